@@ -1,0 +1,45 @@
+# Two commands: `make quickstart` and `make test`. Both set up .venv by themselves, with the pinned set of constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: quickstart test check lint types slow full clean
+.DELETE_ON_ERROR:
+
+quickstart: $(VENV)/.run
+	$(BIN)/refshard run suites/quickstart.toml
+
+check: lint types test
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+# Builds the wheel, installs it in an empty environment and runs the quickstart from there: minutes.
+slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow
+
+full: check slow
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing refshard into $(VENV) (a minute or two)"
+	$(PIP) install --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(PIP) install --constraint constraints.txt --editable ".[test]"
+	@touch $@

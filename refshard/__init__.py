@@ -1,0 +1,18 @@
+"""refshard: which way of sharding a training run is fastest and leanest on your cluster, by how much, and why."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from refshard.engine.api import full_parameters, shard
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "full_parameters", "shard"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine, and torch with it, when it is first asked for."""
+    if name in ("full_parameters", "shard"):
+        from refshard.engine import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'refshard' has no attribute '{name}'")

@@ -1,0 +1,5 @@
+"""``python -m refshard``."""
+
+from refshard.cli import main
+
+main()

@@ -1,0 +1,93 @@
+"""The command line: parse, call one command, print.
+
+Exit status: 0 when everything asked for was done and every case ended ok, 1 when a case did not, 2 for a mistake in
+what was asked, 130 when interrupted.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from refshard import __version__
+from refshard.errors import RefshardError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+_Output = Annotated[Path | None, typer.Option("--out", "-o", help="Where to write; a new place by default.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Which way of sharding a training run is fastest and leanest here, by how much, and why."""
+    if version:
+        print(f"refshard {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    suite: Annotated[str, typer.Argument(help="A suite's TOML file, or the name of one that ships with refshard.")],
+    out: _Output = None,
+    oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
+) -> None:
+    """Measure every case of a suite and compare them."""
+    from refshard.commands import run as command
+    from refshard.report.views import terminal_table, terminal_verdict
+
+    finished, dashboard = command.run(suite, out, oversubscribe=oversubscribe)
+    print(f"\n{terminal_table(finished)}\n\n{terminal_verdict(finished)}\n\ndashboard: {dashboard}")
+    if any(case.state != "ok" for case in finished.cases):
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per case.")] = False,
+) -> None:
+    """Print a run's verdict and tables."""
+    from refshard.commands import show as command
+
+    print(command.show(run, as_json=as_json))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
+    out: _Output = None,
+) -> None:
+    """Draw a run's dashboard: one HTML file that needs no network."""
+    from refshard.commands import report as command
+
+    print(command.report(run, out))
+
+
+@app.command(name="list")
+def list_(
+    what: Annotated[str, typer.Argument(help="strategies, models, modes or suites")],
+) -> None:
+    """List what refshard knows, one name a line."""
+    from refshard.commands import listing
+
+    print("\n".join(listing.names(what)))
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line on standard error."""
+    try:
+        app(standalone_mode=True)
+    except RefshardError as error:
+        print(f"refshard: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("refshard: interrupted; what had ended is written", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader (head, say) has seen enough.
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One file per command: joins the rooms below into what the command line offers."""

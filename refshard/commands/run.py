@@ -1,0 +1,113 @@
+"""``refshard run``: measure a suite, show progress, print the table, draw the dashboard."""
+
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from refshard.harness.launchers.local import LocalLauncher
+from refshard.harness.run import Observer, check_suite, mark_latest, new_run_folder, run_suite
+from refshard.quantities import format_seconds
+from refshard.records import CaseRecord, Run
+
+from refshard.report.render import write_dashboard
+from refshard.resources import find_suite
+from refshard.specs import CaseSpec, load_suite
+
+
+def run(suite: str, output: Path | None, *, oversubscribe: bool) -> tuple[Run, Path]:
+    """Measure ``suite`` (a path, or the name of one that ships) and return the run and its dashboard's path.
+
+    Raises:
+        RefshardError: the suite or the folder cannot be used; nothing was launched.
+        KeyboardInterrupt: the run was cut short; what had ended is written.
+    """
+    spec = load_suite(find_suite(suite))
+    check_suite(spec, oversubscribe=oversubscribe)
+    folder = output or new_run_folder(spec)
+    with _observer() as observer:
+        finished = run_suite(spec, folder, LocalLauncher(), observer, oversubscribe=oversubscribe)
+    if output is None:
+        mark_latest(folder)
+    dashboard = folder / "dashboard.html"
+    write_dashboard(finished, dashboard)
+    return finished, dashboard
+
+
+def _observer() -> "_Bars | _Lines":
+    return _Bars() if sys.stderr.isatty() else _Lines()
+
+
+def _label(case: CaseSpec, round_: int) -> str:
+    ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
+    return f"{case.strategy}, {case.model}, {ranks}, round {round_ + 1}"
+
+
+def _outcome(record: CaseRecord) -> str:
+    label = _label(record.case, record.round)
+    if record.state != "ok":
+        return f"{record.state:<8} {label}: {record.error}"
+    return f"ok       {label}: step time {format_seconds(record.metrics['step_time_s'])}"
+
+
+class _Lines(Observer):
+    """One line a case, for logs and pipes."""
+
+    def __enter__(self) -> "_Lines":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing is held."""
+
+    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+        """See :class:`Observer`."""
+        self._prefix, self._started = f"[{index + 1}/{total}]", time.monotonic()
+
+    def case_progressed(self, text: str) -> None:
+        """A log needs no steps."""
+
+    def case_ended(self, record: CaseRecord) -> None:
+        """See :class:`Observer`."""
+        took = format_seconds(time.monotonic() - self._started)
+        print(f"{self._prefix} {_outcome(record)}  (took {took})", file=sys.stderr, flush=True)
+
+
+class _Bars(Observer):
+    """A bar over the run's launches, with what the running case is at."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[at]}"),
+            console=Console(stderr=True),
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> "_Bars":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._progress.stop()
+
+    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+        """See :class:`Observer`."""
+        if self._task is None:
+            self._task = self._progress.add_task("", total=total, at="")
+        self._progress.update(self._task, description=_label(case, round_), completed=index, at="starting")
+
+    def case_progressed(self, text: str) -> None:
+        """See :class:`Observer`."""
+        assert self._task is not None
+        self._progress.update(self._task, at=text)
+
+    def case_ended(self, record: CaseRecord) -> None:
+        """See :class:`Observer`."""
+        assert self._task is not None
+        self._progress.console.print(_outcome(record), highlight=False, markup=False)
+        self._progress.update(self._task, advance=1, at="")

@@ -1,0 +1,1 @@
+"""The reference sharding engine: one code path for every mode."""

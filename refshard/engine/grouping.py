@@ -1,0 +1,157 @@
+"""Which parameters form a unit: the blocks, what lies before and after them, and what ties bring together."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from refshard.errors import EngineError, SpecError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One physical parameter, the name it is known by, and every (module, attribute) that holds it."""
+
+    name: str
+    parameter: nn.Parameter
+    holders: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGroup:
+    """The parameters of one unit-to-be, and the modules whose calls are its forward."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[Member, ...]
+
+
+def group_units(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None) -> tuple[UnitGroup, ...]:
+    """Partition the parameters of ``model`` into units, in registration order.
+
+    Each block is a unit. The other modules that own parameters form one unit per stretch between blocks (an embedding
+    before them, a norm and a head after them); one that contains blocks is a unit by itself, as it computes around
+    them. Groups that share a tied parameter become one unit.
+
+    Raises:
+        SpecError: no block is found, or a named one does not exist.
+        EngineError: a unit cannot be flattened.
+    """
+    chosen = find_blocks(model, blocks)
+    stretches = _stretches(model, chosen)
+    owner_of = {id(module): index for index, (_, modules) in enumerate(stretches) for module in modules}
+    members = _members(model, owner_of)
+    merged = _merge_tied(len(stretches), [touched for _, touched in members])
+    groups = []
+    for root in dict.fromkeys(merged):
+        parts = [stretches[i] for i in range(len(stretches)) if merged[i] == root]
+        parameters = tuple(member for member, touched in members if merged[touched[0]] == root)
+        if parameters:
+            name = "+".join(name for names, _ in parts for name in names)
+            modules = tuple(m for names, _ in parts for m in (model.get_submodule(n) for n in names))
+            groups.append(UnitGroup(name or type(model).__name__, modules, parameters))
+    for group in groups:
+        _check_flattenable(group)
+    return tuple(groups)
+
+
+def find_blocks(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None) -> dict[str, nn.Module]:
+    """The modules that become units, by name: those asked for, or the members of the outermost ``nn.ModuleList``."""
+    named = {name: module for name, module in model.named_modules() if name}
+    if blocks is None:
+        lists = [name for name, module in named.items() if isinstance(module, nn.ModuleList)]
+        wanted = {f"{name}.{child}" for name in lists for child, _ in named[name].named_children()}
+    else:
+        wanted = {found for block in blocks for found in _resolve(block, named)}
+    outermost = {n: m for n, m in named.items() if n in wanted and not any(n.startswith(f"{o}.") for o in wanted)}
+    if not outermost:
+        raise SpecError(
+            "blocks: the model holds no nn.ModuleList; name the modules that become units, by name or class"
+        )
+    return outermost
+
+
+def _resolve(block: str | type[nn.Module], named: dict[str, nn.Module]) -> list[str]:
+    if isinstance(block, type):
+        found = [name for name, module in named.items() if isinstance(module, block)]
+        if not found:
+            raise SpecError(f"blocks: the model holds no module of class {block.__name__}; name one that it holds")
+        return found
+    if block not in named:
+        raise SpecError(f"blocks: the model has no module '{block}'; {nearest(block, list(named))}")
+    if isinstance(named[block], nn.ModuleList):
+        return [f"{block}.{child}" for child, _ in named[block].named_children()]
+    return [block]
+
+
+def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[list[str], list[nn.Module]]]:
+    """In registration order, per group: names of the modules whose calls are its forward, and all modules in it."""
+    groups: list[tuple[list[str], list[nn.Module]]] = []
+    open_stretch = False
+    for name, module in model.named_modules():
+        if name in blocks:
+            groups.append(([name], list(module.modules())))
+            open_stretch = False
+        elif any(name.startswith(f"{block}.") for block in blocks) or not module._parameters:
+            continue
+        elif any(block.startswith(f"{name}." if name else "") for block in blocks):
+            groups.append(([name], [module]))
+            open_stretch = False
+        elif open_stretch:
+            groups[-1][0].append(name)
+            groups[-1][1].append(module)
+        else:
+            groups.append(([name], [module]))
+            open_stretch = True
+    return groups
+
+
+def _members(model: nn.Module, owner_of: dict[int, int]) -> list[tuple[Member, list[int]]]:
+    """Every physical parameter once, with the groups that hold it."""
+    holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    for name, module, attribute, parameter in _held(model):
+        holders.setdefault(parameter, []).append((name, module, attribute))
+    return [
+        (
+            Member(held[0][0], parameter, tuple((module, attribute) for _, module, attribute in held)),
+            [owner_of[id(module)] for _, module, _ in held],
+        )
+        for parameter, held in holders.items()
+    ]
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute, parameter
+
+
+def _merge_tied(n_groups: int, touched: list[list[int]]) -> list[int]:
+    """For each group the first group that it is tied to, directly or through others."""
+    root = list(range(n_groups))
+    for group_indices in touched:
+        target = min(root[i] for i in group_indices)
+        sources = {root[i] for i in group_indices}
+        root = [target if r in sources else r for r in root]
+    return root
+
+
+def _check_flattenable(group: UnitGroup) -> None:
+    first = group.parameters[0].parameter
+    for member in group.parameters:
+        parameter = member.parameter
+        if parameter.device.type == "meta":
+            raise EngineError(f"parameter '{member.name}' is on the meta device; materialise the model before sharding")
+        if not parameter.requires_grad:
+            raise EngineError(f"parameter '{member.name}' is frozen; frozen parameters cannot be sharded yet")
+        if (parameter.dtype, parameter.device) != (first.dtype, first.device):
+            raise EngineError(
+                f"parameter '{member.name}' is {_place(parameter)}, others of unit '{group.name}' are {_place(first)}; "
+                "convert the unit to one dtype and device"
+            )
+
+
+def _place(parameter: torch.Tensor) -> str:
+    return f"{parameter.dtype} on {parameter.device}"

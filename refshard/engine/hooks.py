@@ -1,0 +1,116 @@
+"""Turns what autograd and the modules report into the schedule's markers.
+
+A unit's forward begins when the first of its modules is called and ends when each has been called once. Its backward
+begins when the gradient of one of its outputs is there, and ends when the last of its parameters' gradients has
+arrived, which :class:`~refshard.engine.unit.Unit` counts.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from refshard.engine.executor import Executor
+from refshard.engine.unit import Unit
+from refshard.errors import EngineError
+from refshard.plan.schedule import Op, OpKind
+
+
+class Hooks:
+    """The hooks on one sharded model. ``remove`` takes them off again."""
+
+    def __init__(self, root: nn.Module, units: tuple[Unit, ...], executor: Executor) -> None:
+        self._executor = executor
+        self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
+        self._in_backward: set[int] = set()
+        self._handles = [
+            root.register_forward_pre_hook(self._begin_pass, prepend=True),
+            root.register_forward_hook(self._end_forward),
+        ]
+        for unit in units:
+            for module in unit.modules:
+                self._handles += self._hook_module(unit, module)
+
+    def remove(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook_module(self, unit: Unit, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+        called = self._called[unit.index]
+
+        def before(_: nn.Module, __: Any) -> None:
+            if _in_recomputation():
+                _require_resident(unit)
+            elif not called:
+                called.add(module)
+                self._executor.mark(Op(OpKind.BEGIN, unit.index, "forward"))
+            else:
+                called.add(module)
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            if _in_recomputation():
+                return
+            self._watch_output(unit, output)
+            if len(called) == len(unit.modules):
+                called.clear()
+                self._executor.mark(Op(OpKind.END, unit.index, "forward"))
+
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _begin_pass(self, _: nn.Module, __: Any) -> None:
+        if _in_recomputation():
+            return
+        self._in_backward.clear()
+        for called in self._called.values():
+            called.clear()
+        self._executor.begin_pass(training=torch.is_grad_enabled())
+
+    def _end_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and not _in_recomputation():
+            self._executor.end_evaluation()
+
+    def _watch_output(self, unit: Unit, output: Any) -> None:
+        """Let the unit's backward begin with the gradient of whichever of its outputs comes first."""
+        if not torch.is_grad_enabled():
+            return
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise EngineError(
+                f"the output of unit '{unit.name}' ({type(output).__name__}) holds no tensor that backward could start "
+                "from; return tensors, or a container known to torch.utils._pytree"
+            )
+
+        def begin_backward(_: torch.Tensor) -> None:
+            self._begin_backward(unit)
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(begin_backward)
+
+    def _begin_backward(self, unit: Unit) -> None:
+        if not self._in_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if unit.index not in self._in_backward:
+            self._in_backward.add(unit.index)
+            self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
+
+    def _end_backward(self) -> None:
+        self._in_backward.clear()
+        self._executor.end_backward()
+
+
+def _in_recomputation() -> bool:
+    """Whether autograd is running now: a forward call then is activation checkpointing's, whose hooks are not the
+    schedule's business (the post-hook does not even fire, since recomputation stops early).
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def _require_resident(unit: Unit) -> None:
+    if not unit.resident:
+        raise EngineError(
+            f"unit '{unit.name}' is recomputed before its own backward began; checkpoint each block by itself, "
+            "not several blocks as one"
+        )

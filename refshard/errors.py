@@ -1,0 +1,41 @@
+"""What refshard raises for a caller to catch.
+
+Every message states the rule that was broken, the value that broke it, and the remedy. The command line prints
+such an error as one line and exits with status 2; a traceback means a defect in refshard itself.
+"""
+
+
+class RefshardError(Exception):
+    """Root of everything that refshard raises on purpose."""
+
+
+class SpecError(RefshardError, ValueError):
+    """A suite, case, preset or argument breaks a rule of its schema."""
+
+
+class EngineError(RefshardError):
+    """The sharding engine met a model or an order of execution that it cannot serve correctly."""
+
+
+class ProofError(RefshardError):
+    """A strategy did not do what its plan announced, so its timing does not count."""
+
+
+class TraceError(RefshardError):
+    """A trace file is damaged or is no trace."""
+
+
+class StoreError(RefshardError):
+    """A run folder is missing, torn, or written by a newer refshard."""
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Return the remedy for an unknown name: the closest known one, or all of them.
+
+    >>> nearest("yafsdpp", ["fsdp", "yafsdp"])
+    "did you mean 'yafsdp'?"
+    """
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else "known: " + ", ".join(sorted(known))

@@ -1,0 +1,38 @@
+"""FLOPs of a training step by three conventions that the field uses, and the peaks they are held against.
+
+N is the number of parameters, E the token embedding's (and, where it is tied, nothing is left out: the head's matrix
+product is real), L the layers, H the heads, Q the head dimension, T the sequence length. Per token, forward and
+backward, recompute not counted:
+
+- A: ``6 * (N - E) + 12 * L * H * Q * T`` (torchtitan; tied models keep N)
+- B: ``6 * N + 12 * L * H * Q * T`` (torchtitan in 2024, llm-foundry)
+- C: ``6 * (N - E) + 6 * L * H * Q * T``, attention's causal half (Megatron)
+"""
+
+from typing import Literal
+
+from refshard.specs import ModelSpec
+
+Convention = Literal["A", "B", "C"]
+
+FORMULAS: dict[Convention, str] = {
+    "A": "6(N-E) + 12LHQT (torchtitan)",
+    "B": "6N + 12LHQT (torchtitan 2024, llm-foundry)",
+    "C": "6(N-E) + 6LHQT, causal half (Megatron)",
+}
+
+
+def parameter_count(model: ModelSpec) -> int:
+    """Number of parameters in closed form, a tied embedding counted once."""
+    attention = 2 * model.dim * model.dim + 2 * model.dim * model.n_kv_heads * model.head_dim
+    block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
+    embeddings = model.vocab * model.dim * (1 if model.tied else 2)
+    return model.n_layers * block + embeddings + model.dim
+
+
+def flops_per_token(model: ModelSpec, seq_len: int, convention: Convention = "A") -> int:
+    """Model FLOPs per token, forward and backward, by one of the conventions above."""
+    n = parameter_count(model)
+    embedding = 0 if model.tied or convention == "B" else model.vocab * model.dim
+    attention = (6 if convention == "C" else 12) * model.n_layers * model.n_heads * model.head_dim * seq_len
+    return 6 * (n - embedding) + attention

@@ -1,0 +1,1 @@
+"""What needs processes: launching cases, measuring in them, recording what they measured."""

@@ -1,0 +1,214 @@
+"""What the ranks left behind becomes one record: metrics, proof of run, or the state that the case ended in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+
+from refshard.errors import TraceError
+from refshard.flops import FORMULAS, Convention, flops_per_token
+from refshard.harness.launchers.base import Launch
+from refshard.harness.measure import RankResult
+from refshard.harness.worker import rank_file, trace_file
+from refshard.records import METRICS, CaseRecord, CollectiveCount, Environment, Proof, State, StepTrace
+from refshard.specs import REFERENCE_STRATEGY, CaseSpec, load_model
+from refshard.tracing.kineto import read_timeline
+from refshard.tracing.overlap import StepOverlap, collectives_per_step, mean_ratio, step_overlaps
+
+PARITY_TOLERANCE = 1e-5
+"""Largest relative difference of an fp32 loss from the reference's: splitting the batch alone costs about 1e-6."""
+CONVENTION: Convention = "A"
+NS = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The records that a case is held against: one unsharded rank, and DDP at the same world size."""
+
+    reference: CaseRecord | None
+    ddp: CaseRecord | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traces:
+    """What the traces of all ranks say."""
+
+    steps: tuple[tuple[int, StepOverlap], ...] = ()
+    per_step: tuple[tuple[CollectiveCount, ...], ...] = ()
+
+
+def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Environment, peers: Peers) -> CaseRecord:
+    """Complete ``blank``, whose state is preset to ok, with what the launch of its case left in ``folder``."""
+    case = blank.case
+    ranks = _read_ranks(folder, case.world_size)
+    if launch.timed_out or len(ranks) < case.world_size or any(r.state != "ok" for r in ranks):
+        state, error = _failure(case, launch, ranks)
+        return msgspec.structs.replace(blank, state=state, error=error, log_tail=launch.log_tail)
+    try:
+        traces = _read_traces(folder, case.world_size)
+    except TraceError as error:
+        return msgspec.structs.replace(blank, state="failed", error=str(error))
+    losses = tuple(fmean(step) for step in zip(*(r.losses for r in ranks)))
+    proof = _prove(case, ranks, traces, losses, peers)
+    record = msgspec.structs.replace(
+        blank,
+        device=ranks[0].device,
+        backend=ranks[0].backend,
+        step_times_s=tuple(r.step_times_s for r in ranks),
+        traced_step_times_s=tuple(r.traced_step_times_s for r in ranks),
+        losses=losses,
+        flops_convention=f"{CONVENTION}: {FORMULAS[CONVENTION]}",
+        flops_per_token=float(flops_per_token(load_model(case.model), case.seq_len, CONVENTION)),
+        steps=tuple(_step_trace(rank, step) for rank, step in traces.steps),
+        proof=proof,
+        warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
+        **_peak(ranks[0].device, environment),
+    )
+    record = msgspec.structs.replace(record, metrics=_metrics(record, ranks, traces))
+    if proof.failures:
+        reason = "proof of run: " + "; ".join(proof.failures)
+        record = msgspec.structs.replace(record, state="failed", error=reason)
+    return record
+
+
+def _read_ranks(folder: Path, world_size: int) -> list[RankResult]:
+    paths = (rank_file(folder, rank) for rank in range(world_size))
+    return [msgspec.json.decode(p.read_bytes(), type=RankResult) for p in paths if p.exists()]
+
+
+def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tuple[State, str]:
+    """The state of a case that did not end well, and its cause in one line."""
+    if launch.timed_out:
+        return "timeout", f"did not end within time_limit_s = {case.time_limit_s:g}; the ranks were ended"
+    for state in ("oom", "failed"):
+        for rank in ranks:
+            if rank.state == state:
+                return rank.state, f"rank {rank.rank}: {rank.error}"
+    return "failed", launch.error or "a rank ended without a result"
+
+
+def _read_traces(folder: Path, world_size: int) -> _Traces:
+    steps: list[tuple[int, StepOverlap]] = []
+    per_step: list[tuple[CollectiveCount, ...]] = []
+    for rank in range(world_size):
+        timeline = read_timeline(trace_file(folder, rank))
+        steps += [(rank, step) for step in step_overlaps(timeline)]
+        per_step += [
+            tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued)
+            for issued in collectives_per_step(timeline).values()
+        ]
+    return _Traces(steps=tuple(steps), per_step=tuple(per_step))
+
+
+def _prove(
+    case: CaseSpec, ranks: Sequence[RankResult], traces: _Traces, losses: Sequence[float], peers: Peers
+) -> Proof:
+    failures = []
+    announced = ranks[0].announced
+    differing = next((step for step in traces.per_step if step != announced), None)
+    if differing is not None:
+        failures.append(f"the plan announced {_counts(announced)}, the trace shows {_counts(differing)}")
+    if not ranks[0].wrapped_units and case.strategy != REFERENCE_STRATEGY:
+        failures.append("the model was not wrapped: it has no unit")
+    if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
+        failures.append("the ranks ended with different parameters")
+    parity = _parity(case, losses, peers.reference)
+    if parity is None:
+        failures.append("no loss parity: the reference case did not end ok")
+    elif not parity <= PARITY_TOLERANCE:
+        failures.append(f"losses differ from one unsharded rank by {parity:.2g}, more than {PARITY_TOLERANCE:g}")
+    identical, note = _compare_bits(case, losses, ranks[0].parameters_sha256, peers.ddp)
+    return Proof(
+        wrapped_units=ranks[0].wrapped_units,
+        announced=announced,
+        traced=traces.per_step[0] if differing is None and traces.per_step else differing or (),
+        parity_steps=case.warmup_steps,
+        loss_parity=parity,
+        parameters_sha256=ranks[0].parameters_sha256,
+        bit_identical_to_ddp=identical,
+        bits_note=note,
+        failures=tuple(failures),
+    )
+
+
+def _parity(case: CaseSpec, losses: Sequence[float], reference: CaseRecord | None) -> float | None:
+    """Largest relative difference over the proof steps; 0 for the reference itself."""
+    if case.strategy == REFERENCE_STRATEGY:
+        return 0.0
+    if reference is None or reference.state != "ok":
+        return None
+    steps = list(zip(losses, reference.losses))[: case.warmup_steps]
+    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in steps)
+
+
+def _compare_bits(
+    case: CaseSpec, losses: Sequence[float], digest: str, ddp: CaseRecord | None
+) -> tuple[bool | None, str]:
+    """Whether losses and final parameters equal DDP's to the bit, and a word on it where they do not."""
+    if case.world_size == 1:
+        return None, "one rank reduces nothing"
+    if case.strategy == "ddp":
+        return True, ""
+    if ddp is None or ddp.state != "ok" or ddp.proof is None:
+        return None, "no ddp case at this world size ended ok before it in this run"
+    step = next((i for i, (mine, theirs) in enumerate(zip(losses, ddp.losses)) if mine != theirs), None)
+    if step is None and digest == ddp.proof.parameters_sha256:
+        return True, ""
+    where = "the final parameters differ" if step is None else f"the loss of step {step} is the first to differ"
+    if case.world_size > 2:
+        return False, f"{where}: with more than two ranks the order of summation differs from DDP's all-reduce"
+    return False, f"{where}, although two terms have but one sum: the arithmetic elsewhere must differ"
+
+
+def _counts(issued: Sequence[CollectiveCount]) -> str:
+    return ", ".join(f"{c.count} {c.op} of {c.bytes} B" for c in issued) or "no collectives"
+
+
+def _peak(device: str, environment: Environment) -> dict[str, object]:
+    """The peak that MFU is held against: on a CPU a measured one; an unknown device has none."""
+    if device != "cpu":
+        return {"peak_flops_per_s": None, "peak_source": "no fp32 peak on record for this device"}
+    return {
+        "peak_flops_per_s": environment.gemm_flops_per_s,
+        "peak_source": f"measured fp32 matrix product, {environment.gemm_threads} thread(s), machine idle",
+    }
+
+
+def _metrics(record: CaseRecord, ranks: Sequence[RankResult], traces: _Traces) -> dict[str, float | None]:
+    case = record.case
+    step_time = median(max(step) for step in zip(*record.step_times_s))
+    traced_time = median(max(step) for step in zip(*record.traced_step_times_s))
+    tokens_per_s = case.global_batch * case.seq_len / step_time / case.world_size
+    flops_per_s = tokens_per_s * (record.flops_per_token or 0)
+    steps = [step for _, step in traces.steps]
+    found: dict[str, float | None] = {
+        "step_time_s": step_time,
+        "tokens_per_s_gpu": tokens_per_s,
+        "tflops": flops_per_s / 1e12,
+        "mfu": flops_per_s / record.peak_flops_per_s if record.peak_flops_per_s else None,
+        "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks),
+        "rss_bytes": max(r.rss_bytes for r in ranks),
+        "compute_s": fmean(s.compute for s in steps) * NS,
+        "comm_s": fmean(s.comm for s in steps) * NS,
+        "exposed_comm_s": fmean(s.exposed for s in steps) * NS,
+        "overlap_ratio": mean_ratio(steps),
+        "idle_s": fmean(s.idle for s in steps) * NS,
+        "perturbation": traced_time / step_time,
+        "loss_parity": record.proof.loss_parity if record.proof else None,
+    }
+    assert found.keys() == METRICS.keys()
+    return found
+
+
+def _step_trace(rank: int, step: StepOverlap) -> StepTrace:
+    return StepTrace(
+        rank=rank,
+        step=step.step,
+        span_ns=step.span,
+        compute_ns=step.compute,
+        comm_ns=step.comm,
+        exposed_ns=step.exposed,
+        idle_ns=step.idle,
+    )

@@ -1,0 +1,107 @@
+"""What machine and software a run is measured on."""
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+import torch.distributed as dist
+
+from refshard import resources
+from refshard.records import Environment
+
+_PACKAGES = ("torch", "numpy", "msgspec", "transformers")
+_COMPARABLE = (
+    "os", "cpu", "physical_cores", "logical_cores", "gpus", "python", "torch", "backends", "gemm_threads"
+)  # fmt: skip
+"""Fields that must match between two runs before their times can be compared."""
+
+
+def capture_environment(threads_per_rank: int) -> Environment:
+    """Describe this machine; takes about a second, most of it to measure its matrix multiplication."""
+    commit, dirty = _git_state()
+    environment = Environment(
+        id="",
+        hostname=platform.node(),
+        os=f"{platform.system()} {platform.release()}",
+        cpu=_cpu_name(),
+        physical_cores=psutil.cpu_count(logical=False) or 1,
+        logical_cores=available_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        backends=tuple(name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()),
+        packages={name: found for name in _PACKAGES if (found := _version(name))},
+        gemm_flops_per_s=measure_gemm(threads_per_rank),
+        gemm_threads=threads_per_rank,
+        git_commit=commit,
+        git_dirty=dirty,
+        argv=tuple(sys.argv),
+    )
+    comparable = {field: getattr(environment, field) for field in _COMPARABLE}
+    digest = hashlib.sha256(msgspec.json.encode(comparable, order="sorted")).hexdigest()
+    return msgspec.structs.replace(environment, id=digest[:12])
+
+
+def available_cores() -> int:
+    """Logical cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def measure_gemm(threads: int, size: int = 1024, seconds: float = 0.5) -> float:
+    """Best rate in FLOP/s of an fp32 ``size`` x ``size`` matrix product with ``threads`` threads, over ``seconds``.
+
+    It serves as the peak that a CPU's MFU is held against; the best, since a peak is what the machine can do.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        a, b, out = (torch.ones(size, size) for _ in range(3))
+        best, end = float("inf"), time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            started = time.perf_counter()
+            torch.mm(a, b, out=out)
+            best = min(best, time.perf_counter() - started)
+        return float(2 * size**3 / best)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_state() -> tuple[str | None, bool | None]:
+    """Commit and whether files differ from it; (None, None) where this is no checkout."""
+    checkout = resources.checkout()
+    if checkout is None:
+        return None, None
+    try:
+        commit = _git(checkout, "rev-parse", "HEAD")
+        return commit, bool(_git(checkout, "status", "--porcelain"))
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", checkout, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()

@@ -1,0 +1,156 @@
+"""What one rank measures of one case, in order: proof and warm-up, timed steps, traced steps.
+
+The profiler is off while steps are timed. The allocator's peak is taken over one early step, after the optimizer's
+state and the engine's slots exist: on a CPU only a profiler sees allocations, and it must run from the model's
+construction on, so it may not run while anything is timed.
+"""
+
+import hashlib
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from refshard.models.data import TokenSource, open_source, rank_batch
+from refshard.models.llama import Llama, initialise, next_token_loss
+from refshard.records import CollectiveCount, State
+from refshard.specs import CaseSpec, load_model
+from refshard.strategies import make_strategy
+from refshard.strategies.base import Strategy
+from refshard.tracing.capture import WARMUP_STEPS, AllocatorPeak, capture_steps
+
+MEMORY_STEP = 2
+"""The step whose allocator peak is recorded: the first whose every buffer was there before."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the phase, the step and the number of steps of that phase."""
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank reports. ``losses`` are this rank's, one per step; times are in seconds, sizes in bytes."""
+
+    rank: int
+    state: State
+    error: str | None = None
+    device: str = ""
+    backend: str = ""
+    step_times_s: tuple[float, ...] = ()
+    traced_step_times_s: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    peak_memory_bytes: int = 0
+    rss_bytes: int = 0
+    wrapped_units: tuple[str, ...] = ()
+    announced: tuple[CollectiveCount, ...] = ()
+    parameters_sha256: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+class Trainer:
+    """One rank's model, optimizer and data; ``step`` trains on the next batch."""
+
+    def __init__(self, case: CaseSpec, strategy: Strategy, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._case, self._group, self._device = case, group, device
+        self.losses: list[float] = []
+        spec = load_model(case.model)
+        self._source: TokenSource = open_source(case.data, spec.vocab, case.seed)
+        model = Llama(spec).to(device)
+        initialise(model, case.seed)
+        self._module: nn.Module = strategy.wrap(model, group)
+        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=case.learning_rate, fused=True)
+
+    def timed_step(self, *, aligned: bool) -> float:
+        """Train one step and return its synchronised wall time in seconds.
+
+        ``aligned`` lets all ranks start together, outside of the time taken.
+        """
+        inputs, targets = rank_batch(
+            self._source,
+            step=len(self.losses),
+            rank=self._group.rank(),
+            world_size=self._group.size(),
+            global_batch=self._case.global_batch,
+            seq_len=self._case.seq_len,
+        )
+        inputs, targets = inputs.to(self._device), targets.to(self._device)
+        if aligned:
+            dist.barrier(self._group)
+        self._synchronise()
+        started = time.perf_counter()
+        loss = next_token_loss(self._module(inputs), targets)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._synchronise()
+        elapsed = time.perf_counter() - started
+        self.losses.append(loss.item())
+        return elapsed
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def measure(
+    case: CaseSpec, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress
+) -> RankResult:
+    """Run ``case`` on this rank. The Kineto trace goes to ``trace``."""
+    strategy = make_strategy(case.strategy)
+    warmup = _counted("warm-up", case.warmup_steps, progress)
+    progress("build", 0, 1)
+    with AllocatorPeak(device) as allocator:
+        trainer = Trainer(case, strategy, group, device)
+        for step in warmup:
+            if step == MEMORY_STEP:
+                allocator.open_window()
+            trainer.timed_step(aligned=True)
+            if step == MEMORY_STEP:
+                break
+    for _ in warmup:
+        trainer.timed_step(aligned=True)
+    times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    traced = []
+    with capture_steps(trace, case.traced_steps) as profiler:
+        for step in _counted("trace", WARMUP_STEPS + case.traced_steps, progress):
+            elapsed = trainer.timed_step(aligned=False)
+            profiler.step()
+            if step >= WARMUP_STEPS:
+                traced.append(elapsed)
+    return RankResult(
+        rank=group.rank(),
+        state="ok",
+        device=_device_name(device),
+        backend=dist.get_backend(group),
+        step_times_s=tuple(times),
+        traced_step_times_s=tuple(traced),
+        losses=tuple(trainer.losses),
+        peak_memory_bytes=allocator.peak_bytes,
+        rss_bytes=rss,
+        wrapped_units=strategy.wrapped_units(),
+        announced=strategy.announced(),
+        parameters_sha256=_digest(strategy.full_parameters()),
+    )
+
+
+def _counted(phase: str, steps: int, progress: Progress) -> Iterator[int]:
+    for step in range(steps):
+        progress(phase, step, steps)
+        yield step
+
+
+def _digest(parameters: Iterator[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 over names and bits of all parameters, by name, so that two strategies' can be compared."""
+    digests = {
+        name: hashlib.sha256(value.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, value in parameters
+    }
+    return hashlib.sha256("".join(f"{n}={d};" for n, d in sorted(digests.items())).encode()).hexdigest()
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

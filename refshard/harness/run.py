@@ -1,0 +1,205 @@
+"""A suite becomes a run: every case launched in processes of its own, every result written as it ends."""
+
+import os
+import random
+import shutil
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+
+from refshard import __version__
+from refshard.errors import SpecError
+from refshard.harness.assemble import Peers, assemble
+from refshard.harness.environment import available_cores, capture_environment
+from refshard.harness.launchers.base import Launcher
+from refshard.harness.store import RunWriter, read_run
+from refshard.harness.worker import CASE_FILE, trace_file
+from refshard.models.data import open_source
+from refshard.records import CaseRecord, EndRecord, Run, RunRecord
+from refshard.specs import REFERENCE_STRATEGY, CaseSpec, SuiteSpec, load_model
+from refshard.strategies import check_name
+
+_FIRST = (REFERENCE_STRATEGY, "ddp")
+"""Strategies that the others are held against run first in each round."""
+
+
+class Observer(ABC):
+    """Told of a run's progress, to show it."""
+
+    @abstractmethod
+    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+        """The launch number ``index`` (from 0) of ``total`` starts."""
+
+    @abstractmethod
+    def case_progressed(self, text: str) -> None:
+        """Rank 0 of the running case is at ``text``."""
+
+    @abstractmethod
+    def case_ended(self, record: CaseRecord) -> None:
+        """A launch ended and its record is written."""
+
+
+def check_suite(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
+    """Expand a suite and check what can be known before anything is launched.
+
+    Raises:
+        SpecError: a strategy, preset or data file does not exist, or the machine is too small.
+    """
+    cases = suite.cases()
+    for case in cases:
+        check_name(case.strategy)
+        open_source(case.data, load_model(case.model).vocab, case.seed)
+        _check_fits_machine(case, oversubscribe=oversubscribe)
+    return cases
+
+
+def run_suite(
+    suite: SuiteSpec, folder: Path, launcher: Launcher, observer: Observer, *, oversubscribe: bool = False
+) -> Run:
+    """Run every case of ``suite`` in every round, and return what was written to ``folder``.
+
+    A case that does not end well becomes a record in its state, and the run goes on. On KeyboardInterrupt the ranks are
+    ended, the closing record says so, and the exception passes through.
+
+    Raises:
+        SpecError: see :func:`check_suite`.
+        StoreError: the folder cannot hold a run.
+    """
+    cases = check_suite(suite, oversubscribe=oversubscribe)
+    plan = [(round_, case) for round_ in range(suite.rounds) for case in round_order(cases, round_)]
+    with RunWriter(folder) as writer:
+        environment = capture_environment(threads_per_rank=cases[0].threads_per_rank)
+        header = RunRecord(
+            run_id=folder.name,
+            refshard=__version__,
+            started_at=_now(),
+            suite=suite,
+            environment=environment,
+            planned=len(plan),
+        )
+        writer.append(header)
+        states: Counter[str] = Counter()
+        interrupted = True
+        try:
+            for record in _records(plan, header, folder, launcher, observer):
+                writer.append(record)
+                states[record.state] += 1
+                observer.case_ended(record)
+            interrupted = False
+        finally:
+            end = EndRecord(
+                run_id=header.run_id,
+                ended_at=_now(),
+                cases=states.total(),
+                states=dict(states),
+                interrupted=interrupted,
+            )
+            writer.append(end)
+    return read_run(folder)
+
+
+def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
+    """The order of one round: those that others are held against first, the rest shuffled by the round's number."""
+    first = [case for name in _FIRST for case in cases if case.strategy == name]
+    rest = [case for case in cases if case.strategy not in _FIRST]
+    random.Random(round_).shuffle(rest)
+    return first + rest
+
+
+def new_run_folder(suite: SuiteSpec) -> Path:
+    """A fresh folder name under ``runs/`` of the current directory."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{stamp}-{suite.name}"
+
+
+def mark_latest(folder: Path) -> None:
+    """Let ``latest`` beside the run's folder point to it."""
+    link = folder.parent / "latest"
+    unfinished = folder.parent / f".latest-{os.getpid()}"
+    unfinished.symlink_to(folder.name)
+    unfinished.replace(link)
+
+
+def _records(
+    plan: list[tuple[int, CaseSpec]], header: RunRecord, folder: Path, launcher: Launcher, observer: Observer
+) -> Iterator[CaseRecord]:
+    """Launch the planned cases one after the other. The latest ok record of each spec serves as a peer."""
+    ended: dict[str, CaseRecord] = {}
+    for index, (round_, case) in enumerate(plan):
+        observer.case_started(case, round_, index, len(plan))
+        peers = Peers(
+            reference=ended.get(case.reference().hash),
+            ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if case.world_size > 1 else None,
+        )
+        record = _run_case(case, round_, header, folder, launcher, observer.case_progressed, peers)
+        if record.state == "ok" or case.hash not in ended:
+            ended[case.hash] = record
+        yield record
+
+
+def _run_case(
+    case: CaseSpec,
+    round_: int,
+    header: RunRecord,
+    folder: Path,
+    launcher: Launcher,
+    on_progress: Callable[[str], None],
+    peers: Peers,
+) -> CaseRecord:
+    name = f"{case.name}-{case.hash}-round{round_}"
+    work = (folder / "cases" / name).absolute()
+    work.mkdir(parents=True)
+    (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    started = datetime.now(UTC)
+    launch = launcher.launch(case, work, on_progress)
+    blank = CaseRecord(
+        run_id=header.run_id,
+        environment=header.environment.id,
+        case=case,
+        spec_hash=case.hash,
+        round=round_,
+        fidelity="measured",
+        state="ok",
+        started_at=started.isoformat(timespec="seconds"),
+        duration_s=(datetime.now(UTC) - started).total_seconds(),
+    )
+    record = assemble(blank, launch, work, header.environment, peers)
+    return msgspec.structs.replace(record, traces=_keep_traces(case, name, work, folder))
+
+
+def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[str, ...]:
+    """Move the ranks' traces to the run's ``traces`` folder; paths relative to the run's folder."""
+    kept = []
+    for rank in range(case.world_size):
+        source = trace_file(work, rank)
+        if source.exists():
+            target = folder / "traces" / f"{name}-rank{rank}.json.gz"
+            target.parent.mkdir(exist_ok=True)
+            shutil.move(source, target)
+            kept.append(str(target.relative_to(folder)))
+    return tuple(kept)
+
+
+def _check_fits_machine(case: CaseSpec, *, oversubscribe: bool) -> None:
+    gpus = torch.cuda.device_count()
+    if case.device == "cuda" and not gpus:
+        raise SpecError('device: \'cuda\' asked for, but torch sees no GPU; set device = "cpu" or "auto"')
+    if gpus and case.device != "cpu":
+        if case.world_size > gpus:
+            raise SpecError(f"world_size: {case.world_size} ranks need as many GPUs, here are {gpus}; lower it")
+        return
+    wanted, cores = case.world_size * case.threads_per_rank, available_cores()
+    if wanted > cores and not oversubscribe:
+        raise SpecError(
+            f"world_size: {case.world_size} ranks x {case.threads_per_rank} thread(s) exceed the {cores} cores here; "
+            "lower it, or pass --oversubscribe to measure contention too"
+        )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,1 @@
+"""The Llama family and the tokens that it trains on."""

@@ -1,0 +1,210 @@
+"""The Llama family, written to be read and to be sharded.
+
+Modules carry Hugging Face's names, so a ``state_dict`` loads into ``transformers.LlamaForCausalLM`` and back
+without a mapping. Every weight is used by the module that owns it and by no other, so an engine that hooks
+module calls sees each use. Nothing but parameters is stored: the rotary tables are computed once per forward,
+so a model built on the meta device needs only ``to_empty`` and :func:`initialise` to become real.
+
+Suffixes name the axes of a tensor: B sequences, T tokens, D model width, F feed-forward width, H query heads,
+K key-value heads, Q head width, V vocabulary.
+"""
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from refshard.errors import SpecError
+from refshard.specs import ModelSpec, RopeScaling
+
+INIT_STD = 0.02
+"""Standard deviation of a fresh weight (GPT-2's, and Hugging Face's default for Llama)."""
+
+RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
+"""The projections that write into the residual stream, which start smaller the deeper the model is."""
+
+
+class Llama(nn.Module):
+    """A Llama-family decoder with its language-model head.
+
+    With ``spec.tied``, ``lm_head.weight`` *is* ``model.embed_tokens.weight``: one parameter, listed once by
+    ``parameters()`` and twice by ``state_dict()``, as in Hugging Face.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.model = Backbone(spec)
+        self.lm_head = nn.Linear(spec.dim, spec.vocab, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make head and embedding share one parameter if the spec says so; ``to_empty`` parts them."""
+        if self.spec.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Map token ids (B, T) int64 to next-token logits (B, T, V) in the parameters' dtype."""
+        logits_BTV: Tensor = self.lm_head(self.model(tokens_BT))
+        return logits_BTV
+
+
+class Backbone(nn.Module):
+    """Embedding, blocks and final norm: all but the head."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed_tokens = nn.Embedding(spec.vocab, spec.dim)
+        self.layers = nn.ModuleList(Block(spec) for _ in range(spec.n_layers))
+        self.norm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Map token ids (B, T) int64 to normalised hidden states (B, T, D)."""
+        x_BTD: Tensor = self.embed_tokens(tokens_BT)
+        cos_T1Q, sin_T1Q = rotary_tables(self.spec, tokens_BT.shape[1], x_BTD)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, cos_T1Q, sin_T1Q)
+        normed_BTD: Tensor = self.norm(x_BTD)
+        return normed_BTD
+
+
+class Block(nn.Module):
+    """One decoder layer: pre-normed attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec)
+        self.mlp = FeedForward(spec)
+        self.input_layernorm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(spec.dim, eps=spec.norm_eps)
+
+    def forward(self, x_BTD: Tensor, cos_T1Q: Tensor, sin_T1Q: Tensor) -> Tensor:
+        """Map hidden states (B, T, D) to the same shape; the tables are those of :func:`rotary_tables`."""
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_T1Q, sin_T1Q)
+        out_BTD: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return out_BTD
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; K key-value heads each serve H / K query heads."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.grouped = spec.n_kv_heads < spec.n_heads
+        kv_dim = spec.n_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.dim, spec.dim, bias=False)
+        self.k_proj = nn.Linear(spec.dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(spec.dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(spec.dim, spec.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos_T1Q: Tensor, sin_T1Q: Tensor) -> Tensor:
+        """Map hidden states (B, T, D) to the same shape; position t attends to positions up to t."""
+        q_BTHQ = rotate(self._split_heads(self.q_proj(x_BTD)), cos_T1Q, sin_T1Q)
+        k_BTKQ = rotate(self._split_heads(self.k_proj(x_BTD)), cos_T1Q, sin_T1Q)
+        v_BTKQ = self._split_heads(self.v_proj(x_BTD))
+        mixed_BHTQ = F.scaled_dot_product_attention(
+            q_BTHQ.transpose(1, 2),
+            k_BTKQ.transpose(1, 2),
+            v_BTKQ.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
+        out_BTD: Tensor = self.o_proj(mixed_BHTQ.transpose(1, 2).flatten(2))
+        return out_BTD
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.dim, spec.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(spec.dim, spec.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(spec.ffn_dim, spec.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Map hidden states (B, T, D) to the same shape."""
+        gated_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
+        out_BTD: Tensor = self.down_proj(gated_BTF)
+        return out_BTD
+
+
+def rotary_tables(spec: ModelSpec, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (T, 1, Q) for :func:`rotate`, on the device and in the dtype of ``like``.
+
+    Angles are taken in fp32 whatever the dtype: bf16 cannot tell position 256 from 257.
+    """
+    positions_T = torch.arange(seq_len, dtype=torch.float32, device=like.device)
+    angles = positions_T[:, None, None] * _rotary_frequencies(spec, like.device)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(like.dtype), torch.cat((-sin, sin), dim=-1).to(like.dtype)
+
+
+def rotate(x_BTHQ: Tensor, cos_T1Q: Tensor, sin_T1Q: Tensor) -> Tensor:
+    """Turn the pairs (i, i + Q/2) of each head by their position's angle: Hugging Face's rotate-half layout.
+
+    The first half of ``sin_T1Q`` is negated, which spares ``rotate_half`` its negation and concatenation.
+    """
+    swapped_BTHQ = x_BTHQ.roll(x_BTHQ.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BTHQ * cos_T1Q, swapped_BTHQ, sin_T1Q)
+
+
+def _rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
+    """Radians per position (Q/2), fp32."""
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
+    frequencies = 1.0 / spec.rope_theta**exponents
+    return frequencies if spec.rope_scaling is None else _stretch(frequencies, spec.rope_scaling)
+
+
+def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's scaling: keep what turns often within the original context, slow down what does not."""
+    turns = scaling.original_context * frequencies / (2 * math.pi)
+    band = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = ((turns - scaling.low_freq_factor) / band).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+@torch.no_grad()
+def initialise(model: Llama, seed: int) -> None:
+    """Fill a model's parameters, in place, with random values that ``seed`` alone decides.
+
+    Weights are normal with standard deviation 0.02, that of the residual projections divided by
+    ``sqrt(2 * n_layers)`` (GPT-2); norms are 1. Each parameter draws from a generator of its own, seeded by
+    its name, so no value depends on the order of creation, and the global generators stay untouched. CPU and
+    CUDA draw different values.
+
+    Raises:
+        SpecError: a parameter is on the meta device.
+
+    """
+    model.tie_weights()
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise SpecError(f"initialise needs storage, but {name} is on meta; call model.to_empty(device=...) first")
+        if parameter.ndim == 1:  # a norm's gain
+            parameter.fill_(1.0)
+        else:
+            generator = torch.Generator(parameter.device).manual_seed(_parameter_seed(name, seed))
+            parameter.normal_(std=_init_std(name, model.spec.n_layers), generator=generator)
+
+
+def _init_std(name: str, n_layers: int) -> float:
+    return INIT_STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD
+
+
+def _parameter_seed(name: str, seed: int) -> int:
+    """63 bits that no two parameters and no two seeds are expected to share."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross entropy (nats, scalar fp32) of target ids (B, T) int64 under logits (B, T, V)."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())

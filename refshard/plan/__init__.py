@@ -1,0 +1,1 @@
+"""What a mode does, as pure data: placements, layouts and op streams."""

@@ -1,0 +1,70 @@
+"""Where every parameter lies in its unit's flat buffer. Pure arithmetic on shapes.
+
+A unit's parameters are laid end to end in one flat buffer of ``numel`` elements, of which rank ``r`` keeps
+``[r * shard_numel, (r + 1) * shard_numel)``. Offsets are in elements and the same for every dtype, so that fp32 masters
+and bf16 copies of a unit share one layout; the alignment therefore holds for the narrowest dtype.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NARROWEST_BYTES = 2
+"""Size of the narrowest dtype that parameters are gathered in (bf16)."""
+PARAMETER_ALIGNMENT = 128 // NARROWEST_BYTES
+"""Elements: each parameter starts on 128 bytes, a GPU's widest coalesced access and two of a CPU's cache lines."""
+SHARD_ALIGNMENT = 16 // NARROWEST_BYTES
+"""Elements: each shard starts on 16 bytes, the widest vector load and what NCCL's fast paths ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """One parameter's place: elements ``[offset, offset + numel)`` of the unit's flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """One unit's flat buffer: ``numel`` elements with all padding, ``world_size`` shards of equal length."""
+
+    name: str
+    parameters: tuple[ParameterLayout, ...]
+    numel: int
+    world_size: int
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that each rank keeps."""
+        return self.numel // self.world_size
+
+    def local_range(self, parameter: ParameterLayout, rank: int) -> tuple[int, int]:
+        """The part of ``parameter`` that ``rank`` keeps, as ``[start, stop)`` within the rank's shard.
+
+        Empty (start == stop) where the parameter lies wholly in other ranks' shards.
+        """
+        first = rank * self.shard_numel
+        start = min(max(parameter.offset - first, 0), self.shard_numel)
+        stop = min(max(parameter.offset + parameter.numel - first, 0), self.shard_numel)
+        return start, max(start, stop)
+
+
+def lay_out(name: str, shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int) -> UnitLayout:
+    """Place the parameters ``(name, shape)`` in the order given, aligned, and pad to ``world_size`` equal shards."""
+    placed, end = [], 0
+    for parameter_name, shape in shapes:
+        parameter = ParameterLayout(parameter_name, tuple(shape), _round_up(end, PARAMETER_ALIGNMENT))
+        placed.append(parameter)
+        end = parameter.offset + parameter.numel
+    return UnitLayout(name, tuple(placed), _round_up(max(end, 1), SHARD_ALIGNMENT * world_size), world_size)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

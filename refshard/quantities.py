@@ -1,0 +1,68 @@
+"""Formats for people. Storage is always seconds, bytes, FLOP/s and int64 nanoseconds; only the edge formats.
+
+GiB is 2**30 bytes and is written GiB. TFLOPS is 10**12 floating-point operations per second.
+"""
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+NS_PER_S = 1_000_000_000
+
+
+def format_bytes(n: float | None) -> str:
+    """Bytes with three significant digits and a binary unit.
+
+    >>> format_bytes(1536), format_bytes(3 * GIB), format_bytes(None)
+    ('1.50 KiB', '3.00 GiB', '-')
+    """
+    if n is None:
+        return "-"
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(n) >= size:
+            return f"{_three_digits(n / size)} {unit}"
+    return f"{n:.0f} B"
+
+
+def format_seconds(s: float | None) -> str:
+    """Seconds with three significant digits, as s, ms or us.
+
+    >>> format_seconds(0.0123), format_seconds(75.0), format_seconds(0)
+    ('12.3 ms', '75.0 s', '0 s')
+    """
+    if s is None:
+        return "-"
+    if s == 0:
+        return "0 s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(s) >= size:
+            return f"{_three_digits(s / size)} {unit}"
+    return f"{s / 1e-9:.0f} ns"
+
+
+def format_rate(x: float | None) -> str:
+    """A plain number with three significant digits and thousands separated.
+
+    >>> format_rate(12345.6), format_rate(0.5)
+    ('12,346', '0.500')
+    """
+    if x is None:
+        return "-"
+    return _three_digits(x)
+
+
+def format_percent(x: float | None, digits: int = 1) -> str:
+    """A fraction as a percentage.
+
+    >>> format_percent(0.1234), format_percent(None)
+    ('12.3 %', '-')
+    """
+    return "-" if x is None else f"{100 * x:.{digits}f} %"
+
+
+def _three_digits(x: float) -> str:
+    size = abs(x)
+    if size >= 100:
+        return f"{x:,.0f}"
+    if size >= 10:
+        return f"{x:.1f}"
+    return f"{x:.2f}" if size >= 1 else f"{x:.3f}"

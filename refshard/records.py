@@ -1,0 +1,198 @@
+"""What a run writes down: the measurement schema and the table of metrics.
+
+A run's ``records.jsonl`` holds one :class:`RunRecord`, then a :class:`CaseRecord` per finished launch of a case, then
+one :class:`EndRecord`. Raw samples are kept per rank and step; summaries are derived from them.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from refshard.specs import CaseSpec, SuiteSpec
+
+SCHEMA = 1
+
+State = Literal["ok", "oom", "timeout", "failed", "unsupported"]
+Fidelity = Literal["measured", "emulated", "simulated"]
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """A quantity and its meaning.
+
+    ``better`` says which direction is good; ``kind`` is ``exact`` for what must not vary between two runs of the same
+    code and ``noisy`` for what a machine's mood changes.
+    """
+
+    name: str
+    label: str
+    unit: Literal["s", "B", "tokens/s", "TFLOPS", "fraction", "ratio"]
+    better: Literal["lower", "higher", "neither"]
+    kind: Literal["exact", "noisy"]
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    m.name: m
+    for m in (
+        Metric("step_time_s", "step time", "s", "lower", "noisy",
+               "median over steps of the maximum over ranks of synchronised wall time, profiler off"),
+        Metric("tokens_per_s_gpu", "tokens/s/GPU", "tokens/s", "higher", "noisy",
+               "tokens of the global batch / step time / world size (on a CPU: per rank)"),
+        Metric("tflops", "TFLOPS", "TFLOPS", "higher", "noisy",
+               "model FLOPs per rank and second by the named convention, recompute not counted"),
+        Metric("mfu", "MFU", "fraction", "higher", "noisy",
+               "TFLOPS over the device's peak; the record names the peak and its source"),
+        Metric("peak_memory_bytes", "peak memory", "B", "lower", "exact",
+               "maximum over ranks of the allocator's peak within a step"),
+        Metric("rss_bytes", "peak RSS", "B", "lower", "noisy",
+               "maximum over ranks of the process's peak resident set, libraries included"),
+        Metric("compute_s", "compute", "s", "neither", "noisy",
+               "traced compute per step, mean over steps and ranks"),
+        Metric("comm_s", "communication", "s", "lower", "noisy",
+               "traced communication per step, mean over steps and ranks"),
+        Metric("exposed_comm_s", "exposed communication", "s", "lower", "noisy",
+               "communication during which no compute runs, per step, mean over steps and ranks"),
+        Metric("overlap_ratio", "overlap ratio", "fraction", "higher", "noisy",
+               "1 - exposed / communication; none without communication"),
+        Metric("idle_s", "idle", "s", "lower", "noisy",
+               "step time with neither compute nor communication, mean over steps and ranks"),
+        Metric("perturbation", "perturbation", "ratio", "lower", "noisy",
+               "traced step time / untraced step time"),
+        Metric("loss_parity", "loss parity", "ratio", "lower", "exact",
+               "largest relative difference of a step's loss from one unsharded rank on the same tokens"),
+    )
+}  # fmt: skip
+"""Every metric of a case, in the order in which tables show them."""
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Machine and software that a run was measured on. ``id`` is the hash of everything that must match between two
+    comparable runs; the git state, the command line and the time are not part of it.
+
+    ``gemm_flops_per_s`` is this machine's measured fp32 matrix-multiplication rate with ``gemm_threads`` threads.
+    """
+
+    id: str
+    hostname: str
+    os: str
+    cpu: str
+    physical_cores: int
+    logical_cores: int
+    memory_bytes: int
+    gpus: tuple[str, ...]
+    python: str
+    torch: str
+    backends: tuple[str, ...]
+    packages: dict[str, str]
+    gemm_flops_per_s: float
+    gemm_threads: int
+    git_commit: str | None
+    git_dirty: bool | None
+    argv: tuple[str, ...]
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
+    """First line of a run."""
+
+    schema: int = SCHEMA
+    run_id: str
+    refshard: str
+    started_at: str
+    suite: SuiteSpec
+    environment: Environment
+    planned: int
+
+
+class CollectiveCount(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """Number and bytes of one kind of collective per rank and step."""
+
+    op: str
+    count: int
+    bytes: int
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence that the strategy did what its plan announced.
+
+    ``bit_identical_to_ddp`` compares every loss and the final parameters with DDP's at the same world size; where it
+    is false or unknown, ``bits_note`` says why.
+    """
+
+    wrapped_units: tuple[str, ...]
+    announced: tuple[CollectiveCount, ...]
+    traced: tuple[CollectiveCount, ...]
+    parity_steps: int
+    loss_parity: float | None
+    parameters_sha256: str
+    bit_identical_to_ddp: bool | None = None
+    bits_note: str = ""
+    failures: tuple[str, ...] = ()
+
+
+class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """One traced step of one rank, in nanoseconds."""
+
+    rank: int
+    step: int
+    span_ns: int
+    compute_ns: int
+    comm_ns: int
+    exposed_ns: int
+    idle_ns: int
+
+
+class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="case"):
+    """One launch of one case, ended in one of the terminal states.
+
+    ``step_times_s[rank][step]`` are the raw samples. ``metrics`` has a key for every entry of :data:`METRICS`, None
+    where the quantity does not exist. ``traces`` are paths relative to the run's folder.
+    """
+
+    schema: int = SCHEMA
+    run_id: str
+    environment: str
+    case: CaseSpec
+    spec_hash: str
+    round: int
+    fidelity: Fidelity
+    state: State
+    error: str | None = None
+    log_tail: tuple[str, ...] = ()
+    started_at: str
+    duration_s: float
+    device: str = ""
+    backend: str = ""
+    step_times_s: tuple[tuple[float, ...], ...] = ()
+    traced_step_times_s: tuple[tuple[float, ...], ...] = ()
+    losses: tuple[float, ...] = ()
+    metrics: dict[str, float | None] = {}
+    flops_convention: str = ""
+    flops_per_token: float | None = None
+    peak_flops_per_s: float | None = None
+    peak_source: str = ""
+    steps: tuple[StepTrace, ...] = ()
+    traces: tuple[str, ...] = ()
+    proof: Proof | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="end"):
+    """Last line of a run that ended by itself; a run without it was cut off."""
+
+    schema: int = SCHEMA
+    run_id: str
+    ended_at: str
+    cases: int
+    states: dict[str, int]
+    interrupted: bool = False
+
+
+Record = RunRecord | CaseRecord | EndRecord
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as read back: its header, the launches that finished, and the closing line if it has one."""
+
+    header: RunRecord
+    cases: tuple[CaseRecord, ...]
+    end: EndRecord | None = None

@@ -1,0 +1,1 @@
+"""Records become tables, charts and a page."""

@@ -1,0 +1,215 @@
+"""The launches of a case joined into one, and the cases sorted into settings that may be compared.
+
+A run holds one record per launch. Readers think in cases: one strategy at one world size, over all its
+rounds. A *setting* is what cases must share before their numbers may stand in one table: everything but the
+strategy and the world size, the fidelity included.
+"""
+
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from refshard.records import METRICS, CaseRecord, Fidelity, Run, State
+from refshard.specs import REFERENCE_STRATEGY, CaseSpec
+from refshard.stats.sample import Launches, Summary, step_samples, summarize
+
+SEVERITY: tuple[State, ...] = ("ok", "unsupported", "oom", "timeout", "failed")
+"""Case states from best to worst."""
+
+_NAMED = ("strategy", "world_size", "model", "global_batch", "seq_len")
+_TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One case over all its rounds.
+
+    ``launches`` are in the order of their rounds, one each; ``samples`` and ``metrics`` come from those that
+    ended ok. ``state`` is the worst of them, ``error`` that of the first launch in this state. ``variant``
+    names what tells this case from others of one name, and is empty as a rule.
+    """
+
+    spec: CaseSpec
+    fidelity: Fidelity
+    launches: tuple[CaseRecord, ...]
+    state: State
+    error: str | None
+    samples: Launches
+    step_time: Summary | None
+    metrics: dict[str, float | None]
+    warnings: tuple[str, ...]
+    variant: str = ""
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy."""
+        return self.spec.strategy
+
+    @property
+    def ok(self) -> bool:
+        """Whether every launch ended ok."""
+        return self.state == "ok"
+
+    @property
+    def label(self) -> str:
+        """Strategy and world size in words, for a row or a legend."""
+        return f"{self.strategy}, {ranks(self.spec.world_size)}{self.variant}"
+
+    @property
+    def name(self) -> str:
+        """The spec's short name."""
+        return f"{self.spec.name}{self.variant}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Cases that differ in strategy and world size only; ``label`` says what they share."""
+
+    label: str
+    cases: tuple[Case, ...]
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """World sizes present, ascending."""
+        return tuple(sorted({case.spec.world_size for case in self.cases}))
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Strategies in the order in which the suite names them."""
+        return tuple(dict.fromkeys(case.strategy for case in self.cases))
+
+
+def ranks(world_size: int) -> str:
+    """A world size in words.
+
+    >>> ranks(1), ranks(2)
+    ('1 rank', '2 ranks')
+    """
+    return f"{world_size:,} rank{'' if world_size == 1 else 's'}"
+
+
+def plain(text: str) -> str:
+    """Text from a log, without colours and other codes that a terminal or a page would act on."""
+    uncoloured = _TERMINAL_ESCAPE.sub("", text).replace("\t", "    ")
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in uncoloured)
+
+
+def cases(run: Run) -> tuple[Case, ...]:
+    """Every case of the run that has a finished launch: settings together, then world sizes, then strategies.
+
+    Of two records of one case and round, the later one counts: it is the repetition of the earlier.
+    """
+    grouped: dict[tuple[CaseSpec, Fidelity], dict[int, CaseRecord]] = {}
+    for record in run.cases:
+        grouped.setdefault((record.case, record.fidelity), {})[record.round] = record
+    varying = _varying(spec for spec, _ in grouped)
+    joined = [_join([launches[key] for key in sorted(launches)], varying) for launches in grouped.values()]
+    order = _strategy_order(run)
+    return tuple(
+        sorted(
+            joined,
+            key=lambda case: (
+                case.spec.model,
+                case.spec.seq_len,
+                case.spec.world_size,
+                case.spec.global_batch,
+                case.variant,
+                order.get(case.strategy, len(order)),
+            ),
+        )
+    )
+
+
+def settings(run: Run) -> tuple[Setting, ...]:
+    """Sort the run's cases into settings.
+
+    A suite that fixes the batch per rank compares world sizes at that, any other at the global batch.
+    """
+    per_rank = "batch_per_rank" in {*run.header.suite.matrix, *run.header.suite.case}
+    found = cases(run)
+    several = len({case.fidelity for case in found}) > 1
+    grouped: dict[tuple[CaseSpec, Fidelity], list[Case]] = {}
+    for case in found:
+        grouped.setdefault((_shared(case.spec, per_rank), case.fidelity), []).append(case)
+    return tuple(
+        Setting(label=_label(members[0], per_rank, several), cases=tuple(members)) for members in grouped.values()
+    )
+
+
+def contested(run: Run) -> tuple[Setting, ...]:
+    """The settings in which strategies compete: those that hold more than references, or all if none does."""
+    every = settings(run)
+    return tuple(s for s in every if set(s.strategies) != {REFERENCE_STRATEGY}) or every
+
+
+def trainings(run: Run) -> tuple[Setting, ...]:
+    """Sort the run's cases by what they train: those of one group must have equal losses."""
+    grouped: dict[tuple[CaseSpec, Fidelity], list[Case]] = {}
+    for case in cases(run):
+        grouped.setdefault((case.spec.reference(), case.fidelity), []).append(case)
+    several = len({fidelity for _, fidelity in grouped}) > 1
+    return tuple(
+        Setting(label=_label(members[0], False, several), cases=tuple(members)) for members in grouped.values()
+    )
+
+
+def _join(launches: list[CaseRecord], varying: list[str]) -> Case:
+    worst = max(launches, key=lambda launch: SEVERITY.index(launch.state))
+    good = [launch for launch in launches if launch.state == "ok"]
+    samples = {launch.round: step_samples(launch.step_times_s) for launch in good if launch.step_times_s}
+    step_time = summarize(samples) if samples else None
+    metrics = {name: _median(launch.metrics.get(name) for launch in good) for name in METRICS}
+    if step_time:
+        metrics["step_time_s"] = step_time.median
+    stated = [warning for launch in launches for warning in launch.warnings]
+    return Case(
+        spec=launches[0].case,
+        fidelity=launches[0].fidelity,
+        launches=tuple(launches),
+        state=worst.state,
+        error=None if worst.error is None else plain(worst.error),
+        samples=samples,
+        step_time=step_time,
+        metrics=metrics,
+        warnings=tuple(dict.fromkeys([*stated, *(step_time.warnings if step_time else ())])),
+        variant="".join(f", {field} {getattr(launches[0].case, field)}" for field in varying),
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
+
+
+def _varying(specs: Iterable[CaseSpec]) -> list[str]:
+    """Fields that differ between cases and that no label names by itself."""
+    known = list(specs)
+    return [
+        field
+        for field in CaseSpec.__struct_fields__
+        if field not in _NAMED and len({getattr(spec, field) for spec in known}) > 1
+    ]
+
+
+def _strategy_order(run: Run) -> dict[str, int]:
+    named = [REFERENCE_STRATEGY, *map(str, run.header.suite.matrix.get("strategy", []))]
+    return {name: place for place, name in enumerate(dict.fromkeys(named))}
+
+
+def _shared(spec: CaseSpec, per_rank: bool) -> CaseSpec:
+    """The spec with strategy and world size blanked; its batch is per rank if the suite fixes that."""
+    batch = spec.global_batch // spec.world_size if per_rank else spec.global_batch
+    return msgspec.structs.replace(spec, strategy="", world_size=1, global_batch=batch)
+
+
+def _label(case: Case, per_rank: bool, several: bool) -> str:
+    spec = case.spec
+    batch = (
+        f"{spec.global_batch // spec.world_size:,} sequences of {spec.seq_len:,} tokens per rank"
+        if per_rank
+        else f"global batch of {spec.global_batch:,} sequences of {spec.seq_len:,} tokens"
+    )
+    return f"{spec.model}, {batch}{case.variant}{f', {case.fidelity}' if several else ''}"

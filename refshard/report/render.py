@@ -1,0 +1,169 @@
+"""A run to one HTML file that needs nothing else; computes no figure, only lays out what the views give.
+
+Strategy names, errors and logs come from outside and are hostile until escaped: Jinja2 escapes them in the page,
+``tojson`` in the charts' data, and the page's content security policy runs no script but its own two, by hash.
+"""
+
+import base64
+import hashlib
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from refshard import resources
+from refshard.records import METRICS, Run
+from refshard.report import charts, views
+from refshard.report.cases import Setting, contested, settings, trainings
+from refshard.report.charts import Chart
+from refshard.report.trust import trust
+from refshard.report.verdict import caveats, findings, unranked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """A table of strategies by world size, the chart that draws it if there is one, and its best cells."""
+
+    title: str
+    meaning: str
+    table: pd.DataFrame
+    best: set[tuple[str, str]]
+    chart: Chart | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """What the page shows of one setting."""
+
+    label: str
+    panels: tuple[Panel, ...]
+    breakdown: pd.DataFrame
+    breakdown_chart: Chart
+    why: tuple[Panel, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """The losses of the cases that train the same."""
+
+    label: str
+    table: pd.DataFrame
+    chart: Chart
+
+
+def write_dashboard(run: Run, path: Path) -> None:
+    """Write the dashboard of ``run`` to ``path``, whole or not at all.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written; what was at ``path`` stays.
+
+    """
+    replace_atomically(path, page(run))
+
+
+def page(run: Run) -> Iterable[str]:
+    """The dashboard's HTML in pieces, in order."""
+    folder = resources.dashboards()
+    templates = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style, boot = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "charts.js"))
+    scripts = (_newlines(get_plotlyjs()), _newlines(boot))
+    return templates.get_template("run.html.j2").generate(
+        **_content(run),
+        style=Markup(style),
+        scripts=[Markup(script) for script in scripts],
+        script_hashes=[_hash(script) for script in scripts],
+    )
+
+
+def replace_atomically(path: Path, pieces: Iterable[str]) -> None:
+    """Write ``pieces`` beside ``path`` and move them there once they are on disk.
+
+    A reader sees the old file or the new one, and a failure leaves the old one and nothing else.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written.
+
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with beside.open("x", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _content(run: Run) -> dict[str, Any]:
+    sections = [_section(setting, f"s{place}") for place, setting in enumerate(contested(run))]
+    curves = [_curves(training, f"t{place}") for place, training in enumerate(trainings(run))]
+    drawn = [
+        *(panel.chart for section in sections for panel in section.panels if panel.chart),
+        *(section.breakdown_chart for section in sections),
+        *(curve.chart for curve in curves),
+    ]
+    return {
+        "header": run.header,
+        "findings": findings(run),
+        "unranked": unranked(run),
+        "caveats": caveats(run),
+        "facts": trust(run),
+        "summaries": [(setting.label, views.summary_table(setting.cases)) for setting in settings(run)],
+        "sections": sections,
+        "curves": curves,
+        "proof": views.proof_table(run),
+        "states": views.state_table(run),
+        "environment": views.environment(run),
+        "command": views.command(run),
+        "metrics": list(METRICS.values()),
+        "figures": {chart.id: chart.figure for chart in drawn},
+    }
+
+
+def _section(setting: Setting, prefix: str) -> Section:
+    drawn = charts.bar_charts(setting, prefix)
+    return Section(
+        label=setting.label,
+        panels=tuple(_panel(setting, metric, chart) for metric, chart in drawn.items()),
+        breakdown=views.breakdown_table(setting),
+        breakdown_chart=charts.breakdown_chart(setting, prefix),
+        why=tuple(_panel(setting, metric, None) for metric in ("exposed_comm_s", "overlap_ratio")),
+    )
+
+
+def _panel(setting: Setting, metric: str, chart: Chart | None) -> Panel:
+    return Panel(
+        title=METRICS[metric].label,
+        meaning=METRICS[metric].meaning,
+        table=views.grid(setting, metric).reset_index(),
+        best=views.leaders(setting, metric),
+        chart=chart,
+    )
+
+
+def _curves(training: Setting, prefix: str) -> Curves:
+    return Curves(label=training.label, table=views.loss_table(training), chart=charts.loss_chart(training, prefix))
+
+
+def _newlines(script: str) -> str:
+    """The script as an HTML parser will hand it to the browser, which hashes that."""
+    return script.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,148 @@
+"""How far to trust a run: the facts of its trust strip, each a value with what it means."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from refshard.quantities import format_percent
+from refshard.records import Fidelity, Run
+from refshard.report.cases import Case, cases
+from refshard.report.views import bit_identical, format_metric, proof_summary
+from refshard.stats.sample import MIN_LAUNCHES
+
+PARITY_LIMIT = 1e-4
+"""Loss parity over which a strategy is suspected of training something else."""
+PERTURBATION_LIMIT = 1.2
+"""Traced over untraced step time from which on the breakdown describes the tracer too."""
+NOISE_LIMIT = 0.05
+"""Half-interval of the step time, relative, over which a small difference drowns."""
+
+_FIDELITY: dict[Fidelity, str] = {
+    "measured": "real processes, kernels and wire",
+    "emulated": "one real rank; the other ranks are modelled",
+    "simulated": "every duration is modelled",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One statement about a run; ``good`` is False where readers should hesitate, None if it is neutral."""
+
+    label: str
+    value: str
+    detail: str
+    good: bool | None = None
+
+
+def trust(run: Run) -> tuple[Fact, ...]:
+    """The facts that a sceptic asks for first."""
+    found = cases(run)
+    finished = tuple(case for case in found if case.ok)
+    makers: tuple[Callable[[tuple[Case, ...]], Fact], ...] = (
+        _proof,
+        _parity,
+        _bits,
+        _perturbation,
+        _fidelity,
+        _noise,
+    )
+    return (*(maker(finished) for maker in makers), _completeness(run))
+
+
+def _proof(finished: tuple[Case, ...]) -> Fact:
+    proved = sum(proof_summary(case) == "proved" for case in finished)
+    return Fact(
+        label="Proof of run",
+        value=f"{proved} of {len(finished)} finished cases",
+        detail="units, collectives and losses are what the strategy's plan announced",
+        good=proved == len(finished) > 0,
+    )
+
+
+def _worst(finished: tuple[Case, ...], metric: str) -> tuple[float, Case] | None:
+    found = [(value, case) for case in finished if (value := case.metrics[metric]) is not None]
+    return max(found, key=lambda pair: pair[0]) if found else None
+
+
+def _parity(finished: tuple[Case, ...]) -> Fact:
+    label, meaning = "Worst loss parity", "largest relative difference of a loss from one unsharded rank"
+    worst = _worst(finished, "loss_parity")
+    if worst is None:
+        return Fact(label=label, value="unknown", detail=meaning, good=False)
+    parity, case = worst
+    detail = meaning if parity == 0 else f"{meaning} ({case.label})"
+    return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=parity <= PARITY_LIMIT)
+
+
+def _bits(finished: tuple[Case, ...]) -> Fact:
+    known = [answer for case in finished if (answer := bit_identical(case)) is not None]
+    detail = "losses and final parameters; the proof table says why others differ"
+    if not known:
+        return Fact(label="Bit-identical to DDP", value="not compared", detail=detail)
+    return Fact(label="Bit-identical to DDP", value=f"{sum(known)} of {len(known)} compared cases", detail=detail)
+
+
+def _perturbation(finished: tuple[Case, ...]) -> Fact:
+    worst = _worst(finished, "perturbation")
+    detail = "traced over untraced step time; step times come from untraced steps"
+    if worst is None:
+        return Fact(label="Perturbation by tracing", value="not traced", detail=detail)
+    ratio, case = worst
+    return Fact(
+        label="Perturbation by tracing",
+        value=f"at most {ratio:.2f} times",
+        detail=f"{detail} ({case.label})",
+        good=ratio < PERTURBATION_LIMIT,
+    )
+
+
+def _fidelity(finished: tuple[Case, ...]) -> Fact:
+    present = list(dict.fromkeys(case.fidelity for case in finished))
+    where = dict.fromkeys(
+        f"{launch.device} with {launch.backend}"
+        for case in finished
+        for launch in case.launches
+        if launch.device and launch.backend
+    )
+    meaning = "; ".join(f"{name}: {_FIDELITY[name]}" if len(present) > 1 else _FIDELITY[name] for name in present)
+    detail = f"{meaning} ({', '.join(where)})" if where else meaning
+    return Fact(
+        label="Fidelity",
+        value=" and ".join(present) or "none",
+        detail=detail,
+        good=None if present else False,
+    )
+
+
+def _noise(finished: tuple[Case, ...]) -> Fact:
+    summaries = [case.step_time for case in finished if case.step_time]
+    if not summaries:
+        return Fact(label="Noise", value="unknown", detail="no step was sampled", good=False)
+    typical = statistics.median(summary.high / summary.median - 1 for summary in summaries)
+    rounds = min(summary.launches for summary in summaries)
+    launches = f"{rounds} round{'' if rounds == 1 else 's'}"
+    enough = rounds >= MIN_LAUNCHES
+    remark = "" if enough else f"; under {MIN_LAUNCHES} rounds, launch-to-launch variation is under-sampled"
+    return Fact(
+        label="Noise",
+        value=f"± {format_percent(typical)} over {launches}",
+        detail=f"typical half-width of a step time's 95 % interval{remark}",
+        good=enough and typical <= NOISE_LIMIT,
+    )
+
+
+def _completeness(run: Run) -> Fact:
+    ok = sum(record.state == "ok" for record in run.cases)
+    planned = run.header.planned
+    if run.end is None:
+        detail = "the run was cut off: it has no closing record"
+    elif run.end.interrupted:
+        detail = "the run was interrupted"
+    else:
+        detail = "the run ended by itself" if ok == planned else "the others are listed under case states"
+    return Fact(
+        label="Launches ended ok",
+        value=f"{ok} of {planned}",
+        detail=detail,
+        good=ok == planned and run.end is not None,
+    )

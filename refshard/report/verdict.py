@@ -1,0 +1,244 @@
+"""The findings of a run in words: who is fastest and leanest, by how much, why, and how far to trust it.
+
+A *contest* is held per setting and world size, among strategies whose every launch ended ok. The unsharded
+reference does not compete: it answers another question on another number of GPUs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from refshard.quantities import format_bytes, format_percent, format_seconds
+from refshard.records import Run
+from refshard.report.cases import Case, Setting, cases, contested, ranks
+from refshard.report.views import breakdown_of
+from refshard.specs import REFERENCE_STRATEGY
+from refshard.stats.compare import Comparison, compare
+
+RELEVANT = 0.01
+"""Difference of step times under which a significant one is called small."""
+EQUAL_MEMORY = 0.005
+"""Difference of peak memories under which two strategies count as equally lean."""
+_ERROR_LENGTH = 120
+_TIMES = 2  # ratio from which "2.3 times as long" reads better than "130 % longer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one contest: a title, sentences, and doubts about them."""
+
+    title: str
+    speed: str
+    margin: str
+    memory: str
+    why: str
+    caveats: tuple[str, ...]
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The outcome's sentences that are there."""
+        return tuple(sentence for sentence in (self.speed, self.margin, self.memory, self.why) if sentence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rival:
+    """A contender that lost, and how its step time compares with the winner's, if samples can tell."""
+
+    case: Case
+    comparison: Comparison | None
+    ratio: float
+
+    @property
+    def tied(self) -> bool:
+        return self.comparison is not None and not self.comparison.significant
+
+
+def findings(run: Run) -> tuple[Finding, ...]:
+    """The outcome of every contest of the run."""
+    return tuple(_finding(setting, world_size) for setting in contested(run) for world_size in _contested(setting))
+
+
+def unranked(run: Run) -> tuple[str, ...]:
+    """A sentence for every case that did not end ok."""
+    return tuple(_unranked(case) for case in cases(run) if not case.ok)
+
+
+def verdict(run: Run) -> list[str]:
+    """All findings as sentences, then the cases that did not end ok, then the doubts, each once."""
+    found = findings(run)
+    several = len(found) > 1
+    told = [
+        f"{finding.title}: {sentence}" if several else sentence for finding in found for sentence in finding.sentences
+    ]
+    return [*told, *unranked(run), *caveats(run)]
+
+
+def caveats(run: Run) -> list[str]:
+    """What weakens the findings, each doubt once."""
+    doubts = dict.fromkeys(doubt for finding in findings(run) for doubt in finding.caveats)
+    return [f"Caution: {doubt}." for doubt in doubts]
+
+
+def _contested(setting: Setting) -> tuple[int, ...]:
+    sharded = tuple(n for n in setting.world_sizes if n > 1)
+    return sharded or setting.world_sizes
+
+
+def _finding(setting: Setting, world_size: int) -> Finding:
+    here = [case for case in setting.cases if case.spec.world_size == world_size]
+    entered = [case for case in here if case.strategy != REFERENCE_STRATEGY] or here
+    contenders = [case for case in entered if case.ok and case.metrics["step_time_s"] is not None]
+    rivals = _ranked(contenders)
+    return Finding(
+        title=f"{setting.label}, {ranks(world_size)}",
+        speed=_speed(contenders, rivals),
+        margin=_margin(rivals),
+        memory=_memory(contenders),
+        why=_why(_winner(contenders), rivals) if rivals else "",
+        caveats=tuple(dict.fromkeys(doubt for r in rivals if r.comparison for doubt in r.comparison.warnings)),
+    )
+
+
+def _step_time(case: Case) -> float:
+    seconds = case.metrics["step_time_s"]
+    assert seconds is not None, "only cases with a step time contend"
+    return seconds
+
+
+def _rival(winner: Case, case: Case) -> _Rival:
+    if not (winner.samples and case.samples):
+        return _Rival(case=case, comparison=None, ratio=_step_time(case) / _step_time(winner))
+    comparison = compare(winner.samples, case.samples)
+    return _Rival(case=case, comparison=comparison, ratio=comparison.ratio)
+
+
+def _winner(contenders: Sequence[Case]) -> Case:
+    """The fastest contender: the smallest median, unless the ratio within rounds favours another one."""
+    first = min(contenders, key=_step_time)
+    return min(contenders, key=lambda case: 1.0 if case is first else _rival(first, case).ratio)
+
+
+def _ranked(contenders: Sequence[Case]) -> list[_Rival]:
+    """All but the winner, fastest first."""
+    if len(contenders) < 2:
+        return []
+    winner = _winner(contenders)
+    return sorted((_rival(winner, c) for c in contenders if c is not winner), key=lambda rival: rival.ratio)
+
+
+def _speed(contenders: Sequence[Case], rivals: Sequence[_Rival]) -> str:
+    if not contenders:
+        return "No strategy finished, so there is nothing to rank."
+    winner = _winner(contenders)
+    time = format_seconds(_step_time(winner))
+    if not rivals:
+        return f"{winner.strategy} is the only strategy that finished: {time} per step."
+    tied = [rival for rival in rivals if rival.tied]
+    if not tied:
+        return f"{winner.strategy} is fastest at {time} per step."
+    names = listed([winner.strategy, *(rival.case.strategy for rival in tied)])
+    times = f"{time} and {format_seconds(_step_time(tied[-1].case))} per step"
+    return f"{names} cannot be told apart as the fastest: {times if len(tied) == 1 else f'between {times}'}."
+
+
+def _margin(rivals: Sequence[_Rival]) -> str:
+    """By how much the first rival that is beaten is slower, and how narrowly the tied ones are not."""
+    beaten = _first_beaten(rivals)
+    tied = [rival for rival in rivals if rival.tied]
+    told = []
+    if tied and (widest := tied[-1].comparison):
+        told.append(
+            f"{tied[-1].case.strategy} takes {widest.ratio:.3f} times as long as the first, "
+            f"but the {_interval(widest, as_ratio=True)} includes 1."
+        )
+    if beaten:
+        told.append(_behind("The next" if tied else "The runner-up", beaten))
+    return " ".join(told)
+
+
+def _first_beaten(rivals: Sequence[_Rival]) -> _Rival | None:
+    return next((rival for rival in rivals if not rival.tied), None)
+
+
+def _behind(place: str, rival: _Rival) -> str:
+    time = format_seconds(_step_time(rival.case))
+    sentence = f"{place}, {rival.case.strategy}, takes {time}, {_longer(rival.ratio)}"
+    if rival.comparison is None:
+        return f"{sentence} (without samples there is no interval)."
+    interval = _interval(rival.comparison, as_ratio=rival.ratio >= _TIMES)
+    size = "significant" if abs(rival.ratio - 1) >= RELEVANT else f"significant, but under {RELEVANT:.0%}"
+    return f"{sentence} ({interval}; {size})."
+
+
+def _longer(ratio: float) -> str:
+    if ratio >= _TIMES:
+        return f"{ratio:.1f} times as long"
+    return f"{format_percent(ratio - 1)} longer"
+
+
+def _interval(comparison: Comparison, *, as_ratio: bool) -> str:
+    if as_ratio:
+        return f"95 % interval {comparison.low:.3f} to {comparison.high:.3f}"
+    low = format_percent(comparison.low - 1).removesuffix(" %")
+    return f"95 % interval {low} to {format_percent(comparison.high - 1)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a list in words.
+
+    >>> listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])
+    ('a', 'a and b', 'a, b and c')
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _memory(contenders: Sequence[Case]) -> str:
+    peaks = {c.strategy: peak for c in contenders if (peak := c.metrics["peak_memory_bytes"])}
+    if len(peaks) < 2:
+        return ""
+    ordered = sorted(peaks, key=lambda name: peaks[name])
+    least = peaks[ordered[0]]
+    equal = [name for name in ordered if peaks[name] <= least * (1 + EQUAL_MEMORY)]
+    rest = ordered[len(equal) :]
+    lead = f"{listed(equal)} {'is leanest' if len(equal) == 1 else 'are equally lean'}"
+    told = f"{lead} at {format_bytes(least)} of peak memory per rank."
+    if not rest:
+        return told
+    more = format_percent(peaks[rest[0]] / least - 1)
+    return f"{told} The next, {rest[0]}, needs {format_bytes(peaks[rest[0]])}, {more} more."
+
+
+def _why(winner: Case, rivals: Sequence[_Rival]) -> str:
+    """Where the time went that the first beaten rival lost, from the traced pass of both."""
+    beaten = _first_beaten(rivals)
+    mine, theirs = breakdown_of(winner), breakdown_of(beaten.case) if beaten else None
+    if beaten is None or mine is None or theirs is None:
+        return ""
+    parts = {
+        "compute": mine["compute alone"] + mine["overlapped communication"],
+        "exposed communication": mine["exposed communication"],
+        "idle time": mine["idle"],
+    }
+    lost = {
+        "compute": theirs["compute alone"] + theirs["overlapped communication"] - parts["compute"],
+        "exposed communication": theirs["exposed communication"] - parts["exposed communication"],
+        "idle time": theirs["idle"] - parts["idle time"],
+    }
+    most = max(lost, key=lambda part: lost[part])
+    if lost[most] <= 0:
+        return ""
+    return (
+        f"Most of what {beaten.case.strategy} loses to {winner.strategy} is {most}: "
+        f"{format_seconds(parts[most] + lost[most])} against {format_seconds(parts[most])} per traced step."
+    )
+
+
+def _unranked(case: Case) -> str:
+    ended = sum(launch.state == case.state for launch in case.launches)
+    rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
+    lines = (case.error or "").strip().splitlines()
+    reason = f" ({_shortened(lines[0])})" if lines else ""
+    return f"{case.label}: not ranked, state {case.state}{rounds}{reason}."
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _ERROR_LENGTH else f"{text[: _ERROR_LENGTH - 3]}..."

@@ -1,0 +1,402 @@
+"""Records to tables and plain values; everything that a page, a terminal or a script shows is computed here.
+
+Numbers stay in seconds, bytes and fractions wherever another program reads them (:func:`rows`,
+:func:`as_json`, :func:`pivot`, :func:`breakdown`). Tables for people hold text, with "-" for what does not
+exist.
+"""
+
+import math
+import shlex
+from typing import Any
+
+import pandas as pd
+
+from refshard.quantities import (
+    GIB,
+    KIB,
+    MIB,
+    format_bytes,
+    format_percent,
+    format_rate,
+    format_seconds,
+)
+from refshard.records import METRICS, CaseRecord, CollectiveCount, Run
+from refshard.report.cases import Case, Setting, cases, plain, ranks
+from refshard.specs import REFERENCE_STRATEGY
+from refshard.stats.sample import Summary
+
+MISSING = "-"
+BREAKDOWN = ("compute alone", "overlapped communication", "exposed communication", "idle")
+"""Parts of a traced step; they add up to it."""
+
+_Row = dict[str, Any]
+
+
+def rows(run: Run) -> pd.DataFrame:
+    """One row per case, with the columns of :func:`as_json`; what does not exist is None or NaN."""
+    return pd.DataFrame(as_json(run))
+
+
+def as_json(run: Run) -> list[_Row]:
+    """One flat object per case, safe for JSON: seconds, bytes and fractions, None for what does not exist."""
+    return [_values(case) for case in cases(run)]
+
+
+def _values(case: Case) -> _Row:
+    spec, first = case.spec, case.launches[0]
+    return {
+        "case": case.name,
+        "spec_hash": first.spec_hash,
+        "environment": first.environment,
+        "strategy": spec.strategy,
+        "world_size": spec.world_size,
+        "model": spec.model,
+        "global_batch": spec.global_batch,
+        "seq_len": spec.seq_len,
+        "fidelity": case.fidelity,
+        "device": first.device,
+        "backend": first.backend,
+        "state": case.state,
+        "rounds": len(case.launches),
+        "samples": case.step_time.n if case.step_time else 0,
+        **{name: _finite(value) for name, value in case.metrics.items()},
+        "step_time_low_s": _finite(case.step_time.low) if case.step_time else None,
+        "step_time_high_s": _finite(case.step_time.high) if case.step_time else None,
+        "flops_convention": first.flops_convention,
+        "peak_flops_per_s": first.peak_flops_per_s,
+        "peak_source": first.peak_source,
+        "proof": proof_summary(case),
+        "bit_identical_to_ddp": bit_identical(case),
+        "bits_note": bits_note(case),
+        "warnings": list(case.warnings),
+        "error": case.error,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def proof_failures(case: Case) -> tuple[str, ...]:
+    """What the launches of this case failed to prove."""
+    found = [failure for launch in case.launches if launch.proof for failure in launch.proof.failures]
+    return tuple(plain(failure) for failure in dict.fromkeys(found))
+
+
+def proof_summary(case: Case) -> str:
+    """``proved`` by every launch, ``incomplete`` (by some), ``none``, or ``failed: ...``."""
+    if failures := proof_failures(case):
+        return f"failed: {'; '.join(failures)}"
+    proofs = sum(launch.proof is not None for launch in case.launches)
+    return "none" if not proofs else "proved" if proofs == len(case.launches) else "incomplete"
+
+
+def bit_identical(case: Case) -> bool | None:
+    """Whether every launch was bit-identical to DDP; None if one is unknown and none differed."""
+    verdicts = [launch.proof.bit_identical_to_ddp if launch.proof else None for launch in case.launches]
+    if False in verdicts:
+        return False
+    return None if None in verdicts else True
+
+
+def bits_note(case: Case) -> str:
+    """Why the case is not bit-identical to DDP, or why that is unknown."""
+    notes = [launch.proof.bits_note for launch in case.launches if launch.proof and launch.proof.bits_note]
+    return plain("; ".join(dict.fromkeys(notes)))
+
+
+def exposed_share(case: Case) -> float | None:
+    """Exposed communication over the traced step: the same pass on both sides of the division."""
+    parts = breakdown_of(case)
+    total = sum(parts.values()) if parts else 0
+    return parts["exposed communication"] / total if parts and total else None
+
+
+def breakdown_of(case: Case) -> dict[str, float] | None:
+    """The parts of a traced step by :data:`BREAKDOWN`, s; None if the case has no trace.
+
+    Communication is overlapped or exposed, and what is overlapped lies under compute, so compute alone is the
+    rest of compute.
+    """
+    compute, comm = case.metrics["compute_s"], case.metrics["comm_s"]
+    exposed, idle = case.metrics["exposed_comm_s"], case.metrics["idle_s"]
+    if compute is None or comm is None or exposed is None or idle is None:
+        return None
+    return dict(zip(BREAKDOWN, (compute - (comm - exposed), comm - exposed, exposed, idle)))
+
+
+def pivot(setting: Setting, value: str) -> pd.DataFrame:
+    """One number per strategy and world size, of the cases that ended ok; NaN where there is none.
+
+    Args:
+        setting: cases that may be compared.
+        value: a key of :func:`as_json`.
+
+    """
+    table = pd.DataFrame([_values(case) for case in setting.cases if case.ok])
+    if table.empty:
+        return pd.DataFrame(index=list(setting.strategies), columns=list(setting.world_sizes), dtype=float)
+    wide = table.astype({value: float}).pivot(index="strategy", columns="world_size", values=value)
+    return wide.reindex(index=list(setting.strategies), columns=list(setting.world_sizes))
+
+
+def grid(setting: Setting, metric: str) -> pd.DataFrame:
+    """Strategy by world size as text: the metric, the state of a case that did not end ok, or "-"."""
+    found = {(case.strategy, case.spec.world_size): _cell(case, metric) for case in setting.cases}
+    return pd.DataFrame(
+        [[found.get((name, n), MISSING) for n in setting.world_sizes] for name in setting.strategies],
+        index=pd.Index(setting.strategies, name="strategy"),
+        columns=[ranks(n) for n in setting.world_sizes],
+    )
+
+
+def leaders(setting: Setting, metric: str) -> set[tuple[str, str]]:
+    """The cells of :func:`grid`, as (strategy, column), that hold the best value of their column.
+
+    References do not compete, and a column with one competitor has no best.
+    """
+    table = pivot(setting, metric).drop(index=REFERENCE_STRATEGY, errors="ignore")
+    if METRICS[metric].better == "higher":
+        table = -table
+    return {
+        (str(strategy), ranks(world_size))
+        for world_size in setting.world_sizes
+        if (column := table[world_size].dropna()).size > 1
+        for strategy in column.index[column == column.min()]
+    }
+
+
+def _cell(case: Case, metric: str) -> str:
+    if not case.ok:
+        return case.state
+    if metric == "step_time_s" and case.step_time:
+        return narrow_step_time(case.step_time)
+    if metric == "exposed_comm_s":
+        return exposed_text(case)
+    return format_metric(metric, case.metrics[metric])
+
+
+def format_metric(metric: str, value: float | None) -> str:
+    """A metric for people.
+
+    >>> format_metric("overlap_ratio", 0.5), format_metric("loss_parity", 0.00000012)
+    ('50.0 %', '1.2e-07')
+    """
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if metric == "loss_parity":
+        return "0" if value == 0 else f"{value:.1e}"
+    formats = {"s": format_seconds, "B": format_bytes, "fraction": format_percent}
+    return formats.get(METRICS[metric].unit, format_rate)(value)
+
+
+def step_time_text(summary: Summary | None, fallback: float | None = None) -> str:
+    """Median and 95 % interval; the unit is written once where both ends share the median's."""
+    if summary is None:
+        return format_metric("step_time_s", fallback)
+    median = format_seconds(summary.median)
+    if not math.isfinite(summary.high):
+        return f"{median} (no interval)"
+    low, high = format_seconds(summary.low), format_seconds(summary.high)
+    unit = median.rpartition(" ")[2]
+    if low.endswith(f" {unit}") and high.endswith(f" {unit}"):
+        low, high = low.removesuffix(f" {unit}"), high.removesuffix(f" {unit}")
+    return f"{median} ({low} to {high})"
+
+
+def narrow_step_time(summary: Summary) -> str:
+    """Median and relative half-width of its 95 % interval, where there is no room for both ends."""
+    median = format_seconds(summary.median)
+    half = summary.high / summary.median - 1
+    return f"{median} ± {format_percent(half)}" if math.isfinite(half) else f"{median} (no interval)"
+
+
+def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
+    """Every headline figure of each case as text, one row per case."""
+    return pd.DataFrame([_summary_row(case) for case in members])
+
+
+def _summary_row(case: Case) -> _Row:
+    return {
+        "strategy": case.strategy + case.variant,
+        "ranks": f"{case.spec.world_size:,}",
+        "state": case.state,
+        "step time (95 % interval)": step_time_text(case.step_time, case.metrics["step_time_s"]),
+        "tokens/s/GPU": format_metric("tokens_per_s_gpu", case.metrics["tokens_per_s_gpu"]),
+        "TFLOPS": format_metric("tflops", case.metrics["tflops"]),
+        "MFU": format_metric("mfu", case.metrics["mfu"]),
+        "peak memory": format_metric("peak_memory_bytes", case.metrics["peak_memory_bytes"]),
+        "exposed communication": exposed_text(case),
+        "overlap ratio": format_metric("overlap_ratio", case.metrics["overlap_ratio"]),
+        "loss parity": format_metric("loss_parity", case.metrics["loss_parity"]),
+    }
+
+
+def exposed_text(case: Case) -> str:
+    """Exposed communication and its share of the traced step; "-" for a case that does not communicate."""
+    if not case.metrics["comm_s"]:
+        return MISSING
+    exposed, share = format_metric("exposed_comm_s", case.metrics["exposed_comm_s"]), exposed_share(case)
+    return exposed if share is None else f"{exposed} ({format_percent(share)})"
+
+
+def breakdown(setting: Setting) -> pd.DataFrame:
+    """Parts of a traced step, s, a column each by :data:`BREAKDOWN`; rows are (world size, strategy)."""
+    found = {
+        (case.spec.world_size, case.strategy): parts
+        for case in setting.cases
+        if case.ok and (parts := breakdown_of(case))
+    }
+    index = pd.MultiIndex.from_tuples(list(found), names=["world_size", "strategy"]) if found else None
+    return pd.DataFrame(list(found.values()), index=index, columns=list(BREAKDOWN))
+
+
+def breakdown_table(setting: Setting) -> pd.DataFrame:
+    """The parts of a traced step as text, with the exposed share of the step and the overlap ratio."""
+    return pd.DataFrame(
+        [
+            {
+                "case": case.label,
+                **{part: format_seconds(seconds) for part, seconds in parts.items()},
+                "exposed share": format_percent(exposed_share(case)),
+                "overlap ratio": format_metric("overlap_ratio", case.metrics["overlap_ratio"]),
+                "perturbation": format_metric("perturbation", case.metrics["perturbation"]),
+            }
+            for case in setting.cases
+            if case.ok and (parts := breakdown_of(case))
+        ]
+    )
+
+
+def losses(setting: Setting) -> pd.DataFrame:
+    """Loss per step from 1, a column per case that has losses; its launches repeat the same curve."""
+    curves = {
+        case.label: pd.Series(launch.losses, index=range(1, len(launch.losses) + 1), dtype=float)
+        for case in setting.cases
+        if (launch := _with_losses(case))
+    }
+    table = pd.DataFrame(curves)
+    table.index.name = "step"
+    return table
+
+
+def _with_losses(case: Case) -> CaseRecord | None:
+    return next((launch for launch in case.launches if launch.state == "ok" and launch.losses), None)
+
+
+def loss_table(setting: Setting) -> pd.DataFrame:
+    """:func:`losses` as text, with the six digits that float32 carries."""
+    table = losses(setting)
+    text = table.map(lambda loss: MISSING if pd.isna(loss) else f"{loss:.6g}")
+    text.insert(0, "step", [str(step) for step in table.index])
+    return text
+
+
+def proof_table(run: Run) -> pd.DataFrame:
+    """What each case proved before its timing counted, one row per case."""
+    return pd.DataFrame([_proof_row(case) for case in cases(run)])
+
+
+def _proof_row(case: Case) -> _Row:
+    proof = next((launch.proof for launch in case.launches if launch.proof), None)
+    return {
+        "case": case.label,
+        "proof": proof_summary(case),
+        "units": MISSING if proof is None else str(len(proof.wrapped_units)),
+        "collectives announced (per rank and step)": collectives(proof.announced) if proof else MISSING,
+        "collectives traced": _traced(proof.announced, proof.traced) if proof else MISSING,
+        "loss parity": MISSING if proof is None else _parity(case.metrics["loss_parity"], proof.parity_steps),
+        "bit-identical to DDP": _bits(case),
+    }
+
+
+def collectives(counts: tuple[CollectiveCount, ...]) -> str:
+    """Collectives in words: ``12 all_gather (36.0 MiB)``."""
+    return ", ".join(f"{c.count:,} {c.op} ({format_bytes(c.bytes)})" for c in counts) or "none"
+
+
+def _traced(announced: tuple[CollectiveCount, ...], traced: tuple[CollectiveCount, ...]) -> str:
+    return "the same" if sorted(announced) == sorted(traced) else collectives(traced)
+
+
+def _parity(parity: float | None, steps: int) -> str:
+    if parity is None:
+        return MISSING
+    return f"{format_metric('loss_parity', parity)} over {steps} steps"
+
+
+def _bits(case: Case) -> str:
+    answer = {True: "yes", False: "no", None: MISSING}[bit_identical(case)]
+    note = bits_note(case)
+    return f"{answer}: {note}" if note else answer
+
+
+def state_table(run: Run) -> pd.DataFrame:
+    """Every launch and how it ended, one row per launch; ``log`` is the tail of its output, lines joined."""
+    columns = ["case", "round", "state", "duration", "error", "log"]
+    found = [(case, launch) for case in cases(run) for launch in case.launches]
+    return pd.DataFrame([_state_row(case, launch) for case, launch in found], columns=columns)
+
+
+def _state_row(case: Case, launch: CaseRecord) -> _Row:
+    return {
+        "case": case.label,
+        "round": str(launch.round + 1),
+        "state": launch.state,
+        "duration": format_seconds(launch.duration_s),
+        "error": plain(launch.error or ""),
+        "log": plain("\n".join(launch.log_tail)),
+    }
+
+
+def environment(run: Run) -> list[tuple[str, str]]:
+    """The machine and its software as label and value."""
+    env = run.header.environment
+    commit = env.git_commit or "not a git checkout"
+    return [
+        ("environment", env.id),
+        ("host", env.hostname),
+        ("operating system", env.os),
+        ("processor", f"{env.cpu}, {env.physical_cores} cores ({env.logical_cores} logical)"),
+        ("memory", format_bytes(env.memory_bytes)),
+        ("GPUs", ", ".join(env.gpus) or "none"),
+        ("matrix multiplication", gemm(run)),
+        ("Python", env.python),
+        ("torch", f"{env.torch} ({', '.join(env.backends) or 'no backend'})"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in sorted(env.packages.items())) or "-"),
+        ("refshard", run.header.refshard),
+        ("git commit", f"{commit} with uncommitted changes" if env.git_dirty else commit),
+        *(("peak for MFU", source) for source in _peaks(run)),
+        *(("FLOPs convention", name) for name in _distinct(run, "flops_convention")),
+    ]
+
+
+def gemm(run: Run) -> str:
+    """The measured matrix-multiplication rate of the machine."""
+    env = run.header.environment
+    threads = f"{env.gemm_threads} thread{'' if env.gemm_threads == 1 else 's'}"
+    return f"{format_rate(env.gemm_flops_per_s / 1e12)} TFLOPS measured, fp32, {threads}"
+
+
+def _peaks(run: Run) -> list[str]:
+    found = {(c.peak_flops_per_s, c.peak_source): None for c in run.cases if c.peak_flops_per_s is not None}
+    return [f"{format_rate(peak / 1e12)} TFLOPS per rank: {source}" for peak, source in found if peak]
+
+
+def _distinct(run: Run, field: str) -> list[str]:
+    return list(dict.fromkeys(str(value) for c in run.cases if (value := getattr(c, field))))
+
+
+def command(run: Run) -> str:
+    """The command line that produced the run, quoted for a shell."""
+    return shlex.join(run.header.environment.argv)
+
+
+def binary_unit(largest: float) -> tuple[str, int]:
+    """The unit that shows ``largest`` bytes as a number of at least 1, and its size.
+
+    >>> binary_unit(3 * 2**30)
+    ('GiB', 1073741824)
+    """
+    units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+    return next(((unit, size) for unit, size in units if largest >= size), ("B", 1))

@@ -1,0 +1,53 @@
+"""Where suites, profiles and dashboards lie.
+
+In a checkout they stand beside the package, where visitors look for them; in a wheel they travel inside it. Only
+this file knows.
+"""
+
+from pathlib import Path
+
+from refshard.errors import SpecError, nearest
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def root() -> Path:
+    """The folder that holds ``suites/``, ``profiles/`` and ``dashboards/``."""
+    inside_wheel = _PACKAGE / "_resources"
+    return inside_wheel if inside_wheel.is_dir() else _PACKAGE.parent
+
+
+def checkout() -> Path | None:
+    """The source checkout that this package runs from, or None when it was installed from a wheel."""
+    beside = _PACKAGE.parent
+    return beside if (beside / "pyproject.toml").is_file() and (beside / ".git").exists() else None
+
+
+def model_profiles() -> dict[str, Path]:
+    """Model presets by name."""
+    return {p.stem: p for p in sorted((root() / "profiles" / "models").glob("*.toml"))}
+
+
+def suites() -> dict[str, Path]:
+    """Suites that ship with refshard, by name."""
+    return {p.stem: p for p in sorted((root() / "suites").glob("*.toml"))}
+
+
+def dashboards() -> Path:
+    """Folder of the dashboard's templates and styles."""
+    return root() / "dashboards"
+
+
+def find_suite(given: str) -> Path:
+    """Resolve a suite given by path, or by the name or path of one that ships with refshard.
+
+    Raises:
+        SpecError: neither a file nor a shipped suite has this name.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path
+    shipped = suites()
+    if path.parent.name in ("", "suites") and path.stem in shipped and path.suffix in ("", ".toml"):
+        return shipped[path.stem]
+    raise SpecError(f"suite: no file '{given}'; {nearest(path.stem, list(shipped))}")

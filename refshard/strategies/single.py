@@ -1,0 +1,37 @@
+"""One unsharded rank: the reference that every other strategy's losses are held against."""
+
+from collections.abc import Iterator
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from refshard.models.llama import Llama
+from refshard.records import CollectiveCount
+from refshard.strategies.base import Strategy
+
+
+@final
+class Single(Strategy):
+    """Leaves the model as it is."""
+
+    _model: Llama
+
+    def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
+        """See :meth:`Strategy.wrap`."""
+        self._model = model
+        return model
+
+    def wrapped_units(self) -> tuple[str, ...]:
+        """See :meth:`Strategy.wrapped_units`."""
+        return ()
+
+    def announced(self) -> tuple[CollectiveCount, ...]:
+        """See :meth:`Strategy.announced`."""
+        return ()
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`Strategy.full_parameters`."""
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter.detach()

@@ -1,0 +1,1 @@
+"""Recording Kineto traces, and reading them."""

@@ -1,0 +1,1 @@
+"""Tests of :mod:`refshard.report`, on a run made by hand."""

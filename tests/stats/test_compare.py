@@ -1,0 +1,123 @@
+"""Comparisons against ratios known by hand, their symmetry, and the coverage of their intervals."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refshard.stats.compare import Comparison, compare
+from refshard.stats.sample import Launches, Samples
+
+times = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12).map(lambda values: np.array(values))
+launches = st.lists(times, min_size=1, max_size=5).map(lambda found: dict(enumerate(found)))
+pairs = st.integers(1, 5).flatmap(
+    lambda n: st.tuples(*[st.lists(times, min_size=n, max_size=n).map(lambda x: dict(enumerate(x)))] * 2)
+)
+
+
+def constant(*medians: float) -> dict[int, Samples]:
+    """One launch per median, of three equal steps each."""
+    return {key: np.full(3, median) for key, median in enumerate(medians)}
+
+
+def test_the_ratio_is_taken_within_each_round() -> None:
+    """The machine slows down fourfold; B stays 10 % slower in every round, so the interval has no width."""
+    found = compare(constant(1.0, 2.0, 4.0), constant(1.1, 2.2, 4.4))
+    assert (found.ratio, found.low, found.high) == pytest.approx((1.1, 1.1, 1.1))
+    assert (found.n_a, found.n_b, found.warnings) == (9, 9, ())
+    assert found.significant
+
+
+def test_the_median_round_decides() -> None:
+    assert compare(constant(1.0, 1.0, 1.0), constant(1.5, 1.2, 9.0)).ratio == pytest.approx(1.5)
+
+
+def test_rounds_that_disagree_are_not_significant() -> None:
+    found = compare(constant(1.0, 1.0, 1.0, 1.0), constant(1.3, 0.8, 1.2, 0.9))
+    assert found.low < 1 < found.high
+    assert not found.significant
+
+
+def test_two_launches_are_compared_by_steps_with_a_warning() -> None:
+    a = {0: np.linspace(0.99, 1.01, 20), 1: np.linspace(0.99, 1.01, 20)}
+    found = compare(a, {key: 2 * samples for key, samples in a.items()})
+    assert found.ratio == pytest.approx(2.0)
+    assert 1.98 < found.low < 2 < found.high < 2.02
+    assert found.warnings[0].startswith("2 launches are too few (3 needed)")
+
+
+def test_launches_without_a_partner_are_left_out_and_counted() -> None:
+    found = compare(constant(1.0, 1.0, 1.0, 7.0, 7.0), constant(2.0, 2.0, 2.0))
+    assert found.ratio == pytest.approx(2.0)
+    assert found.warnings == ("2 launches left out, without a partner in its round",)
+    assert (found.n_a, found.n_b) == (9, 9)
+
+
+def test_rounds_that_hardly_meet_fall_back_to_steps() -> None:
+    early, late = constant(1.0, 1.0, 1.0), {key + 2: steps for key, steps in constant(2.0, 2.0, 2.0).items()}
+    assert compare(early, late).warnings[0].startswith("only 1 round holds both sides (3 needed)")
+
+
+def test_a_single_step_proves_nothing() -> None:
+    found = compare({0: np.array([1.0])}, {0: np.array([5.0])})
+    assert found.ratio == pytest.approx(5.0)
+    assert (found.low, found.high) == (0.0, math.inf)
+    assert not found.significant
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), [(1.01, 1.2, True), (0.9, 1.1, False), (0.8, 0.99, True)])
+def test_significant_means_that_the_interval_excludes_one(low: float, high: float, expected: bool) -> None:
+    found = Comparison(ratio=1.0, low=low, high=high, n_a=9, n_b=9)
+    assert found.significant is expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(launches, launches)
+def test_the_interval_contains_the_ratio(a: Launches, b: Launches) -> None:
+    found = compare(a, b)
+    assert found.low <= found.ratio <= found.high
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs)
+def test_swapping_the_sides_inverts_the_ratio_and_its_interval(both: tuple[Launches, Launches]) -> None:
+    a, b = both
+    forth, back = compare(a, b), compare(b, a)
+    assert back.ratio == pytest.approx(1 / forth.ratio)
+    assert back.low * forth.high == pytest.approx(1) or (back.low, forth.high) == (0.0, math.inf)
+    assert forth.significant == back.significant
+
+
+@settings(max_examples=30, deadline=None)
+@given(launches)
+def test_nothing_differs_from_itself(a: Launches) -> None:
+    found = compare(a, a)
+    assert found.ratio == pytest.approx(1)
+    assert not found.significant
+
+
+def simulated(rng: np.random.Generator, rounds: int, steps: int, launch_noise: float) -> dict[int, Samples]:
+    """Launches whose medians scatter by ``launch_noise``, of steps that scatter by 2 %, around 1 s."""
+    return {
+        key: np.exp(rng.normal(rng.normal(0, launch_noise), 0.02, steps)).astype(np.float64) for key in range(rounds)
+    }
+
+
+def coverage(rounds: int, launch_noise: float) -> float:
+    """Share of 300 A/A comparisons whose interval contains 1."""
+    rng = np.random.default_rng(11)
+    found = [compare(*(simulated(rng, rounds, 20, launch_noise) for _ in range(2))).significant for _ in range(300)]
+    return 1 - sum(found) / len(found)
+
+
+@pytest.mark.parametrize("rounds", [3, 5])
+def test_launch_noise_rarely_passes_for_a_difference(rounds: int) -> None:
+    assert 0.92 <= coverage(rounds, launch_noise=0.03) < 1
+
+
+def test_over_steps_alone_launch_noise_does_pass_for_a_difference() -> None:
+    """Two launches: the interval holds without launch noise and is too narrow with it, as its warning says."""
+    assert coverage(2, launch_noise=0.0) >= 0.92
+    assert coverage(2, launch_noise=0.03) < 0.7

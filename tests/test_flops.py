@@ -1,0 +1,58 @@
+"""FLOPs conventions against torch's own counter and the published figures."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from refshard import flops
+from refshard.models.llama import Llama, next_token_loss
+from refshard.specs import ModelSpec, load_model
+from tests.models import small_spec
+
+FACTS = Path(__file__).parents[1].parent / "shared" / "facts" / "llama.json"
+
+SPECS = {
+    "plain": small_spec(),
+    "grouped": small_spec(n_kv_heads=2),
+    "tied": small_spec(n_kv_heads=2, tied=True),
+}
+
+
+def norm_weights(spec: ModelSpec) -> int:
+    """Parameters that take part in no matrix product."""
+    return (2 * spec.n_layers + 1) * spec.dim
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_convention_a_less_the_norms_is_what_torch_counts(spec: ModelSpec) -> None:
+    batch, seq_len = 2, 32
+    with torch.device("meta"):
+        model = Llama(spec)
+        tokens_BT = torch.zeros(batch, seq_len, dtype=torch.int64)
+    # The math backend is made of matrix products that the counter sees, and recomputes nothing in backward.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        next_token_loss(model(tokens_BT), tokens_BT).backward()
+    exact = flops.flops_per_token(spec, seq_len, "A") - 6 * norm_weights(spec)
+    assert counter.get_total_flops() == exact * batch * seq_len
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_conventions_differ_by_the_embedding_and_the_causal_half(spec: ModelSpec) -> None:
+    a, b, c = (flops.flops_per_token(spec, 512, convention) for convention in ("A", "B", "C"))
+    assert b - a == (0 if spec.tied else 6 * spec.vocab * spec.dim)
+    assert a - c == 6 * spec.n_layers * spec.dim * 512
+
+
+def test_convention_a_gives_the_figures_of_the_facts() -> None:
+    if not FACTS.is_file():
+        pytest.skip(f"no facts beside this checkout: {FACTS}")
+    facts: dict[str, dict[str, int]] = json.loads(FACTS.read_text())["flops_per_token_T8192"]
+    for name, expected in facts.items():
+        spec = load_model(name)
+        a = flops.flops_per_token(spec, 8192, "A")
+        assert a == expected["torchtitan_6(N-E)+12LdT"], name
+        assert a - 6 * norm_weights(spec) == expected.get("exact_forward_backward", a - 6 * norm_weights(spec)), name
