@@ -5,12 +5,12 @@ what was asked, 130 when interrupted.
 """
 
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from refshard import __version__
 from refshard.errors import RefshardError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -21,7 +21,7 @@ _Output = Annotated[Path | None, typer.Option("--out", "-o", help="Where to writ
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Which way of sharding a training run is fastest and leanest here, by how much, and why."""
     if version:
-        print(f"refshard {__version__}")
+        print(f"refshard {metadata.version('refshard')}")
         raise typer.Exit
 
 

@@ -6,8 +6,6 @@ this file knows.
 
 from pathlib import Path
 
-from refshard.errors import SpecError, nearest
-
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -36,18 +34,3 @@ def suites() -> dict[str, Path]:
 def dashboards() -> Path:
     """Folder of the dashboard's templates and styles."""
     return root() / "dashboards"
-
-
-def find_suite(given: str) -> Path:
-    """Resolve a suite given by path, or by the name or path of one that ships with refshard.
-
-    Raises:
-        SpecError: neither a file nor a shipped suite has this name.
-    """
-    path = Path(given)
-    if path.is_file():
-        return path
-    shipped = suites()
-    if path.parent.name in ("", "suites") and path.stem in shipped and path.suffix in ("", ".toml"):
-        return shipped[path.stem]
-    raise SpecError(f"suite: no file '{given}'; {nearest(path.stem, list(shipped))}")

@@ -188,6 +188,21 @@ def _convert_case(given: dict[str, Any]) -> CaseSpec:
     return convert(fields, CaseSpec, where="case")
 
 
+def find_suite(given: str) -> Path:
+    """Resolve a suite given by path, or by the name or path of one that ships with refshard.
+
+    Raises:
+        SpecError: neither a file nor a shipped suite has this name.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path
+    shipped = resources.suites()
+    if path.parent.name in ("", "suites") and path.stem in shipped and path.suffix in ("", ".toml"):
+        return shipped[path.stem]
+    raise SpecError(f"suite: no file '{given}'; {nearest(path.stem, list(shipped))}")
+
+
 def load_suite(path: Path) -> SuiteSpec:
     """Read a suite from TOML.
 

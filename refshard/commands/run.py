@@ -13,8 +13,7 @@ from refshard.quantities import format_seconds
 from refshard.records import CaseRecord, Run
 
 from refshard.report.render import write_dashboard
-from refshard.resources import find_suite
-from refshard.specs import CaseSpec, load_suite
+from refshard.specs import CaseSpec, find_suite, load_suite
 
 
 def run(suite: str, output: Path | None, *, oversubscribe: bool) -> tuple[Run, Path]:

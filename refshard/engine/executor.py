@@ -108,7 +108,7 @@ class Executor:
     def end_backward(self) -> None:
         """Flush what backward left open, and leave every gradient in its shard."""
         for unit in self._units:
-            if unit.gradient_slot.owner == unit.name and unit.reducing is None:
+            if unit.in_backward:
                 self._on_gradients(unit)
         if self._stream is not None:
             for op in self._stream[self._position :]:
@@ -256,7 +256,10 @@ class Executor:
             if other.slot is unit.slot and other.gathering is not None:
                 self._wait(other, phase)
                 self._release(other, phase)
-            if phase == "backward" and other.gradient_slot is unit.gradient_slot:
+            if phase == "backward" and unit.gradient_slot is other.gradient_slot:
+                if other.in_backward:
+                    # Backward has moved on without the gradients that it still lacks: they will not come.
+                    self._on_gradients(other)
                 self._finish(other, phase)
 
     def _reset(self) -> None:

@@ -75,6 +75,11 @@ class Unit:
             parameter.gradient = gradient
             parameter.unsharded.register_post_accumulate_grad_hook(self._taker(parameter, on_gradients))
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the unit's backward has begun and its gradients have not all arrived."""
+        return self.gradient_slot.owner == self.name and self.reducing is None
+
     def expose_unsharded(self) -> None:
         """Let the modules see the unsharded parameters."""
         for parameter in self.parameters:

@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import torch
 
-from refshard import __version__
 from refshard.errors import SpecError
 from refshard.harness.assemble import Peers, assemble
 from refshard.harness.environment import available_cores, capture_environment
@@ -76,7 +76,7 @@ def run_suite(
         environment = capture_environment(threads_per_rank=cases[0].threads_per_rank)
         header = RunRecord(
             run_id=folder.name,
-            refshard=__version__,
+            refshard=version("refshard"),
             started_at=_now(),
             suite=suite,
             environment=environment,

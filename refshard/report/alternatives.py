@@ -4,7 +4,7 @@ from refshard.quantities import format_percent
 from refshard.records import METRICS
 from refshard.report.cases import Case, Setting, ranks
 from refshard.report.verdict import listed
-from refshard.report.views import exposed_share, format_metric, losses
+from refshard.report.views import format_metric, losses
 
 
 def bars(setting: Setting, metric: str) -> str:
@@ -38,7 +38,7 @@ def breakdown(setting: Setting) -> str:
     shares = {
         case.label: share
         for case in setting.cases
-        if case.ok and _communicates(case) and (share := exposed_share(case)) is not None
+        if case.ok and _communicates(case) and (share := case.exposed_share) is not None
     }
     if not shares:
         return "No case with communication has a traced step."

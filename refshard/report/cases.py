@@ -19,6 +19,9 @@ from refshard.stats.sample import Launches, Summary, step_samples, summarize
 SEVERITY: tuple[State, ...] = ("ok", "unsupported", "oom", "timeout", "failed")
 """Case states from best to worst."""
 
+BREAKDOWN = ("compute alone", "overlapped communication", "exposed communication", "idle")
+"""Parts of a traced step; they add up to it."""
+
 _NAMED = ("strategy", "world_size", "model", "global_batch", "seq_len")
 _TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
@@ -57,6 +60,26 @@ class Case:
     def label(self) -> str:
         """Strategy and world size in words, for a row or a legend."""
         return f"{self.strategy}, {ranks(self.spec.world_size)}{self.variant}"
+
+    @property
+    def breakdown(self) -> dict[str, float] | None:
+        """The parts of a traced step by :data:`BREAKDOWN`, s; None without a trace.
+
+        Communication is overlapped or exposed, and what is overlapped lies under compute, so compute alone is the rest
+        of compute.
+        """
+        compute, comm = self.metrics["compute_s"], self.metrics["comm_s"]
+        exposed, idle = self.metrics["exposed_comm_s"], self.metrics["idle_s"]
+        if compute is None or comm is None or exposed is None or idle is None:
+            return None
+        return dict(zip(BREAKDOWN, (compute - (comm - exposed), comm - exposed, exposed, idle)))
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Exposed communication over the traced step: the same pass on both sides of the division."""
+        parts = self.breakdown
+        total = sum(parts.values()) if parts else 0
+        return parts["exposed communication"] / total if parts and total else None
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from refshard.quantities import format_bytes, format_rate, format_seconds
 from refshard.records import METRICS
 from refshard.report import alternatives, views
-from refshard.report.cases import Setting, ranks
+from refshard.report.cases import BREAKDOWN, Setting, ranks
 from refshard.specs import REFERENCE_STRATEGY
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -25,12 +25,19 @@ REFERENCE_COLOUR = "#999999"
 PATTERNS = ("", "/", "x", "\\", "-", ".", "|", "+")
 MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "triangle-down", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-PART_COLOURS = dict(zip(views.BREAKDOWN, ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB")))
-PART_PATTERNS = dict(zip(views.BREAKDOWN, ("", ".", "/", "")))
+PART_COLOURS = dict(zip(BREAKDOWN, ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB")))
+PART_PATTERNS = dict(zip(BREAKDOWN, ("", ".", "/", "")))
 
 _TEXT = "#777777"
 _GRID = "rgba(128,128,128,0.25)"
-_ROW_PX = 34
+_AXIS = {
+    "gridcolor": _GRID,
+    "zerolinecolor": _GRID,
+    "linecolor": _GRID,
+    "automargin": True,
+    "title": {"font": {"size": 13}},
+}
+_ROW_PX = 32
 _HEADROOM = 1.35  # room to the right of the longest bar for its label
 
 THEME = go.layout.Template(
@@ -39,9 +46,9 @@ THEME = go.layout.Template(
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": _TEXT},
         "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
-        "xaxis": {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "automargin": True},
-        "yaxis": {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": _GRID, "automargin": True},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "xaxis": _AXIS,
+        "yaxis": _AXIS,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
         "hoverlabel": {"font": {"size": 13}},
         "bargap": 0.3,
     }
@@ -87,45 +94,51 @@ def step_time(setting: Setting) -> go.Figure:
         _stacked(views.pivot(setting, key)) for key in ("step_time_s", "step_time_low_s", "step_time_high_s")
     )
     low, high = (end.reindex(middle.index).fillna(middle) for end in (low, high))
-    figure = _bars(setting, middle, [format_seconds(value) for value in middle], low=low, high=high)
-    return figure.update_xaxes(title_text="step time, lower is better", tickformat="~s", ticksuffix="s")
+    unit, size = views.axis_unit("s", _largest(middle))
+    labels = [format_seconds(value) for value in middle]
+    figure = _bars(setting, middle / size, labels, low=low / size, high=high / size)
+    return figure.update_xaxes(title_text=f"{unit} per step (lower is better)")
 
 
 def throughput(setting: Setting) -> go.Figure:
     """Tokens per second and GPU."""
     values = _stacked(views.pivot(setting, "tokens_per_s_gpu"))
     figure = _bars(setting, values, [format_rate(value) for value in values])
-    return figure.update_xaxes(title_text="tokens/s/GPU, higher is better", tickformat="~s")
+    return figure.update_xaxes(title_text="tokens/s/GPU (higher is better)", tickformat=",")
 
 
 def peak_memory(setting: Setting) -> go.Figure:
     """Peak memory of the rank with the largest."""
     values = _stacked(views.pivot(setting, "peak_memory_bytes"))
-    unit, size = views.binary_unit(values.max() if len(values) else 0)
+    unit, size = views.axis_unit("B", _largest(values))
     figure = _bars(setting, values / size, [format_bytes(value) for value in values])
-    return figure.update_xaxes(title_text=f"peak memory per rank in {unit}, lower is better")
+    return figure.update_xaxes(title_text=f"{unit} per rank (lower is better)")
 
 
 def breakdown(setting: Setting) -> go.Figure:
     """Compute, overlapped and exposed communication and idle time of a traced step, stacked."""
     parts = views.breakdown(setting)
-    axis = _axis(parts.index)
+    unit, size = views.axis_unit("s", _largest(parts.sum(axis="columns")))
+    places = _places(parts.index)
     figure = go.Figure(
         [
             go.Bar(
                 name=part,
-                y=axis,
-                x=parts[part].tolist(),
+                y=places,
+                x=(parts[part] / size).tolist(),
                 orientation="h",
                 marker=_filling(PART_COLOURS[part], PART_PATTERNS[part]),
-                customdata=[format_seconds(seconds) for seconds in parts[part]],
-                hovertemplate=f"%{{y}}<br>{part}: %{{customdata}}<extra></extra>",
+                customdata=[
+                    f"{_text(str(strategy))}, {ranks(int(n))}<br>{part}: {format_seconds(seconds)}"
+                    for (n, strategy), seconds in zip(parts.index.tolist(), parts[part])
+                ],
+                hovertemplate="%{customdata}<extra></extra>",
             )
-            for part in views.BREAKDOWN
+            for part in BREAKDOWN
         ]
     )
-    _lay_out(figure, len(parts), barmode="stack", legend=True)
-    return figure.update_xaxes(title_text="traced step", tickformat="~s", ticksuffix="s")
+    _lay_out(figure, parts.index, barmode="stack", legend=True)
+    return figure.update_xaxes(title_text=f"{unit} per traced step")
 
 
 def loss_curves(training: Setting) -> go.Figure:
@@ -171,32 +184,35 @@ def _bars(
 ) -> go.Figure:
     """One horizontal bar per case with its value written beside it, past the error bar if it has an interval."""
     low, high = (values if end is None else end for end in (low, high))
-    axis = _axis(values.index)
+    places = _places(values.index)
     bars = [
         go.Bar(
-            y=[[group], [name]],
+            y=[place],
             x=[value],
             orientation="h",
             marker=_filling(_colour(setting, strategy), _pattern(setting, strategy)),
             error_x=_error_bar(value, bottom, top),
-            customdata=[label],
-            hovertemplate="%{y}: %{customdata}<extra></extra>",
+            hovertemplate=f"{_text(strategy)}, {ranks(world_size)}: {label}<extra></extra>",
         )
-        for group, name, (_, strategy), value, bottom, top, label in zip(
-            *axis, values.index.tolist(), values, low, high, labels
+        for place, (world_size, strategy), value, bottom, top, label in zip(
+            places, values.index.tolist(), values, low, high, labels
         )
     ]
     text = go.Scatter(
-        y=axis,
+        y=places,
         x=high.tolist(),
         mode="text",
-        text=[f"  {label}" for label in labels],
+        text=[f" {label}" for label in labels],
         textposition="middle right",
         hoverinfo="skip",
     )
     figure = go.Figure([*bars, text])
-    _lay_out(figure, len(values), barmode="overlay")  # a row holds one bar, so bars need not make room
-    return figure.update_xaxes(range=[0, _HEADROOM * float(high.max())] if len(high) else None)
+    _lay_out(figure, values.index, barmode="overlay")  # a row holds one bar, so bars need not make room
+    return figure.update_xaxes(range=[0, _HEADROOM * _largest(high)])
+
+
+def _largest(values: "pd.Series[float]") -> float:
+    return float(values.max()) if len(values) else 1.0
 
 
 def _error_bar(value: float, low: float, high: float) -> dict[str, Any]:
@@ -212,15 +228,37 @@ def _error_bar(value: float, low: float, high: float) -> dict[str, Any]:
     }
 
 
-def _lay_out(figure: go.Figure, bars: int, *, barmode: str, legend: bool = False) -> None:
-    height = 70 + (60 if legend else 0) + _ROW_PX * max(bars, 1)
+def _places(index: "pd.Index[Any]") -> list[int]:
+    """The row of each (world size, strategy); every world size begins with a row for its heading."""
+    headings: list[int] = []
+    places = []
+    for row, (world_size, _) in enumerate(index):
+        if world_size not in headings:
+            headings.append(world_size)
+        places.append(row + len(headings))
+    return places
+
+
+def _lay_out(figure: go.Figure, index: "pd.Index[Any]", *, barmode: str, legend: bool = False) -> None:
+    """Give each row its name and each group of rows its world size, from top to bottom.
+
+    Places are numbers, not plotly's two-level categories, because those need twice the width for their names.
+    """
+    names = {place: _text(str(name)) for place, (_, name) in zip(_places(index), index)}
+    for place, (world_size, _) in zip(_places(index), index):
+        if place - 1 not in names:
+            names[place - 1] = f"<b>{ranks(int(world_size))}</b>"
+    rows = max(names, default=0) + 1
+    height = 70 + (60 if legend else 0) + _ROW_PX * rows
     figure.update_layout(template=THEME, height=height, showlegend=legend, barmode=barmode)
-    figure.update_yaxes(autorange="reversed")
-
-
-def _axis(index: "pd.Index[Any]") -> list[list[str]]:
-    """Plotly's two-level category axis: world sizes outside, strategies inside."""
-    return [[ranks(int(n)) for n, _ in index], [_text(str(name)) for _, name in index]]
+    figure.update_yaxes(
+        ticklabelstandoff=6,
+        tickvals=list(names),
+        ticktext=list(names.values()),
+        range=[rows - 0.5, -0.5],
+        showgrid=False,
+        zeroline=False,
+    )
 
 
 def _text(name: str) -> str:

@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 
 from refshard import resources
 from refshard.records import METRICS, Run
-from refshard.report import charts, views
+from refshard.report import charts, origin, views
 from refshard.report.cases import Setting, contested, settings, trainings
 from refshard.report.charts import Chart
 from refshard.report.trust import trust
@@ -63,7 +63,6 @@ def write_dashboard(run: Run, path: Path) -> None:
 
     Raises:
         OSError: the folder does not exist or cannot be written; what was at ``path`` stays.
-
     """
     replace_atomically(path, page(run))
 
@@ -95,7 +94,6 @@ def replace_atomically(path: Path, pieces: Iterable[str]) -> None:
 
     Raises:
         OSError: the folder does not exist or cannot be written.
-
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -128,8 +126,8 @@ def _content(run: Run) -> dict[str, Any]:
         "curves": curves,
         "proof": views.proof_table(run),
         "states": views.state_table(run),
-        "environment": views.environment(run),
-        "command": views.command(run),
+        "environment": origin.environment(run),
+        "command": origin.command(run),
         "metrics": list(METRICS.values()),
         "figures": {chart.id: chart.figure for chart in drawn},
     }

@@ -10,7 +10,7 @@ from refshard.report.cases import Case, cases
 from refshard.report.views import bit_identical, format_metric, proof_summary
 from refshard.stats.sample import MIN_LAUNCHES
 
-PARITY_LIMIT = 1e-4
+PARITY_LIMIT = 1e-5
 """Loss parity over which a strategy is suspected of training something else."""
 PERTURBATION_LIMIT = 1.2
 """Traced over untraced step time from which on the breakdown describes the tracer too."""

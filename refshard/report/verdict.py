@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
 from refshard.report.cases import Case, Setting, cases, contested, ranks
-from refshard.report.views import breakdown_of
 from refshard.specs import REFERENCE_STRATEGY
 from refshard.stats.compare import Comparison, compare
 
@@ -210,7 +209,7 @@ def _memory(contenders: Sequence[Case]) -> str:
 def _why(winner: Case, rivals: Sequence[_Rival]) -> str:
     """Where the time went that the first beaten rival lost, from the traced pass of both."""
     beaten = _first_beaten(rivals)
-    mine, theirs = breakdown_of(winner), breakdown_of(beaten.case) if beaten else None
+    mine, theirs = winner.breakdown, beaten.case.breakdown if beaten else None
     if beaten is None or mine is None or theirs is None:
         return ""
     parts = {

@@ -6,10 +6,11 @@ exist.
 """
 
 import math
-import shlex
-from typing import Any
+import textwrap
+from typing import Any, Literal
 
 import pandas as pd
+from tabulate import tabulate
 
 from refshard.quantities import (
     GIB,
@@ -21,13 +22,22 @@ from refshard.quantities import (
     format_seconds,
 )
 from refshard.records import METRICS, CaseRecord, CollectiveCount, Run
-from refshard.report.cases import Case, Setting, cases, plain, ranks
+from refshard.report.cases import BREAKDOWN, Case, Setting, cases, plain, ranks, settings
+from refshard.report.verdict import verdict
 from refshard.specs import REFERENCE_STRATEGY
 from refshard.stats.sample import Summary
 
 MISSING = "-"
-BREAKDOWN = ("compute alone", "overlapped communication", "exposed communication", "idle")
-"""Parts of a traced step; they add up to it."""
+TERMINAL_COLUMNS = 120
+"""Width at which sentences wrap in a terminal; the table may take 140."""
+_TERMINAL_HEADERS = {
+    "step time (95 % interval)": "step time\n(95 % interval)",
+    "tokens/s/GPU": "tokens/s\n/GPU",
+    "peak memory": "peak\nmemory",
+    "exposed communication": "exposed comm.\n(of step)",
+    "overlap ratio": "overlap\nratio",
+    "loss parity": "loss\nparity",
+}
 
 _Row = dict[str, Any]
 
@@ -105,33 +115,12 @@ def bits_note(case: Case) -> str:
     return plain("; ".join(dict.fromkeys(notes)))
 
 
-def exposed_share(case: Case) -> float | None:
-    """Exposed communication over the traced step: the same pass on both sides of the division."""
-    parts = breakdown_of(case)
-    total = sum(parts.values()) if parts else 0
-    return parts["exposed communication"] / total if parts and total else None
-
-
-def breakdown_of(case: Case) -> dict[str, float] | None:
-    """The parts of a traced step by :data:`BREAKDOWN`, s; None if the case has no trace.
-
-    Communication is overlapped or exposed, and what is overlapped lies under compute, so compute alone is the
-    rest of compute.
-    """
-    compute, comm = case.metrics["compute_s"], case.metrics["comm_s"]
-    exposed, idle = case.metrics["exposed_comm_s"], case.metrics["idle_s"]
-    if compute is None or comm is None or exposed is None or idle is None:
-        return None
-    return dict(zip(BREAKDOWN, (compute - (comm - exposed), comm - exposed, exposed, idle)))
-
-
 def pivot(setting: Setting, value: str) -> pd.DataFrame:
     """One number per strategy and world size, of the cases that ended ok; NaN where there is none.
 
     Args:
         setting: cases that may be compared.
         value: a key of :func:`as_json`.
-
     """
     table = pd.DataFrame([_values(case) for case in setting.cases if case.ok])
     if table.empty:
@@ -236,16 +225,14 @@ def exposed_text(case: Case) -> str:
     """Exposed communication and its share of the traced step; "-" for a case that does not communicate."""
     if not case.metrics["comm_s"]:
         return MISSING
-    exposed, share = format_metric("exposed_comm_s", case.metrics["exposed_comm_s"]), exposed_share(case)
+    exposed, share = format_metric("exposed_comm_s", case.metrics["exposed_comm_s"]), case.exposed_share
     return exposed if share is None else f"{exposed} ({format_percent(share)})"
 
 
 def breakdown(setting: Setting) -> pd.DataFrame:
     """Parts of a traced step, s, a column each by :data:`BREAKDOWN`; rows are (world size, strategy)."""
     found = {
-        (case.spec.world_size, case.strategy): parts
-        for case in setting.cases
-        if case.ok and (parts := breakdown_of(case))
+        (case.spec.world_size, case.strategy): parts for case in setting.cases if case.ok and (parts := case.breakdown)
     }
     index = pd.MultiIndex.from_tuples(list(found), names=["world_size", "strategy"]) if found else None
     return pd.DataFrame(list(found.values()), index=index, columns=list(BREAKDOWN))
@@ -258,12 +245,12 @@ def breakdown_table(setting: Setting) -> pd.DataFrame:
             {
                 "case": case.label,
                 **{part: format_seconds(seconds) for part, seconds in parts.items()},
-                "exposed share": format_percent(exposed_share(case)),
+                "exposed share": format_percent(case.exposed_share),
                 "overlap ratio": format_metric("overlap_ratio", case.metrics["overlap_ratio"]),
                 "perturbation": format_metric("perturbation", case.metrics["perturbation"]),
             }
             for case in setting.cases
-            if case.ok and (parts := breakdown_of(case))
+            if case.ok and (parts := case.breakdown)
         ]
     )
 
@@ -326,9 +313,11 @@ def _parity(parity: float | None, steps: int) -> str:
 
 
 def _bits(case: Case) -> str:
-    answer = {True: "yes", False: "no", None: MISSING}[bit_identical(case)]
-    note = bits_note(case)
-    return f"{answer}: {note}" if note else answer
+    answer, note = bit_identical(case), bits_note(case)
+    if answer is None:
+        return note or MISSING
+    word = "yes" if answer else "no"
+    return f"{word}: {note}" if note else word
 
 
 def state_table(run: Run) -> pd.DataFrame:
@@ -349,54 +338,35 @@ def _state_row(case: Case, launch: CaseRecord) -> _Row:
     }
 
 
-def environment(run: Run) -> list[tuple[str, str]]:
-    """The machine and its software as label and value."""
-    env = run.header.environment
-    commit = env.git_commit or "not a git checkout"
-    return [
-        ("environment", env.id),
-        ("host", env.hostname),
-        ("operating system", env.os),
-        ("processor", f"{env.cpu}, {env.physical_cores} cores ({env.logical_cores} logical)"),
-        ("memory", format_bytes(env.memory_bytes)),
-        ("GPUs", ", ".join(env.gpus) or "none"),
-        ("matrix multiplication", gemm(run)),
-        ("Python", env.python),
-        ("torch", f"{env.torch} ({', '.join(env.backends) or 'no backend'})"),
-        ("packages", ", ".join(f"{name} {version}" for name, version in sorted(env.packages.items())) or "-"),
-        ("refshard", run.header.refshard),
-        ("git commit", f"{commit} with uncommitted changes" if env.git_dirty else commit),
-        *(("peak for MFU", source) for source in _peaks(run)),
-        *(("FLOPs convention", name) for name in _distinct(run, "flops_convention")),
-    ]
+def axis_unit(unit: Literal["s", "B"], largest: float) -> tuple[str, float]:
+    """The unit that shows ``largest`` seconds or bytes as a number of at least 1, and its size.
 
-
-def gemm(run: Run) -> str:
-    """The measured matrix-multiplication rate of the machine."""
-    env = run.header.environment
-    threads = f"{env.gemm_threads} thread{'' if env.gemm_threads == 1 else 's'}"
-    return f"{format_rate(env.gemm_flops_per_s / 1e12)} TFLOPS measured, fp32, {threads}"
-
-
-def _peaks(run: Run) -> list[str]:
-    found = {(c.peak_flops_per_s, c.peak_source): None for c in run.cases if c.peak_flops_per_s is not None}
-    return [f"{format_rate(peak / 1e12)} TFLOPS per rank: {source}" for peak, source in found if peak]
-
-
-def _distinct(run: Run, field: str) -> list[str]:
-    return list(dict.fromkeys(str(value) for c in run.cases if (value := getattr(c, field))))
-
-
-def command(run: Run) -> str:
-    """The command line that produced the run, quoted for a shell."""
-    return shlex.join(run.header.environment.argv)
-
-
-def binary_unit(largest: float) -> tuple[str, int]:
-    """The unit that shows ``largest`` bytes as a number of at least 1, and its size.
-
-    >>> binary_unit(3 * 2**30)
-    ('GiB', 1073741824)
+    >>> axis_unit("B", 3 * 2**30), axis_unit("s", 0.04)
+    (('GiB', 1073741824), ('ms', 0.001))
     """
-    units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
-    return next(((unit, size) for unit, size in units if largest >= size), ("B", 1))
+    units = {"s": (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)), "B": (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))}
+    return next(((name, size) for name, size in units[unit] if largest >= size), (unit, 1.0))
+
+
+def terminal_verdict(run: Run) -> str:
+    """The verdict, an item per sentence."""
+    return "\n".join(
+        textwrap.fill(plain(sentence), TERMINAL_COLUMNS, initial_indent="* ", subsequent_indent="  ")
+        for sentence in verdict(run)
+    )
+
+
+def terminal_table(run: Run) -> str:
+    """One table per setting, headed by its label."""
+    return "\n\n".join(f"{plain(setting.label)}\n\n{_terminal_table(setting)}" for setting in settings(run))
+
+
+def _terminal_table(setting: Setting) -> str:
+    table = summary_table(setting.cases).map(plain)
+    return tabulate(
+        table.values.tolist(),
+        headers=[_TERMINAL_HEADERS.get(column, column) for column in table.columns],
+        tablefmt="simple",
+        disable_numparse=True,  # the cells are text already and must keep their digits
+        colalign=["left", "right", "left", *["right"] * (len(table.columns) - 3)],
+    )

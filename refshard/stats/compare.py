@@ -60,7 +60,6 @@ def compare(a: Launches, b: Launches) -> Comparison:
 
     Raises:
         ValueError: a side has a launch without samples, or a sample that is not positive and finite.
-
     """
     common = sorted(a.keys() & b.keys())
     if len(common) >= MIN_LAUNCHES:

@@ -57,7 +57,6 @@ def step_samples(step_times_s: Sequence[Sequence[float]]) -> Samples:
 
     Raises:
         ValueError: the ranks hold different numbers of steps.
-
     """
     if not step_times_s:
         return np.empty(0, np.float64)
@@ -77,7 +76,6 @@ def summarize(launches: Launches) -> Summary:
 
     Raises:
         ValueError: there is no sample, or one that is not positive and finite.
-
     """
     pooled = pool(launches)
     by_launch = len(launches) >= MIN_LAUNCHES
@@ -99,7 +97,6 @@ def pool(launches: Launches) -> Samples:
 
     Raises:
         ValueError: a launch holds no sample, or one that is not positive and finite.
-
     """
     if not launches or any(not len(samples) for samples in launches.values()):
         raise ValueError("every launch must hold samples, got none; leave out launches without samples")

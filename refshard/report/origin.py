@@ -1,0 +1,49 @@
+"""Where a run comes from: its machine, its software, and the command that produced it."""
+
+import shlex
+
+from refshard.quantities import format_bytes, format_rate
+from refshard.records import Run
+
+
+def environment(run: Run) -> list[tuple[str, str]]:
+    """The machine and its software as label and value."""
+    env = run.header.environment
+    commit = env.git_commit or "not a git checkout"
+    return [
+        ("environment", env.id),
+        ("host", env.hostname),
+        ("operating system", env.os),
+        ("processor", f"{env.cpu}, {env.physical_cores} cores ({env.logical_cores} logical)"),
+        ("memory", format_bytes(env.memory_bytes)),
+        ("GPUs", ", ".join(env.gpus) or "none"),
+        ("matrix multiplication", gemm(run)),
+        ("Python", env.python),
+        ("torch", f"{env.torch} ({', '.join(env.backends) or 'no backend'})"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in sorted(env.packages.items())) or "-"),
+        ("refshard", run.header.refshard),
+        ("git commit", f"{commit} with uncommitted changes" if env.git_dirty else commit),
+        *(("peak for MFU", source) for source in _peaks(run)),
+        *(("FLOPs convention", name) for name in _distinct(run, "flops_convention")),
+    ]
+
+
+def gemm(run: Run) -> str:
+    """The measured matrix-multiplication rate of the machine."""
+    env = run.header.environment
+    threads = f"{env.gemm_threads} thread{'' if env.gemm_threads == 1 else 's'}"
+    return f"{format_rate(env.gemm_flops_per_s / 1e12)} TFLOPS measured, fp32, {threads}"
+
+
+def _peaks(run: Run) -> list[str]:
+    found = {(c.peak_flops_per_s, c.peak_source): None for c in run.cases if c.peak_flops_per_s is not None}
+    return [f"{format_rate(peak / 1e12)} TFLOPS per rank: {source}" for peak, source in found if peak]
+
+
+def _distinct(run: Run, field: str) -> list[str]:
+    return list(dict.fromkeys(str(value) for c in run.cases if (value := getattr(c, field))))
+
+
+def command(run: Run) -> str:
+    """The command line that produced the run, quoted for a shell."""
+    return shlex.join(run.header.environment.argv)

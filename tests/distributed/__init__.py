@@ -1,0 +1,1 @@
+"""Tests that train on several ranks over gloo."""

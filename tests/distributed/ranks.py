@@ -1,0 +1,29 @@
+"""Run a function on several gloo ranks, each a process, and collect what they return."""
+
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call ``function(*arguments)`` on every rank of a fresh process group; return the results in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(world_size, folder, function, arguments), nprocs=world_size)
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    try:
+        result = function(*arguments)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))

@@ -1,0 +1,114 @@
+"""The engine over gloo against one unsharded rank, against DDP to the bit, and its collectives against torch's."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import run_ranks
+from tests.engine.fakes import Net, loss_of, make_batch, make_net
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import refshard
+from refshard.engine.api import engine_of
+from refshard.engine.collectives import GroupCollectives
+from refshard.engine.executor import Order
+from refshard.plan.placement import MODES
+
+STEPS = 12
+ROWS = 12
+
+
+def train(model: nn.Module, *, clear: bool) -> list[float]:
+    """Train on this rank's rows of each batch; return the losses over all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = (t.chunk(world_size)[rank] for t in make_batch(step, rows=ROWS))
+        loss = loss_of(model, (inputs, targets))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=clear)
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(total.item() / world_size)
+    return losses
+
+
+def train_all_ways(tied: bool) -> dict[str, Any]:
+    """DDP and every mode of the engine, in one launch: losses and full parameters."""
+    found: dict[str, Any] = {}
+    ddp = DistributedDataParallel(make_net(tied=tied))
+    found["ddp"] = train(ddp, clear=True), {n: p.detach() for n, p in ddp.module.named_parameters()}
+    for mode in MODES:
+        # Other ranks than 0 start with other weights: shard() must give them rank 0's.
+        model = make_net(seed=dist.get_rank(), tied=tied)
+        refshard.shard(model, mode=mode, debug=True)
+        losses = train(model, clear=mode == "fsdp")
+        assert engine_of(model).executor.order is Order.FOLLOWING
+        found[mode] = losses, dict(refshard.full_parameters(model))
+        found[f"{mode} local"] = sum(p.numel() for p in model.parameters())
+    return found
+
+
+def train_alone(tied: bool) -> tuple[list[float], Net]:
+    model = make_net(tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, make_batch(step, rows=ROWS))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize(("world_size", "tied"), [(2, False), (3, True)])
+def test_training_equals_one_rank_and_ddp(world_size: int, tied: bool) -> None:
+    results = run_ranks(world_size, train_all_ways, tied)
+    alone, bare = train_alone(tied)
+    ddp_losses, ddp_parameters = results[0]["ddp"]
+    for mode in MODES:
+        losses, parameters = results[0][mode]
+        assert losses == pytest.approx(alone, rel=1e-6)
+        assert parameters.keys() == dict(bare.named_parameters()).keys()
+        for name, value in bare.named_parameters():
+            assert torch.allclose(parameters[name], value, rtol=0, atol=2e-6), (mode, name)
+        if world_size == 2:
+            assert losses == ddp_losses, f"{mode}: two terms have but one sum"
+            assert all(torch.equal(parameters[n], p) for n, p in ddp_parameters.items())
+        total = sum(p.numel() for p in bare.parameters())
+        assert sum(r[f"{mode} local"] for r in results) == total, "each element lives on exactly one rank"
+
+
+def call_collectives() -> dict[str, torch.Tensor]:
+    group = dist.group.WORLD
+    assert group is not None
+    collectives = GroupCollectives(group, dist.new_group())
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    full = torch.arange(world_size * 4, dtype=torch.float32) * (rank + 1)
+    gathered, mean, ours = torch.empty(world_size * 4), torch.empty(4), full.clone()
+    works = [
+        collectives.all_gather(gathered, full[:4].clone()),
+        collectives.reduce_scatter(mean, full),
+    ]
+    for work in works:
+        work.wait()
+    collectives.broadcast(ours)
+    again = torch.empty(4)
+    collectives.reduce_scatter(again, full).wait()
+    return {"gathered": gathered, "mean": mean, "again": again, "broadcast": ours}
+
+
+def test_collectives_mean_what_they_say() -> None:
+    results = run_ranks(3, call_collectives)
+    factors = torch.tensor([1.0, 2.0, 3.0])
+    base = torch.arange(12, dtype=torch.float32)
+    for rank, result in enumerate(results):
+        assert torch.equal(result["gathered"], torch.cat([base[:4] * f for f in factors]))
+        assert torch.equal(result["mean"], base[4 * rank : 4 * rank + 4] * factors.mean())
+        assert torch.equal(result["again"], result["mean"]), "the receive buffer is used again"
+        assert torch.equal(result["broadcast"], base)

@@ -1,0 +1,343 @@
+"""The engine in one process, with collectives that are late: order, slots, generations, counting, and refusals.
+
+With one rank, training must equal the bare model's to the bit: every difference is the engine's doing.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tests.engine.fakes import FailingCollectives, LateCollectives, Net, loss_of, make_batch, make_net, train
+from torch import nn
+
+import refshard
+from refshard.engine.api import engine_of
+from refshard.engine.collectives import RecordingCollectives
+from refshard.engine.executor import Order
+from refshard.errors import EngineError, SpecError
+from refshard.plan.schedule import Op, OpKind, assign_slots, build, chain_markers
+from refshard.plan.placement import MODES
+
+MODE_NAMES = list(MODES)
+
+
+@pytest.fixture(params=MODE_NAMES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> Iterator[None]:
+    """A warning from the engine is a finding unless a test asks for it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="refshard")
+        yield
+
+
+def sharded(mode: str, **arguments: bool) -> Net:
+    model = make_net(**arguments)
+    refshard.shard(model, mode=mode, collectives=LateCollectives(), debug=True)
+    return model
+
+
+def assert_same_parameters(model: nn.Module, bare: nn.Module) -> None:
+    found = dict(refshard.full_parameters(model))
+    expected = dict(bare.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_equals_the_bare_model_to_the_bit(mode: str, tied: bool) -> None:
+    bare, model = make_net(tied=tied), sharded(mode, tied=tied)
+    assert train(model, 6) == train(bare, 6)
+    assert_same_parameters(model, bare)
+    assert engine_of(model).executor.order is Order.FOLLOWING
+
+
+def test_parameters_between_steps_are_local_parts_under_their_own_names(mode: str) -> None:
+    bare, model = make_net(), sharded(mode)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in bare.named_parameters()]
+    train(model, 2)
+    for name, parameter in model.named_parameters():
+        assert parameter.dim() == 1, name
+        assert parameter.is_leaf
+
+
+def test_executed_stream_is_the_plan_of_a_chain(mode: str) -> None:
+    model = sharded(mode)
+    train(model, 2)
+    engine = engine_of(model)
+    markers = chain_markers(len(engine.units))
+    slots = assign_slots(markers, [u.layout.numel for u in engine.units], MODES[mode])
+    assert engine.executor.stream == build(markers, slots, MODES[mode])
+
+
+def test_collectives_of_a_step_are_the_streams_in_order(mode: str) -> None:
+    model = make_net()
+    recording = RecordingCollectives(LateCollectives())
+    refshard.shard(model, mode=mode, collectives=recording, debug=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, 2, optimizer=optimizer)
+    recording.issued.clear()
+    train(model, 1, start=2, optimizer=optimizer)
+    engine = engine_of(model)
+    kinds = {OpKind.GATHER: "all_gather", OpKind.REDUCE: "reduce_scatter"}
+    expected = [(kinds[op.kind], engine.units[op.unit]) for op in engine.executor.stream if op.kind in kinds]
+    assert [(i.op, i.bytes) for i in recording.issued] == [(op, 4 * unit.layout.numel) for op, unit in expected]
+
+
+def test_evaluation_between_steps_changes_nothing_and_sees_new_weights(mode: str) -> None:
+    bare, model = make_net(), sharded(mode)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (bare, model)]
+    for step in range(4):
+        losses = [train(m, 1, start=step, optimizer=o) for m, o in zip((bare, model), optimizers)]
+        assert losses[0] == losses[1]
+        with torch.no_grad():
+            assert torch.equal(model(make_batch(9)[0]), bare(make_batch(9)[0]))
+    assert_same_parameters(model, bare)
+
+
+def test_gradient_accumulation_adds_microbatches(mode: str) -> None:
+    bare, model = make_net(), sharded(mode)
+    for m in (bare, model):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+        for step in range(3):
+            for microbatch in range(3):
+                (loss_of(m, make_batch(10 * step + microbatch)) / 3).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+    assert_same_parameters(model, bare)
+
+
+def test_forward_without_backward_is_forgotten(mode: str) -> None:
+    bare, model = make_net(), sharded(mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(4):
+        model(make_batch(99)[0])
+        found += train(model, 1, start=step, optimizer=optimizer)
+    assert found == train(bare, 4)
+
+
+def test_an_exception_in_forward_leaves_the_model_usable(mode: str) -> None:
+    bare, model = make_net(), sharded(mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = train(model, 2, optimizer=optimizer)
+    with pytest.raises(IndexError):
+        model(torch.full((1, 3), 99))
+    found += train(model, 2, start=2, optimizer=optimizer)
+    assert found == train(bare, 4)
+
+
+def test_unused_block_is_flushed_with_zeros_elsewhere_and_stays_correct(mode: str) -> None:
+    """A block that is left out from the start, then used: the order changes, the result does not."""
+    bare, model = make_net(), sharded(mode)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (bare, model)]
+    for m, optimizer in zip((bare, model), optimizers):
+        m.skip = {1}
+        train(m, 2, optimizer=optimizer)
+    bare.skip = model.skip = set()
+    with pytest.warns(UserWarning, match="the order of execution changed"):
+        train(model, 2, start=2, optimizer=optimizers[1])
+    train(bare, 2, start=2, optimizer=optimizers[0])
+    assert_same_parameters(model, bare)
+    assert engine_of(model).executor.order is Order.ON_DEMAND
+
+
+def test_a_parameter_without_gradient_is_zeroed_not_stale(mode: str) -> None:
+    """SGD without momentum: a zero gradient and none at all train alike."""
+
+    class Gated(Net):
+        use_bias = True
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens)
+
+    class GatedBlock(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.both = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.a(x) + (self.b(x) if self.both else 0)
+
+    models = []
+    for _ in range(2):
+        model = make_net()
+        torch.manual_seed(5)
+        model.layers = nn.ModuleList(GatedBlock() for _ in range(4))
+        models.append(model)
+    bare, model = models
+    refshard.shard(model, mode=mode, collectives=LateCollectives(), debug=True)
+    for m in models:
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        train(m, 2, optimizer=optimizer)
+        for layer in m.layers:
+            layer.both = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(m, 2, start=2, optimizer=optimizer)
+    assert_same_parameters(model, bare)
+
+
+def test_changed_order_warns_once_and_stays_correct(mode: str) -> None:
+    bare, model = make_net(), sharded(mode)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (bare, model)]
+    for m, optimizer in zip((bare, model), optimizers):
+        train(m, 2, optimizer=optimizer)
+        m.order = [2, 0, 3, 1]
+    with pytest.warns(UserWarning, match=r"layers\.2 came as begin\(3, forward\); nothing is prefetched") as caught:
+        found = train(model, 3, start=2, optimizer=optimizers[1])
+    assert len(caught) == 1
+    assert found == train(bare, 3, start=2, optimizer=optimizers[0])
+    assert_same_parameters(model, bare)
+
+
+def test_a_module_that_runs_twice(mode: str) -> None:
+    bare, model = make_net(), sharded(mode)
+    bare.order = model.order = [0, 1, 1, 2, 3]
+    assert train(model, 4) == train(bare, 4)
+    assert_same_parameters(model, bare)
+
+
+def test_activation_checkpointing_recomputes_inside_the_schedule(mode: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    @dataclass
+    class Checkpointed:
+        inner: nn.Module
+
+    class CheckpointedNet(Net):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            logits: torch.Tensor = self.head(self.norm(x))
+            return logits
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(CheckpointedNet())
+    bare, model = models
+    refshard.shard(model, mode=mode, collectives=LateCollectives(), debug=True)
+    assert train(model, 4) == train(bare, 4)
+    assert_same_parameters(model, bare)
+
+
+def test_ring_slots_are_two_buffers_however_many_blocks() -> None:
+    model = sharded("yafsdp")
+    train(model, 2)
+    blocks = engine_of(model).units[1:-1]
+    assert len({id(u.slot) for u in blocks}) == len({id(u.gradient_slot) for u in blocks}) == 2
+
+
+def test_transient_storage_is_gone_between_steps() -> None:
+    model = sharded("fsdp")
+    train(model, 2)
+    for unit in engine_of(model).units:
+        assert unit.slot.flat.untyped_storage().nbytes() == 0
+        assert unit.gradient_slot.flat.untyped_storage().nbytes() == 0
+
+
+def test_ring_allocates_nothing_after_step_two() -> None:
+    """Every slot of a block keeps its storage."""
+    model = sharded("yafsdp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, 3, optimizer=optimizer)
+    before = [u.slot.flat.untyped_storage().data_ptr() for u in engine_of(model).units[1:-1]]
+    train(model, 3, start=3, optimizer=optimizer)
+    assert before == [u.slot.flat.untyped_storage().data_ptr() for u in engine_of(model).units[1:-1]]
+
+
+def test_a_stale_slot_is_refused_before_backward_reads_it(mode: str) -> None:
+    model = sharded(mode)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, 2, optimizer=optimizer)
+    loss = loss_of(model, make_batch(2))
+    unit = engine_of(model).units[-1]
+    unit.slot.release()
+    unit.slot.acquire("someone else")
+    with pytest.raises(EngineError, match="backward would compute with another unit's weights"):
+        loss.backward()
+
+
+def test_weights_changed_between_forward_and_backward_are_refused(mode: str) -> None:
+    model = sharded(mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, 2, optimizer=optimizer)
+    loss_of(model, make_batch(3)).backward()
+    loss = loss_of(model, make_batch(2))
+    optimizer.step()
+    with pytest.raises(EngineError, match=r"changed between forward and backward; call backward before optimizer.step"):
+        loss.backward()
+
+
+def test_a_failing_collective_names_unit_and_collective() -> None:
+    model = make_net()
+    refshard.shard(model, collectives=FailingCollectives())
+    with pytest.raises(EngineError, match=r"all_gather of unit 'embed' failed on rank 0.*Connection closed by peer"):
+        model(make_batch(0)[0])
+
+
+def test_outputs_without_tensors_are_refused() -> None:
+    class Opaque:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    class Wrapping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Opaque:  # type: ignore[override]
+            return Opaque(super().forward(x))
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Wrapping(3, 3), Wrapping(3, 3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).x
+            return x
+
+    model = Holder()
+    refshard.shard(model, collectives=LateCollectives())
+    with pytest.raises(EngineError, match=r"the output of unit 'layers.0' \(Opaque\) holds no tensor"):
+        model(torch.ones(2, 3))
+
+
+def test_what_cannot_be_sharded_is_refused_by_name() -> None:
+    frozen, mixed = make_net(), make_net()
+    frozen.layers[1].up.weight.requires_grad_(False)
+    mixed.layers[2].down.to(torch.bfloat16)
+    with torch.device("meta"):
+        meta = Net()
+    for model, message in (
+        (frozen, r"parameter 'layers\.1\.up\.weight' is frozen"),
+        (mixed, r"'layers\.2\.down\.weight' is torch.bfloat16 on cpu, others of unit 'layers\.2' are torch.float32"),
+        (meta, r"parameter 'embed\.weight' is on the meta device; materialise the model"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            refshard.shard(model, collectives=LateCollectives())
+    with pytest.raises(SpecError, match=r"mode: no mode 'yafdsp'; did you mean 'yafsdp'\?"):
+        refshard.shard(make_net(), mode="yafdsp", collectives=LateCollectives())
+    with pytest.raises(EngineError, match="sharded already"):
+        refshard.shard(sharded("fsdp"), collectives=LateCollectives())
+    with pytest.raises(EngineError, match="the model is not sharded"):
+        dict(refshard.full_parameters(make_net()))
+    with pytest.raises(EngineError, match="call torch.distributed.init_process_group"):
+        refshard.shard(make_net())
+
+
+def test_unknown_markers_do_not_advance_the_stream() -> None:
+    """A marker out of order executes nothing of the stream: no rank issues a collective that another does not."""
+    model = sharded("yafsdp")
+    train(model, 2)
+    executor = engine_of(model).executor
+    executor.begin_pass(training=True)
+    with pytest.warns(UserWarning, match="the order of execution changed"):
+        executor.mark(Op(OpKind.BEGIN, 3, "forward"))

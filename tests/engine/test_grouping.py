@@ -1,0 +1,68 @@
+"""Which parameters form a unit."""
+
+import pytest
+from tests.engine.fakes import Block, Net, make_net
+from torch import nn
+
+from refshard.engine.grouping import group_units
+from refshard.errors import SpecError
+
+
+def described(model: nn.Module, blocks: list[str | type[nn.Module]] | None = None) -> dict[str, list[str]]:
+    return {group.name: [m.name for m in group.parameters] for group in group_units(model, blocks)}
+
+
+def block_parameters(index: int) -> list[str]:
+    return [f"layers.{index}.{p}" for p in ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight")]
+
+
+def test_blocks_are_units_and_what_lies_around_them_too() -> None:
+    assert described(make_net()) == {
+        "embed": ["embed.weight"],
+        **{f"layers.{i}": block_parameters(i) for i in range(4)},
+        "norm+head": ["norm.weight", "norm.bias", "head.weight"],
+    }
+
+
+def test_tied_parameters_bring_their_groups_together() -> None:
+    groups = described(make_net(tied=True))
+    assert list(groups) == ["embed+norm+head", "layers.0", "layers.1", "layers.2", "layers.3"]
+    assert groups["embed+norm+head"] == ["embed.weight", "norm.weight", "norm.bias"]
+
+
+def test_a_tied_parameter_is_replaced_wherever_it_is_held() -> None:
+    model = make_net(tied=True)
+    member = next(m for g in group_units(model, None) for m in g.parameters if m.name == "embed.weight")
+    assert set(member.holders) == {(model.embed, "weight"), (model.head, "weight")}
+
+
+@pytest.mark.parametrize("blocks", [["layers"], [Block], [f"layers.{i}" for i in range(4)]])
+def test_blocks_can_be_named_by_list_class_or_name(blocks: list[str | type[nn.Module]]) -> None:
+    assert described(make_net(), blocks) == described(make_net())
+
+
+def test_a_module_around_the_blocks_is_a_unit_by_itself() -> None:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(nn.init.ones_(nn.Linear(1, 1).weight.data))
+
+    groups = described(Scaled())
+    assert groups["Scaled"] == ["scale"]
+    assert groups["embed"] == ["embed.weight"]
+
+
+def test_every_parameter_is_in_exactly_one_unit() -> None:
+    for tied in (False, True):
+        model = make_net(tied=tied)
+        grouped = [m.parameter for g in group_units(model, ["layers.1", "layers.2.up"]) for m in g.parameters]
+        assert len(grouped) == len({id(p) for p in grouped}) == len(list(model.parameters()))
+
+
+def test_unknown_blocks_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"blocks: the model has no module 'layer'; did you mean 'layers'\?"):
+        group_units(make_net(), ["layer"])
+    with pytest.raises(SpecError, match="blocks: the model holds no module of class LSTM"):
+        group_units(make_net(), [nn.LSTM])
+    with pytest.raises(SpecError, match=r"blocks: the model holds no nn.ModuleList; name the modules"):
+        group_units(nn.Sequential(nn.Linear(2, 2)), None)

@@ -1,0 +1,87 @@
+"""The house: who may import whom, how long a file may be, what the public face is."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import refshard
+
+PACKAGE = Path(refshard.__file__).parent
+FLOORS = {
+    "errors": 1, "quantities": 1, "resources": 1,
+    "specs": 2, "timeline": 2,
+    "costs": 3, "flops": 3, "records": 3,
+    "plan": 4,
+    "engine": 5, "emulate": 5, "models": 5, "simulate": 5, "stats": 5, "tracing": 5,
+    "strategies": 6, "report": 6,
+    "harness": 7,
+    "commands": 8,
+    "cli": 9, "__init__": 9,
+    "__main__": 10,
+}  # fmt: skip
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a file imports, anywhere in it; the package itself is the room ``__init__``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            inside = node.module == "refshard"
+            modules = [f"refshard.{a.name}" for a in node.names] if inside else [node.module or ""]
+        else:
+            continue
+        for module in modules:
+            if module == "refshard" or module.startswith("refshard."):
+                room = module.partition(".")[2].partition(".")[0]
+                found.add(room if room in FLOORS else "__init__")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_import_strictly_lower_floors(path: Path) -> None:
+    mine = room_of(path)
+    for other in imported_rooms(path) - {mine}:
+        assert FLOORS[other] < FLOORS[mine], f"{mine} (floor {FLOORS[mine]}) imports {other} (floor {FLOORS[other]})"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_file_is_longer_than_400_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room_of(path) for path in SOURCES} <= FLOORS.keys()
+
+
+def test_public_face() -> None:
+    assert sorted(refshard.__all__) == ["__version__", "full_parameters", "shard"]
+    for name in refshard.__all__:
+        assert getattr(refshard, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'shrad'"):
+        refshard.shrad  # noqa: B018
+
+
+def modules_after(statement: str) -> set[str]:
+    script = f"import sys; {statement}; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+def test_importing_refshard_or_its_command_line_does_not_import_torch() -> None:
+    assert "torch" not in modules_after("import refshard, refshard.cli")
+
+
+def test_a_worker_imports_nothing_heavier_than_torch() -> None:
+    heavy = {"pandas", "plotly", "scipy", "rich", "typer", "tabulate", "jinja2", "psutil", "transformers"}
+    assert not modules_after("import refshard.harness.worker") & heavy

@@ -1,0 +1,126 @@
+"""Specs: what is accepted, what is refused and in which words."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from refshard import resources
+from refshard.errors import SpecError
+from refshard.specs import CaseSpec, SuiteSpec, convert, find_suite, load_model, load_suite
+
+
+def case(**changes: Any) -> CaseSpec:
+    fields = {"strategy": "ddp", "world_size": 2, "model": "llama-tiny", "global_batch": 4}
+    return convert({**fields, **changes}, CaseSpec, where="case")
+
+
+def suite(**changes: Any) -> SuiteSpec:
+    fields = {
+        "name": "s",
+        "matrix": {"strategy": ["single", "ddp", "fsdp2"], "world_size": [1, 2], "model": ["llama-tiny"]},
+        "case": {"global_batch": 4},
+    }
+    return convert({**fields, **changes}, SuiteSpec, where="suite")
+
+
+def test_matrix_is_a_product_with_one_reference() -> None:
+    cases = suite().cases()
+    assert [(c.strategy, c.world_size) for c in cases] == [
+        ("single", 1), ("ddp", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2),
+    ]  # fmt: skip
+
+
+def test_a_reference_is_added_where_the_matrix_names_none() -> None:
+    cases = suite(matrix={"strategy": ["ddp"], "world_size": [2], "model": ["llama-tiny"]}).cases()
+    assert [c.strategy for c in cases] == ["single", "ddp"]
+    assert cases[0] == cases[1].reference()
+
+
+def test_batch_per_rank_scales_the_global_batch_and_each_has_its_own_reference() -> None:
+    matrix = {"strategy": ["single", "ddp"], "world_size": [1, 2, 4], "model": ["llama-tiny"]}
+    cases = suite(matrix=matrix, case={"batch_per_rank": 3}).cases()
+    assert {(c.strategy, c.world_size, c.global_batch) for c in cases} == {
+        ("single", 1, 3), ("ddp", 1, 3), ("single", 1, 6), ("ddp", 2, 6), ("single", 1, 12), ("ddp", 4, 12),
+    }  # fmt: skip
+
+
+def test_hash_follows_content_and_survives_a_round_trip() -> None:
+    again = msgspec.json.decode(msgspec.json.encode(case()), type=CaseSpec)
+    assert again.hash == case().hash
+    assert case(seed=1).hash != case().hash
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"world_size": 0}, r"case: world_size must be >= 1, got 0"),
+        ({"warmup_steps": 9}, r"case: warmup_steps must be >= 10, got 9"),
+        ({"global_batch": 3}, r"case: global_batch must be a multiple of world_size = 2, got 3"),
+        ({"strategy": "single"}, r"case: world_size must be 1 for strategy 'single', got 2"),
+        ({"world_size": "two"}, r"case: world_size: expected `int`, got `str` \('two'\)"),
+        ({"device": "gpu"}, r"case: device: invalid enum value 'gpu' \('gpu'\)"),
+        ({"seqlen": 5}, r"case: unknown key 'seqlen'; did you mean 'seq_len'\?"),
+        ({"time_limit_s": 0.0}, r"case: time_limit_s must be > 0, got 0.0"),
+        ({"learning_rate": 1.5}, r"case: learning_rate must lie between 0 and 1, got 1.5"),
+    ],
+)
+def test_a_bad_case_is_refused_with_field_value_and_remedy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        case(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"matrx": {}}, r"suite: unknown key 'matrx'; did you mean 'matrix'\?"),
+        ({"matrix": {"stratgy": ["ddp"]}}, r"matrix has the unknown key 'stratgy'; did you mean 'strategy'\?"),
+        ({"matrix": {"strategy": []}}, r"matrix.strategy is empty; give at least one value"),
+        ({"rounds": 0}, r"rounds must be >= 1, got 0"),
+        ({"case": {"model": "llama-tiny"}}, r"'model' is in both matrix and case; keep one"),
+    ],
+)
+def test_a_bad_suite_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        suite(**changes)
+
+
+def test_a_case_needs_one_batch_size() -> None:
+    for shared in ({}, {"global_batch": 2, "batch_per_rank": 2}):
+        with pytest.raises(SpecError, match="exactly one of global_batch and batch_per_rank must be given"):
+            suite(case=shared).cases()
+
+
+def test_a_missing_required_field_is_named() -> None:
+    with pytest.raises(SpecError, match=r"case: strategy is missing; add it"):
+        suite(matrix={"world_size": [1], "model": ["llama-tiny"]}).cases()
+
+
+def test_damaged_and_missing_toml(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("name = \n")
+    with pytest.raises(SpecError, match=r"bad.toml: not valid TOML \(.*line 1.*\); correct that line"):
+        load_suite(path)
+    with pytest.raises(SpecError, match=r"none.toml: cannot be read \(No such file or directory\)"):
+        load_suite(tmp_path / "none.toml")
+
+
+def test_suites_are_found_by_path_and_by_name(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text("")
+    assert find_suite(str(own)) == own
+    assert find_suite("quickstart") == resources.suites()["quickstart"]
+    assert find_suite("suites/quickstart.toml").name == "quickstart.toml"
+    with pytest.raises(SpecError, match=r"suite: no file 'quickstrat'; did you mean 'quickstart'\?"):
+        find_suite("quickstrat")
+
+
+def test_every_shipped_suite_expands() -> None:
+    for path in resources.suites().values():
+        assert load_suite(path).cases()
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"model: no preset 'llama-tniy'; did you mean 'llama-tiny'\?"):
+        load_model("llama-tniy")
