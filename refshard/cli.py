@@ -35,7 +35,11 @@ def run(
     from refshard.commands import run as command
     from refshard.report.views import terminal_table, terminal_verdict
 
-    finished, dashboard = command.run(suite, out, oversubscribe=oversubscribe)
+    try:
+        finished, dashboard = command.run(suite, out, oversubscribe=oversubscribe)
+    except KeyboardInterrupt:
+        print("refshard: interrupted; what had ended is written", file=sys.stderr)
+        raise typer.Exit(130) from None
     print(f"\n{terminal_table(finished)}\n\n{terminal_verdict(finished)}\n\ndashboard: {dashboard}")
     if any(case.state != "ok" for case in finished.cases):
         raise typer.Exit(1)
@@ -76,13 +80,10 @@ def list_(
 def main() -> None:
     """Run the command line; a user's mistake is one line on standard error."""
     try:
-        app(standalone_mode=True)
+        app()
     except RefshardError as error:
         print(f"refshard: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("refshard: interrupted; what had ended is written", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:
         # The reader (head, say) has seen enough.
         sys.stderr.close()

@@ -126,11 +126,11 @@ class Collective:
     """One collective as announced on its rank: what it moves, and in which step it was issued.
 
     ``bytes`` is the size of the unsharded tensor: an all-gather's output, a reduce-scatter's input, an all-reduce's
-    tensor (the *size* column of nccl-tests).
+    tensor (the *size* column of nccl-tests); None where the trace was recorded without shapes.
     """
 
     op: str
-    bytes: int
+    bytes: int | None
     step: int
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from refshard.harness.environment import capture_environment
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import Observer, check_suite, mark_latest, new_run_folder, run_suite
 from refshard.quantities import format_seconds
@@ -24,10 +25,11 @@ def run(suite: str, output: Path | None, *, oversubscribe: bool) -> tuple[Run, P
         KeyboardInterrupt: the run was cut short; what had ended is written.
     """
     spec = load_suite(find_suite(suite))
-    check_suite(spec, oversubscribe=oversubscribe)
+    cases = check_suite(spec, oversubscribe=oversubscribe)
     folder = output or new_run_folder(spec)
+    environment = capture_environment(cases[0].threads_per_rank)
     with _observer() as observer:
-        finished = run_suite(spec, folder, LocalLauncher(), observer, oversubscribe=oversubscribe)
+        finished = run_suite(spec, folder, LocalLauncher(), observer, environment, oversubscribe=oversubscribe)
     if output is None:
         mark_latest(folder)
     dashboard = folder / "dashboard.html"

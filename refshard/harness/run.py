@@ -15,12 +15,12 @@ import torch
 
 from refshard.errors import SpecError
 from refshard.harness.assemble import Peers, assemble
-from refshard.harness.environment import available_cores, capture_environment
+from refshard.harness.environment import available_cores
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.store import RunWriter, read_run
 from refshard.harness.worker import CASE_FILE, trace_file
 from refshard.models.data import open_source
-from refshard.records import CaseRecord, EndRecord, Run, RunRecord
+from refshard.records import CaseRecord, EndRecord, Environment, Run, RunRecord
 from refshard.specs import REFERENCE_STRATEGY, CaseSpec, SuiteSpec, load_model
 from refshard.strategies import check_name
 
@@ -59,9 +59,15 @@ def check_suite(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...
 
 
 def run_suite(
-    suite: SuiteSpec, folder: Path, launcher: Launcher, observer: Observer, *, oversubscribe: bool = False
+    suite: SuiteSpec,
+    folder: Path,
+    launcher: Launcher,
+    observer: Observer,
+    environment: Environment,
+    *,
+    oversubscribe: bool = False,
 ) -> Run:
-    """Run every case of ``suite`` in every round, and return what was written to ``folder``.
+    """Run every case of ``suite`` in every round, in ``environment``, and return what was written to ``folder``.
 
     A case that does not end well becomes a record in its state, and the run goes on. On KeyboardInterrupt the ranks are
     ended, the closing record says so, and the exception passes through.
@@ -73,7 +79,6 @@ def run_suite(
     cases = check_suite(suite, oversubscribe=oversubscribe)
     plan = [(round_, case) for round_ in range(suite.rounds) for case in round_order(cases, round_)]
     with RunWriter(folder) as writer:
-        environment = capture_environment(threads_per_rank=cases[0].threads_per_rank)
         header = RunRecord(
             run_id=folder.name,
             refshard=version("refshard"),

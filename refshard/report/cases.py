@@ -63,16 +63,9 @@ class Case:
 
     @property
     def breakdown(self) -> dict[str, float] | None:
-        """The parts of a traced step by :data:`BREAKDOWN`, s; None without a trace.
-
-        Communication is overlapped or exposed, and what is overlapped lies under compute, so compute alone is the rest
-        of compute.
-        """
-        compute, comm = self.metrics["compute_s"], self.metrics["comm_s"]
-        exposed, idle = self.metrics["exposed_comm_s"], self.metrics["idle_s"]
-        if compute is None or comm is None or exposed is None or idle is None:
-            return None
-        return dict(zip(BREAKDOWN, (compute - (comm - exposed), comm - exposed, exposed, idle)))
+        """The parts of a traced step by :data:`BREAKDOWN`, s, each the median over rounds; None without a trace."""
+        rounds = [parts for launch in self.launches if launch.state == "ok" and (parts := _breakdown(launch))]
+        return {part: statistics.median(parts[part] for parts in rounds) for part in BREAKDOWN} if rounds else None
 
     @property
     def exposed_share(self) -> float | None:
@@ -200,6 +193,15 @@ def _join(launches: list[CaseRecord], varying: list[str]) -> Case:
         warnings=tuple(dict.fromkeys([*stated, *(step_time.warnings if step_time else ())])),
         variant="".join(f", {field} {getattr(launches[0].case, field)}" for field in varying),
     )
+
+
+def _breakdown(launch: CaseRecord) -> dict[str, float] | None:
+    """Communication is overlapped or exposed; what is overlapped lies under compute, whose rest is compute alone."""
+    compute, comm = launch.metrics.get("compute_s"), launch.metrics.get("comm_s")
+    exposed, idle = launch.metrics.get("exposed_comm_s"), launch.metrics.get("idle_s")
+    if compute is None or comm is None or exposed is None or idle is None:
+        return None
+    return dict(zip(BREAKDOWN, (compute - (comm - exposed), comm - exposed, exposed, idle)))
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -134,9 +134,10 @@ def _noise(finished: tuple[Case, ...]) -> Fact:
 def _completeness(run: Run) -> Fact:
     ok = sum(record.state == "ok" for record in run.cases)
     planned = run.header.planned
+    by_itself = run.end is not None and not run.end.interrupted
     if run.end is None:
         detail = "the run was cut off: it has no closing record"
-    elif run.end.interrupted:
+    elif not by_itself:
         detail = "the run was interrupted"
     else:
         detail = "the run ended by itself" if ok == planned else "the others are listed under case states"
@@ -144,5 +145,5 @@ def _completeness(run: Run) -> Fact:
         label="Launches ended ok",
         value=f"{ok} of {planned}",
         detail=detail,
-        good=ok == planned and run.end is not None,
+        good=ok == planned and by_itself,
     )

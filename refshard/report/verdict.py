@@ -147,7 +147,7 @@ def _margin(rivals: Sequence[_Rival]) -> str:
     if tied and (widest := tied[-1].comparison):
         told.append(
             f"{tied[-1].case.strategy} takes {widest.ratio:.3f} times as long as the first, "
-            f"but the {_interval(widest, as_ratio=True)} includes 1."
+            f"but the {_interval(widest, as_ratio=True)} includes 1; more rounds narrow it."
         )
     if beaten:
         told.append(_behind("The next" if tied else "The runner-up", beaten))

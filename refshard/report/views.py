@@ -39,6 +39,8 @@ _TERMINAL_HEADERS = {
     "loss parity": "loss\nparity",
 }
 
+_LOPSIDED = 0.1  # relative half-width from which "±" misleads: the interval is symmetric in logarithms
+
 _Row = dict[str, Any]
 
 
@@ -54,6 +56,7 @@ def as_json(run: Run) -> list[_Row]:
 
 def _values(case: Case) -> _Row:
     spec, first = case.spec, case.launches[0]
+    low, high = _interval(case.step_time)
     return {
         "case": case.name,
         "spec_hash": first.spec_hash,
@@ -70,8 +73,8 @@ def _values(case: Case) -> _Row:
         "rounds": len(case.launches),
         "samples": case.step_time.n if case.step_time else 0,
         **{name: _finite(value) for name, value in case.metrics.items()},
-        "step_time_low_s": _finite(case.step_time.low) if case.step_time else None,
-        "step_time_high_s": _finite(case.step_time.high) if case.step_time else None,
+        "step_time_low_s": low,
+        "step_time_high_s": high,
         "flops_convention": first.flops_convention,
         "peak_flops_per_s": first.peak_flops_per_s,
         "peak_source": first.peak_source,
@@ -81,6 +84,13 @@ def _values(case: Case) -> _Row:
         "warnings": list(case.warnings),
         "error": case.error,
     }
+
+
+def _interval(summary: Summary | None) -> tuple[float, float] | tuple[None, None]:
+    """Both ends, or none where nothing bounds them."""
+    if summary is None or not math.isfinite(summary.high):
+        return None, None
+    return summary.low, summary.high
 
 
 def _finite(value: float | None) -> float | None:
@@ -194,10 +204,11 @@ def step_time_text(summary: Summary | None, fallback: float | None = None) -> st
 
 
 def narrow_step_time(summary: Summary) -> str:
-    """Median and relative half-width of its 95 % interval, where there is no room for both ends."""
-    median = format_seconds(summary.median)
+    """Median and relative half-width of its 95 % interval; both ends where it is wide and so lopsided."""
     half = summary.high / summary.median - 1
-    return f"{median} ± {format_percent(half)}" if math.isfinite(half) else f"{median} (no interval)"
+    if half > _LOPSIDED:
+        return step_time_text(summary)
+    return f"{format_seconds(summary.median)} ± {format_percent(half)}"
 
 
 def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:

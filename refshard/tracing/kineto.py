@@ -161,10 +161,10 @@ def _collectives(events: list[_Event], windows: tuple[Window, ...]) -> Iterable[
         yield Collective(op=op, bytes=_bytes(event, argument, element_of), step=step)
 
 
-def _bytes(event: _Event, argument: int, element_of: dict[int, int]) -> int:
+def _bytes(event: _Event, argument: int, element_of: dict[int, int]) -> int | None:
     dims, types = event.args.get("Input Dims"), event.args.get("Input type")
     if not dims or not types:
-        raise TraceError(f"{event.name} has no shapes; record the trace with record_shapes=True")
+        return None
     shapes = dims[argument] if types[argument] == "TensorList" else [dims[argument]]
     numel: int = sum(math.prod(shape) for shape in shapes)
     return numel * (_ELEMENT_BYTES.get(types[argument]) or element_of.get(numel, 4))

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from refshard.errors import TraceError
 from refshard.timeline import Intervals, Kind, Timeline
 
 
@@ -50,10 +51,16 @@ def step_overlaps(timeline: Timeline) -> tuple[StepOverlap, ...]:
 
 
 def collectives_per_step(timeline: Timeline) -> dict[int, tuple[tuple[str, int, int], ...]]:
-    """Per step the collectives issued, as sorted ``(op, count, bytes)``; steps without any have an empty entry."""
+    """Per step the collectives issued, as sorted ``(op, count, bytes)``; steps without any have an empty entry.
+
+    Raises:
+        TraceError: the trace was recorded without shapes.
+    """
     counts: dict[int, Counter[str]] = {w.step: Counter() for w in timeline.windows}
     sizes: dict[int, Counter[str]] = {w.step: Counter() for w in timeline.windows}
     for collective in timeline.collectives:
+        if collective.bytes is None:
+            raise TraceError(f"{collective.op} has no shapes; record the trace with record_shapes=True")
         counts[collective.step][collective.op] += 1
         sizes[collective.step][collective.op] += collective.bytes
     return {step: tuple((op, counts[step][op], sizes[step][op]) for op in sorted(counts[step])) for step in counts}

@@ -1,7 +1,7 @@
 """Runs made by hand, with numbers whose medians, ratios and verdicts are known.
 
-The steps of a launch are spread evenly over +-1 % of a centre that differs by +-0.5 % between two rounds, so
-the median of all steps is the centre named in :data:`CASES`.
+The steps of a launch are spread evenly over +-1 % of a centre; two rounds are centred 0.5 % to either side of the step
+time in :data:`CASES`, which the median of all steps meets to four digits.
 """
 
 from collections.abc import Sequence

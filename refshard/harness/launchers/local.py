@@ -102,14 +102,13 @@ class _Watch:
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Elastic logs every failure at length; the record holds what a reader needs."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Elastic logs every failure at length through many loggers; the record holds what a reader needs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)
 
 
 @contextmanager

@@ -1,0 +1,58 @@
+"""``refshard show`` and ``refshard report`` on a run that was written by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from refshard.commands.report import report
+from refshard.commands.show import show
+from refshard.errors import SpecError, StoreError
+from refshard.harness.store import RunWriter
+from tests.report.runs import run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = run()
+    assert made.end is not None
+    with RunWriter(tmp_path / "run") as writer:
+        writer.append(made.header)
+        for record in made.cases:
+            writer.append(record)
+        writer.append(made.end)
+    return tmp_path / "run"
+
+
+def test_show_prints_the_verdict_and_then_the_table(folder: Path) -> None:
+    text = show(folder, as_json=False)
+    assert text.startswith("* refshard-yafsdp is fastest at 40.0 ms per step.")
+    assert text.index("Caution") < text.index("llama-mini, global batch") < text.rindex("refshard-yafsdp")
+
+
+def test_show_as_json_is_an_array_with_an_object_per_case(folder: Path) -> None:
+    found = json.loads(show(folder, as_json=True))
+    assert [row["strategy"] for row in found][:2] == ["single", "ddp"]
+    assert found[1]["step_time_s"] == pytest.approx(0.05, rel=1e-4)
+
+
+def test_report_writes_beside_the_records(folder: Path) -> None:
+    assert report(folder, None) == folder / "dashboard.html"
+    assert (folder / "dashboard.html").stat().st_size > 1_000_000
+
+
+def test_report_writes_where_it_is_told(folder: Path, tmp_path: Path) -> None:
+    assert report(folder, tmp_path / "page.html") == tmp_path / "page.html"
+    assert not (folder / "dashboard.html").exists()
+
+
+def test_a_place_that_does_not_exist_is_a_mistake_in_one_line(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"out: .*missing/page.html cannot be written \(No such file"):
+        report(folder, tmp_path / "missing" / "page.html")
+
+
+def test_a_folder_without_a_run_is_a_mistake_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="holds no run"):
+        show(tmp_path, as_json=False)
+    with pytest.raises(StoreError, match="holds no run"):
+        report(tmp_path, None)

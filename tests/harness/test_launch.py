@@ -1,0 +1,200 @@
+"""Real processes: cases that end well, fail, hang and run out of memory, and interruptions that leave nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from refshard.harness.store import read_run
+from refshard.records import METRICS, Run
+
+CASE = """
+name = "test"
+[matrix]
+strategy = [{strategies}]
+world_size = [{ranks}]
+[case]
+model = "llama-tiny"
+global_batch = 2
+seq_len = 16
+device = "cpu"
+measured_steps = {steps}
+traced_steps = 1
+{more}
+"""
+
+
+def write_suite(folder: Path, *strategies: str, ranks: int = 1, steps: int = 3, more: str = "") -> Path:
+    path = folder / "suite.toml"
+    quoted = ", ".join(f'"{s}"' for s in strategies)
+    path.write_text(CASE.format(strategies=quoted, ranks=ranks, steps=steps, more=more))
+    return path
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "refshard", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def refshard(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    process = start(*arguments)
+    out, err = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every living process that carries the run's folder in its command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(str(folder) in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def only_case(run: Run, strategy: str) -> tuple[str, str | None, tuple[str, ...]]:
+    (record,) = (r for r in run.cases if r.case.strategy == strategy)
+    return record.state, record.error, record.log_tail
+
+
+def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, "single", "fsdp2", "ddp", "refshard-yafsdp", ranks=2)
+    done = refshard("run", suite, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "[4/4] ok" in done.stderr
+    assert done.stdout.rstrip().endswith(f"dashboard: {tmp_path / 'run' / 'dashboard.html'}")
+    assert (tmp_path / "run" / "dashboard.html").stat().st_size > 10_000
+    rows = {row["strategy"]: row for row in json.loads(refshard("show", tmp_path / "run", "--json").stdout)}
+    assert set(rows) == {"single", "fsdp2", "ddp", "refshard-yafsdp"}
+    for row in rows.values():
+        assert row["state"] == "ok"
+        assert row.keys() >= METRICS.keys()
+        assert row["loss_parity"] <= 1e-5
+    assert rows["fsdp2"]["overlap_ratio"] == 0, "FSDP2 waits for each collective on a CPU"
+    assert rows["refshard-yafsdp"]["overlap_ratio"] > 0
+    assert rows["refshard-yafsdp"]["bit_identical_to_ddp"] is True
+    run = read_run(tmp_path / "run")
+    assert all(r.case.strategy == "single" or r.proof and r.proof.announced == r.proof.traced for r in run.cases)
+    assert not processes_of(tmp_path / "run")
+
+
+def test_a_case_that_fails_is_recorded_with_its_log(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.full(5000, 99_999))
+    suite = write_suite(tmp_path, "single", more=f'data = "{tokens}"')
+    done = refshard("run", suite, "--out", tmp_path / "run")
+    assert done.returncode == 1
+    state, error, log = only_case(read_run(tmp_path / "run"), "single")
+    assert state == "failed"
+    assert error is not None
+    assert "99999" in error
+    assert any("SpecError" in line for line in log)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_case_that_runs_out_of_memory_is_oom(tmp_path: Path) -> None:
+    done = refshard("run", write_suite(tmp_path, "single", more="memory_limit_gib = 0.3"), "--out", tmp_path / "run")
+    assert done.returncode == 1
+    state, error, _ = only_case(read_run(tmp_path / "run"), "single")
+    assert state == "oom", error
+
+
+def test_a_case_that_hangs_is_ended_at_its_time_limit(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, "single", steps=100_000, more="time_limit_s = 6.0")
+    done = refshard("run", suite, "--out", tmp_path / "run")
+    assert done.returncode == 1
+    state, error, _ = only_case(read_run(tmp_path / "run"), "single")
+    assert (state, error) == ("timeout", "did not end within time_limit_s = 6; the ranks were ended")
+    assert not processes_of(tmp_path / "run")
+
+
+def test_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, "single", "ddp", ranks=2, steps=300)
+    run = tmp_path / "run"
+    process = start("run", suite, "--out", run)
+    wait_for(lambda: [p for p in run.glob("cases/ddp*/progress") if p.read_text().startswith("measure")])
+    victim = max(p.pid for p in processes_of(run / "cases") if p.pid != process.pid)
+    os.kill(victim, signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert process.returncode == 1
+    found = read_run(run)
+    state, error, _ = only_case(found, "ddp")
+    assert state == "failed"
+    assert error is not None
+    assert "SIGKILL" in error or "closed by peer" in error
+    assert only_case(found, "single")[0] == "ok"
+    assert not processes_of(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    process = start("run", write_suite(tmp_path, "single", steps=100_000), "--out", run)
+    wait_for(lambda: list(run.glob("cases/single*/progress")))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.rstrip().endswith("refshard: interrupted; what had ended is written")
+    found = read_run(run)
+    assert found.end is not None
+    assert found.end.interrupted
+    assert not found.cases
+    assert not processes_of(run)
+    assert "Traceback" not in err + out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("name = ", "suite.toml: not valid TOML"),
+        ('name = "x"\nmatrx = {}', "suite.toml: unknown key 'matrx'; did you mean 'matrix'?"),
+        (
+            CASE.format(strategies='"fsdp3"', ranks=1, steps=3, more=""),
+            "strategy: no strategy 'fsdp3'; did you mean 'fsdp2'?",
+        ),
+        (CASE.format(strategies='"ddp"', ranks=512, steps=3, more="").replace("global_batch = 2", "global_batch = 512"),
+         "world_size: 512 ranks x 1 thread(s) exceed"),
+    ],
+)  # fmt: skip
+def test_wrong_input_is_one_line_and_writes_nothing(tmp_path: Path, content: str, message: str) -> None:
+    suite = tmp_path / "suite.toml"
+    suite.write_text(content)
+    done = refshard("run", suite, "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("refshard: ")
+    assert message in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "no-such-suite"], "suite: no file 'no-such-suite'; known: quickstart"),
+        (["show", "/no/such/run"], "/no/such/run: holds no run"),
+        (["report", "/no/such/run"], "/no/such/run: holds no run"),
+        (["list", "strategy"], "list: nothing is called 'strategy'; did you mean 'strategies'?"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments: list[str], message: str) -> None:
+    done = refshard(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"refshard: {message}")
+    assert len(done.stderr.splitlines()) == 1

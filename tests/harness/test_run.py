@@ -1,0 +1,251 @@
+"""Suite to records, with a launcher that starts nothing."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.harness.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
+
+from refshard.errors import SpecError, StoreError
+from refshard.flops import flops_per_token
+from refshard.harness.launchers.base import Launch
+from refshard.harness.run import check_suite, mark_latest, round_order, run_suite
+from refshard.harness.store import read_run
+from refshard.records import METRICS, CaseRecord, CollectiveCount, Run
+from refshard.specs import CaseSpec, SuiteSpec, load_model
+
+
+def run(tmp_path: Path, launcher: FakeLauncher, suite: SuiteSpec | None = None) -> Run:
+    return run_suite(suite or make_suite(), tmp_path / "run", launcher, Silent(), ENVIRONMENT)
+
+
+def by_strategy(found: Run) -> dict[str, CaseRecord]:
+    return {record.case.strategy: record for record in found.cases}
+
+
+def test_metrics_of_a_case_in_closed_form(tmp_path: Path) -> None:
+    record = by_strategy(run(tmp_path, FakeLauncher()))["ddp"]
+    model = load_model("llama-tiny")
+    # rank 1 is the slower one: 0.15, 0.25, 0.35 s; the median of the maxima is 0.25 s
+    tokens = 4 * 256 / 0.25 / 2
+    assert record.metrics == pytest.approx(
+        {
+            "step_time_s": 0.25,
+            "tokens_per_s_gpu": tokens,
+            "tflops": tokens * flops_per_token(model, 256) / 1e12,
+            "mfu": tokens * flops_per_token(model, 256) / 1e11,
+            "peak_memory_bytes": 2000,
+            "rss_bytes": 5000,
+            "compute_s": 50e-6,
+            "comm_s": 40e-6,
+            "exposed_comm_s": 20e-6,
+            "overlap_ratio": 0.5,
+            "idle_s": 30e-6,
+            "perturbation": 0.3 / 0.25,
+            "loss_parity": 0.0,
+        }
+    )
+    assert record.metrics.keys() == METRICS.keys()
+    assert record.peak_source.startswith("measured fp32 matrix product, 1 thread")
+    assert record.step_times_s == ((0.1, 0.2, pytest.approx(0.3)), (0.15000000000000002, 0.25, pytest.approx(0.35)))
+
+
+def test_every_round_launches_every_case_references_first(tmp_path: Path) -> None:
+    launcher = FakeLauncher()
+    found = run(tmp_path, launcher, make_suite(rounds=3))
+    assert len(found.cases) == found.header.planned == 9
+    assert [r.round for r in found.cases] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [c.strategy for c in launcher.launched[:2]] == ["single", "ddp"]
+    assert found.end is not None
+    assert (found.end.cases, found.end.states, found.end.interrupted) == (9, {"ok": 9}, False)
+
+
+def test_round_order_varies_between_rounds() -> None:
+    strategies = ["ddp", "fsdp2", "fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp"]
+    cases = make_suite(matrix={"strategy": strategies, "world_size": [2], "model": ["llama-tiny"]}).cases()
+    orders = {tuple(c.strategy for c in round_order(cases, round_)) for round_ in range(8)}
+    assert len(orders) > 1
+    assert all(order[:2] == ("single", "ddp") and sorted(order) == sorted(["single", *strategies]) for order in orders)
+
+
+def test_a_failed_case_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        if case.strategy == "ddp":
+            write_rank(case, folder, 0, state="failed", error="ValueError: no")
+            return Launch(error="rank 0 ended with exit status 1", log_tail=("Traceback", "ValueError: no"))
+        return good(case, folder)
+
+    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
+    assert (found["ddp"].state, found["ddp"].error) == ("failed", "rank 0: ValueError: no")
+    assert found["ddp"].log_tail == ("Traceback", "ValueError: no")
+    assert found["refshard-yafsdp"].state == "ok"
+    proof = found["refshard-yafsdp"].proof
+    assert proof is not None
+    assert proof.bit_identical_to_ddp is None
+    assert "no ddp case" in proof.bits_note
+
+
+@pytest.mark.parametrize(
+    ("launch", "changes", "state", "error"),
+    [
+        (Launch(timed_out=True), {}, "timeout", "did not end within time_limit_s = 600; the ranks were ended"),
+        (Launch(), {"state": "oom", "error": "OutOfMemoryError: 3 GiB"}, "oom", "rank 1: OutOfMemoryError: 3 GiB"),
+    ],
+)
+def test_terminal_states(tmp_path: Path, launch: Launch, changes: dict[str, str], state: str, error: str) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        good(case, folder)
+        if case.strategy != "ddp":
+            return Launch()
+        write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer")
+        write_rank(case, folder, 1, **changes)
+        return launch
+
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
+    assert (record.state, record.error) == (state, error)
+
+
+def test_a_rank_that_left_nothing_is_a_failure_with_the_launchers_cause(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        write_rank(case, folder, 0)
+        return Launch() if case.world_size == 1 else Launch(error="rank 1 ended with signal 9 (SIGKILL)")
+
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
+    assert (record.state, record.error) == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"wrapped_units": ()}, "the model was not wrapped: it has no unit"),
+        (
+            {"announced": (CollectiveCount(op="all_gather", count=2, bytes=8),)},
+            "the plan announced 2 all_gather of 8 B, the trace shows 1 all_reduce of 400 B",
+        ),
+        ({"losses": (5.001,) * 13}, "losses differ from one unsharded rank by 0.22, more than 1e-05"),
+    ],
+)
+def test_what_is_not_proven_does_not_count(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        good(case, folder)
+        if case.strategy == "refshard-yafsdp":
+            for rank in range(2):
+                write_rank(case, folder, rank, **changes)
+        return Launch()
+
+    suite = make_suite()
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome), suite))["refshard-yafsdp"]
+    assert (record.state, record.error) == ("failed", f"proof of run: {reason}")
+
+
+def test_ranks_with_different_parameters_are_no_proof(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        good(case, folder)
+        if case.strategy == "ddp":
+            write_rank(case, folder, 1, parameters_sha256="other")
+        return Launch()
+
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
+    assert record.error == "proof of run: the ranks ended with different parameters"
+
+
+def test_without_a_good_reference_nothing_is_proven(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        return Launch(timed_out=True) if case.strategy == "single" else good(case, folder)
+
+    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
+    assert found["ddp"].error == "proof of run: no loss parity: the reference case did not end ok"
+
+
+def test_bits_are_compared_with_ddp(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        good(case, folder)
+        if case.strategy == "refshard-fsdp":
+            for rank in range(2):
+                write_rank(case, folder, rank, parameters_sha256="other")
+        return Launch()
+
+    matrix = {"strategy": ["ddp", "refshard-fsdp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]}
+    found = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix=matrix)))
+    same, other = found["refshard-yafsdp"].proof, found["refshard-fsdp"].proof
+    assert same is not None
+    assert other is not None
+    assert (same.bit_identical_to_ddp, same.bits_note) == (True, "")
+    assert other.bit_identical_to_ddp is False
+    assert other.bits_note.startswith("the final parameters differ, although two terms have but one sum")
+    assert same.announced == same.traced == ANNOUNCED
+
+
+def test_an_interruption_closes_the_store_and_passes_through(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        if case.strategy == "ddp":
+            raise KeyboardInterrupt
+        return good(case, folder)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, FakeLauncher(outcome))
+    found = read_run(tmp_path / "run")
+    assert [r.case.strategy for r in found.cases] == ["single"]
+    assert found.end is not None
+    assert (found.end.interrupted, found.end.states) == (True, {"ok": 1})
+
+
+def test_traces_are_kept_under_the_run(tmp_path: Path) -> None:
+    found = run(tmp_path, FakeLauncher())
+    for record in found.cases:
+        assert len(record.traces) == record.case.world_size
+        assert all((tmp_path / "run" / trace).is_file() for trace in record.traces)
+
+
+def test_observer_is_told_in_order(tmp_path: Path) -> None:
+    observer = Silent()
+    run_suite(make_suite(), tmp_path / "run", FakeLauncher(), observer, ENVIRONMENT)
+    assert observer.told[:4] == ["start 1/3 single 0", "measure 1/1", "end ok", "start 2/3 ddp 0"]
+
+
+def test_a_folder_that_holds_something_is_refused_untouched(tmp_path: Path) -> None:
+    kept = tmp_path / "run" / "precious"
+    kept.parent.mkdir()
+    kept.write_text("x")
+    launcher = FakeLauncher()
+    with pytest.raises(StoreError, match="the folder is not empty; name a new one, or remove it"):
+        run(tmp_path, launcher)
+    assert kept.read_text() == "x"
+    assert not launcher.launched
+
+
+@pytest.mark.parametrize(
+    ("matrix", "shared", "message"),
+    [
+        ({"strategy": ["dpp"]}, {}, r"strategy: no strategy 'dpp'; did you mean 'ddp'\?"),
+        ({"model": ["llama-huge"]}, {}, r"model: no preset 'llama-huge'"),
+        ({"world_size": [4096]}, {"batch_per_rank": 1}, r"world_size: 4096 ranks x 1 thread\(s\) exceed the \d+ cores"),
+        ({}, {"global_batch": 4, "data": "/no/such.npy"}, "no/such.npy"),
+    ],
+)
+def test_wrong_suites_are_refused_before_anything_is_launched(
+    matrix: dict[str, list[object]], shared: dict[str, object], message: str
+) -> None:
+    whole = {"strategy": ["ddp"], "world_size": [2], "model": ["llama-tiny"], **matrix}
+    suite = make_suite(matrix=whole, case={"device": "cpu", **(shared or {"global_batch": 4})})
+    with pytest.raises(SpecError, match=message):
+        check_suite(suite, oversubscribe=False)
+
+
+def test_oversubscription_is_allowed_when_asked_for() -> None:
+    matrix = {"strategy": ["ddp"], "world_size": [64], "model": ["llama-tiny"]}
+    suite = make_suite(matrix=matrix, case={"batch_per_rank": 1, "device": "cpu"})
+    assert len(check_suite(suite, oversubscribe=True)) == 2
+
+
+def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        mark_latest(tmp_path / name)
+    assert (tmp_path / "latest").resolve() == tmp_path / "b"
+
+
+def test_records_survive_a_round_trip(tmp_path: Path) -> None:
+    found = run(tmp_path, FakeLauncher())
+    again = msgspec.json.decode(msgspec.json.encode(found), type=Run)
+    assert again == found

@@ -1,0 +1,156 @@
+"""Launches joined into cases, and cases sorted into settings."""
+
+import msgspec
+import pytest
+
+from refshard.records import CaseRecord, Run
+from refshard.report.cases import BREAKDOWN, cases, contested, plain, settings, trainings
+from tests.report.runs import CASES, FAILED, STRATEGIES, run, spec, with_record
+
+
+def with_spec(made: Run, strategies: dict[str, int], **changes: object) -> Run:
+    """The run with the specs of some cases changed; a global batch may not be given, others may."""
+    records = []
+    for record in made.cases:
+        if record.case.strategy in strategies:
+            case = msgspec.structs.replace(record.case, world_size=strategies[record.case.strategy], **changes)
+            record = msgspec.structs.replace(record, case=case, spec_hash=case.hash)
+        records.append(record)
+    return msgspec.structs.replace(made, cases=tuple(records))
+
+
+def test_one_case_per_spec_in_the_order_of_the_suite() -> None:
+    assert [case.strategy for case in cases(run())] == list(STRATEGIES)
+
+
+def test_a_case_is_ok_only_if_every_launch_is() -> None:
+    states = {case.strategy: case.state for case in cases(run())}
+    assert states == {**dict.fromkeys(STRATEGIES, "ok"), FAILED: "failed"}
+
+
+def test_the_worst_state_counts_whatever_the_order() -> None:
+    made = with_record(run(failed=False), 0, state="timeout", error="too slow")
+    made = with_record(made, len(CASES), state="oom", error="too large")
+    worst = cases(made)[0]
+    assert (worst.state, worst.error) == ("timeout", "too slow")
+
+
+def test_step_time_is_the_median_of_all_steps_and_the_slowest_rank_counts() -> None:
+    yafsdp = cases(run())[-1]
+    assert yafsdp.metrics["step_time_s"] == pytest.approx(0.0400, rel=1e-4)
+    assert yafsdp.step_time is not None
+    assert (yafsdp.step_time.n, yafsdp.step_time.launches) == (40, 2)
+
+
+def test_other_metrics_are_medians_over_the_rounds_that_ended_ok() -> None:
+    made = run(rounds=3, failed=False)
+    for round_, peak in enumerate((100.0, 900.0, 200.0)):
+        place = round_ * len(CASES)
+        metrics = {**made.cases[place].metrics, "peak_memory_bytes": peak}
+        made = with_record(made, place, metrics=metrics)
+    assert cases(made)[0].metrics["peak_memory_bytes"] == 200.0
+    made = with_record(made, 0, state="failed")
+    assert cases(made)[0].metrics["peak_memory_bytes"] == 550.0
+
+
+def test_a_repeated_launch_replaces_the_earlier_one() -> None:
+    made = run(failed=False)
+    repeated = msgspec.structs.replace(made.cases[1], state="oom")
+    case = cases(msgspec.structs.replace(made, cases=(*made.cases, repeated)))[1]
+    assert [launch.state for launch in case.launches] == ["oom", "ok"]
+
+
+def test_parts_of_a_traced_step_add_up_to_it() -> None:
+    ddp = cases(run())[1]
+    assert ddp.breakdown == pytest.approx(dict(zip(BREAKDOWN, (0.029, 0.011, 0.009, 0.002))))
+    assert ddp.exposed_share == pytest.approx(0.009 / 0.051)
+
+
+def test_parts_are_taken_within_a_round() -> None:
+    """Medians of compute and of communication over different rounds would give negative compute alone."""
+    made = run(rounds=3, failed=False)
+    for round_, (compute, comm) in enumerate(((1.0, 0.9), (9.0, 8.9), (9.1, 0.1))):
+        place = round_ * len(CASES) + 1
+        changed = {"compute_s": compute, "comm_s": comm, "exposed_comm_s": 0.0, "idle_s": 0.0}
+        made = with_record(made, place, metrics={**made.cases[place].metrics, **changed})
+    parts = cases(made)[1].breakdown
+    assert parts is not None
+    assert parts["compute alone"] == pytest.approx(0.1)
+
+
+def test_a_case_without_traces_has_no_parts() -> None:
+    made = run(rounds=1, failed=False)
+    bare = {**made.cases[1].metrics, "comm_s": None}
+    case = cases(with_record(made, 1, metrics=bare))[1]
+    assert case.breakdown is None
+    assert case.exposed_share is None
+
+
+def test_world_sizes_of_one_batch_share_a_setting() -> None:
+    (setting,) = settings(with_spec(run(), {"ddp": 4}))
+    assert setting.label == "llama-mini, global batch of 8 sequences of 256 tokens"
+    assert setting.world_sizes == (1, 2, 4)
+
+
+def test_a_batch_per_rank_is_compared_across_world_sizes() -> None:
+    made = with_spec(run(failed=False), {"ddp": 4}, global_batch=16)
+    suite = msgspec.structs.replace(made.header.suite, case={"model": "llama-mini", "batch_per_rank": 4})
+    made = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite))
+    (setting,) = contested(made)
+    assert setting.label == "llama-mini, 4 sequences of 256 tokens per rank"
+    assert setting.world_sizes == (2, 4)
+    assert {s.strategies for s in settings(made)} - {setting.strategies} == {("single",)}
+
+
+def test_a_run_of_references_alone_is_its_own_setting() -> None:
+    assert [s.strategies for s in contested(run(CASES[:1], failed=False))] == [("single",)]
+
+
+def test_what_varies_besides_the_usual_is_named() -> None:
+    made = with_spec(run(rounds=1, failed=False), {"ddp": 2}, seed=7)
+    assert [case.label for case in cases(made)][:3] == [
+        "single, 1 rank, seed 0", "fsdp2, 2 ranks, seed 0", "refshard-fsdp, 2 ranks, seed 0",
+    ]  # fmt: skip
+    assert [s.label for s in settings(made)] == [
+        "llama-mini, global batch of 8 sequences of 256 tokens, seed 0",
+        "llama-mini, global batch of 8 sequences of 256 tokens, seed 7",
+    ]
+
+
+def test_fidelities_never_share_a_setting() -> None:
+    measured, simulated = run(rounds=1, failed=False), run(rounds=1, failed=False, fidelity="simulated")
+    both = msgspec.structs.replace(measured, cases=(*measured.cases, *simulated.cases))
+    assert [s.label.rpartition(", ")[2] for s in settings(both)] == ["measured", "simulated"]
+
+
+def test_cases_with_equal_references_train_the_same() -> None:
+    made = with_spec(run(rounds=1, failed=False), {"ddp": 4, "fsdp2": 8})
+    (training,) = trainings(made)
+    assert len(training.cases) == len(CASES)
+
+
+def test_a_run_without_cases_has_no_settings() -> None:
+    empty = msgspec.structs.replace(run(), cases=())
+    assert not cases(empty)
+    assert not settings(empty)
+    assert not contested(empty)
+
+
+def test_plain_text_keeps_lines_and_drops_what_terminals_obey() -> None:
+    assert plain("\x1b[31mred\x1b[0m\tend\nnext\x07\x1b]0;title") == "red    end\nnext\ufffd\ufffd]0;title"
+
+
+def test_errors_are_plain() -> None:
+    made = with_record(run(), -1, error="\x1b[1mbold\x1b[0m")
+    assert {case.error for case in cases(made)} == {None, "bold"}
+
+
+def test_names_are_those_of_the_spec() -> None:
+    assert cases(run())[1].name == spec("ddp").name == "ddp-w2-llama-mini-b8x256"
+
+
+def test_launches_are_records_in_the_order_of_rounds() -> None:
+    made = run(failed=False)
+    backwards = msgspec.structs.replace(made, cases=tuple(reversed(made.cases)))
+    launches: tuple[CaseRecord, ...] = cases(backwards)[0].launches
+    assert [launch.round for launch in launches] == [0, 1]

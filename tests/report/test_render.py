@@ -1,0 +1,237 @@
+"""The page: self-contained, escaped, complete, and replaced whole or not at all."""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+from plotly.offline import get_plotlyjs
+
+from refshard.records import Run
+from refshard.report.render import page, replace_atomically, write_dashboard
+from tests.report.runs import CASES, HOSTILE, run, with_record
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags with their attributes, the text, and apart from it scripts and the style."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[str | None, str]] = []
+        self.style = ""
+        self.text = ""
+        self._inside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """See :class:`HTMLParser`."""
+        self.tags.append((tag, dict(attrs)))
+        self._inside.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type"), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        """See :class:`HTMLParser`; tags that need no end are closed by the next one outside them."""
+        while self._inside and self._inside.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        """See :class:`HTMLParser`."""
+        if self._inside and self._inside[-1] == "script":
+            kind, text = self.scripts[-1]
+            self.scripts[-1] = (kind, text + data)
+        elif self._inside and self._inside[-1] == "style":
+            self.style += data
+        else:
+            self.text += data
+
+    def having(self, name: str) -> list[dict[str, str | None]]:
+        """Attributes of every tag of this name."""
+        return [attributes for tag, attributes in self.tags if tag == name]
+
+
+def drawn(made: Run) -> Page:
+    return Page("".join(page(made)))
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    return "".join(page(run()))
+
+
+@pytest.fixture(scope="module")
+def seen(whole: str) -> Page:
+    return Page(whole)
+
+
+def test_the_page_asks_the_network_for_nothing(seen: Page) -> None:
+    for tag, attributes in seen.tags:
+        for name in ("src", "href", "srcset", "action", "poster"):
+            target = attributes.get(name)
+            assert target is None or target.startswith(("#", "data:")), f"<{tag} {name}={target}>"
+    assert "url(" not in seen.style
+    assert "@import" not in seen.style
+
+
+def test_plotly_is_there_once(whole: str, seen: Page) -> None:
+    bundle = get_plotlyjs()
+    assert whole.count(bundle[-2000:]) == 1
+    assert sum(len(text) > 1_000_000 for _, text in seen.scripts) == 1
+    assert [kind for kind, _ in seen.scripts] == ["application/json", None, None]
+
+
+def test_the_policy_allows_the_pages_own_scripts_and_no_network(seen: Page) -> None:
+    (policy,) = [m["content"] for m in seen.having("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2].partition(";")[0]
+    for kind, text in seen.scripts:
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert (f"'sha256-{digest}'" in policy) == (kind is None)
+
+
+def test_logs_and_errors_are_text_and_never_markup(whole: str, seen: Page) -> None:
+    assert HOSTILE not in whole
+    assert HOSTILE in seen.text
+    assert "<img src=x onerror=alert(2)>" in seen.text
+    assert not seen.having("img")
+    assert len(seen.scripts) == 3
+
+
+def test_hostile_strategies_and_titles_stay_text() -> None:
+    made = run([replace(case, strategy=HOSTILE) for case in CASES[1:2]], rounds=1, failed=False)
+    suite = msgspec.structs.replace(made.header.suite, name=HOSTILE, about='"><b onclick=alert(3)>')
+    made = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite, run_id=HOSTILE))
+    found = drawn(made)
+    assert len(found.scripts) == 3
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    assert found.text.count(HOSTILE) > 5
+
+
+def test_data_of_the_charts_survives_its_escaping(seen: Page) -> None:
+    (data,) = [text for kind, text in seen.scripts if kind == "application/json"]
+    figures = json.loads(data)
+    assert set(figures) == {
+        "s0-step_time_s", "s0-tokens_per_s_gpu", "s0-peak_memory_bytes", "s0-breakdown", "t0-losses",
+    }  # fmt: skip
+    assert figures["s0-peak_memory_bytes"]["data"][1]["x"] == [440]
+
+
+def test_every_chart_has_its_place_and_its_sentence(seen: Page) -> None:
+    boxes = [box for box in seen.having("div") if box.get("class") == "chart"]
+    assert {box["id"] for box in boxes} == {
+        "s0-step_time_s", "s0-tokens_per_s_gpu", "s0-peak_memory_bytes", "s0-breakdown", "t0-losses",
+    }  # fmt: skip
+    for box in boxes:
+        sentence = box["aria-label"]
+        assert sentence
+        assert seen.text.count(sentence) == 1
+
+
+def test_the_page_is_in_the_order_of_a_readers_questions(seen: Page) -> None:
+    assert [section["id"] for section in seen.having("section")] == [
+        "verdict", "trust", "tables", "why", "losses", "proof", "states", "environment", "reproduce",
+    ]  # fmt: skip
+
+
+def test_the_page_says_what_the_views_say(seen: Page) -> None:
+    for text in (
+        "refshard-yafsdp is fastest at 40.0 ms per step.",
+        "not ranked, state failed in 1 of 2 rounds",
+        "3 of 4 compared cases",
+        "26 all_gather (48.0 MiB), 13 reduce_scatter (24.0 MiB)",
+        "16.0 ms (25.8 %)",
+        "AMD EPYC 7B13, 4 cores (8 logical)",
+        "suites/quickstart.toml",
+    ):
+        assert text in seen.text
+
+
+def test_tables_are_told_by_their_captions_and_scopes(seen: Page) -> None:
+    assert len(seen.having("caption")) == len(seen.having("table")) > 8
+    assert all(cell.get("scope") in ("col", "row") for cell in seen.having("th"))
+
+
+def test_a_keyboard_reaches_the_verdict_first(seen: Page) -> None:
+    links = seen.having("a")
+    assert (links[0]["class"], links[0]["href"]) == ("skip", "#verdict")
+    ids = {attributes.get("id") for _, attributes in seen.tags}
+    assert {link["href"] for link in links} <= {f"#{name}" for name in ids}
+
+
+def test_ids_are_unique(seen: Page) -> None:
+    ids = [attributes["id"] for _, attributes in seen.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_words_that_the_project_avoids_are_not_on_the_page(seen: Page) -> None:
+    assert not re.search(r"\b(GB|iterations?|TPS)\b", seen.text)
+
+
+def test_the_same_run_gives_the_same_page(whole: str) -> None:
+    assert "".join(page(run())) == whole
+
+
+@pytest.mark.parametrize("made", [run(CASES[:1], failed=False), run(rounds=1), run(rounds=3, failed=False)])
+def test_any_run_can_be_drawn(made: Run) -> None:
+    assert drawn(made).having("table")
+
+
+def test_a_run_cut_off_before_its_first_case_can_be_drawn() -> None:
+    found = drawn(msgspec.structs.replace(run(), cases=(), end=None))
+    assert "No case finished yet." in found.text
+    assert "the run was cut off: it has no closing record" in found.text
+
+
+def test_a_dashboard_is_one_file(tmp_path: Path) -> None:
+    write_dashboard(run(), tmp_path / "dashboard.html")
+    (file,) = tmp_path.iterdir()
+    assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_log_that_is_not_unicode_does_not_stop_the_page(tmp_path: Path) -> None:
+    made = with_record(run(), -1, log_tail=("half a pair: \ud800",))
+    write_dashboard(made, tmp_path / "dashboard.html")
+    assert "half a pair: " in (tmp_path / "dashboard.html").read_text(encoding="utf-8")
+
+
+def failing() -> Iterator[str]:
+    yield "half a page"
+    raise RuntimeError("the template broke")
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "dashboard.html"
+    target.write_text("old")
+    with pytest.raises(RuntimeError, match="the template broke"):
+        replace_atomically(target, failing())
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_target_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        replace_atomically(tmp_path / "taken", ["page"])
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_the_old_file_stays_readable_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "dashboard.html"
+    target.write_text("old")
+    seen_meanwhile = []
+
+    def pieces() -> Iterator[str]:
+        yield "new"
+        seen_meanwhile.append(target.read_text())
+
+    replace_atomically(target, pieces())
+    assert seen_meanwhile == ["old"]
+    assert target.read_text() == "new"

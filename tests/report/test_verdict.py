@@ -1,0 +1,148 @@
+"""The verdict's sentences, word for word, on runs whose numbers are known."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from refshard.records import Run
+from refshard.report.verdict import findings, listed, verdict
+from tests.report.runs import CASES, HOSTILE, Made, run, with_record
+
+BY_NAME = {made.strategy: made for made in CASES}
+
+
+def only(*made: Made, rounds: int = 3) -> Run:
+    """A run of these cases in three rounds, nothing failed."""
+    return run(made, rounds=rounds, failed=False)
+
+
+def test_the_verdict_of_the_made_run() -> None:
+    assert verdict(run()) == [
+        "refshard-yafsdp is fastest at 40.0 ms per step.",
+        "The runner-up, refshard-fsdp, takes 48.0 ms, 20.0 % longer (95 % interval 19.4 to 20.6 %; significant).",
+        "refshard-yafsdp is leanest at 240 MiB of peak memory per rank. The next, refshard-fsdp, needs 280 MiB, "
+        "16.7 % more.",
+        "Most of what refshard-fsdp loses to refshard-yafsdp is exposed communication: 6.00 ms against 1.00 ms per "
+        "traced step.",
+        "fsdp2-tuned, 2 ranks: not ranked, state failed in 1 of 2 rounds (RuntimeError: mat1 and mat2 shapes differ "
+        f"{HOSTILE}).",
+        "Caution: 2 launches are too few (3 needed): the interval comes from steps alone, so launch-to-launch "
+        "variation is under-sampled.",
+    ]
+
+
+def test_the_reference_does_not_compete() -> None:
+    """One unsharded rank that is faster than all must not win."""
+    fast = replace(BY_NAME["single"], step_time=0.001, peak_mib=1)
+    assert verdict(only(fast, *CASES[1:]))[0] == "refshard-yafsdp is fastest at 40.0 ms per step."
+
+
+def test_a_failed_case_does_not_compete() -> None:
+    """fsdp2-tuned took 41 ms in the round that it survived, which would make it the runner-up."""
+    assert "fsdp2-tuned" not in verdict(run())[1]
+
+
+def test_three_rounds_leave_no_caution() -> None:
+    told = verdict(only(*CASES))
+    assert told[1] == "The runner-up, refshard-fsdp, takes 48.0 ms, 20.0 % longer (95 % interval 20.0 to 20.0 %; " \
+        "significant)."  # fmt: skip
+    assert not any(sentence.startswith("Caution") for sentence in told)
+
+
+def test_strategies_within_the_noise_cannot_be_told_apart() -> None:
+    """Rounds favour one, then the other: neither wins, and a third that is 20 % slower is named as the next."""
+    made = only(
+        replace(BY_NAME["ddp"], step_time=0.0400),
+        replace(BY_NAME["fsdp2"], step_time=0.0401),
+        replace(BY_NAME["refshard-fsdp"], step_time=0.0480),
+    )
+    for round_, factor in enumerate((1.02, 1.0, 0.98)):
+        place = 3 * round_ + 1
+        steps = tuple(tuple(factor * seconds for seconds in rank) for rank in made.cases[place].step_times_s)
+        made = with_record(made, place, step_times_s=steps)
+    told = verdict(made)
+    assert told[0] == "ddp and fsdp2 cannot be told apart as the fastest: 40.0 ms and 40.1 ms per step."
+    assert told[1].startswith("fsdp2 takes 1.002 times as long as the first, but the 95 % interval 0.9")
+    assert told[1].endswith(
+        "includes 1; more rounds narrow it. The next, refshard-fsdp, takes 48.0 ms, 20.0 % longer (95 % interval "
+        "20.0 to 20.0 %; significant)."
+    )
+
+
+def test_a_small_difference_is_significant_but_called_small() -> None:
+    told = verdict(only(BY_NAME["ddp"], replace(BY_NAME["fsdp2"], step_time=0.0502)))
+    assert told[1].endswith("0.4 % longer (95 % interval 0.4 to 0.4 %; significant, but under 1%).")
+
+
+def test_a_large_difference_is_told_as_a_multiple() -> None:
+    told = verdict(only(BY_NAME["ddp"], replace(BY_NAME["fsdp2"], step_time=0.125)))
+    assert told[1] == (
+        "The runner-up, fsdp2, takes 125 ms, 2.5 times as long (95 % interval 2.500 to 2.500; significant)."
+    )
+
+
+def test_equal_memory_is_called_equal() -> None:
+    told = verdict(only(BY_NAME["ddp"], replace(BY_NAME["fsdp2"], peak_mib=440.9), BY_NAME["single"]))
+    assert told[2] == "ddp and fsdp2 are equally lean at 440 MiB of peak memory per rank."
+
+
+def test_a_single_contender_is_named_as_such() -> None:
+    told = verdict(only(BY_NAME["single"], BY_NAME["ddp"]))
+    assert told == ["ddp is the only strategy that finished: 50.0 ms per step."]
+
+
+def test_a_run_of_references_alone_is_judged_by_itself() -> None:
+    assert verdict(only(BY_NAME["single"])) == ["single is the only strategy that finished: 80.0 ms per step."]
+
+
+def test_nothing_finished() -> None:
+    made = with_record(run(CASES[1:2], rounds=1, failed=False), 0, state="oom", error="rank 0: out of memory")
+    assert verdict(made) == [
+        "No strategy finished, so there is nothing to rank.",
+        "ddp, 2 ranks: not ranked, state oom (rank 0: out of memory).",
+    ]
+
+
+def test_without_samples_there_is_no_interval() -> None:
+    made = run(CASES[1:3], rounds=1, failed=False)
+    for place in range(2):
+        made = with_record(made, place, step_times_s=())
+    assert verdict(made)[1] == (
+        "The runner-up, fsdp2, takes 60.0 ms, 20.0 % longer (without samples there is no interval)."
+    )
+
+
+def test_a_contest_is_held_at_every_world_size_above_one() -> None:
+    made = only(*CASES, *(replace(case, world_size=4, step_time=case.step_time / 2) for case in CASES[1:3]))
+    assert [finding.title.rpartition(", ")[2] for finding in findings(made)] == ["2 ranks", "4 ranks"]
+    assert [finding.speed for finding in findings(made)] == [
+        "refshard-yafsdp is fastest at 40.0 ms per step.",
+        "ddp is fastest at 25.0 ms per step.",
+    ]
+    assert verdict(made)[0].startswith(
+        "llama-mini, global batch of 8 sequences of 256 tokens, 2 ranks: refshard-yafsdp"
+    )
+
+
+def test_the_ratio_within_rounds_decides_over_the_medians() -> None:
+    """The median of ddp is smaller, but in two rounds of three, on a slower machine, fsdp2 is 10 % faster."""
+    made = only(BY_NAME["ddp"], BY_NAME["fsdp2"])
+    for round_, (ddp, fsdp2) in enumerate(((0.050, 0.045), (0.100, 0.090), (0.010, 0.060))):
+        for place, seconds in ((2 * round_, ddp), (2 * round_ + 1, fsdp2)):
+            made = with_record(made, place, step_times_s=((seconds,) * 5,) * 2)
+    assert verdict(made)[0].startswith("fsdp2 and ddp cannot be told apart")
+
+
+def test_an_empty_run_says_nothing() -> None:
+    assert verdict(msgspec.structs.replace(run(), cases=())) == []
+
+
+def test_a_long_error_is_shortened() -> None:
+    sentence = verdict(with_record(run(), -1, error="x" * 500))[4]
+    assert sentence.endswith(f"({'x' * 117}...).")
+
+
+@pytest.mark.parametrize(("names", "told"), [(["a"], "a"), (["a", "b"], "a and b"), (["a", "b", "c"], "a, b and c")])
+def test_names_are_listed_in_words(names: list[str], told: str) -> None:
+    assert listed(names) == told
