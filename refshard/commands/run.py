@@ -12,7 +12,6 @@ from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import Observer, check_suite, mark_latest, new_run_folder, run_suite
 from refshard.quantities import format_seconds
 from refshard.records import CaseRecord, Run
-
 from refshard.report.render import write_dashboard
 from refshard.specs import CaseSpec, find_suite, load_suite
 

@@ -143,7 +143,7 @@ class Unit:
         name = parameter.layout.name
 
         def take(unsharded: torch.Tensor) -> None:
-            if self.gradient_slot.owner != self.name:
+            if not self.in_backward:
                 raise EngineError(
                     f"a gradient of '{name}' came before backward reached the output of its unit '{self.name}', or "
                     "after its gradients were reduced; name the module that computes with it among the blocks"

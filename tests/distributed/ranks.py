@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call ``function(*arguments)`` on every rank of a fresh process group; return the results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(world_size, folder, function, arguments), nprocs=world_size)
+        spawn(_rank, args=(world_size, folder, function, arguments), nprocs=world_size)
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 

@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.ranks import run_ranks
-from tests.engine.fakes import Net, loss_of, make_batch, make_net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +13,8 @@ from refshard.engine.api import engine_of
 from refshard.engine.collectives import GroupCollectives
 from refshard.engine.executor import Order
 from refshard.plan.placement import MODES
+from tests.distributed.ranks import run_ranks
+from tests.engine.fakes import Net, loss_of, make_batch, make_net
 
 STEPS = 12
 ROWS = 12

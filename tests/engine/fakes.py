@@ -113,7 +113,9 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
-def train(model: nn.Module, steps: int, *, start: int = 0, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+def train(
+    model: nn.Module, steps: int, *, start: int = 0, optimizer: torch.optim.Optimizer | None = None
+) -> list[float]:
     """Train ``steps`` steps and return the losses."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

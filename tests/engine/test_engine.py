@@ -5,20 +5,20 @@ With one rank, training must equal the bare model's to the bit: every difference
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.engine.fakes import FailingCollectives, LateCollectives, Net, loss_of, make_batch, make_net, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.collectives import RecordingCollectives
 from refshard.engine.executor import Order
 from refshard.errors import EngineError, SpecError
-from refshard.plan.schedule import Op, OpKind, assign_slots, build, chain_markers
 from refshard.plan.placement import MODES
+from refshard.plan.schedule import Op, OpKind, assign_slots, build, chain_markers
+from tests.engine.fakes import FailingCollectives, LateCollectives, Net, loss_of, make_batch, make_net, train
 
 MODE_NAMES = list(MODES)
 
@@ -151,12 +151,6 @@ def test_unused_block_is_flushed_with_zeros_elsewhere_and_stays_correct(mode: st
 def test_a_parameter_without_gradient_is_zeroed_not_stale(mode: str) -> None:
     """SGD without momentum: a zero gradient and none at all train alike."""
 
-    class Gated(Net):
-        use_bias = True
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return super().forward(tokens)
-
     class GatedBlock(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -164,7 +158,8 @@ def test_a_parameter_without_gradient_is_zeroed_not_stale(mode: str) -> None:
             self.both = True
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.a(x) + (self.b(x) if self.both else 0)
+            out: torch.Tensor = x + self.a(x) + (self.b(x) if self.both else 0)
+            return out
 
     models = []
     for _ in range(2):
@@ -178,6 +173,7 @@ def test_a_parameter_without_gradient_is_zeroed_not_stale(mode: str) -> None:
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         train(m, 2, optimizer=optimizer)
         for layer in m.layers:
+            assert isinstance(layer, GatedBlock)
             layer.both = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -205,13 +201,8 @@ def test_a_module_that_runs_twice(mode: str) -> None:
     assert_same_parameters(model, bare)
 
 
-def test_activation_checkpointing_recomputes_inside_the_schedule(mode: str) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    @dataclass
-    class Checkpointed:
-        inner: nn.Module
-
+@pytest.mark.parametrize("early_stop", [False, True])
+def test_activation_checkpointing_recomputes_inside_the_schedule(mode: str, early_stop: bool) -> None:
     class CheckpointedNet(Net):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.embed(tokens)
@@ -224,6 +215,34 @@ def test_activation_checkpointing_recomputes_inside_the_schedule(mode: str) -> N
     for _ in range(2):
         torch.manual_seed(0)
         models.append(CheckpointedNet())
+    bare, model = models
+    refshard.shard(model, mode=mode, collectives=LateCollectives(), debug=True)
+    with set_checkpoint_early_stop(early_stop):
+        assert train(model, 4) == train(bare, 4)
+    assert_same_parameters(model, bare)
+    assert engine_of(model).executor.order is Order.FOLLOWING
+
+
+def test_a_gradient_that_comes_in_two_parts_is_added_up(mode: str) -> None:
+    """Reentrant checkpoints run backward within backward: each adds its part to the weight that they share."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.shared = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for _ in range(2):
+                x = checkpoint(self.shared, x, use_reentrant=True).tanh()
+            return x
+
+    models = []
+    for _ in range(2):
+        model = make_net()
+        torch.manual_seed(5)
+        model.layers = nn.ModuleList(Shared() for _ in range(3))
+        models.append(model)
     bare, model = models
     refshard.shard(model, mode=mode, collectives=LateCollectives(), debug=True)
     assert train(model, 4) == train(bare, 4)
@@ -312,8 +331,8 @@ def test_outputs_without_tensors_are_refused() -> None:
 
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     frozen, mixed = make_net(), make_net()
-    frozen.layers[1].up.weight.requires_grad_(False)
-    mixed.layers[2].down.to(torch.bfloat16)
+    frozen.get_parameter("layers.1.up.weight").requires_grad_(False)
+    mixed.get_submodule("layers.2.down").to(torch.bfloat16)
     with torch.device("meta"):
         meta = Net()
     for model, message in (
@@ -329,7 +348,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         refshard.shard(sharded("fsdp"), collectives=LateCollectives())
     with pytest.raises(EngineError, match="the model is not sharded"):
         dict(refshard.full_parameters(make_net()))
-    with pytest.raises(EngineError, match="call torch.distributed.init_process_group"):
+    with pytest.raises(EngineError, match=r"call torch\.distributed\.init_process_group"):
         refshard.shard(make_net())
 
 
@@ -341,3 +360,12 @@ def test_unknown_markers_do_not_advance_the_stream() -> None:
     executor.begin_pass(training=True)
     with pytest.warns(UserWarning, match="the order of execution changed"):
         executor.mark(Op(OpKind.BEGIN, 3, "forward"))
+
+
+def test_a_gradient_outside_of_the_units_backward_is_refused_not_lost() -> None:
+    """Before backward has reached the unit, or after its gradients were reduced, nobody would take it."""
+    model = sharded("yafsdp")
+    train(model, 2)
+    weight = engine_of(model).units[2].parameters[0]
+    with pytest.raises(EngineError, match=r"a gradient of 'layers\.1\.norm\.weight' came before .* or after its"):
+        (weight.unsharded.expand(2, -1) * 0).sum().backward()

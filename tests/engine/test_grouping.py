@@ -1,11 +1,11 @@
 """Which parameters form a unit."""
 
 import pytest
-from tests.engine.fakes import Block, Net, make_net
 from torch import nn
 
 from refshard.engine.grouping import group_units
 from refshard.errors import SpecError
+from tests.engine.fakes import Block, Net, make_net
 
 
 def described(model: nn.Module, blocks: list[str | type[nn.Module]] | None = None) -> dict[str, list[str]]:

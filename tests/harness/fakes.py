@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tests.tracing.handmade import event, shaped, step, write
 
 from refshard.harness.launchers.base import Launch, Launcher
 from refshard.harness.measure import RankResult
@@ -13,6 +12,7 @@ from refshard.harness.run import Observer
 from refshard.harness.worker import rank_file, trace_file
 from refshard.records import CaseRecord, CollectiveCount, Environment
 from refshard.specs import CaseSpec, SuiteSpec, convert
+from tests.tracing.handmade import event, shaped, step, write
 
 ANNOUNCED = (CollectiveCount(op="all_reduce", count=1, bytes=400),)
 
@@ -70,8 +70,8 @@ def good(case: CaseSpec, folder: Path) -> Launch:
 
 
 ENVIRONMENT = Environment(
-    id="e", hostname="h", os="Linux", cpu="c", physical_cores=1, logical_cores=2, memory_bytes=1, gpus=(), python="3.11",
-    torch="2.13.0", backends=("gloo",), packages={}, gemm_flops_per_s=1e11, gemm_threads=1, git_commit=None,
+    id="e", hostname="h", os="Linux", cpu="c", physical_cores=1, logical_cores=2, memory_bytes=1, gpus=(),
+    python="3.11", torch="2.13.0", backends=("gloo",), packages={}, gemm_flops_per_s=1e11, gemm_threads=1, git_commit=None,
     git_dirty=None, argv=("refshard",),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Real processes: cases that end well, fail, hang and run out of memory, and interruptions that leave nothing behind."""
+"""Real processes: cases that end well, fail, hang and run out of memory; interruptions that leave nothing behind."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
     assert rows["refshard-yafsdp"]["overlap_ratio"] > 0
     assert rows["refshard-yafsdp"]["bit_identical_to_ddp"] is True
     run = read_run(tmp_path / "run")
-    assert all(r.case.strategy == "single" or r.proof and r.proof.announced == r.proof.traced for r in run.cases)
+    assert all(r.case.strategy == "single" or (r.proof and r.proof.announced == r.proof.traced) for r in run.cases)
     assert not processes_of(tmp_path / "run")
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.harness.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
 
 from refshard.errors import SpecError, StoreError
 from refshard.flops import flops_per_token
@@ -13,6 +12,7 @@ from refshard.harness.run import check_suite, mark_latest, round_order, run_suit
 from refshard.harness.store import read_run
 from refshard.records import METRICS, CaseRecord, CollectiveCount, Run
 from refshard.specs import CaseSpec, SuiteSpec, load_model
+from tests.harness.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
 
 
 def run(tmp_path: Path, launcher: FakeLauncher, suite: SuiteSpec | None = None) -> Run:
@@ -47,7 +47,10 @@ def test_metrics_of_a_case_in_closed_form(tmp_path: Path) -> None:
     )
     assert record.metrics.keys() == METRICS.keys()
     assert record.peak_source.startswith("measured fp32 matrix product, 1 thread")
-    assert record.step_times_s == ((0.1, 0.2, pytest.approx(0.3)), (0.15000000000000002, 0.25, pytest.approx(0.35)))
+    assert [list(rank) for rank in record.step_times_s] == [
+        pytest.approx([0.1, 0.2, 0.3]),
+        pytest.approx([0.15, 0.25, 0.35]),
+    ]
 
 
 def test_every_round_launches_every_case_references_first(tmp_path: Path) -> None:

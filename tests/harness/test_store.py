@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
 from refshard.errors import StoreError
 from refshard.harness.run import run_suite
 from refshard.harness.store import RECORDS, RunWriter, read_run
 from refshard.records import SCHEMA, EndRecord
+from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
 
 @pytest.fixture

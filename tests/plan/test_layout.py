@@ -29,7 +29,7 @@ def test_alignment_holds_in_the_narrowest_dtype(given_shapes: list[tuple[int, ..
 def test_local_parts_of_all_ranks_tile_each_parameter(given_shapes: list[tuple[int, ...]], world_size: int) -> None:
     layout = lay_out("unit", [(f"p{i}", s) for i, s in enumerate(given_shapes)], world_size)
     for parameter in layout.parameters:
-        tiled = []
+        tiled: list[int] = []
         for rank in range(world_size):
             start, stop = layout.local_range(parameter, rank)
             assert 0 <= start <= stop <= layout.shard_numel

@@ -38,6 +38,16 @@ def test_the_reference_does_not_compete() -> None:
     assert verdict(only(fast, *CASES[1:]))[0] == "refshard-yafsdp is fastest at 40.0 ms per step."
 
 
+def test_the_reference_does_not_compete_on_one_rank_either() -> None:
+    """Where nothing ran on more, one rank is contested, by the strategies alone."""
+    alone = [replace(made, world_size=1) for made in (CASES[1], CASES[3])]
+    fast = replace(BY_NAME["single"], step_time=0.001)
+    assert verdict(only(fast, *alone))[:2] == [
+        "refshard-fsdp is fastest at 48.0 ms per step.",
+        "The runner-up, ddp, takes 50.0 ms, 4.2 % longer (95 % interval 4.2 to 4.2 %; significant).",
+    ]
+
+
 def test_a_failed_case_does_not_compete() -> None:
     """fsdp2-tuned took 41 ms in the round that it survived, which would make it the runner-up."""
     assert "fsdp2-tuned" not in verdict(run())[1]

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.ranks import run_ranks
-from tests.models import small_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from refshard.errors import SpecError
@@ -15,6 +13,8 @@ from refshard.models.data import SyntheticTokens, rank_batch
 from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.records import CollectiveCount
 from refshard.strategies import check_name, make_strategy, names
+from tests.distributed.ranks import run_ranks
+from tests.models import small_spec
 
 C10D = {
     "allreduce_": ("all_reduce", lambda args: sum(t.nbytes for t in args[0])),
@@ -57,9 +57,7 @@ def train(tied: bool) -> dict[str, Any]:
         source = SyntheticTokens(spec.vocab, 0)
         losses = []
         for step in range(4):
-            batch = rank_batch(
-                source, step=step, rank=dist.get_rank(), world_size=2, global_batch=4, seq_len=8
-            )
+            batch = rank_batch(source, step=step, rank=dist.get_rank(), world_size=2, global_batch=4, seq_len=8)
             with CountingMode() as counted:
                 loss = next_token_loss(module(batch[0]), batch[1])
                 loss.backward()

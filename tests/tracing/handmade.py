@@ -9,11 +9,13 @@ BASE_US = 1_790_857_026_000_000
 """A real trace's order of magnitude: microseconds since 1970, where a float would lose nanoseconds."""
 
 
-def event(name: str, start: float, duration: float, *, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
+def event(
+    name: str, start: float, duration: float, *, cat: str = "cpu_op", tid: int = 1, collective: str = "", **args: Any
+) -> dict[str, Any]:
     """One complete event; times in microseconds after the base, given to the nanosecond."""
     return {
         "ph": "X", "cat": cat, "name": name, "pid": 7, "tid": tid, "ts": f"{BASE_US}+{start}", "dur": duration,
-        "args": args,
+        "args": {**args, **({"Collective name": collective} if collective else {})},
     }  # fmt: skip
 
 

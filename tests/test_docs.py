@@ -1,0 +1,64 @@
+"""Every code block in README and docs runs, parses or names a command that exists."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from refshard.cli import app
+from refshard.specs import load_suite
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(language, code, id=f"{page.name}-{index}-{language}")
+    for page in PAGES
+    for index, (language, code) in enumerate(re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.M | re.S))
+]
+
+
+def of_language(language: str) -> list[object]:
+    return [block for block in BLOCKS if block.values[0] == language]
+
+
+@pytest.mark.parametrize(("language", "code"), of_language("python"))
+def test_python_blocks_run_on_two_ranks(tmp_path: Path, language: str, code: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(launch, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "UserWarning" not in done.stderr
+
+
+@pytest.mark.parametrize(("language", "code"), of_language("toml"))
+def test_toml_blocks_are_suites(tmp_path: Path, language: str, code: str) -> None:
+    suite = tmp_path / "suite.toml"
+    suite.write_text(code)
+    assert load_suite(suite).cases()
+
+
+@pytest.mark.parametrize(("language", "code"), of_language("console"))
+def test_console_blocks_name_what_exists(language: str, code: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for line in code.splitlines():
+        program, command, *_ = line.split()
+        if program == "make":
+            assert re.search(rf"^{command}:", makefile, re.M)
+        else:
+            assert program == "refshard"
+            assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+def test_no_other_kind_of_block_goes_untested() -> None:
+    assert {block.values[0] for block in BLOCKS} <= {"python", "toml", "console", "text"}
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
