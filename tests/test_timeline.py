@@ -1,5 +1,7 @@
 """Interval algebra against a brute-force one that looks at every nanosecond."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ def points(given_pairs: list[tuple[int, int]]) -> set[int]:
 def is_canonical(intervals: Intervals) -> bool:
     """Sorted, disjoint, not even touching, none empty."""
     flat = [t for pair in intervals.pairs for t in pair]
-    return all(a < b for a, b in zip(flat, flat[1:]))
+    return all(a < b for a, b in pairwise(flat))
 
 
 @given(pairs)
