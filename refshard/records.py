@@ -92,7 +92,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
-    """First line of a run."""
+    """First line of a run. ``planned`` counts launches: cases times rounds."""
 
     schema: int = SCHEMA
     run_id: str
@@ -104,7 +104,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 class CollectiveCount(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """Number and bytes of one kind of collective per rank and step."""
+    """Number and total bytes of one kind of collective per rank and step; bytes as in ``timeline.Collective``."""
 
     op: str
     count: int

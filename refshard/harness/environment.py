@@ -44,7 +44,7 @@ def capture_environment(threads_per_rank: int) -> Environment:
         gemm_threads=threads_per_rank,
         git_commit=commit,
         git_dirty=dirty,
-        argv=tuple(sys.argv),
+        argv=("refshard", *sys.argv[1:]),
     )
     comparable = {field: getattr(environment, field) for field in _COMPARABLE}
     digest = hashlib.sha256(msgspec.json.encode(comparable, order="sorted")).hexdigest()

@@ -7,6 +7,9 @@ On a CPU, FSDP2 runs every collective synchronously. What its API offers against
   gloo's own; it stays synchronous, since FSDP2 reads the result as soon as the call returns;
 - units for the embedding and the head, as torchtitan has them, so that their gathers overlap too; the embedding is not
   gathered for backward, which does not read it, and the head is kept until its backward.
+
+Each of these was measured faster with than without (llama-mini, 512 tokens a rank, two ranks over loopback gloo:
+leaving one out costs 2 to 11 %). ``set_separate_reduce_scatter_group`` was not, and is left out.
 """
 
 from collections.abc import Iterator
