@@ -82,10 +82,15 @@ def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tup
     """The state of a case that did not end well, and its cause in one line."""
     if launch.timed_out:
         return "timeout", f"did not end within time_limit_s = {case.time_limit_s:g}; the ranks were ended"
-    for state in ("oom", "failed"):
-        for rank in ranks:
-            if rank.state == state:
-                return rank.state, f"rank {rank.rank}: {rank.error}"
+    unwell = [rank for rank in ranks if rank.state != "ok"]
+    for rank in unwell:
+        if rank.state == "oom":
+            return "oom", f"rank {rank.rank}: {rank.error}"
+    if launch.failed_rank is not None and launch.failed_rank not in {rank.rank for rank in ranks}:
+        return "failed", launch.error or f"rank {launch.failed_rank} ended without a result"
+    # The other ranks' errors are but echoes of the first.
+    for rank in sorted(unwell, key=lambda rank: rank.rank != launch.failed_rank):
+        return rank.state, f"rank {rank.rank}: {rank.error}"
     return "failed", launch.error or "a rank ended without a result"
 
 

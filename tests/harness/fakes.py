@@ -71,8 +71,8 @@ def good(case: CaseSpec, folder: Path) -> Launch:
 
 ENVIRONMENT = Environment(
     id="e", hostname="h", os="Linux", cpu="c", physical_cores=1, logical_cores=2, memory_bytes=1, gpus=(),
-    python="3.11", torch="2.13.0", backends=("gloo",), packages={}, gemm_flops_per_s=1e11, gemm_threads=1, git_commit=None,
-    git_dirty=None, argv=("refshard",),
+    python="3.11", torch="2.13.0", backends=("gloo",), packages={}, gemm_flops_per_s=1e11, gemm_threads=1,
+    git_commit=None, git_dirty=None, argv=("refshard",),
 )  # fmt: skip
 
 

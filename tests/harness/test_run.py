@@ -109,7 +109,10 @@ def test_terminal_states(tmp_path: Path, launch: Launch, changes: dict[str, str]
 def test_a_rank_that_left_nothing_is_a_failure_with_the_launchers_cause(tmp_path: Path) -> None:
     def outcome(case: CaseSpec, folder: Path) -> Launch:
         write_rank(case, folder, 0)
-        return Launch() if case.world_size == 1 else Launch(error="rank 1 ended with signal 9 (SIGKILL)")
+        if case.world_size == 1:
+            return Launch()
+        write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer")
+        return Launch(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
 
     record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
     assert (record.state, record.error) == ("failed", "rank 1 ended with signal 9 (SIGKILL)")

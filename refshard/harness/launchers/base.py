@@ -10,12 +10,14 @@ from refshard.specs import CaseSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a launch ended. ``error`` is what the launcher itself can tell of a failure; the ranks may know better.
+    """How a launch ended.
 
-    ``log_tail`` holds the last lines that the rank which failed first wrote.
+    ``failed_rank`` is the rank that failed first, ``error`` what the launcher can tell of it (how its process ended),
+    ``log_tail`` the last lines that it wrote.
     """
 
     timed_out: bool = False
+    failed_rank: int | None = None
     error: str | None = None
     log_tail: tuple[str, ...] = ()
 

@@ -44,9 +44,10 @@ class LocalLauncher(Launcher):
                 start("-m", "refshard.harness.worker", str(folder))
                 return Launch()
             except ChildFailedError as error:
-                rank, failure = error.get_first_failure()
-                cause = f"rank {rank} ended with {_cause(failure.exitcode)}"
-                return Launch(timed_out=watch.timed_out, error=cause, log_tail=_log_tail(logs, rank))
+                rank, exit_code = _first_to_fail(error)
+                cause = f"rank {rank} ended with {_cause(exit_code)}"
+                tail = _log_tail(logs, rank)
+                return Launch(timed_out=watch.timed_out, failed_rank=rank, error=cause, log_tail=tail)
             except SignalException as interruption:
                 if interruption.sigval in (signal.SIGINT, signal.SIGTERM):
                     raise KeyboardInterrupt from None
@@ -122,6 +123,21 @@ def _kept_signal_handlers() -> Iterator[None]:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
+
+
+def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
+    """Rank and exit code of the failure that drew the others after it.
+
+    A rank that a signal ended is it, since the others only lost their peer; unless elastic itself sent the signal, to
+    end the rest.
+    """
+    killed = [
+        (rank, failure.exitcode)
+        for rank, failure in error.failures.items()
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+    ]
+    rank, failure = error.get_first_failure()
+    return min(killed, default=(rank, failure.exitcode))
 
 
 def _cause(exit_code: int) -> str:

@@ -1,0 +1,73 @@
+"""The wheel, installed in an empty environment outside of the checkout, runs the quickstart and gives known answers."""
+
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refshard.records import METRICS
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, dict[str, Any]]]:
+    """Run folder, what was printed, and ``show --json`` by strategy."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT, cwd=folder)
+    (wheel,) = folder.glob("refshard-*.whl")
+    venv.create(folder / "venv", with_pip=True)
+    binaries = folder / "venv" / "bin"
+    run(binaries / "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel, cwd=folder)
+    printed = run(binaries / "refshard", "run", "suites/quickstart.toml", "--out", "q", cwd=folder)
+    shown = json.loads(run(binaries / "refshard", "show", "q", "--json", cwd=folder))
+    return folder / "q", printed, {row["strategy"]: row for row in shown}
+
+
+def test_every_case_ends_ok_with_every_metric(quickstart: tuple[Path, str, dict[str, dict[str, Any]]]) -> None:
+    _, _, rows = quickstart
+    assert len(rows) == 6
+    for row in rows.values():
+        assert (row["state"], row["error"], row["proof"]) == ("ok", None, "proved")
+        assert row.keys() >= METRICS.keys()
+        for metric in ("step_time_s", "tokens_per_s_gpu", "tflops", "mfu", "peak_memory_bytes", "rss_bytes"):
+            assert row[metric] > 0, metric
+        assert row["loss_parity"] <= 1e-5
+
+
+def test_overlap_has_its_known_answers(quickstart: tuple[Path, str, dict[str, dict[str, Any]]]) -> None:
+    """FSDP2's defaults wait for each collective on a CPU; the others must not."""
+    _, _, rows = quickstart
+    assert rows["single"]["overlap_ratio"] is None
+    assert rows["fsdp2"]["overlap_ratio"] == 0
+    assert rows["fsdp2"]["exposed_comm_s"] == pytest.approx(rows["fsdp2"]["comm_s"])
+    for strategy in ("ddp", "fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp"):
+        assert rows[strategy]["overlap_ratio"] > 0.02, strategy
+
+
+def test_two_ranks_equal_ddp_to_the_bit(quickstart: tuple[Path, str, dict[str, dict[str, Any]]]) -> None:
+    _, _, rows = quickstart
+    for strategy in ("fsdp2", "fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp"):
+        assert rows[strategy]["bit_identical_to_ddp"] is True, rows[strategy]["bits_note"]
+
+
+def test_it_ends_with_a_dashboard_that_needs_no_network(
+    quickstart: tuple[Path, str, dict[str, dict[str, Any]]],
+) -> None:
+    folder, printed, _ = quickstart
+    assert printed.rstrip().endswith("dashboard: q/dashboard.html")
+    page = (folder / "dashboard.html").read_text()
+    assert "default-src 'none'" in page
+    assert 'src="http' not in page
+    assert 'href="http' not in page
