@@ -12,7 +12,7 @@ Each of these was measured faster with than without (llama-mini, 512 tokens a ra
 leaving one out costs 2 to 11 %). ``set_separate_reduce_scatter_group`` was not, and is left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, final
 
@@ -53,10 +53,10 @@ class FSDP2Tuned(Strategy):
         blocks = list(backbone.layers)
         for module, following in pairwise([backbone.embed_tokens, *blocks, model.lm_head]):
             if isinstance(following, FSDPModule):
-                module.register_forward_pre_hook(_unshard_when_called(following))
+                module.register_forward_pre_hook(_unshard(following))
             if module in blocks:
                 # Before FSDP2's own hook, which would gather the block synchronously.
-                following.register_forward_hook(_unshard_when_differentiated(module), prepend=True)
+                following.register_forward_hook(_when_differentiated(_unshard(module)), prepend=True)
         return model
 
     def wrapped_units(self) -> tuple[str, ...]:
@@ -101,20 +101,18 @@ class ExchangeAndSum(ReduceScatter):
         return None
 
 
-def _unshard_when_called(following: nn.Module) -> Any:
-    assert isinstance(following, FSDPModule)
+def _unshard(module: nn.Module) -> Callable[..., None]:
+    """A hook that starts the module's all-gather."""
+    assert isinstance(module, FSDPModule)
 
     def hook(*_: Any) -> None:
-        following.unshard(async_op=True)
+        module.unshard(async_op=True)
 
     return hook
 
 
-def _unshard_when_differentiated(preceding: nn.Module) -> Any:
-    assert isinstance(preceding, FSDPModule)
-
-    def start(_: torch.Tensor) -> None:
-        preceding.unshard(async_op=True)
+def _when_differentiated(start: Callable[..., None]) -> Callable[[nn.Module, Any, torch.Tensor], None]:
+    """A forward hook that has ``start`` called when backward reaches the output."""
 
     def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
