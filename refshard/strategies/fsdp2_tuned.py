@@ -1,15 +1,12 @@
 """torch's FSDP2 made as fast as its public API allows; a comparison with an untuned peer would prove little.
 
-On a CPU, FSDP2 runs every collective synchronously. What its API offers against that:
+On a CPU, FSDP2 runs every collective synchronously. What its API offers against that, each kept because it helps:
 
 - ``unshard(async_op=True)`` from hooks one unit ahead, in forward and in backward, so that gathers overlap compute;
-- ``set_custom_reduce_scatter`` with the exchange-and-sum that the engine uses on gloo, which moves half the bytes of
-  gloo's own; it stays synchronous, since FSDP2 reads the result as soon as the call returns;
-- units for the embedding and the head, as torchtitan has them, so that their gathers overlap too; the embedding is not
-  gathered for backward, which does not read it, and the head is kept until its backward.
-
-Each of these was measured faster with than without (llama-mini, 512 tokens a rank, two ranks over loopback gloo:
-leaving one out costs 2 to 11 %). ``set_separate_reduce_scatter_group`` was not, and is left out.
+- ``set_custom_reduce_scatter`` with the exchange-and-sum that the engine uses on gloo; it stays synchronous, since
+  FSDP2 reads the result as soon as the call returns (a group of its own for it makes no difference, then);
+- units for the embedding and the head, as torchtitan has them; the embedding is not gathered for backward, which does
+  not read it, and the head is kept until its backward.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +27,7 @@ from refshard.strategies.fsdp2 import full_dtensors, mesh_of, sharded_units
 
 @final
 class FSDP2Tuned(Strategy):
-    """FSDP2 with every public knob that measured faster on the backend at hand."""
+    """FSDP2 with every public knob that helps on the backend at hand."""
 
     _model: Llama
     _world_size: int
@@ -48,8 +45,9 @@ class FSDP2Tuned(Strategy):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         self._model = model
+        exchange = ExchangeAndSum()
         for unit in (m for m in model.modules() if isinstance(m, FSDPModule) and self._gloo):
-            unit.set_custom_reduce_scatter(ExchangeAndSum())
+            unit.set_custom_reduce_scatter(exchange)
         blocks = list(backbone.layers)
         for module, following in pairwise([backbone.embed_tokens, *blocks, model.lm_head]):
             if isinstance(following, FSDPModule):
@@ -78,7 +76,10 @@ class FSDP2Tuned(Strategy):
 
 
 class ExchangeAndSum(ReduceScatter):
-    """A reduce-scatter as ``all_to_all_single`` and a local sum, for gloo."""
+    """A reduce-scatter as ``all_to_all_single`` and a local sum, for gloo; one receive buffer per size is kept."""
+
+    def __init__(self) -> None:
+        self._received: dict[int, torch.Tensor] = {}
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor for FSDP2 to communicate through."""
@@ -93,7 +94,9 @@ class ExchangeAndSum(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce ``input_tensor`` (world_size * n elements) into ``output_tensor`` (n elements)."""
-        received = torch.empty_like(input_tensor)
+        received = self._received.get(input_tensor.numel())
+        if received is None:
+            received = self._received[input_tensor.numel()] = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
         if op == dist.ReduceOp.AVG:
@@ -102,7 +105,6 @@ class ExchangeAndSum(ReduceScatter):
 
 
 def _unshard(module: nn.Module) -> Callable[..., None]:
-    """A hook that starts the module's all-gather."""
     assert isinstance(module, FSDPModule)
 
     def hook(*_: Any) -> None:
@@ -112,8 +114,6 @@ def _unshard(module: nn.Module) -> Callable[..., None]:
 
 
 def _when_differentiated(start: Callable[..., None]) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-    """A forward hook that has ``start`` called when backward reaches the output."""
-
     def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
             output.register_hook(start)
