@@ -29,10 +29,6 @@ from refshard.strategies.fsdp2 import full_dtensors, mesh_of, sharded_units
 class FSDP2Tuned(Strategy):
     """FSDP2 with every public knob that helps on the backend at hand."""
 
-    _model: Llama
-    _world_size: int
-    _gloo: bool
-
     def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
         """See :meth:`Strategy.wrap`."""
         mesh = mesh_of(group, model)

@@ -1,6 +1,7 @@
 """Every strategy on two ranks: units found on the model, collectives as announced, parameters whole."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import refshard.strategies
 from refshard.errors import SpecError
 from refshard.models.data import SyntheticTokens, rank_batch
 from refshard.models.llama import Llama, initialise, next_token_loss
@@ -103,3 +105,8 @@ def test_losses_and_parameters_equal_ddp_to_the_bit(trained: tuple[bool, dict[st
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(SpecError, match=r"strategy: no strategy 'fsdp3'; did you mean 'fsdp2'\?"):
         check_name("fsdp3")
+
+
+def test_a_strategy_is_under_120_lines() -> None:
+    folder = Path(refshard.strategies.__file__).parent
+    assert max(len(path.read_text().splitlines()) for path in folder.glob("*.py")) < 120
