@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,16 @@ class Engine:
     executor: Executor
     hooks: Hooks
 
+    def __reduce__(self) -> NoReturn:
+        """A copy's hooks would work on the original's storage.
+
+        Raises:
+            EngineError: always; ``copy.deepcopy`` and ``pickle`` of the model come here.
+        """
+        raise EngineError(
+            "a sharded model cannot be copied or pickled; copy it before refshard.shard, or keep refshard.full_parameters"
+        )
+
 
 def shard(
     model: nn.Module,
@@ -42,7 +53,8 @@ def shard(
 
     Afterwards ``model.parameters()`` yields this rank's part of every parameter, 1-D and possibly empty, under the
     parameter's own name; an elementwise optimizer (AdamW, SGD, ...) over them just works, and so do ``backward`` and
-    evaluation under ``no_grad``. All ranks start from rank 0's weights.
+    evaluation under ``no_grad``. All ranks start from rank 0's weights. The storage of a ``.grad`` is written again by
+    the next step; clone what must last.
 
     Args:
         model: a module whose parameters are materialised, of one dtype per unit, and trainable.
@@ -59,8 +71,8 @@ def shard(
         EngineError: the model cannot be sharded; the message says which parameter and why.
     """
     chosen = find_mode(mode)
-    if hasattr(model, _ENGINE):
-        raise EngineError("the model is sharded already; shard a fresh one")
+    if any(hasattr(module, _ENGINE) for module in model.modules()):
+        raise EngineError("the model, or a part of it, is sharded already; shard a fresh one, and as a whole")
     groups = group_units(model, blocks)
     collectives = collectives or _mesh_collectives(mesh, next(model.parameters()).device)
     with torch.no_grad():
@@ -121,6 +133,6 @@ def _make_unit(index: int, group: UnitGroup, collectives: Collectives) -> Unit:
     for member, place in zip(group.parameters, layout.parameters):
         start, stop = layout.local_range(place, collectives.rank)
         sharded = nn.Parameter(flat[start:stop])
-        parameters.append(UnitParameter(place, member.holders, sharded, start, stop))
+        parameters.append(UnitParameter(place, member.holders, sharded, start, stop, sharded.data_ptr()))
         parameters[-1].expose(sharded)
     return Unit(index, group.name, group.modules, layout, tuple(parameters), flat, torch.zeros_like(flat))

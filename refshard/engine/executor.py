@@ -7,9 +7,10 @@ marker. Where a later pass departs from the order, the engine says so once and s
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 
+import torch
 from torch.profiler import record_function
 
 from refshard.engine.buffers import Slot
@@ -52,6 +53,8 @@ class Executor:
         self._debug = debug
         self._order = Order.OBSERVING
         self._observed: list[Op] = []
+        self._recording = False
+        self._pass = "training"
         self._streams: dict[str, tuple[Op, ...]] = {}
         self._stream: tuple[Op, ...] | None = None
         self._position = 0
@@ -80,12 +83,20 @@ class Executor:
         return self._streams.get("training", ())
 
     def begin_pass(self, *, training: bool) -> None:
-        """Start a forward pass. Whatever an earlier pass left unsharded is stale by now."""
-        self._reset()
+        """Start a forward pass. Whatever an earlier pass left behind is stale by now.
+
+        Raises:
+            EngineError: a parameter was replaced behind the engine's back.
+        """
+        for unit in self._units:
+            unit.check_parameters()
+        self.abandon_pass()
         if self._order is Order.OBSERVING and self._complete():
             self._plan()
         self._observed.clear()
-        self._stream = self._streams.get("training" if training else "evaluation")
+        self._recording = training and self._order is Order.OBSERVING
+        self._pass = "training" if training else "evaluation"
+        self._stream = self._streams.get(self._pass)
         self._position = 0
         self._run_ahead()
 
@@ -95,14 +106,14 @@ class Executor:
             if self._reach(marker):
                 self._run_ahead()
                 return
-            self._give_up_order(marker)
+            self._give_up_order(f"{marker} came where step 0 had {self._next_marker() or 'the end'}")
         unit = self._units[marker.unit]
         if marker.kind is OpKind.BEGIN:
             self._make_room(unit, marker.phase)
         gathered = None if unit.gathering is not None else unit.resident
         for op in on_demand(marker, gathered, self._reducing, self._mode):
             self._execute(op)
-        if self._order is Order.OBSERVING:
+        if self._recording:
             self._observed.append(marker)
 
     def end_backward(self) -> None:
@@ -110,21 +121,38 @@ class Executor:
         for unit in self._units:
             if unit.in_backward:
                 self._on_gradients(unit)
-        if self._stream is not None:
-            for op in self._stream[self._position :]:
-                if op.kind not in MARKERS:
-                    self._execute(op)
-            self._stream = None
-        self._reset()
+        if self._stream is not None and (skipped := self._next_marker()) is not None:
+            self._give_up_order(f"backward ended before {skipped}")
+        while self._stream is not None and self._position < len(self._stream):
+            self._execute(self._stream[self._position])
+            self._position += 1
+        for index in tuple(self._reducing):
+            self._finish(self._units[index], "backward")
+        self.abandon_pass()
 
-    def end_evaluation(self) -> None:
-        """End a forward pass that no backward follows."""
+    def abandon_pass(self) -> None:
+        """Give up whatever is unsharded or under way; gradients of a backward that did not end are dropped."""
         self._stream = None
-        self._reset()
+        self._recording = False
+        for unit in self._units:
+            for pending in (unit.gathering, unit.reducing):
+                if pending is not None:
+                    # Nobody will use its result; if it failed, the next collective says so.
+                    with suppress(RuntimeError):
+                        pending.wait()
+            unit.gathering = unit.reducing = None
+            unit.resident = False
+            if unit.slot.owner == unit.name:
+                unit.slot.release()
+            if unit.gradient_slot.owner == unit.name:
+                unit.gradient_slot.release()
+            unit.expose_sharded()
+        self._reducing.clear()
 
     @contextmanager
     def unsharded(self, unit: Unit) -> Iterator[None]:
-        """Hold one unit gathered outside of a pass; a collective call."""
+        """Hold one unit gathered outside of a pass; a collective call that ends any pass."""
+        self.abandon_pass()
         self._gather(unit, "forward")
         self._wait(unit, "forward")
         try:
@@ -136,8 +164,12 @@ class Executor:
         """Whether a whole step, forward and backward, has been observed."""
         return any(m.phase == "backward" for m in self._observed)
 
+    @torch.inference_mode(False)
     def _plan(self) -> None:
-        """Build the op streams from the observed order and move the units into their slots."""
+        """Build the op streams from the observed order and move the units into their slots.
+
+        Slots must be ordinary tensors even where an evaluation in inference mode is what comes after step 0.
+        """
         slots = assign_slots(self._observed, [u.layout.numel for u in self._units], self._mode)
         forward = forward_only(self._observed)
         self._streams = {
@@ -162,13 +194,18 @@ class Executor:
     def _reach(self, marker: Op) -> bool:
         """Execute the stream up to and with ``marker``; False, and nothing done, where another marker comes first."""
         assert self._stream is not None
-        expected = next((i for i in range(self._position, len(self._stream)) if self._stream[i].kind in MARKERS), None)
-        if expected is None or self._stream[expected] != marker:
+        if self._next_marker() != marker:
             return False
-        for op in self._stream[self._position : expected + 1]:
+        end = self._stream.index(marker, self._position) + 1
+        for op in self._stream[self._position : end]:
             self._execute(op)
-        self._position = expected + 1
+        self._position = end
         return True
+
+    def _next_marker(self) -> Op | None:
+        """The marker that the stream expects next, None at its end."""
+        assert self._stream is not None
+        return next((op for op in self._stream[self._position :] if op.kind in MARKERS), None)
 
     def _run_ahead(self) -> None:
         """Issue what comes next in the stream and need not be waited for."""
@@ -179,15 +216,16 @@ class Executor:
             self._execute(op)
             self._position += 1
 
-    def _give_up_order(self, marker: Op) -> None:
-        assert self._stream is not None
-        expected = next((op for op in self._stream[self._position :] if op.kind in MARKERS), None)
+    def _give_up_order(self, why: str) -> None:
         warnings.warn(
-            f"refshard: the order of execution changed: step 0 had {expected or 'the end'} where "
-            f"{self._units[marker.unit].name} came as {marker}; nothing is prefetched from now on",
+            f"refshard: the order of execution changed ({why}); nothing is prefetched in {self._pass} from now on",
             stacklevel=2,
         )
-        self._order, self._stream, self._streams = Order.ON_DEMAND, None, {}
+        # An evaluation that takes another way (an early exit, say) leaves training's order alone.
+        del self._streams[self._pass]
+        self._stream = None
+        if self._pass == "training":
+            self._order = Order.ON_DEMAND
 
     def _execute(self, op: Op) -> None:
         self._effects[op.kind](self._units[op.unit], op.phase)
@@ -204,12 +242,11 @@ class Executor:
         unit.resident = True
 
     def _begin(self, unit: Unit, phase: Phase) -> None:
+        unit.slot.check(unit.name, unit.generation)
         if phase == "backward":
-            unit.check_backward()
             unit.gradient_slot.acquire(unit.name)
             unit.arrived.clear()
-        else:
-            unit.note_forward()
+        # In backward too: what is recomputed there reads the modules' parameters again.
         unit.expose_unsharded()
 
     def _end(self, unit: Unit, phase: Phase) -> None:
@@ -261,14 +298,3 @@ class Executor:
                     # Backward has moved on without the gradients that it still lacks: they will not come.
                     self._on_gradients(other)
                 self._finish(other, phase)
-
-    def _reset(self) -> None:
-        """Await what is under way and give up every slot."""
-        for unit in self._units:
-            if unit.gathering is not None:
-                self._wait(unit, "forward")
-            self._finish(unit, "backward")
-            self._release(unit, "forward")
-            if unit.gradient_slot.owner == unit.name:
-                unit.gradient_slot.release()
-            unit.expose_sharded()

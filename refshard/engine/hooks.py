@@ -25,8 +25,9 @@ class Hooks:
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
         self._in_backward: set[int] = set()
         self._handles = [
-            root.register_forward_pre_hook(self._begin_pass, prepend=True),
-            root.register_forward_hook(self._end_forward),
+            root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True),
+            # Called even where forward raised, so that the model does not go on showing unsharded parameters.
+            root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True),
         ]
         for unit in units:
             for module in unit.modules:
@@ -57,7 +58,11 @@ class Hooks:
                 called.clear()
                 self._executor.mark(Op(OpKind.END, unit.index, "forward"))
 
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        # Compiled code must call these, not swallow them: they change storage under its feet.
+        return [
+            module.register_forward_pre_hook(torch.compiler.disable(before)),
+            module.register_forward_hook(torch.compiler.disable(after)),
+        ]
 
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
         if _in_recomputation():
@@ -68,8 +73,9 @@ class Hooks:
         self._executor.begin_pass(training=torch.is_grad_enabled())
 
     def _end_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() and not _in_recomputation():
-            self._executor.end_evaluation()
+        failed = output is None
+        if not _in_recomputation() and (failed or not torch.is_grad_enabled()):
+            self._executor.abandon_pass()
 
     def _watch_output(self, unit: Unit, output: Any) -> None:
         """Let the unit's backward begin with the gradient of whichever of its outputs comes first."""
@@ -82,7 +88,10 @@ class Hooks:
                 "from; return tensors, or a container known to torch.utils._pytree"
             )
 
+        version = unit.shard._version
+
         def begin_backward(_: torch.Tensor) -> None:
+            unit.check_version(version)
             self._begin_backward(unit)
 
         for tensor in tensors:

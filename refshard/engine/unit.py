@@ -5,6 +5,7 @@ views of the unit's slot. Both exist as ``nn.Parameter`` objects; exposing one o
 modules and touches no data.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,12 +18,12 @@ from refshard.errors import EngineError
 from refshard.plan.layout import ParameterLayout, UnitLayout
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class UnitParameter:
     """One parameter: every place in the model that holds it (several when it is tied), and its two forms.
 
-    ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the unit's shard. ``unsharded``
-    and ``gradient`` have the parameter's shape; they are views of the unit's slots.
+    ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the unit's shard, which lie at
+    ``address``. ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's slots.
     """
 
     layout: ParameterLayout
@@ -30,6 +31,7 @@ class UnitParameter:
     sharded: nn.Parameter
     start: int
     stop: int
+    address: int
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
 
@@ -40,7 +42,7 @@ class UnitParameter:
             module._parameters[name] = parameter
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Unit:
     """A unit and its state.
 
@@ -61,19 +63,18 @@ class Unit:
     resident: bool = False
     gathering: Pending | None = None
     generation: int = 0
-    forward_version: int | None = None
     arrived: set[str] = field(default_factory=set)
     reducing: Pending | None = None
     reduce_target: torch.Tensor | None = None
 
     def bind(self, slot: Slot, gradient_slot: Slot, on_gradients: Callable[["Unit"], None]) -> None:
-        """Make the unit live in these slots; ``on_gradients`` is called when its last gradient has arrived."""
+        """Make the unit live in these slots; ``on_gradients``, a method, is called when its last gradient arrived."""
         self.slot, self.gradient_slot = slot, gradient_slot
         places = self.layout.parameters
         for parameter, view, gradient in zip(self.parameters, slot.views(places), gradient_slot.views(places)):
             parameter.unsharded = nn.Parameter(view)
             parameter.gradient = gradient
-            parameter.unsharded.register_post_accumulate_grad_hook(self._taker(parameter, on_gradients))
+            parameter.unsharded.register_post_accumulate_grad_hook(_taker(self, parameter, on_gradients))
 
     @property
     def in_backward(self) -> bool:
@@ -90,18 +91,31 @@ class Unit:
         for parameter in self.parameters:
             parameter.expose(parameter.sharded)
 
-    def note_forward(self) -> None:
-        """Remember which weights forward computes with."""
-        self.forward_version = self.shard._version
-
-    def check_backward(self) -> None:
-        """Check that backward computes with what forward computed with.
+    def check_parameters(self) -> None:
+        """Check that the model still holds the parameters that the engine trains.
 
         Raises:
-            EngineError: the slot was refilled by another unit, or the weights were written to since forward.
+            EngineError: one was moved, replaced or frozen since ``shard``; what was done to it would have no effect.
         """
-        self.slot.check(self.name, self.generation)
-        if self.forward_version != self.shard._version:
+        for parameter in self.parameters:
+            known = (parameter.sharded, parameter.unsharded)
+            moved = parameter.sharded.data_ptr() != parameter.address or not all(
+                any(module._parameters[name] is form for form in known) for module, name in parameter.holders
+            )
+            if moved or not parameter.sharded.requires_grad:
+                raise EngineError(
+                    f"parameter '{parameter.layout.name}' was {'replaced or moved' if moved else 'frozen'} after "
+                    "sharding, which the engine cannot follow; convert, load and freeze before refshard.shard, or copy "
+                    "values in place"
+                )
+
+    def check_version(self, version: int) -> None:
+        """Check that the weights are those that a forward saw, whose version was ``version``.
+
+        Raises:
+            EngineError: they were written to since.
+        """
+        if version != self.shard._version:
             raise EngineError(
                 f"the weights of unit '{self.name}' changed between forward and backward; "
                 "call backward before optimizer.step()"
@@ -132,30 +146,43 @@ class Unit:
                 parameter.sharded.grad += part
         self.reduce_target = None
 
-    def _taker(
-        self, parameter: UnitParameter, on_gradients: Callable[["Unit"], None]
-    ) -> Callable[[torch.Tensor], None]:
-        """The hook that moves a parameter's fresh gradient into the gradient slot.
+    def take_gradient(self, parameter: UnitParameter) -> bool:
+        """Move the parameter's fresh gradient into the gradient slot; True once the unit's last one is there.
 
         The first gradient is copied as it comes and later ones are added: a preset ``.grad`` view would cost a zeroing
         and an addition instead.
+
+        Raises:
+            EngineError: nobody would reduce it, since the unit's backward has not begun or has ended.
         """
-        name = parameter.layout.name
+        name, gradient = parameter.layout.name, parameter.unsharded.grad
+        if not self.in_backward:
+            raise EngineError(
+                f"a gradient of '{name}' came before backward reached the output of its unit '{self.name}', or "
+                "after its gradients were reduced; name the module that computes with it among the blocks"
+            )
+        assert gradient is not None
+        if name in self.arrived:
+            parameter.gradient.add_(gradient)
+        else:
+            parameter.gradient.copy_(gradient)
+            self.arrived.add(name)
+        parameter.unsharded.grad = None
+        return len(self.arrived) == len(self.parameters)
 
-        def take(unsharded: torch.Tensor) -> None:
-            if not self.in_backward:
-                raise EngineError(
-                    f"a gradient of '{name}' came before backward reached the output of its unit '{self.name}', or "
-                    "after its gradients were reduced; name the module that computes with it among the blocks"
-                )
-            assert unsharded.grad is not None
-            if name in self.arrived:
-                parameter.gradient.add_(unsharded.grad)
-            else:
-                parameter.gradient.copy_(unsharded.grad)
-                self.arrived.add(name)
-            unsharded.grad = None
-            if len(self.arrived) == len(self.parameters):
-                on_gradients(self)
 
-        return take
+def _taker(
+    unit: Unit, parameter: UnitParameter, on_gradients: Callable[[Unit], None]
+) -> Callable[[torch.Tensor], None]:
+    """The hook for a parameter's gradient. It holds nothing strongly: autograd keeps it where no collector looks."""
+    unit_ref, index = weakref.ref(unit), unit.parameters.index(parameter)
+    notify = weakref.WeakMethod(on_gradients)
+
+    def take(_: torch.Tensor) -> None:
+        alive, callback = unit_ref(), notify()
+        assert alive is not None
+        assert callback is not None
+        if alive.take_gradient(alive.parameters[index]):
+            callback(alive)
+
+    return take

@@ -1,0 +1,232 @@
+"""What users do to a model beside an ordinary loop: it stays correct, or is refused by name."""
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import refshard
+from refshard.engine.api import engine_of
+from refshard.engine.executor import Order
+from refshard.errors import EngineError
+from refshard.plan.placement import MODES
+from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net, train
+
+
+class Cut(Net):
+    """Can cut the graph below a block, so that what lies before it takes no part in backward."""
+
+    cut: int | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x = layer(x.detach() if index == self.cut else x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Failing(Net):
+    """Raises in backward, below block 2, when told to."""
+
+    fail = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 1:
+                x.register_hook(self.maybe_fail)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+    def maybe_fail(self, gradient: torch.Tensor) -> None:
+        if self.fail:
+            raise ValueError("told to")
+
+
+@pytest.fixture(params=list(MODES))
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def pair(mode: str, make: Callable[[], Net] = make_net) -> tuple[Net, Net]:
+    """A bare model and the same one sharded."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make())
+    refshard.shard(models[1], mode=mode, collectives=LateCollectives(), debug=True)
+    return models[0], models[1]
+
+
+def assert_same_gradients(bare: nn.Module, model: nn.Module) -> None:
+    """A parameter that took no part has no gradient on either side."""
+    found = dict(model.named_parameters())
+    for name, parameter in bare.named_parameters():
+        mine, theirs = found[name].grad, parameter.grad
+        assert (mine is None) == (theirs is None), name
+        if mine is not None and theirs is not None:
+            assert torch.equal(mine, theirs.flatten()), name
+
+
+def test_units_that_backward_never_reaches_get_no_gradient_of_another_unit(mode: str) -> None:
+    bare, model = pair(mode, Cut)
+    assert isinstance(bare, Cut)
+    assert isinstance(model, Cut)
+    for step in range(4):
+        for m in (bare, model):
+            m.cut = 2 if step == 2 else None
+            m.zero_grad()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="refshard: the order of execution changed")
+                loss_of(m, make_batch(step)).backward()
+        assert_same_gradients(bare, model)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_second_backward_through_a_retained_graph_adds_up(mode: str, first: int) -> None:
+    bare, model = pair(mode)
+    for step in range(4):
+        for m in (bare, model):
+            m.zero_grad()
+            loss = loss_of(m, make_batch(step))
+            if step >= first:
+                loss.backward(retain_graph=True)
+            loss.backward()
+        assert_same_gradients(bare, model)
+    assert engine_of(model).executor.order is Order.FOLLOWING
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_evaluation_in_inference_mode(mode: str, after: int) -> None:
+    bare, model = pair(mode)
+    found = []
+    for m in (bare, model):
+        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+        losses = train(m, after, optimizer=optimizer)
+        with torch.inference_mode():
+            logits = m(make_batch(9)[0])
+        found.append((losses + train(m, 2, start=after, optimizer=optimizer), logits.clone()))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_an_evaluation_by_another_way_leaves_trainings_order_alone(mode: str) -> None:
+    bare, model = pair(mode)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (bare, model)]
+    for m, optimizer in zip((bare, model), optimizers):
+        train(m, 2, optimizer=optimizer)
+        m.skip = {1, 2}
+    with torch.no_grad(), pytest.warns(UserWarning, match="nothing is prefetched in evaluation from now on"):
+        assert torch.equal(model(make_batch(0)[0]), bare(make_batch(0)[0]))
+    bare.skip = model.skip = set()
+    assert train(model, 2, optimizer=optimizers[1]) == train(bare, 2, optimizer=optimizers[0])
+    assert engine_of(model).executor.order is Order.FOLLOWING
+
+
+def test_a_loss_older_than_the_weights_is_refused_even_after_a_newer_forward(mode: str) -> None:
+    _, model = pair(mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, 2, optimizer=optimizer)
+    old = loss_of(model, make_batch(5))
+    train(model, 1, optimizer=optimizer)
+    loss_of(model, make_batch(6))
+    with pytest.raises(EngineError, match="changed between forward and backward"):
+        old.backward()
+
+
+def test_zero_grad_after_a_failed_forward_clears_the_gradients(mode: str) -> None:
+    bare, model = pair(mode)
+    for m in (bare, model):
+        train(m, 2)
+        loss_of(m, make_batch(3)).backward()
+        with pytest.raises(IndexError):
+            m(torch.full((1, 3), 99))
+        m.zero_grad()
+        loss_of(m, make_batch(4)).backward()
+    assert_same_gradients(bare, model)
+
+
+def test_gradients_of_a_failed_backward_are_dropped(mode: str) -> None:
+    bare, model = pair(mode, Failing)
+    for m in (bare, model):
+        assert isinstance(m, Failing)
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        train(m, 2, optimizer=optimizer)
+        m.fail = True
+        with pytest.raises(ValueError, match="told to"):
+            loss_of(m, make_batch(3)).backward()
+        m.fail = False
+        optimizer.zero_grad()
+        loss_of(m, make_batch(4)).backward()
+    assert_same_gradients(bare, model)
+
+
+def test_full_parameters_can_be_had_at_any_time(mode: str) -> None:
+    bare, model = pair(mode)
+    model(make_batch(0)[0])
+    expected = {name: parameter.detach() for name, parameter in bare.named_parameters()}
+    for _ in range(2):
+        found = dict(refshard.full_parameters(model))
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert train(model, 3) == train(bare, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda m: m.to(torch.float64), "replaced or moved"),
+        (
+            lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True),
+            "replaced or moved",
+        ),
+        (lambda m: m.layers[2].requires_grad_(False), "frozen"),
+    ],
+)
+def test_what_the_engine_cannot_follow_is_refused(mode: str, change: Callable[[Net], object], what: str) -> None:
+    _, model = pair(mode)
+    train(model, 2)
+    change(model)
+    with pytest.raises(EngineError, match=rf"parameter '.*' was {what} after sharding"):
+        model(make_batch(0)[0])
+
+
+def test_loading_a_state_dict_in_place_works(mode: str) -> None:
+    bare, model = pair(mode)
+    other = make_net(seed=7)
+    refshard.shard(other, mode=mode, collectives=LateCollectives())
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(other(make_batch(0)[0]), bare(make_batch(0)[0]))
+
+
+def test_copies_and_parts_are_refused(mode: str) -> None:
+    _, model = pair(mode)
+    with pytest.raises(EngineError, match="cannot be copied or pickled"):
+        copy.deepcopy(model)
+    whole = make_net()
+    refshard.shard(whole.layers[0], mode=mode, blocks=["up", "down"], collectives=LateCollectives())
+    with pytest.raises(EngineError, match="or a part of it, is sharded already"):
+        refshard.shard(whole, mode=mode, collectives=LateCollectives())
+
+
+def test_a_model_that_is_let_go_is_collected(mode: str) -> None:
+    _, model = pair(mode)
+    train(model, 3)
+    alive = [weakref.ref(unit) for unit in engine_of(model).units]
+    del model
+    gc.collect()
+    assert not any(ref() for ref in alive)
+
+
+def test_compiled_blocks_call_the_hooks(mode: str) -> None:
+    bare, model = pair(mode)
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    assert train(model, 3) == pytest.approx(train(bare, 3), rel=1e-5)
