@@ -36,7 +36,7 @@ class Engine:
             EngineError: always; ``copy.deepcopy`` and ``pickle`` of the model come here.
         """
         raise EngineError(
-            "a sharded model cannot be copied or pickled; copy it before refshard.shard, or keep refshard.full_parameters"
+            "a sharded model cannot be copied or pickled; copy it before refshard.shard, or save its full_parameters"
         )
 
 
@@ -53,8 +53,9 @@ def shard(
 
     Afterwards ``model.parameters()`` yields this rank's part of every parameter, 1-D and possibly empty, under the
     parameter's own name; an elementwise optimizer (AdamW, SGD, ...) over them just works, and so do ``backward`` and
-    evaluation under ``no_grad``. All ranks start from rank 0's weights. The storage of a ``.grad`` is written again by
-    the next step; clone what must last.
+    evaluation under ``no_grad``. All ranks start from rank 0's weights, and must call the same modules and use the same
+    parameters in each step, in the same order. A parameter of a unit that took no part gets a gradient of zeros. The
+    storage of a ``.grad`` is written again by the next step; clone what must last.
 
     Args:
         model: a module whose parameters are materialised, of one dtype per unit, and trainable.

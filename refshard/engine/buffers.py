@@ -26,8 +26,7 @@ class Slot:
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, persistent: bool, debug: bool = False
     ) -> None:
-        # Zeros, because the padding between parameters is communicated and never written.
-        self.flat = torch.zeros(numel, dtype=dtype, device=device)
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
         self._bytes = self.flat.untyped_storage().nbytes()
         self._persistent = persistent
         self._debug = debug

@@ -94,7 +94,7 @@ class _LocalMean:
         self.work.wait()
         parts = self.received.view(-1, self.output.numel())
         torch.sum(parts, dim=0, out=self.output)
-        # SUM and an explicit scale: dividing after the sum is what DDP's arithmetic equals for powers of two.
+        # DDP divides before it sums; for a power of two both give the same bits.
         self.output.div_(parts.shape[0])
         self.pool.append(self.received)
 

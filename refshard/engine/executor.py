@@ -42,8 +42,8 @@ class Order(Enum):
 class Executor:
     """Executes ops on units.
 
-    ``mark`` is called at each marker, ``begin_pass`` and ``end_pass`` around a training step's forward and backward, or
-    around an evaluation's forward.
+    ``mark`` is called at each marker; ``begin_pass`` starts a forward, ``end_backward`` ends a training step, and
+    ``abandon_pass`` any other pass.
     """
 
     def __init__(self, units: Sequence[Unit], mode: Mode, collectives: Collectives, *, debug: bool) -> None:
@@ -141,7 +141,7 @@ class Executor:
                     with suppress(RuntimeError):
                         pending.wait()
             unit.gathering = unit.reducing = None
-            unit.resident = False
+            unit.resident = unit.computing = False
             if unit.slot.owner == unit.name:
                 unit.slot.release()
             if unit.gradient_slot.owner == unit.name:
@@ -246,10 +246,12 @@ class Executor:
         if phase == "backward":
             unit.gradient_slot.acquire(unit.name)
             unit.arrived.clear()
+        unit.computing = True
         # In backward too: what is recomputed there reads the modules' parameters again.
         unit.expose_unsharded()
 
     def _end(self, unit: Unit, phase: Phase) -> None:
+        unit.computing = False
         unit.expose_sharded()
 
     def _release(self, unit: Unit, phase: Phase) -> None:
@@ -292,9 +294,10 @@ class Executor:
                 continue
             if other.slot is unit.slot and other.gathering is not None:
                 self._wait(other, phase)
-                self._release(other, phase)
             if phase == "backward" and unit.gradient_slot is other.gradient_slot:
                 if other.in_backward:
                     # Backward has moved on without the gradients that it still lacks: they will not come.
                     self._on_gradients(other)
                 self._finish(other, phase)
+            if other.slot is unit.slot and not other.computing:
+                self._release(other, phase)

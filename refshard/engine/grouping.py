@@ -40,8 +40,11 @@ def group_units(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None
     """
     chosen = find_blocks(model, blocks)
     stretches = _stretches(model, chosen)
-    owner_of = {id(module): index for index, (_, modules) in enumerate(stretches) for module in modules}
-    members = _members(model, owner_of)
+    owners: dict[nn.Module, list[int]] = {}
+    for index, (_, held) in enumerate(stretches):
+        for module in held:
+            owners.setdefault(module, []).append(index)
+    members = _members(model, owners)
     merged = _merge_tied(len(stretches), [touched for _, touched in members])
     groups = []
     for root in dict.fromkeys(merged):
@@ -99,7 +102,8 @@ def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[lis
             groups.append(([name], [module]))
             open_stretch = False
         elif open_stretch:
-            groups[-1][0].append(name)
+            if not any(name.startswith(f"{around}.") for around in groups[-1][0]):
+                groups[-1][0].append(name)  # else its calls lie within those of the module around it
             groups[-1][1].append(module)
         else:
             groups.append(([name], [module]))
@@ -107,15 +111,15 @@ def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[lis
     return groups
 
 
-def _members(model: nn.Module, owner_of: dict[int, int]) -> list[tuple[Member, list[int]]]:
-    """Every physical parameter once, with the groups that hold it."""
+def _members(model: nn.Module, owners: dict[nn.Module, list[int]]) -> list[tuple[Member, list[int]]]:
+    """Every physical parameter once, with the groups that hold it (several where it, or its module, is shared)."""
     holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for name, module, attribute, parameter in _held(model):
         holders.setdefault(parameter, []).append((name, module, attribute))
     return [
         (
             Member(held[0][0], parameter, tuple((module, attribute) for _, module, attribute in held)),
-            [owner_of[id(module)] for _, module, _ in held],
+            [index for _, module, _ in held for index in owners[module]],
         )
         for parameter, held in holders.items()
     ]
@@ -140,10 +144,18 @@ def _merge_tied(n_groups: int, touched: list[list[int]]) -> list[int]:
 
 def _check_flattenable(group: UnitGroup) -> None:
     first = group.parameters[0].parameter
+    uncalled = [m for m in group.modules if isinstance(m, nn.ParameterList | nn.ParameterDict)]
+    if uncalled:
+        raise EngineError(
+            f"unit '{group.name}' holds a {type(uncalled[0]).__name__}, which is never called by itself; name the "
+            "module around it among the blocks"
+        )
     for member in group.parameters:
         parameter = member.parameter
         if parameter.device.type == "meta":
             raise EngineError(f"parameter '{member.name}' is on the meta device; materialise the model before sharding")
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise EngineError(f"parameter '{member.name}' has hooks, which sharding would silence; remove them")
         if not parameter.requires_grad:
             raise EngineError(f"parameter '{member.name}' is frozen; frozen parameters cannot be sharded yet")
         if (parameter.dtype, parameter.device) != (first.dtype, first.device):

@@ -18,27 +18,20 @@ from refshard.plan.schedule import Op, OpKind
 
 
 class Hooks:
-    """The hooks on one sharded model. ``remove`` takes them off again."""
+    """The hooks on one sharded model, for as long as it lives."""
 
     def __init__(self, root: nn.Module, units: tuple[Unit, ...], executor: Executor) -> None:
         self._executor = executor
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
         self._in_backward: set[int] = set()
-        self._handles = [
-            root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True),
-            # Called even where forward raised, so that the model does not go on showing unsharded parameters.
-            root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True),
-        ]
+        root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
+        # Called even where forward raised, so that the model does not go on showing unsharded parameters.
+        root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True)
         for unit in units:
             for module in unit.modules:
-                self._handles += self._hook_module(unit, module)
+                self._hook_module(unit, module)
 
-    def remove(self) -> None:
-        """Take every hook off the model."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _hook_module(self, unit: Unit, module: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+    def _hook_module(self, unit: Unit, module: nn.Module) -> None:
         called = self._called[unit.index]
 
         def before(_: nn.Module, __: Any) -> None:
@@ -59,10 +52,8 @@ class Hooks:
                 self._executor.mark(Op(OpKind.END, unit.index, "forward"))
 
         # Compiled code must call these, not swallow them: they change storage under its feet.
-        return [
-            module.register_forward_pre_hook(torch.compiler.disable(before)),
-            module.register_forward_hook(torch.compiler.disable(after)),
-        ]
+        module.register_forward_pre_hook(torch.compiler.disable(before))
+        module.register_forward_hook(torch.compiler.disable(after))
 
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
         if _in_recomputation():
@@ -79,9 +70,10 @@ class Hooks:
 
     def _watch_output(self, unit: Unit, output: Any) -> None:
         """Let the unit's backward begin with the gradient of whichever of its outputs comes first."""
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        _refuse_parameters(unit, tensors)
         if not torch.is_grad_enabled():
             return
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise EngineError(
                 f"the output of unit '{unit.name}' ({type(output).__name__}) holds no tensor that backward could start "
@@ -91,6 +83,11 @@ class Hooks:
         version = unit.shard._version
 
         def begin_backward(_: torch.Tensor) -> None:
+            if torch.is_grad_enabled():
+                raise EngineError(
+                    "backward with create_graph=True needs the weights after backward has given them up; "
+                    "gradients of gradients cannot be had of a sharded model"
+                )
             unit.check_version(version)
             self._begin_backward(unit)
 
@@ -117,9 +114,18 @@ def _in_recomputation() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _refuse_parameters(unit: Unit, outputs: list[torch.Tensor]) -> None:
+    storage = unit.slot.flat.untyped_storage().data_ptr()
+    if any(output.untyped_storage().data_ptr() == storage for output in outputs if output.numel()):
+        raise EngineError(
+            f"unit '{unit.name}' returns a parameter of its own, or a view of it, which lives no longer than the "
+            "unit's forward; return a clone, or name the module around it among the blocks"
+        )
+
+
 def _require_resident(unit: Unit) -> None:
     if not unit.resident:
         raise EngineError(
-            f"unit '{unit.name}' is recomputed before its own backward began; checkpoint each block by itself, "
-            "not several blocks as one"
+            f"unit '{unit.name}' is recomputed before its own backward began; checkpoint each block by itself and with "
+            "use_reentrant=False"
         )

@@ -1,6 +1,6 @@
 """One unit: parameters that are gathered, computed with and reduced together, sharded and unsharded.
 
-Between steps a module's parameters are this rank's parts of the fp32 master shard; inside forward and backward they are
+Between steps a module's parameters are this rank's parts of the master shard; inside forward and backward they are
 views of the unit's slot. Both exist as ``nn.Parameter`` objects; exposing one or the other swaps references in the
 modules and touches no data.
 """
@@ -48,7 +48,7 @@ class Unit:
 
     ``shard`` is the 1-D master of ``layout.shard_numel`` elements, ``gradient_shard`` the same for gradients.
     ``modules`` are those whose calls make up the unit's forward. ``resident`` says that the slot holds the gathered
-    parameters, ``gathering`` and ``reducing`` hold collectives under way.
+    parameters, ``computing`` that it is between BEGIN and END; ``gathering`` and ``reducing`` are under way.
     """
 
     index: int
@@ -61,6 +61,7 @@ class Unit:
     slot: Slot = field(init=False)
     gradient_slot: Slot = field(init=False)
     resident: bool = False
+    computing: bool = False
     gathering: Pending | None = None
     generation: int = 0
     arrived: set[str] = field(default_factory=set)
@@ -156,6 +157,7 @@ class Unit:
             EngineError: nobody would reduce it, since the unit's backward has not begun or has ended.
         """
         name, gradient = parameter.layout.name, parameter.unsharded.grad
+        parameter.unsharded.grad = None
         if not self.in_backward:
             raise EngineError(
                 f"a gradient of '{name}' came before backward reached the output of its unit '{self.name}', or "
@@ -167,7 +169,6 @@ class Unit:
         else:
             parameter.gradient.copy_(gradient)
             self.arrived.add(name)
-        parameter.unsharded.grad = None
         return len(self.arrived) == len(self.parameters)
 
 

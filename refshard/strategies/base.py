@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
@@ -65,3 +66,8 @@ def count_collectives(issued: Iterable[tuple[str, int]]) -> tuple[CollectiveCoun
         counts[op] += 1
         sizes[op] += nbytes
     return tuple(CollectiveCount(op=op, count=counts[op], bytes=sizes[op]) for op in sorted(counts))
+
+
+def mesh_of(group: dist.ProcessGroup, model: nn.Module) -> DeviceMesh:
+    """A 1-D device mesh over ``group``, on the model's device type."""
+    return DeviceMesh.from_group(group, next(model.parameters()).device.type)

@@ -12,8 +12,7 @@ from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
 from refshard.plan.schedule import Op, OpKind, assign_slots, build, chain_markers
 from refshard.records import CollectiveCount
-from refshard.strategies.base import Strategy, count_collectives
-from refshard.strategies.fsdp2 import mesh_of
+from refshard.strategies.base import Strategy, count_collectives, mesh_of
 
 
 @final

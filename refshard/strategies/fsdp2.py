@@ -6,13 +6,12 @@ from typing import final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
-from refshard.strategies.base import PaddedUnit, Strategy, count_collectives
+from refshard.strategies.base import PaddedUnit, Strategy, count_collectives, mesh_of
 
 
 @final
@@ -52,11 +51,6 @@ class FSDP2(Strategy):
 
 
 ROOT = "root"
-
-
-def mesh_of(group: dist.ProcessGroup, model: nn.Module) -> DeviceMesh:
-    """A 1-D device mesh over ``group``, on the model's device type."""
-    return DeviceMesh.from_group(group, next(model.parameters()).device.type)
 
 
 def sharded_units(model: nn.Module) -> list[PaddedUnit]:

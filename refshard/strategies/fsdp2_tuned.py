@@ -3,8 +3,8 @@
 On a CPU, FSDP2 runs every collective synchronously. What its API offers against that, each kept because it helps:
 
 - ``unshard(async_op=True)`` from hooks one unit ahead, in forward and in backward, so that gathers overlap compute;
-- ``set_custom_reduce_scatter`` with the exchange-and-sum that the engine uses on gloo; it stays synchronous, since
-  FSDP2 reads the result as soon as the call returns (a group of its own for it makes no difference, then);
+- ``set_custom_reduce_scatter`` with the exchange-and-sum that the engine uses on gloo; synchronous, as its interface
+  asks. One that returned early would be faster here, and right only while FSDP2 happens not to touch the result;
 - units for the embedding and the head, as torchtitan has them; the embedding is not gathered for backward, which does
   not read it, and the head is kept until its backward.
 """
@@ -21,8 +21,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
-from refshard.strategies.base import Strategy, count_collectives
-from refshard.strategies.fsdp2 import full_dtensors, mesh_of, sharded_units
+from refshard.strategies.base import Strategy, count_collectives, mesh_of
+from refshard.strategies.fsdp2 import full_dtensors, sharded_units
 
 
 @final
@@ -45,7 +45,8 @@ class FSDP2Tuned(Strategy):
         for unit in (m for m in model.modules() if isinstance(m, FSDPModule) and self._gloo):
             unit.set_custom_reduce_scatter(exchange)
         blocks = list(backbone.layers)
-        for module, following in pairwise([backbone.embed_tokens, *blocks, model.lm_head]):
+        # Elsewhere FSDP2 prefetches by itself, on streams of its own.
+        for module, following in pairwise([backbone.embed_tokens, *blocks, model.lm_head] if self._gloo else []):
             if isinstance(following, FSDPModule):
                 module.register_forward_pre_hook(_unshard(following))
             if module in blocks:

@@ -230,3 +230,103 @@ def test_compiled_blocks_call_the_hooks(mode: str) -> None:
     for layer in model.layers:
         layer.compile(backend="aot_eager")
     assert train(model, 3) == pytest.approx(train(bare, 3), rel=1e-5)
+
+
+class Around(nn.Module):
+    """Computes with a parameter of its own around a module that has some too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.full((6,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * self.scale
+        return out
+
+
+class WithHead(nn.Module):
+    """Blocks between an input layer and a head of any kind."""
+
+    def __init__(self, head: nn.Module, blocks: list[nn.Module] | None = None) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(blocks or [nn.Linear(6, 6) for _ in range(3)])
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inputs(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Returning(nn.Module):
+    """Returns a view of its parameter, as positional embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(64, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table[: x.shape[0]]
+
+
+def steps(model: nn.Module, n: int = 3) -> list[torch.Tensor]:
+    """Train on a fixed input; return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(n):
+        loss = model(torch.linspace(-1, 1, 12).view(2, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found
+
+
+def assert_trains_like_bare(mode: str, make: Callable[[], nn.Module]) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make())
+    refshard.shard(models[1], mode=mode, collectives=LateCollectives(), debug=True)
+    assert steps(models[1]) == steps(models[0])
+
+
+def test_a_unit_lasts_while_the_module_around_it_computes(mode: str) -> None:
+    assert_trains_like_bare(mode, lambda: WithHead(Around()))
+
+
+def test_a_module_that_several_blocks_share(mode: str) -> None:
+    def make() -> nn.Module:
+        shared = nn.Linear(6, 6)
+        return WithHead(nn.Linear(6, 6), [nn.Sequential(nn.Linear(6, 6), shared) for _ in range(3)])
+
+    assert_trains_like_bare(mode, make)
+
+
+def test_a_parameter_as_output_is_refused(mode: str) -> None:
+    model = WithHead(Returning())
+    refshard.shard(model, mode=mode, collectives=LateCollectives())
+    with pytest.raises(EngineError, match="unit 'head' returns a parameter of its own, or a view of it"):
+        steps(model)
+
+
+def test_gradients_of_gradients_are_refused(mode: str) -> None:
+    _, model = pair(mode)
+    train(model, 2)
+    with pytest.raises(EngineError, match="gradients of gradients cannot be had"):
+        loss_of(model, make_batch(0)).backward(create_graph=True)
+
+
+def test_parameters_with_hooks_or_in_uncalled_containers_are_refused(mode: str) -> None:
+    hooked = make_net()
+    hooked.head.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(EngineError, match=r"parameter 'head\.weight' has hooks"):
+        refshard.shard(hooked, mode=mode, collectives=LateCollectives())
+    listed = WithHead(nn.Linear(6, 6))
+    listed.extra = nn.ParameterList([nn.Parameter(torch.ones(6))])
+    with pytest.raises(EngineError, match="holds a ParameterList, which is never called by itself"):
+        refshard.shard(listed, mode=mode, collectives=LateCollectives())
