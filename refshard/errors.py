@@ -17,10 +17,6 @@ class EngineError(RefshardError):
     """The sharding engine met a model or an order of execution that it cannot serve correctly."""
 
 
-class ProofError(RefshardError):
-    """A strategy did not do what its plan announced, so its timing does not count."""
-
-
 class TraceError(RefshardError):
     """A trace file is damaged or is no trace."""
 

@@ -6,7 +6,6 @@ GiB is 2**30 bytes and is written GiB. TFLOPS is 10**12 floating-point operation
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
-NS_PER_S = 1_000_000_000
 
 
 def format_bytes(n: float | None) -> str:

@@ -42,7 +42,7 @@ METRICS: dict[str, Metric] = {
                "model FLOPs per rank and second by the named convention, recompute not counted"),
         Metric("mfu", "MFU", "fraction", "higher", "noisy",
                "TFLOPS over the device's peak; the record names the peak and its source"),
-        Metric("peak_memory_bytes", "peak memory", "B", "lower", "exact",
+        Metric("peak_memory_bytes", "peak memory", "B", "lower", "noisy",
                "maximum over ranks of the allocator's peak within a step"),
         Metric("rss_bytes", "peak RSS", "B", "lower", "noisy",
                "maximum over ranks of the process's peak resident set, libraries included"),

@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -18,6 +18,8 @@ from refshard import resources
 from refshard.errors import SpecError, nearest
 
 Device = Literal["auto", "cpu", "cuda"]
+LARGEST = 2**40
+"""Above what any count, limit or size in a suite can mean."""
 REFERENCE_STRATEGY = "single"
 """The strategy that every other one's losses are held against: one unsharded rank."""
 
@@ -57,7 +59,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         for field in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab", "params"):
-            _at_least(field, getattr(self, field), 1)
+            _within(field, getattr(self, field), 1)
         if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
             raise ValueError(
                 f"dim must be n_heads times an even head dimension, got dim = {self.dim}, n_heads = {self.n_heads}"
@@ -96,8 +98,9 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         for field in ("world_size", "global_batch", "seq_len", "threads_per_rank", "measured_steps", "traced_steps"):
-            _at_least(field, getattr(self, field), 1)
-        _at_least("warmup_steps", self.warmup_steps, 10)
+            _within(field, getattr(self, field), 1)
+        _within("warmup_steps", self.warmup_steps, 10)
+        _within("seed", self.seed, 0)
         if self.strategy == REFERENCE_STRATEGY and self.world_size != 1:
             raise ValueError(f"world_size must be 1 for strategy '{REFERENCE_STRATEGY}', got {self.world_size}")
         if self.global_batch % self.world_size:
@@ -106,10 +109,10 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate must lie between 0 and 1, got {self.learning_rate}")
-        if self.time_limit_s <= 0:
-            raise ValueError(f"time_limit_s must be > 0, got {self.time_limit_s}")
-        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
-            raise ValueError(f"memory_limit_gib must be > 0, got {self.memory_limit_gib}")
+        if not 0 < self.time_limit_s < LARGEST:
+            raise ValueError(f"time_limit_s must be > 0 and finite, got {self.time_limit_s}")
+        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < LARGEST:
+            raise ValueError(f"memory_limit_gib must be > 0 and finite, got {self.memory_limit_gib}")
 
     @property
     def name(self) -> str:
@@ -143,11 +146,13 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     name: str
     about: str = ""
     rounds: int = 1
-    matrix: dict[str, list[Any]]
+    matrix: dict[str, Any]
     case: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        _at_least("rounds", self.rounds, 1)
+        if not re.fullmatch(r"\w[\w.-]{0,63}", self.name):
+            raise ValueError(f"name must be up to 64 letters, digits, '.', '-' or '_' (a folder's), got {self.name!r}")
+        _within("rounds", self.rounds, 1, most=1000)
         known = [*CaseSpec.__struct_fields__, "batch_per_rank"]
         for table in ("matrix", "case"):
             for key in getattr(self, table):
@@ -157,8 +162,8 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if both:
             raise ValueError(f"'{both[0]}' is in both matrix and case; keep one")
         for key, values in self.matrix.items():
-            if not values:
-                raise ValueError(f"matrix.{key} is empty; give at least one value")
+            if not isinstance(values, list) or not values:
+                raise ValueError(f"matrix.{key} must be a list of at least one value, got {values!r}")
 
     def cases(self) -> tuple[CaseSpec, ...]:
         """The product of the matrix, without duplicates, each case's reference before it.
@@ -180,7 +185,7 @@ def _convert_case(given: dict[str, Any]) -> CaseSpec:
     if (per_rank is None) == ("global_batch" not in fields):
         raise SpecError("case: exactly one of global_batch and batch_per_rank must be given")
     if per_rank is not None:
-        if not isinstance(per_rank, int) or per_rank < 1:
+        if not _is_count(per_rank):
             raise SpecError(f"case: batch_per_rank must be an integer >= 1, got {per_rank!r}")
         fields["global_batch"] = per_rank * fields["world_size"] if _is_count(fields.get("world_size")) else per_rank
     if fields.get("strategy") == REFERENCE_STRATEGY and _is_count(fields.get("world_size")):
@@ -252,7 +257,9 @@ def _explain(message: str, data: Mapping[str, Any], to: type) -> str:
     value: Any = data
     for key in keys:
         value = value[int(key)] if isinstance(value, list) else value.get(key)
-    return f"{'.'.join(keys)}: {text[0].lower()}{text[1:]} ({value!r})"
+    if "enum value" in text:
+        text = f"{text}; known: {', '.join(map(str, get_args(get_type_hints(to)[keys[-1]])))}"
+    return f"{'.'.join(keys)}: {text[0].lower()}{text[1:]} (got {value!r})"
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -264,10 +271,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: not valid TOML ({error}); correct that line") from None
 
 
-def _at_least(field: str, value: int, least: int) -> None:
+def _within(field: str, value: int, least: int, *, most: int = LARGEST) -> None:
     if value < least:
         raise ValueError(f"{field} must be >= {least}, got {value}")
+    if value > most:
+        raise ValueError(f"{field} must be <= {most}, got {value}")
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

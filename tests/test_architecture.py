@@ -82,6 +82,6 @@ def test_importing_refshard_or_its_command_line_does_not_import_torch() -> None:
     assert "torch" not in modules_after("import refshard, refshard.cli")
 
 
-def test_a_worker_imports_nothing_heavier_than_torch() -> None:
+def test_a_rank_imports_nothing_heavier_than_torch() -> None:
     heavy = {"pandas", "plotly", "scipy", "rich", "typer", "tabulate", "jinja2", "psutil", "transformers"}
-    assert not modules_after("import refshard.harness.worker") & heavy
+    assert not modules_after("import refshard.harness.rank") & heavy

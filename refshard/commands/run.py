@@ -26,11 +26,12 @@ def run(suite: str, output: Path | None, *, oversubscribe: bool) -> tuple[Run, P
     spec = load_suite(find_suite(suite))
     cases = check_suite(spec, oversubscribe=oversubscribe)
     folder = output or new_run_folder(spec)
+    print(f"run folder: {folder}", file=sys.stderr, flush=True)
     environment = capture_environment(cases[0].threads_per_rank)
+    if output is None:
+        mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
     with _observer() as observer:
         finished = run_suite(spec, folder, LocalLauncher(), observer, environment, oversubscribe=oversubscribe)
-    if output is None:
-        mark_latest(folder)
     dashboard = folder / "dashboard.html"
     write_dashboard(finished, dashboard)
     return finished, dashboard
@@ -85,6 +86,7 @@ class _Bars(Observer):
             TimeElapsedColumn(),
             TextColumn("{task.fields[at]}"),
             console=Console(stderr=True),
+            refresh_per_second=2,  # the ranks need the cores
         )
         self._task: TaskID | None = None
 

@@ -11,7 +11,7 @@ from refshard.errors import TraceError
 from refshard.flops import FORMULAS, Convention, flops_per_token
 from refshard.harness.launchers.base import Launch
 from refshard.harness.measure import RankResult
-from refshard.harness.worker import rank_file, trace_file
+from refshard.harness.rank import rank_file, trace_file
 from refshard.records import METRICS, CaseRecord, CollectiveCount, Environment, Proof, State, StepTrace
 from refshard.specs import REFERENCE_STRATEGY, CaseSpec, load_model
 from refshard.tracing.kineto import read_timeline
@@ -42,7 +42,10 @@ class _Traces:
 def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Environment, peers: Peers) -> CaseRecord:
     """Complete ``blank``, whose state is preset to ok, with what the launch of its case left in ``folder``."""
     case = blank.case
-    ranks = _read_ranks(folder, case.world_size)
+    try:
+        ranks = _read_ranks(folder, case.world_size)
+    except msgspec.DecodeError as damage:
+        return msgspec.structs.replace(blank, state="failed", error=f"a rank left a damaged result: {damage}")
     if launch.timed_out or len(ranks) < case.world_size or any(r.state != "ok" for r in ranks):
         state, error = _failure(case, launch, ranks)
         return msgspec.structs.replace(blank, state=state, error=error, log_tail=launch.log_tail)
@@ -64,13 +67,11 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         steps=tuple(_step_trace(rank, step) for rank, step in traces.steps),
         proof=proof,
         warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
-        **_peak(ranks[0].device, environment),
+        **_peak(case, ranks[0].device, environment),
     )
-    record = msgspec.structs.replace(record, metrics=_metrics(record, ranks, traces))
     if proof.failures:
-        reason = "proof of run: " + "; ".join(proof.failures)
-        record = msgspec.structs.replace(record, state="failed", error=reason)
-    return record
+        return msgspec.structs.replace(record, state="failed", error="proof of run: " + "; ".join(proof.failures))
+    return msgspec.structs.replace(record, metrics=_metrics(record, ranks, traces))
 
 
 def _read_ranks(folder: Path, world_size: int) -> list[RankResult]:
@@ -80,6 +81,8 @@ def _read_ranks(folder: Path, world_size: int) -> list[RankResult]:
 
 def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tuple[State, str]:
     """The state of a case that did not end well, and its cause in one line."""
+    if launch.out_of_memory:
+        return "oom", f"{launch.error}: the kernel's out-of-memory killer chose it"
     if launch.timed_out:
         return "timeout", f"did not end within time_limit_s = {case.time_limit_s:g}; the ranks were ended"
     unwell = [rank for rank in ranks if rank.state != "ok"]
@@ -115,8 +118,20 @@ def _prove(
     differing = next((step for step in traces.per_step if step != announced), None)
     if differing is not None:
         failures.append(f"the plan announced {_counts(announced)}, the trace shows {_counts(differing)}")
+    if any(rank.announced != announced for rank in ranks):
+        failures.append("the ranks announced different collectives")
+    if case.world_size > 1 and not announced:
+        failures.append("no collective was announced: several ranks train together only by communicating")
+    if len(traces.per_step) != case.world_size * case.traced_steps:
+        failures.append(
+            f"the traces hold {len(traces.per_step)} steps, {case.world_size * case.traced_steps} were asked for"
+        )
+    if announced and not all(step.comm for _, step in traces.steps):
+        failures.append("collectives were issued, but the trace shows no communication")
     if not ranks[0].wrapped_units and case.strategy != REFERENCE_STRATEGY:
         failures.append("the model was not wrapped: it has no unit")
+    if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
+        failures.append("a rank left fewer losses or step times than steps")
     if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
         failures.append("the ranks ended with different parameters")
     parity = _parity(case, losses, peers.reference)
@@ -171,10 +186,12 @@ def _counts(issued: Sequence[CollectiveCount]) -> str:
     return ", ".join(f"{c.count} {c.op} of {c.bytes} B" for c in issued) or "no collectives"
 
 
-def _peak(device: str, environment: Environment) -> dict[str, object]:
+def _peak(case: CaseSpec, device: str, environment: Environment) -> dict[str, object]:
     """The peak that MFU is held against: on a CPU a measured one; an unknown device has none."""
     if device != "cpu":
         return {"peak_flops_per_s": None, "peak_source": "no fp32 peak on record for this device"}
+    if case.threads_per_rank != environment.gemm_threads:
+        return {"peak_flops_per_s": None, "peak_source": f"measured with {environment.gemm_threads} thread(s) only"}
     return {
         "peak_flops_per_s": environment.gemm_flops_per_s,
         "peak_source": f"measured fp32 matrix product, {environment.gemm_threads} thread(s), machine idle",
@@ -193,7 +210,9 @@ def _metrics(record: CaseRecord, ranks: Sequence[RankResult], traces: _Traces) -
         "tokens_per_s_gpu": tokens_per_s,
         "tflops": flops_per_s / 1e12,
         "mfu": flops_per_s / record.peak_flops_per_s if record.peak_flops_per_s else None,
-        "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks),
+        "peak_memory_bytes": max(peaks)
+        if (peaks := [r.peak_memory_bytes for r in ranks if r.peak_memory_bytes])
+        else None,
         "rss_bytes": max(r.rss_bytes for r in ranks),
         "compute_s": fmean(s.compute for s in steps) * NS,
         "comm_s": fmean(s.comm for s in steps) * NS,

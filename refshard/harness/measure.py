@@ -1,14 +1,15 @@
 """What one rank measures of one case, in order: proof and warm-up, timed steps, traced steps.
 
-The profiler is off while steps are timed. The allocator's peak is taken over one early step, after the optimizer's
-state and the engine's slots exist: on a CPU only a profiler sees allocations, and it must run from the model's
-construction on, so it may not run while anything is timed.
+Nothing watches while steps are timed. The allocator's peak is taken over one early step, after the optimizer's state
+and the engine's slots exist; the trace is recorded last.
 """
 
 import hashlib
+import math
 import resource
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -16,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from refshard.errors import RefshardError
 from refshard.models.data import TokenSource, open_source, rank_batch
 from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.records import CollectiveCount, State
 from refshard.specs import CaseSpec, load_model
 from refshard.strategies import make_strategy
 from refshard.strategies.base import Strategy
-from refshard.tracing.capture import WARMUP_STEPS, AllocatorPeak, capture_steps
+from refshard.tracing.capture import WARMUP_STEPS, capture_steps
+from refshard.tracing.memory import AllocatorPeak
 
 MEMORY_STEP = 2
 """The step whose allocator peak is recorded: the first whose every buffer was there before."""
@@ -42,7 +45,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     step_times_s: tuple[float, ...] = ()
     traced_step_times_s: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
-    peak_memory_bytes: int = 0
+    peak_memory_bytes: int | None = None
     rss_bytes: int = 0
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
@@ -88,6 +91,8 @@ class Trainer:
         self._synchronise()
         elapsed = time.perf_counter() - started
         self.losses.append(loss.item())
+        if not math.isfinite(self.losses[-1]):
+            raise RefshardError(f"the loss of step {len(self.losses) - 1} is {self.losses[-1]}; lower learning_rate")
         return elapsed
 
     def _synchronise(self) -> None:
@@ -102,16 +107,12 @@ def measure(
     strategy = make_strategy(case.strategy)
     warmup = _counted("warm-up", case.warmup_steps, progress)
     progress("build", 0, 1)
-    with AllocatorPeak(device) as allocator:
-        trainer = Trainer(case, strategy, group, device)
-        for step in warmup:
-            if step == MEMORY_STEP:
-                allocator.open_window()
+    _import_lazy_parts()
+    allocator = AllocatorPeak(device)
+    trainer = Trainer(case, strategy, group, device)
+    for step in warmup:
+        with allocator.window() if step == MEMORY_STEP else nullcontext():
             trainer.timed_step(aligned=True)
-            if step == MEMORY_STEP:
-                break
-    for _ in warmup:
-        trainer.timed_step(aligned=True)
     times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     traced = []
@@ -135,6 +136,15 @@ def measure(
         announced=strategy.announced(),
         parameters_sha256=_digest(strategy.full_parameters()),
     )
+
+
+def _import_lazy_parts() -> None:
+    """Let torch import what it puts off until a first optimizer step: tens of MiB of code are no strategy's memory."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.sum().backward()
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _counted(phase: str, steps: int, progress: Progress) -> Iterator[int]:

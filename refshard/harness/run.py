@@ -17,15 +17,15 @@ from refshard.errors import SpecError
 from refshard.harness.assemble import Peers, assemble
 from refshard.harness.environment import available_cores
 from refshard.harness.launchers.base import Launcher
+from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.store import RunWriter, read_run
-from refshard.harness.worker import CASE_FILE, trace_file
 from refshard.models.data import open_source
 from refshard.records import CaseRecord, EndRecord, Environment, Run, RunRecord
 from refshard.specs import REFERENCE_STRATEGY, CaseSpec, SuiteSpec, load_model
 from refshard.strategies import check_name
 
 _FIRST = (REFERENCE_STRATEGY, "ddp")
-"""Strategies that the others are held against run first in each round."""
+"""Strategies that the others are held against run first in round 0; later rounds find their records there."""
 
 
 class Observer(ABC):
@@ -109,11 +109,10 @@ def run_suite(
 
 
 def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
-    """The order of one round: those that others are held against first, the rest shuffled by the round's number."""
-    first = [case for name in _FIRST for case in cases if case.strategy == name]
-    rest = [case for case in cases if case.strategy not in _FIRST]
-    random.Random(round_).shuffle(rest)
-    return first + rest
+    """The order of one round, shuffled by its number; in round 0 those come first that others are held against."""
+    shuffled = list(cases)
+    random.Random(round_).shuffle(shuffled)
+    return shuffled if round_ else sorted(shuffled, key=lambda case: (*_FIRST, case.strategy).index(case.strategy))
 
 
 def new_run_folder(suite: SuiteSpec) -> Path:
@@ -124,10 +123,14 @@ def new_run_folder(suite: SuiteSpec) -> Path:
 
 def mark_latest(folder: Path) -> None:
     """Let ``latest`` beside the run's folder point to it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     link = folder.parent / "latest"
     unfinished = folder.parent / f".latest-{os.getpid()}"
     unfinished.symlink_to(folder.name)
-    unfinished.replace(link)
+    try:
+        unfinished.replace(link)
+    except OSError:  # something else is called "latest": the run matters more than the link
+        unfinished.unlink()
 
 
 def _records(

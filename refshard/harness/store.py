@@ -4,6 +4,7 @@ One writer appends; a line is complete or, after a crash, the torn last one, whi
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -36,10 +37,17 @@ class RunWriter:
         self.folder = folder
 
     def append(self, record: Record) -> None:
-        """Write one record so that it outlives a crash of this process or machine."""
-        self._file.write(msgspec.json.encode(record) + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Write one record so that it outlives a crash of this process or machine.
+
+        Raises:
+            StoreError: the disk does not take it.
+        """
+        try:
+            self._file.write(msgspec.json.encode(record) + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StoreError(f"{self.folder}: cannot be written ({error.strerror}); make room") from None
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -47,7 +55,8 @@ class RunWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with suppress(OSError):  # a full disk: what could not be flushed was reported
+            self._file.close()
 
 
 def read_run(folder: Path) -> Run:

@@ -1,114 +1,28 @@
-"""One rank of one case: what the launcher starts, as ``python -m refshard.harness.worker FOLDER``.
+"""What a launcher starts for each rank: ``python -m refshard.harness.worker FOLDER LAUNCHER_PID``.
 
-It reads ``FOLDER/case.json``, runs the case and leaves ``FOLDER/rank<r>.json``, whatever happens short of being killed.
-It imports torch, numpy and msgspec and nothing heavier, so it runs on a bare cluster image.
+Before it imports anything that takes time, it asks the kernel to end it should its launcher be killed, so that no rank
+is ever left behind.
 """
 
 import ctypes
 import os
-import resource
 import signal
 import sys
-import traceback
-import warnings
 from pathlib import Path
 
-import msgspec
-import torch
-import torch.distributed as dist
-
-from refshard.errors import SpecError
-from refshard.harness.measure import RankResult, measure
-from refshard.quantities import GIB
-from refshard.records import State
-from refshard.specs import CaseSpec
-
-CASE_FILE = "case.json"
-PROGRESS_FILE = "progress"
 _PR_SET_PDEATHSIG = 1
 
 
-def rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its :class:`RankResult`."""
-    return folder / f"rank{rank}.json"
-
-
-def trace_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its Kineto trace."""
-    return folder / f"trace-rank{rank}.json.gz"
-
-
-def main(folder: Path) -> int:
+def main(folder: Path, launcher: int) -> int:
     """Run this rank and return the process's exit status."""
-    _die_with_parent()
-    rank = int(os.environ["RANK"])
-    case = msgspec.json.decode((folder / CASE_FILE).read_bytes(), type=CaseSpec)
-    if case.memory_limit_gib is not None:
-        limit = int(case.memory_limit_gib * GIB)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    torch.set_num_threads(case.threads_per_rank)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            result = _run(case, folder, rank)
-        except BaseException as error:
-            traceback.print_exc()
-            result = RankResult(rank=rank, state=_state_of(error), error=_describe(error))
-    notes = tuple(dict.fromkeys(str(w.message) for w in caught if "refshard" in str(w.message)))
-    _replace(rank_file(folder, rank), msgspec.json.encode(msgspec.structs.replace(result, warnings=notes)))
-    return 0 if result.state == "ok" else 1
-
-
-def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
-    device = _device(case)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-
-        def progress(phase: str, step: int, steps: int) -> None:
-            if rank == 0:
-                (folder / PROGRESS_FILE).write_text(f"{phase} {step + 1}/{steps}")
-
-        result = measure(case, group, device, trace_file(folder, rank), progress)
-        dist.barrier()
-        return result
-    finally:
-        dist.destroy_process_group()
-
-
-def _device(case: CaseSpec) -> torch.device:
-    wanted = case.device if case.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _state_of(error: BaseException) -> State:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return "oom"
-    # The CPU allocator has no exception of its own.
-    return "oom" if isinstance(error, RuntimeError) and "can't allocate memory" in str(error) else "failed"
-
-
-def _describe(error: BaseException) -> str:
-    first_line = (str(error).strip() or "no message").splitlines()[0]
-    return first_line if isinstance(error, SpecError) else f"{type(error).__name__}: {first_line}"
-
-
-def _die_with_parent() -> None:
-    """Have the kernel end this rank should its launcher be killed, so that none is left behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:
+            return 1  # it was killed before the kernel was asked
+    from refshard.harness.rank import run_rank
 
-
-def _replace(path: Path, data: bytes) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(data)
-    unfinished.replace(path)
+    return run_rank(folder)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -24,7 +24,7 @@ from refshard.report import charts, origin, views
 from refshard.report.cases import Setting, contested, settings, trainings
 from refshard.report.charts import Chart
 from refshard.report.trust import trust
-from refshard.report.verdict import caveats, findings, unranked
+from refshard.report.verdict import caveats, findings, unfinished, unranked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def _content(run: Run) -> dict[str, Any]:
     return {
         "header": run.header,
         "findings": findings(run),
-        "unranked": unranked(run),
+        "unranked": (*unfinished(run), *unranked(run)),
         "caveats": caveats(run),
         "facts": trust(run),
         "summaries": [(setting.label, views.summary_table(setting.cases)) for setting in settings(run)],

@@ -66,6 +66,7 @@ _COLLECTIVE_OPS = {
     "c10d::broadcast_": ("broadcast", 0),
     "c10d::allgather_": ("all_gather_list", 0),
 }
+_NO_COLLECTIVES = frozenset(("c10d::barrier", "c10d::monitored_barrier_"))
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -153,11 +154,13 @@ def _cpu_spans(events: list[_Event], main: tuple[int | str, int | str] | None) -
 def _collectives(events: list[_Event], windows: tuple[Window, ...]) -> Iterable[Collective]:
     """The collectives that the host issued in each step, in order."""
     element_of = _element_bytes_by_size(events)
-    for event in sorted((e for e in events if e.name in _COLLECTIVE_OPS), key=lambda e: e.start):
+    issued = (e for e in events if e.name.startswith("c10d::") and e.name not in _NO_COLLECTIVES)
+    for event in sorted(issued, key=lambda e: e.start):
         step = next((w.step for w in windows if w.start <= event.start < w.end), None)
         if step is None:
             continue
-        op, argument = _COLLECTIVE_OPS[event.name]
+        # One that this table does not know must not vanish: it goes by its own name, with its first tensor's bytes.
+        op, argument = _COLLECTIVE_OPS.get(event.name, (event.name, 0))
         yield Collective(op=op, bytes=_bytes(event, argument, element_of), step=step)
 
 

@@ -8,8 +8,8 @@ import msgspec
 
 from refshard.harness.launchers.base import Launch, Launcher
 from refshard.harness.measure import RankResult
+from refshard.harness.rank import rank_file, trace_file
 from refshard.harness.run import Observer
-from refshard.harness.worker import rank_file, trace_file
 from refshard.records import CaseRecord, CollectiveCount, Environment
 from refshard.specs import CaseSpec, SuiteSpec, convert
 from tests.tracing.handmade import event, shaped, step, write

@@ -138,7 +138,7 @@ def test_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None:
     state, error, _ = only_case(found, "ddp")
     assert state == "failed"
     assert error is not None
-    assert "ended with signal 9 (SIGKILL" in error
+    assert "ended with signal 9 (SIGKILL)" in error
     assert only_case(found, "single")[0] == "ok"
     assert not processes_of(run)
 

@@ -107,7 +107,7 @@ def test_logs_and_errors_are_text_and_never_markup(whole: str, seen: Page) -> No
 
 def test_hostile_strategies_and_titles_stay_text() -> None:
     made = run([replace(case, strategy=HOSTILE) for case in CASES[1:2]], rounds=1, failed=False)
-    suite = msgspec.structs.replace(made.header.suite, name=HOSTILE, about='"><b onclick=alert(3)>')
+    suite = msgspec.structs.replace(made.header.suite, about='"><b onclick=alert(3)>')
     made = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite, run_id=HOSTILE))
     found = drawn(made)
     assert len(found.scripts) == 3

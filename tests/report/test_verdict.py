@@ -23,8 +23,8 @@ def test_the_verdict_of_the_made_run() -> None:
         "The runner-up, refshard-fsdp, takes 48.0 ms, 20.0 % longer (95 % interval 19.4 to 20.6 %; significant).",
         "refshard-yafsdp is leanest at 240 MiB of peak memory per rank. The next, refshard-fsdp, needs 280 MiB, "
         "16.7 % more.",
-        "Most of what refshard-fsdp loses to refshard-yafsdp is exposed communication: 6.00 ms against 1.00 ms per "
-        "traced step.",
+        "Most of what refshard-fsdp loses to refshard-yafsdp in the traced pass is exposed communication: 6.00 ms "
+        "against 1.00 ms per step.",
         "fsdp2-tuned, 2 ranks: not ranked, state failed in 1 of 2 rounds (RuntimeError: mat1 and mat2 shapes differ "
         f"{HOSTILE}).",
         "Caution: 2 launches are too few (3 needed): the interval comes from steps alone, so launch-to-launch "
@@ -99,11 +99,11 @@ def test_equal_memory_is_called_equal() -> None:
 
 def test_a_single_contender_is_named_as_such() -> None:
     told = verdict(only(BY_NAME["single"], BY_NAME["ddp"]))
-    assert told == ["ddp is the only strategy that finished: 50.0 ms per step."]
+    assert told == ["ddp is the only strategy here that finished: 50.0 ms per step."]
 
 
 def test_a_run_of_references_alone_is_judged_by_itself() -> None:
-    assert verdict(only(BY_NAME["single"])) == ["single is the only strategy that finished: 80.0 ms per step."]
+    assert verdict(only(BY_NAME["single"])) == ["single is the only strategy here that finished: 80.0 ms per step."]
 
 
 def test_nothing_finished() -> None:
@@ -156,3 +156,37 @@ def test_a_long_error_is_shortened() -> None:
 @pytest.mark.parametrize(("names", "told"), [(["a"], "a"), (["a", "b"], "a and b"), (["a", "b", "c"], "a, b and c")])
 def test_names_are_listed_in_words(names: list[str], told: str) -> None:
     assert listed(names) == told
+
+
+def told_why(compute: float, exposed: float, idle: float) -> list[str]:
+    """The reason that is given when fsdp2, with these times in s, loses to ddp with 40, 9 and 2 ms."""
+    rival = replace(BY_NAME["fsdp2"], compute=compute, exposed=exposed, idle=idle)
+    return [sentence for sentence in verdict(only(BY_NAME["ddp"], rival)) if "in the traced pass" in sentence]
+
+
+def test_the_reason_is_called_most_only_if_it_is() -> None:
+    assert told_why(0.042, 0.016, 0.002)[0].startswith("Most of what fsdp2 loses to ddp in the traced pass is exposed")
+    (largest,) = told_why(0.045, 0.015, 0.007)
+    assert largest == (
+        "The largest part of what fsdp2 loses to ddp in the traced pass is exposed communication: 15.0 ms against "
+        "9.00 ms per step."
+    )
+
+
+def test_no_reason_is_given_where_the_traced_pass_does_not_show_the_loss() -> None:
+    assert told_why(0.020, 0.010, 0.002) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (None, "Not finished: 6 of 6 launches are done; the run was cut off, or is still under way."),
+        (True, "Not finished: 6 of 6 launches are done; the run was interrupted."),
+    ],
+)
+def test_a_run_that_did_not_end_by_itself_says_so_first(end: bool | None, told: str) -> None:
+    made = only(BY_NAME["ddp"], BY_NAME["fsdp2"])
+    assert made.end is not None
+    closing = None if end is None else msgspec.structs.replace(made.end, interrupted=end)
+    assert verdict(msgspec.structs.replace(made, end=closing))[0] == told
+    assert not verdict(made)[0].startswith("Not finished")

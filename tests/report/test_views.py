@@ -254,7 +254,8 @@ def test_a_run_cut_off_before_its_first_case_has_empty_views() -> None:
     assert views.rows(made).empty
     assert views.proof_table(made).empty
     assert isinstance(views.state_table(made), pd.DataFrame)
-    assert views.terminal_table(made) == views.terminal_verdict(made) == ""
+    assert views.terminal_table(made) == ""
+    assert views.terminal_verdict(made).startswith("* Not finished: 0 of 12 launches are done; the run was cut off")
 
 
 @pytest.mark.parametrize(

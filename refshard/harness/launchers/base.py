@@ -13,10 +13,11 @@ class Launch:
     """How a launch ended.
 
     ``failed_rank`` is the rank that failed first, ``error`` what the launcher can tell of it (how its process ended),
-    ``log_tail`` the last lines that it wrote.
+    ``log_tail`` the last lines that it wrote. ``out_of_memory`` says that the kernel killed it for want of memory.
     """
 
     timed_out: bool = False
+    out_of_memory: bool = False
     failed_rank: int | None = None
     error: str | None = None
     log_tail: tuple[str, ...] = ()
@@ -27,7 +28,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, case: CaseSpec, folder: Path, on_progress: Callable[[str], None]) -> Launch:
-        """Run ``python -m refshard.harness.worker folder`` on ``case.world_size`` ranks.
+        """Run ``python -m refshard.harness.worker folder pid`` on ``case.world_size`` ranks.
 
         ``on_progress`` is called now and then with what rank 0 is at. KeyboardInterrupt passes through, after the
         ranks have ended.

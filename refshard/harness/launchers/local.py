@@ -1,6 +1,7 @@
 """All ranks on this machine, through torch's elastic launcher: what ``torchrun`` runs, by its API."""
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from refshard.harness.launchers.base import Launch, Launcher
-from refshard.harness.worker import PROGRESS_FILE
+from refshard.harness.rank import PROGRESS_FILE
 from refshard.specs import CaseSpec
 
 _TAIL_LINES = 30
@@ -39,19 +40,24 @@ class LocalLauncher(Launcher):
             logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
         )
         start = elastic_launch(config, entrypoint=sys.executable)
+        kills_before = _out_of_memory_kills()
         with _quiet_elastic(), _kept_signal_handlers(), _Watch(case.time_limit_s, folder, on_progress) as watch:
             try:
-                start("-m", "refshard.harness.worker", str(folder))
+                start("-m", "refshard.harness.worker", str(folder), str(os.getpid()))
                 return Launch()
             except ChildFailedError as error:
                 rank, exit_code = _first_to_fail(error)
                 cause = f"rank {rank} ended with {_cause(exit_code)}"
-                tail = _log_tail(logs, rank)
-                return Launch(timed_out=watch.timed_out, failed_rank=rank, error=cause, log_tail=tail)
+                starved = exit_code == -signal.SIGKILL and _out_of_memory_kills() > kills_before
+                return Launch(
+                    timed_out=watch.timed_out,
+                    out_of_memory=starved and not watch.timed_out,
+                    failed_rank=rank,
+                    error=cause,
+                    log_tail=_log_tail(logs, rank),
+                )
             except SignalException as interruption:
-                if interruption.sigval in (signal.SIGINT, signal.SIGTERM):
-                    raise KeyboardInterrupt from None
-                raise
+                raise KeyboardInterrupt(interruption.sigval) from None
 
 
 class _Watch:
@@ -143,9 +149,16 @@ def _first_to_fail(error: ChildFailedError) -> tuple[int, int]:
 def _cause(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit status {exit_code}"
-    name = signal.Signals(-exit_code).name
-    hint = "; the kernel sends it when memory runs out" if name == "SIGKILL" else ""
-    return f"signal {-exit_code} ({name}{hint})"
+    return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
+
+
+def _out_of_memory_kills() -> int:
+    """How many processes the kernel's out-of-memory killer has ended since boot; 0 where it does not tell."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _log_tail(logs: Path, rank: int) -> tuple[str, ...]:

@@ -1,0 +1,45 @@
+"""The allocator's peak, against tensors of known size."""
+
+import threading
+
+import pytest
+import torch
+
+from refshard.tracing.memory import AllocatorPeak
+
+MEGABYTE = 2**20
+
+
+def megabytes(n: int) -> torch.Tensor:
+    return torch.empty(n * MEGABYTE, dtype=torch.uint8)
+
+
+def test_peak_counts_what_was_held_before_the_window_and_not_what_was_freed() -> None:
+    peak = AllocatorPeak(torch.device("cpu"))
+    held = megabytes(30)
+    early = megabytes(500)
+    del early
+    with peak.window():
+        first = megabytes(40)
+        second = megabytes(50)
+        del first, second
+        third = megabytes(70)
+        del third
+    assert held.nbytes == 30 * MEGABYTE
+    assert peak.peak_bytes == pytest.approx((30 + 40 + 50) * MEGABYTE, rel=0.02)
+
+
+def test_peak_sees_what_another_thread_frees() -> None:
+    """As gloo's threads do with the tensors of a collective: the profiler's events would count them for ever."""
+    peak = AllocatorPeak(torch.device("cpu"))
+    with peak.window():
+        for _ in range(5):
+            kept = [megabytes(40)]
+            thread = threading.Thread(target=kept.clear)
+            thread.start()
+            thread.join()
+    assert peak.peak_bytes == pytest.approx(40 * MEGABYTE, rel=0.02)
+
+
+def test_without_a_window_there_is_no_peak() -> None:
+    assert AllocatorPeak(torch.device("cpu")).peak_bytes is None
