@@ -37,11 +37,11 @@ class Hooks:
         def before(_: nn.Module, __: Any) -> None:
             if _in_recomputation():
                 _require_resident(unit)
-            elif not called:
-                called.add(module)
+                return
+            first = not called
+            called.add(module)
+            if first:
                 self._executor.mark(Op(OpKind.BEGIN, unit.index, "forward"))
-            else:
-                called.add(module)
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
             if _in_recomputation():

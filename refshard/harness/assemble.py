@@ -12,13 +12,20 @@ from refshard.flops import FORMULAS, Convention, flops_per_token
 from refshard.harness.launchers.base import Launch
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import rank_file, trace_file
-from refshard.records import METRICS, CaseRecord, CollectiveCount, Environment, Proof, State, StepTrace
+from refshard.records import (
+    METRICS,
+    PARITY_TOLERANCE,
+    CaseRecord,
+    CollectiveCount,
+    Environment,
+    Proof,
+    State,
+    StepTrace,
+)
 from refshard.specs import REFERENCE_STRATEGY, CaseSpec, load_model
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import StepOverlap, collectives_per_step, mean_ratio, step_overlaps
 
-PARITY_TOLERANCE = 1e-5
-"""Largest relative difference of an fp32 loss from the reference's: splitting the batch alone costs about 1e-6."""
 CONVENTION: Convention = "A"
 NS = 1e-9
 

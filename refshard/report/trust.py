@@ -5,13 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from refshard.quantities import format_percent
-from refshard.records import Fidelity, Run
+from refshard.records import PARITY_TOLERANCE, Fidelity, Run
 from refshard.report.cases import Case, cases
 from refshard.report.views import bit_identical, format_metric, proof_summary
 from refshard.stats.sample import MIN_LAUNCHES
 
-PARITY_LIMIT = 1e-5
-"""Loss parity over which a strategy is suspected of training something else."""
 PERTURBATION_LIMIT = 1.2
 """Traced over untraced step time from which on the breakdown describes the tracer too."""
 NOISE_LIMIT = 0.05
@@ -71,7 +69,7 @@ def _parity(finished: tuple[Case, ...]) -> Fact:
         return Fact(label=label, value="unknown", detail=meaning, good=False)
     parity, case = worst
     detail = meaning if parity == 0 else f"{meaning} ({case.label})"
-    return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=parity <= PARITY_LIMIT)
+    return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=parity <= PARITY_TOLERANCE)
 
 
 def _bits(finished: tuple[Case, ...]) -> Fact:
