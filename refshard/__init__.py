@@ -3,15 +3,20 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from refshard.engine.api import full_parameters, shard
+    from refshard.engine.api import clip_grad_norm_, full_parameters, no_sync, shard
+    from refshard.engine.precision import Precision
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "full_parameters", "shard"]
+__all__ = ["Precision", "__version__", "clip_grad_norm_", "full_parameters", "no_sync", "shard"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the engine, and torch with it, when it is first asked for."""
-    if name in ("full_parameters", "shard"):
+    if name == "Precision":
+        from refshard.engine.precision import Precision
+
+        return Precision
+    if name in __all__:
         from refshard.engine import api
 
         return getattr(api, name)

@@ -1,6 +1,7 @@
 """``shard``: make any module a sharded one, then train it with an ordinary loop."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -10,13 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from refshard.engine.collectives import Collectives, GroupCollectives
+from refshard.engine.device import lanes_of
 from refshard.engine.executor import Executor
 from refshard.engine.grouping import UnitGroup, group_units
 from refshard.engine.hooks import Hooks
-from refshard.engine.unit import Unit, UnitParameter
+from refshard.engine.materialise import Initialise, make_unit, materialise
+from refshard.engine.optim import clip_gradients
+from refshard.engine.precision import Precision
+from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
-from refshard.plan.layout import lay_out
-from refshard.plan.placement import find_mode
+from refshard.plan.placement import Accumulation, Mode, find_mode
 
 _ENGINE = "_refshard_engine"
 
@@ -26,6 +30,8 @@ class Engine:
     """What ``shard`` attached to a model: its units, in registration order, and what runs them."""
 
     units: tuple[Unit, ...]
+    mode: Mode
+    collectives: Collectives
     executor: Executor
     hooks: Hooks
 
@@ -46,40 +52,64 @@ def shard(
     *,
     mode: str = "yafsdp",
     blocks: Sequence[str | type[nn.Module]] | None = None,
+    precision: Precision | None = None,
+    accumulation: Accumulation | None = None,
+    initialise: Initialise | None = None,
+    offload: bool = False,
+    communication_streams: int = 2,
     collectives: Collectives | None = None,
     debug: bool = False,
 ) -> nn.Module:
     """Shard ``model`` over ``mesh`` in place, and return it.
 
     Afterwards ``model.parameters()`` yields this rank's part of every parameter, 1-D and possibly empty, under the
-    parameter's own name; an elementwise optimizer (AdamW, SGD, ...) over them just works, and so do ``backward`` and
-    evaluation under ``no_grad``. All ranks start from rank 0's weights, and must call the same modules and use the same
-    parameters in each step, in the same order. A parameter of a unit that took no part gets a gradient of zeros. The
-    storage of a ``.grad`` is written again by the next step; clone what must last.
+    parameter's own name (the very objects that were there before); an elementwise optimizer (AdamW, SGD, ...) over them
+    just works, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and evaluation
+    under ``no_grad``. All ranks start from the first rank's weights, and must call the same modules and use the same
+    parameters in each step, in the same order. A parameter that took no part in a step has no gradient. The storage of
+    a ``.grad`` is written again by the next step; clone what must last.
 
     Args:
-        model: a module whose parameters are materialised, of one dtype per unit, and trainable.
-        mesh: a 1-D device mesh to shard over; by default all ranks, on the device type of the parameters.
-        mode: a row of :data:`refshard.plan.placement.MODES`: ``"fsdp"`` or ``"yafsdp"``.
+        model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time.
+        mesh: a device mesh of one axis to shard over, or of two: replicate, then shard. In a mode that shards nothing
+            every axis is one to replicate over. By default all ranks, on the device type of the parameters.
+        mode: a row of :data:`refshard.plan.placement.MODES`: ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fsdp"`` or
+            ``"yafsdp"``.
         blocks: the modules that become units, by name, by name of a list of them, or by class; by default the members
             of the outermost ``nn.ModuleList``. What lies before and after them forms a unit each.
-        collectives: what to communicate with; by default the mesh's process group, and a second one of the same ranks
-            for reduce-scatters.
-        debug: fill freed storage with NaN, so that a read of it shows.
+        precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
+        accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
+            mode's own way. See :func:`no_sync`.
+        initialise: fills in place the parameters that a module from the meta device holds directly; by default its own
+            ``reset_parameters``.
+        offload: keep masters, their gradients and so the optimizer's state in (pinned) CPU memory.
+        communication_streams: 1, or 2 to let reductions and gathers run beside each other: two CUDA streams, and two
+            process groups of the same ranks.
+        collectives: what to communicate with; by default the mesh's process groups.
+        debug: fill freed storage with NaN, so that a read of it shows, and check after each backward that all ranks
+            used the same parameters.
 
     Raises:
-        SpecError: the mode or a block's name is unknown, or the mesh is not 1-D.
+        SpecError: the mode, a block's name or another argument is unknown, or the mesh has more than two axes.
         EngineError: the model cannot be sharded; the message says which parameter and why.
     """
-    chosen = find_mode(mode)
+    chosen, precision = find_mode(mode, accumulation), precision or Precision()
+    if communication_streams not in (1, 2):
+        raise SpecError(f"communication_streams: must be 1 or 2, got {communication_streams}")
     if any(hasattr(module, _ENGINE) for module in model.modules()):
         raise EngineError("the model, or a part of it, is sharded already; shard a fresh one, and as a whole")
     groups = group_units(model, blocks)
-    collectives = collectives or _mesh_collectives(mesh, next(model.parameters()).device)
+    device = _compute_device(groups, mesh)
+    collectives = collectives or _mesh_collectives(mesh, device, chosen, communication_streams)
+    units = []
     with torch.no_grad():
-        units = tuple(_make_unit(i, group, collectives) for i, group in enumerate(groups))
-    executor = Executor(units, chosen, collectives, debug=debug)
-    setattr(model, _ENGINE, Engine(units, executor, Hooks(model, units, executor)))
+        for index, group in enumerate(groups):
+            materialise(group, device, initialise)
+            units.append(make_unit(index, group, chosen, precision, collectives, device, offload=offload))
+    lanes = lanes_of(device, communication_streams)
+    executor = Executor(units, chosen, collectives, lanes, debug=debug)
+    hooks = Hooks(model, tuple(units), executor, precision)
+    setattr(model, _ENGINE, Engine(tuple(units), chosen, collectives, executor, hooks))
     return model
 
 
@@ -95,45 +125,75 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Passes within are of microbatches that are not the step's last (forward and backward both within).
+
+    Where gradients add up unsharded they are then left unreduced, until a backward outside. Where they add up in the
+    shard, as in the modes that shard them, every microbatch is reduced all the same: the unsharded buffers are needed.
+    """
+    executor = engine_of(model).executor
+    before, executor.accumulating = executor.accumulating, True
+    try:
+        yield
+    finally:
+        executor.accumulating = before
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale the gradients of a sharded model in place so that their total norm is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` over the model's parameters, which is right too and takes a collective for
+    each parameter where this takes one. Returns the total norm before clipping, a 0-d tensor, the same on all ranks.
+
+    Raises:
+        EngineError: the model was not sharded, or ``max_norm`` or ``norm_type`` is not positive.
+    """
+    engine = engine_of(model)
+    parameters = [p.sharded for unit in engine.units for p in unit.trained]
+    return clip_gradients(parameters, engine.collectives, max_norm, norm_type)
+
+
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter's name and full value, a unit at a time; all ranks must iterate to the end.
+    """Yield every parameter's name and full master value, a unit at a time; all ranks must iterate to the end.
 
     The tensors are the caller's own. A tied parameter comes once, under its first name.
     """
     engine = engine_of(model)
     for unit in engine.units:
-        with engine.executor.unsharded(unit):
-            for parameter in unit.parameters:
-                # A copy: whoever calls .numpy() on a view would pin the slot's storage for good.
-                yield parameter.layout.name, parameter.unsharded.detach().clone()
+        for flat in unit.flats:
+            full = torch.empty(flat.layout.numel, dtype=flat.shard.dtype, device=unit.device)
+            with torch.no_grad():
+                engine.collectives.all_gather(full, flat.shard.to(unit.device)).wait()
+            for parameter in flat.parameters:
+                place = parameter.layout
+                yield place.name, full[place.offset : place.offset + place.numel].view(place.shape).clone()
 
 
-def _mesh_collectives(mesh: DeviceMesh | None, device: torch.device) -> Collectives:
+def _compute_device(groups: Sequence[UnitGroup], mesh: DeviceMesh | None) -> torch.device:
+    """Where the parameters are; for those on the meta device, the mesh's device type or the CPU."""
+    device = groups[0].parameters[0].parameter.device
+    if device.type != "meta":
+        return device
+    kind = mesh.device_type if mesh is not None else "cpu"
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _mesh_collectives(mesh: DeviceMesh | None, device: torch.device, mode: Mode, streams: int) -> Collectives:
     if not dist.is_initialized():
         raise EngineError("no process group; call torch.distributed.init_process_group() before refshard.shard")
     if mesh is None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    if mesh.ndim != 1:
-        raise SpecError(f"mesh: must have one axis to shard over, got {mesh.ndim}; pass mesh['shard'] or the like")
-    group = mesh.get_group()
-    return GroupCollectives(group, dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True))
+    if mesh.ndim > 2:
+        raise SpecError(f"mesh: must have one axis, or two to replicate and shard over, got {mesh.ndim}")
+    if mode.optimizer == "replicate":
+        everyone = mesh.get_group() if mesh.ndim == 1 else _new_group(mesh.mesh.flatten().tolist())
+        return GroupCollectives(None, everyone, device=device)
+    shards = mesh.get_group(mesh.ndim - 1)
+    replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+    reducing = _new_group(dist.get_process_group_ranks(shards)) if streams == 2 else None
+    return GroupCollectives(shards, replicas, reducing=reducing, device=device)
 
 
-def _make_unit(index: int, group: UnitGroup, collectives: Collectives) -> Unit:
-    """Flatten a group's parameters, take rank 0's values, keep this rank's part and let go of the rest."""
-    first = group.parameters[0].parameter
-    shapes = [(member.name, tuple(member.parameter.shape)) for member in group.parameters]
-    layout = lay_out(group.name, shapes, collectives.world_size)
-    full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
-    for member, place in zip(group.parameters, layout.parameters):
-        full[place.offset : place.offset + place.numel].copy_(member.parameter.detach().reshape(-1))
-    collectives.broadcast(full)
-    mine = collectives.rank * layout.shard_numel
-    flat = full[mine : mine + layout.shard_numel].clone()
-    parameters = []
-    for member, place in zip(group.parameters, layout.parameters):
-        start, stop = layout.local_range(place, collectives.rank)
-        sharded = nn.Parameter(flat[start:stop])
-        parameters.append(UnitParameter(place, member.holders, sharded, start, stop, sharded.data_ptr()))
-        parameters[-1].expose(sharded)
-    return Unit(index, group.name, group.modules, layout, tuple(parameters), flat, torch.zeros_like(flat))
+def _new_group(ranks: list[int]) -> dist.ProcessGroup:
+    return dist.new_group(ranks, use_local_synchronization=True)

@@ -1,8 +1,9 @@
 """Slots: the storage that unsharded parameters and gradients live in, and who owns it now.
 
-A slot's tensor object is stable; only its storage comes and goes (transient) or changes hands (ring). Parameters are
-views of it, so that an all-gather lands in place and nothing is copied out. Because such a refill must not be seen by
-autograd's version counters, a slot counts *generations* instead: whoever reads checks that the content is still theirs.
+A slot's tensor objects are stable; only their storage comes and goes (transient) or changes hands (ring). Parameters
+are views of them, so that an all-gather lands in place and nothing is copied out. Because such a refill must not be
+seen by autograd's version counters, a slot counts *generations* instead: whoever reads checks that the content is
+still theirs.
 """
 
 from collections.abc import Sequence
@@ -14,39 +15,38 @@ from refshard.plan.layout import ParameterLayout
 
 
 class Slot:
-    """Storage for one unit's flat buffer at a time.
+    """Storage for one unit's flat buffers at a time.
 
-    ``flat`` is a 1-D tensor of ``numel`` elements. A persistent slot keeps its storage for good; a transient one has
-    storage only between :meth:`acquire` and :meth:`release`. With ``debug``, released content is filled with NaN, so
-    that a read after release cannot pass unnoticed.
+    ``flats`` are 1-D tensors, one for each of the unit's flat parameters. A persistent slot keeps its storage for
+    good; a transient one has storage only between :meth:`acquire` and :meth:`release`. With ``debug``, released content
+    is filled with NaN, so that a read after release cannot pass unnoticed.
     """
 
-    __slots__ = ("_bytes", "_debug", "_persistent", "flat", "generation", "owner")
+    __slots__ = ("_bytes", "_debug", "_persistent", "flats", "generation", "owner")
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, *, persistent: bool, debug: bool = False
-    ) -> None:
-        self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self._bytes = self.flat.untyped_storage().nbytes()
+    def __init__(self, flats: Sequence[torch.Tensor], *, persistent: bool, debug: bool = False) -> None:
+        self.flats = tuple(flats)
+        self._bytes = tuple(flat.untyped_storage().nbytes() for flat in flats)
         self._persistent = persistent
         self._debug = debug
         self.owner: str | None = None
         self.generation = 0
         if not persistent:
-            self.flat.untyped_storage().resize_(0)
+            self._resize(0)
 
-    def views(self, places: Sequence[ParameterLayout]) -> list[torch.Tensor]:
-        """A view per place, each with a version counter of its own, so that a refill is no change to autograd.
+    def views(self, places: Sequence[Sequence[ParameterLayout]]) -> list[list[torch.Tensor]]:
+        """A view per flat and place, each with a version counter of its own, so that a refill is no change to autograd.
 
         Views survive the storage's coming and going, but torch only makes them where storage is.
         """
-        storage = self.flat.untyped_storage()
-        had_storage = storage.nbytes() > 0
-        if not had_storage:
-            storage.resize_(self._bytes)
-        made = [self.flat[p.offset : p.offset + p.numel].view(p.shape).data for p in places]
-        if not had_storage:
-            storage.resize_(0)
+        if not self._persistent and self.owner is None:
+            self._resize(None)
+        made = [
+            [flat[p.offset : p.offset + p.numel].view(p.shape).data for p in places_of_flat]
+            for flat, places_of_flat in zip(self.flats, places)
+        ]
+        if not self._persistent and self.owner is None:
+            self._resize(0)
         return made
 
     def acquire(self, owner: str) -> int:
@@ -61,7 +61,7 @@ class Slot:
                 "nested in each other: shard with mode='fsdp', or make them one block"
             )
         if not self._persistent:
-            self.flat.untyped_storage().resize_(self._bytes)
+            self._resize(None)
         self.owner = owner
         self.generation += 1
         return self.generation
@@ -69,9 +69,10 @@ class Slot:
     def release(self) -> None:
         """Give the slot up; its content is gone."""
         if self._debug:
-            self.flat.detach().fill_(float("nan"))
+            for flat in self.flats:
+                flat.detach().fill_(float("nan"))
         if not self._persistent:
-            self.flat.untyped_storage().resize_(0)
+            self._resize(0)
         self.owner = None
 
     def check(self, owner: str, generation: int) -> None:
@@ -85,3 +86,8 @@ class Slot:
                 f"unit '{owner}' expects generation {generation} in its slot, which holds generation "
                 f"{self.generation} of unit '{self.owner}'; backward would compute with another unit's weights"
             )
+
+    def _resize(self, nbytes: int | None) -> None:
+        """Give every flat ``nbytes`` of storage, or all that it needs."""
+        for flat, needed in zip(self.flats, self._bytes):
+            flat.untyped_storage().resize_(needed if nbytes is None else nbytes)

@@ -5,7 +5,7 @@ This file alone chooses between torch's old and new names of the flat collective
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,61 +19,159 @@ class Pending(Protocol):
 
 
 class Collectives(ABC):
-    """All-gather and reduce-scatter of flat 1-D tensors over one axis of ranks.
+    """Collectives of flat 1-D tensors over a shard axis of ``world_size`` ranks, times a replicate axis of ``replicas``.
 
-    ``rank`` and ``world_size`` are those of the axis. Both calls return at once; the tensors must not be touched
-    before ``wait``.
+    ``rank`` is this rank's place on the shard axis. The calls that return a :class:`Pending` return at once, and the
+    tensors must not be touched before its ``wait``. Sums are sums: who wants a mean scales what goes in.
     """
 
     rank: int
     world_size: int
+    replicas: int = 1
+
+    @property
+    def legs(self) -> int:
+        """How many collectives reduce a gradient: 2 where both axes have several ranks."""
+        return 2 if self.world_size > 1 and self.replicas > 1 else 1
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Fill ``output`` (world_size * n elements) with every rank's ``shard`` (n elements), in rank order."""
+        """Fill ``output`` (world_size * n elements) with every rank's ``shard`` (n elements), in rank order.
+
+        ``shard`` may be this rank's part of ``output`` itself.
+        """
 
     @abstractmethod
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
-        """Fill ``output`` (n elements) with the mean over ranks of this rank's part of ``full`` (world_size * n)."""
+        """Fill ``output`` (n elements) with the sum over ranks of this rank's part of ``full`` (world_size * n).
+
+        ``output`` may be this rank's part of ``full`` itself. With a shard axis of one rank the sum is over replicas.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Replace ``tensor`` by its sum over the replicate axis."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite ``tensor`` with rank 0's, synchronously."""
+        """Overwrite ``tensor`` with that of the first rank of both axes, synchronously."""
+
+    @abstractmethod
+    def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """Replace the small ``tensor`` by its sum or maximum over the shard axis, synchronously."""
+
+    @abstractmethod
+    def agree(self, value: int) -> bool:
+        """Whether every rank of both axes calls this with the same ``value`` (at most 32 bits), synchronously."""
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised 1-D tensor to communicate through for good."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 class GroupCollectives(Collectives):
-    """Collectives of a process group; reduce-scatters may go through a second group, so that a gather that was
-    issued later need not queue behind them.
+    """Collectives of process groups: of the shard axis, of the replicate axis, and of the shard axis again for
+    reduce-scatters, so that a gather that was issued later need not queue behind them.
+
+    A group that is None stands for an axis of one rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, reduce_group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self._reduce_group = reduce_group or group
-        self.rank = group.rank()
-        self.world_size = group.size()
-        self._gloo = dist.get_backend(group) == "gloo"
+    def __init__(
+        self,
+        shards: dist.ProcessGroup | None,
+        replicas: dist.ProcessGroup | None = None,
+        *,
+        reducing: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._shards, self._replicas = shards, replicas
+        self._reducing = reducing or shards
+        self._device = device or torch.device("cpu")
+        self.rank = shards.rank() if shards else 0
+        self.world_size = shards.size() if shards else 1
+        self.replicas = replicas.size() if replicas else 1
+        self._gloo = shards is not None and dist.get_backend(shards) == "gloo"
         self._receive: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :meth:`Collectives.all_gather`."""
-        work: Pending = _all_gather(output, shard, group=self._group, async_op=True)
-        return work
+        if self._shards is not None and not self._gloo:
+            work: Pending = _all_gather(output, shard, group=self._shards, async_op=True)
+            return work
+        own = output[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return Together(tuple(self._exchange(output, own, step) for step in range(1, self.world_size)))
+
+    def _exchange(self, output: torch.Tensor, own: torch.Tensor, step: int) -> dist.Work:
+        """Send this rank's part to the rank ``step`` places on, and receive that of the rank as far back.
+
+        Gloo's own all-gather goes through a temporary of the whole output; this one receives in place.
+        """
+        size, numel = self.world_size, own.numel()
+        source, target = (self.rank - step) % size, (self.rank + step) % size
+        return dist.all_to_all_single(
+            output[source * numel : (source + 1) * numel],
+            own,
+            [numel * (rank == source) for rank in range(size)],
+            [numel * (rank == target) for rank in range(size)],
+            group=self._shards,
+            async_op=True,
+        )
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
         """See :meth:`Collectives.reduce_scatter`."""
+        if self._shards is None:
+            if output.data_ptr() != full.data_ptr():
+                output.copy_(full)
+            return self.all_reduce(output)
         if not self._gloo:
-            work: Pending = _reduce_scatter(output, full, op=dist.ReduceOp.AVG, group=self._reduce_group, async_op=True)
+            work: Pending = _reduce_scatter(output, full, group=self._reducing, async_op=True)
             return work
         # Gloo runs a reduce-scatter as an all-reduce of the whole input: exchanging the parts and summing them here
         # moves half the bytes (trap 10), into a receive buffer that is taken from a pool and goes back to it.
         free = self._receive.setdefault((full.numel(), full.dtype), [])
         received = free.pop() if free else torch.empty_like(full)
-        exchange = dist.all_to_all_single(received, full, group=self._reduce_group, async_op=True)
-        return _LocalMean(exchange, received, output, free)
+        exchange = dist.all_to_all_single(received, full, group=self._reducing, async_op=True)
+        return _LocalSum(exchange, received, output, free)
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """See :meth:`Collectives.all_reduce`."""
+        if self._replicas is None:
+            return Together(())
+        work: Pending = dist.all_reduce(tensor, group=self._replicas, async_op=True)
+        return work
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See :meth:`Collectives.broadcast`."""
-        dist.broadcast(tensor, group_src=0, group=self._group)
+        for group in (self._replicas, self._shards):
+            if group is not None:
+                dist.broadcast(tensor, group_src=0, group=group)
+
+    def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """See :meth:`Collectives.reduce_over_shards`."""
+        if self._shards is not None:
+            there = tensor.to(self._device)  # offloaded gradients are on the CPU, the group may not be
+            dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._shards)
+            tensor.copy_(there)
+
+    def agree(self, value: int) -> bool:
+        """See :meth:`Collectives.agree`."""
+        extremes = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
+        for group in (self._shards, self._replicas):
+            if group is not None:
+                dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        most, least = extremes.tolist()
+        return bool(most == -least)
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See :meth:`Collectives.allocate`: in memory that the group has registered, where its backend can."""
+        if self._shards is not None and device.type == "cuda":
+            backend = self._shards._get_backend(device)
+            if backend.supports_tensor_alloc(device):
+                registered: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+                return registered
+        return torch.empty(numel, dtype=dtype, device=device)
 
 
 # torch 2.13 deprecates the names on the right, torch 2.11 lacks those on the left.
@@ -81,9 +179,21 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Several collectives, awaited as one."""
+
+    works: tuple[Pending, ...]
+
+    def wait(self) -> None:
+        """See :meth:`Pending.wait`."""
+        for work in self.works:
+            work.wait()
+
+
 @dataclass(slots=True)
-class _LocalMean:
-    """An exchange of parts, whose mean is taken when it is awaited."""
+class _LocalSum:
+    """An exchange of parts, which are summed when it is awaited."""
 
     work: dist.Work
     received: torch.Tensor
@@ -92,16 +202,13 @@ class _LocalMean:
 
     def wait(self) -> None:
         self.work.wait()
-        parts = self.received.view(-1, self.output.numel())
-        torch.sum(parts, dim=0, out=self.output)
-        # DDP divides before it sums; for a power of two both give the same bits.
-        self.output.div_(parts.shape[0])
+        torch.sum(self.received.view(-1, self.output.numel()), dim=0, out=self.output)
         self.pool.append(self.received)
 
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """One collective as it was issued; ``bytes`` of the unsharded tensor."""
+    """One collective as it was issued; ``bytes`` of the unsharded tensor, or of the shard for an all-reduce."""
 
     op: str
     bytes: int
@@ -114,6 +221,7 @@ class RecordingCollectives(Collectives):
         self._inner = inner
         self.rank = inner.rank
         self.world_size = inner.world_size
+        self.replicas = inner.replicas
         self.issued: list[Issued] = []
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
@@ -126,6 +234,19 @@ class RecordingCollectives(Collectives):
         self.issued.append(Issued("reduce_scatter", full.nbytes))
         return self._inner.reduce_scatter(output, full)
 
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """See :meth:`Collectives.all_reduce`."""
+        self.issued.append(Issued("all_reduce", tensor.nbytes))
+        return self._inner.all_reduce(tensor)
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See :meth:`Collectives.broadcast`."""
         self._inner.broadcast(tensor)
+
+    def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """See :meth:`Collectives.reduce_over_shards`."""
+        self._inner.reduce_over_shards(tensor, op)
+
+    def agree(self, value: int) -> bool:
+        """See :meth:`Collectives.agree`."""
+        return self._inner.agree(value)

@@ -1,20 +1,23 @@
 """Walks the schedule: markers come in from the hooks, collectives and slot changes go out.
 
-The first training pass observes: nothing is prefetched, every slot is transient, and the order of execution is written
-down. From then on the op stream that :mod:`refshard.plan.schedule` builds from that order is followed, marker by
-marker. Where a later pass departs from the order, the engine says so once and serves every later pass on demand.
+The first training pass observes: nothing is prefetched, rings are transient storage still, and the order of execution
+is written down. From then on the op stream that :mod:`refshard.plan.schedule` builds from that order is followed,
+marker by marker. Where a later pass departs from the order, the engine says so once and serves every later pass on
+demand.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum, auto
 
 import torch
-from torch.profiler import record_function
 
 from refshard.engine.buffers import Slot
-from refshard.engine.collectives import Collectives, Pending
+from refshard.engine.collectives import Collectives
+from refshard.engine.device import Lanes
+from refshard.engine.effects import Effects
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 from refshard.plan.placement import Mode
@@ -23,7 +26,11 @@ from refshard.plan.schedule import (
     MARKERS,
     Op,
     OpKind,
+    PassKind,
     Phase,
+    Presence,
+    SlotKey,
+    Slots,
     assign_slots,
     build,
     forward_only,
@@ -43,34 +50,32 @@ class Executor:
     """Executes ops on units.
 
     ``mark`` is called at each marker; ``begin_pass`` starts a forward, ``end_backward`` ends a training step, and
-    ``abandon_pass`` any other pass.
+    ``abandon_pass`` any other pass. While ``accumulating``, gradients that add up unsharded are not reduced.
     """
 
-    def __init__(self, units: Sequence[Unit], mode: Mode, collectives: Collectives, *, debug: bool) -> None:
+    def __init__(
+        self, units: Sequence[Unit], mode: Mode, collectives: Collectives, lanes: Lanes, *, debug: bool
+    ) -> None:
         self._units = tuple(units)
+        self._facts = tuple(unit.facts for unit in units)
         self._mode = mode
         self._collectives = collectives
         self._debug = debug
+        self._effects = Effects(self._units, collectives, lanes)
         self._order = Order.OBSERVING
         self._observed: list[Op] = []
         self._recording = False
-        self._pass = "training"
-        self._streams: dict[str, tuple[Op, ...]] = {}
+        self._kind = PassKind(legs=collectives.legs)
+        self._slots = Slots({}, {})
+        self._markers: tuple[Op, ...] = ()
+        self._followed: set[bool] = set()
+        self._streams: dict[PassKind, tuple[Op, ...]] = {}
         self._stream: tuple[Op, ...] | None = None
         self._position = 0
-        self._reducing: list[int] = []
-        self._effects: dict[OpKind, Callable[[Unit, Phase], None]] = {
-            OpKind.GATHER: self._gather,
-            OpKind.WAIT: self._wait,
-            OpKind.BEGIN: self._begin,
-            OpKind.END: self._end,
-            OpKind.RELEASE: self._release,
-            OpKind.REDUCE: self._reduce,
-            OpKind.FINISH: self._finish,
-        }
+        self._backward_open = False
+        self.accumulating = False
         for unit in self._units:
-            slot, gradient_slot = (self._new_slot(unit, persistent=False) for _ in range(2))
-            unit.bind(slot, gradient_slot, self._on_gradients)
+            unit.bind(*self._first_slots(unit), self._on_gradients)
 
     @property
     def order(self) -> Order:
@@ -79,29 +84,39 @@ class Executor:
 
     @property
     def stream(self) -> tuple[Op, ...]:
-        """The op stream of a training step; empty until one has been observed."""
-        return self._streams.get("training", ())
+        """The op stream of a training step of one microbatch; empty until one has been observed."""
+        return self._stream_of(PassKind(legs=self._collectives.legs)) or ()
 
     def begin_pass(self, *, training: bool) -> None:
         """Start a forward pass. Whatever an earlier pass left behind is stale by now.
 
         Raises:
-            EngineError: a parameter was replaced behind the engine's back.
+            EngineError: a parameter was replaced behind the engine's back, or the ranks observed different orders.
         """
         for unit in self._units:
             unit.check_parameters()
         self.abandon_pass()
+        for unit in self._units:
+            unit.arrived.clear()
         if self._order is Order.OBSERVING and self._complete():
             self._plan()
         self._observed.clear()
         self._recording = training and self._order is Order.OBSERVING
-        self._pass = "training" if training else "evaluation"
-        self._stream = self._streams.get(self._pass)
+        self._kind = PassKind(
+            training=training,
+            gather=self._must_gather(),
+            reduce=training and not (self.accumulating and self._mode.gradients == "replicate"),
+            legs=self._collectives.legs,
+        )
+        self._stream = self._stream_of(self._kind)
         self._position = 0
+        self._effects.masters_changed()
         self._run_ahead()
 
     def mark(self, marker: Op) -> None:
         """Do what the schedule asks for up to ``marker``, and issue what may start after it."""
+        if marker.phase == "backward":
+            self._backward_open = True
         if self._stream is not None:
             if self._reach(marker):
                 self._run_ahead()
@@ -110,55 +125,52 @@ class Executor:
         unit = self._units[marker.unit]
         if marker.kind is OpKind.BEGIN:
             self._make_room(unit, marker.phase)
-        gathered = None if unit.gathering is not None else unit.resident
-        for op in on_demand(marker, gathered, self._reducing, self._mode):
-            self._execute(op)
+        for op in on_demand(marker, _presence(unit), self._effects.reducing, self._mode, unit.facts, self._kind):
+            self._effects.execute(op)
         if self._recording:
             self._observed.append(marker)
 
     def end_backward(self) -> None:
-        """Flush what backward left open, and leave every gradient in its shard."""
+        """Flush what backward left open, and leave every gradient in its shard (or unsharded, while accumulating).
+
+        Raises:
+            EngineError: in debug, the ranks used different parameters.
+        """
         for unit in self._units:
             if unit.in_backward:
                 self._on_gradients(unit)
         if self._stream is not None and (skipped := self._next_marker()) is not None:
             self._give_up_order(f"backward ended before {skipped}")
         while self._stream is not None and self._position < len(self._stream):
-            self._execute(self._stream[self._position])
+            self._effects.execute(self._stream[self._position])
             self._position += 1
-        for index in tuple(self._reducing):
-            self._finish(self._units[index], "backward")
+        if self._debug:
+            self._check_agreement()
+        if self._kind.reduce:
+            self._effects.reduce_rest()
+        self._backward_open = False
         self.abandon_pass()
 
     def abandon_pass(self) -> None:
         """Give up whatever is unsharded or under way; gradients of a backward that did not end are dropped."""
         self._stream = None
         self._recording = False
+        lost = self._backward_open
+        self._backward_open = False
         for unit in self._units:
             for pending in (unit.gathering, unit.reducing):
                 if pending is not None:
                     # Nobody will use its result; if it failed, the next collective says so.
                     with suppress(RuntimeError):
                         pending.wait()
-            unit.gathering = unit.reducing = None
-            unit.resident = unit.computing = False
-            if unit.slot.owner == unit.name:
-                unit.slot.release()
-            if unit.gradient_slot.owner == unit.name:
-                unit.gradient_slot.release()
+            unit.gathering = None
+            unit.resident = unit.slot.owner == unit.name
+            if self._mode.parameters == "shard":
+                self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
+            unit.computing = False
+            self._effects.drop_gradients(unit, keep=self._mode.gradients == "replicate" and not lost)
             unit.expose_sharded()
-        self._reducing.clear()
-
-    @contextmanager
-    def unsharded(self, unit: Unit) -> Iterator[None]:
-        """Hold one unit gathered outside of a pass; a collective call that ends any pass."""
-        self.abandon_pass()
-        self._gather(unit, "forward")
-        self._wait(unit, "forward")
-        try:
-            yield
-        finally:
-            self._release(unit, "forward")
+        self._effects.reducing.clear()
 
     def _complete(self) -> bool:
         """Whether a whole step, forward and backward, has been observed."""
@@ -166,30 +178,73 @@ class Executor:
 
     @torch.inference_mode(False)
     def _plan(self) -> None:
-        """Build the op streams from the observed order and move the units into their slots.
+        """Fix the observed order and move the units into their rings.
 
         Slots must be ordinary tensors even where an evaluation in inference mode is what comes after step 0.
         """
-        slots = assign_slots(self._observed, [u.layout.numel for u in self._units], self._mode)
-        forward = forward_only(self._observed)
-        self._streams = {
-            "training": build(self._observed, slots, self._mode),
-            "evaluation": build(forward, slots, self._mode),
-        }
-        rings: dict[tuple[str, tuple[int, int]], Slot] = {}
-        for index, key in slots.parameters.items():
-            unit = self._units[index]
+        if not self._collectives.agree(zlib.crc32(repr(self._observed).encode())):
+            raise EngineError(
+                f"rank {self._collectives.rank} ran the units in another order, or used other parameters, than another "
+                "rank did in step 0; all ranks must call the same modules and use the same parameters in each step"
+            )
+        self._markers = tuple(self._observed)
+        self._slots = assign_slots(self._markers, self._facts, self._mode)
+        rings: dict[tuple[str, SlotKey], Slot] = {}
+        for unit in self._units:
+            own = (unit.slot, unit.gradient_slot)
+            keys = (("parameters", self._slots.parameters), ("gradients", self._slots.gradients))
             pair = []
-            for role, role_key in (("parameters", key), ("gradients", slots.gradients[index])):
-                if (role, role_key) not in rings:
-                    rings[role, role_key] = self._new_slot(unit, persistent=True)
-                pair.append(rings[role, role_key])
-            unit.bind(pair[0], pair[1], self._on_gradients)
+            for slot, (role, assigned) in zip(own, keys):
+                key = assigned.get(unit.index)
+                if key is not None and (role, key) not in rings:
+                    rings[role, key] = self._new_slot(unit, role, persistent=True)
+                pair.append(slot if key is None else rings[role, key])
+            if tuple(pair) != own:
+                unit.bind(pair[0], pair[1], self._on_gradients)
         self._order = Order.FOLLOWING
+        self._followed = {True, False}
 
-    def _new_slot(self, unit: Unit, *, persistent: bool) -> Slot:
-        shard = unit.shard
-        return Slot(unit.layout.numel, shard.dtype, shard.device, persistent=persistent, debug=self._debug)
+    def _stream_of(self, kind: PassKind) -> tuple[Op, ...] | None:
+        """The op stream of a pass of this kind, None where its order is not known."""
+        if kind.training not in self._followed:
+            return None
+        if kind not in self._streams:
+            markers = self._markers if kind.training else forward_only(self._markers)
+            self._streams[kind] = build(markers, self._slots, self._mode, self._facts, kind)
+        return self._streams[kind]
+
+    def _must_gather(self) -> bool:
+        """Whether this pass has to gather; replicated parameters that the optimizer changed are given up for it."""
+        if self._mode.parameters == "shard":
+            return True
+        stale = [u for u in self._units if not u.aliased and (not u.resident or u.gathered_version != u.version)]
+        for unit in self._units if stale else ():
+            if not unit.aliased:
+                self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
+        return bool(stale)
+
+    def _first_slots(self, unit: Unit) -> tuple[Slot, Slot]:
+        """Where a unit lives until the order is known; with persistent or transient storage, for good."""
+        if unit.aliased:
+            slot = Slot([flat.shard for flat in unit.flats], persistent=True)
+            unit.generation = slot.acquire(unit.name)
+            unit.resident = True
+        else:
+            slot = self._new_slot(unit, "parameters", persistent=self._mode.storage == "persistent")
+        if unit.gradients_aliased:
+            return slot, Slot([f.gradient_shard for f in unit.trained_flats if f.gradient_shard is not None], persistent=True)
+        persistent = self._mode.gradient_storage == "persistent"
+        return slot, self._new_slot(unit, "gradients", persistent=persistent)
+
+    def _new_slot(self, unit: Unit, role: str, *, persistent: bool) -> Slot:
+        wanted = (
+            [(flat.layout.numel, flat.dtype) for flat in unit.flats]
+            if role == "parameters"
+            else [(flat.layout.numel, flat.reduce_dtype) for flat in unit.trained_flats]
+        )
+        allocate = self._collectives.allocate if persistent else torch.empty
+        flats = [allocate(numel, dtype=dtype, device=unit.device) for numel, dtype in wanted]
+        return Slot(flats, persistent=persistent, debug=self._debug)
 
     def _reach(self, marker: Op) -> bool:
         """Execute the stream up to and with ``marker``; False, and nothing done, where another marker comes first."""
@@ -198,7 +253,7 @@ class Executor:
             return False
         end = self._stream.index(marker, self._position) + 1
         for op in self._stream[self._position : end]:
-            self._execute(op)
+            self._effects.execute(op)
         self._position = end
         return True
 
@@ -213,79 +268,31 @@ class Executor:
             op = self._stream[self._position]
             if op.kind in MARKERS or op.kind in BLOCKING:
                 return
-            self._execute(op)
+            self._effects.execute(op)
             self._position += 1
 
     def _give_up_order(self, why: str) -> None:
+        which = "training" if self._kind.training else "evaluation"
         warnings.warn(
-            f"refshard: the order of execution changed ({why}); nothing is prefetched in {self._pass} from now on",
+            f"refshard: the order of execution changed ({why}); nothing is prefetched in {which} from now on",
             stacklevel=2,
         )
         # An evaluation that takes another way (an early exit, say) leaves training's order alone.
-        del self._streams[self._pass]
+        self._followed.discard(self._kind.training)
         self._stream = None
-        if self._pass == "training":
+        if self._kind.training:
             self._order = Order.ON_DEMAND
-
-    def _execute(self, op: Op) -> None:
-        self._effects[op.kind](self._units[op.unit], op.phase)
-
-    def _gather(self, unit: Unit, phase: Phase) -> None:
-        with record_function(f"refshard::all_gather({unit.name})"):
-            unit.generation = unit.slot.acquire(unit.name)
-            unit.gathering = self._collectives.all_gather(unit.slot.flat, unit.shard)
-
-    def _wait(self, unit: Unit, phase: Phase) -> None:
-        assert unit.gathering is not None
-        self._await(unit.gathering, "all_gather", unit)
-        unit.gathering = None
-        unit.resident = True
-
-    def _begin(self, unit: Unit, phase: Phase) -> None:
-        unit.slot.check(unit.name, unit.generation)
-        if phase == "backward":
-            unit.gradient_slot.acquire(unit.name)
-            unit.arrived.clear()
-        unit.computing = True
-        # In backward too: what is recomputed there reads the modules' parameters again.
-        unit.expose_unsharded()
-
-    def _end(self, unit: Unit, phase: Phase) -> None:
-        unit.computing = False
-        unit.expose_sharded()
-
-    def _release(self, unit: Unit, phase: Phase) -> None:
-        if unit.resident:
-            unit.resident = False
-            unit.slot.release()
-
-    def _reduce(self, unit: Unit, phase: Phase) -> None:
-        with record_function(f"refshard::reduce_scatter({unit.name})"):
-            unit.zero_missing_gradients()
-            unit.reducing = self._collectives.reduce_scatter(unit.open_reduce_target(), unit.gradient_slot.flat)
-        self._reducing.append(unit.index)
-
-    def _finish(self, unit: Unit, phase: Phase) -> None:
-        if unit.reducing is None:
-            return
-        self._await(unit.reducing, "reduce_scatter", unit)
-        unit.reducing = None
-        self._reducing.remove(unit.index)
-        unit.take_reduced()
-        unit.gradient_slot.release()
-
-    def _await(self, pending: Pending, collective: str, unit: Unit) -> None:
-        try:
-            with record_function(f"refshard::wait({unit.name})"):
-                pending.wait()
-        except RuntimeError as error:
-            raise EngineError(
-                f"{collective} of unit '{unit.name}' failed on rank {self._collectives.rank}; "
-                f"another rank has probably ended: {error}"
-            ) from error
 
     def _on_gradients(self, unit: Unit) -> None:
         self.mark(Op(OpKind.END, unit.index, "backward"))
+
+    def _check_agreement(self) -> None:
+        used = repr([sorted(unit.arrived) for unit in self._units])
+        if not self._collectives.agree(zlib.crc32(used.encode())):
+            raise EngineError(
+                f"rank {self._collectives.rank} used other parameters in this step than another rank did; all ranks must "
+                "use the same ones, if need be by adding 0 * parameter.sum() to the loss"
+            )
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
         """Without a schedule, the unit's slots may hold what was prefetched and not used, or is being reduced."""
@@ -293,11 +300,17 @@ class Executor:
             if other is unit:
                 continue
             if other.slot is unit.slot and other.gathering is not None:
-                self._wait(other, phase)
+                self._effects.execute(Op(OpKind.WAIT, other.index, phase))
             if phase == "backward" and unit.gradient_slot is other.gradient_slot:
                 if other.in_backward:
                     # Backward has moved on without the gradients that it still lacks: they will not come.
                     self._on_gradients(other)
-                self._finish(other, phase)
+                self._effects.finish(other)
             if other.slot is unit.slot and not other.computing:
-                self._release(other, phase)
+                self._effects.execute(Op(OpKind.RELEASE, other.index, phase))
+
+
+def _presence(unit: Unit) -> Presence:
+    if unit.gathering is not None:
+        return Presence.GATHERING
+    return Presence.UNSHARDED if unit.resident else Presence.SHARDED

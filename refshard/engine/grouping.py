@@ -143,27 +143,22 @@ def _merge_tied(n_groups: int, touched: list[list[int]]) -> list[int]:
 
 
 def _check_flattenable(group: UnitGroup) -> None:
-    first = group.parameters[0].parameter
     uncalled = [m for m in group.modules if isinstance(m, nn.ParameterList | nn.ParameterDict)]
     if uncalled:
         raise EngineError(
             f"unit '{group.name}' holds a {type(uncalled[0]).__name__}, which is never called by itself; name the "
             "module around it among the blocks"
         )
+    devices = {member.parameter.device for member in group.parameters}
+    if len(devices) > 1:
+        raise EngineError(
+            f"parameters of unit '{group.name}' are on {' and '.join(sorted(map(str, devices)))}; move them to one device"
+        )
     for member in group.parameters:
         parameter = member.parameter
-        if parameter.device.type == "meta":
-            raise EngineError(f"parameter '{member.name}' is on the meta device; materialise the model before sharding")
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise EngineError(f"parameter '{member.name}' has hooks, which sharding would silence; remove them")
-        if not parameter.requires_grad:
-            raise EngineError(f"parameter '{member.name}' is frozen; frozen parameters cannot be sharded yet")
-        if (parameter.dtype, parameter.device) != (first.dtype, first.device):
-            raise EngineError(
-                f"parameter '{member.name}' is {_place(parameter)}, others of unit '{group.name}' are {_place(first)}; "
-                "convert the unit to one dtype and device"
-            )
-
-
-def _place(parameter: torch.Tensor) -> str:
-    return f"{parameter.dtype} on {parameter.device}"
+        if parameter.is_quantized or parameter.is_sparse:
+            raise EngineError(f"parameter '{member.name}' is sparse or quantised, and cannot be flattened; make it dense")
+        if parameter.requires_grad and any(isinstance(m, nn.Embedding) and m.sparse for m, _ in member.holders):
+            raise EngineError(f"parameter '{member.name}' has sparse gradients; set sparse=False on its nn.Embedding")

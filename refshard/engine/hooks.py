@@ -2,16 +2,19 @@
 
 A unit's forward begins when the first of its modules is called and ends when each has been called once. Its backward
 begins when the gradient of one of its outputs is there, and ends when the last of its parameters' gradients has
-arrived, which :class:`~refshard.engine.unit.Unit` counts.
+arrived, which :class:`~refshard.engine.unit.Unit` counts. Frozen parameters send no gradient, and what reads them may
+come after the last one that does: a unit that has some ends when the gradients of its inputs are there too.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from refshard.engine.executor import Executor
+from refshard.engine.precision import Precision
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 from refshard.plan.schedule import Op, OpKind
@@ -20,8 +23,9 @@ from refshard.plan.schedule import Op, OpKind
 class Hooks:
     """The hooks on one sharded model, for as long as it lives."""
 
-    def __init__(self, root: nn.Module, units: tuple[Unit, ...], executor: Executor) -> None:
+    def __init__(self, root: nn.Module, units: tuple[Unit, ...], executor: Executor, precision: Precision) -> None:
         self._executor = executor
+        self._precision = precision
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
         self._in_backward: set[int] = set()
         root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
@@ -34,14 +38,22 @@ class Hooks:
     def _hook_module(self, unit: Unit, module: nn.Module) -> None:
         called = self._called[unit.index]
 
-        def before(_: nn.Module, __: Any) -> None:
+        casts = self._precision.parameters is not None
+        watches_inputs = any(not flat.trained for flat in unit.flats)
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if _in_recomputation():
                 _require_resident(unit)
-                return
-            first = not called
-            called.add(module)
-            if first:
-                self._executor.mark(Op(OpKind.BEGIN, unit.index, "forward"))
+            else:
+                first = not called
+                called.add(module)
+                if first:
+                    self._executor.mark(Op(OpKind.BEGIN, unit.index, "forward"))
+            if casts:
+                args, kwargs = tree_map_only(torch.Tensor, self._precision.cast, (args, kwargs))
+            if watches_inputs and torch.is_grad_enabled() and not _in_recomputation():
+                args, kwargs = self._watch_inputs(unit, (args, kwargs))
+            return (args, kwargs) if casts or watches_inputs else None
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
             if _in_recomputation():
@@ -52,7 +64,7 @@ class Hooks:
                 self._executor.mark(Op(OpKind.END, unit.index, "forward"))
 
         # Compiled code must call these, not swallow them: they change storage under its feet.
-        module.register_forward_pre_hook(torch.compiler.disable(before))
+        module.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
         module.register_forward_hook(torch.compiler.disable(after))
 
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
@@ -68,6 +80,22 @@ class Hooks:
         if not _in_recomputation() and (failed or not torch.is_grad_enabled()):
             self._executor.abandon_pass()
 
+    def _watch_inputs(self, unit: Unit, inputs: Any) -> Any:
+        """Let the unit's backward go on until the gradients of this call's inputs are there."""
+        leaves, structure = tree_flatten(inputs)
+        watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if watched:
+            passed = _Passage.apply(lambda: self._inputs_done(unit), *(leaves[i] for i in watched))
+            for i, tensor in zip(watched, passed):
+                leaves[i] = tensor
+            unit.inputs_awaited += 1
+        return tree_unflatten(leaves, structure)
+
+    def _inputs_done(self, unit: Unit) -> None:
+        unit.inputs_awaited -= 1
+        if unit.in_backward and unit.complete:
+            self._executor.mark(Op(OpKind.END, unit.index, "backward"))
+
     def _watch_output(self, unit: Unit, output: Any) -> None:
         """Let the unit's backward begin with the gradient of whichever of its outputs comes first."""
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -80,7 +108,7 @@ class Hooks:
                 "from; return tensors, or a container known to torch.utils._pytree"
             )
 
-        version = unit.shard._version
+        version = unit.version
 
         def begin_backward(_: torch.Tensor) -> None:
             if torch.is_grad_enabled():
@@ -107,6 +135,22 @@ class Hooks:
         self._executor.end_backward()
 
 
+class _Passage(torch.autograd.Function):
+    """Passes tensors through, and calls back when the gradients of all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors, as views."""
+        ctx.call = call
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The gradients as they came."""
+        ctx.call()
+        return (None, *gradients)
+
+
 def _in_recomputation() -> bool:
     """Whether autograd is running now: a forward call then is activation checkpointing's, whose hooks are not the
     schedule's business (the post-hook does not even fire, since recomputation stops early).
@@ -115,8 +159,8 @@ def _in_recomputation() -> bool:
 
 
 def _refuse_parameters(unit: Unit, outputs: list[torch.Tensor]) -> None:
-    storage = unit.slot.flat.untyped_storage().data_ptr()
-    if any(output.untyped_storage().data_ptr() == storage for output in outputs if output.numel()):
+    storages = {flat.untyped_storage().data_ptr() for flat in unit.slot.flats}
+    if any(output.untyped_storage().data_ptr() in storages for output in outputs if output.numel()):
         raise EngineError(
             f"unit '{unit.name}' returns a parameter of its own, or a view of it, which lives no longer than the "
             "unit's forward; return a clone, or name the module around it among the blocks"

@@ -1,8 +1,8 @@
 """One unit: parameters that are gathered, computed with and reduced together, sharded and unsharded.
 
-Between steps a module's parameters are this rank's parts of the master shard; inside forward and backward they are
-views of the unit's slot. Both exist as ``nn.Parameter`` objects; exposing one or the other swaps references in the
-modules and touches no data.
+A unit holds one *flat parameter* per dtype and per ``requires_grad``. Between steps a module's parameters are this
+rank's parts of the flat parameters' master shards; inside forward and backward they are views of the unit's slot. Both
+exist as ``nn.Parameter`` objects; exposing one or the other swaps references in the modules and touches no data.
 """
 
 import weakref
@@ -16,14 +16,16 @@ from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Pending
 from refshard.errors import EngineError
 from refshard.plan.layout import ParameterLayout, UnitLayout
+from refshard.plan.schedule import UnitFacts
 
 
 @dataclass(slots=True, eq=False)
 class UnitParameter:
     """One parameter: every place in the model that holds it (several when it is tied), and its two forms.
 
-    ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the unit's shard, which lie at
-    ``address``. ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's slots.
+    ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the flat parameter's shard, which
+    lie at ``address``; ``sharded_gradient`` is what its ``.grad`` becomes. ``unsharded`` and ``gradient`` have the
+    parameter's shape; they are views of the unit's slots.
     """
 
     layout: ParameterLayout
@@ -32,6 +34,7 @@ class UnitParameter:
     start: int
     stop: int
     address: int
+    sharded_gradient: torch.Tensor | None
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
 
@@ -42,55 +45,172 @@ class UnitParameter:
             module._parameters[name] = parameter
 
 
+@dataclass(slots=True, eq=False)
+class FlatParameter:
+    """All parameters of a unit of one dtype that are trained, or all that are frozen, end to end.
+
+    ``shard`` is the 1-D master of ``layout.shard_numel`` elements and ``gradient_shard`` the same for gradients; a
+    frozen one has no gradient, and its ``shard`` is of the dtype that is computed with. ``dtype`` is that of the
+    unsharded parameters, ``reduce_dtype`` that of their unsharded gradients. ``own`` is where this rank's part lies in
+    the unsharded buffer, ``scale`` what each gradient is multiplied with for their sum over ranks to be the mean.
+    ``gradient_aliased`` says that the gradient shard is the whole, and is itself the slot that gradients arrive in.
+    """
+
+    layout: UnitLayout
+    parameters: tuple[UnitParameter, ...]
+    shard: torch.Tensor
+    gradient_shard: torch.Tensor | None
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    own: slice
+    scale: float
+    gradient_aliased: bool = False
+    target: torch.Tensor | None = None
+    carried: torch.Tensor | None = None
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients."""
+        return self.gradient_shard is not None
+
+    def has_gradients(self) -> bool:
+        """Whether gradients of an earlier reduction are there, to be added to."""
+        return any(p.sharded.grad is not None for p in self.parameters)
+
+    def carry_gradients(self) -> None:
+        """Set aside reduced gradients where the unsharded ones of the coming backward are to be written over them."""
+        if self.gradient_aliased and self.has_gradients():
+            assert self.gradient_shard is not None
+            self.carried = self.gradient_shard.clone()
+
+    def open_target(self, full: torch.Tensor, *, needs_slot_free: bool) -> torch.Tensor:
+        """The 1-D tensor for a reduction of ``full`` to write: the gradient shard itself where that is free and of the
+        dtype; else this rank's part of ``full``, or scratch if the slot must be free before the reduction has ended.
+        """
+        assert self.gradient_shard is not None
+        alike = (full.dtype, full.device) == (self.gradient_shard.dtype, self.gradient_shard.device)
+        if self.gradient_aliased or (alike and not self.has_gradients()):
+            self.target = self.gradient_shard
+        elif needs_slot_free:
+            self.target = torch.empty_like(full[self.own])
+        else:
+            self.target = full[self.own]
+        return self.target
+
+    def take_reduced(self, filled: set[str]) -> None:
+        """Give each sharded parameter in ``filled`` its part of the reduced gradient. Others keep what they had."""
+        assert self.target is not None
+        assert self.gradient_shard is not None
+        target, self.target = self.target, None
+        if self.carried is not None:
+            carried, self.carried = self.carried, None
+            self.gradient_shard.add_(carried)
+        separate = target is not self.gradient_shard
+        for parameter in self.parameters:
+            if parameter.layout.name not in filled:
+                continue
+            part = slice(parameter.start, parameter.stop)
+            if parameter.sharded.grad is None:
+                if separate:
+                    self.gradient_shard[part].copy_(target[part])
+                parameter.sharded.grad = parameter.sharded_gradient
+            elif separate:
+                parameter.sharded.grad += target[part].to(parameter.sharded.device)
+
+    def drop_target(self) -> None:
+        """Forget a reduction that did not end; reduced gradients that were set aside come back."""
+        self.target = None
+        if self.carried is not None:
+            assert self.gradient_shard is not None
+            self.gradient_shard.copy_(self.carried)
+            self.carried = None
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Unit:
     """A unit and its state.
 
-    ``shard`` is the 1-D master of ``layout.shard_numel`` elements, ``gradient_shard`` the same for gradients.
-    ``modules`` are those whose calls make up the unit's forward. ``resident`` says that the slot holds the gathered
-    parameters, ``computing`` that it is between BEGIN and END; ``gathering`` and ``reducing`` are under way.
+    ``modules`` are those whose calls make up the unit's forward; they compute on ``device``. ``aliased`` says that the
+    shards are whole and are themselves what the modules see. ``resident`` says that the slot holds the gathered
+    parameters, which were taken from masters of version ``gathered_version``; ``computing`` that it is between BEGIN
+    and END; ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in
+    this backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's.
+    ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients are still to come.
     """
 
     index: int
     name: str
     modules: tuple[nn.Module, ...]
-    layout: UnitLayout
-    parameters: tuple[UnitParameter, ...]
-    shard: torch.Tensor
-    gradient_shard: torch.Tensor
+    flats: tuple[FlatParameter, ...]
+    facts: UnitFacts
+    device: torch.device
+    aliased: bool = False
     slot: Slot = field(init=False)
     gradient_slot: Slot = field(init=False)
+    trained: tuple[UnitParameter, ...] = field(init=False)
     resident: bool = False
     computing: bool = False
+    in_backward: bool = False
     gathering: Pending | None = None
     generation: int = 0
+    gathered_version: int = -1
     arrived: set[str] = field(default_factory=set)
+    filled: set[str] = field(default_factory=set)
+    inputs_awaited: int = 0
     reducing: Pending | None = None
-    reduce_target: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.trained = tuple(p for flat in self.flats if flat.trained for p in flat.parameters)
+
+    @property
+    def parameters(self) -> tuple[UnitParameter, ...]:
+        """All parameters."""
+        return tuple(p for flat in self.flats for p in flat.parameters)
+
+    @property
+    def trained_flats(self) -> tuple[FlatParameter, ...]:
+        """The flat parameters that have gradients, in the order of the gradient slot's."""
+        return tuple(flat for flat in self.flats if flat.trained)
+
+    @property
+    def gradients_aliased(self) -> bool:
+        """Whether gradients arrive in the gradient shards themselves."""
+        return all(flat.gradient_aliased for flat in self.trained_flats)
+
+    @property
+    def version(self) -> int:
+        """Rises with every change of the masters."""
+        return sum(flat.shard._version for flat in self.flats)
+
+    @property
+    def complete(self) -> bool:
+        """Whether this backward has nothing more to bring."""
+        return len(self.arrived) == len(self.trained) and self.inputs_awaited == 0
 
     def bind(self, slot: Slot, gradient_slot: Slot, on_gradients: Callable[["Unit"], None]) -> None:
         """Make the unit live in these slots; ``on_gradients``, a method, is called when its last gradient arrived."""
         self.slot, self.gradient_slot = slot, gradient_slot
-        places = self.layout.parameters
-        for parameter, view, gradient in zip(self.parameters, slot.views(places), gradient_slot.views(places)):
-            parameter.unsharded = nn.Parameter(view)
-            parameter.gradient = gradient
-            parameter.unsharded.register_post_accumulate_grad_hook(_taker(self, parameter, on_gradients))
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether the unit's backward has begun and its gradients have not all arrived."""
-        return self.gradient_slot.owner == self.name and self.reducing is None
+        with torch.no_grad():
+            views = slot.views([flat.layout.parameters for flat in self.flats])
+            gradients = iter(gradient_slot.views([flat.layout.parameters for flat in self.trained_flats]))
+        for flat, views_of_flat in zip(self.flats, views):
+            for parameter, view in zip(flat.parameters, views_of_flat):
+                parameter.unsharded = nn.Parameter(view, requires_grad=flat.trained)
+            for parameter, gradient in zip(flat.parameters, next(gradients) if flat.trained else ()):
+                parameter.gradient = gradient
+                parameter.unsharded.register_post_accumulate_grad_hook(_taker(self, flat, parameter, on_gradients))
 
     def expose_unsharded(self) -> None:
         """Let the modules see the unsharded parameters."""
-        for parameter in self.parameters:
-            parameter.expose(parameter.unsharded)
+        for flat in self.flats:
+            for parameter in flat.parameters:
+                parameter.expose(parameter.unsharded)
 
     def expose_sharded(self) -> None:
         """Let the modules see this rank's parts."""
-        for parameter in self.parameters:
-            parameter.expose(parameter.sharded)
+        for flat in self.flats:
+            for parameter in flat.parameters:
+                parameter.expose(parameter.sharded)
 
     def check_parameters(self) -> None:
         """Check that the model still holds the parameters that the engine trains.
@@ -98,17 +218,19 @@ class Unit:
         Raises:
             EngineError: one was moved, replaced or frozen since ``shard``; what was done to it would have no effect.
         """
-        for parameter in self.parameters:
-            known = (parameter.sharded, parameter.unsharded)
-            moved = parameter.sharded.data_ptr() != parameter.address or not all(
-                any(module._parameters[name] is form for form in known) for module, name in parameter.holders
-            )
-            if moved or not parameter.sharded.requires_grad:
-                raise EngineError(
-                    f"parameter '{parameter.layout.name}' was {'replaced or moved' if moved else 'frozen'} after "
-                    "sharding, which the engine cannot follow; convert, load and freeze before refshard.shard, or copy "
-                    "values in place"
-                )
+        for flat in self.flats:
+            for parameter in flat.parameters:
+                sharded, unsharded = parameter.sharded, parameter.unsharded
+                moved = sharded.data_ptr() != parameter.address
+                for module, name in parameter.holders:
+                    held = module._parameters[name]
+                    moved = moved or (held is not sharded and held is not unsharded)
+                if moved or sharded.requires_grad != flat.trained:
+                    what = "replaced or moved" if moved else "frozen" if flat.trained else "unfrozen"
+                    raise EngineError(
+                        f"parameter '{parameter.layout.name}' was {what} after sharding, which the engine cannot "
+                        "follow; convert, load and freeze before refshard.shard, or copy values in place"
+                    )
 
     def check_version(self, version: int) -> None:
         """Check that the weights are those that a forward saw, whose version was ``version``.
@@ -116,7 +238,7 @@ class Unit:
         Raises:
             EngineError: they were written to since.
         """
-        if version != self.shard._version:
+        if version != self.version:
             raise EngineError(
                 f"the weights of unit '{self.name}' changed between forward and backward; "
                 "call backward before optimizer.step()"
@@ -124,34 +246,16 @@ class Unit:
 
     def zero_missing_gradients(self) -> None:
         """Zero the gradients of parameters that took no part in this step, so that no stale ones are reduced."""
-        for parameter in self.parameters:
-            if parameter.layout.name not in self.arrived:
-                parameter.gradient.zero_()
+        if len(self.filled) < len(self.trained):
+            for parameter in self.trained:
+                if parameter.layout.name not in self.filled:
+                    parameter.gradient.zero_()
 
-    def open_reduce_target(self) -> torch.Tensor:
-        """The 1-D tensor for the reduce-scatter to write: the gradient shard itself, or scratch where gradients of an
-        earlier microbatch are there to be added to.
-        """
-        accumulate = any(p.sharded.grad is not None for p in self.parameters)
-        self.reduce_target = torch.empty_like(self.gradient_shard) if accumulate else self.gradient_shard
-        return self.reduce_target
+    def take_gradient(self, flat: FlatParameter, parameter: UnitParameter) -> bool:
+        """Move the parameter's fresh gradient into the gradient slot; True once the unit's backward is complete.
 
-    def take_reduced(self) -> None:
-        """Give each sharded parameter its part of the reduced gradient."""
-        assert self.reduce_target is not None
-        for parameter in self.parameters:
-            part = self.reduce_target[parameter.start : parameter.stop]
-            if parameter.sharded.grad is None:
-                parameter.sharded.grad = part
-            else:
-                parameter.sharded.grad += part
-        self.reduce_target = None
-
-    def take_gradient(self, parameter: UnitParameter) -> bool:
-        """Move the parameter's fresh gradient into the gradient slot; True once the unit's last one is there.
-
-        The first gradient is copied as it comes and later ones are added: a preset ``.grad`` view would cost a zeroing
-        and an addition instead.
+        The first gradient is written as it comes and later ones are added: a preset ``.grad`` view would cost a
+        zeroing and an addition instead. The mean's division is folded into the write.
 
         Raises:
             EngineError: nobody would reduce it, since the unit's backward has not begun or has ended.
@@ -164,26 +268,32 @@ class Unit:
                 "after its gradients were reduced; name the module that computes with it among the blocks"
             )
         assert gradient is not None
-        if name in self.arrived:
-            parameter.gradient.add_(gradient)
-        else:
+        if name in self.filled:
+            parameter.gradient.add_(gradient, alpha=flat.scale)
+        elif flat.scale == 1:
             parameter.gradient.copy_(gradient)
-            self.arrived.add(name)
-        return len(self.arrived) == len(self.parameters)
+        elif flat.dtype == flat.reduce_dtype:
+            torch.mul(gradient, flat.scale, out=parameter.gradient)
+        else:
+            parameter.gradient.copy_(gradient).mul_(flat.scale)
+        self.filled.add(name)
+        self.arrived.add(name)
+        return self.complete
 
 
 def _taker(
-    unit: Unit, parameter: UnitParameter, on_gradients: Callable[[Unit], None]
+    unit: Unit, flat: FlatParameter, parameter: UnitParameter, on_gradients: Callable[[Unit], None]
 ) -> Callable[[torch.Tensor], None]:
     """The hook for a parameter's gradient. It holds nothing strongly: autograd keeps it where no collector looks."""
-    unit_ref, index = weakref.ref(unit), unit.parameters.index(parameter)
+    unit_ref, place = weakref.ref(unit), (unit.flats.index(flat), flat.parameters.index(parameter))
     notify = weakref.WeakMethod(on_gradients)
 
     def take(_: torch.Tensor) -> None:
         alive, callback = unit_ref(), notify()
         assert alive is not None
         assert callback is not None
-        if alive.take_gradient(alive.parameters[index]):
+        flat = alive.flats[place[0]]
+        if alive.take_gradient(flat, flat.parameters[place[1]]):
             callback(alive)
 
     return take

@@ -10,16 +10,27 @@ import msgspec
 from refshard.errors import SpecError, nearest
 
 Placement = Literal["replicate", "shard"]
-Storage = Literal["transient", "ring"]
-"""Unsharded storage: freed after each use, or a ring of pre-allocated slots that the units take in turn."""
+"""Over the ranks of the shard axis: everything on each, or a part on each."""
+Storage = Literal["persistent", "transient", "ring"]
+"""Unsharded storage: kept for good, freed after each use, or a ring of slots that the units take in turn."""
+Accumulation = Literal["shard", "unsharded"]
+"""Where the gradients of several microbatches add up: in the shard, after a reduction each; or unsharded, reduced once
+with the last of them.
+"""
 
 
 class Mode(msgspec.Struct, frozen=True, kw_only=True):
     """One way of sharding.
 
+    Parameters that are *replicated* stay unsharded from step to step, and are gathered again only after the optimizer
+    changed its shards of them; *sharded* ones are given up at the end of each pass at the latest, and with storage
+    other than persistent after each use. Gradients that are *replicated* add up unsharded over microbatches and are
+    reduced with the last; *sharded* ones are reduced every time. With a replicated optimizer nothing is sharded, and
+    every axis of the mesh is a replicate axis.
+
     ``prefetch`` is how many units ahead a gather is issued. ``gradient_slots`` bounds how many units' unsharded
-    gradients live at once: the unit that computes, and those whose reduce-scatter is under way. ``ring_slots`` is
-    the number of parameter slots of a ring (and unused otherwise); a ring needs one slot more than it prefetches.
+    gradients live at once, where they are not persistent: the unit that computes, and those whose reduction is under
+    way. ``ring_slots`` is the number of parameter slots of a ring; a ring needs one slot more than it prefetches.
     """
 
     name: str
@@ -27,28 +38,60 @@ class Mode(msgspec.Struct, frozen=True, kw_only=True):
     gradients: Placement
     optimizer: Placement
     storage: Storage
-    prefetch: int
-    gradient_slots: int
-    ring_slots: int = 0
+    gradient_storage: Storage
+    prefetch: int = 1
+    gradient_slots: int = 2
+    ring_slots: int = 2
+
+    def __post_init__(self) -> None:
+        if self.optimizer == "replicate" and self.parameters == "shard":
+            raise ValueError("parameters must be replicated where the optimizer is, which updates all of them")
+        if self.parameters == "replicate" and self.storage != "persistent":
+            raise ValueError(f"storage must be persistent for replicated parameters, got {self.storage}")
+        if self.gradients == "replicate" and self.gradient_storage != "persistent":
+            raise ValueError(f"gradient_storage must be persistent for replicated gradients, got {self.gradient_storage}")
+        if self.storage == "ring" and self.ring_slots <= self.prefetch:
+            raise ValueError(f"ring_slots must be > prefetch = {self.prefetch}, got {self.ring_slots}")
+
+
+def _mode(name: str, parameters: Placement, gradients: Placement, optimizer: Placement,
+          storage: Storage, gradient_storage: Storage) -> Mode:  # fmt: skip
+    return Mode(name=name, parameters=parameters, gradients=gradients, optimizer=optimizer,
+                storage=storage, gradient_storage=gradient_storage)  # fmt: skip
 
 
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode(name="fsdp", parameters="shard", gradients="shard", optimizer="shard",
-             storage="transient", prefetch=1, gradient_slots=2),
-        Mode(name="yafsdp", parameters="shard", gradients="shard", optimizer="shard",
-             storage="ring", prefetch=1, gradient_slots=2, ring_slots=2),
+        #     name         parameters   gradients    optimizer    storage       gradient storage
+        _mode("replicate", "replicate", "replicate", "replicate", "persistent", "persistent"),
+        _mode("zero1",     "replicate", "replicate", "shard",     "persistent", "persistent"),
+        _mode("zero2",     "shard",     "shard",     "shard",     "persistent", "transient"),
+        _mode("fsdp",      "shard",     "shard",     "shard",     "transient",  "transient"),
+        _mode("yafsdp",    "shard",     "shard",     "shard",     "ring",       "ring"),
     )
 }  # fmt: skip
 
 
-def find_mode(name: str) -> Mode:
-    """Return the mode called ``name``.
+def find_mode(name: str, accumulation: Accumulation | None = None) -> Mode:
+    """Return the mode called ``name``, with gradients that add up as ``accumulation`` says (by default the mode's own).
 
     Raises:
-        SpecError: there is none.
+        SpecError: there is none, or it cannot accumulate that way.
     """
     if name not in MODES:
         raise SpecError(f"mode: no mode '{name}'; {nearest(name, list(MODES))}")
-    return MODES[name]
+    mode = MODES[name]
+    if accumulation is None:
+        return mode
+    if accumulation == "shard":
+        storage = "transient" if mode.gradients == "replicate" else mode.gradient_storage
+        return msgspec.structs.replace(mode, gradients="shard", gradient_storage=storage)
+    if accumulation != "unsharded":
+        raise SpecError(f"accumulation: must be 'shard' or 'unsharded', got {accumulation!r}")
+    if mode.gradient_storage == "ring":
+        raise SpecError(
+            f"accumulation: mode '{name}' keeps gradients in a ring, whose slots the next units need; reduce every "
+            "microbatch (accumulation='shard'), or shard with mode='fsdp'"
+        )
+    return msgspec.structs.replace(mode, gradients="replicate", gradient_storage="persistent")

@@ -5,14 +5,15 @@ them :func:`build` places the communication, by three rules:
 
 1. A gather is issued ``prefetch`` units ahead of its use, but never before its slot's last occupant has ended.
 2. Storage is released when its unit has ended, unless the prefetch would gather it again at once.
-3. A unit's reduce-scatter starts when its last gradient is there, and is awaited before the backward of the unit
-   ``gradient_slots`` places later begins, since that one writes where it read.
+3. A unit's reduction starts when its last gradient is there, and is awaited before the backward of the unit
+   ``gradient_slots`` places later begins, since that one writes where it read. Over two axes it has two legs: a
+   reduce-scatter, and an all-reduce of the shard that is issued where a single leg would have been awaited.
 
 The engine walks the stream marker by marker, so every rank issues the same collectives in the same order; the
 simulator prices it; a trace is held against it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -36,13 +37,15 @@ class OpKind(StrEnum):
     RELEASE = "release"
     """Give up the unit's parameter slot's content."""
     REDUCE = "reduce"
-    """Issue the reduce-scatter of the unit's gradient slot."""
+    """Issue the reduction of the unit's gradient slot over the shard axis."""
+    COMBINE = "combine"
+    """Await that, give up the gradient slot, and issue the all-reduce of the resulting shard over the replicate axis."""
     FINISH = "finish"
-    """Await that reduce-scatter, add its result to the gradient shard, give up the gradient slot."""
+    """Await the last leg, add its result to the gradient shard, give up the gradient slot if a COMBINE has not."""
 
 
 MARKERS = frozenset((OpKind.BEGIN, OpKind.END))
-BLOCKING = frozenset((OpKind.WAIT, OpKind.FINISH))
+BLOCKING = frozenset((OpKind.WAIT, OpKind.COMBINE, OpKind.FINISH))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,41 @@ class Op:
         return f"{self.kind}({self.unit}, {self.phase})"
 
 
-SlotKey = tuple[int, int]
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """What the schedule has to know of a unit.
+
+    ``size_class`` is equal for units whose buffers are interchangeable. ``trained`` says that it has gradients to
+    reduce, ``read_in_backward`` that its backward reads the parameters (that of an embedding does not).
+    """
+
+    size_class: Hashable
+    trained: bool = True
+    read_in_backward: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """What one pass has to communicate.
+
+    ``training`` passes have a backward. ``gather`` is false where the replicated parameters are current, ``reduce``
+    where the gradients stay unsharded for a later microbatch. ``legs`` is 2 where shards are replicated too.
+    """
+
+    training: bool = True
+    gather: bool = True
+    reduce: bool = True
+    legs: int = 1
+
+
+SlotKey = tuple[Hashable, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
     """Which unit uses which slot of which ring; units with the same key take turns in one pre-allocated buffer.
 
-    A key is ``(size, place)``: the place in the ring of buffers of ``size`` elements. A unit without a key has
-    transient storage of its own.
+    A key is ``(size class, place in the ring)``. A unit without a key has storage of its own.
     """
 
     parameters: Mapping[int, SlotKey]
@@ -74,12 +103,13 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """One span of compute of a unit: indices of its BEGIN and END in the markers."""
+    """One span of compute of a unit: indices of its BEGIN and END in the markers, and whether it reads parameters."""
 
     unit: int
     phase: Phase
     begin: int
     end: int
+    reads: bool
 
 
 def chain_markers(n_units: int, *, enclosing: bool = False) -> tuple[Op, ...]:
@@ -96,72 +126,108 @@ def chain_markers(n_units: int, *, enclosing: bool = False) -> tuple[Op, ...]:
     return tuple(forward + backward)
 
 
-def assign_slots(markers: Sequence[Op], sizes: Sequence[int], mode: Mode) -> Slots:
+def assign_slots(markers: Sequence[Op], facts: Sequence[UnitFacts], mode: Mode) -> Slots:
     """Give the repeated size classes a ring of ``mode.ring_slots`` each, in order of first use.
 
     A unit whose compute overlaps that of another unit in the same slot (one that encloses others, say) is left out:
-    it keeps transient storage. ``sizes`` is each unit's ``numel``.
+    it keeps transient storage. ``facts`` are by unit.
     """
     if mode.storage != "ring":
         return Slots({}, {})
-    uses = _uses(markers)
+    uses = _uses(markers, facts)
     in_order = list(dict.fromkeys(u.unit for u in uses))
-    turns: dict[int, tuple[int, int]] = {}
-    for size in dict.fromkeys(sizes[u] for u in in_order):
-        members = [u for u in in_order if sizes[u] == size and not _encloses_another(u, uses)]
+    turns: dict[int, tuple[Hashable, int]] = {}
+    for size in dict.fromkeys(facts[u].size_class for u in in_order):
+        members = [u for u in in_order if facts[u].size_class == size and not _encloses_another(u, uses)]
         if len(members) > mode.ring_slots:
             turns.update({unit: (size, turn) for turn, unit in enumerate(members)})
+    gradient_slots = mode.gradient_slots if mode.gradient_storage == "ring" else 0
     return Slots(
         parameters={unit: (size, turn % mode.ring_slots) for unit, (size, turn) in turns.items()},
-        gradients={unit: (size, turn % mode.gradient_slots) for unit, (size, turn) in turns.items()},
+        gradients={unit: (size, turn % gradient_slots) for unit, (size, turn) in turns.items() if gradient_slots},
     )
 
 
-def build(markers: Sequence[Op], slots: Slots, mode: Mode) -> tuple[Op, ...]:
-    """Place the communication of one step around ``markers`` (all forward before all backward)."""
-    uses = _uses(markers)
+def build(
+    markers: Sequence[Op],
+    slots: Slots,
+    mode: Mode,
+    facts: Sequence[UnitFacts],
+    kind: PassKind = PassKind(),  # noqa: B008 (frozen)
+) -> tuple[Op, ...]:
+    """Place the communication of one pass around ``markers`` (all forward before all backward)."""
     before: dict[int, list[Op]] = {i: [] for i in range(len(markers) + 1)}
     awaited: dict[int, list[Op]] = {i: [] for i in range(len(markers) + 1)}
-    for position, use in enumerate(uses):
-        kept = _previous_residency(position, uses, slots, mode)
-        if not kept:
-            issue = _issue_position(position, uses, slots, mode)
+    reading = [u for u in _uses(markers, facts) if u.reads] if kind.gather else []
+    for position, use in enumerate(reading):
+        if not _previous_residency(position, reading, slots, mode):
+            issue = _issue_position(position, reading, slots, mode)
             before[issue].append(Op(OpKind.GATHER, use.unit, use.phase))
             awaited[use.begin].append(Op(OpKind.WAIT, use.unit, use.phase))
-    for position, use in enumerate(uses):
-        if not _kept_until_next_use(position, uses, slots, mode):
+        if not _kept_until_next_use(position, reading, slots, mode):
             # A release comes before the gathers at its place: one of them may take the freed storage.
             before[use.end + 1].insert(0, Op(OpKind.RELEASE, use.unit, use.phase))
-        if use.phase == "backward":
-            before[use.end + 1].append(Op(OpKind.REDUCE, use.unit, use.phase))
-            awaited[_finish_position(position, uses, slots, mode, len(markers))].append(
-                Op(OpKind.FINISH, use.unit, use.phase)
-            )
+    if kind.reduce:
+        _place_reductions(before, awaited, markers, slots, mode, facts, kind)
     ops: list[Op] = []
     for index in range(len(markers) + 1):
         ops += [*before[index], *awaited[index], *markers[index : index + 1]]
     return tuple(ops)
 
 
-def on_demand(marker: Op, gathered: bool | None, reducing: Sequence[int], mode: Mode) -> tuple[Op, ...]:
+def _place_reductions(
+    before: dict[int, list[Op]],
+    awaited: dict[int, list[Op]],
+    markers: Sequence[Op],
+    slots: Slots,
+    mode: Mode,
+    facts: Sequence[UnitFacts],
+    kind: PassKind,
+) -> None:
+    uses = [u for u in _uses(markers, facts) if u.phase == "backward" and facts[u.unit].trained]
+    slot_free = [_finish_position(position, uses, slots, mode, len(markers)) for position in range(len(uses))]
+    for use, awaited_at, following in zip(uses, slot_free, [*slot_free[1:], len(markers)]):
+        before[use.end + 1].append(Op(OpKind.REDUCE, use.unit, use.phase))
+        if kind.legs == 1:
+            awaited[awaited_at].append(Op(OpKind.FINISH, use.unit, use.phase))
+        else:
+            awaited[awaited_at].append(Op(OpKind.COMBINE, use.unit, use.phase))
+            awaited[max(awaited_at, following)].append(Op(OpKind.FINISH, use.unit, use.phase))
+
+
+class Presence(StrEnum):
+    """Where a unit's parameters are, to a scheduler that does not know the order."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+def on_demand(
+    marker: Op, presence: Presence, reducing: Sequence[int], mode: Mode, facts: UnitFacts, kind: PassKind
+) -> tuple[Op, ...]:
     """The ops that ``marker`` asks for when the order of execution is not known: nothing is prefetched.
 
-    ``gathered`` says whether the unit is unsharded now, None while its gather is under way; ``reducing`` lists the
-    units whose reduce-scatter is under way, oldest first.
+    ``reducing`` lists the units whose reduction is under way, oldest first; ``facts`` are the marked unit's.
     """
     unit, phase = marker.unit, marker.phase
     if marker.kind is OpKind.BEGIN:
-        gather = (Op(OpKind.GATHER, unit, phase),) if gathered is False else ()
-        wait = (Op(OpKind.WAIT, unit, phase),) if not gathered else ()
+        if phase == "backward" and not facts.read_in_backward:
+            return (marker,)
+        gather = (Op(OpKind.GATHER, unit, phase),) if presence is Presence.SHARDED else ()
+        wait = (Op(OpKind.WAIT, unit, phase),) if presence is not Presence.UNSHARDED else ()
         return (*gather, *wait, marker)
-    if phase == "forward":
-        return (marker, Op(OpKind.RELEASE, unit, phase))
-    # This unit's reduce and the next unit's gradients come on top of those that stay.
+    kept = mode.parameters == "replicate" or (phase == "forward" and mode.storage == "persistent" and kind.training)
+    release = () if kept else (Op(OpKind.RELEASE, unit, phase),)
+    if phase == "forward" or not facts.trained or not kind.reduce:
+        return (marker, *release)
+    # This unit's reduction and the next unit's gradients come on top of those that stay.
     done = reducing[: max(0, len(reducing) + 2 - mode.gradient_slots)]
+    combined = OpKind.COMBINE if kind.legs == 2 else None
     return (
         marker,
-        Op(OpKind.RELEASE, unit, phase),
-        *(Op(OpKind.FINISH, u, phase) for u in done),
+        *release,
+        *(Op(k, u, phase) for u in done for k in (combined, OpKind.FINISH) if k),
         Op(OpKind.REDUCE, unit, phase),
     )
 
@@ -171,7 +237,7 @@ def forward_only(markers: Sequence[Op]) -> tuple[Op, ...]:
     return tuple(m for m in markers if m.phase == "forward")
 
 
-def _uses(markers: Sequence[Op]) -> list[_Use]:
+def _uses(markers: Sequence[Op], facts: Sequence[UnitFacts]) -> list[_Use]:
     """Spans in order of their BEGIN. A span that never ends lasts to the end of its phase."""
     uses = []
     for begin, marker in enumerate(markers):
@@ -181,7 +247,8 @@ def _uses(markers: Sequence[Op]) -> list[_Use]:
         end = next((i for i in range(begin, len(markers)) if markers[i] == closing), None)
         if end is None:
             end = max(i for i, m in enumerate(markers) if m.phase == marker.phase)
-        uses.append(_Use(marker.unit, marker.phase, begin, end))
+        reads = marker.phase == "forward" or facts[marker.unit].read_in_backward
+        uses.append(_Use(marker.unit, marker.phase, begin, end, reads))
     return uses
 
 
@@ -215,16 +282,22 @@ def _previous_residency(position: int, uses: Sequence[_Use], slots: Slots, mode:
 def _kept_until_next_use(position: int, uses: Sequence[_Use], slots: Slots, mode: Mode) -> bool:
     """Whether the unit stays unsharded after ``uses[position]`` until its next use."""
     use = uses[position]
+    if mode.parameters == "replicate":
+        return True
     following = next((p for p in range(position + 1, len(uses)) if uses[p].unit == use.unit), None)
     if following is None:
         return False
+    if mode.storage == "persistent":
+        return True
     if use.unit in slots.parameters:
         return not any(_conflict(slots.parameters, u.unit, use.unit) for u in uses[position + 1 : following])
     return _issue_position(following, uses, slots, mode) <= use.end + 1
 
 
 def _finish_position(position: int, uses: Sequence[_Use], slots: Slots, mode: Mode, end_of_step: int) -> int:
-    """Index of the marker before which the reduce-scatter of ``uses[position]`` is awaited."""
+    """Index of the marker before which the gradient slot of ``uses[position]`` is needed again."""
+    if mode.gradient_storage == "persistent":
+        return end_of_step
     later = position + mode.gradient_slots
     by_depth = uses[later].begin if later < len(uses) else end_of_step
     own_end = uses[position].end + 1

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard.engine.api import engine_of, full_parameters, shard
+from refshard.engine.unit import Unit
 from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
-from refshard.plan.schedule import Op, OpKind, assign_slots, build, chain_markers
+from refshard.plan.schedule import OpKind, assign_slots, build, chain_markers
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Strategy, count_collectives, mesh_of
 
@@ -26,6 +27,7 @@ class Refshard(Strategy):
 
     def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
         """See :meth:`Strategy.wrap`."""
+        self._world_size = group.size()
         self._gloo = dist.get_backend(group) == "gloo"
         self._model = model
         return shard(model, mesh_of(group, model), mode=self._mode.name)
@@ -37,16 +39,22 @@ class Refshard(Strategy):
     def announced(self) -> tuple[CollectiveCount, ...]:
         """See :meth:`Strategy.announced`: what the plan of a chain of these units says, not what was executed."""
         units = engine_of(self._model).units
-        sizes = [unit.layout.numel for unit in units]
+        facts = [unit.facts for unit in units]
         markers = chain_markers(len(units), enclosing=self._model.spec.tied)
-        stream = build(markers, assign_slots(markers, sizes, self._mode), self._mode)
-        reduce_op = "all_to_all" if self._gloo else "reduce_scatter"
-        names = {OpKind.GATHER: "all_gather", OpKind.REDUCE: reduce_op}
+        stream = build(markers, assign_slots(markers, facts, self._mode), self._mode, facts)
+        return count_collectives(call for op in stream for call in self._issued(op.kind, units[op.unit]))
 
-        def issued(op: Op) -> tuple[str, int]:
-            return names[op.kind], sizes[op.unit] * units[op.unit].shard.element_size()
-
-        return count_collectives(issued(op) for op in stream if op.kind in names)
+    def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:
+        """The calls that an op makes, and the bytes of each."""
+        for flat in unit.flats:
+            size = flat.layout.numel * flat.dtype.itemsize
+            if kind is OpKind.GATHER and self._gloo:
+                # An exchange of one part with each other rank.
+                yield from [("all_to_all", size // self._world_size)] * (self._world_size - 1)
+            elif kind is OpKind.GATHER:
+                yield "all_gather", size
+            elif kind is OpKind.REDUCE and flat.trained:
+                yield "all_to_all" if self._gloo else "reduce_scatter", flat.layout.numel * flat.reduce_dtype.itemsize
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""

@@ -12,7 +12,10 @@ from refshard.plan.schedule import (
     MARKERS,
     Op,
     OpKind,
+    PassKind,
+    Presence,
     Slots,
+    UnitFacts,
     assign_slots,
     build,
     chain_markers,
@@ -21,18 +24,26 @@ from refshard.plan.schedule import (
 )
 
 modes = st.sampled_from(sorted(MODES.values(), key=lambda m: m.name))
+sharding = st.sampled_from([m for m in MODES.values() if m.storage != "persistent"])
+kinds = st.builds(PassKind, gather=st.booleans(), reduce=st.booleans(), legs=st.sampled_from([1, 2]))
 
 
 def chain(n_blocks: int, mode: Mode) -> tuple[tuple[Op, ...], Slots]:
     """Stream and slots of an embedding, ``n_blocks`` blocks and a head."""
     markers = chain_markers(n_blocks + 2)
-    slots = assign_slots(markers, [900, *[500] * n_blocks, 700], mode)
-    return build(markers, slots, mode), slots
+    facts = sized([900, *[500] * n_blocks, 700])
+    slots = assign_slots(markers, facts, mode)
+    return build(markers, slots, mode, facts), slots
+
+
+def sized(sizes: list[int]) -> list[UnitFacts]:
+    """Ordinary units of these sizes."""
+    return [UnitFacts(size) for size in sizes]
 
 
 @st.composite
-def shuffled(draw: st.DrawFn) -> tuple[tuple[Op, ...], list[int]]:
-    """Markers of units that run in any order forward and in any other order backward, and their sizes."""
+def shuffled(draw: st.DrawFn) -> tuple[tuple[Op, ...], list[UnitFacts]]:
+    """Markers of units that run in any order forward and in any other order backward, and what they are."""
     n_units = draw(st.integers(2, 9))
     markers = [
         Op(kind, unit, phase)
@@ -40,14 +51,15 @@ def shuffled(draw: st.DrawFn) -> tuple[tuple[Op, ...], list[int]]:
         for unit in draw(st.permutations(range(n_units)))
         for kind in (OpKind.BEGIN, OpKind.END)
     ]
-    return tuple(markers), draw(st.lists(st.sampled_from([500, 700]), min_size=n_units, max_size=n_units))
+    facts = st.builds(UnitFacts, st.sampled_from([500, 700]), trained=st.booleans(), read_in_backward=st.booleans())
+    return tuple(markers), draw(st.lists(facts, min_size=n_units, max_size=n_units))
 
 
 def short(stream: tuple[Op, ...]) -> str:
-    """One letter an op: g(ather) w(ait) ( ) r(elease) R(educe) f(inish), and the unit; upper-case units in backward."""
+    """One letter an op, g(ather) w(ait) ( ) r(elease) R(educe) c(ombine) f(inish), the unit, and b in backward."""
     letters = {
         OpKind.GATHER: "g", OpKind.WAIT: "w", OpKind.BEGIN: "(", OpKind.END: ")",
-        OpKind.RELEASE: "r", OpKind.REDUCE: "R", OpKind.FINISH: "f",
+        OpKind.RELEASE: "r", OpKind.REDUCE: "R", OpKind.COMBINE: "c", OpKind.FINISH: "f",
     }  # fmt: skip
     return " ".join(f"{letters[op.kind]}{op.unit}{'b' if op.phase == 'backward' else ''}" for op in stream)
 
@@ -69,14 +81,14 @@ def test_fsdp_stream_by_hand() -> None:
     )
 
 
-@given(shuffled(), modes)
+@given(shuffled(), modes, kinds)
 def test_compute_finds_its_unit_gathered_and_alone_in_its_slot(
-    given_order: tuple[tuple[Op, ...], list[int]], mode: Mode
+    given_order: tuple[tuple[Op, ...], list[UnitFacts]], mode: Mode, kind: PassKind
 ) -> None:
-    slots = assign_slots(*given_order, mode)
-    stream = build(given_order[0], slots, mode)
-    state: dict[int, str] = {}
-    for op in stream:
+    markers, facts = given_order
+    slots = assign_slots(markers, facts, mode)
+    state: dict[int, str] = {} if kind.gather else dict.fromkeys(range(len(facts)), "ready")
+    for op in build(markers, slots, mode, facts, kind):
         match op.kind:
             case OpKind.GATHER:
                 assert state.get(op.unit) is None
@@ -87,34 +99,40 @@ def test_compute_finds_its_unit_gathered_and_alone_in_its_slot(
                 assert state[op.unit] == "gathering"
                 state[op.unit] = "ready"
             case OpKind.BEGIN | OpKind.END:
-                assert state[op.unit] == "ready"
+                unread = op.phase == "backward" and not facts[op.unit].read_in_backward
+                assert unread or state[op.unit] == "ready"
             case OpKind.RELEASE:
                 assert state.pop(op.unit) == "ready"
-    assert not state, "something stays unsharded after the step"
+    kept = set(range(len(facts))) if mode.parameters == "replicate" or not kind.gather else set()
+    assert state.keys() == kept, "sharded parameters stay unsharded after the step, or replicated ones do not"
 
 
-@given(shuffled(), modes)
+@given(shuffled(), modes, kinds)
 def test_gradients_are_reduced_once_and_finished_before_their_slot_is_written_again(
-    given_order: tuple[tuple[Op, ...], list[int]], mode: Mode
+    given_order: tuple[tuple[Op, ...], list[UnitFacts]], mode: Mode, kind: PassKind
 ) -> None:
-    slots = assign_slots(*given_order, mode)
-    stream = build(given_order[0], slots, mode)
-    reducing: list[int] = []
-    for op in stream:
+    markers, facts = given_order
+    slots = assign_slots(markers, facts, mode)
+    held: list[int] = []
+    legs: dict[int, list[OpKind]] = {}
+    for op in build(markers, slots, mode, facts, kind):
+        if op.kind in (OpKind.REDUCE, OpKind.COMBINE, OpKind.FINISH):
+            legs.setdefault(op.unit, []).append(op.kind)
         if op.kind is OpKind.REDUCE:
-            reducing.append(op.unit)
-        elif op.kind is OpKind.FINISH:
-            reducing.remove(op.unit)
-        elif op.kind is OpKind.BEGIN and op.phase == "backward":
-            assert len(reducing) < mode.gradient_slots
-            keys = [slots.gradients.get(u) for u in reducing]
+            held.append(op.unit)
+        elif op.kind in (OpKind.COMBINE, OpKind.FINISH) and op.unit in held:
+            held.remove(op.unit)
+        elif op.kind is OpKind.BEGIN and op.phase == "backward" and facts[op.unit].trained:
+            assert len(held) < mode.gradient_slots or mode.gradient_storage == "persistent"
+            keys = [slots.gradients.get(u) for u in held]
             assert slots.gradients.get(op.unit) is None or slots.gradients[op.unit] not in keys
-    assert not reducing
-    counts = Counter(op.unit for op in stream if op.kind is OpKind.REDUCE)
-    assert counts == dict.fromkeys(range(len(given_order[1])), 1)
+    assert not held
+    combine = [OpKind.COMBINE] if kind.legs == 2 else []
+    trained = [u for u, f in enumerate(facts) if f.trained] if kind.reduce else []
+    assert legs == {u: [OpKind.REDUCE, *combine, OpKind.FINISH] for u in trained}
 
 
-@given(st.integers(3, 12), modes)
+@given(st.integers(3, 12), sharding)
 def test_at_most_two_blocks_are_unsharded_at_once(n_blocks: int, mode: Mode) -> None:
     stream, _ = chain(n_blocks, mode)
     live: set[int] = set()
@@ -130,6 +148,7 @@ def test_at_most_two_blocks_are_unsharded_at_once(n_blocks: int, mode: Mode) -> 
 def test_a_gather_is_under_way_while_the_unit_before_computes(n_blocks: int, mode: Mode) -> None:
     stream, _ = chain(n_blocks, mode)
     waited = [i for i, op in enumerate(stream) if op.kind is OpKind.WAIT]
+    assert len(waited) >= n_blocks + 2
     for index in waited[1:]:
         op = stream[index]
         issued = max(i for i in range(index) if stream[i].kind is OpKind.GATHER and stream[i].unit == op.unit)
@@ -145,19 +164,23 @@ def test_ring_serves_the_repeated_size_only() -> None:
 def test_an_enclosing_unit_stays_gathered_from_first_to_last_use_and_out_of_the_ring() -> None:
     mode = find_mode("yafsdp")
     markers = chain_markers(5, enclosing=True)
-    slots = assign_slots(markers, [500] * 5, mode)
+    facts = sized([500] * 5)
+    slots = assign_slots(markers, facts, mode)
     assert 0 not in slots.parameters
-    stream = build(markers, slots, mode)
+    stream = build(markers, slots, mode, facts)
     assert [op.phase for op in stream if op.kind is OpKind.GATHER and op.unit == 0] == ["forward"]
     assert [op.kind for op in stream if op.unit == 0][-3:] == [OpKind.RELEASE, OpKind.REDUCE, OpKind.FINISH]
 
 
-def test_evaluation_releases_everything_and_reduces_nothing() -> None:
+def test_evaluation_gives_up_what_is_sharded_and_reduces_nothing() -> None:
     for mode in MODES.values():
-        markers = forward_only(chain_markers(5))
-        stream = build(markers, assign_slots(markers, [500] * 5, mode), mode)
+        markers, facts = forward_only(chain_markers(5)), sized([500] * 5)
+        kind = PassKind(training=False, reduce=False)
+        stream = build(markers, assign_slots(markers, facts, mode), mode, facts, kind)
         assert {op.phase for op in stream} == {"forward"}
-        assert sum(op.kind is OpKind.GATHER for op in stream) == sum(op.kind is OpKind.RELEASE for op in stream) == 5
+        counts = Counter(op.kind for op in stream)
+        assert counts[OpKind.GATHER] == 5
+        assert counts[OpKind.RELEASE] == (0 if mode.parameters == "replicate" else 5)
 
 
 def test_markers_come_through_unchanged() -> None:
@@ -166,14 +189,72 @@ def test_markers_come_through_unchanged() -> None:
         assert tuple(op for op in stream if op.kind in MARKERS) == chain_markers(5)
 
 
+def test_zero2_keeps_parameters_from_forward_to_backward() -> None:
+    stream, _ = chain(2, find_mode("zero2"))
+    assert short(stream) == (
+        "g0 g1 w0 (0 )0 g2 w1 (1 )1 g3 w2 (2 )2 w3 (3 )3 "
+        "(3b )3b r3b R3b (2b )2b r2b R2b f3b (1b )1b r1b R1b f2b (0b )0b r0b R0b f1b f0b"
+    )
+
+
+def test_zero1_keeps_parameters_from_step_to_step_and_finishes_when_all_is_issued() -> None:
+    stream, _ = chain(1, find_mode("zero1"))
+    assert short(stream) == "g0 g1 w0 (0 )0 g2 w1 (1 )1 w2 (2 )2 (2b )2b R2b (1b )1b R1b (0b )0b R0b f2b f1b f0b"
+    markers, facts, mode = chain_markers(3), sized([1, 2, 3]), find_mode("zero1")
+    current = build(markers, Slots({}, {}), mode, facts, PassKind(gather=False, reduce=False))
+    assert current == markers, "a microbatch that is not the last communicates nothing"
+
+
+def test_the_second_leg_overlaps_the_backward_after_the_next() -> None:
+    markers, facts, mode = chain_markers(4), sized([900, 500, 500, 700]), find_mode("fsdp")
+    stream = build(markers, Slots({}, {}), mode, facts, PassKind(legs=2))
+    assert short(stream).partition("(3b")[2] == (
+        " )3b r3b g1b R3b w2b (2b )2b r2b g0b R2b w1b c3b (1b )1b r1b R1b w0b f3b c2b (0b )0b r0b R0b f2b c1b f1b c0b f0b"
+    )
+
+
+def test_an_embedding_is_not_gathered_for_its_backward() -> None:
+    facts = [UnitFacts(900, read_in_backward=False), *sized([500, 500, 700])]
+    stream = build(chain_markers(4), Slots({}, {}), find_mode("fsdp"), facts)
+    assert [op.phase for op in stream if op.unit == 0 and op.kind is OpKind.GATHER] == ["forward"]
+
+
+def test_frozen_units_are_gathered_for_backward_and_reduce_nothing() -> None:
+    facts = [UnitFacts(500, trained=False)] * 4
+    stream = build(chain_markers(4), Slots({}, {}), find_mode("fsdp"), facts)
+    counts = Counter(op.kind for op in stream)
+    assert (counts[OpKind.GATHER], counts[OpKind.REDUCE], counts[OpKind.FINISH]) == (7, 0, 0)
+
+
 def test_on_demand_gathers_what_is_not_there_and_prefetches_nothing() -> None:
-    mode = find_mode("yafsdp")
+    facts, kind = UnitFacts(500), PassKind()
+
+    def ops(marker: Op, presence: Presence, reducing: list[int], mode: str = "yafsdp", kind: PassKind = kind) -> str:
+        return short(on_demand(marker, presence, reducing, find_mode(mode), facts, kind))
+
     begin, end = Op(OpKind.BEGIN, 1, "forward"), Op(OpKind.END, 1, "forward")
-    assert short(on_demand(begin, False, [], mode)) == "g1 w1 (1"
-    assert short(on_demand(begin, None, [], mode)) == "w1 (1"
-    assert short(on_demand(begin, True, [], mode)) == "(1"
-    assert short(on_demand(end, True, [], mode)) == ")1 r1"
-    assert short(on_demand(Op(OpKind.END, 1, "backward"), True, [2], mode)) == ")1b r1b f2b R1b"
+    last = Op(OpKind.END, 1, "backward")
+    assert ops(begin, Presence.SHARDED, []) == "g1 w1 (1"
+    assert ops(begin, Presence.GATHERING, []) == "w1 (1"
+    assert ops(begin, Presence.UNSHARDED, []) == "(1"
+    assert ops(end, Presence.UNSHARDED, []) == ")1 r1"
+    assert ops(last, Presence.UNSHARDED, [2]) == ")1b r1b f2b R1b"
+    assert ops(end, Presence.UNSHARDED, [], "zero2") == ")1"
+    assert ops(end, Presence.UNSHARDED, [], "zero2", PassKind(training=False)) == ")1 r1"
+    assert ops(last, Presence.UNSHARDED, [], "zero1") == ")1b R1b"
+    assert ops(last, Presence.UNSHARDED, [], "zero1", PassKind(reduce=False)) == ")1b"
+    assert ops(last, Presence.UNSHARDED, [2], "fsdp", PassKind(legs=2)) == ")1b r1b c2b f2b R1b"
+    unread = UnitFacts(500, read_in_backward=False)
+    begin_backward = Op(OpKind.BEGIN, 1, "backward")
+    assert on_demand(begin_backward, Presence.SHARDED, [], find_mode("fsdp"), unread, kind) == (begin_backward,)
+
+
+def test_gradients_accumulate_where_they_are_told_to() -> None:
+    assert find_mode("fsdp", "unsharded").gradient_storage == "persistent"
+    assert find_mode("zero1", "shard").gradients == "shard"
+    assert find_mode("yafsdp", "shard") == find_mode("yafsdp")
+    with pytest.raises(SpecError, match=r"accumulation: mode 'yafsdp' keeps gradients in a ring, .* mode='fsdp'"):
+        find_mode("yafsdp", "unsharded")
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -1,0 +1,207 @@
+"""What each op does: the one place where collectives are issued and awaited, and where lanes are ordered.
+
+Four waits between lanes make it correct; each is needed for the reason given beside it.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.profiler import record_function
+
+from refshard.engine.collectives import Collectives, Pending, Together
+from refshard.engine.device import Lanes
+from refshard.engine.unit import Unit
+from refshard.errors import EngineError
+from refshard.plan.schedule import Op, OpKind
+
+_NO_LABEL = nullcontext()
+
+
+class Effects:
+    """Executes single ops. ``reducing`` lists the units whose reduction is under way, oldest first."""
+
+    def __init__(self, units: Sequence[Unit], collectives: Collectives, lanes: Lanes) -> None:
+        self._units = tuple(units)
+        self._collectives = collectives
+        self._lanes = lanes
+        self._released: object = None
+        self.reducing: list[int] = []
+        self._combined: set[int] = set()
+        self._of: dict[OpKind, Callable[[Unit], None]] = {
+            OpKind.GATHER: self._gather,
+            OpKind.WAIT: self._wait,
+            OpKind.RELEASE: self._release,
+            OpKind.REDUCE: self._reduce,
+            OpKind.COMBINE: self._combine,
+            OpKind.FINISH: self._finish,
+        }
+
+    def execute(self, op: Op) -> None:
+        """Do what ``op`` says."""
+        unit = self._units[op.unit]
+        if op.kind is OpKind.BEGIN:
+            self._begin(unit, backward=op.phase == "backward")
+        elif op.kind is OpKind.END:
+            unit.computing = False
+            if op.phase == "backward":
+                unit.in_backward = False
+            unit.expose_sharded()
+        else:
+            self._of[op.kind](unit)
+
+    def masters_changed(self) -> None:
+        """A pass begins: what the optimizer wrote must be there before a gather reads it (first wait)."""
+        self._lanes.wait("gather", self._lanes.record("compute"))
+
+    def finish(self, unit: Unit) -> None:
+        """Bring a unit's reduction to its end, if one is under way."""
+        if unit.reducing is None:
+            return
+        if self._collectives.legs == 2 and unit.index not in self._combined:
+            self._combine(unit)
+        self._finish(unit)
+
+    def reduce_rest(self) -> None:
+        """Reduce gradients of earlier microbatches that this backward did not reach; end every reduction."""
+        for unit in self._units:
+            if unit.filled and unit.reducing is None:
+                self._reduce(unit)
+        for index in tuple(self.reducing):
+            self.finish(self._units[index])
+
+    def drop_gradients(self, unit: Unit, *, keep: bool) -> None:
+        """Give up unsharded gradients, and a reduction under way; with ``keep``, only such a reduction."""
+        unit.in_backward = False
+        unit.inputs_awaited = 0
+        if unit.reducing is None and keep:
+            return
+        unit.reducing = None
+        self._combined.discard(unit.index)
+        unit.filled.clear()
+        for flat in unit.trained_flats:
+            flat.drop_target()
+        if unit.gradient_slot.owner == unit.name:
+            unit.gradient_slot.release()
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.aliased:
+            return
+        with _label("all_gather", unit), self._lanes.use("gather"):
+            if self._released is not None:
+                # What compute read last from this storage must be over before it is written again (second wait).
+                self._lanes.wait("gather", self._released)
+            unit.generation = unit.slot.acquire(unit.name)
+            works = []
+            for flat, full in zip(unit.flats, unit.slot.flats):
+                shard = flat.shard
+                if shard.dtype != full.dtype or shard.device != full.device:
+                    shard = full[flat.own].copy_(shard, non_blocking=True)
+                works.append(self._issue("all_gather", unit, self._collectives.all_gather, full, shard))
+        unit.gathering = self._lanes.issued("gather", _together(works))
+
+    def _wait(self, unit: Unit) -> None:
+        if unit.aliased:
+            return
+        assert unit.gathering is not None
+        # Compute must not read what has not arrived (third wait).
+        self._await(unit.gathering, "all_gather", unit)
+        unit.gathering = None
+        unit.resident = True
+        unit.gathered_version = unit.version
+
+    def _begin(self, unit: Unit, *, backward: bool) -> None:
+        if backward:
+            if unit.trained and unit.gradient_slot.owner != unit.name:
+                unit.gradient_slot.acquire(unit.name)
+                for flat in unit.trained_flats:
+                    flat.carry_gradients()
+            unit.arrived.clear()
+            unit.in_backward = True
+            if not unit.facts.read_in_backward:
+                return
+        unit.slot.check(unit.name, unit.generation)
+        unit.computing = True
+        # In backward too: what is recomputed there reads the modules' parameters again.
+        unit.expose_unsharded()
+
+    def _release(self, unit: Unit) -> None:
+        if unit.resident and not unit.aliased:
+            unit.resident = False
+            unit.slot.release()
+            self._released = self._lanes.record("compute")
+
+    def _reduce(self, unit: Unit) -> None:
+        with _label("reduce_scatter", unit):
+            unit.zero_missing_gradients()
+            legs = self._collectives.legs
+            pairs = [
+                (flat.open_target(full, needs_slot_free=legs == 2), full)
+                for flat, full in zip(unit.trained_flats, unit.gradient_slot.flats)
+            ]
+            # Every gradient must be in the slot before it is reduced (fourth wait).
+            self._lanes.wait("reduce", self._lanes.record("compute"))
+            with self._lanes.use("reduce"):
+                works = [
+                    self._issue("reduce_scatter", unit, self._collectives.reduce_scatter, target, full)
+                    for target, full in pairs
+                ]
+        unit.reducing = self._lanes.issued("reduce", _together(works))
+        self.reducing.append(unit.index)
+
+    def _combine(self, unit: Unit) -> None:
+        assert unit.reducing is not None
+        self._await(unit.reducing, "reduce_scatter", unit)
+        unit.gradient_slot.release()
+        with _label("all_reduce", unit), self._lanes.use("reduce"):
+            works = [
+                self._issue("all_reduce", unit, self._collectives.all_reduce, flat.target)
+                for flat in unit.trained_flats
+            ]
+        unit.reducing = self._lanes.issued("reduce", _together(works))
+        self._combined.add(unit.index)
+
+    def _finish(self, unit: Unit) -> None:
+        if unit.reducing is None:
+            return
+        # The optimizer reads the result, and the next unit writes its gradients over what was sent (fifth wait).
+        self._await(unit.reducing, "all_reduce" if unit.index in self._combined else "reduce_scatter", unit)
+        unit.reducing = None
+        self.reducing.remove(unit.index)
+        for flat in unit.trained_flats:
+            flat.take_reduced(unit.filled)
+        unit.filled.clear()
+        if unit.index in self._combined:
+            self._combined.discard(unit.index)
+        else:
+            unit.gradient_slot.release()
+
+    def _issue(self, collective: str, unit: Unit, call: Callable[..., Pending], *tensors: object) -> Pending:
+        try:
+            return call(*tensors)
+        except RuntimeError as error:
+            raise self._lost(collective, unit, error) from error
+
+    def _await(self, pending: Pending, collective: str, unit: Unit) -> None:
+        try:
+            with _label("wait", unit):
+                pending.wait()
+        except RuntimeError as error:
+            raise self._lost(collective, unit, error) from error
+
+    def _lost(self, collective: str, unit: Unit, error: RuntimeError) -> EngineError:
+        return EngineError(
+            f"{collective} of unit '{unit.name}' failed on rank {self._collectives.rank}; "
+            f"another rank has probably ended: {error}"
+        )
+
+
+def _together(works: list[Pending]) -> Pending:
+    return works[0] if len(works) == 1 else Together(tuple(works))
+
+
+def _label(what: str, unit: Unit) -> AbstractContextManager[object]:
+    """A label in the trace, and nothing where no trace is taken: it would cost more than the op."""
+    if torch.autograd._profiler_enabled():
+        return record_function(f"refshard::{what}({unit.name})")
+    return _NO_LABEL

@@ -1,0 +1,141 @@
+"""What an optimizer sees of a sharded model: gradients whose norms are those of the whole, and refusals by name.
+
+Elementwise optimizers work on this rank's parts as they are. A *norm* taken of a part would be the part's, silently:
+sharded gradients therefore answer it over the shard axis, so that ``torch.nn.utils.clip_grad_norm_`` and
+``torch.amp.GradScaler`` are right as they stand. :func:`clip_gradients` does the former with a single collective.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from refshard.engine.collectives import Collectives
+from refshard.errors import EngineError
+
+WHOLE_TENSOR_OPTIMIZERS = frozenset(
+    {"Adafactor", "DistributedShampoo", "GaLoreAdamW", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
+)
+"""Class names of optimizers whose update of an element depends on the rest of its tensor."""
+
+_MARK = "_refshard_sharded"
+
+
+class ShardedGradient(torch.Tensor):
+    """This rank's part of a gradient, 1-D. Norms are those of the whole gradient, and collective calls: all ranks of
+    the shard axis take them together. The same holds for a gradient scaler's search for infinities. Anything else,
+    ``abs().max()`` say, sees the local part.
+    """
+
+    collectives: Collectives
+
+    @classmethod
+    def of(cls, part: torch.Tensor, collectives: Collectives) -> "ShardedGradient":
+        """A view of ``part`` that knows its shard axis."""
+        gradient = part.as_subclass(cls)
+        gradient.collectives = collectives
+        return gradient
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Answer norms for the whole; everything else as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _WHOLE.get(func, func)(*args, **(kwargs or {}))
+
+
+def clip_gradients(
+    parameters: Sequence[torch.Tensor], collectives: Collectives, max_norm: float, norm_type: float
+) -> torch.Tensor:
+    """Scale the gradients of ``parameters`` in place so that their total norm is at most ``max_norm``.
+
+    One all-reduce over the shard axis; the padding of flat parameters takes no part. Returns the total norm before
+    clipping, a 0-d tensor. ``norm_type`` is any p > 0, and may be infinite.
+
+    Raises:
+        EngineError: ``max_norm`` or ``norm_type`` is not positive.
+    """
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not value > 0:
+            raise EngineError(f"clip_grad_norm_: {name} must be > 0, got {value}")
+    gradients = [p.grad.as_subclass(torch.Tensor) for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    powers = _local_powers(gradients, norm_type)
+    total = powers.amax(0, keepdim=True) if norm_type == math.inf else powers.sum(0, keepdim=True)
+    norm = _whole_norms(total, norm_type, collectives)[0]
+    torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def watch_optimizers(parameters: Sequence[torch.Tensor]) -> None:
+    """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors."""
+    _register_once()
+    for parameter in parameters:
+        setattr(parameter, _MARK, True)
+
+
+@functools.cache
+def _register_once() -> None:
+    register_optimizer_step_pre_hook(_refuse_whole_tensor_optimizers)
+
+
+def _refuse_whole_tensor_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    name = type(optimizer).__name__
+    if name in WHOLE_TENSOR_OPTIMIZERS and any(hasattr(p, _MARK) for g in optimizer.param_groups for p in g["params"]):
+        raise EngineError(
+            f"{name} needs whole tensors, and a sharded model's parameters are 1-D parts of them; use an elementwise "
+            "optimizer (AdamW, Adam, SGD, ...)"
+        )
+
+
+def _local_powers(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
+    """Of each part the sum of ``|x|**p``, or the largest ``|x|`` for p = inf; 0 for an empty one."""
+    norms = [torch.linalg.vector_norm(part, p) if part.numel() else part.new_zeros(()) for part in parts]
+    stacked = torch.stack([norm.float() for norm in norms])
+    return stacked if p == math.inf else stacked**p
+
+
+def _whole_norms(powers: torch.Tensor, p: float, collectives: Collectives) -> torch.Tensor:
+    """Norms of whole tensors from the local powers of their parts; one collective for all."""
+    collectives.reduce_over_shards(powers, "max" if p == math.inf else "sum")
+    return powers if p == math.inf else powers ** (1 / p)
+
+
+def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:  # noqa: A002
+    """``torch._foreach_norm`` of gradients, some or all of them sharded: one collective per shard axis."""
+    norms: dict[int, torch.Tensor] = {}
+    axes = {id(t.collectives): t.collectives for t in tensors if isinstance(t, ShardedGradient)}
+    for axis, collectives in axes.items():
+        members = [i for i, t in enumerate(tensors) if isinstance(t, ShardedGradient) and id(t.collectives) == axis]
+        powers = _local_powers([tensors[i] for i in members], float(ord))
+        norms.update(zip(members, _whole_norms(powers, float(ord), collectives)))
+    return [norms[i] if i in norms else torch.linalg.vector_norm(t, ord) for i, t in enumerate(tensors)]
+
+
+def _vector_norm(gradient: ShardedGradient, ord: float | str | None = 2, *_: Any, **__: Any) -> torch.Tensor:  # noqa: A002
+    """The norm of one whole gradient, over all its dimensions: it has but one."""
+    p = 2.0 if ord in (None, "fro") else float(ord)
+    return _whole_norms(_local_powers([gradient], p), p, gradient.collectives)[0]
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """A gradient scaler's unscaling: an infinity in one rank's part makes every rank skip the step."""
+    plain = [gradient.as_subclass(torch.Tensor) for gradient in gradients]
+    torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+    axes = {id(g.collectives): g.collectives for g in gradients if isinstance(g, ShardedGradient)}
+    for collectives in axes.values():
+        collectives.reduce_over_shards(found_inf, "max")
+
+
+_WHOLE: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch.norm: _vector_norm,
+    torch.Tensor.norm: _vector_norm,
+    torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+}

@@ -1,0 +1,46 @@
+"""In which dtypes parameters are computed with, gradients reduced, and masters kept."""
+
+from dataclasses import dataclass
+
+import torch
+
+from refshard.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Mixed precision, as data.
+
+    ``parameters`` is the dtype that forward and backward see and that is gathered; None keeps the model's own, and then
+    nothing is cast. ``reduction`` is the dtype in which gradients are summed over ranks (and over microbatches, where
+    they add up unsharded); None takes the masters'. The masters that the optimizer updates, and their gradients, keep
+    the dtype that the model had when it was sharded: fp32 as a rule.
+
+    Frozen parameters have no master; only their cast is kept.
+
+    Raises:
+        SpecError: a dtype is no floating-point one.
+    """
+
+    parameters: torch.dtype | None = None
+    reduction: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("parameters", "reduction"):
+            dtype = getattr(self, field)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise SpecError(f"precision: {field} must be a floating-point dtype such as torch.bfloat16, got {dtype}")
+
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """What a parameter of the model's ``dtype`` is gathered and computed in."""
+        return self.parameters if self.parameters is not None and dtype.is_floating_point else dtype
+
+    def reduced(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of a parameter of the model's ``dtype`` are reduced in."""
+        return self.reduction or dtype
+
+    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An input of a unit, as its parameters meet it."""
+        if self.parameters is None or not tensor.is_floating_point() or tensor.dtype == self.parameters:
+            return tensor
+        return tensor.to(self.parameters)
