@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from refshard.engine.collectives import Collectives
 from refshard.errors import EngineError
@@ -73,7 +74,9 @@ def clip_gradients(
 
 
 def watch_optimizers(parameters: Sequence[torch.Tensor]) -> None:
-    """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors."""
+    """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors, and see to it that every
+    other optimizer's step raises their version: fused ones write unseen, and the engine would not gather again.
+    """
     _register_once()
     for parameter in parameters:
         setattr(parameter, _MARK, True)
@@ -82,6 +85,11 @@ def watch_optimizers(parameters: Sequence[torch.Tensor]) -> None:
 @functools.cache
 def _register_once() -> None:
     register_optimizer_step_pre_hook(_refuse_whole_tensor_optimizers)
+    register_optimizer_step_post_hook(_raise_versions)
+
+
+def _raise_versions(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    increment_version(p for g in optimizer.param_groups for p in g["params"] if hasattr(p, _MARK))
 
 
 def _refuse_whole_tensor_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> None:

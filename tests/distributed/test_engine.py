@@ -81,26 +81,36 @@ def test_training_equals_one_rank_and_ddp(world_size: int, tied: bool) -> None:
             assert losses == ddp_losses, f"{mode}: two terms have but one sum"
             assert all(torch.equal(parameters[n], p) for n, p in ddp_parameters.items())
         total = sum(p.numel() for p in bare.parameters())
-        assert sum(r[f"{mode} local"] for r in results) == total, "each element lives on exactly one rank"
+        copies = world_size if MODES[mode].optimizer == "replicate" else 1
+        assert sum(r[f"{mode} local"] for r in results) == total * copies, "each element lives on exactly one rank"
 
 
 def call_collectives() -> dict[str, torch.Tensor]:
     group = dist.group.WORLD
     assert group is not None
-    collectives = GroupCollectives(group, dist.new_group())
+    collectives = GroupCollectives(group, reducing=dist.new_group())
     rank, world_size = dist.get_rank(), dist.get_world_size()
     full = torch.arange(world_size * 4, dtype=torch.float32) * (rank + 1)
-    gathered, mean, ours = torch.empty(world_size * 4), torch.empty(4), full.clone()
+    gathered, total, ours = torch.empty(world_size * 4), torch.empty(4), full.clone()
     works = [
         collectives.all_gather(gathered, full[:4].clone()),
-        collectives.reduce_scatter(mean, full),
+        collectives.reduce_scatter(total, full),
     ]
     for work in works:
         work.wait()
     collectives.broadcast(ours)
     again = torch.empty(4)
     collectives.reduce_scatter(again, full).wait()
-    return {"gathered": gathered, "mean": mean, "again": again, "broadcast": ours}
+    own = slice(4 * rank, 4 * rank + 4)
+    in_place = full.clone()
+    collectives.reduce_scatter(in_place[own], in_place).wait()
+    whole = torch.full((12,), float("nan"))
+    collectives.all_gather(whole, whole[own].copy_(full[:4])).wait()
+    largest = torch.tensor([float(rank)])
+    collectives.reduce_over_shards(largest, "max")
+    agreed = torch.tensor([collectives.agree(7), collectives.agree(7 + (rank == 1))])
+    return {"gathered": gathered, "total": total, "again": again, "broadcast": ours, "in place": in_place[own],
+            "whole": whole, "largest": largest, "agreed": agreed}  # fmt: skip
 
 
 def test_collectives_mean_what_they_say() -> None:
@@ -109,6 +119,10 @@ def test_collectives_mean_what_they_say() -> None:
     base = torch.arange(12, dtype=torch.float32)
     for rank, result in enumerate(results):
         assert torch.equal(result["gathered"], torch.cat([base[:4] * f for f in factors]))
-        assert torch.equal(result["mean"], base[4 * rank : 4 * rank + 4] * factors.mean())
-        assert torch.equal(result["again"], result["mean"]), "the receive buffer is used again"
+        assert torch.equal(result["total"], base[4 * rank : 4 * rank + 4] * factors.sum())
+        assert torch.equal(result["again"], result["total"]), "the receive buffer is used again"
+        assert torch.equal(result["in place"], result["total"])
+        assert torch.equal(result["whole"], result["gathered"])
+        assert result["largest"].item() == 2
+        assert result["agreed"].tolist() == [True, False]
         assert torch.equal(result["broadcast"], base)
