@@ -196,4 +196,5 @@ def _mesh_collectives(mesh: DeviceMesh | None, device: torch.device, mode: Mode,
 
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    return dist.new_group(ranks, use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    return group

@@ -19,7 +19,7 @@ class Pending(Protocol):
 
 
 class Collectives(ABC):
-    """Collectives of flat 1-D tensors over a shard axis of ``world_size`` ranks, times a replicate axis of ``replicas``.
+    """Collectives of flat 1-D tensors over a shard axis of ``world_size`` ranks times a replicate axis of ``replicas``.
 
     ``rank`` is this rank's place on the shard axis. The calls that return a :class:`Pending` return at once, and the
     tensors must not be touched before its ``wait``. Sums are sums: who wants a mean scales what goes in.
@@ -110,7 +110,7 @@ class GroupCollectives(Collectives):
         """
         size, numel = self.world_size, own.numel()
         source, target = (self.rank - step) % size, (self.rank + step) % size
-        return dist.all_to_all_single(
+        work: dist.Work = dist.all_to_all_single(
             output[source * numel : (source + 1) * numel],
             own,
             [numel * (rank == source) for rank in range(size)],
@@ -118,6 +118,7 @@ class GroupCollectives(Collectives):
             group=self._shards,
             async_op=True,
         )
+        return work
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
         """See :meth:`Collectives.reduce_scatter`."""

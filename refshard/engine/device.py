@@ -77,6 +77,7 @@ class CudaLanes(Lanes):
 
     def wait(self, lane: Lane, event: object) -> None:
         """See :meth:`Lanes.wait`."""
+        assert isinstance(event, torch.cuda.Event)
         self._stream(lane).wait_event(event)
 
     def issued(self, lane: Lane, pending: Pending) -> Pending:

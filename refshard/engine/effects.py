@@ -6,7 +6,7 @@ Four waits between lanes make it correct; each is needed for the reason given be
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
+from torch import _C
 from torch.profiler import record_function
 
 from refshard.engine.collectives import Collectives, Pending, Together
@@ -202,6 +202,6 @@ def _together(works: list[Pending]) -> Pending:
 
 def _label(what: str, unit: Unit) -> AbstractContextManager[object]:
     """A label in the trace, and nothing where no trace is taken: it would cost more than the op."""
-    if torch.autograd._profiler_enabled():
+    if _C._autograd._profiler_enabled():
         return record_function(f"refshard::{what}({unit.name})")
     return _NO_LABEL

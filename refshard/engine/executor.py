@@ -232,7 +232,9 @@ class Executor:
         else:
             slot = self._new_slot(unit, "parameters", persistent=self._mode.storage == "persistent")
         if unit.gradients_aliased:
-            return slot, Slot([f.gradient_shard for f in unit.trained_flats if f.gradient_shard is not None], persistent=True)
+            return slot, Slot(
+                [f.gradient_shard for f in unit.trained_flats if f.gradient_shard is not None], persistent=True
+            )
         persistent = self._mode.gradient_storage == "persistent"
         return slot, self._new_slot(unit, "gradients", persistent=persistent)
 
@@ -290,8 +292,8 @@ class Executor:
         used = repr([sorted(unit.arrived) for unit in self._units])
         if not self._collectives.agree(zlib.crc32(used.encode())):
             raise EngineError(
-                f"rank {self._collectives.rank} used other parameters in this step than another rank did; all ranks must "
-                "use the same ones, if need be by adding 0 * parameter.sum() to the loss"
+                f"rank {self._collectives.rank} used other parameters in this step than another rank did; all ranks "
+                "must use the same ones, if need be by adding 0 * parameter.sum() to the loss"
             )
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:

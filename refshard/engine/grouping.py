@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from refshard.errors import EngineError, SpecError, nearest
@@ -152,13 +151,16 @@ def _check_flattenable(group: UnitGroup) -> None:
     devices = {member.parameter.device for member in group.parameters}
     if len(devices) > 1:
         raise EngineError(
-            f"parameters of unit '{group.name}' are on {' and '.join(sorted(map(str, devices)))}; move them to one device"
+            f"parameters of unit '{group.name}' are on {' and '.join(sorted(map(str, devices)))}; "
+            "move them to one device"
         )
     for member in group.parameters:
         parameter = member.parameter
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise EngineError(f"parameter '{member.name}' has hooks, which sharding would silence; remove them")
         if parameter.is_quantized or parameter.is_sparse:
-            raise EngineError(f"parameter '{member.name}' is sparse or quantised, and cannot be flattened; make it dense")
+            raise EngineError(
+                f"parameter '{member.name}' is sparse or quantised, and cannot be flattened; make it dense"
+            )
         if parameter.requires_grad and any(isinstance(m, nn.Embedding) and m.sparse for m, _ in member.holders):
             raise EngineError(f"parameter '{member.name}' has sparse gradients; set sparse=False on its nn.Embedding")

@@ -1,4 +1,4 @@
-"""From a bare model's parameters to a unit's flat parameters: materialise, flatten, take one rank's values, keep a part."""
+"""From a bare model's parameters to a unit's flat ones: materialise, flatten, take one rank's values, keep a part."""
 
 from collections.abc import Callable, Sequence
 

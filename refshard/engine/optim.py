@@ -18,7 +18,19 @@ from refshard.engine.collectives import Collectives
 from refshard.errors import EngineError
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset(
-    {"Adafactor", "DistributedShampoo", "GaLoreAdamW", "LAMB", "LARS", "LBFGS", "Lamb", "Lars", "Muon", "SOAP", "Shampoo"}
+    {
+        "Adafactor",
+        "DistributedShampoo",
+        "GaLoreAdamW",
+        "LAMB",
+        "LARS",
+        "LBFGS",
+        "Lamb",
+        "Lars",
+        "Muon",
+        "SOAP",
+        "Shampoo",
+    }
 )
 """Class names of optimizers whose update of an element depends on the rest of its tensor."""
 
@@ -114,7 +126,7 @@ def _whole_norms(powers: torch.Tensor, p: float, collectives: Collectives) -> to
     return powers if p == math.inf else powers ** (1 / p)
 
 
-def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, dtype: Any = None) -> list[torch.Tensor]:  # noqa: A002
+def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, *_: Any) -> list[torch.Tensor]:  # noqa: A002
     """``torch._foreach_norm`` of gradients, some or all of them sharded: one collective per shard axis."""
     norms: dict[int, torch.Tensor] = {}
     axes = {id(t.collectives): t.collectives for t in tensors if isinstance(t, ShardedGradient)}

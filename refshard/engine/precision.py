@@ -29,7 +29,9 @@ class Precision:
         for field in ("parameters", "reduction"):
             dtype = getattr(self, field)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise SpecError(f"precision: {field} must be a floating-point dtype such as torch.bfloat16, got {dtype}")
+                raise SpecError(
+                    f"precision: {field} must be a floating-point dtype such as torch.bfloat16, got {dtype}"
+                )
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
         """What a parameter of the model's ``dtype`` is gathered and computed in."""

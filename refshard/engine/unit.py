@@ -23,9 +23,9 @@ from refshard.plan.schedule import UnitFacts
 class UnitParameter:
     """One parameter: every place in the model that holds it (several when it is tied), and its two forms.
 
-    ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the flat parameter's shard, which
-    lie at ``address``; ``sharded_gradient`` is what its ``.grad`` becomes. ``unsharded`` and ``gradient`` have the
-    parameter's shape; they are views of the unit's slots.
+    ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the flat parameter's shard,
+    which lie at ``address``; ``sharded_gradient`` is what its ``.grad`` becomes. ``unsharded`` and ``gradient`` have
+    the parameter's shape; they are views of the unit's slots.
     """
 
     layout: ParameterLayout

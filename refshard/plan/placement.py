@@ -49,7 +49,9 @@ class Mode(msgspec.Struct, frozen=True, kw_only=True):
         if self.parameters == "replicate" and self.storage != "persistent":
             raise ValueError(f"storage must be persistent for replicated parameters, got {self.storage}")
         if self.gradients == "replicate" and self.gradient_storage != "persistent":
-            raise ValueError(f"gradient_storage must be persistent for replicated gradients, got {self.gradient_storage}")
+            raise ValueError(
+                f"gradient_storage must be persistent for replicated gradients, got {self.gradient_storage}"
+            )
         if self.storage == "ring" and self.ring_slots <= self.prefetch:
             raise ValueError(f"ring_slots must be > prefetch = {self.prefetch}, got {self.ring_slots}")
 

@@ -39,7 +39,7 @@ class OpKind(StrEnum):
     REDUCE = "reduce"
     """Issue the reduction of the unit's gradient slot over the shard axis."""
     COMBINE = "combine"
-    """Await that, give up the gradient slot, and issue the all-reduce of the resulting shard over the replicate axis."""
+    """Await that, give up the gradient slot, and issue the all-reduce of the result over the replicate axis."""
     FINISH = "finish"
     """Await the last leg, add its result to the gradient shard, give up the gradient slot if a COMBINE has not."""
 
@@ -153,7 +153,7 @@ def build(
     slots: Slots,
     mode: Mode,
     facts: Sequence[UnitFacts],
-    kind: PassKind = PassKind(),  # noqa: B008 (frozen)
+    kind: PassKind = PassKind(),
 ) -> tuple[Op, ...]:
     """Place the communication of one pass around ``markers`` (all forward before all backward)."""
     before: dict[int, list[Op]] = {i: [] for i in range(len(markers) + 1)}

@@ -209,7 +209,8 @@ def test_the_second_leg_overlaps_the_backward_after_the_next() -> None:
     markers, facts, mode = chain_markers(4), sized([900, 500, 500, 700]), find_mode("fsdp")
     stream = build(markers, Slots({}, {}), mode, facts, PassKind(legs=2))
     assert short(stream).partition("(3b")[2] == (
-        " )3b r3b g1b R3b w2b (2b )2b r2b g0b R2b w1b c3b (1b )1b r1b R1b w0b f3b c2b (0b )0b r0b R0b f2b c1b f1b c0b f0b"
+        " )3b r3b g1b R3b w2b (2b )2b r2b g0b R2b w1b c3b (1b )1b r1b R1b w0b f3b c2b (0b )0b r0b R0b "
+        "f2b c1b f1b c0b f0b"
     )
 
 
