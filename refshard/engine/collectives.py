@@ -101,24 +101,13 @@ class GroupCollectives(Collectives):
         own = output[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return Together(tuple(self._exchange(output, own, step) for step in range(1, self.world_size)))
-
-    def _exchange(self, output: torch.Tensor, own: torch.Tensor, step: int) -> dist.Work:
-        """Send this rank's part to the rank ``step`` places on, and receive that of the rank as far back.
-
-        Gloo's own all-gather goes through a temporary of the whole output; this one receives in place.
-        """
-        size, numel = self.world_size, own.numel()
-        source, target = (self.rank - step) % size, (self.rank + step) % size
-        work: dist.Work = dist.all_to_all_single(
-            output[source * numel : (source + 1) * numel],
-            own,
-            [numel * (rank == source) for rank in range(size)],
-            [numel * (rank == target) for rank in range(size)],
-            group=self._shards,
-            async_op=True,
+        # Gloo's own all-gather goes through a temporary of the whole output; exchanges receive in place.
+        return Together(
+            tuple(
+                self._exchange(own, output[self._part(-step, own.numel())], step, self._shards)
+                for step in range(1, self.world_size)
+            )
         )
-        return work
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
         """See :meth:`Collectives.reduce_scatter`."""
@@ -131,10 +120,28 @@ class GroupCollectives(Collectives):
             return work
         # Gloo runs a reduce-scatter as an all-reduce of the whole input: exchanging the parts and summing them here
         # moves half the bytes (trap 10), into a receive buffer that is taken from a pool and goes back to it.
-        free = self._receive.setdefault((full.numel(), full.dtype), [])
-        received = free.pop() if free else torch.empty_like(full)
-        exchange = dist.all_to_all_single(received, full, group=self._reducing, async_op=True)
-        return _LocalSum(exchange, received, output, free)
+        numel = output.numel()
+        free = self._receive.setdefault((numel, full.dtype), [])
+        received = free.pop() if free else full.new_empty(self.world_size - 1, numel)
+        exchanges = tuple(
+            self._exchange(full[self._part(step, numel)], received[step - 1], step, self._reducing)
+            for step in range(1, self.world_size)
+        )
+        return _LocalSum(exchanges, full[self._part(0, numel)], received, output, free)
+
+    def _part(self, step: int, numel: int) -> slice:
+        """Where the part of ``numel`` elements of the rank ``step`` places on lies in a flat tensor."""
+        rank = (self.rank + step) % self.world_size
+        return slice(rank * numel, (rank + 1) * numel)
+
+    def _exchange(
+        self, send: torch.Tensor, receive: torch.Tensor, step: int, group: dist.ProcessGroup | None
+    ) -> dist.Work:
+        """Send to the rank ``step`` places on, and receive from the rank as far back."""
+        source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
+        counts = [[send.numel() * (rank == other) for rank in range(self.world_size)] for other in (source, target)]
+        work: dist.Work = dist.all_to_all_single(receive, send, *counts, group=group, async_op=True)
+        return work
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
@@ -194,16 +201,20 @@ class Together:
 
 @dataclass(slots=True)
 class _LocalSum:
-    """An exchange of parts, which are summed when it is awaited."""
+    """Exchanges of parts, which are summed when they are awaited. ``own`` and ``output`` may be the same memory."""
 
-    work: dist.Work
+    exchanges: tuple[dist.Work, ...]
+    own: torch.Tensor
     received: torch.Tensor
     output: torch.Tensor
     pool: list[torch.Tensor]
 
     def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.received.view(-1, self.output.numel()), dim=0, out=self.output)
+        for work in self.exchanges:
+            work.wait()
+        total = self.own
+        for part in self.received:
+            total = torch.add(total, part, out=self.output)
         self.pool.append(self.received)
 
 

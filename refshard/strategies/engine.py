@@ -45,16 +45,16 @@ class Refshard(Strategy):
         return count_collectives(call for op in stream for call in self._issued(op.kind, units[op.unit]))
 
     def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:
-        """The calls that an op makes, and the bytes of each."""
+        """The calls that an op makes, and the bytes of each: over gloo, an exchange of a part with each other rank."""
         for flat in unit.flats:
-            size = flat.layout.numel * flat.dtype.itemsize
-            if kind is OpKind.GATHER and self._gloo:
-                # An exchange of one part with each other rank.
-                yield from [("all_to_all", size // self._world_size)] * (self._world_size - 1)
-            elif kind is OpKind.GATHER:
-                yield "all_gather", size
+            if kind is OpKind.GATHER:
+                op, size = "all_gather", flat.layout.numel * flat.dtype.itemsize
             elif kind is OpKind.REDUCE and flat.trained:
-                yield "all_to_all" if self._gloo else "reduce_scatter", flat.layout.numel * flat.reduce_dtype.itemsize
+                op, size = "reduce_scatter", flat.layout.numel * flat.reduce_dtype.itemsize
+            else:
+                continue
+            exchanges = [("all_to_all", size // self._world_size)] * (self._world_size - 1)
+            yield from exchanges if self._gloo else [(op, size)]
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""
