@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from refshard.harness.launchers.base import Launch, Launcher
 from refshard.harness.launchers.ranks import Interruption, rank_environment, run_ranks, worker_arguments
