@@ -335,6 +335,18 @@ def test_an_interruption_leaves_neither_namespace_nor_process(tmp_path: Path, nu
 
 
 @real
+def test_a_run_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start("run", netlab_suite(tmp_path, "single", rate="1gbit", steps=100_000), "--out", run)
+    wait_for(lambda: list(run.glob("cases/single*/progress")), 120)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not processes_of(run), 10)
+    remove_leftovers()
+    assert not namespaces_of(process.pid)
+
+
+@real
 def test_an_exception_while_ranks_run_leaves_neither_namespace_nor_process(tmp_path: Path) -> None:
     def fail(text: str) -> None:
         assert len(namespaces_of(os.getpid())) == 3
