@@ -17,6 +17,10 @@ class EngineError(RefshardError):
     """The sharding engine met a model or an order of execution that it cannot serve correctly."""
 
 
+class LaunchError(RefshardError):
+    """This machine cannot make what the ranks of a case are to run on."""
+
+
 class TraceError(RefshardError):
     """A trace file is damaged or is no trace."""
 

@@ -72,6 +72,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     comparable runs; the git state, the command line and the time are not part of it.
 
     ``gemm_flops_per_s`` is this machine's measured fp32 matrix-multiplication rate with ``gemm_threads`` threads.
+    ``network`` says in words what joins the hosts; empty where all ranks run on one.
     """
 
     id: str
@@ -91,6 +92,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     git_commit: str | None
     git_dirty: bool | None
     argv: tuple[str, ...]
+    network: str = ""
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):

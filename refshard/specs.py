@@ -18,6 +18,7 @@ from refshard import resources
 from refshard.errors import SpecError, nearest
 
 Device = Literal["auto", "cpu", "cuda"]
+LauncherName = Literal["local", "netlab"]
 LARGEST = 2**40
 """Above what any count, limit or size in a suite can mean."""
 REFERENCE_STRATEGY = "single"
@@ -135,17 +136,60 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.structs.replace(self, strategy=REFERENCE_STRATEGY, world_size=1)
 
 
+class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hosts that the launcher ``netlab`` makes of one machine, and what each of them can send.
+
+    ``rate`` is a whole number of ``mbit`` or ``gbit`` (10^6 or 10^9 bits per second), such as ``"2gbit"``.
+    """
+
+    hosts: int
+    rate: str
+
+    def __post_init__(self) -> None:
+        _within("hosts", self.hosts, 2, most=64)
+        if not re.fullmatch(r"[1-9][0-9]{0,3}[mg]bit", self.rate):
+            raise ValueError(
+                f"rate must be a whole number from 1 to 9999 and 'mbit' or 'gbit', such as '2gbit', got {self.rate!r}"
+            )
+
+    @property
+    def bits_per_s(self) -> int:
+        """What each host can send, in bits per second."""
+        return int(self.rate[:-4]) * {"m": 10**6, "g": 10**9}[self.rate[-4]]
+
+    @property
+    def description(self) -> str:
+        """The network in words, for people."""
+        unit = {"m": "Mbit/s", "g": "Gbit/s"}[self.rate[-4]]
+        return f"{self.hosts} hosts joined at {self.rate[:-4]} {unit} (network namespaces)"
+
+    def ranks_per_host(self, world_size: int) -> int:
+        """How many ranks each host runs; a single rank runs on the first.
+
+        Raises:
+            SpecError: the ranks cannot be spread evenly.
+        """
+        if world_size > 1 and world_size % self.hosts:
+            raise SpecError(
+                f"world_size must be 1 or a multiple of network.hosts = {self.hosts}, got {world_size}; change either"
+            )
+        return max(world_size // self.hosts, 1)
+
+
 class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A matrix of cases.
 
     ``matrix`` holds lists, and its product is taken; ``case`` holds what all cases share. The keys of both are the
     fields of :class:`CaseSpec`, and ``batch_per_rank`` (sequences) in place of ``global_batch``. Each round launches
-    every case afresh, in an order of its own, so that drift of the machine does not favour one strategy.
+    every case afresh, in an order of its own, so that drift of the machine does not favour one strategy. ``network``
+    says what the launcher ``netlab`` joins the ranks with, and is for it alone.
     """
 
     name: str
     about: str = ""
     rounds: int = 1
+    launcher: LauncherName = "local"
+    network: NetworkSpec | None = None
     matrix: dict[str, Any]
     case: dict[str, Any] = {}
 
@@ -153,6 +197,13 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not re.fullmatch(r"\w[\w.-]{0,63}", self.name):
             raise ValueError(f"name must be up to 64 letters, digits, '.', '-' or '_' (a folder's), got {self.name!r}")
         _within("rounds", self.rounds, 1, most=1000)
+        if self.launcher == "netlab" and self.network is None:
+            raise ValueError("launcher 'netlab' needs the table [network], got none; add it, with hosts and rate")
+        if self.launcher != "netlab" and self.network is not None:
+            raise ValueError(
+                f"network is for launcher 'netlab', got launcher '{self.launcher}'; set launcher = \"netlab\", or drop "
+                "the table [network]"
+            )
         known = [*CaseSpec.__struct_fields__, "batch_per_rank"]
         for table in ("matrix", "case"):
             for key in getattr(self, table):
@@ -174,9 +225,20 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         found: dict[CaseSpec, None] = {}
         for values in itertools.product(*self.matrix.values()):
             case = _convert_case({**self.case, **dict(zip(self.matrix, values))})
+            if self.network is not None:
+                _check_networked(case, self.network)
             found.setdefault(case.reference())
             found.setdefault(case)
         return tuple(found)
+
+
+def _check_networked(case: CaseSpec, network: NetworkSpec) -> None:
+    network.ranks_per_host(case.world_size)
+    if case.device != "cpu":
+        raise SpecError(
+            f"device must be 'cpu' with launcher 'netlab', got '{case.device}': NCCL would go from GPU to GPU, around "
+            'the network; set device = "cpu"'
+        )
 
 
 def _convert_case(given: dict[str, Any]) -> CaseSpec:
@@ -248,18 +310,27 @@ def _explain(message: str, data: Mapping[str, Any], to: type) -> str:
     text, _, path = message.partition(" - at `$")
     keys = re.findall(r"[\w-]+", path.rstrip("`").replace("...", ""))
     if unknown := re.search(r"unknown field `(.+)`", text):
-        fields: list[str] = list(getattr(to, "__struct_fields__", ()))
-        return f"unknown key '{unknown[1]}'; {nearest(unknown[1], fields)}"
+        fields: list[str] = list(getattr(_struct_at(to, keys), "__struct_fields__", ()))
+        where = f"{'.'.join(keys)} has the " if keys else ""
+        return f"{where}unknown key '{unknown[1]}'; {nearest(unknown[1], fields)}"
     if missing := re.search(r"missing required field `(.+)`", text):
-        return f"{missing[1]} is missing; add it"
-    if not keys:
-        return text
+        return f"{'.'.join([*keys, missing[1]])} is missing; add it"
+    if not keys or text[0].islower():  # a rule of our own, which begins with the field's name and gives the value
+        return ".".join([*keys, text])
     value: Any = data
     for key in keys:
         value = value[int(key)] if isinstance(value, list) else value.get(key)
     if "enum value" in text:
-        text = f"{text}; known: {', '.join(map(str, get_args(get_type_hints(to)[keys[-1]])))}"
+        text = f"{text}; known: {', '.join(map(str, get_args(get_type_hints(_struct_at(to, keys[:-1]))[keys[-1]])))}"
     return f"{'.'.join(keys)}: {text[0].lower()}{text[1:]} (got {value!r})"
+
+
+def _struct_at(to: type, keys: list[str]) -> type:
+    """The struct to which ``keys`` lead from the struct ``to``, by way of optional fields too."""
+    for key in keys:
+        hint = get_type_hints(to)[key]
+        to = next((t for t in (hint, *get_args(hint)) if isinstance(t, type) and issubclass(t, msgspec.Struct)), to)
+    return to
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from refshard import resources
 from refshard.errors import SpecError
-from refshard.specs import CaseSpec, SuiteSpec, convert, find_suite, load_model, load_suite
+from refshard.specs import CaseSpec, NetworkSpec, SuiteSpec, convert, find_suite, load_model, load_suite
 
 
 def case(**changes: Any) -> CaseSpec:
@@ -92,6 +92,87 @@ def test_a_bad_case_is_refused_with_field_value_and_remedy(changes: dict[str, An
 def test_a_bad_suite_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         suite(**changes)
+
+
+def networked(**changes: Any) -> SuiteSpec:
+    fields = {
+        "launcher": "netlab",
+        "network": {"hosts": 2, "rate": "2gbit"},
+        "matrix": {"strategy": ["single", "ddp"], "world_size": [2, 4], "model": ["llama-tiny"]},
+        "case": {"global_batch": 4, "device": "cpu"},
+    }
+    return suite(**{**fields, **changes})
+
+
+def test_a_suite_names_its_launcher_and_network() -> None:
+    assert (suite().launcher, suite().network) == ("local", None)
+    found = networked()
+    assert found.network == NetworkSpec(hosts=2, rate="2gbit")
+    assert [(c.strategy, c.world_size) for c in found.cases()] == [("single", 1), ("ddp", 2), ("ddp", 4)]
+    assert msgspec.json.decode(msgspec.json.encode(found), type=SuiteSpec) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"network": None},
+            r"suite: launcher 'netlab' needs the table \[network\], got none; add it, with hosts and rate",
+        ),
+        (
+            {"launcher": "local"},
+            r"suite: network is for launcher 'netlab', got launcher 'local'; set launcher = \"netlab\"",
+        ),
+        ({"launcher": "netlba"}, r"suite: launcher: invalid enum value 'netlba'; known: local, netlab"),
+        ({"network": {"hosts": 2}}, r"suite: network.rate is missing; add it"),
+        (
+            {"network": {"hosts": 2, "rate": "2gbit", "rat": 1}},
+            r"network has the unknown key 'rat'; did you mean 'rate'\?",
+        ),
+        ({"network": {"hosts": "two", "rate": "2gbit"}}, r"network.hosts: expected `int`, got `str` \(got 'two'\)"),
+        ({"network": {"hosts": 1, "rate": "2gbit"}}, r"suite: network.hosts must be >= 2, got 1$"),
+        ({"network": {"hosts": 65, "rate": "2gbit"}}, r"suite: network.hosts must be <= 64, got 65$"),
+        *(
+            (
+                {"network": {"hosts": 2, "rate": rate}},
+                rf"network.rate must be a whole number .* such as '2gbit', got '{rate}'$",
+            )
+            for rate in ("2 gbit", "0gbit", "1.5gbit", "2gb", "2Gbit", "99999gbit", "-2gbit")
+        ),
+    ],
+)
+def test_a_bad_network_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        networked(**changes)
+
+
+def test_ranks_that_cannot_be_spread_evenly_are_refused() -> None:
+    with pytest.raises(
+        SpecError, match=r"world_size must be 1 or a multiple of network.hosts = 3, got 2; change either"
+    ):
+        networked(network={"hosts": 3, "rate": "2gbit"}).cases()
+
+
+def test_a_network_is_for_cpus_since_nccl_would_go_around_it() -> None:
+    with pytest.raises(SpecError, match=r"device must be 'cpu' with launcher 'netlab', got 'auto'"):
+        networked(case={"global_batch": 4}).cases()
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits_per_s", "words"),
+    [
+        ("2gbit", 2 * 10**9, "2 hosts joined at 2 Gbit/s (network namespaces)"),
+        ("250mbit", 250 * 10**6, "2 hosts joined at 250 Mbit/s (network namespaces)"),
+    ],
+)
+def test_a_rate_in_bits_per_second_and_in_words(rate: str, bits_per_s: int, words: str) -> None:
+    found = NetworkSpec(hosts=2, rate=rate)
+    assert (found.bits_per_s, found.description) == (bits_per_s, words)
+
+
+@pytest.mark.parametrize(("hosts", "world_size", "per_host"), [(2, 1, 1), (2, 2, 1), (2, 4, 2), (3, 9, 3)])
+def test_ranks_are_spread_evenly(hosts: int, world_size: int, per_host: int) -> None:
+    assert NetworkSpec(hosts=hosts, rate="1gbit").ranks_per_host(world_size) == per_host
 
 
 def test_a_case_needs_one_batch_size() -> None:

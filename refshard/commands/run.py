@@ -8,12 +8,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from refshard.harness.environment import capture_environment
+from refshard.harness.launchers import network
+from refshard.harness.launchers.base import Launcher
 from refshard.harness.launchers.local import LocalLauncher
+from refshard.harness.launchers.netlab import NetlabLauncher
 from refshard.harness.run import Observer, check_suite, mark_latest, new_run_folder, run_suite
 from refshard.quantities import format_seconds
 from refshard.records import CaseRecord, Run
 from refshard.report.render import write_dashboard
-from refshard.specs import CaseSpec, find_suite, load_suite
+from refshard.specs import CaseSpec, SuiteSpec, find_suite, load_suite
 
 
 def run(suite: str, output: Path | None, *, oversubscribe: bool) -> tuple[Run, Path]:
@@ -25,16 +28,27 @@ def run(suite: str, output: Path | None, *, oversubscribe: bool) -> tuple[Run, P
     """
     spec = load_suite(find_suite(suite))
     cases = check_suite(spec, oversubscribe=oversubscribe)
+    launcher = _launcher(spec)
     folder = output or new_run_folder(spec)
     print(f"run folder: {folder}", file=sys.stderr, flush=True)
-    environment = capture_environment(cases[0].threads_per_rank)
+    environment = capture_environment(
+        cases[0].threads_per_rank, spec.network.description if spec.network is not None else ""
+    )
     if output is None:
         mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
     with _observer() as observer:
-        finished = run_suite(spec, folder, LocalLauncher(), observer, environment, oversubscribe=oversubscribe)
+        finished = run_suite(spec, folder, launcher, observer, environment, oversubscribe=oversubscribe)
     dashboard = folder / "dashboard.html"
     write_dashboard(finished, dashboard)
     return finished, dashboard
+
+
+def _launcher(suite: SuiteSpec) -> Launcher:
+    """The launcher that the suite names, once it is known to work here."""
+    if suite.network is None:
+        return LocalLauncher()
+    network.check(suite.network)
+    return NetlabLauncher(suite.network)
 
 
 def _observer() -> "_Bars | _Lines":

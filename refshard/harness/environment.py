@@ -24,8 +24,11 @@ _COMPARABLE = (
 """Fields that must match between two runs before their times can be compared."""
 
 
-def capture_environment(threads_per_rank: int) -> Environment:
-    """Describe this machine; takes about a second, most of it to measure its matrix multiplication."""
+def capture_environment(threads_per_rank: int, network: str = "") -> Environment:
+    """Describe this machine, and in ``network`` what joins its hosts if it plays several.
+
+    Takes about a second, most of it to measure matrix multiplication.
+    """
     commit, dirty = _git_state()
     environment = Environment(
         id="",
@@ -45,8 +48,11 @@ def capture_environment(threads_per_rank: int) -> Environment:
         git_commit=commit,
         git_dirty=dirty,
         argv=("refshard", *sys.argv[1:]),
+        network=network,
     )
     comparable = {field: getattr(environment, field) for field in _COMPARABLE}
+    if network:  # one host keeps the id that it had before there were networks
+        comparable["network"] = network
     digest = hashlib.sha256(msgspec.json.encode(comparable, order="sorted")).hexdigest()
     return msgspec.structs.replace(environment, id=digest[:12])
 

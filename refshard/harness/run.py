@@ -75,6 +75,7 @@ def run_suite(
     Raises:
         SpecError: see :func:`check_suite`.
         StoreError: the folder cannot hold a run.
+        LaunchError: the launcher cannot make what the ranks are to run on.
     """
     cases = check_suite(suite, oversubscribe=oversubscribe)
     plan = [(round_, case) for round_ in range(suite.rounds) for case in round_order(cases, round_)]

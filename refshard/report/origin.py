@@ -17,6 +17,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("processor", f"{env.cpu}, {env.physical_cores} cores ({env.logical_cores} logical)"),
         ("memory", format_bytes(env.memory_bytes)),
         ("GPUs", ", ".join(env.gpus) or "none"),
+        ("network", env.network or "none: all ranks on one host"),
         ("matrix multiplication", gemm(run)),
         ("Python", env.python),
         ("torch", f"{env.torch} ({', '.join(env.backends) or 'no backend'})"),

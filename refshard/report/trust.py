@@ -1,7 +1,6 @@
 """How far to trust a run: the facts of its trust strip, each a value with what it means."""
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from refshard.quantities import format_percent
@@ -36,15 +35,15 @@ def trust(run: Run) -> tuple[Fact, ...]:
     """The facts that a sceptic asks for first."""
     found = cases(run)
     finished = tuple(case for case in found if case.ok)
-    makers: tuple[Callable[[tuple[Case, ...]], Fact], ...] = (
-        _proof,
-        _parity,
-        _bits,
-        _perturbation,
-        _fidelity,
-        _noise,
+    return (
+        _proof(finished),
+        _parity(finished),
+        _bits(finished),
+        _perturbation(finished),
+        _fidelity(finished, run),
+        _noise(finished),
+        _completeness(run),
     )
-    return (*(maker(finished) for maker in makers), _completeness(run))
 
 
 def _proof(finished: tuple[Case, ...]) -> Fact:
@@ -94,7 +93,7 @@ def _perturbation(finished: tuple[Case, ...]) -> Fact:
     )
 
 
-def _fidelity(finished: tuple[Case, ...]) -> Fact:
+def _fidelity(finished: tuple[Case, ...], run: Run) -> Fact:
     present = list(dict.fromkeys(case.fidelity for case in finished))
     where = dict.fromkeys(
         f"{launch.device} with {launch.backend}"
@@ -102,6 +101,8 @@ def _fidelity(finished: tuple[Case, ...]) -> Fact:
         for launch in case.launches
         if launch.device and launch.backend
     )
+    if finished and run.header.environment.network:
+        where[run.header.environment.network] = None
     meaning = "; ".join(f"{name}: {_FIDELITY[name]}" if len(present) > 1 else _FIDELITY[name] for name in present)
     detail = f"{meaning} ({', '.join(where)})" if where else meaning
     return Fact(

@@ -63,13 +63,19 @@ def unranked(run: Run) -> tuple[str, ...]:
 
 
 def verdict(run: Run) -> list[str]:
-    """All findings as sentences, then the cases that did not end ok, then the doubts, each once."""
+    """All findings as sentences, the network, the cases that did not end ok, then the doubts, each once."""
     found = findings(run)
     several = len(found) > 1
     told = [
         f"{finding.title}: {sentence}" if several else sentence for finding in found for sentence in finding.sentences
     ]
-    return [*unfinished(run), *told, *unranked(run), *caveats(run)]
+    return [*unfinished(run), *told, *network(run), *unranked(run), *caveats(run)]
+
+
+def network(run: Run) -> tuple[str, ...]:
+    """A sentence that names the network between the hosts, if the run had several."""
+    joined = run.header.environment.network
+    return (f"The ranks ran on {joined}.",) if joined else ()
 
 
 def unfinished(run: Run) -> tuple[str, ...]:

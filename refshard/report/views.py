@@ -51,7 +51,8 @@ def rows(run: Run) -> pd.DataFrame:
 
 def as_json(run: Run) -> list[_Row]:
     """One flat object per case, safe for JSON: seconds, bytes and fractions, None for what does not exist."""
-    return [_values(case) for case in cases(run)]
+    network = run.header.environment.network or None
+    return [{**_values(case), "network": network} for case in cases(run)]
 
 
 def _values(case: Case) -> _Row:

@@ -9,19 +9,23 @@ from refshard.commands.report import report
 from refshard.commands.show import show
 from refshard.errors import SpecError, StoreError
 from refshard.harness.store import RunWriter
-from tests.report.runs import run
+from refshard.records import Run
+from tests.report.runs import over_network, run
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = run()
+def write(made: Run, folder: Path) -> Path:
     assert made.end is not None
-    with RunWriter(tmp_path / "run") as writer:
+    with RunWriter(folder) as writer:
         writer.append(made.header)
         for record in made.cases:
             writer.append(record)
         writer.append(made.end)
-    return tmp_path / "run"
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(run(), tmp_path / "run")
 
 
 def test_show_prints_the_verdict_and_then_the_table(folder: Path) -> None:
@@ -34,6 +38,17 @@ def test_show_as_json_is_an_array_with_an_object_per_case(folder: Path) -> None:
     found = json.loads(show(folder, as_json=True))
     assert [row["strategy"] for row in found][:2] == ["single", "ddp"]
     assert found[1]["step_time_s"] == pytest.approx(0.05, rel=1e-4)
+
+
+def test_a_network_is_named_in_text_in_json_and_on_the_page(folder: Path, tmp_path: Path) -> None:
+    words = "2 hosts joined at 2 Gbit/s (network namespaces)"
+    joined = write(over_network(run(), words), tmp_path / "joined")
+    assert f"* The ranks ran on {words}.\n" in show(joined, as_json=False)
+    assert {row["network"] for row in json.loads(show(joined, as_json=True))} == {words}
+    page = report(joined, None).read_text()
+    assert f"on quiet-oak: {words}, refshard" in page
+    assert "hosts joined" not in show(folder, as_json=False)
+    assert {row["network"] for row in json.loads(show(folder, as_json=True))} == {None}
 
 
 def test_report_writes_beside_the_records(folder: Path) -> None:

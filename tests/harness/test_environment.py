@@ -25,6 +25,12 @@ def test_the_id_is_that_of_what_must_match_and_not_of_the_moment() -> None:
     assert capture_environment(2).id != first.id
 
 
+def test_times_over_a_network_are_not_comparable_with_others() -> None:
+    alone, joined = capture_environment(1), capture_environment(1, "2 hosts joined at 2 Gbit/s")
+    assert (alone.network, joined.network) == ("", "2 hosts joined at 2 Gbit/s")
+    assert joined.id not in (alone.id, capture_environment(1, "2 hosts joined at 1 Gbit/s").id)
+
+
 def test_gemm_leaves_the_number_of_threads_as_it_was() -> None:
     before = torch.get_num_threads()
     measure_gemm(1, size=64, seconds=0.01)

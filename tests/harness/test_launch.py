@@ -3,75 +3,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from refshard.harness.store import read_run
-from refshard.records import METRICS, Run
-
-CASE = """
-name = "test"
-[matrix]
-strategy = [{strategies}]
-world_size = [{ranks}]
-[case]
-model = "llama-tiny"
-global_batch = 2
-seq_len = 16
-device = "cpu"
-measured_steps = {steps}
-traced_steps = 1
-{more}
-"""
-
-
-def write_suite(folder: Path, *strategies: str, ranks: int = 1, steps: int = 3, more: str = "") -> Path:
-    path = folder / "suite.toml"
-    quoted = ", ".join(f'"{s}"' for s in strategies)
-    path.write_text(CASE.format(strategies=quoted, ranks=ranks, steps=steps, more=more))
-    return path
-
-
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "refshard", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def refshard(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    process = start(*arguments)
-    out, err = process.communicate(timeout=240)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every living process that carries the run's folder in its command line."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if any(str(folder) in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def only_case(run: Run, strategy: str) -> tuple[str, str | None, tuple[str, ...]]:
-    (record,) = (r for r in run.cases if r.case.strategy == strategy)
-    return record.state, record.error, record.log_tail
+from refshard.records import METRICS
+from tests.harness.commandline import SUITE, only_case, processes_of, refshard, start, wait_for, write_suite
 
 
 def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
@@ -166,10 +105,10 @@ def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path, numb
         ("name = ", "suite.toml: not valid TOML"),
         ('name = "x"\nmatrx = {}', "suite.toml: unknown key 'matrx'; did you mean 'matrix'?"),
         (
-            CASE.format(strategies='"fsdp3"', ranks=1, steps=3, more=""),
+            SUITE.format(head="", strategies='"fsdp3"', ranks=1, steps=3, more=""),
             "strategy: no strategy 'fsdp3'; did you mean 'fsdp2'?",
         ),
-        (CASE.format(strategies='"ddp"', ranks=512, steps=3, more="").replace("global_batch = 2", "global_batch = 512"),
+        (SUITE.format(head="", strategies='"ddp"', ranks=512, steps=3, more="").replace("batch = 2", "batch = 512"),
          "world_size: 512 ranks x 1 thread(s) exceed"),
     ],
 )  # fmt: skip
@@ -187,7 +126,7 @@ def test_wrong_input_is_one_line_and_writes_nothing(tmp_path: Path, content: str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "no-such-suite"], "suite: no file 'no-such-suite'; known: quickstart"),
+        (["run", "no-such-suite"], "suite: no file 'no-such-suite'; known: engine_network, quickstart"),
         (["show", "/no/such/run"], "/no/such/run: holds no run"),
         (["report", "/no/such/run"], "/no/such/run: holds no run"),
         (["list", "strategy"], "list: nothing is called 'strategy'; did you mean 'strategies'?"),

@@ -235,3 +235,9 @@ def with_record(made: Run, place: int, **changes: object) -> Run:
     records = list(made.cases)
     records[place] = msgspec.structs.replace(records[place], **changes)
     return msgspec.structs.replace(made, cases=tuple(records))
+
+
+def over_network(made: Run, words: str) -> Run:
+    """The run, had its ranks been joined by the network that ``words`` describe."""
+    joined = msgspec.structs.replace(made.header.environment, network=words)
+    return msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, environment=joined))

@@ -6,7 +6,7 @@ import pytest
 from refshard.records import EndRecord, Run
 from refshard.report.origin import command, environment
 from refshard.report.trust import Fact, trust
-from tests.report.runs import CASES, proof, run, with_record
+from tests.report.runs import CASES, over_network, proof, run, with_record
 
 
 def facts(made: Run) -> dict[str, Fact]:
@@ -85,6 +85,16 @@ def test_the_environment_as_label_and_value() -> None:
     assert found["matrix multiplication"] == "0.125 TFLOPS measured, fp32, 1 thread"
     assert found["git commit"] == "0123456789abcdef with uncommitted changes"
     assert found["peak for MFU"] == "0.125 TFLOPS per rank: measured GEMM, fp32, 1 thread"
+
+
+def test_a_network_is_named_wherever_a_reader_looks() -> None:
+    made = run(rounds=1, failed=False)
+    assert dict(environment(made))["network"] == "none: all ranks on one host"
+    words = "2 hosts joined at 2 Gbit/s (network namespaces)"
+    found = over_network(made, words)
+    assert dict(environment(found))["network"] == words
+    assert facts(found)["Fidelity"].detail == f"real processes, kernels and wire (cpu with gloo, {words})"
+    assert words not in facts(made)["Fidelity"].detail
 
 
 def test_the_command_is_quoted_for_a_shell() -> None:

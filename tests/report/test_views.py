@@ -18,7 +18,7 @@ KEYS = {
     "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "fidelity",
     "device", "backend", "state", "rounds", "samples", *METRICS, "step_time_low_s", "step_time_high_s",
     "flops_convention", "peak_flops_per_s", "peak_source", "proof", "bit_identical_to_ddp", "bits_note", "warnings",
-    "error",
+    "error", "network",
 }  # fmt: skip
 
 

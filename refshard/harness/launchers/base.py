@@ -32,4 +32,7 @@ class Launcher(ABC):
 
         ``on_progress`` is called now and then with what rank 0 is at. KeyboardInterrupt passes through, after the
         ranks have ended.
+
+        Raises:
+            LaunchError: this machine cannot make what the ranks are to run on.
         """

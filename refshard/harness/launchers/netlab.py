@@ -1,0 +1,56 @@
+"""Ranks on several hosts that this machine makes of itself, joined by a real network of a limited rate."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from refshard.harness.launchers.base import Launch, Launcher
+from refshard.harness.launchers.network import INTERFACE, Network
+from refshard.harness.launchers.ranks import Interruption, rank_environment, run_ranks, worker_arguments
+from refshard.specs import CaseSpec, NetworkSpec
+
+_PORT = 29500
+"""Rank 0's store. Each launch makes hosts of its own, so the port is always free there."""
+
+
+class NetlabLauncher(Launcher):
+    """Makes the network anew for each launch, and spreads the ranks evenly over its hosts, in order.
+
+    A case of world size 1 runs on host 0.
+    """
+
+    def __init__(self, spec: NetworkSpec) -> None:
+        self._spec = spec
+
+    def launch(self, case: CaseSpec, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+        """See :meth:`Launcher.launch`.
+
+        Raises:
+            SpecError: the ranks cannot be spread evenly over the hosts.
+            LaunchError: the network cannot be made.
+        """
+        network = Network(self._spec)
+        program, arguments, environments = placed(case, folder, network, self._spec.ranks_per_host(case.world_size))
+        with Interruption() as interruption, network:
+            return run_ranks(program, arguments, environments, case, folder, on_progress, interruption)
+
+
+def placed(
+    case: CaseSpec, folder: Path, network: Network, per_host: int
+) -> tuple[str, list[tuple[str, ...]], list[dict[str, str]]]:
+    """The program that all ranks begin with, and each rank's arguments and variables, ``per_host`` ranks to a host."""
+    arguments, environments = [], []
+    for rank in range(case.world_size):
+        host, local_rank = divmod(rank, per_host)
+        arguments.append((*network.inside(host), sys.executable, *worker_arguments(folder)))
+        place = rank_environment(
+            rank,
+            local_rank,
+            world_size=case.world_size,
+            local_world_size=per_host,
+            address=network.address(0),
+            port=_PORT,
+        )
+        # Gloo must be told: the machine's name, which it would look up, leads to no address of this network.
+        environments.append({**place, "GLOO_SOCKET_IFNAME": INTERFACE})
+    return network.program, arguments, environments

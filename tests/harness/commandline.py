@@ -1,0 +1,71 @@
+"""``refshard`` as a process of its own, and what it left."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+from refshard.records import Run
+
+SUITE = """
+name = "test"
+{head}
+[matrix]
+strategy = [{strategies}]
+world_size = [{ranks}]
+[case]
+model = "llama-tiny"
+global_batch = 2
+seq_len = 16
+device = "cpu"
+measured_steps = {steps}
+traced_steps = 1
+{more}
+"""
+
+
+def write_suite(folder: Path, *strategies: str, ranks: int = 1, steps: int = 3, head: str = "", more: str = "") -> Path:
+    """A suite of llama-tiny; ``head`` is put before its tables, and ``more`` after what its cases share."""
+    path = folder / "suite.toml"
+    quoted = ", ".join(f'"{s}"' for s in strategies)
+    path.write_text(SUITE.format(head=head, strategies=quoted, ranks=ranks, steps=steps, more=more))
+    return path
+
+
+def start(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """``refshard`` with ``arguments``, in the environment ``env`` or in this process's."""
+    command = [sys.executable, "-m", "refshard", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def refshard(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    process = start(*arguments)
+    out, err = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every living process that carries the run's folder in its command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(str(folder) in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def only_case(run: Run, strategy: str) -> tuple[str, str | None, tuple[str, ...]]:
+    (record,) = (r for r in run.cases if r.case.strategy == strategy)
+    return record.state, record.error, record.log_tail
