@@ -168,8 +168,8 @@ class Effects:
         self._await(unit.reducing, "all_reduce" if unit.index in self._combined else "reduce_scatter", unit)
         unit.reducing = None
         self.reducing.remove(unit.index)
-        for flat in unit.trained_flats:
-            flat.take_reduced(unit.filled)
+        for flat, full in zip(unit.trained_flats, unit.gradient_slot.flats):
+            flat.take_reduced(full, unit.filled)
         unit.filled.clear()
         if unit.index in self._combined:
             self._combined.discard(unit.index)

@@ -233,7 +233,7 @@ class Executor:
             slot = self._new_slot(unit, "parameters", persistent=self._mode.storage == "persistent")
         if unit.gradients_aliased:
             return slot, Slot(
-                [f.gradient_shard for f in unit.trained_flats if f.gradient_shard is not None], persistent=True
+                [f.whole_gradient for f in unit.trained_flats if f.whole_gradient is not None], persistent=True
             )
         persistent = self._mode.gradient_storage == "persistent"
         return slot, self._new_slot(unit, "gradients", persistent=persistent)

@@ -101,32 +101,37 @@ def _flatten(
     own = slice(collectives.rank * layout.shard_numel, (collectives.rank + 1) * layout.shard_numel)
     keep = {"device": "cpu", "pin_memory": device.type == "cuda"} if offload else {"device": device}
     shard = torch.empty(layout.shard_numel, dtype=full.dtype, **keep).copy_(full[own])
-    gradient_shard = torch.zeros_like(shard, pin_memory=shard.is_pinned()) if trained else None
     parameters = []
     for member, place in zip(members, layout.parameters):
         start, stop = layout.local_range(place, collectives.rank)
         sharded = nn.Parameter(shard[start:stop], requires_grad=trained)
-        gradient = gradient_shard[start:stop] if gradient_shard is not None else None
-        if gradient is not None and collectives.world_size > 1:
-            gradient = ShardedGradient.of(gradient, collectives)
         # Whoever holds the parameter, an optimizer made before sharding say, holds this rank's part from now on.
         torch.utils.swap_tensors(member.parameter, sharded)
         parameters.append(
-            UnitParameter(place, member.holders, member.parameter, start, stop, member.parameter.data_ptr(), gradient)
+            UnitParameter(place, member.holders, member.parameter, start, stop, member.parameter.data_ptr())
         )
     watch_optimizers([p.sharded for p in parameters])
     flat = FlatParameter(
         layout=layout,
         parameters=tuple(parameters),
         shard=shard,
-        gradient_shard=gradient_shard,
+        trained=trained,
         dtype=computed,
         reduce_dtype=reduced,
         own=own,
         scale=1 / (collectives.world_size * collectives.replicas),
+        as_gradient=_gradients_of(collectives),
     )
-    flat.gradient_aliased = trained and mode.optimizer == "replicate" and _may_alias(flat, reduced, device)
+    if trained and mode.optimizer == "replicate" and _may_alias(flat, reduced, device):
+        flat.whole_gradient = torch.zeros_like(shard)
     return flat
+
+
+def _gradients_of(collectives: Collectives) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A part is a gradient as it is where it is the whole."""
+    if collectives.world_size == 1:
+        return lambda part: part
+    return lambda part: ShardedGradient.of(part, collectives)
 
 
 def _may_alias(flat: FlatParameter, dtype: torch.dtype, device: torch.device) -> bool:

@@ -24,8 +24,8 @@ class UnitParameter:
     """One parameter: every place in the model that holds it (several when it is tied), and its two forms.
 
     ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the flat parameter's shard,
-    which lie at ``address``; ``sharded_gradient`` is what its ``.grad`` becomes. ``unsharded`` and ``gradient`` have
-    the parameter's shape; they are views of the unit's slots.
+    which lie at ``address``. ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's
+    slots.
     """
 
     layout: ParameterLayout
@@ -34,7 +34,6 @@ class UnitParameter:
     start: int
     stop: int
     address: int
-    sharded_gradient: torch.Tensor | None
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
 
@@ -49,29 +48,28 @@ class UnitParameter:
 class FlatParameter:
     """All parameters of a unit of one dtype that are trained, or all that are frozen, end to end.
 
-    ``shard`` is the 1-D master of ``layout.shard_numel`` elements and ``gradient_shard`` the same for gradients; a
-    frozen one has no gradient, and its ``shard`` is of the dtype that is computed with. ``dtype`` is that of the
-    unsharded parameters, ``reduce_dtype`` that of their unsharded gradients. ``own`` is where this rank's part lies in
-    the unsharded buffer, ``scale`` what each gradient is multiplied with for their sum over ranks to be the mean.
-    ``gradient_aliased`` says that the gradient shard is the whole, and is itself the slot that gradients arrive in.
+    ``shard`` is the 1-D master of ``layout.shard_numel`` elements; that of a frozen one is of the dtype that is
+    computed with. ``dtype`` is that of the unsharded parameters, ``reduce_dtype`` that of their unsharded gradients.
+    ``own`` is where this rank's part lies in the unsharded buffer, ``scale`` what each gradient is multiplied with for
+    their sum over ranks to be the mean. ``as_gradient`` makes a part of a reduced gradient what an optimizer sees.
+
+    Between steps no gradient shard exists: a reduction makes a new one where the parameters have no ``.grad``, and adds
+    to it where they have. ``whole_gradient`` is the exception, where the shard is the whole: it is kept, and is itself
+    the slot that gradients arrive in.
     """
 
     layout: UnitLayout
     parameters: tuple[UnitParameter, ...]
     shard: torch.Tensor
-    gradient_shard: torch.Tensor | None
+    trained: bool
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     own: slice
     scale: float
-    gradient_aliased: bool = False
+    as_gradient: Callable[[torch.Tensor], torch.Tensor]
+    whole_gradient: torch.Tensor | None = None
     target: torch.Tensor | None = None
     carried: torch.Tensor | None = None
-
-    @property
-    def trained(self) -> bool:
-        """Whether it has gradients."""
-        return self.gradient_shard is not None
 
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier reduction are there, to be added to."""
@@ -79,50 +77,54 @@ class FlatParameter:
 
     def carry_gradients(self) -> None:
         """Set aside reduced gradients where the unsharded ones of the coming backward are to be written over them."""
-        if self.gradient_aliased and self.has_gradients():
-            assert self.gradient_shard is not None
-            self.carried = self.gradient_shard.clone()
+        if self.whole_gradient is not None and self.has_gradients():
+            self.carried = self.whole_gradient.clone()
 
     def open_target(self, full: torch.Tensor, *, needs_slot_free: bool) -> torch.Tensor:
-        """The 1-D tensor for a reduction of ``full`` to write: the gradient shard itself where that is free and of the
-        dtype; else this rank's part of ``full``, or scratch if the slot must be free before the reduction has ended.
+        """The 1-D tensor for a reduction of ``full`` to write: what becomes the gradient where that is of the masters'
+        dtype and device and there is none yet; else this rank's part of ``full``, or scratch if the slot must be free
+        before the reduction has ended.
         """
-        assert self.gradient_shard is not None
-        alike = (full.dtype, full.device) == (self.gradient_shard.dtype, self.gradient_shard.device)
-        if self.gradient_aliased or (alike and not self.has_gradients()):
-            self.target = self.gradient_shard
-        elif needs_slot_free:
+        alike = (full.dtype, full.device) == (self.shard.dtype, self.shard.device)
+        if self.whole_gradient is not None:
+            self.target = self.whole_gradient
+        elif needs_slot_free or (alike and not self.has_gradients()):
             self.target = torch.empty_like(full[self.own])
         else:
             self.target = full[self.own]
         return self.target
 
-    def take_reduced(self, filled: set[str]) -> None:
-        """Give each sharded parameter in ``filled`` its part of the reduced gradient. Others keep what they had."""
+    def take_reduced(self, full: torch.Tensor, filled: set[str]) -> None:
+        """Give each sharded parameter in ``filled`` its part of the reduced gradient. Others keep what they had.
+
+        ``full`` is the unsharded buffer that was reduced: what was reduced in place there must not stay there.
+        """
         assert self.target is not None
-        assert self.gradient_shard is not None
         target, self.target = self.target, None
         if self.carried is not None:
-            carried, self.carried = self.carried, None
-            self.gradient_shard.add_(carried)
-        separate = target is not self.gradient_shard
+            target.add_(self.carried)
+            self.carried = None
+        in_slot = target.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        if not self.has_gradients() and (target.dtype, target.device) != (self.shard.dtype, self.shard.device):
+            target, in_slot = torch.empty_like(self.shard).copy_(target), False
         for parameter in self.parameters:
             if parameter.layout.name not in filled:
                 continue
-            part = slice(parameter.start, parameter.stop)
+            part = target[parameter.start : parameter.stop]
             if parameter.sharded.grad is None:
-                if separate:
-                    self.gradient_shard[part].copy_(target[part])
-                parameter.sharded.grad = parameter.sharded_gradient
-            elif separate:
-                parameter.sharded.grad += target[part].to(parameter.sharded.device)
+                gradient = part.to(parameter.sharded.device, parameter.sharded.dtype)
+                if gradient is part and in_slot and self.whole_gradient is None:
+                    gradient = part.clone()
+                parameter.sharded.grad = self.as_gradient(gradient)
+            elif self.whole_gradient is None:
+                parameter.sharded.grad += part.to(parameter.sharded.device)
 
     def drop_target(self) -> None:
         """Forget a reduction that did not end; reduced gradients that were set aside come back."""
         self.target = None
         if self.carried is not None:
-            assert self.gradient_shard is not None
-            self.gradient_shard.copy_(self.carried)
+            assert self.whole_gradient is not None
+            self.whole_gradient.copy_(self.carried)
             self.carried = None
 
 
@@ -175,7 +177,7 @@ class Unit:
     @property
     def gradients_aliased(self) -> bool:
         """Whether gradients arrive in the gradient shards themselves."""
-        return all(flat.gradient_aliased for flat in self.trained_flats)
+        return all(flat.whole_gradient is not None for flat in self.trained_flats)
 
     @property
     def version(self) -> int:
