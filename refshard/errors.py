@@ -17,6 +17,10 @@ class EngineError(RefshardError):
     """The sharding engine met a model or an order of execution that it cannot serve correctly."""
 
 
+class CheckpointError(RefshardError):
+    """A checkpoint or an exported model is missing, damaged or of another model, or could not be written."""
+
+
 class TraceError(RefshardError):
     """A trace file is damaged or is no trace."""
 
