@@ -80,6 +80,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     where = folders.current(folder)
     saved = _together(lambda: Saved.open(where))
+    _check_same_on_all_ranks(saved)
     groups = [] if optimizer is None else group_keys(saved.metadata)
     small = read(where, [], [key for key in (HEADER, EXTRA, *groups) if key in saved])
     tensors, ties, restore = _together(lambda: _plan(saved, small, groups, model, optimizer))
@@ -196,6 +197,19 @@ def _wanted(saved: Saved, model: nn.Module) -> tuple[list[Stored], list[tuple[St
         tensors.append(whole((MODEL, name), buffer))
         saved.check_shape(tensors[-1].key, tensors[-1].shape, f"buffer '{name}'")
     return tensors, ties
+
+
+def _check_same_on_all_ranks(saved: Saved) -> None:
+    if not dist.is_initialized():
+        return
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, saved.save_id)
+    for rank, save_id in enumerate(found):
+        if save_id != found[0]:
+            raise CheckpointError(
+                f"rank {rank} finds another checkpoint than rank 0 in {saved.folder}; give a folder on a file system "
+                "that all ranks share"
+            )
 
 
 def _check_header(where: Path, header: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:

@@ -44,7 +44,8 @@ def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[LocalPart]) -> St
     for index, group in enumerate(optimizer.param_groups):
         group_place = (OPTIMIZER, "param_groups", index)
         values[*group_place, "params"] = [part_of[parameter].name for parameter in group["params"]]
-        values.update({(*group_place, key): value for key, value in group.items() if key not in NOT_CARRIED})
+        # All of them: torch's loaders ask for every key that the group at hand has.
+        values.update({(*group_place, key): value for key, value in group.items() if key != "params"})
     for parameter, state in optimizer.state.items():
         part = part_of[parameter]
         for key, value in state.items():

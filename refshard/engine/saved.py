@@ -42,6 +42,11 @@ class Saved:
         saved._check_files()
         return saved
 
+    @property
+    def save_id(self) -> str | None:
+        """What tells this save from any other, also from another one to the same folder."""
+        return self.metadata.storage_meta.save_id if self.metadata.storage_meta else None
+
     def __contains__(self, key: str) -> bool:
         return key in self.metadata.state_dict_metadata
 
