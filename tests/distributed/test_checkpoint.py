@@ -20,6 +20,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import refshard
 from refshard.engine import checkpoint
+from refshard.engine.dcp import read, write
+from refshard.engine.dcp import sharded as sharded_entry
 from refshard.engine.parts import local_parts
 from refshard.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
@@ -111,12 +113,22 @@ def save_and_go_on(folder: Path) -> dict[str, Any]:
         resumed, fresh = sharded(other, seed=1, tied=tied)
         checkpoint.load(folder / name, resumed, fresh)
         found[f"{name} resumed"] = train(resumed, fresh, BEFORE, AFTER)
+    found["replicated"] = save_what_all_ranks_hold(folder.with_name("replicated"))
     with largest_file(2**13 if dist.get_rank() == 1 else resource.RLIM_INFINITY):
         try:
             checkpoint.save(folder / "plain", model, optimizer)
         except CheckpointError as error:
             found["failure"] = str(error)
     return found
+
+
+def save_what_all_ranks_hold(folder: Path) -> tuple[torch.Tensor, int]:
+    """What a mode that replicates asks for: every rank offers all; reads a ragged part; the number of bytes written."""
+    value = torch.arange(60_000.0)
+    write(folder, [sharded_entry(("model", "w"), (100, 20, 30), 0, value)], {})
+    part = torch.zeros(5000)
+    read(folder, [sharded_entry(("model", "w"), (100, 20, 30), 707, part)])
+    return part, sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
 
 def resume(folder: Path) -> dict[str, Any]:
@@ -207,6 +219,12 @@ def test_the_full_state_dict_is_on_rank_0(saved: tuple[Path, list[dict[str, Any]
     assert_same(
         {f"{n}/": p.detach() for n, p in bare.named_parameters()}, {n: v for n, v in expected.items() if n[-1] == "/"}
     )
+
+
+def test_what_all_ranks_hold_is_written_once(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+    for part, written in (report["replicated"] for report in saved[1]):
+        assert torch.equal(part, torch.arange(707.0, 5707.0))
+        assert 240_000 <= written < 260_000
 
 
 def test_torch_fsdp2_reads_parameters_and_optimizer(
