@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.plan.boxes import Box, boxes
@@ -28,6 +28,7 @@ def elements(shape: tuple[int, ...], box: Box) -> list[int]:
     return [int(e) for e in picked.reshape(-1)]
 
 
+@settings(deadline=None)
 @given(ranges())
 def test_boxes_cover_the_range_once_and_in_order(given_range: tuple[tuple[int, ...], int, int]) -> None:
     shape, first, numel = given_range
@@ -38,6 +39,7 @@ def test_boxes_cover_the_range_once_and_in_order(given_range: tuple[tuple[int, .
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
+@settings(deadline=None)
 @given(ranges(largest=3, dims=3))
 def test_no_fewer_boxes_would_do(given_range: tuple[tuple[int, ...], int, int]) -> None:
     shape, first, numel = given_range
