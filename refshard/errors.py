@@ -21,6 +21,10 @@ class LaunchError(RefshardError):
     """This machine cannot make what the ranks of a case are to run on."""
 
 
+class CheckpointError(RefshardError):
+    """A checkpoint or an exported model is missing, damaged or of another model, or could not be written."""
+
+
 class TraceError(RefshardError):
     """A trace file is damaged or is no trace."""
 

@@ -12,7 +12,7 @@ import refshard
 PACKAGE = Path(refshard.__file__).parent
 FLOORS = {
     "errors": 1, "quantities": 1, "resources": 1,
-    "specs": 2, "timeline": 2,
+    "folders": 2, "specs": 2, "timeline": 2,
     "costs": 3, "flops": 3, "records": 3,
     "plan": 4,
     "engine": 5, "emulate": 5, "models": 5, "simulate": 5, "stats": 5, "tracing": 5,
@@ -65,7 +65,7 @@ def test_every_room_has_a_floor() -> None:
 
 
 def test_public_face() -> None:
-    assert sorted(refshard.__all__) == ["__version__", "full_parameters", "shard"]
+    assert sorted(refshard.__all__) == ["__version__", "checkpoint", "full_parameters", "shard"]
     for name in refshard.__all__:
         assert getattr(refshard, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'shrad'"):
@@ -83,5 +83,8 @@ def test_importing_refshard_or_its_command_line_does_not_import_torch() -> None:
 
 
 def test_a_rank_imports_nothing_heavier_than_torch() -> None:
-    heavy = {"pandas", "plotly", "scipy", "rich", "typer", "tabulate", "jinja2", "psutil", "transformers"}
+    heavy = {"pandas", "plotly", "scipy", "rich", "typer", "tabulate", "jinja2", "psutil"} | {
+        "transformers",
+        "safetensors",
+    }
     assert not modules_after("import refshard.harness.rank") & heavy

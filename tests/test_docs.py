@@ -30,7 +30,8 @@ def test_python_blocks_run_on_two_ranks(tmp_path: Path, language: str, code: str
     script = tmp_path / "train.py"
     script.write_text(code)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(launch, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
 

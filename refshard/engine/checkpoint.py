@@ -1,0 +1,297 @@
+"""Sharded checkpoints: save under one mode and world size, load under any other, bit for bit.
+
+A checkpoint is a folder in the format of ``torch.distributed.checkpoint`` (DCP). It stands for the nested dictionary
+``{"model": ..., "optimizer": {"state": ..., "param_groups": ...}, "extra": ..., "refshard": ...}`` of whole tensors
+under the bare model's names, as torch's ``get_state_dict`` makes it, so torch's own tools read it. Like every DCP
+checkpoint it holds pickled metadata: load only what you trust.
+
+What :mod:`refshard.folders` says of kills holds here: a save that dies leaves the last good checkpoint where it was.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from refshard import folders
+from refshard.engine.api import full_parameters
+from refshard.engine.dcp import Place, Stored, encode, key_of, read, sharded, whole, write
+from refshard.engine.optimizer_state import Restore, State, group_keys, plan_restore, state_of
+from refshard.engine.parts import LocalPart, local_parts
+from refshard.engine.saved import Saved
+from refshard.errors import CheckpointError, nearest
+
+T = TypeVar("T")
+
+CONTENTS = (".metadata", "*.distcp")
+"""What a checkpoint's folder holds; a folder that holds anything else is never replaced."""
+MODEL, EXTRA, HEADER = "model", "extra", "refshard"
+FORMAT = 1
+"""Raised when a change makes older versions misread what is written."""
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of a sharded model, and replace the one in ``folder`` once the new one is complete.
+
+    Collective over all ranks, between steps. ``folder`` must be on a file system that all ranks share. Buffers and
+    ``extra`` (what else the run must know to go on, made of what JSON knows) are rank 0's.
+
+    Raises:
+        CheckpointError: a rank could not write, or something cannot be saved; all ranks raise, and what ``folder``
+            held is still there.
+        EngineError: the model is not sharded.
+    """
+    tensors, values = _together(lambda: _collect(model, optimizer, extra))
+    staging = folders.partial(folder)
+    _together(lambda: _on_rank_0(lambda: folders.begin(folder, CONTENTS)))
+    try:
+        write(staging, tensors, values)
+        _together(lambda: _on_rank_0(lambda: Saved.open(staging)))
+    except CheckpointError:
+        # All ranks are here, so none still writes. After any other error one may, and the next save tidies up.
+        _on_rank_0(lambda: folders.abandon(folder))
+        raise
+    _together(lambda: _on_rank_0(lambda: folders.commit(folder)))
+
+
+def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Fill a sharded model, and an optimizer over it, from a checkpoint, and return its ``extra``.
+
+    Collective over all ranks, between steps. Any mode and world size can load what any other saved. Names, shapes and
+    files are checked before anything is changed. Values are converted to the model's dtypes. The optimizer gets its
+    state, which it need not have yet, and the hyper-parameters that its parameters were saved with, whatever group
+    they are in; it keeps its own ``foreach``, ``fused`` and ``capturable``. With ``optimizer=None`` the saved optimizer
+    is ignored.
+
+    A checkpoint that torch wrote with ``save({"model": ..., "optimizer": ...})`` can be loaded too, without extra.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or it is of another model or optimizer; all ranks raise.
+        EngineError: the model is not sharded.
+    """
+    where = folders.current(folder)
+    saved = _together(lambda: Saved.open(where))
+    _check_same_on_all_ranks(saved)
+    groups = [] if optimizer is None else group_keys(saved.metadata)
+    small = read(where, [], [key for key in (HEADER, EXTRA, *groups) if key in saved])
+    tensors, ties, restore = _together(lambda: _plan(saved, small, groups, model, optimizer))
+    _check_ties(where, ties)
+    if restore is None:
+        read(where, tensors)
+    else:
+        restore.finish(read(where, [*tensors, *restore.tensors], restore.values))
+    return dict(small.get(EXTRA, {}))
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """On rank 0 what the bare model's ``state_dict()`` would hold, on the CPU; on other ranks an empty dictionary.
+
+    Collective over all ranks, between steps. One unit at a time is gathered, so that other ranks need room for that
+    only. All names of a tied weight hold one tensor, as in the bare model.
+
+    Raises:
+        EngineError: the model is not sharded.
+    """
+    names = {part.name: part.names for part in local_parts(model)}
+    found: dict[str, torch.Tensor] = {}
+    for name, value in full_parameters(model):
+        if _rank() == 0:
+            found.update(dict.fromkeys(names[name], value.cpu()))
+    if _rank() != 0:
+        return {}
+    found.update({name: buffer.detach().cpu().clone() for name, buffer in _buffers(model)})
+    return {name: found[name] for name in _state_names(model)}
+
+
+def _collect(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
+) -> tuple[list[Stored], dict[Place, bytes]]:
+    """This rank's share of the checkpoint. What all ranks hold alike is rank 0's to write."""
+    parts = local_parts(model)
+    state = State([], [], {}) if optimizer is None else state_of(optimizer, parts)
+    tensors = [*(_stored(part) for part in parts), *state.elementwise]
+    if _rank() != 0:
+        return tensors, {}
+    header = {
+        "format": FORMAT,
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "scalars": sorted({str(scalar.path[-1]) for scalar in state.scalars}),
+    }
+    values = {(HEADER,): header, (EXTRA,): _plain(extra or {}), **state.values}
+    tensors += [*state.scalars, *(whole((MODEL, name), buffer) for name, buffer in _buffers(model))]
+    return tensors, {place: encode(value, f"'{key_of(place)}'") for place, value in values.items()}
+
+
+def _stored(part: LocalPart) -> Stored:
+    path, *aliases = ((MODEL, name) for name in part.names)
+    return sharded(path, part.shape, part.first, part.parameter, aliases)
+
+
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """``extra``, once it is sure to come back as it went."""
+    try:
+        same = msgspec.json.decode(msgspec.json.encode(extra)) == extra
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        same = False
+    if not same:
+        raise CheckpointError(
+            f"extra must be made of dictionaries with string keys, lists, strings, finite numbers, booleans and None, "
+            f"got {extra!r}; convert it"
+        )
+    return dict(extra)
+
+
+def _plan(
+    saved: Saved,
+    small: Mapping[str, Any],
+    groups: Sequence[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[list[Stored], list[tuple[Stored, Stored]], Restore | None]:
+    """All that is to be read, once it is sure that it fits; changes nothing."""
+    header = small.get(HEADER, {})
+    _check_header(saved.folder, header, optimizer)
+    tensors, ties = _wanted(saved, model)
+    if optimizer is None:
+        return tensors, ties, None
+    settings = {key: small[key] for key in groups}
+    scalars = header.get("scalars", ["step"])
+    return tensors, ties, plan_restore(optimizer, local_parts(model), saved.metadata, settings, scalars)
+
+
+def _wanted(saved: Saved, model: nn.Module) -> tuple[list[Stored], list[tuple[Stored, Stored]]]:
+    """What to read into the model, in place; and, for each further name of a tied weight under which the checkpoint
+    holds other bytes, scratch for both, since they must be equal.
+    """
+    known = _state_names(model)
+    for key in saved.keys_below(MODEL):
+        name = key.removeprefix(f"{MODEL}.")
+        if name not in known:
+            raise CheckpointError(
+                f"checkpoint {saved.folder} holds '{name}', which the model has not ({nearest(name, known)}); "
+                "build the model that was saved"
+            )
+    tensors, ties = [], []
+    for part in local_parts(model):
+        target = _stored(part)
+        present = [path for path in (target.path, *target.aliases) if key_of(path) in saved]
+        for path in present or [target.path]:
+            saved.check_shape(key_of(path), part.shape, f"parameter '{path[1]}'")
+        tensors.append(sharded(present[0], part.shape, part.first, part.parameter))
+        for path in present[1:]:
+            if saved.location(key_of(path)) != saved.location(key_of(present[0])):
+                first, other = (
+                    sharded(p, part.shape, part.first, torch.empty_like(part.parameter)) for p in (present[0], path)
+                )
+                ties.append((first, other))
+    for name, buffer in _buffers(model):
+        tensors.append(whole((MODEL, name), buffer))
+        saved.check_shape(tensors[-1].key, tensors[-1].shape, f"buffer '{name}'")
+    return tensors, ties
+
+
+def _check_same_on_all_ranks(saved: Saved) -> None:
+    if not dist.is_initialized():
+        return
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, saved.save_id)
+    for rank, save_id in enumerate(found):
+        if save_id != found[0]:
+            raise CheckpointError(
+                f"rank {rank} finds another checkpoint than rank 0 in {saved.folder}; give a folder on a file system "
+                "that all ranks share"
+            )
+
+
+def _check_header(where: Path, header: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    if header.get("format", FORMAT) > FORMAT:
+        raise CheckpointError(
+            f"checkpoint {where} has format {header['format']}, this refshard reads up to {FORMAT}; update refshard"
+        )
+    saved, mine = header.get("optimizer"), type(optimizer).__name__
+    if optimizer is not None and saved is not None and saved != mine:
+        raise CheckpointError(
+            f"checkpoint {where} holds the state of {saved}, not of {mine}; build that optimizer, or load with "
+            "optimizer=None and let this one start afresh"
+        )
+
+
+def _check_ties(where: Path, ties: Sequence[tuple[Stored, Stored]]) -> None:
+    if not ties:
+        return
+    read(where, [stored for pair in ties for stored in pair])
+
+    def check() -> None:
+        for one, other in ties:
+            for offsets, chunk in one.chunks.items():
+                if not torch.allclose(chunk, other.chunks[offsets], rtol=0, atol=0, equal_nan=True):
+                    raise CheckpointError(
+                        f"checkpoint {where} holds different values of '{one.path[1]}' and '{other.path[1]}', which "
+                        "are one tied parameter in the model; build the model without the tie"
+                    )
+
+    _together(check)
+
+
+def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that belong to the model's state, under every name."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, buffer)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+def _state_names(model: nn.Module) -> list[str]:
+    """The keys of the bare model's ``state_dict()``, in its order."""
+    buffers = {name for name, _ in _buffers(model)}
+    names = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        names += [dot + name for name, parameter in module._parameters.items() if parameter is not None]
+        names += [dot + name for name in module._buffers if dot + name in buffers]
+    return names
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _on_rank_0(action: Callable[[], object]) -> None:
+    if _rank() == 0:
+        action()
+
+
+def _together(action: Callable[[], T]) -> T:
+    """Do something on every rank, and raise on every rank if it failed on one.
+
+    Raises:
+        CheckpointError: it failed, here or elsewhere; other errors of refshard and defects stay what they are.
+    """
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    failures = [failure and f"{type(failure).__name__}: {failure}"]
+    if dist.is_initialized():
+        failures = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure and f"{type(failure).__name__}: {failure}")
+    if isinstance(failure, OSError):
+        raise CheckpointError(f"{failure}; make room, or choose a folder that can be written") from failure
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(failures):
+        if message is not None:
+            raise CheckpointError(f"rank {rank} failed with {message}")
+    return result

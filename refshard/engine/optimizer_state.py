@@ -1,0 +1,237 @@
+"""An optimizer's state as named tensors of the parameters' shapes, whatever groups and ranks it is spread over.
+
+Elementwise state (1-D and as long as the local part: AdamW's ``exp_avg``) is sharded like its parameter. Scalars
+(0-d tensors and Python numbers: AdamW's ``step``) are the same on every rank, and rank 0's count.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from refshard.engine.dcp import Place, Stored, sharded, whole
+from refshard.engine.parts import LocalPart
+from refshard.errors import CheckpointError
+
+OPTIMIZER = "optimizer"
+"""What the optimizer's places begin with; below it they are those of torch's ``get_optimizer_state_dict``."""
+NOT_CARRIED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Keys of a group that say how this process computes, not what: the optimizer at hand keeps its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What an optimizer holds: elementwise tensors, 0-d tensors, and all else by its place."""
+
+    elementwise: list[Stored]
+    scalars: list[Stored]
+    values: dict[Place, Any]
+
+
+def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[LocalPart]) -> State:
+    """What the optimizer holds, as views, ready to be written.
+
+    Raises:
+        CheckpointError: the optimizer holds parameters that are not the model's, or state that is neither
+            elementwise nor scalar.
+    """
+    part_of = _part_of_parameter(optimizer, parts)
+    elementwise: list[Stored] = []
+    scalars: list[Stored] = []
+    values: dict[Place, Any] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        group_place = (OPTIMIZER, "param_groups", index)
+        values[*group_place, "params"] = [part_of[parameter].name for parameter in group["params"]]
+        # All of them: torch's loaders ask for every key that the group at hand has.
+        values.update({(*group_place, key): value for key, value in group.items() if key != "params"})
+    for parameter, state in optimizer.state.items():
+        part = part_of[parameter]
+        for key, value in state.items():
+            place = (OPTIMIZER, "state", part.name, key)
+            if not isinstance(value, torch.Tensor):
+                values[place] = value
+            elif value.dim() == 0:
+                scalars.append(whole(place, value))
+            elif value.shape == parameter.shape:
+                elementwise.append(sharded(place, part.shape, part.first, value))
+            else:
+                raise CheckpointError(
+                    f"'{key}' of parameter '{part.name}' in {type(optimizer).__name__} has the shape "
+                    f"{tuple(value.shape)}; it must be scalar or of the local part's shape {tuple(parameter.shape)}: "
+                    "save with an elementwise optimizer, or without one"
+                )
+    return State(elementwise, scalars, values)
+
+
+def _part_of_parameter(optimizer: torch.optim.Optimizer, parts: Sequence[LocalPart]) -> dict[torch.Tensor, LocalPart]:
+    part_of: dict[torch.Tensor, LocalPart] = {part.parameter: part for part in parts}
+    held = {p: f"group {i}" for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    for parameter, where in {**dict.fromkeys(optimizer.state, "state"), **held}.items():
+        if parameter not in part_of:
+            raise CheckpointError(
+                f"{type(optimizer).__name__}: {where} holds a parameter that is none of the sharded model's; build the "
+                "optimizer over model.parameters() after refshard.shard"
+            )
+    return part_of
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What is to be read before the optimizer can be given its state.
+
+    ``tensors`` are read in place, ``values`` are keys to be read; ``finish`` puts all in the optimizer.
+    """
+
+    tensors: tuple[Stored, ...]
+    values: tuple[str, ...]
+    _optimizer: torch.optim.Optimizer
+    _groups: tuple[dict[str, Any], ...]
+    _state: dict[int, dict[str, Any]]
+    _places: Mapping[str, tuple[int, str]]
+
+    def finish(self, values: Mapping[str, Any]) -> None:
+        """Give the optimizer its state and hyper-parameters."""
+        for key, (index, name) in self._places.items():
+            self._state[index][name] = values[key]
+        # torch decides by its own policy where `step` lives, and runs the optimizer's hooks.
+        self._optimizer.load_state_dict({"state": self._state, "param_groups": list(self._groups)})
+
+
+def group_keys(metadata: Metadata) -> list[str]:
+    """The keys under which an optimizer's groups were saved, to be read before :func:`plan_restore`."""
+    nesting: Mapping[str, Place] = metadata.planner_data or {}
+    return [key for key, place in nesting.items() if place[:2] == (OPTIMIZER, "param_groups") and len(place) == 4]
+
+
+def plan_restore(
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[LocalPart],
+    metadata: Metadata,
+    groups: Mapping[str, Any],
+    scalars: Sequence[str],
+) -> Restore:
+    """Match what was saved (``metadata``, and ``groups`` by key) with the optimizer at hand; changes nothing.
+
+    State is read into the optimizer's own tensors where they fit, and into new ones where there are none yet.
+    ``scalars`` names the state that is scalar even where the parameter is, too.
+
+    Raises:
+        CheckpointError: they do not match.
+    """
+    if not groups:
+        raise CheckpointError(
+            "the checkpoint holds no optimizer state; load with optimizer=None, and let the optimizer start afresh"
+        )
+    part_of = _part_of_parameter(optimizer, parts)
+    matched = _match_groups(optimizer, part_of, _nest_groups(metadata, groups))
+    index_of: dict[str, int] = {}
+    described = []
+    for group, hyper in zip(optimizer.param_groups, matched):
+        indices = range(len(index_of), len(index_of) + len(group["params"]))
+        index_of.update({part_of[p].name: i for i, p in zip(indices, group["params"])})
+        carried = {key: _like(group.get(key), value) for key, value in hyper.items()}
+        described.append({**group, **carried, "params": list(indices)})
+    known = {name: part for part in part_of.values() for name in part.names}
+    tensors: list[Stored] = []
+    places: dict[str, tuple[int, str]] = {}
+    state: dict[int, dict[str, Any]] = {}
+    for key, name, attribute in _saved_state(metadata):
+        if name not in known:
+            raise CheckpointError(
+                f"the checkpoint holds '{attribute}' of parameter '{name}', which is in no group; it is damaged"
+            )
+        part, entry = known[name], metadata.state_dict_metadata[key]
+        mine = state.setdefault(index_of[part.name], {})
+        if isinstance(entry, TensorStorageMetadata):
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            held = optimizer.state[part.parameter].get(attribute) if part.parameter in optimizer.state else None
+            place = metadata.planner_data[key]
+            if shape == () and (part.shape != () or attribute in scalars):
+                mine[attribute] = _reuse(held, torch.empty((), dtype=dtype))
+                tensors.append(whole(place, mine[attribute]))
+            else:
+                _check_state_shape(name, attribute, shape, part)
+                mine[attribute] = _reuse(held, torch.empty_like(part.parameter, dtype=dtype, requires_grad=False))
+                tensors.append(sharded(place, part.shape, part.first, mine[attribute]))
+        else:
+            places[key] = (index_of[part.name], attribute)
+    return Restore(tuple(tensors), tuple(places), optimizer, tuple(described), state, places)
+
+
+def _like(mine: object, saved: Any) -> Any:
+    """A hyper-parameter in the form that the group at hand has it in: a tensor on its device, or a number."""
+    if isinstance(mine, torch.Tensor):
+        return torch.as_tensor(saved, dtype=mine.dtype, device=mine.device)
+    return saved.item() if isinstance(saved, torch.Tensor) and isinstance(mine, int | float) else saved
+
+
+def _reuse(held: object, fresh: torch.Tensor) -> torch.Tensor:
+    """The tensor that is there, if it is alike: a second copy of all state might not fit."""
+    alike = isinstance(held, torch.Tensor) and held.shape == fresh.shape and held.dtype == fresh.dtype
+    return held if alike and isinstance(held, torch.Tensor) else fresh
+
+
+def _check_state_shape(name: str, attribute: str, shape: tuple[int, ...], part: LocalPart) -> None:
+    if shape != part.shape:
+        raise CheckpointError(
+            f"the checkpoint holds '{attribute}' of parameter '{name}' with the shape {shape}, but the "
+            f"parameter's is {part.shape}; build the model that was saved"
+        )
+
+
+def _saved_state(metadata: Metadata) -> Iterator[tuple[str, str, str]]:
+    """Key, parameter and attribute of all saved state."""
+    for key, place in metadata.planner_data.items():
+        if place[:2] == (OPTIMIZER, "state") and len(place) == 4:
+            yield key, place[2], place[3]
+
+
+def _nest_groups(metadata: Metadata, groups: Mapping[str, Any]) -> list[dict[str, Any]]:
+    nested: dict[int, dict[str, Any]] = {}
+    for key, value in groups.items():
+        _, _, index, name = metadata.planner_data[key]
+        nested.setdefault(int(index), {})[name] = value
+    return [nested[index] for index in sorted(nested)]
+
+
+def _match_groups(
+    optimizer: torch.optim.Optimizer, part_of: Mapping[torch.Tensor, LocalPart], saved: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """For each of the optimizer's groups, the hyper-parameters that its parameters were saved with."""
+    source = {name: i for i, group in enumerate(saved) for name in group["params"]}
+    left = set(source)
+    matched = []
+    for index, group in enumerate(optimizer.param_groups):
+        sources: dict[int, str] = {}
+        for parameter in group["params"]:
+            names = part_of[parameter].names
+            name = next((n for n in names if n in source), None)
+            if name is None:
+                raise CheckpointError(
+                    f"the checkpoint holds no optimizer group with parameter '{names[0]}', which group {index} of the "
+                    "optimizer has; build the optimizer over the parameters that were saved"
+                )
+            left.difference_update(names)
+            sources.setdefault(source[name], name)
+        matched.append(_one_setting(index, sources, saved))
+    if left:
+        raise CheckpointError(
+            f"the checkpoint holds optimizer state of parameter '{min(left)}', which the optimizer does "
+            "not have; build it over the parameters that were saved, or load with optimizer=None"
+        )
+    return matched
+
+
+def _one_setting(index: int, sources: Mapping[int, str], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    settings = [{k: v for k, v in saved[i].items() if k not in NOT_CARRIED} for i in sources]
+    for (_, name), setting in zip(sources.items(), settings):
+        for key, value in setting.items():
+            if settings[0].get(key) != value:
+                first = next(iter(sources.values()))
+                raise CheckpointError(
+                    f"the checkpoint was saved with {key} = {settings[0].get(key)} for parameter '{first}' and {value} "
+                    f"for '{name}', which group {index} of the optimizer joins; group them as they were saved"
+                )
+    return settings[0] if settings else {}

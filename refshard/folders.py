@@ -1,0 +1,90 @@
+"""Replace a folder as a whole: readers find the old content or the new, and a writer that dies leaves the old.
+
+The new content of ``name`` is written to ``.name.partial`` beside it. To commit, the old folder is renamed to
+``.name.previous``, the new one to ``name``, and the old one is deleted. What a kill leaves behind, and who tidies it:
+
+- while writing: ``name`` as it was, and ``.name.partial``, which the next :func:`begin` deletes;
+- between the two renames: only ``.name.previous``, which :func:`current` reads and the next :func:`begin` renames back;
+- while deleting: the new ``name``, and ``.name.previous``, which the next :func:`begin` deletes.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from refshard.errors import CheckpointError
+
+
+def begin(folder: str | Path, contents: Sequence[str]) -> Path:
+    """Tidy what a killed writer left, and return the new, empty folder in which to write.
+
+    ``contents`` are glob patterns for the names of what such a folder holds.
+
+    Raises:
+        CheckpointError: ``folder`` holds something else, which replacing it would delete.
+        OSError: the file system refuses.
+    """
+    folder = Path(folder).resolve()
+    if not folder.exists() and _previous(folder).exists():
+        _previous(folder).rename(folder)
+    _check_replaceable(folder, contents)
+    for left_over in (_previous(folder), partial(folder)):
+        if left_over.exists():
+            shutil.rmtree(left_over)
+    partial(folder).mkdir(parents=True)
+    return partial(folder)
+
+
+def commit(folder: str | Path) -> None:
+    """Put what was written in place of ``folder``. Files must be synced already; directories are synced here."""
+    folder = Path(folder).resolve()
+    _sync(partial(folder))
+    if folder.exists():
+        folder.rename(_previous(folder))
+    partial(folder).rename(folder)
+    _sync(folder.parent)
+    if _previous(folder).exists():
+        shutil.rmtree(_previous(folder))
+
+
+def abandon(folder: str | Path) -> None:
+    """Delete what was written, and keep ``folder`` as it was."""
+    shutil.rmtree(partial(folder), ignore_errors=True)
+
+
+def current(folder: str | Path) -> Path:
+    """Where to read: ``folder``, or its old content if a writer was killed in the middle of replacing it."""
+    folder = Path(folder).resolve()
+    return _previous(folder) if not folder.exists() and _previous(folder).exists() else folder
+
+
+def partial(folder: str | Path) -> Path:
+    """Where the new content of ``folder`` is written."""
+    folder = Path(folder).resolve()
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def _check_replaceable(folder: Path, contents: Sequence[str]) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} must be a folder, but it is a file; choose another place")
+    for entry in folder.iterdir() if folder.exists() else ():
+        if not any(fnmatchcase(entry.name, pattern) for pattern in contents):
+            raise CheckpointError(
+                f"{folder} holds '{entry.name}', which replacing the folder would delete; only {', '.join(contents)} "
+                "may be in it: move the file, or choose another folder"
+            )
+
+
+def _sync(folder: Path) -> None:
+    """Make renames and new files in ``folder`` outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
