@@ -12,16 +12,19 @@ __version__ = "0.1.0"
 __all__ = ["Precision", "__version__", "checkpoint", "clip_grad_norm_", "full_parameters", "no_sync", "shard"]
 
 
+_HOME = {
+    "Precision": "refshard.engine.precision",
+    "clip_grad_norm_": "refshard.engine.api",
+    "full_parameters": "refshard.engine.api",
+    "no_sync": "refshard.engine.api",
+    "shard": "refshard.engine.api",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import the engine, and torch with it, when it is first asked for."""
-    if name == "Precision":
-        from refshard.engine.precision import Precision
-
-        return Precision
-    if name in __all__:
-        from refshard.engine import api
-
-        return getattr(api, name)
     if name == "checkpoint":
         return importlib.import_module("refshard.engine.checkpoint")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'refshard' has no attribute '{name}'")

@@ -65,7 +65,8 @@ def test_every_room_has_a_floor() -> None:
 
 
 def test_public_face() -> None:
-    assert sorted(refshard.__all__) == ["__version__", "checkpoint", "full_parameters", "shard"]
+    names = ["Precision", "__version__", "checkpoint", "clip_grad_norm_", "full_parameters", "no_sync", "shard"]
+    assert sorted(refshard.__all__) == names
     for name in refshard.__all__:
         assert getattr(refshard, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'shrad'"):
