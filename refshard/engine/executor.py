@@ -171,6 +171,7 @@ class Executor:
             self._effects.drop_gradients(unit, keep=self._mode.gradients == "replicate" and not lost)
             unit.expose_sharded()
         self._effects.reducing.clear()
+        self._effects.settle()
 
     def _complete(self) -> bool:
         """Whether a whole step, forward and backward, has been observed."""

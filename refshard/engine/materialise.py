@@ -50,7 +50,7 @@ def make_unit(
         flats=flats,
         facts=facts,
         device=device,
-        aliased=mode.optimizer == "replicate" and all(_may_alias(flat, flat.dtype, device) for flat in flats),
+        aliased=mode.optimizer == "replicate" and all(_may_alias(flat, flat.dtype) for flat in flats),
     )
 
 
@@ -124,11 +124,12 @@ def _flatten(
         reduce_dtype=reduced,
         own=own,
         scale=1 / (collectives.world_size * collectives.replicas),
+        offloaded=offload,
     )
-    flat.gradient_aliased = trained and mode.optimizer == "replicate" and _may_alias(flat, reduced, device)
+    flat.gradient_aliased = trained and mode.optimizer == "replicate" and _may_alias(flat, reduced)
     return flat
 
 
-def _may_alias(flat: FlatParameter, dtype: torch.dtype, device: torch.device) -> bool:
+def _may_alias(flat: FlatParameter, dtype: torch.dtype) -> bool:
     """Whether a whole shard can serve as the unsharded buffer of ``dtype``."""
-    return (flat.shard.dtype, flat.shard.device) == (dtype, device)
+    return flat.shard.dtype == dtype and not flat.offloaded

@@ -53,7 +53,8 @@ class FlatParameter:
     frozen one has no gradient, and its ``shard`` is of the dtype that is computed with. ``dtype`` is that of the
     unsharded parameters, ``reduce_dtype`` that of their unsharded gradients. ``own`` is where this rank's part lies in
     the unsharded buffer, ``scale`` what each gradient is multiplied with for their sum over ranks to be the mean.
-    ``gradient_aliased`` says that the gradient shard is the whole, and is itself the slot that gradients arrive in.
+    ``gradient_aliased`` says that the gradient shard is the whole, and is itself the slot that gradients arrive in;
+    ``offloaded`` that both shards are in the host's memory, which copies go to and from.
     """
 
     layout: UnitLayout
@@ -65,6 +66,7 @@ class FlatParameter:
     own: slice
     scale: float
     gradient_aliased: bool = False
+    offloaded: bool = False
     target: torch.Tensor | None = None
     carried: torch.Tensor | None = None
 
@@ -88,7 +90,7 @@ class FlatParameter:
         dtype; else this rank's part of ``full``, or scratch if the slot must be free before the reduction has ended.
         """
         assert self.gradient_shard is not None
-        alike = (full.dtype, full.device) == (self.gradient_shard.dtype, self.gradient_shard.device)
+        alike = full.dtype == self.gradient_shard.dtype and not self.offloaded
         if self.gradient_aliased or (alike and not self.has_gradients()):
             self.target = self.gradient_shard
         elif needs_slot_free:
@@ -112,7 +114,8 @@ class FlatParameter:
             part = slice(parameter.start, parameter.stop)
             if parameter.sharded.grad is None:
                 if separate:
-                    self.gradient_shard[part].copy_(target[part])
+                    # The host waits once, at the end of backward, not for every parameter.
+                    self.gradient_shard[part].copy_(target[part], non_blocking=True)
                 parameter.sharded.grad = parameter.sharded_gradient
             elif separate:
                 parameter.sharded.grad += target[part].to(parameter.sharded.device)
