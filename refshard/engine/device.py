@@ -16,6 +16,7 @@ import torch
 from refshard.engine.collectives import Pending
 
 Lane = Literal["compute", "gather", "reduce"]
+_NOTHING = nullcontext()
 
 
 class Lanes(ABC):
@@ -53,7 +54,7 @@ class HostLanes(Lanes):
 
     def use(self, lane: Lane) -> AbstractContextManager[object]:
         """See :meth:`Lanes.use`."""
-        return nullcontext()
+        return _NOTHING
 
     def record(self, lane: Lane, reuse: object = None) -> object:
         """See :meth:`Lanes.record`."""
