@@ -55,6 +55,8 @@ class Scenario:
     abandons: bool = False
     fails: bool = False
     changes_order: bool = False
+    runs_twice: bool = False
+    two_backwards: bool = False
     world_size: int = 2
     replicas: int = 1
     streams: int = 2
@@ -94,6 +96,7 @@ def make_model(scenario: Scenario) -> Careful:
     torch.manual_seed(0)
     model = Careful(n_blocks=3, tied=scenario.tied)
     model.checkpointed = scenario.checkpointed
+    model.order = [0, 1, 1, 2] if scenario.runs_twice else None
     if scenario.frozen:
         for layer in model.layers:
             layer.get_submodule("up").requires_grad_(False)
@@ -107,7 +110,10 @@ def train_step(model: Careful, optimizer: torch.optim.Optimizer, scenario: Scena
     for microbatch in range(scenario.microbatches):
         with no_sync(model) if microbatch + 1 < scenario.microbatches else warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="refshard: the order of execution changed")
-            loss_of(model, make_batch(step)).backward()
+            loss = loss_of(model, make_batch(step))
+            if scenario.two_backwards:
+                loss.backward(retain_graph=True)
+            loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=scenario.zero_grad_to_none)
     if scenario.evaluates:
@@ -145,12 +151,15 @@ WAYS: dict[str, dict[str, object]] = {
     "failing": {"fails": True},
     "failing, hybrid": {"fails": True, "replicas": 2, "debug": True},
     "another order": {"changes_order": True},
+    "a block twice": {"runs_twice": True},
+    "two backwards": {"two_backwards": True, "bf16": True},
     "hybrid": {"replicas": 2},
     "hybrid, bf16, accumulation, one stream": {"replicas": 2, "bf16": True, "microbatches": 2, "streams": 1},
     "replicas only": {"world_size": 1, "replicas": 2, "bf16": True},
     "offload": {"offload": True},
     "offload, bf16, accumulation": {"offload": True, "bf16": True, "microbatches": 2},
     "offload, evaluation": {"offload": True, "evaluates": True},
+    "offload, two backwards": {"offload": True, "two_backwards": True},
     "offload, hybrid": {"offload": True, "replicas": 2, "bf16": True},
     "debug": {"debug": True},
 }
