@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from refshard.engine.collectives import Collectives, GroupCollectives
-from refshard.engine.device import lanes_of
+from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
 from refshard.engine.grouping import UnitGroup, group_units
 from refshard.engine.hooks import Hooks
@@ -58,6 +58,7 @@ def shard(
     offload: bool = False,
     communication_streams: int = 2,
     collectives: Collectives | None = None,
+    lanes: Lanes | None = None,
     debug: bool = False,
 ) -> nn.Module:
     """Shard ``model`` over ``mesh`` in place, and return it.
@@ -86,6 +87,7 @@ def shard(
         communication_streams: 1, or 2 to let reductions and gathers run beside each other: two CUDA streams, and two
             process groups of the same ranks.
         collectives: what to communicate with; by default the mesh's process groups.
+        lanes: what orders compute, gathers and reductions; by default the device's streams.
         debug: fill freed storage with NaN, so that a read of it shows, and check after each backward that all ranks
             used the same parameters.
 
@@ -106,7 +108,7 @@ def shard(
         for index, group in enumerate(groups):
             materialise(group, device, initialise)
             units.append(make_unit(index, group, chosen, precision, collectives, device, offload=offload))
-    lanes = lanes_of(device, communication_streams)
+    lanes = lanes or lanes_of(device, communication_streams)
     executor = Executor(units, chosen, collectives, lanes, debug=debug)
     hooks = Hooks(model, tuple(units), executor, precision)
     setattr(model, _ENGINE, Engine(tuple(units), chosen, collectives, executor, hooks))

@@ -4,6 +4,7 @@ This file alone chooses between torch's old and new names of the flat collective
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -90,14 +91,17 @@ class GroupCollectives(Collectives):
         self.rank = shards.rank() if shards else 0
         self.world_size = shards.size() if shards else 1
         self.replicas = replicas.size() if replicas else 1
-        self._gloo = shards is not None and dist.get_backend(shards) == "gloo"
+        backends = {_backend_of(group, self._device) for group in (shards, replicas) if group is not None}
+        self._gloo = "gloo" in backends
+        # NCCL launches on the current stream, of high priority here, unless it is asked for a handle: then it hops to a
+        # stream of its own, of ordinary priority, and back.
+        self._handles = "nccl" not in backends
         self._receive: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :meth:`Collectives.all_gather`."""
         if self._shards is not None and not self._gloo:
-            work: Pending = _all_gather(output, shard, group=self._shards, async_op=True)
-            return work
+            return _all_gather(output, shard, group=self._shards, async_op=self._handles) or _LAUNCHED
         own = output[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -116,8 +120,7 @@ class GroupCollectives(Collectives):
                 output.copy_(full)
             return self.all_reduce(output)
         if not self._gloo:
-            work: Pending = _reduce_scatter(output, full, group=self._reducing, async_op=True)
-            return work
+            return _reduce_scatter(output, full, group=self._reducing, async_op=self._handles) or _LAUNCHED
         # Gloo runs a reduce-scatter as an all-reduce of the whole input: exchanging the parts and summing them here
         # moves half the bytes (trap 10), into a receive buffer that is taken from a pool and goes back to it.
         numel = output.numel()
@@ -136,19 +139,18 @@ class GroupCollectives(Collectives):
 
     def _exchange(
         self, send: torch.Tensor, receive: torch.Tensor, step: int, group: dist.ProcessGroup | None
-    ) -> dist.Work:
+    ) -> Pending:
         """Send to the rank ``step`` places on, and receive from the rank as far back."""
         source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
         counts = [[send.numel() * (rank == other) for rank in range(self.world_size)] for other in (source, target)]
-        work: dist.Work = dist.all_to_all_single(receive, send, *counts, group=group, async_op=True)
+        work: Pending = dist.all_to_all_single(receive, send, *counts, group=group, async_op=True)
         return work
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
         if self._replicas is None:
-            return Together(())
-        work: Pending = dist.all_reduce(tensor, group=self._replicas, async_op=True)
-        return work
+            return _LAUNCHED
+        return dist.all_reduce(tensor, group=self._replicas, async_op=self._handles) or _LAUNCHED
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See :meth:`Collectives.broadcast`."""
@@ -174,17 +176,23 @@ class GroupCollectives(Collectives):
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Collectives.allocate`: in memory that the group has registered, where its backend can."""
-        if self._shards is not None and device.type == "cuda":
+        if self._shards is not None and not self._handles:
             backend = self._shards._get_backend(device)
             if backend.supports_tensor_alloc(device):
-                registered: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
-                return registered
+                return backend.allocate_tensor(numel, dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device=device)
 
 
-# torch 2.13 deprecates the names on the right, torch 2.11 lacks those on the left.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves tensors on ``device``: a group may have one per device type."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return {kind: backend for kind, _, backend in pairs}.get(device.type, "")
+
+
+# torch 2.13 deprecates the names on the right, torch 2.11 lacks those on the left. None comes back without a handle.
+_Flat = Callable[..., Pending | None]
+_all_gather: _Flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: _Flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +207,15 @@ class Together:
             work.wait()
 
 
+_LAUNCHED = Together(())
+"""A collective that the current stream itself runs, or that there is no need of: nothing to await."""
+
+
 @dataclass(slots=True)
 class _LocalSum:
     """Exchanges of parts, which are summed when they are awaited. ``own`` and ``output`` may be the same memory."""
 
-    exchanges: tuple[dist.Work, ...]
+    exchanges: tuple[Pending, ...]
     own: torch.Tensor
     received: torch.Tensor
     output: torch.Tensor

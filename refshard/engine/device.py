@@ -1,18 +1,22 @@
 """The order of work between lanes: where compute runs, where gathers run, where reductions run.
 
-On CUDA a lane is a stream, and what one lane leaves for another is ordered by events; the host never waits. On a CPU
-there is one lane in host order, collectives excepted, which their own handles order.
+On CUDA a lane is a stream, and what one lane leaves for another is ordered by events; the host never waits, but for
+what lies in its own memory. On a CPU there is one lane in host order, collectives excepted, which their own handles
+order.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 
 from refshard.engine.collectives import Pending
 
 Lane = Literal["compute", "gather", "reduce"]
+_NOTHING = nullcontext()
 
 
 class Lanes(ABC):
@@ -23,8 +27,11 @@ class Lanes(ABC):
         """What is launched (and allocated) within goes to ``lane``."""
 
     @abstractmethod
-    def record(self, lane: Lane) -> object:
-        """An event after everything that ``lane`` was given so far."""
+    def record(self, lane: Lane, reuse: object = None) -> object:
+        """An event after everything that ``lane`` was given so far.
+
+        ``reuse`` is an event that may be moved there instead of making one; who waited for it before is not affected.
+        """
 
     @abstractmethod
     def wait(self, lane: Lane, event: object) -> None:
@@ -32,7 +39,14 @@ class Lanes(ABC):
 
     @abstractmethod
     def issued(self, lane: Lane, pending: Pending) -> Pending:
-        """Order the end of a collective that ``lane`` issued; awaiting the result lets *compute* go on after it."""
+        """Order the end of a collective that was issued within ``use(lane)``, where this is called too.
+
+        Awaiting the result, at most once, lets *compute* go on after the collective.
+        """
+
+    @abstractmethod
+    def synchronise(self, event: object) -> None:
+        """Let the host go on only after ``event``."""
 
 
 class HostLanes(Lanes):
@@ -40,9 +54,9 @@ class HostLanes(Lanes):
 
     def use(self, lane: Lane) -> AbstractContextManager[object]:
         """See :meth:`Lanes.use`."""
-        return nullcontext()
+        return _NOTHING
 
-    def record(self, lane: Lane) -> object:
+    def record(self, lane: Lane, reuse: object = None) -> object:
         """See :meth:`Lanes.record`."""
         return None
 
@@ -53,53 +67,92 @@ class HostLanes(Lanes):
         """See :meth:`Lanes.issued`."""
         return pending
 
+    def synchronise(self, event: object) -> None:
+        """See :meth:`Lanes.synchronise`."""
 
-class CudaLanes(Lanes):
-    """CUDA: compute is the caller's current stream; communication has one high-priority stream, or one per kind.
 
-    High priority, since a collective's few blocks should not queue behind a product's thousands.
+class Stream(Protocol):
+    """What the engine asks of a stream; its events can ``synchronize()`` the host."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event after all that the stream was given so far: a new one, or ``event``."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let all later work wait for ``event``."""
+
+
+class StreamLanes(Lanes):
+    """Lanes that are streams: compute is whichever is current, communication has one stream, or one per kind.
+
+    The current stream is asked for at each use: autograd runs backward in threads of its own, on the streams that
+    forward ran on. Storage that changes hands between lanes is never ``record_stream``-ed, which would keep the
+    allocator from taking it back until an event had passed: a lane's memory is freed by the host only once that lane,
+    or the next to use it, has been ordered after its last reader.
     """
 
-    def __init__(self, device: torch.device, streams: int) -> None:
-        self._device = device
-        gather = torch.cuda.Stream(device, priority=-1)
-        reduce = torch.cuda.Stream(device, priority=-1) if streams > 1 else gather
-        self._streams: dict[Lane, torch.cuda.Stream] = {"gather": gather, "reduce": reduce}
+    def __init__(
+        self,
+        gather: Stream,
+        reduce: Stream,
+        *,
+        current: Callable[[], Stream],
+        use: Callable[[Any], AbstractContextManager[object]],
+    ) -> None:
+        self._gather, self._reduce = gather, reduce
+        self._current, self._use = current, use
+        self._awaited: list[_Done] = []
 
     def use(self, lane: Lane) -> AbstractContextManager[object]:
         """See :meth:`Lanes.use`."""
-        return torch.cuda.stream(self._stream(lane))
+        return self._use(self._stream(lane))
 
-    def record(self, lane: Lane) -> torch.cuda.Event:
+    def record(self, lane: Lane, reuse: object = None) -> object:
         """See :meth:`Lanes.record`."""
-        event: torch.cuda.Event = self._stream(lane).record_event()
+        event: object = self._stream(lane).record_event(reuse)
         return event
 
     def wait(self, lane: Lane, event: object) -> None:
         """See :meth:`Lanes.wait`."""
-        assert isinstance(event, torch.cuda.Event)
         self._stream(lane).wait_event(event)
 
     def issued(self, lane: Lane, pending: Pending) -> Pending:
         """See :meth:`Lanes.issued`."""
-        with self.use(lane):
-            pending.wait()
-        return _Event(self, self.record(lane))
+        pending.wait()
+        done = self._awaited.pop() if self._awaited else _Done(self, self._awaited)
+        done.event = self.record(lane, done.event)
+        return done
 
-    def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if lane == "compute" else self._streams[lane]
+    def synchronise(self, event: Any) -> None:
+        """See :meth:`Lanes.synchronise`."""
+        event.synchronize()
+
+    def _stream(self, lane: Lane) -> Stream:
+        if lane == "compute":
+            return self._current()
+        return self._gather if lane == "gather" else self._reduce
 
 
-class _Event(Pending):
-    """The end of a collective, as compute awaits it."""
+class _Done(Pending):
+    """The end of a collective, as compute awaits it. Once awaited, it and its event serve another collective."""
 
-    def __init__(self, lanes: Lanes, event: object) -> None:
-        self._lanes, self._event = lanes, event
+    __slots__ = ("_awaited", "_lanes", "event")
+
+    def __init__(self, lanes: Lanes, awaited: "list[_Done]") -> None:
+        self._lanes, self._awaited = lanes, awaited
+        self.event: object = None
 
     def wait(self) -> None:
-        self._lanes.wait("compute", self._event)
+        self._lanes.wait("compute", self.event)
+        self._awaited.append(self)
 
 
 def lanes_of(device: torch.device, streams: int) -> Lanes:
-    """The lanes of ``device``, with ``streams`` (1 or 2) for communication."""
-    return CudaLanes(device, streams) if device.type == "cuda" else HostLanes()
+    """The lanes of ``device``, with ``streams`` (1 or 2) for communication.
+
+    On CUDA these have high priority, since a collective's few blocks should not queue behind a product's thousands.
+    """
+    if device.type != "cuda":
+        return HostLanes()
+    gather = torch.cuda.Stream(device, priority=-1)
+    reduce = torch.cuda.Stream(device, priority=-1) if streams > 1 else gather
+    return StreamLanes(gather, reduce, current=partial(torch.cuda.current_stream, device), use=torch.cuda.stream)

@@ -1,17 +1,18 @@
 """What each op does: the one place where collectives are issued and awaited, and where lanes are ordered.
 
-Four waits between lanes make it correct; each is needed for the reason given beside it.
+Five waits between lanes make it correct; each is needed for the reason given beside it. A sixth, of the host, is for
+masters in its own memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import _C
+import torch
 from torch.profiler import record_function
 
 from refshard.engine.collectives import Collectives, Pending, Together
-from refshard.engine.device import Lanes
-from refshard.engine.unit import Unit
+from refshard.engine.device import Lane, Lanes
+from refshard.engine.unit import FlatParameter, Unit
 from refshard.errors import EngineError
 from refshard.plan.schedule import Op, OpKind
 
@@ -25,7 +26,10 @@ class Effects:
         self._units = tuple(units)
         self._collectives = collectives
         self._lanes = lanes
+        self._compute_so_far: object = None
         self._released: object = None
+        self._newly_released = False
+        self._host_memory_in_use = False
         self.reducing: list[int] = []
         self._combined: set[int] = set()
         self._of: dict[OpKind, Callable[[Unit], None]] = {
@@ -52,7 +56,18 @@ class Effects:
 
     def masters_changed(self) -> None:
         """A pass begins: what the optimizer wrote must be there before a gather reads it (first wait)."""
-        self._lanes.wait("gather", self._lanes.record("compute"))
+        self._wait_for_compute("gather")
+        self._newly_released = False  # All that compute read so far is over then, too.
+
+    def settle(self) -> None:
+        """A pass has ended: masters and gradients in the host's memory are the host's again.
+
+        Compute has awaited all that copied from them or to them, and the host awaits compute (sixth wait): an optimizer
+        there writes and reads by the host's time.
+        """
+        if self._host_memory_in_use:
+            self._host_memory_in_use = False
+            self._lanes.synchronise(self._lanes.record("compute"))
 
     def finish(self, unit: Unit) -> None:
         """Bring a unit's reduction to its end, if one is under way."""
@@ -88,17 +103,22 @@ class Effects:
         if unit.aliased:
             return
         with _label("all_gather", unit), self._lanes.use("gather"):
-            if self._released is not None:
+            if self._newly_released:
                 # What compute read last from this storage must be over before it is written again (second wait).
                 self._lanes.wait("gather", self._released)
+                self._newly_released = False
             unit.generation = unit.slot.acquire(unit.name)
-            works = []
-            for flat, full in zip(unit.flats, unit.slot.flats):
-                shard = flat.shard
-                if shard.dtype != full.dtype or shard.device != full.device:
-                    shard = full[flat.own].copy_(shard, non_blocking=True)
-                works.append(self._issue("all_gather", unit, self._collectives.all_gather, full, shard))
-        unit.gathering = self._lanes.issued("gather", _together(works))
+            pairs = [(full, self._source(flat, full)) for flat, full in zip(unit.flats, unit.slot.flats)]
+            works = (self._collectives.all_gather(full, shard) for full, shard in pairs)
+            unit.gathering = self._issue("gather", "all_gather", unit, works)
+
+    def _source(self, flat: FlatParameter, full: torch.Tensor) -> torch.Tensor:
+        """What is gathered into ``full``: the shard, or its copy in the place where it belongs."""
+        if flat.offloaded:
+            self._host_memory_in_use = True
+        elif flat.shard.dtype == full.dtype:
+            return flat.shard
+        return full[flat.own].copy_(flat.shard, non_blocking=True)
 
     def _wait(self, unit: Unit) -> None:
         if unit.aliased:
@@ -129,7 +149,8 @@ class Effects:
         if unit.resident and not unit.aliased:
             unit.resident = False
             unit.slot.release()
-            self._released = self._lanes.record("compute")
+            self._released = self._lanes.record("compute", self._released)
+            self._newly_released = True
 
     def _reduce(self, unit: Unit) -> None:
         with _label("reduce_scatter", unit):
@@ -140,25 +161,20 @@ class Effects:
                 for flat, full in zip(unit.trained_flats, unit.gradient_slot.flats)
             ]
             # Every gradient must be in the slot before it is reduced (fourth wait).
-            self._lanes.wait("reduce", self._lanes.record("compute"))
+            self._wait_for_compute("reduce")
             with self._lanes.use("reduce"):
-                works = [
-                    self._issue("reduce_scatter", unit, self._collectives.reduce_scatter, target, full)
-                    for target, full in pairs
-                ]
-        unit.reducing = self._lanes.issued("reduce", _together(works))
+                works = (self._collectives.reduce_scatter(target, full) for target, full in pairs)
+                unit.reducing = self._issue("reduce", "reduce_scatter", unit, works)
         self.reducing.append(unit.index)
 
     def _combine(self, unit: Unit) -> None:
         assert unit.reducing is not None
         self._await(unit.reducing, "reduce_scatter", unit)
         unit.gradient_slot.release()
+        targets = [flat.target for flat in unit.trained_flats if flat.target is not None]
         with _label("all_reduce", unit), self._lanes.use("reduce"):
-            works = [
-                self._issue("all_reduce", unit, self._collectives.all_reduce, flat.target)
-                for flat in unit.trained_flats
-            ]
-        unit.reducing = self._lanes.issued("reduce", _together(works))
+            works = (self._collectives.all_reduce(target) for target in targets)
+            unit.reducing = self._issue("reduce", "all_reduce", unit, works)
         self._combined.add(unit.index)
 
     def _finish(self, unit: Unit) -> None:
@@ -170,15 +186,21 @@ class Effects:
         self.reducing.remove(unit.index)
         for flat, full in zip(unit.trained_flats, unit.gradient_slot.flats):
             flat.take_reduced(full, unit.filled)
+            self._host_memory_in_use |= flat.offloaded
         unit.filled.clear()
         if unit.index in self._combined:
             self._combined.discard(unit.index)
         else:
             unit.gradient_slot.release()
 
-    def _issue(self, collective: str, unit: Unit, call: Callable[..., Pending], *tensors: object) -> Pending:
+    def _wait_for_compute(self, lane: Lane) -> None:
+        self._compute_so_far = self._lanes.record("compute", self._compute_so_far)
+        self._lanes.wait(lane, self._compute_so_far)
+
+    def _issue(self, lane: Lane, collective: str, unit: Unit, calls: Iterator[Pending]) -> Pending:
         try:
-            return call(*tensors)
+            works = tuple(calls)
+            return self._lanes.issued(lane, works[0] if len(works) == 1 else Together(works))
         except RuntimeError as error:
             raise self._lost(collective, unit, error) from error
 
@@ -196,12 +218,8 @@ class Effects:
         )
 
 
-def _together(works: list[Pending]) -> Pending:
-    return works[0] if len(works) == 1 else Together(tuple(works))
-
-
 def _label(what: str, unit: Unit) -> AbstractContextManager[object]:
     """A label in the trace, and nothing where no trace is taken: it would cost more than the op."""
-    if _C._autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return record_function(f"refshard::{what}({unit.name})")
     return _NO_LABEL

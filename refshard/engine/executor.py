@@ -171,6 +171,7 @@ class Executor:
             self._effects.drop_gradients(unit, keep=self._mode.gradients == "replicate" and not lost)
             unit.expose_sharded()
         self._effects.reducing.clear()
+        self._effects.settle()
 
     def _complete(self) -> bool:
         """Whether a whole step, forward and backward, has been observed."""
@@ -262,7 +263,10 @@ class Executor:
     def _next_marker(self) -> Op | None:
         """The marker that the stream expects next, None at its end."""
         assert self._stream is not None
-        return next((op for op in self._stream[self._position :] if op.kind in MARKERS), None)
+        for index in range(self._position, len(self._stream)):
+            if self._stream[index].kind in MARKERS:
+                return self._stream[index]
+        return None
 
     def _run_ahead(self) -> None:
         """Issue what comes next in the stream and need not be waited for."""

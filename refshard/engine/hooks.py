@@ -85,9 +85,8 @@ class Hooks:
         leaves, structure = tree_flatten(inputs)
         watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if watched:
-            passed = _Passage.apply(  # type: ignore[no-untyped-call]
-                lambda: self._inputs_done(unit), *(leaves[i] for i in watched)
-            )
+            through: Callable[..., tuple[torch.Tensor, ...]] = _Passage.apply
+            passed = through(lambda: self._inputs_done(unit), *(leaves[i] for i in watched))
             for i, tensor in zip(watched, passed):
                 leaves[i] = tensor
             unit.inputs_awaited += 1

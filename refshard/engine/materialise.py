@@ -50,7 +50,7 @@ def make_unit(
         flats=flats,
         facts=facts,
         device=device,
-        aliased=mode.optimizer == "replicate" and all(_may_alias(flat, flat.dtype, device) for flat in flats),
+        aliased=mode.optimizer == "replicate" and all(_may_alias(flat, flat.dtype) for flat in flats),
     )
 
 
@@ -121,8 +121,9 @@ def _flatten(
         own=own,
         scale=1 / (collectives.world_size * collectives.replicas),
         as_gradient=_gradients_of(collectives),
+        offloaded=offload,
     )
-    if trained and mode.optimizer == "replicate" and _may_alias(flat, reduced, device):
+    if trained and mode.optimizer == "replicate" and _may_alias(flat, reduced):
         flat.whole_gradient = torch.zeros_like(shard)
     return flat
 
@@ -134,6 +135,6 @@ def _gradients_of(collectives: Collectives) -> Callable[[torch.Tensor], torch.Te
     return lambda part: ShardedGradient.of(part, collectives)
 
 
-def _may_alias(flat: FlatParameter, dtype: torch.dtype, device: torch.device) -> bool:
+def _may_alias(flat: FlatParameter, dtype: torch.dtype) -> bool:
     """Whether a whole shard can serve as the unsharded buffer of ``dtype``."""
-    return (flat.shard.dtype, flat.shard.device) == (dtype, device)
+    return flat.shard.dtype == dtype and not flat.offloaded

@@ -8,6 +8,7 @@ exist as ``nn.Parameter`` objects; exposing one or the other swaps references in
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -52,6 +53,7 @@ class FlatParameter:
     computed with. ``dtype`` is that of the unsharded parameters, ``reduce_dtype`` that of their unsharded gradients.
     ``own`` is where this rank's part lies in the unsharded buffer, ``scale`` what each gradient is multiplied with for
     their sum over ranks to be the mean. ``as_gradient`` makes a part of a reduced gradient what an optimizer sees.
+    ``offloaded`` says that masters and gradients are in the host's memory, which copies go to and from.
 
     Between steps no gradient shard exists: a reduction makes a new one where the parameters have no ``.grad``, and adds
     to it where they have. ``whole_gradient`` is the exception, where the shard is the whole: it is kept, and is itself
@@ -67,9 +69,16 @@ class FlatParameter:
     own: slice
     scale: float
     as_gradient: Callable[[torch.Tensor], torch.Tensor]
+    offloaded: bool = False
     whole_gradient: torch.Tensor | None = None
     target: torch.Tensor | None = None
     carried: torch.Tensor | None = None
+    cuts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """``cuts`` are the lengths of what lies before the first parameter's part, that part, what lies between, ..."""
+        bounds = [0, *(bound for p in self.parameters for bound in (p.start, p.stop)), self.layout.shard_numel]
+        self.cuts = [after - before for before, after in pairwise(bounds)]
 
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier reduction are there, to be added to."""
@@ -85,7 +94,7 @@ class FlatParameter:
         dtype and device and there is none yet; else this rank's part of ``full``, or scratch if the slot must be free
         before the reduction has ended.
         """
-        alike = (full.dtype, full.device) == (self.shard.dtype, self.shard.device)
+        alike = full.dtype == self.shard.dtype and not self.offloaded
         if self.whole_gradient is not None:
             self.target = self.whole_gradient
         elif needs_slot_free or (alike and not self.has_gradients()):
@@ -105,17 +114,18 @@ class FlatParameter:
             target.add_(self.carried)
             self.carried = None
         in_slot = target.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-        if not self.has_gradients() and (target.dtype, target.device) != (self.shard.dtype, self.shard.device):
-            target, in_slot = torch.empty_like(self.shard).copy_(target), False
-        for parameter in self.parameters:
+        foreign = in_slot or self.offloaded or target.dtype != self.shard.dtype
+        if self.whole_gradient is None and foreign and not self.has_gradients():
+            # The host waits for its memory once, at the end of backward.
+            kept = torch.empty_like(self.shard, pin_memory=self.shard.is_pinned())
+            target, foreign = kept.copy_(target, non_blocking=True), False
+        parts = target.split_with_sizes(self.cuts)
+        for parameter, part in zip(self.parameters, parts[1::2]):
             if parameter.layout.name not in filled:
                 continue
-            part = target[parameter.start : parameter.stop]
             if parameter.sharded.grad is None:
-                gradient = part.to(parameter.sharded.device, parameter.sharded.dtype)
-                if gradient is part and in_slot and self.whole_gradient is None:
-                    gradient = part.clone()
-                parameter.sharded.grad = self.as_gradient(gradient)
+                own = torch.empty_like(parameter.sharded).copy_(part) if foreign and self.whole_gradient is None else part
+                parameter.sharded.grad = self.as_gradient(own)
             elif self.whole_gradient is None:
                 parameter.sharded.grad += part.to(parameter.sharded.device)
 

@@ -1,0 +1,118 @@
+"""What the engine allocates in a step once its order is known: nothing for the repeated blocks of a ring."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import refshard
+from refshard.engine.api import engine_of
+from refshard.engine.precision import Precision
+from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net
+
+ENGINE = str(Path(refshard.__file__).parent / "engine")
+TESTS = str(Path(__file__).parent)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts what the engine allocates while it is entered, by the name of the unit or of the op.
+
+    No op tells when a slot's storage comes back; it is looked at with every op, of which there are some between any two
+    uses of a slot. A new tensor is the engine's if the innermost Python frame that is neither torch's nor this class's
+    is in the engine.
+    """
+
+    def __init__(self, model: Net) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        units = engine_of(model).units
+        self._slots = {
+            f"{role} of {unit.name}": slot.flats
+            for unit in units
+            for role, slot in (("parameters", unit.slot), ("gradients", unit.gradient_slot))
+        }
+        self._there = {name: self._has_storage(name) for name in self._slots}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look()
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if any(t.untyped_storage()._cdata not in given for t in made) and _is_the_engines():
+            self.found[str(func)] += 1
+        return out
+
+    def _look(self) -> None:
+        for name, before in self._there.items():
+            now = self._has_storage(name)
+            self.found[name] += now and not before
+            self._there[name] = now
+
+    def _has_storage(self, name: str) -> bool:
+        return all(flat.untyped_storage().nbytes() > 0 for flat in self._slots[name])
+
+
+def _is_the_engines() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith((ENGINE, TESTS)):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(ENGINE)
+
+
+def allocations(mode: str, *, bf16: bool = False, tied: bool = False, steps: int = 3) -> Counter[str]:
+    """What the engine allocates in ``steps`` steps that follow the first two."""
+    model = make_net(tied=tied)
+    precision = Precision(parameters=torch.bfloat16) if bf16 else None
+    refshard.shard(model, mode=mode, collectives=LateCollectives(), precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(number: int) -> None:
+        loss_of(model, make_batch(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(2):
+        step(number)
+    # The third step's forward is what moves the units into their ring.
+    step(2)
+    with Allocations(model) as counted:
+        for number in range(3, 3 + steps):
+            step(number)
+    found: Counter[str] = +counted.found
+    return found
+
+
+@pytest.mark.parametrize("mode", ["replicate", "zero1"])
+def test_persistent_storage_is_allocated_once(mode: str) -> None:
+    assert allocations(mode) == {}
+
+
+def test_the_ring_allocates_nothing_for_blocks_after_step_two() -> None:
+    """What remains is by design: units that do not repeat have storage only while they compute.
+
+    The head's is not there while the blocks compute, and the embedding's not at the loss, where memory peaks.
+    """
+    expected = {f"{role} of {unit}": 3 for role in ("parameters", "gradients") for unit in ("embed", "norm+head")}
+    assert allocations("yafsdp") == expected
+
+
+def test_mixed_precision_adds_only_the_casts_of_the_units_inputs() -> None:
+    """Those are activations, which no slot could hold."""
+    found = allocations("yafsdp", bf16=True)
+    assert set(found) - set(allocations("yafsdp")) <= {"aten._to_copy.default"}
+
+
+def test_a_tied_unit_allocates_once_a_step_and_lasts() -> None:
+    assert allocations("yafsdp", tied=True) == {"parameters of embed+norm+head": 3, "gradients of embed+norm+head": 3}
+
+
+def test_a_transient_unit_allocates_for_each_use() -> None:
+    found = allocations("fsdp", steps=1)
+    assert found["parameters of layers.1"] == 2
+    assert found["gradients of layers.1"] == 1
