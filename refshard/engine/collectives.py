@@ -73,7 +73,7 @@ class GroupCollectives(Collectives):
     """Collectives of process groups: of the shard axis, of the replicate axis, and of the shard axis again for
     reduce-scatters, so that a gather that was issued later need not queue behind them.
 
-    A group that is None stands for an axis of one rank.
+    An axis of one rank needs no group: None stands for it, and a group of one is as good as none.
     """
 
     def __init__(
@@ -84,6 +84,8 @@ class GroupCollectives(Collectives):
         reducing: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
+        shards = shards if shards and shards.size() > 1 else None
+        replicas = replicas if replicas and replicas.size() > 1 else None
         self._shards, self._replicas = shards, replicas
         self._reducing = reducing or shards
         self._device = device or torch.device("cpu")
