@@ -4,11 +4,15 @@ This file alone chooses between torch's old and new names of the flat collective
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+
+from refshard.errors import EngineError
 
 
 class Pending(Protocol):
@@ -148,13 +152,15 @@ class GroupCollectives(Collectives):
         """See :meth:`Collectives.broadcast`."""
         for group in (self._replicas, self._shards):
             if group is not None:
-                dist.broadcast(tensor, group_src=0, group=group)
+                with self._told("broadcast of the first rank's weights"):
+                    dist.broadcast(tensor, group_src=0, group=group)
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """See :meth:`Collectives.reduce_over_shards`."""
         if self._shards is not None:
             there = tensor.to(self._device)  # offloaded gradients are on the CPU, the group may not be
-            dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._shards)
+            with self._told("all_reduce of a norm"):
+                dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._shards)
             tensor.copy_(there)
 
     def agree(self, value: int) -> bool:
@@ -162,9 +168,20 @@ class GroupCollectives(Collectives):
         extremes = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
         for group in (self._shards, self._replicas):
             if group is not None:
-                dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+                with self._told("all_reduce that checks agreement"):
+                    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         most, least = extremes.tolist()
         return bool(most == -least)
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Of a failing synchronous collective say which it is; the executor does so for those of a unit."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineError(
+                f"{what} failed on rank {self.rank}; another rank has probably ended: {error}"
+            ) from error
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Collectives.allocate`: in memory that the group has registered, where its backend can."""
