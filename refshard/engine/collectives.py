@@ -34,6 +34,11 @@ class Collectives(ABC):
     replicas: int = 1
 
     @property
+    def world_rank(self) -> int:
+        """This process among all, whose places on the two axes say less to whoever reads of a failure."""
+        return dist.get_rank() if dist.is_initialized() else self.rank
+
+    @property
     def legs(self) -> int:
         """How many collectives reduce a gradient: 2 where both axes have several ranks."""
         return 2 if self.world_size > 1 and self.replicas > 1 else 1
@@ -180,7 +185,7 @@ class GroupCollectives(Collectives):
             yield
         except RuntimeError as error:
             raise EngineError(
-                f"{what} failed on rank {self.rank}; another rank has probably ended: {error}"
+                f"{what} failed on rank {self.world_rank}; another rank has probably ended: {error}"
             ) from error
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

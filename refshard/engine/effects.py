@@ -28,6 +28,8 @@ class Effects:
         self._released: object = None
         self.reducing: list[int] = []
         self._combined: set[int] = set()
+        # What reducing amounts to where nothing is sharded.
+        self._reduction = "reduce_scatter" if collectives.world_size > 1 else "all_reduce"
         self._of: dict[OpKind, Callable[[Unit], None]] = {
             OpKind.GATHER: self._gather,
             OpKind.WAIT: self._wait,
@@ -143,7 +145,7 @@ class Effects:
             self._lanes.wait("reduce", self._lanes.record("compute"))
             with self._lanes.use("reduce"):
                 works = [
-                    self._issue("reduce_scatter", unit, self._collectives.reduce_scatter, target, full)
+                    self._issue(self._reduction, unit, self._collectives.reduce_scatter, target, full)
                     for target, full in pairs
                 ]
         unit.reducing = self._lanes.issued("reduce", _together(works))
@@ -165,7 +167,7 @@ class Effects:
         if unit.reducing is None:
             return
         # The optimizer reads the result, and the next unit writes its gradients over what was sent (fifth wait).
-        self._await(unit.reducing, "all_reduce" if unit.index in self._combined else "reduce_scatter", unit)
+        self._await(unit.reducing, "all_reduce" if unit.index in self._combined else self._reduction, unit)
         unit.reducing = None
         self.reducing.remove(unit.index)
         for flat in unit.trained_flats:
@@ -191,7 +193,7 @@ class Effects:
 
     def _lost(self, collective: str, unit: Unit, error: RuntimeError) -> EngineError:
         return EngineError(
-            f"{collective} of unit '{unit.name}' failed on rank {self._collectives.rank}; "
+            f"{collective} of unit '{unit.name}' failed on rank {self._collectives.world_rank}; "
             f"another rank has probably ended: {error}"
         )
 
