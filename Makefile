@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: quickstart test check lint types slow full clean
+.PHONY: quickstart test check lint types slow matrix full clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.run
@@ -27,7 +27,11 @@ test: $(VENV)/.test
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow
 
-full: check slow
+# Every cell of the parity matrix, of which `make test` runs a pairwise cover: minutes.
+matrix: $(VENV)/.test
+	$(BIN)/python -m pytest -m full
+
+full: check slow matrix
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -4,12 +4,15 @@ This file alone chooses between torch's old and new names of the flat collective
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+
+from refshard.errors import EngineError
 
 
 class Pending(Protocol):
@@ -29,6 +32,11 @@ class Collectives(ABC):
     rank: int
     world_size: int
     replicas: int = 1
+
+    @property
+    def world_rank(self) -> int:
+        """This process among all, whose places on the two axes say less to whoever reads of a failure."""
+        return dist.get_rank() if dist.is_initialized() else self.rank
 
     @property
     def legs(self) -> int:
@@ -74,7 +82,7 @@ class GroupCollectives(Collectives):
     """Collectives of process groups: of the shard axis, of the replicate axis, and of the shard axis again for
     reduce-scatters, so that a gather that was issued later need not queue behind them.
 
-    A group that is None stands for an axis of one rank.
+    An axis of one rank needs no group: None stands for it, and a group of one is as good as none.
     """
 
     def __init__(
@@ -85,6 +93,8 @@ class GroupCollectives(Collectives):
         reducing: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
+        shards = shards if shards and shards.size() > 1 else None
+        replicas = replicas if replicas and replicas.size() > 1 else None
         self._shards, self._replicas = shards, replicas
         self._reducing = reducing or shards
         self._device = device or torch.device("cpu")
@@ -156,13 +166,15 @@ class GroupCollectives(Collectives):
         """See :meth:`Collectives.broadcast`."""
         for group in (self._replicas, self._shards):
             if group is not None:
-                dist.broadcast(tensor, group_src=0, group=group)
+                with self._told("broadcast of the first rank's weights"):
+                    dist.broadcast(tensor, group_src=0, group=group)
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """See :meth:`Collectives.reduce_over_shards`."""
         if self._shards is not None:
             there = tensor.to(self._device)  # offloaded gradients are on the CPU, the group may not be
-            dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._shards)
+            with self._told("all_reduce of a norm"):
+                dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._shards)
             tensor.copy_(there)
 
     def agree(self, value: int) -> bool:
@@ -170,9 +182,20 @@ class GroupCollectives(Collectives):
         extremes = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
         for group in (self._shards, self._replicas):
             if group is not None:
-                dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+                with self._told("all_reduce that checks agreement"):
+                    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         most, least = extremes.tolist()
         return bool(most == -least)
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Of a failing synchronous collective say which it is; the executor does so for those of a unit."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise EngineError(
+                f"{what} failed on rank {self.world_rank}; another rank has probably ended: {error}"
+            ) from error
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Collectives.allocate`: in memory that the group has registered, where its backend can."""

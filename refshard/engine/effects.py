@@ -32,6 +32,8 @@ class Effects:
         self._host_memory_in_use = False
         self.reducing: list[int] = []
         self._combined: set[int] = set()
+        # What reducing amounts to where nothing is sharded.
+        self._reduction = "reduce_scatter" if collectives.world_size > 1 else "all_reduce"
         self._of: dict[OpKind, Callable[[Unit], None]] = {
             OpKind.GATHER: self._gather,
             OpKind.WAIT: self._wait,
@@ -164,7 +166,7 @@ class Effects:
             self._wait_for_compute("reduce")
             with self._lanes.use("reduce"):
                 works = (self._collectives.reduce_scatter(target, full) for target, full in pairs)
-                unit.reducing = self._issue("reduce", "reduce_scatter", unit, works)
+                unit.reducing = self._issue("reduce", self._reduction, unit, works)
         self.reducing.append(unit.index)
 
     def _combine(self, unit: Unit) -> None:
@@ -181,7 +183,7 @@ class Effects:
         if unit.reducing is None:
             return
         # The optimizer reads the result, and the next unit writes its gradients over what was sent (fifth wait).
-        self._await(unit.reducing, "all_reduce" if unit.index in self._combined else "reduce_scatter", unit)
+        self._await(unit.reducing, "all_reduce" if unit.index in self._combined else self._reduction, unit)
         unit.reducing = None
         self.reducing.remove(unit.index)
         for flat, full in zip(unit.trained_flats, unit.gradient_slot.flats):
@@ -213,7 +215,7 @@ class Effects:
 
     def _lost(self, collective: str, unit: Unit, error: RuntimeError) -> EngineError:
         return EngineError(
-            f"{collective} of unit '{unit.name}' failed on rank {self._collectives.rank}; "
+            f"{collective} of unit '{unit.name}' failed on rank {self._collectives.world_rank}; "
             f"another rank has probably ended: {error}"
         )
 

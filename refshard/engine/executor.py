@@ -185,7 +185,7 @@ class Executor:
         """
         if not self._collectives.agree(zlib.crc32(repr(self._observed).encode())):
             raise EngineError(
-                f"rank {self._collectives.rank} ran the units in another order, or used other parameters, than another "
+                f"rank {self._collectives.world_rank} ran the units in another order, or used other parameters, than another "
                 "rank did in step 0; all ranks must call the same modules and use the same parameters in each step"
             )
         self._markers = tuple(self._observed)
@@ -296,8 +296,8 @@ class Executor:
         used = repr([sorted(unit.arrived) for unit in self._units])
         if not self._collectives.agree(zlib.crc32(used.encode())):
             raise EngineError(
-                f"rank {self._collectives.rank} used other parameters in this step than another rank did; all ranks "
-                "must use the same ones, if need be by adding 0 * parameter.sum() to the loss"
+                f"rank {self._collectives.world_rank} used other parameters in this step than another rank did; all "
+                "ranks must use the same ones, if need be by adding 0 * parameter.sum() to the loss"
             )
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:

@@ -114,9 +114,20 @@ def _refuse_whole_tensor_optimizers(optimizer: torch.optim.Optimizer, *_: object
 
 
 def _local_powers(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
-    """Of each part the sum of ``|x|**p``, or the largest ``|x|`` for p = inf; 0 for an empty one."""
-    norms = [torch.linalg.vector_norm(part, p) if part.numel() else part.new_zeros(()) for part in parts]
-    stacked = torch.stack([norm.float() for norm in norms])
+    """Of each part the sum of ``|x|**p``, or the largest ``|x|`` for p = inf; 0 for an empty one.
+
+    In fp32, or in fp64 where a part is: squares of 16-bit numbers would be rounded to 16 bits.
+
+    Raises:
+        EngineError: p is not positive, and the powers of parts do not add up.
+    """
+    if not p > 0:
+        raise EngineError(f"norm of a sharded gradient: p must be > 0, got {p}")
+    wide = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+    norms = [
+        torch.linalg.vector_norm(part, p, dtype=wide) if part.numel() else part.new_zeros((), dtype=wide) for part in parts
+    ]
+    stacked = torch.stack(norms)
     return stacked if p == math.inf else stacked**p
 
 
@@ -137,10 +148,17 @@ def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, *_: Any) -> l
     return [norms[i] if i in norms else torch.linalg.vector_norm(t, ord) for i, t in enumerate(tensors)]
 
 
-def _vector_norm(gradient: ShardedGradient, ord: float | str | None = 2, *_: Any, **__: Any) -> torch.Tensor:  # noqa: A002
-    """The norm of one whole gradient, over all its dimensions: it has but one."""
-    p = 2.0 if ord in (None, "fro") else float(ord)
-    return _whole_norms(_local_powers([gradient], p), p, gradient.collectives)[0]
+def _vector_norm(
+    gradient: ShardedGradient,
+    ord: float | str | None = 2,  # noqa: A002
+    *_: Any,
+    p: float | str | None = None,
+    **__: Any,
+) -> torch.Tensor:
+    """The norm of one whole gradient, over all its dimensions: it has but one. Some callers' order is ``p``."""
+    chosen = ord if p is None else p
+    order = 2.0 if chosen in (None, "fro") else float(chosen)
+    return _whole_norms(_local_powers([gradient], order), order, gradient.collectives)[0]
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -154,6 +172,7 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_sca
 
 _WHOLE: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.norm: _vector_norm,
     torch.norm: _vector_norm,
     torch.Tensor.norm: _vector_norm,
     torch._foreach_norm: _foreach_norm,

@@ -3,6 +3,7 @@
 import pickle
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
 
 def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    # A rank that waits for one that went another way fails, and does not hang.
+    timeout = timedelta(seconds=120)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         result = function(*arguments)
         dist.barrier()
