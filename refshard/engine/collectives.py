@@ -152,8 +152,10 @@ class GroupCollectives(Collectives):
     ) -> Pending:
         """Send to the rank ``step`` places on, and receive from the rank as far back."""
         source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
-        counts = [[send.numel() * (rank == other) for rank in range(self.world_size)] for other in (source, target)]
-        work: Pending = dist.all_to_all_single(receive, send, *counts, group=group, async_op=True)
+        received, sent = (
+            [send.numel() * (rank == other) for rank in range(self.world_size)] for other in (source, target)
+        )
+        work: Pending = dist.all_to_all_single(receive, send, received, sent, group=group, async_op=True)
         return work
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:

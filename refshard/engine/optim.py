@@ -125,7 +125,8 @@ def _local_powers(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
         raise EngineError(f"norm of a sharded gradient: p must be > 0, got {p}")
     wide = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
     norms = [
-        torch.linalg.vector_norm(part, p, dtype=wide) if part.numel() else part.new_zeros((), dtype=wide) for part in parts
+        torch.linalg.vector_norm(part, p, dtype=wide) if part.numel() else part.new_zeros((), dtype=wide)
+        for part in parts
     ]
     stacked = torch.stack(norms)
     return stacked if p == math.inf else stacked**p

@@ -124,7 +124,9 @@ class FlatParameter:
             if parameter.layout.name not in filled:
                 continue
             if parameter.sharded.grad is None:
-                own = torch.empty_like(parameter.sharded).copy_(part) if foreign and self.whole_gradient is None else part
+                own = (
+                    torch.empty_like(parameter.sharded).copy_(part) if foreign and self.whole_gradient is None else part
+                )
                 parameter.sharded.grad = self.as_gradient(own)
             elif self.whole_gradient is None:
                 parameter.sharded.grad += part.to(parameter.sharded.device)
