@@ -17,6 +17,10 @@ class EngineError(RefshardError):
     """The sharding engine met a model or an order of execution that it cannot serve correctly."""
 
 
+class UnsupportedError(RefshardError):
+    """A strategy cannot do what a case asks for; the case ends in the state ``unsupported`` with this reason."""
+
+
 class TraceError(RefshardError):
     """A trace file is damaged or is no trace."""
 

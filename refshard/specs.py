@@ -1,6 +1,6 @@
 """What a user asks for: models, cases and suites, frozen and validated once, read from TOML.
 
-A *suite* is a matrix; its product is a list of *cases*; a case is one training run of one strategy at one world
+A *suite* is one or more matrices; their products are a list of *cases*; a case is one run of one strategy at one world
 size, complete in itself and identified by the hash of its content.
 """
 
@@ -18,8 +18,13 @@ from refshard import resources
 from refshard.errors import SpecError, nearest
 
 Device = Literal["auto", "cpu", "cuda"]
+Workload = Literal["training", "inference"]
 LARGEST = 2**40
 """Above what any count, limit or size in a suite can mean."""
+MOST_ROUNDS = 1000
+_COUNTS = (
+    "world_size", "global_batch", "seq_len", "microbatches", "threads_per_rank", "measured_steps", "traced_steps"
+)  # fmt: skip
 REFERENCE_STRATEGY = "single"
 """The strategy that every other one's losses are held against: one unsharded rank."""
 
@@ -74,10 +79,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One training run: what is trained, how it is sharded, and what is measured.
+    """One run: what is computed, how it is sharded, and what is measured.
 
     ``global_batch`` is in sequences per step over all ranks, so the loss curve does not depend on ``world_size``.
     The ``warmup_steps`` are also the steps whose losses prove parity with one unsharded rank, hence at least 10.
+
+    Three axes beside strategy and world size change what a step does. ``workload`` is training, or inference: forward
+    and loss under ``no_grad``, no backward and no optimizer step. ``microbatches`` is the number of parts of each
+    rank's batch whose gradients are accumulated before one optimizer step. ``checkpointing`` says which layers keep
+    their input only and compute their activations again in backward: ``"none"``, ``"full"``, ``"every-K"`` (each K-th
+    layer), or the layers' indices.
     """
 
     strategy: str
@@ -85,6 +96,9 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str
     global_batch: int
     seq_len: int = 256
+    workload: Workload = "training"
+    microbatches: int = 1
+    checkpointing: str | tuple[int, ...] = "none"
     seed: int = 0
     data: str = "synthetic"
     learning_rate: float = 1e-3
@@ -97,7 +111,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     memory_limit_gib: float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("world_size", "global_batch", "seq_len", "threads_per_rank", "measured_steps", "traced_steps"):
+        for field in _COUNTS:
             _within(field, getattr(self, field), 1)
         _within("warmup_steps", self.warmup_steps, 10)
         _within("seed", self.seed, 0)
@@ -107,6 +121,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(
                 f"global_batch must be a multiple of world_size = {self.world_size}, got {self.global_batch}"
             )
+        self._check_axes()
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate must lie between 0 and 1, got {self.learning_rate}")
         if not 0 < self.time_limit_s < LARGEST:
@@ -114,10 +129,45 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < LARGEST:
             raise ValueError(f"memory_limit_gib must be > 0 and finite, got {self.memory_limit_gib}")
 
+    def _check_axes(self) -> None:
+        if self.global_batch % (self.world_size * self.microbatches):
+            raise ValueError(
+                f"global_batch must be a multiple of world_size * microbatches = {self.world_size} * "
+                f"{self.microbatches}, got {self.global_batch}"
+            )
+        policy = self.checkpointing
+        if isinstance(policy, str) and not re.fullmatch(r"none|full|every-[1-9]\d{0,5}", policy):
+            raise ValueError(f"checkpointing must be 'none', 'full', 'every-K' or a list of layers, got {policy!r}")
+        if isinstance(policy, tuple) and (not policy or min(policy) < 0 or len(set(policy)) < len(policy)):
+            raise ValueError(
+                f"checkpointing must list different layers, counted from 0, at least one of them, got {list(policy)}; "
+                "write 'none' for no layer"
+            )
+        if self.workload == "inference":
+            for field, only in (("microbatches", 1), ("checkpointing", "none")):
+                if (given := getattr(self, field)) != only:
+                    raise ValueError(
+                        f"{field} must be {only!r} for workload 'inference', which has no backward, got {given!r}"
+                    )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """In words, how this case departs from plain training; empty for most."""
+        words: list[str] = [] if self.workload == "training" else [self.workload]
+        if self.microbatches > 1:
+            words.append(f"{self.microbatches} microbatches")
+        if isinstance(self.checkpointing, tuple):
+            listed = "+".join(map(str, self.checkpointing[:8]))
+            words.append(f"checkpointing of layers {listed}{'+...' if len(self.checkpointing) > 8 else ''}")
+        elif self.checkpointing != "none":
+            words.append(f"checkpointing {self.checkpointing}")
+        return tuple(words)
+
     @property
     def name(self) -> str:
-        """A short name, unique within a suite that varies only strategy, world size, model and batch."""
-        return f"{self.strategy}-w{self.world_size}-{self.model}-b{self.global_batch}x{self.seq_len}"
+        """A short name, unique within a suite that varies only strategy, world size, model, batch and axes."""
+        plain = f"{self.strategy}-w{self.world_size}-{self.model}-b{self.global_batch}x{self.seq_len}"
+        return "-".join([plain, *self.axes]).replace(" ", "-")
 
     @property
     def hash(self) -> str:
@@ -131,52 +181,102 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.warmup_steps + self.measured_steps
 
     def reference(self) -> "CaseSpec":
-        """The same training on one unsharded rank, which this case's losses must equal."""
-        return msgspec.structs.replace(self, strategy=REFERENCE_STRATEGY, world_size=1)
+        """The same batches on one unsharded rank, which this case's losses must equal.
+
+        It accumulates and recomputes nothing: neither may change a loss, so the proof covers them too.
+        """
+        return msgspec.structs.replace(
+            self, strategy=REFERENCE_STRATEGY, world_size=1, microbatches=1, checkpointing="none"
+        )
 
 
 class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A matrix of cases.
+    """One or more matrices of cases.
 
-    ``matrix`` holds lists, and its product is taken; ``case`` holds what all cases share. The keys of both are the
-    fields of :class:`CaseSpec`, and ``batch_per_rank`` (sequences) in place of ``global_batch``. Each round launches
-    every case afresh, in an order of its own, so that drift of the machine does not favour one strategy.
+    ``matrix`` is a table, or a list of tables. In each, lists are crossed with one another and any other value holds
+    for all its cases; ``case`` holds what the cases of every table share, and a table's own values go before it. The
+    keys are the fields of :class:`CaseSpec`, and ``batch_per_rank`` (sequences) in place of ``global_batch``; a table
+    may have ``rounds`` of its own. Each round launches every case afresh, in an order of its own, so that drift of the
+    machine does not favour one strategy.
     """
 
     name: str
     about: str = ""
     rounds: int = 1
-    matrix: dict[str, Any]
+    matrix: dict[str, Any] | list[dict[str, Any]]
     case: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]{0,63}", self.name):
             raise ValueError(f"name must be up to 64 letters, digits, '.', '-' or '_' (a folder's), got {self.name!r}")
-        _within("rounds", self.rounds, 1, most=1000)
+        if not self.tables:
+            raise ValueError("matrix must hold at least one table, got []")
+        _within("rounds", self.rounds, 1, most=MOST_ROUNDS)
         known = [*CaseSpec.__struct_fields__, "batch_per_rank"]
-        for table in ("matrix", "case"):
-            for key in getattr(self, table):
-                if key not in known:
-                    raise ValueError(f"{table} has the unknown key '{key}'; {nearest(key, known)}")
-        both = sorted(set(self.matrix) & set(self.case))
-        if both:
-            raise ValueError(f"'{both[0]}' is in both matrix and case; keep one")
-        for key, values in self.matrix.items():
-            if not isinstance(values, list) or not values:
-                raise ValueError(f"matrix.{key} must be a list of at least one value, got {values!r}")
+        _check_keys("case", self.case, known)
+        for table in self.tables:
+            _check_keys("matrix", table, [*known, "rounds"])
+            if not _is_count(rounds := table.get("rounds", 1)) or rounds > MOST_ROUNDS:
+                raise ValueError(f"matrix.rounds must be an integer from 1 to {MOST_ROUNDS}, got {rounds!r}")
+            if empty := next((key for key, values in table.items() if values == []), None):
+                raise ValueError(f"matrix.{empty} must be a value or a list of at least one, got []")
 
-    def cases(self) -> tuple[CaseSpec, ...]:
-        """The product of the matrix, without duplicates, each case's reference before it.
+    @property
+    def tables(self) -> list[dict[str, Any]]:
+        """The matrices."""
+        return self.matrix if isinstance(self.matrix, list) else [self.matrix]
+
+    @property
+    def most_rounds(self) -> int:
+        """Rounds of the table that has most."""
+        return max(int(table.get("rounds", self.rounds)) for table in self.tables)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names of the strategies in the order in which the suite gives them, the reference first."""
+        given = [value for table in self.tables for value in _listed({**self.case, **table}.get("strategy", []))]
+        return tuple(dict.fromkeys([REFERENCE_STRATEGY, *map(str, given)]))
+
+    @property
+    def fixes_batch_per_rank(self) -> bool:
+        """Whether all cases are given a batch per rank, so that world sizes compare at that."""
+        return all("batch_per_rank" in _with_shared(table, self.case) for table in self.tables)
+
+    def cases(self, round_: int = 0) -> tuple[CaseSpec, ...]:
+        """The products of the tables that have a round of this number (from 0), without duplicates, each case's
+        reference before it.
 
         Raises:
             SpecError: a combination is no valid case.
         """
         found: dict[CaseSpec, None] = {}
-        for values in itertools.product(*self.matrix.values()):
-            case = _convert_case({**self.case, **dict(zip(self.matrix, values))})
-            found.setdefault(case.reference())
-            found.setdefault(case)
+        for table in self.tables:
+            fields = _with_shared(table, self.case)
+            if fields.pop("rounds", self.rounds) <= round_:
+                continue
+            varied = {key: _listed(value) if key in table else [value] for key, value in fields.items()}
+            for values in itertools.product(*varied.values()):
+                case = _convert_case(dict(zip(varied, values)))
+                found.setdefault(case.reference())
+                found.setdefault(case)
         return tuple(found)
+
+
+def _check_keys(where: str, given: Mapping[str, Any], known: list[str]) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{where} has the unknown key '{key}'; {nearest(key, known)}")
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _with_shared(table: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """A table's keys, and those of ``shared`` that it does not replace; one batch size replaces the other."""
+    sizes = {"global_batch", "batch_per_rank"}
+    kept = {key: value for key, value in shared.items() if not (key in sizes and sizes & table.keys())}
+    return {**table, **{key: value for key, value in kept.items() if key not in table}}
 
 
 def _convert_case(given: dict[str, Any]) -> CaseSpec:

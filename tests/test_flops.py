@@ -41,6 +41,18 @@ def test_convention_a_less_the_norms_is_what_torch_counts(spec: ModelSpec) -> No
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_convention_a_of_inference_less_the_norms_is_what_torch_counts_in_forward(spec: ModelSpec) -> None:
+    batch, seq_len = 2, 32
+    with torch.device("meta"):
+        model = Llama(spec)
+        tokens_BT = torch.zeros(batch, seq_len, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        next_token_loss(model(tokens_BT), tokens_BT)
+    exact = flops.flops_per_token(spec, seq_len, "A", "inference") - 2 * norm_weights(spec)
+    assert counter.get_total_flops() == exact * batch * seq_len
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_conventions_differ_by_the_embedding_and_the_causal_half(spec: ModelSpec) -> None:
     a, b, c = (flops.flops_per_token(spec, 512, convention) for convention in ("A", "B", "C"))
     assert b - a == (0 if spec.tied else 6 * spec.vocab * spec.dim)
