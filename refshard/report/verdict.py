@@ -248,7 +248,7 @@ def _unranked(case: Case) -> str:
     rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
     lines = (case.error or "").strip().splitlines()
     reason = f" ({_shortened(lines[0])})" if lines else ""
-    return f"{case.label}: not ranked, state {case.state}{rounds}{reason}."
+    return f"{case.full_label}: not ranked, state {case.state}{rounds}{reason}."
 
 
 def _shortened(text: str) -> str:
