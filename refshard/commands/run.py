@@ -43,7 +43,7 @@ def _observer() -> "_Bars | _Lines":
 
 def _label(case: CaseSpec, round_: int) -> str:
     ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
-    return f"{case.strategy}, {case.model}, {ranks}, round {round_ + 1}"
+    return ", ".join([case.strategy, case.model, ranks, *case.axes, f"round {round_ + 1}"])
 
 
 def _outcome(record: CaseRecord) -> str:
