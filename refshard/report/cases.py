@@ -276,8 +276,12 @@ def _label(members: Sequence[Case], per_rank: bool, several: bool) -> str:
     case, spec = members[0], members[0].spec
     kind = case.kind if len({member.kind for member in members}) == 1 else ""
     batch = (
-        f"{spec.global_batch // spec.world_size:,} sequences of {spec.seq_len:,} tokens per rank"
+        f"{_sequences(spec.global_batch // spec.world_size)} of {spec.seq_len:,} tokens per rank"
         if per_rank
-        else f"global batch of {spec.global_batch:,} sequences of {spec.seq_len:,} tokens"
+        else f"global batch of {_sequences(spec.global_batch)} of {spec.seq_len:,} tokens"
     )
     return f"{spec.model}, {batch}{kind}{f', {case.fidelity}' if several else ''}"
+
+
+def _sequences(count: int) -> str:
+    return f"{count:,} sequence{'' if count == 1 else 's'}"
