@@ -25,6 +25,10 @@ class CheckpointError(RefshardError):
     """A checkpoint or an exported model is missing, damaged or of another model, or could not be written."""
 
 
+class UnsupportedError(RefshardError):
+    """A strategy cannot do what a case asks for; the case ends in the state ``unsupported`` with this reason."""
+
+
 class TraceError(RefshardError):
     """A trace file is damaged or is no trace."""
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from refshard.specs import CaseSpec, SuiteSpec
+from refshard.specs.case import CaseSpec
+from refshard.specs.suite import SuiteSpec
 
 SCHEMA = 1
 PARITY_TOLERANCE = 1e-5
@@ -37,7 +38,8 @@ METRICS: dict[str, Metric] = {
     m.name: m
     for m in (
         Metric("step_time_s", "step time", "s", "lower", "noisy",
-               "median over steps of the maximum over ranks of synchronised wall time, profiler off"),
+               "median over steps of the maximum over ranks of synchronised wall time, profiler off; "
+               "of inference, a step is a forward pass and its loss"),
         Metric("tokens_per_s_gpu", "tokens/s/GPU", "tokens/s", "higher", "noisy",
                "tokens of the global batch / step time / world size (on a CPU: per rank)"),
         Metric("tflops", "TFLOPS", "TFLOPS", "higher", "noisy",
@@ -149,7 +151,8 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     """One launch of one case, ended in one of the terminal states.
 
     ``step_times_s[rank][step]`` are the raw samples. ``metrics`` has a key for every entry of :data:`METRICS`, None
-    where the quantity does not exist. ``traces`` are paths relative to the run's folder.
+    where the quantity does not exist. ``recompute`` says which layers computed their forward twice, which no FLOPs
+    here count. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA
@@ -172,6 +175,7 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     metrics: dict[str, float | None] = {}
     flops_convention: str = ""
     flops_per_token: float | None = None
+    recompute: str = ""
     peak_flops_per_s: float | None = None
     peak_source: str = ""
     steps: tuple[StepTrace, ...] = ()

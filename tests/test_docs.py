@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from refshard.cli import app
-from refshard.specs import load_suite
+from refshard.specs.suite import load_suite
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

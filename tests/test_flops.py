@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from refshard import flops
 from refshard.models.llama import Llama, next_token_loss
-from refshard.specs import ModelSpec, load_model
+from refshard.specs.model import ModelSpec, load_model
 from tests.models import small_spec
 
 FACTS = Path(__file__).parents[1].parent / "shared" / "facts" / "llama.json"
@@ -37,6 +37,18 @@ def test_convention_a_less_the_norms_is_what_torch_counts(spec: ModelSpec) -> No
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         next_token_loss(model(tokens_BT), tokens_BT).backward()
     exact = flops.flops_per_token(spec, seq_len, "A") - 6 * norm_weights(spec)
+    assert counter.get_total_flops() == exact * batch * seq_len
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_convention_a_of_inference_less_the_norms_is_what_torch_counts_in_forward(spec: ModelSpec) -> None:
+    batch, seq_len = 2, 32
+    with torch.device("meta"):
+        model = Llama(spec)
+        tokens_BT = torch.zeros(batch, seq_len, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        next_token_loss(model(tokens_BT), tokens_BT)
+    exact = flops.flops_per_token(spec, seq_len, "A", "inference") - 2 * norm_weights(spec)
     assert counter.get_total_flops() == exact * batch * seq_len
 
 

@@ -8,7 +8,10 @@ import pytest
 
 from refshard import resources
 from refshard.errors import SpecError
-from refshard.specs import CaseSpec, NetworkSpec, SuiteSpec, convert, find_suite, load_model, load_suite
+from refshard.specs.case import CaseSpec
+from refshard.specs.model import load_model
+from refshard.specs.reading import convert
+from refshard.specs.suite import NetworkSpec, SuiteSpec, find_suite, load_suite
 
 
 def case(**changes: Any) -> CaseSpec:
@@ -46,9 +49,63 @@ def test_batch_per_rank_scales_the_global_batch_and_each_has_its_own_reference()
     }  # fmt: skip
 
 
+def test_several_matrices_are_products_of_their_own_and_go_before_what_is_shared() -> None:
+    several = suite(
+        matrix=[
+            {"strategy": ["ddp", "fsdp2"], "world_size": 2, "model": "llama-tiny"},
+            {"strategy": "fsdp2", "world_size": [1, 2], "model": "llama-mini", "batch_per_rank": 1, "seq_len": 64},
+        ],
+        case={"global_batch": 4, "seq_len": 32},
+    )
+    assert [(c.strategy, c.world_size, c.model, c.global_batch, c.seq_len) for c in several.cases()] == [
+        ("single", 1, "llama-tiny", 4, 32), ("ddp", 2, "llama-tiny", 4, 32), ("fsdp2", 2, "llama-tiny", 4, 32),
+        ("single", 1, "llama-mini", 1, 64), ("fsdp2", 1, "llama-mini", 1, 64),
+        ("single", 1, "llama-mini", 2, 64), ("fsdp2", 2, "llama-mini", 2, 64),
+    ]  # fmt: skip
+    assert several.strategies == ("single", "ddp", "fsdp2")
+    assert not several.fixes_batch_per_rank
+
+
+def test_a_table_of_lists_of_layers_is_crossed_by_list() -> None:
+    crossed = suite(
+        matrix={"strategy": "ddp", "world_size": 2, "model": "llama-tiny", "checkpointing": ["none", "full", [0, 2]]}
+    )
+    assert [c.checkpointing for c in crossed.cases()] == ["none", "none", "full", (0, 2)]
+
+
+def test_a_table_may_have_rounds_of_its_own() -> None:
+    tables = [
+        {"strategy": "ddp", "world_size": 2, "model": "llama-tiny"},
+        {"strategy": "fsdp2", "world_size": 2, "model": "llama-mini", "rounds": 1},
+    ]
+    uneven = suite(matrix=tables, rounds=3)
+    assert uneven.most_rounds == 3
+    assert [[c.model for c in uneven.cases(round_)] for round_ in range(4)] == [
+        ["llama-tiny"] * 2 + ["llama-mini"] * 2, ["llama-tiny"] * 2, ["llama-tiny"] * 2, [],
+    ]  # fmt: skip
+
+
+def test_a_name_tells_the_axes_that_are_not_plain() -> None:
+    assert case().name == "ddp-w2-llama-tiny-b4x256"
+    assert case(workload="inference").name == "ddp-w2-llama-tiny-b4x256-inference"
+    both = case(microbatches=2, checkpointing="every-2")
+    assert both.axes == ("2 microbatches", "checkpointing every-2")
+    assert both.name == "ddp-w2-llama-tiny-b4x256-2-microbatches-checkpointing-every-2"
+    assert case(checkpointing=[0, 3]).axes == ("checkpointing of layers 0+3",)
+    many = case(checkpointing=list(range(300)))
+    assert many.axes == ("checkpointing of layers 0+1+2+3+4+5+6+7+...",)
+
+
+def test_a_reference_neither_accumulates_nor_recomputes_but_infers_where_its_case_does() -> None:
+    assert case(microbatches=2, checkpointing="full").reference() == case().reference()
+    assert case(workload="inference").reference().workload == "inference"
+
+
 def test_hash_follows_content_and_survives_a_round_trip() -> None:
     again = msgspec.json.decode(msgspec.json.encode(case()), type=CaseSpec)
     assert again.hash == case().hash
+    layers = case(checkpointing=[0, 2])
+    assert msgspec.json.decode(msgspec.json.encode(layers), type=CaseSpec) == layers
     assert case(seed=1).hash != case().hash
 
 
@@ -68,6 +125,29 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
         ({"seed": -1}, r"case: seed must be >= 0, got -1"),
         ({"world_size": True}, r"case: world_size: expected `int`, got `bool`"),
         ({"learning_rate": 1.5}, r"case: learning_rate must lie between 0 and 1, got 1.5"),
+        (
+            {"microbatches": 4},
+            r"case: global_batch must be a multiple of world_size \* microbatches = 2 \* 4, got 4",
+        ),
+        ({"microbatches": 0}, r"case: microbatches must be >= 1, got 0"),
+        (
+            {"checkpointing": "half"},
+            r"case: checkpointing must be 'none', 'full', 'every-K' or a list of layers, got 'half'",
+        ),
+        ({"checkpointing": "every-0"}, r"checkpointing must be 'none', 'full', 'every-K' .*, got 'every-0'"),
+        ({"checkpointing": [1, 1]}, r"checkpointing must list different layers, .* got \[1, 1\]; write 'none' for no"),
+        ({"checkpointing": [-1]}, r"checkpointing must list different layers, counted from 0, .* got \[-1\]"),
+        ({"checkpointing": []}, r"checkpointing must list different layers, .* at least one of them, got \[\]"),
+        ({"checkpointing": 3}, r"case: checkpointing: expected `str \| array`, got `int` \(got 3\)"),
+        ({"workload": "serving"}, r"case: workload: invalid enum value 'serving'; known: training, inference"),
+        (
+            {"workload": "inference", "microbatches": 2},
+            r"microbatches must be 1 for workload 'inference', which has no backward, got 2",
+        ),
+        (
+            {"workload": "inference", "checkpointing": "full"},
+            r"checkpointing must be 'none' for workload 'inference', which has no backward, got 'full'",
+        ),
     ],
 )
 def test_a_bad_case_is_refused_with_field_value_and_remedy(changes: dict[str, Any], message: str) -> None:
@@ -80,13 +160,16 @@ def test_a_bad_case_is_refused_with_field_value_and_remedy(changes: dict[str, An
     [
         ({"matrx": {}}, r"suite: unknown key 'matrx'; did you mean 'matrix'\?"),
         ({"matrix": {"stratgy": ["ddp"]}}, r"matrix has the unknown key 'stratgy'; did you mean 'strategy'\?"),
-        ({"matrix": {"strategy": []}}, r"matrix.strategy must be a list of at least one value, got \[\]"),
+        ({"matrix": {"strategy": []}}, r"matrix.strategy must be a value or a list of at least one, got \[\]"),
+        ({"matrix": []}, r"matrix must hold at least one table, got \[\]"),
+        ({"matrix": [{"strategy": ["ddp"]}, {"stratgy": "ddp"}]}, r"matrix has the unknown key 'stratgy'"),
+        ({"matrix": {"rounds": [1, 2]}}, r"matrix.rounds must be an integer from 1 to 1000, got \[1, 2\]"),
+        ({"matrix": {"rounds": 1001}}, r"matrix.rounds must be an integer from 1 to 1000, got 1001"),
+        ({"case": {"rounds": 2}}, r"case has the unknown key 'rounds'"),
         ({"rounds": 0}, r"rounds must be >= 1, got 0"),
         ({"rounds": 10**9}, r"rounds must be <= 1000, got 1000000000"),
         ({"name": "a/../../b"}, r"name must be up to 64 letters.*got 'a/../../b'"),
         ({"name": ".."}, r"name must be up to 64 letters"),
-        ({"matrix": {"strategy": "ddp"}}, r"matrix.strategy must be a list of at least one value, got 'ddp'"),
-        ({"case": {"model": "llama-tiny"}}, r"'model' is in both matrix and case; keep one"),
     ],
 )
 def test_a_bad_suite_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -16,7 +16,8 @@ from refshard.harness.run import Observer, check_suite, mark_latest, new_run_fol
 from refshard.quantities import format_seconds
 from refshard.records import CaseRecord, Run
 from refshard.report.render import write_dashboard
-from refshard.specs import CaseSpec, SuiteSpec, find_suite, load_suite
+from refshard.specs.case import CaseSpec
+from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 
 
 def run(suite: str, output: Path | None, *, oversubscribe: bool) -> tuple[Run, Path]:
@@ -57,7 +58,7 @@ def _observer() -> "_Bars | _Lines":
 
 def _label(case: CaseSpec, round_: int) -> str:
     ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
-    return f"{case.strategy}, {case.model}, {ranks}, round {round_ + 1}"
+    return ", ".join([case.strategy, case.model, ranks, *case.axes, f"round {round_ + 1}"])
 
 
 def _outcome(record: CaseRecord) -> str:

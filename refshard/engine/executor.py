@@ -186,7 +186,8 @@ class Executor:
         if not self._collectives.agree(zlib.crc32(repr(self._observed).encode())):
             raise EngineError(
                 f"rank {self._collectives.world_rank} ran the units in another order, or used other parameters, than "
-                "another rank did in step 0; all ranks must call the same modules and use the same parameters in each step"
+                "another rank did in step 0; all ranks must call the same modules and use the same parameters in every "
+                "step"
             )
         self._markers = tuple(self._observed)
         self._slots = assign_slots(self._markers, self._facts, self._mode)

@@ -12,6 +12,7 @@ from refshard.flops import FORMULAS, Convention, flops_per_token
 from refshard.harness.launchers.base import Launch
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import rank_file, trace_file
+from refshard.models.activation import checkpointed_layers
 from refshard.records import (
     METRICS,
     PARITY_TOLERANCE,
@@ -22,7 +23,8 @@ from refshard.records import (
     State,
     StepTrace,
 )
-from refshard.specs import REFERENCE_STRATEGY, CaseSpec, load_model
+from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.model import ModelSpec, load_model
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import StepOverlap, collectives_per_step, mean_ratio, step_overlaps
 
@@ -60,7 +62,7 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         traces = _read_traces(folder, case.world_size)
     except TraceError as error:
         return msgspec.structs.replace(blank, state="failed", error=str(error))
-    losses = tuple(fmean(step) for step in zip(*(r.losses for r in ranks)))
+    losses, model = tuple(fmean(step) for step in zip(*(r.losses for r in ranks))), load_model(case.model)
     proof = _prove(case, ranks, traces, losses, peers)
     record = msgspec.structs.replace(
         blank,
@@ -69,8 +71,9 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         step_times_s=tuple(r.step_times_s for r in ranks),
         traced_step_times_s=tuple(r.traced_step_times_s for r in ranks),
         losses=losses,
-        flops_convention=f"{CONVENTION}: {FORMULAS[CONVENTION]}",
-        flops_per_token=float(flops_per_token(load_model(case.model), case.seq_len, CONVENTION)),
+        flops_convention=f"{CONVENTION}: {FORMULAS[case.workload][CONVENTION]}",
+        flops_per_token=float(flops_per_token(model, case.seq_len, CONVENTION, case.workload)),
+        recompute=_recompute(case, model),
         steps=tuple(_step_trace(rank, step) for rank, step in traces.steps),
         proof=proof,
         warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
@@ -127,7 +130,7 @@ def _prove(
         failures.append(f"the plan announced {_counts(announced)}, the trace shows {_counts(differing)}")
     if any(rank.announced != announced for rank in ranks):
         failures.append("the ranks announced different collectives")
-    if case.world_size > 1 and not announced:
+    if case.world_size > 1 and case.workload == "training" and not announced:
         failures.append("no collective was announced: several ranks train together only by communicating")
     if len(traces.per_step) != case.world_size * case.traced_steps:
         failures.append(
@@ -162,7 +165,7 @@ def _prove(
 
 def _parity(case: CaseSpec, losses: Sequence[float], reference: CaseRecord | None) -> float | None:
     """Largest relative difference over the proof steps; 0 for the reference itself."""
-    if case.strategy == REFERENCE_STRATEGY:
+    if case == case.reference():
         return 0.0
     if reference is None or reference.state != "ok":
         return None
@@ -184,6 +187,8 @@ def _compare_bits(
     if step is None and digest == ddp.proof.parameters_sha256:
         return True, ""
     where = "the final parameters differ" if step is None else f"the loss of step {step} is the first to differ"
+    if case.microbatches > 1:
+        return False, f"{where}: DDP sums the microbatches before the ranks, one that reduces each of them after"
     if case.world_size > 2:
         return False, f"{where}: with more than two ranks the order of summation differs from DDP's all-reduce"
     return False, f"{where}, although two terms have but one sum: the arithmetic elsewhere must differ"
@@ -191,6 +196,12 @@ def _compare_bits(
 
 def _counts(issued: Sequence[CollectiveCount]) -> str:
     return ", ".join(f"{c.count} {c.op} of {c.bytes} B" for c in issued) or "no collectives"
+
+
+def _recompute(case: CaseSpec, model: ModelSpec) -> str:
+    """Which layers ran forward a second time. Model FLOPs, and so MFU, never count that."""
+    layers = len(checkpointed_layers(case.checkpointing, model.n_layers))
+    return f"forward of {layers} of {model.n_layers} layers, not counted" if layers else "none"
 
 
 def _peak(case: CaseSpec, device: str, environment: Environment) -> dict[str, object]:

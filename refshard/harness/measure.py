@@ -1,5 +1,8 @@
 """What one rank measures of one case, in order: proof and warm-up, timed steps, traced steps.
 
+A step of training is forward and backward of each microbatch and one optimizer step; a step of inference is forward and
+loss under ``no_grad``, on weights that stay as they were initialised.
+
 Nothing watches while steps are timed. The allocator's peak is taken over one early step, after the optimizer's state
 and the engine's slots exist; the trace is recorded last.
 """
@@ -18,10 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard.errors import RefshardError
+from refshard.models.activation import checkpoint_layers
 from refshard.models.data import TokenSource, open_source, rank_batch
 from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.records import CollectiveCount, State
-from refshard.specs import CaseSpec, load_model
+from refshard.specs.case import CaseSpec
+from refshard.specs.model import ModelSpec, load_model
 from refshard.strategies import make_strategy
 from refshard.strategies.base import Strategy
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
@@ -54,20 +59,26 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trainer:
-    """One rank's model, optimizer and data; ``step`` trains on the next batch."""
+    """One rank's model, optimizer and data; ``timed_step`` computes on the next batch."""
 
-    def __init__(self, case: CaseSpec, strategy: Strategy, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._case, self._group, self._device = case, group, device
+    def __init__(
+        self, case: CaseSpec, spec: ModelSpec, strategy: Strategy, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._case, self._strategy, self._group, self._device = case, strategy, group, device
         self.losses: list[float] = []
-        spec = load_model(case.model)
         self._source: TokenSource = open_source(case.data, spec.vocab, case.seed)
         model = Llama(spec).to(device)
         initialise(model, case.seed)
+        checkpoint_layers(model, case.checkpointing)
         self._module: nn.Module = strategy.wrap(model, group)
-        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=case.learning_rate, fused=True)
+        self._optimizer: torch.optim.Optimizer | None = None
+        if case.workload == "training":
+            self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=case.learning_rate, fused=True)
+        else:
+            self._module.eval()
 
     def timed_step(self, *, aligned: bool) -> float:
-        """Train one step and return its synchronised wall time in seconds.
+        """Compute one step and return its synchronised wall time in seconds.
 
         ``aligned`` lets all ranks start together, outside of the time taken.
         """
@@ -84,16 +95,34 @@ class Trainer:
             dist.barrier(self._group)
         self._synchronise()
         started = time.perf_counter()
-        loss = next_token_loss(self._module(inputs), targets)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        loss = self._infer(inputs, targets) if self._optimizer is None else self._train(inputs, targets)
+        if self._optimizer:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
         self._synchronise()
         elapsed = time.perf_counter() - started
         self.losses.append(loss.item())
         if not math.isfinite(self.losses[-1]):
             raise RefshardError(f"the loss of step {len(self.losses) - 1} is {self.losses[-1]}; lower learning_rate")
         return elapsed
+
+    def _train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """Accumulate the gradients of all microbatches; the mean loss over them, scalar.
+
+        Microbatches are of one size, so the mean of their means is the mean over the batch.
+        """
+        parts = self._case.microbatches
+        losses = []
+        for index, (inputs, targets) in enumerate(zip(inputs_BT.chunk(parts), targets_BT.chunk(parts))):
+            with self._strategy.microbatch("training", last=index == parts - 1):
+                loss = next_token_loss(self._module(inputs), targets)
+                (loss / parts if parts > 1 else loss).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def _infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        with self._strategy.microbatch("inference", last=True), torch.no_grad():
+            return next_token_loss(self._module(inputs_BT), targets_BT)
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
@@ -109,7 +138,7 @@ def measure(
     progress("build", 0, 1)
     _import_lazy_parts()
     allocator = AllocatorPeak(device)
-    trainer = Trainer(case, strategy, group, device)
+    trainer = Trainer(case, load_model(case.model), strategy, group, device)
     for step in warmup:
         with allocator.window() if step == MEMORY_STEP else nullcontext():
             trainer.timed_step(aligned=True)
@@ -133,7 +162,7 @@ def measure(
         peak_memory_bytes=allocator.peak_bytes,
         rss_bytes=rss,
         wrapped_units=strategy.wrapped_units(),
-        announced=strategy.announced(),
+        announced=strategy.announced(case.workload, case.microbatches),
         parameters_sha256=_digest(strategy.full_parameters()),
     )
 

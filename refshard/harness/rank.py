@@ -14,11 +14,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from refshard.errors import RefshardError
+from refshard.errors import RefshardError, UnsupportedError
 from refshard.harness.measure import RankResult, measure
 from refshard.quantities import GIB
 from refshard.records import State
-from refshard.specs import CaseSpec
+from refshard.specs.case import CaseSpec
 
 CASE_FILE = "case.json"
 PROGRESS_FILE = "progress"
@@ -84,6 +84,8 @@ def _device(case: CaseSpec) -> torch.device:
 def _state_of(error: BaseException) -> State:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return "oom"
+    if isinstance(error, UnsupportedError):
+        return "unsupported"
     # The CPU allocator has no exception of its own.
     return "oom" if isinstance(error, RuntimeError) and "can't allocate memory" in str(error) else "failed"
 

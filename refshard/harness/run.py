@@ -19,13 +19,13 @@ from refshard.harness.environment import available_cores
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.store import RunWriter, read_run
+from refshard.models.activation import checkpointed_layers
 from refshard.models.data import open_source
 from refshard.records import CaseRecord, EndRecord, Environment, Run, RunRecord
-from refshard.specs import REFERENCE_STRATEGY, CaseSpec, SuiteSpec, load_model
+from refshard.specs.case import CaseSpec
+from refshard.specs.model import load_model
+from refshard.specs.suite import SuiteSpec
 from refshard.strategies import check_name
-
-_FIRST = (REFERENCE_STRATEGY, "ddp")
-"""Strategies that the others are held against run first in round 0; later rounds find their records there."""
 
 
 class Observer(ABC):
@@ -53,7 +53,9 @@ def check_suite(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...
     cases = suite.cases()
     for case in cases:
         check_name(case.strategy)
-        open_source(case.data, load_model(case.model).vocab, case.seed)
+        model = load_model(case.model)
+        open_source(case.data, model.vocab, case.seed)
+        checkpointed_layers(case.checkpointing, model.n_layers)
         _check_fits_machine(case, oversubscribe=oversubscribe)
     return cases
 
@@ -77,8 +79,8 @@ def run_suite(
         StoreError: the folder cannot hold a run.
         LaunchError: the launcher cannot make what the ranks are to run on.
     """
-    cases = check_suite(suite, oversubscribe=oversubscribe)
-    plan = [(round_, case) for round_ in range(suite.rounds) for case in round_order(cases, round_)]
+    check_suite(suite, oversubscribe=oversubscribe)
+    plan = [(round_, c) for round_ in range(suite.most_rounds) for c in round_order(suite.cases(round_), round_)]
     with RunWriter(folder) as writer:
         header = RunRecord(
             run_id=folder.name,
@@ -110,10 +112,17 @@ def run_suite(
 
 
 def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
-    """The order of one round, shuffled by its number; in round 0 those come first that others are held against."""
+    """The order of one round, shuffled by its number; in round 0 those come first that others are held against, whose
+    records later rounds find there.
+    """
     shuffled = list(cases)
     random.Random(round_).shuffle(shuffled)
-    return shuffled if round_ else sorted(shuffled, key=lambda case: (*_FIRST, case.strategy).index(case.strategy))
+    return shuffled if round_ else sorted(shuffled, key=_held_against)
+
+
+def _held_against(case: CaseSpec) -> int:
+    """0 for what every strategy is held against, 1 for what some are, 2 for the others."""
+    return 0 if case == case.reference() else 1 if case.strategy == "ddp" else 2
 
 
 def new_run_folder(suite: SuiteSpec) -> Path:

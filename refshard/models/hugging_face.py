@@ -16,7 +16,7 @@ import torch
 from refshard import flops, folders
 from refshard.errors import CheckpointError, SpecError
 from refshard.models.llama import Llama
-from refshard.specs import ModelSpec, RopeScaling
+from refshard.specs.model import ModelSpec, RopeScaling
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refshard.errors import SpecError
-from refshard.specs import ModelSpec, RopeScaling
+from refshard.specs.model import ModelSpec, RopeScaling
 
 INIT_STD = 0.02
 """Standard deviation of a fresh weight (GPT-2's, and Hugging Face's default for Llama)."""

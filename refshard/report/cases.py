@@ -7,13 +7,13 @@ strategy and the world size, the fidelity included.
 
 import re
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from refshard.records import METRICS, CaseRecord, Fidelity, Run, State
-from refshard.specs import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
 from refshard.stats.sample import Launches, Summary, step_samples, summarize
 
 SEVERITY: tuple[State, ...] = ("ok", "unsupported", "oom", "timeout", "failed")
@@ -32,7 +32,8 @@ class Case:
 
     ``launches`` are in the order of their rounds, one each; ``samples`` and ``metrics`` come from those that
     ended ok. ``state`` is the worst of them, ``error`` that of the first launch in this state. ``variant``
-    names what tells this case from others of one name, and is empty as a rule.
+    names what tells this case from others of one name, and ``place`` what tells it from others of one label (the model,
+    the batch); both are empty as a rule.
     """
 
     spec: CaseSpec
@@ -45,6 +46,7 @@ class Case:
     metrics: dict[str, float | None]
     warnings: tuple[str, ...]
     variant: str = ""
+    place: str = ""
 
     @property
     def strategy(self) -> str:
@@ -57,9 +59,14 @@ class Case:
         return self.state == "ok"
 
     @property
+    def kind(self) -> str:
+        """In words, each after a comma: how the case departs from plain training, and the variant."""
+        return "".join(f", {word}" for word in self.spec.axes) + self.variant
+
+    @property
     def label(self) -> str:
-        """Strategy and world size in words, for a row or a legend."""
-        return f"{self.strategy}, {ranks(self.spec.world_size)}{self.variant}"
+        """Strategy, world size and kind in words, for a row or a legend."""
+        return f"{self.strategy}, {ranks(self.spec.world_size)}{self.kind}"
 
     @property
     def breakdown(self) -> dict[str, float] | None:
@@ -75,6 +82,11 @@ class Case:
         return parts["exposed communication"] / total if parts and total else None
 
     @property
+    def full_label(self) -> str:
+        """The label, and what tells the case from others where all of a run meet."""
+        return f"{self.label}{self.place}"
+
+    @property
     def name(self) -> str:
         """The spec's short name."""
         return f"{self.spec.name}{self.variant}"
@@ -82,7 +94,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Cases that differ in strategy and world size only; ``label`` says what they share."""
+    """Cases that differ in strategy and world size only; ``label`` says what they share, the axes included."""
 
     label: str
     cases: tuple[Case, ...]
@@ -122,14 +134,18 @@ def cases(run: Run) -> tuple[Case, ...]:
     for record in run.cases:
         grouped.setdefault((record.case, record.fidelity), {})[record.round] = record
     varying = _varying(spec for spec, _ in grouped)
-    joined = [_join([launches[key] for key in sorted(launches)], varying) for launches in grouped.values()]
-    order = _strategy_order(run)
+    joined = [
+        _join([launches[key] for key in sorted(launches)], varying[_theme(spec)])
+        for (spec, _), launches in grouped.items()
+    ]
+    order = {name: place for place, name in enumerate(run.header.suite.strategies)}
     return tuple(
         sorted(
-            joined,
+            _placed(joined),
             key=lambda case: (
                 case.spec.model,
                 case.spec.seq_len,
+                case.spec.axes,
                 case.spec.world_size,
                 case.spec.global_batch,
                 case.variant,
@@ -144,14 +160,14 @@ def settings(run: Run) -> tuple[Setting, ...]:
 
     A suite that fixes the batch per rank compares world sizes at that, any other at the global batch.
     """
-    per_rank = "batch_per_rank" in {*run.header.suite.matrix, *run.header.suite.case}
+    per_rank = run.header.suite.fixes_batch_per_rank
     found = cases(run)
     several = len({case.fidelity for case in found}) > 1
     grouped: dict[tuple[CaseSpec, Fidelity], list[Case]] = {}
     for case in found:
         grouped.setdefault((_shared(case.spec, per_rank), case.fidelity), []).append(case)
     return tuple(
-        Setting(label=_label(members[0], per_rank, several), cases=tuple(members)) for members in grouped.values()
+        Setting(label=_label(members, per_rank, several), cases=tuple(members)) for members in grouped.values()
     )
 
 
@@ -167,9 +183,7 @@ def trainings(run: Run) -> tuple[Setting, ...]:
     for case in cases(run):
         grouped.setdefault((case.spec.reference(), case.fidelity), []).append(case)
     several = len({fidelity for _, fidelity in grouped}) > 1
-    return tuple(
-        Setting(label=_label(members[0], False, several), cases=tuple(members)) for members in grouped.values()
-    )
+    return tuple(Setting(label=_label(members, False, several), cases=tuple(members)) for members in grouped.values())
 
 
 def _join(launches: list[CaseRecord], varying: list[str]) -> Case:
@@ -209,19 +223,46 @@ def _median(values: Iterable[float | None]) -> float | None:
     return statistics.median(present) if present else None
 
 
-def _varying(specs: Iterable[CaseSpec]) -> list[str]:
-    """Fields that differ between cases and that no label names by itself."""
-    known = list(specs)
-    return [
-        field
-        for field in CaseSpec.__struct_fields__
-        if field not in _NAMED and len({getattr(spec, field) for spec in known}) > 1
-    ]
+_Theme = tuple[str, int, tuple[str, ...]]
 
 
-def _strategy_order(run: Run) -> dict[str, int]:
-    named = [REFERENCE_STRATEGY, *map(str, run.header.suite.matrix.get("strategy", []))]
-    return {name: place for place, name in enumerate(dict.fromkeys(named))}
+def _theme(spec: CaseSpec) -> _Theme:
+    """What every label names by itself, beside strategy, world size and batch."""
+    return spec.model, spec.seq_len, spec.axes
+
+
+def _varying(specs: Iterable[CaseSpec]) -> dict[_Theme, list[str]]:
+    """By theme, the fields that differ between its cases and that no label names by itself."""
+    themes: dict[_Theme, list[CaseSpec]] = {}
+    for spec in specs:
+        themes.setdefault(_theme(spec), []).append(spec)
+    unnamed = [field for field in CaseSpec.__struct_fields__ if field not in _NAMED]
+    return {
+        theme: [field for field in unnamed if len({getattr(spec, field) for spec in known}) > 1]
+        for theme, known in themes.items()
+    }
+
+
+def _placed(found: list[Case]) -> list[Case]:
+    """The cases, with what tells apart those of one label."""
+    named: dict[str, list[dict[str, str]]] = {}
+    for case in found:
+        named.setdefault(case.label, []).append(_place(case))
+    placed = []
+    for case in found:
+        others = named[case.label]
+        told = [words for part, words in _place(case).items() if len({other[part] for other in others}) > 1]
+        placed.append(replace(case, place="".join(f", {words}" for words in told)))
+    return placed
+
+
+def _place(case: Case) -> dict[str, str]:
+    spec = case.spec
+    return {
+        "model": spec.model,
+        "batch": f"batch of {spec.global_batch:,} x {spec.seq_len:,} tokens",
+        "fidelity": case.fidelity,
+    }
 
 
 def _shared(spec: CaseSpec, per_rank: bool) -> CaseSpec:
@@ -230,11 +271,17 @@ def _shared(spec: CaseSpec, per_rank: bool) -> CaseSpec:
     return msgspec.structs.replace(spec, strategy="", world_size=1, global_batch=batch)
 
 
-def _label(case: Case, per_rank: bool, several: bool) -> str:
-    spec = case.spec
+def _label(members: Sequence[Case], per_rank: bool, several: bool) -> str:
+    """What the cases share; how they depart from plain training only if all do alike."""
+    case, spec = members[0], members[0].spec
+    kind = case.kind if len({member.kind for member in members}) == 1 else ""
     batch = (
-        f"{spec.global_batch // spec.world_size:,} sequences of {spec.seq_len:,} tokens per rank"
+        f"{_sequences(spec.global_batch // spec.world_size)} of {spec.seq_len:,} tokens per rank"
         if per_rank
-        else f"global batch of {spec.global_batch:,} sequences of {spec.seq_len:,} tokens"
+        else f"global batch of {_sequences(spec.global_batch)} of {spec.seq_len:,} tokens"
     )
-    return f"{spec.model}, {batch}{case.variant}{f', {case.fidelity}' if several else ''}"
+    return f"{spec.model}, {batch}{kind}{f', {case.fidelity}' if several else ''}"
+
+
+def _sequences(count: int) -> str:
+    return f"{count:,} sequence{'' if count == 1 else 's'}"

@@ -18,7 +18,7 @@ from refshard.quantities import format_bytes, format_rate, format_seconds
 from refshard.records import METRICS
 from refshard.report import alternatives, views
 from refshard.report.cases import BREAKDOWN, Setting, ranks
-from refshard.specs import REFERENCE_STRATEGY
+from refshard.specs.case import REFERENCE_STRATEGY
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 REFERENCE_COLOUR = "#999999"

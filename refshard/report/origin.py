@@ -26,6 +26,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("git commit", f"{commit} with uncommitted changes" if env.git_dirty else commit),
         *(("peak for MFU", source) for source in _peaks(run)),
         *(("FLOPs convention", name) for name in _distinct(run, "flops_convention")),
+        *(("recompute", name) for name in _distinct(run, "recompute")),
     ]
 
 

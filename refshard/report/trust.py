@@ -67,7 +67,7 @@ def _parity(finished: tuple[Case, ...]) -> Fact:
     if worst is None:
         return Fact(label=label, value="unknown", detail=meaning, good=False)
     parity, case = worst
-    detail = meaning if parity == 0 else f"{meaning} ({case.label})"
+    detail = meaning if parity == 0 else f"{meaning} ({case.full_label})"
     return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=parity <= PARITY_TOLERANCE)
 
 
@@ -88,7 +88,7 @@ def _perturbation(finished: tuple[Case, ...]) -> Fact:
     return Fact(
         label="Perturbation by tracing",
         value=f"at most {ratio:.2f} times",
-        detail=f"{detail} ({case.label})",
+        detail=f"{detail} ({case.full_label})",
         good=ratio < PERTURBATION_LIMIT,
     )
 

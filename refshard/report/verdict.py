@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
 from refshard.report.cases import Case, Setting, cases, contested, ranks
-from refshard.specs import REFERENCE_STRATEGY
+from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.stats.compare import Comparison, compare
 
 RELEVANT = 0.01
@@ -254,7 +254,7 @@ def _unranked(case: Case) -> str:
     rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
     lines = (case.error or "").strip().splitlines()
     reason = f" ({_shortened(lines[0])})" if lines else ""
-    return f"{case.label}: not ranked, state {case.state}{rounds}{reason}."
+    return f"{case.full_label}: not ranked, state {case.state}{rounds}{reason}."
 
 
 def _shortened(text: str) -> str:

@@ -24,7 +24,7 @@ from refshard.quantities import (
 from refshard.records import METRICS, CaseRecord, CollectiveCount, Run
 from refshard.report.cases import BREAKDOWN, Case, Setting, cases, plain, ranks, settings
 from refshard.report.verdict import verdict
-from refshard.specs import REFERENCE_STRATEGY
+from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.stats.sample import Summary
 
 MISSING = "-"
@@ -67,6 +67,9 @@ def _values(case: Case) -> _Row:
         "model": spec.model,
         "global_batch": spec.global_batch,
         "seq_len": spec.seq_len,
+        "workload": spec.workload,
+        "microbatches": spec.microbatches,
+        "checkpointing": spec.checkpointing if isinstance(spec.checkpointing, str) else list(spec.checkpointing),
         "fidelity": case.fidelity,
         "device": first.device,
         "backend": first.backend,
@@ -77,6 +80,7 @@ def _values(case: Case) -> _Row:
         "step_time_low_s": low,
         "step_time_high_s": high,
         "flops_convention": first.flops_convention,
+        "recompute": first.recompute,
         "peak_flops_per_s": first.peak_flops_per_s,
         "peak_source": first.peak_source,
         "proof": proof_summary(case),
@@ -219,7 +223,7 @@ def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
 
 def _summary_row(case: Case) -> _Row:
     return {
-        "strategy": case.strategy + case.variant,
+        "strategy": case.strategy,
         "ranks": f"{case.spec.world_size:,}",
         "state": case.state,
         "step time (95 % interval)": step_time_text(case.step_time, case.metrics["step_time_s"]),
@@ -299,7 +303,7 @@ def proof_table(run: Run) -> pd.DataFrame:
 def _proof_row(case: Case) -> _Row:
     proof = next((launch.proof for launch in case.launches if launch.proof), None)
     return {
-        "case": case.label,
+        "case": case.full_label,
         "proof": proof_summary(case),
         "units": MISSING if proof is None else str(len(proof.wrapped_units)),
         "collectives announced (per rank and step)": collectives(proof.announced) if proof else MISSING,
@@ -341,7 +345,7 @@ def state_table(run: Run) -> pd.DataFrame:
 
 def _state_row(case: Case, launch: CaseRecord) -> _Row:
     return {
-        "case": case.label,
+        "case": case.full_label,
         "round": str(launch.round + 1),
         "state": launch.state,
         "duration": format_seconds(launch.duration_s),

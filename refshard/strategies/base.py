@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
+from refshard.specs.case import Workload
 
 
 class Strategy(ABC):
@@ -29,10 +31,18 @@ class Strategy(ABC):
         """Names of the units as found on the wrapped model, not as asked for."""
 
     @abstractmethod
-    def announced(self) -> tuple[CollectiveCount, ...]:
-        """Collectives of one training step in closed form, as this backend's trace must show them.
+    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
+        """What one microbatch's forward, and in training its backward, runs in; ``last`` is true for a step's last one.
 
-        Called after at least two steps.
+        Raises:
+            UnsupportedError: the strategy cannot do this workload, or cannot accumulate.
+        """
+
+    @abstractmethod
+    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
+        """Collectives of one step of ``microbatches`` in closed form, as this backend's trace must show them.
+
+        Called after at least two steps of this kind, and tells of any step but the first.
         """
 
     @abstractmethod
@@ -59,13 +69,13 @@ class PaddedUnit:
         return padded * self.element_bytes
 
 
-def count_collectives(issued: Iterable[tuple[str, int]]) -> tuple[CollectiveCount, ...]:
-    """Sum ``(op, bytes)`` pairs by op, sorted."""
+def count_collectives(issued: Iterable[tuple[str, int]], *, times: int = 1) -> tuple[CollectiveCount, ...]:
+    """Sum ``(op, bytes)`` pairs by op, sorted; ``times`` over, for as many microbatches."""
     counts, sizes = Counter[str](), Counter[str]()
     for op, nbytes in issued:
         counts[op] += 1
         sizes[op] += nbytes
-    return tuple(CollectiveCount(op=op, count=counts[op], bytes=sizes[op]) for op in sorted(counts))
+    return tuple(CollectiveCount(op=op, count=times * counts[op], bytes=times * sizes[op]) for op in sorted(counts))
 
 
 def mesh_of(group: dist.ProcessGroup, model: nn.Module) -> DeviceMesh:

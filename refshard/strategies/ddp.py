@@ -1,6 +1,7 @@
 """torch's DistributedDataParallel: everything replicated, gradients all-reduced in buckets during backward."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
+from refshard.specs.case import Workload
 from refshard.strategies.base import Strategy, count_collectives
 
 
@@ -28,8 +30,16 @@ class DDP(Strategy):
         """See :meth:`Strategy.wrapped_units`: one unit per bucket, as DDP rebuilt them after its first step."""
         return tuple(f"bucket{i}" for i in range(len(self._bucket_bytes())))
 
-    def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`: an all-reduce per bucket, together the bytes of all parameters."""
+    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.microbatch`: all but the last one accumulate without communication, as DDP documents."""
+        return nullcontext() if last else self._module.no_sync()
+
+    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
+        """See :meth:`Strategy.announced`: an all-reduce per bucket, together the bytes of all parameters, however many
+        microbatches; none without backward.
+        """
+        if workload == "inference":
+            return ()
         parameter_bytes = sum(p.nbytes for p in self._module.parameters())
         total = CollectiveCount(op="all_reduce", count=len(self._bucket_bytes()), bytes=parameter_bytes)
         assert count_collectives(("all_reduce", size) for size in self._bucket_bytes()) == (total,)

@@ -1,6 +1,7 @@
 """torch's FSDP2 with its defaults: ``fully_shard`` on every block, then on the whole model."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
+from refshard.specs.case import Workload
 from refshard.strategies.base import PaddedUnit, Strategy, count_collectives, mesh_of
 
 
@@ -34,16 +36,26 @@ class FSDP2(Strategy):
         """See :meth:`Strategy.wrapped_units`."""
         return tuple(unit.name for unit in sharded_units(self._model))
 
-    def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`: every unit is gathered for forward and again for backward, except the root,
-        which stays gathered; every unit is reduced once.
+    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.microbatch`: nothing, which is FSDP2's way to accumulate at the memory of one
+        microbatch (pytorch/pytorch#126166) and what torchtitan's trainer runs. Each backward is reduced into the shard;
+        ``set_requires_gradient_sync(False)`` would spare that and keep the whole model's gradients on every rank.
+        """
+        return nullcontext()
+
+    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
+        """See :meth:`Strategy.announced`: in training every unit is gathered for forward and again for backward, except
+        the root, which stays gathered; every unit is reduced once. Without backward nothing reshards the root, so only
+        the first pass gathers it.
         """
         issued = []
         for unit in sharded_units(self._model):
             size = unit.nbytes(self._world_size)
-            gathers = 1 if unit.name == ROOT else 2
-            issued += [("all_gather", size)] * gathers + [("reduce_scatter", size)]
-        return count_collectives(issued)
+            if workload == "inference":
+                issued += [("all_gather", size)] * (unit.name != ROOT)
+            else:
+                issued += [("all_gather", size)] * (1 if unit.name == ROOT else 2) + [("reduce_scatter", size)]
+        return count_collectives(issued, times=microbatches)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""
@@ -58,6 +70,7 @@ def sharded_units(model: nn.Module) -> list[PaddedUnit]:
 
     Modules that were wrapped as one group share one FSDP state and are one unit.
     """
+    _reshard(model)
     owner_of = {
         n: fully_shard.state(m)  # type: ignore[attr-defined]
         for n, m in model.named_modules()
@@ -80,6 +93,14 @@ def sharded_units(model: nn.Module) -> list[PaddedUnit]:
 
 def full_dtensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Gather the model's DTensor parameters one by one."""
+    _reshard(model)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         yield name, parameter.full_tensor().detach()
+
+
+def _reshard(model: nn.Module) -> None:
+    """Shard what a pass without backward left gathered: only then are the parameters DTensors. Communicates nothing."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -10,6 +10,7 @@ On a CPU, FSDP2 runs every collective synchronously. What its API offers against
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, final
 
@@ -17,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
+from refshard.specs.case import Workload
 from refshard.strategies.base import Strategy, count_collectives, mesh_of
-from refshard.strategies.fsdp2 import full_dtensors, sharded_units
+from refshard.strategies.exchange import ExchangeAndSum
+from refshard.strategies.fsdp2 import ROOT, full_dtensors, sharded_units
 
 
 @final
@@ -58,47 +60,27 @@ class FSDP2Tuned(Strategy):
         """See :meth:`Strategy.wrapped_units`."""
         return tuple(unit.name for unit in sharded_units(self._model))
 
-    def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`: only the blocks are gathered a second time for backward."""
+    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.microbatch`: as in :class:`~refshard.strategies.fsdp2.FSDP2`."""
+        return nullcontext()
+
+    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
+        """See :meth:`Strategy.announced`: only the blocks are gathered a second time for backward. Without backward
+        the units that are kept after forward stay gathered for good, as FSDP2's documentation has it for evaluation.
+        """
         issued = []
         for unit in sharded_units(self._model):
             size = unit.nbytes(self._world_size)
-            issued += [("all_gather", size)] * (2 if ".layers." in unit.name else 1)
-            issued.append(("all_to_all" if self._gloo else "reduce_scatter", size))
-        return count_collectives(issued)
+            if workload == "inference":
+                issued += [("all_gather", size)] * (not unit.name.endswith(("lm_head", ROOT)))
+            else:
+                issued += [("all_gather", size)] * (2 if ".layers." in unit.name else 1)
+                issued.append(("all_to_all" if self._gloo else "reduce_scatter", size))
+        return count_collectives(issued, times=microbatches)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""
         yield from full_dtensors(self._model)
-
-
-class ExchangeAndSum(ReduceScatter):
-    """A reduce-scatter as ``all_to_all_single`` and a local sum, for gloo; one receive buffer per size is kept."""
-
-    def __init__(self) -> None:
-        self._received: dict[int, torch.Tensor] = {}
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor for FSDP2 to communicate through."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce ``input_tensor`` (world_size * n elements) into ``output_tensor`` (n elements)."""
-        received = self._received.get(input_tensor.numel())
-        if received is None:
-            received = self._received[input_tensor.numel()] = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        torch.sum(received.view(group.size(), -1), dim=0, out=output_tensor)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
-        return None
 
 
 def _unshard(module: nn.Module) -> Callable[..., None]:

@@ -1,6 +1,7 @@
 """One unsharded rank: the reference that every other strategy's losses are held against."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
+from refshard.specs.case import Workload
 from refshard.strategies.base import Strategy
 
 
@@ -27,7 +29,11 @@ class Single(Strategy):
         """See :meth:`Strategy.wrapped_units`."""
         return ()
 
-    def announced(self) -> tuple[CollectiveCount, ...]:
+    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
+        """See :meth:`Strategy.microbatch`."""
+        return nullcontext()
+
+    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
         """See :meth:`Strategy.announced`."""
         return ()
 

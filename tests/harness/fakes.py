@@ -11,7 +11,9 @@ from refshard.harness.measure import RankResult
 from refshard.harness.rank import rank_file, trace_file
 from refshard.harness.run import Observer
 from refshard.records import CaseRecord, CollectiveCount, Environment
-from refshard.specs import CaseSpec, SuiteSpec, convert
+from refshard.specs.case import CaseSpec
+from refshard.specs.reading import convert
+from refshard.specs.suite import SuiteSpec
 from tests.tracing.handmade import event, shaped, step, write
 
 ANNOUNCED = (CollectiveCount(op="all_reduce", count=1, bytes=400),)

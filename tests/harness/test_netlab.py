@@ -25,7 +25,8 @@ from refshard.harness.launchers.network import (
 from refshard.harness.launchers.ranks import Interruption
 from refshard.harness.rank import CASE_FILE
 from refshard.harness.store import read_run
-from refshard.specs import CaseSpec, NetworkSpec
+from refshard.specs.case import CaseSpec
+from refshard.specs.suite import NetworkSpec
 from tests.harness.commandline import processes_of, start, wait_for, write_suite
 
 TWO = NetworkSpec(hosts=2, rate="100mbit")
@@ -248,7 +249,7 @@ def test_a_network_that_cannot_be_finished_is_removed_and_says_why() -> None:
 HOLD = """
 import time
 from refshard.harness.launchers.network import Network
-from refshard.specs import NetworkSpec
+from refshard.specs.suite import NetworkSpec
 with Network(NetworkSpec(hosts=2, rate="100mbit")):
     print("made", flush=True)
     time.sleep(600)

@@ -12,7 +12,9 @@ from refshard.harness.rank import rank_file, trace_file
 from refshard.harness.run import check_suite, mark_latest, round_order, run_suite
 from refshard.harness.store import read_run
 from refshard.records import METRICS, CaseRecord, CollectiveCount, Run
-from refshard.specs import CaseSpec, SuiteSpec, load_model
+from refshard.specs.case import CaseSpec
+from refshard.specs.model import load_model
+from refshard.specs.suite import SuiteSpec
 from tests.harness.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
 from tests.tracing.handmade import event, shaped, step, write
 
@@ -204,6 +206,94 @@ def test_ranks_with_different_parameters_are_no_proof(tmp_path: Path) -> None:
     assert record.error == "proof of run: the ranks ended with different parameters"
 
 
+AXES = {"strategy": ["single", "ddp", "refshard-fsdp"], "world_size": [2], "model": ["llama-tiny"]}
+
+
+def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_path: Path) -> None:
+    suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
+    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(), suite).cases}
+    training, inference = (found["ddp", workload] for workload in ("training", "inference"))
+    assert training.flops_convention == "A: 6(N-E) + 12LHQT (torchtitan)"
+    assert inference.flops_convention.startswith("A: 2(N-E) + 4LHQT, forward only")
+    assert training.flops_per_token is not None
+    assert inference.flops_per_token == training.flops_per_token / 3
+    assert inference.metrics["mfu"] == pytest.approx((training.metrics["mfu"] or 0) / 3)
+
+
+def test_ranks_may_infer_without_communication_but_not_train(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        for rank in range(case.world_size):
+            write_rank(case, folder, rank, announced=())
+            write(trace_file(folder, rank), [step(1, 0, 100), event("aten::mm", 10, 50)], rank=rank)
+        return Launch()
+
+    suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
+    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(outcome), suite).cases}
+    assert found["ddp", "inference"].state == "ok"
+    assert "several ranks train together only by communicating" in str(found["ddp", "training"].error)
+
+
+def test_recompute_is_recorded_and_counts_for_nothing(tmp_path: Path) -> None:
+    suite = make_suite(matrix={**AXES, "checkpointing": ["none", "every-4", [0, 5]]})
+    records = run(tmp_path, FakeLauncher(), suite).cases
+    found = {r.case.checkpointing: r for r in records if r.case.strategy == "ddp"}
+    assert {policy: r.recompute for policy, r in found.items()} == {
+        "none": "none",
+        "every-4": "forward of 1 of 6 layers, not counted",
+        (0, 5): "forward of 2 of 6 layers, not counted",
+    }
+    assert len({r.flops_per_token for r in found.values()}) == 1
+
+
+def test_a_reference_that_recomputes_or_accumulates_is_held_against_one_that_does_not(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        good(case, folder)
+        if case.microbatches > 1:
+            write_rank(case, folder, 0, losses=(5.5,) * case.total_steps)
+        return Launch()
+
+    launcher = FakeLauncher(outcome)
+    records = run(tmp_path, launcher, make_suite(matrix={**AXES, "microbatches": [2, 1]}, rounds=2)).cases
+    assert launcher.launched[0] == launcher.launched[0].reference()
+    alone = {r.case.microbatches: r for r in records if r.case.strategy == "single"}
+    assert alone[1].state == "ok"
+    assert "losses differ from one unsharded rank by" in str(alone[2].error)
+
+
+def test_sharded_gradients_of_microbatches_are_summed_in_another_order_than_ddps(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        for rank in range(case.world_size):
+            write_rank(case, folder, rank, parameters_sha256=case.strategy)
+        return Launch()
+
+    records = run(tmp_path, FakeLauncher(outcome), make_suite(matrix={**AXES, "microbatches": [2]})).cases
+    (fsdp,) = (r.proof for r in records if r.case.strategy == "refshard-fsdp")
+    assert fsdp is not None
+    assert fsdp.bits_note.endswith("DDP sums the microbatches before the ranks, one that reduces each of them after")
+
+
+def test_what_a_strategy_cannot_do_is_unsupported_with_its_reason(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        if case.strategy != "ddp":
+            return good(case, folder)
+        for rank in range(2):
+            write_rank(case, folder, rank, state="unsupported", error="no forward without backward")
+        return Launch(failed_rank=1, error="rank 1 ended with exit status 1")
+
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
+    assert (record.state, record.error) == ("unsupported", "rank 1: no forward without backward")
+
+
+def test_a_table_runs_its_own_number_of_rounds(tmp_path: Path) -> None:
+    tables = [{**AXES, "strategy": "ddp"}, {**AXES, "strategy": "refshard-fsdp", "seq_len": 64, "rounds": 1}]
+    found = run(tmp_path, FakeLauncher(), make_suite(matrix=tables, rounds=2))
+    assert found.header.planned == len(found.cases) == 6
+    launches = [(r.round, r.case.strategy) for r in found.cases]
+    assert sorted(launches) == [
+        (0, "ddp"), (0, "refshard-fsdp"), (0, "single"), (0, "single"), (1, "ddp"), (1, "single"),
+    ]  # fmt: skip
+
+
 def test_without_a_good_reference_nothing_is_proven(tmp_path: Path) -> None:
     def outcome(case: CaseSpec, folder: Path) -> Launch:
         return Launch(timed_out=True) if case.strategy == "single" else good(case, folder)
@@ -276,6 +366,8 @@ def test_a_folder_that_holds_something_is_refused_untouched(tmp_path: Path) -> N
         ({"model": ["llama-huge"]}, {}, r"model: no preset 'llama-huge'"),
         ({"world_size": [4096]}, {"batch_per_rank": 1}, r"world_size: 4096 ranks x 1 thread\(s\) exceed the \d+ cores"),
         ({}, {"global_batch": 4, "data": "/no/such.npy"}, "no/such.npy"),
+        ({}, {"global_batch": 4, "checkpointing": "every-7"}, "K must be at most the model's 6 layers, got 'every-7'"),
+        ({}, {"global_batch": 4, "checkpointing": [6]}, r"checkpointing: layers must lie in 0..5, got 6"),
     ],
 )
 def test_wrong_suites_are_refused_before_anything_is_launched(

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from refshard import flops
-from refshard.specs import ModelSpec
+from refshard.specs.model import ModelSpec
 
 
 def small_spec(**changes: Any) -> ModelSpec:

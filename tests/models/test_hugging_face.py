@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from refshard.errors import CheckpointError, SpecError
 from refshard.models.hugging_face import config_of, export, fill, read, read_spec
 from refshard.models.llama import Llama, initialise
-from refshard.specs import ModelSpec, RopeScaling, load_model
+from refshard.specs.model import ModelSpec, RopeScaling, load_model
 from tests.models import small_spec
 
 transformers = pytest.importorskip("transformers", reason="these tests need refshard[test]")

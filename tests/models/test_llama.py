@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from refshard import flops, resources
 from refshard.errors import SpecError
 from refshard.models.llama import Llama, initialise, next_token_loss, rotary_tables, rotate
-from refshard.specs import ModelSpec, RopeScaling, load_model
+from refshard.specs.model import ModelSpec, RopeScaling, load_model
 from tests.models import small_spec
 
 FACTS = Path(__file__).parents[2].parent / "shared" / "facts" / "llama.json"

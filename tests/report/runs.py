@@ -22,7 +22,8 @@ from refshard.records import (
     Run,
     RunRecord,
 )
-from refshard.specs import CaseSpec, SuiteSpec
+from refshard.specs.case import CaseSpec
+from refshard.specs.suite import SuiteSpec
 
 HOSTILE = "</script><script>alert(1)</script>"
 STEPS = 20

@@ -117,6 +117,57 @@ def test_what_varies_besides_the_usual_is_named() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"workload": "inference"}, "inference"),
+        ({"microbatches": 2}, "2 microbatches"),
+        ({"checkpointing": "every-2"}, "checkpointing every-2"),
+        ({"checkpointing": (0, 2)}, "checkpointing of layers 0+2"),
+    ],
+)
+def test_axes_never_share_a_setting_and_every_heading_names_them(changes: dict[str, object], words: str) -> None:
+    here = run(rounds=1, failed=False)
+    there = with_spec(here, dict.fromkeys(STRATEGIES[1:], 2) | {"single": 1}, **changes)
+    both = msgspec.structs.replace(here, cases=(*here.cases, *there.cases))
+    plain, other = settings(both)
+    assert plain.label == "llama-mini, global batch of 8 sequences of 256 tokens"
+    assert other.label == f"{plain.label}, {words}"
+    assert plain.strategies == other.strategies
+    assert {case.label for case in other.cases} == {f"{case.label}, {words}" for case in plain.cases}
+    assert [s.label for s in settings(there)] == [other.label], "named even where the whole run shares it"
+    assert [case.name for case in other.cases] == [case.spec.name for case in other.cases]
+
+
+def test_losses_of_one_training_are_drawn_together_whatever_is_recomputed() -> None:
+    here = run(rounds=1, failed=False)
+    there = with_spec(here, {"ddp": 2, "fsdp2": 2}, checkpointing="full", microbatches=2)
+    (training,) = trainings(there)
+    assert training.label == "llama-mini, global batch of 8 sequences of 256 tokens"
+    assert [c.label for c in training.cases if c.strategy == "ddp"] == [
+        "ddp, 2 ranks, 2 microbatches, checkpointing full"
+    ]
+    inference = with_spec(here, dict.fromkeys(STRATEGIES[1:], 2) | {"single": 1}, workload="inference")
+    assert [t.label.rpartition(", ")[2] for t in trainings(inference)] == ["inference"]
+
+
+def test_cases_of_several_models_and_batches_are_told_apart_where_all_of_a_run_meet() -> None:
+    here = run(rounds=1, failed=False)
+    there = with_spec(here, {"ddp": 2, "fsdp2": 2}, model="llama-tiny", measured_steps=3)
+    large = with_spec(here, {"ddp": 2}, global_batch=16)
+    found = msgspec.structs.replace(here, cases=(*here.cases, *there.cases[1:3], large.cases[1]))
+    assert {c.full_label for c in cases(found)} == {
+        "single, 1 rank",
+        "ddp, 2 ranks, llama-mini, batch of 8 x 256 tokens",
+        "ddp, 2 ranks, llama-mini, batch of 16 x 256 tokens",
+        "ddp, 2 ranks, llama-tiny, batch of 8 x 256 tokens",
+        "fsdp2, 2 ranks, llama-mini",
+        "fsdp2, 2 ranks, llama-tiny",
+        "refshard-fsdp, 2 ranks",
+        "refshard-yafsdp, 2 ranks",
+    }
+
+
 def test_fidelities_never_share_a_setting() -> None:
     measured, simulated = run(rounds=1, failed=False), run(rounds=1, failed=False, fidelity="simulated")
     both = msgspec.structs.replace(measured, cases=(*measured.cases, *simulated.cases))

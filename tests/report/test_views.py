@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import msgspec
 import pandas as pd
@@ -15,10 +16,10 @@ from refshard.stats.sample import Summary
 from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, proof, run, with_record
 
 KEYS = {
-    "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "fidelity",
-    "device", "backend", "state", "rounds", "samples", *METRICS, "step_time_low_s", "step_time_high_s",
-    "flops_convention", "peak_flops_per_s", "peak_source", "proof", "bit_identical_to_ddp", "bits_note", "warnings",
-    "error", "network",
+    "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "workload",
+    "microbatches", "checkpointing", "fidelity", "device", "backend", "state", "rounds", "samples", *METRICS,
+    "step_time_low_s", "step_time_high_s", "flops_convention", "recompute", "peak_flops_per_s", "peak_source", "proof",
+    "bit_identical_to_ddp", "bits_note", "warnings", "error", "network",
 }  # fmt: skip
 
 
@@ -234,6 +235,25 @@ def test_the_terminal_table_fits_and_shows_every_case() -> None:
     assert fsdp2.split("  ")[0] == "fsdp2"
     for text in ("60.0 ms (59.8 to 60.2)", "17,067", "300 MiB", "16.0 ms (25.8 %)", "46.7 %", "3.1e-07"):
         assert text in fsdp2
+
+
+def test_inference_and_training_meet_in_no_table_and_no_sentence() -> None:
+    made = run(rounds=2, failed=False)
+    slower = [replace(case, step_time=2 * case.step_time) for case in CASES]
+    inference = tuple(
+        msgspec.structs.replace(r, case=msgspec.structs.replace(r.case, workload="inference"))
+        for r in run(slower, failed=False).cases
+    )
+    both = msgspec.structs.replace(made, cases=(*made.cases, *inference))
+    label = "llama-mini, global batch of 8 sequences of 256 tokens"
+    training_table, _, inference_table = views.terminal_table(both).partition(f"{label}, inference\n")
+    assert training_table.startswith(f"{label}\n")
+    assert ("40.0 ms" in training_table, "120 ms" in training_table) == (True, False)
+    assert ("40.0 ms" in inference_table, "80.0 ms" in inference_table) == (False, True)
+    assert views.terminal_table(made).rstrip() == training_table.rstrip()
+    told = views.terminal_verdict(both).replace("\n  ", " ")
+    assert f"* {label}, 2 ranks: refshard-yafsdp is fastest at 40.0 ms per step." in told
+    assert f"* {label}, inference, 2 ranks: refshard-yafsdp is fastest at 80.0 ms per step." in told
 
 
 def test_the_terminal_verdict_wraps_and_obeys_no_log() -> None:

@@ -1,5 +1,9 @@
-"""Every strategy on two ranks: units found on the model, collectives as announced, parameters whole."""
+"""Every strategy on two ranks: units found on the model, collectives as announced, parameters whole.
 
+In training and in inference, with accumulation and with recomputation, tied and not.
+"""
+
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import refshard.strategies
 from refshard.errors import SpecError
-from refshard.models.data import SyntheticTokens, rank_batch
-from refshard.models.llama import Llama, initialise, next_token_loss
-from refshard.records import CollectiveCount
+from refshard.harness.measure import Trainer
+from refshard.models.llama import Llama, initialise
+from refshard.records import PARITY_TOLERANCE, CollectiveCount
+from refshard.specs.case import CaseSpec
 from refshard.strategies import check_name, make_strategy, names
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
@@ -46,60 +51,117 @@ class CountingMode(TorchDispatchMode):
         return tuple(CollectiveCount(op=o, count=self.counts[o], bytes=self.sizes[o]) for o in sorted(self.counts))
 
 
-def train(tied: bool) -> dict[str, Any]:
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"checkpointing": "full"},
+    "accumulated": {"microbatches": 2},
+    "both": {"microbatches": 4, "checkpointing": (0, 2)},
+    "inference": {"workload": "inference"},
+}
+STEPS = 4
+SHARDED = [n for n in names() if n not in ("single", "ddp")]
+Results = dict[tuple[bool, str, str], dict[str, Any]]
+
+
+def case_of(name: str, scenario: str) -> CaseSpec:
+    """Eight sequences a step, whatever the number of ranks."""
+    return CaseSpec(
+        strategy=name,
+        world_size=1 if name == "single" else 2,
+        model="small",
+        global_batch=8,
+        seq_len=8,
+        learning_rate=1e-2,
+        **SCENARIOS[scenario],
+    )
+
+
+def train(case: CaseSpec, tied: bool) -> dict[str, Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    strategy = make_strategy(case.strategy)
     spec = small_spec(n_layers=3, tied=tied)
-    found = {}
-    for name in [n for n in names() if n != "single"]:
-        model = Llama(spec)
-        initialise(model, 0)
-        strategy = make_strategy(name)
-        assert dist.group.WORLD is not None
-        module = strategy.wrap(model, dist.group.WORLD)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
-        source = SyntheticTokens(spec.vocab, 0)
-        losses = []
-        for step in range(4):
-            batch = rank_batch(source, step=step, rank=dist.get_rank(), world_size=2, global_batch=4, seq_len=8)
-            with CountingMode() as counted:
-                loss = next_token_loss(module(batch[0]), batch[1])
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found[name] = {
-            "units": strategy.wrapped_units(),
-            "announced": strategy.announced(),
-            "counted": counted.found(),
-            "losses": losses,
-            "parameters": dict(strategy.full_parameters()),
-        }
+    trainer = Trainer(case, spec, strategy, group, torch.device("cpu"))
+    for _ in range(STEPS):
+        with CountingMode() as counted:
+            trainer.timed_step(aligned=False)
+    return {
+        "units": strategy.wrapped_units(),
+        "announced": strategy.announced(case.workload, case.microbatches),
+        "counted": counted.found(),
+        "losses": trainer.losses,
+        "parameters": dict(strategy.full_parameters()),
+    }
+
+
+def train_all(strategies: list[str]) -> Results:
+    every = itertools.product((False, True), SCENARIOS, strategies)
+    return {(tied, scenario, name): train(case_of(name, scenario), tied) for tied, scenario, name in every}
+
+
+@pytest.fixture(scope="module")
+def trained() -> Results:
+    """All strategies in all scenarios, each with the mean loss over its ranks."""
+    found: Results = {}
+    for world_size, strategies in ((1, ["single"]), (2, [n for n in names() if n != "single"])):
+        ranks = run_ranks(world_size, train_all, strategies)
+        for key, result in ranks[0].items():
+            losses = [sum(step) / world_size for step in zip(*(rank[key]["losses"] for rank in ranks))]
+            found[key] = {**result, "losses": losses}
     return found
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def trained(request: pytest.FixtureRequest) -> tuple[bool, dict[str, Any]]:
-    return request.param, run_ranks(2, train, request.param)[0]
+tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+in_each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
 
 
-SHARDED = [n for n in names() if n not in ("single", "ddp")]
-
-
+@tied_or_not
+@in_each_scenario
 @pytest.mark.parametrize("name", [n for n in names() if n != "single"])
-def test_announced_collectives_are_those_at_the_dispatcher(trained: tuple[bool, dict[str, Any]], name: str) -> None:
-    assert trained[1][name]["announced"] == trained[1][name]["counted"]
+def test_announced_collectives_are_those_at_the_dispatcher(
+    trained: Results, tied: bool, scenario: str, name: str
+) -> None:
+    result = trained[tied, scenario, name]
+    assert result["announced"] == result["counted"]
+    assert bool(result["counted"]) == (scenario != "inference" or name != "ddp")
 
 
+@pytest.mark.parametrize("scenario", ["plain", "inference"])
+@tied_or_not
 @pytest.mark.parametrize("name", SHARDED)
-def test_every_block_is_a_unit(trained: tuple[bool, dict[str, Any]], name: str) -> None:
-    assert {f"model.layers.{i}" for i in range(3)} < set(trained[1][name]["units"])
+def test_every_block_is_a_unit_and_others_hold_the_rest(trained: Results, tied: bool, scenario: str, name: str) -> None:
+    blocks = {f"model.layers.{i}" for i in range(3)}
+    units = set(trained[tied, scenario, name]["units"])
+    assert blocks < units
+    assert units == set(trained[tied, "plain", name]["units"])
 
 
+@tied_or_not
+@in_each_scenario
+@pytest.mark.parametrize("name", names())
+def test_losses_equal_those_of_one_unsharded_rank(trained: Results, tied: bool, scenario: str, name: str) -> None:
+    reference = trained[tied, "inference" if scenario == "inference" else "plain", "single"]
+    assert trained[tied, scenario, name]["losses"] == pytest.approx(reference["losses"], rel=PARITY_TOLERANCE)
+
+
+@tied_or_not
+@pytest.mark.parametrize("scenario", ["plain", "full", "inference"])
 @pytest.mark.parametrize("name", SHARDED)
-def test_losses_and_parameters_equal_ddp_to_the_bit(trained: tuple[bool, dict[str, Any]], name: str) -> None:
-    ours, ddp = trained[1][name], trained[1]["ddp"]
+def test_losses_and_parameters_equal_ddp_to_the_bit(trained: Results, tied: bool, scenario: str, name: str) -> None:
+    ours, ddp = trained[tied, scenario, name], trained[tied, scenario, "ddp"]
     assert ours["losses"] == ddp["losses"]
     assert ours["parameters"].keys() == ddp["parameters"].keys()
     assert all(torch.equal(ours["parameters"][n], p) for n, p in ddp["parameters"].items())
+
+
+@tied_or_not
+@pytest.mark.parametrize("name", names())
+def test_recomputation_changes_no_bit_and_inference_no_weight(trained: Results, tied: bool, name: str) -> None:
+    plain, full, inference = (trained[tied, s, name]["parameters"] for s in ("plain", "full", "inference"))
+    model = Llama(small_spec(n_layers=3, tied=tied))
+    initialise(model, 0)
+    assert all(torch.equal(plain[n], full[n]) for n in plain)
+    assert all(torch.equal(inference[n], p) for n, p in model.named_parameters())
 
 
 def test_an_unknown_strategy_is_refused() -> None:

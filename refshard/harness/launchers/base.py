@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from refshard.specs import CaseSpec
+from refshard.specs.case import CaseSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

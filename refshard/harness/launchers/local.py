@@ -8,7 +8,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from refshard.harness.launchers.base import Launch, Launcher
 from refshard.harness.launchers.ranks import Interruption, rank_environment, run_ranks, worker_arguments
-from refshard.specs import CaseSpec
+from refshard.specs.case import CaseSpec
 
 _ADDRESS = "127.0.0.1"
 

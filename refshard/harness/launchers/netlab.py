@@ -7,7 +7,8 @@ from pathlib import Path
 from refshard.harness.launchers.base import Launch, Launcher
 from refshard.harness.launchers.network import INTERFACE, Network
 from refshard.harness.launchers.ranks import Interruption, rank_environment, run_ranks, worker_arguments
-from refshard.specs import CaseSpec, NetworkSpec
+from refshard.specs.case import CaseSpec
+from refshard.specs.suite import NetworkSpec
 
 _PORT = 29500
 """Rank 0's store. Each launch makes hosts of its own, so the port is always free there."""

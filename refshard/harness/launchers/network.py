@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from refshard.errors import LaunchError
-from refshard.specs import NetworkSpec
+from refshard.specs.suite import NetworkSpec
 
 INTERFACE = "eth0"
 """A host's interface to the network."""

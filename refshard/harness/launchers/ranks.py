@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 from refshard.harness.launchers.base import Launch
 from refshard.harness.rank import PROGRESS_FILE
-from refshard.specs import CaseSpec
+from refshard.specs.case import CaseSpec
 
 _TAIL_LINES = 30
 _POLL_S = 0.1

@@ -1,0 +1,85 @@
+"""From TOML and plain data to specs, with errors that name the field, the value and the remedy."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from refshard.errors import SpecError, nearest
+
+LARGEST = 2**40
+"""Above what any count, limit or size in a suite can mean."""
+T = TypeVar("T")
+
+
+def convert(data: Mapping[str, Any], to: type[T], *, where: str) -> T:
+    """Build the spec ``to`` from plain data.
+
+    Raises:
+        SpecError: with the field, the value and the remedy in one line.
+    """
+    try:
+        return msgspec.convert(data, to)
+    except msgspec.ValidationError as error:
+        raise SpecError(f"{where}: {_explain(str(error), data, to)}") from None
+
+
+def _explain(message: str, data: Mapping[str, Any], to: type) -> str:
+    text, _, path = message.partition(" - at `$")
+    keys = re.findall(r"[\w-]+", path.rstrip("`").replace("...", ""))
+    if unknown := re.search(r"unknown field `(.+)`", text):
+        fields: list[str] = list(getattr(_struct_at(to, keys), "__struct_fields__", ()))
+        where = f"{'.'.join(keys)} has the " if keys else ""
+        return f"{where}unknown key '{unknown[1]}'; {nearest(unknown[1], fields)}"
+    if missing := re.search(r"missing required field `(.+)`", text):
+        return f"{'.'.join([*keys, missing[1]])} is missing; add it"
+    if not keys or text[0].islower():  # a rule of our own, which begins with the field's name and gives the value
+        return ".".join([*keys, text])
+    value: Any = data
+    for key in keys:
+        value = value[int(key)] if isinstance(value, list) else value.get(key)
+    if "enum value" in text:
+        text = f"{text}; known: {', '.join(map(str, get_args(get_type_hints(_struct_at(to, keys[:-1]))[keys[-1]])))}"
+    return f"{'.'.join(keys)}: {text[0].lower()}{text[1:]} (got {value!r})"
+
+
+def _struct_at(to: type, keys: list[str]) -> type:
+    """The struct to which ``keys`` lead from the struct ``to``, by way of optional fields too."""
+    for key in keys:
+        hint = get_type_hints(to)[key]
+        to = next((t for t in (hint, *get_args(hint)) if isinstance(t, type) and issubclass(t, msgspec.Struct)), to)
+    return to
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        SpecError: it cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror}); give an existing file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not valid TOML ({error}); correct that line") from None
+
+
+def within(field: str, value: int, least: int, *, most: int = LARGEST) -> None:
+    """Check that ``value`` lies between ``least`` and ``most``.
+
+    Raises:
+        ValueError: it does not; the message names the field.
+    """
+    if value < least:
+        raise ValueError(f"{field} must be >= {least}, got {value}")
+    if value > most:
+        raise ValueError(f"{field} must be <= {most}, got {value}")
+
+
+def is_count(value: object) -> bool:
+    """Whether ``value`` is an integer >= 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,205 @@
+"""A suite: matrices of cases, what launches them, and how often."""
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from refshard import resources
+from refshard.errors import SpecError, nearest
+from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.reading import convert, is_count, read_toml, within
+
+LauncherName = Literal["local", "netlab"]
+MOST_ROUNDS = 1000
+
+
+class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hosts that the launcher ``netlab`` makes of one machine, and what each of them can send.
+
+    ``rate`` is a whole number of ``mbit`` or ``gbit`` (10^6 or 10^9 bits per second), such as ``"2gbit"``.
+    """
+
+    hosts: int
+    rate: str
+
+    def __post_init__(self) -> None:
+        within("hosts", self.hosts, 2, most=64)
+        if not re.fullmatch(r"[1-9][0-9]{0,3}[mg]bit", self.rate):
+            raise ValueError(
+                f"rate must be a whole number from 1 to 9999 and 'mbit' or 'gbit', such as '2gbit', got {self.rate!r}"
+            )
+
+    @property
+    def bits_per_s(self) -> int:
+        """What each host can send, in bits per second."""
+        return int(self.rate[:-4]) * {"m": 10**6, "g": 10**9}[self.rate[-4]]
+
+    @property
+    def description(self) -> str:
+        """The network in words, for people."""
+        unit = {"m": "Mbit/s", "g": "Gbit/s"}[self.rate[-4]]
+        return f"{self.hosts} hosts joined at {self.rate[:-4]} {unit} (network namespaces)"
+
+    def ranks_per_host(self, world_size: int) -> int:
+        """How many ranks each host runs; a single rank runs on the first.
+
+        Raises:
+            SpecError: the ranks cannot be spread evenly.
+        """
+        if world_size > 1 and world_size % self.hosts:
+            raise SpecError(
+                f"world_size must be 1 or a multiple of network.hosts = {self.hosts}, got {world_size}; change either"
+            )
+        return max(world_size // self.hosts, 1)
+
+
+class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One or more matrices of cases.
+
+    ``matrix`` is a table, or a list of tables. In each, lists are crossed with one another and any other value holds
+    for all its cases; ``case`` holds what the cases of every table share, and a table's own values go before it. The
+    keys are the fields of :class:`CaseSpec`, and ``batch_per_rank`` (sequences) in place of ``global_batch``; a table
+    may have ``rounds`` of its own. Each round launches every case afresh, in an order of its own, so that drift of the
+    machine does not favour one strategy. ``network`` says what the launcher ``netlab`` joins the ranks with, and is for
+    it alone.
+    """
+
+    name: str
+    about: str = ""
+    rounds: int = 1
+    launcher: LauncherName = "local"
+    network: NetworkSpec | None = None
+    matrix: dict[str, Any] | list[dict[str, Any]]
+    case: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w[\w.-]{0,63}", self.name):
+            raise ValueError(f"name must be up to 64 letters, digits, '.', '-' or '_' (a folder's), got {self.name!r}")
+        if not self.tables:
+            raise ValueError("matrix must hold at least one table, got []")
+        within("rounds", self.rounds, 1, most=MOST_ROUNDS)
+        if self.launcher == "netlab" and self.network is None:
+            raise ValueError("launcher 'netlab' needs the table [network], got none; add it, with hosts and rate")
+        if self.launcher != "netlab" and self.network is not None:
+            raise ValueError(
+                f"network is for launcher 'netlab', got launcher '{self.launcher}'; set launcher = \"netlab\", or drop "
+                "the table [network]"
+            )
+        known = [*CaseSpec.__struct_fields__, "batch_per_rank"]
+        _check_keys("case", self.case, known)
+        for table in self.tables:
+            _check_keys("matrix", table, [*known, "rounds"])
+            if not is_count(rounds := table.get("rounds", 1)) or rounds > MOST_ROUNDS:
+                raise ValueError(f"matrix.rounds must be an integer from 1 to {MOST_ROUNDS}, got {rounds!r}")
+            if empty := next((key for key, values in table.items() if values == []), None):
+                raise ValueError(f"matrix.{empty} must be a value or a list of at least one, got []")
+
+    @property
+    def tables(self) -> list[dict[str, Any]]:
+        """The matrices."""
+        return self.matrix if isinstance(self.matrix, list) else [self.matrix]
+
+    @property
+    def most_rounds(self) -> int:
+        """Rounds of the table that has most."""
+        return max(int(table.get("rounds", self.rounds)) for table in self.tables)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names of the strategies in the order in which the suite gives them, the reference first."""
+        given = [value for table in self.tables for value in _listed({**self.case, **table}.get("strategy", []))]
+        return tuple(dict.fromkeys([REFERENCE_STRATEGY, *map(str, given)]))
+
+    @property
+    def fixes_batch_per_rank(self) -> bool:
+        """Whether all cases are given a batch per rank, so that world sizes compare at that."""
+        return all("batch_per_rank" in _with_shared(table, self.case) for table in self.tables)
+
+    def cases(self, round_: int = 0) -> tuple[CaseSpec, ...]:
+        """The products of the tables that have a round of this number (from 0), without duplicates, each case's
+        reference before it.
+
+        Raises:
+            SpecError: a combination is no valid case.
+        """
+        found: dict[CaseSpec, None] = {}
+        for table in self.tables:
+            fields = _with_shared(table, self.case)
+            if fields.pop("rounds", self.rounds) <= round_:
+                continue
+            varied = {key: _listed(value) if key in table else [value] for key, value in fields.items()}
+            for values in itertools.product(*varied.values()):
+                case = _convert_case(dict(zip(varied, values)))
+                if self.network is not None:
+                    _check_networked(case, self.network)
+                found.setdefault(case.reference())
+                found.setdefault(case)
+        return tuple(found)
+
+
+def _check_networked(case: CaseSpec, network: NetworkSpec) -> None:
+    network.ranks_per_host(case.world_size)
+    if case.device != "cpu":
+        raise SpecError(
+            f"device must be 'cpu' with launcher 'netlab', got '{case.device}': NCCL would go from GPU to GPU, around "
+            'the network; set device = "cpu"'
+        )
+
+
+def _check_keys(where: str, given: Mapping[str, Any], known: list[str]) -> None:
+    for key in given:
+        if key not in known:
+            raise ValueError(f"{where} has the unknown key '{key}'; {nearest(key, known)}")
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _with_shared(table: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """A table's keys, and those of ``shared`` that it does not replace; one batch size replaces the other."""
+    sizes = {"global_batch", "batch_per_rank"}
+    kept = {key: value for key, value in shared.items() if not (key in sizes and sizes & table.keys())}
+    return {**table, **{key: value for key, value in kept.items() if key not in table}}
+
+
+def _convert_case(given: dict[str, Any]) -> CaseSpec:
+    fields = dict(given)
+    per_rank = fields.pop("batch_per_rank", None)
+    if (per_rank is None) == ("global_batch" not in fields):
+        raise SpecError("case: exactly one of global_batch and batch_per_rank must be given")
+    if per_rank is not None:
+        if not is_count(per_rank):
+            raise SpecError(f"case: batch_per_rank must be an integer >= 1, got {per_rank!r}")
+        fields["global_batch"] = per_rank * fields["world_size"] if is_count(fields.get("world_size")) else per_rank
+    if fields.get("strategy") == REFERENCE_STRATEGY and is_count(fields.get("world_size")):
+        fields["world_size"] = 1  # the reference is one rank, whatever the matrix crosses it with
+    return convert(fields, CaseSpec, where="case")
+
+
+def find_suite(given: str) -> Path:
+    """Resolve a suite given by path, or by the name or path of one that ships with refshard.
+
+    Raises:
+        SpecError: neither a file nor a shipped suite has this name.
+    """
+    path = Path(given)
+    if path.is_file():
+        return path
+    shipped = resources.suites()
+    if path.parent.name in ("", "suites") and path.stem in shipped and path.suffix in ("", ".toml"):
+        return shipped[path.stem]
+    raise SpecError(f"suite: no file '{given}'; {nearest(path.stem, list(shipped))}")
+
+
+def load_suite(path: Path) -> SuiteSpec:
+    """Read a suite from TOML.
+
+    Raises:
+        SpecError: the file cannot be read, is no TOML, or breaks the schema; the message names the field.
+    """
+    return convert(read_toml(path), SuiteSpec, where=path.name)

@@ -1,0 +1,77 @@
+"""The step that is timed: how a batch is split, and that the parts' gradients add up to the batch's."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from refshard.harness.measure import Trainer
+from refshard.models.llama import Llama
+from refshard.records import CollectiveCount
+from refshard.specs.case import CaseSpec, Workload
+from refshard.strategies.base import Strategy
+from tests.distributed.ranks import run_ranks
+from tests.models import small_spec
+
+
+class Watching(Strategy):
+    """One rank whose gradients, batches and microbatches are written down."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Workload, bool]] = []
+        self.batches: list[int] = []
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, n=name: self.gradients.update({n: p.grad.clone()}))
+        model.register_forward_pre_hook(lambda _, args: self.batches.append(args[0].shape[0]))
+        return model
+
+    def wrapped_units(self) -> tuple[str, ...]:
+        return ("all",)
+
+    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
+        self.asked.append((workload, last))
+        return nullcontext()
+
+    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
+        return ()
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+
+def watch(case: CaseSpec) -> Watching:
+    assert dist.group.WORLD is not None
+    strategy = Watching()
+    trainer = Trainer(case, small_spec(), strategy, dist.group.WORLD, torch.device("cpu"))
+    trainer.timed_step(aligned=False)
+    return strategy
+
+
+def case(microbatches: int = 1, workload: Workload = "training") -> CaseSpec:
+    return CaseSpec(
+        strategy="single", world_size=1, model="small", global_batch=8, seq_len=8, microbatches=microbatches,
+        workload=workload,
+    )  # fmt: skip
+
+
+def watch_all() -> dict[str, tuple[list[tuple[Workload, bool]], list[int], dict[str, torch.Tensor]]]:
+    cases = {"whole": case(), "parts": case(4), "inference": case(workload="inference")}
+    return {key: (w.asked, w.batches, w.gradients) for key, c in cases.items() if (w := watch(c))}
+
+
+def test_gradients_of_microbatches_add_up_to_those_of_the_batch() -> None:
+    seen = run_ranks(1, watch_all)[0]
+    asked, batches, whole = seen["whole"]
+    assert (asked, batches) == ([("training", True)], [8])
+    asked, batches, parts = seen["parts"]
+    assert asked == [("training", False)] * 3 + [("training", True)]
+    assert batches == [2, 2, 2, 2]
+    assert parts.keys() == whole.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    assert seen["inference"] == ([("inference", True)], [8], {})
