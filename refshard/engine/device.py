@@ -92,9 +92,9 @@ class StreamLanes(Lanes):
     """Lanes that are streams: compute is whichever is current, the others have the streams that they are given.
 
     The current stream is asked for at each use: autograd runs backward in threads of its own, on the streams that
-    forward ran on. Storage that changes hands between lanes is never ``record_stream``-ed, which would keep the
-    allocator from taking it back until an event had passed: a lane's memory is freed by the host only once that lane,
-    or the next to use it, has been ordered after its last reader.
+    forward ran on. Storage that several lanes use is never ``record_stream``-ed, which would keep the allocator from
+    handing it out again until an event had passed: it goes back at once to the lane that it was allocated on, and the
+    engine's waits order what that lane does next after whoever used it last.
     """
 
     def __init__(
