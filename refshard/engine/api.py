@@ -84,8 +84,8 @@ def shard(
         initialise: fills in place the parameters that a module from the meta device holds directly; by default its own
             ``reset_parameters``.
         offload: keep masters, their gradients and so the optimizer's state in (pinned) CPU memory.
-        communication_streams: 1, or 2 to let reductions and gathers run beside each other: two CUDA streams, and two
-            process groups of the same ranks.
+        communication_streams: 1, or 2 to let reductions and gathers run beside each other: on CUDA streams of their own
+            (a third where shards are replicated too), and in two process groups of the same ranks.
         collectives: what to communicate with; by default the mesh's process groups.
         lanes: what orders compute, gathers and reductions; by default the device's streams.
         debug: fill freed storage with NaN, so that a read of it shows, and check after each backward that all ranks

@@ -1,4 +1,4 @@
-"""The order of work between lanes: where compute runs, where gathers run, where reductions run.
+"""The order of work between lanes: where compute runs, where gathers run, where reductions and their second legs run.
 
 On CUDA a lane is a stream, and what one lane leaves for another is ordered by events; the host never waits, but for
 what lies in its own memory. On a CPU there is one lane in host order, collectives excepted, which their own handles
@@ -6,7 +6,7 @@ order.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -15,7 +15,7 @@ import torch
 
 from refshard.engine.collectives import Pending
 
-Lane = Literal["compute", "gather", "reduce"]
+Lane = Literal["compute", "gather", "reduce", "combine"]
 _NOTHING = nullcontext()
 
 
@@ -45,6 +45,10 @@ class Lanes(ABC):
         """
 
     @abstractmethod
+    def follow(self, lane: Lane, pending: Pending) -> None:
+        """Let ``lane`` too go on only after a collective that :meth:`issued` returned and nobody has awaited yet."""
+
+    @abstractmethod
     def synchronise(self, event: object) -> None:
         """Let the host go on only after ``event``."""
 
@@ -67,6 +71,9 @@ class HostLanes(Lanes):
         """See :meth:`Lanes.issued`."""
         return pending
 
+    def follow(self, lane: Lane, pending: Pending) -> None:
+        """See :meth:`Lanes.follow`."""
+
     def synchronise(self, event: object) -> None:
         """See :meth:`Lanes.synchronise`."""
 
@@ -82,23 +89,22 @@ class Stream(Protocol):
 
 
 class StreamLanes(Lanes):
-    """Lanes that are streams: compute is whichever is current, communication has one stream, or one per kind.
+    """Lanes that are streams: compute is whichever is current, the others have the streams that they are given.
 
     The current stream is asked for at each use: autograd runs backward in threads of its own, on the streams that
-    forward ran on. Storage that changes hands between lanes is never ``record_stream``-ed, which would keep the
-    allocator from taking it back until an event had passed: a lane's memory is freed by the host only once that lane,
-    or the next to use it, has been ordered after its last reader.
+    forward ran on. Storage that several lanes use is never ``record_stream``-ed, which would keep the allocator from
+    handing it out again until an event had passed: it goes back at once to the lane that it was allocated on, and the
+    engine's waits order what that lane does next after whoever used it last.
     """
 
     def __init__(
         self,
-        gather: Stream,
-        reduce: Stream,
+        streams: Mapping[Lane, Stream],
         *,
         current: Callable[[], Stream],
         use: Callable[[Any], AbstractContextManager[object]],
     ) -> None:
-        self._gather, self._reduce = gather, reduce
+        self._streams = dict(streams)
         self._current, self._use = current, use
         self._awaited: list[_Done] = []
 
@@ -122,14 +128,17 @@ class StreamLanes(Lanes):
         done.event = self.record(lane, done.event)
         return done
 
+    def follow(self, lane: Lane, pending: Pending) -> None:
+        """See :meth:`Lanes.follow`."""
+        assert isinstance(pending, _Done)
+        self.wait(lane, pending.event)
+
     def synchronise(self, event: Any) -> None:
         """See :meth:`Lanes.synchronise`."""
         event.synchronize()
 
     def _stream(self, lane: Lane) -> Stream:
-        if lane == "compute":
-            return self._current()
-        return self._gather if lane == "gather" else self._reduce
+        return self._current() if lane == "compute" else self._streams[lane]
 
 
 class _Done(Pending):
@@ -147,12 +156,15 @@ class _Done(Pending):
 
 
 def lanes_of(device: torch.device, streams: int) -> Lanes:
-    """The lanes of ``device``, with ``streams`` (1 or 2) for communication.
+    """The lanes of ``device``: with ``streams`` of 1, all that communicates shares one; with 2, each kind has its own.
 
     On CUDA these have high priority, since a collective's few blocks should not queue behind a product's thousands.
     """
     if device.type != "cuda":
         return HostLanes()
-    gather = torch.cuda.Stream(device, priority=-1)
-    reduce = torch.cuda.Stream(device, priority=-1) if streams > 1 else gather
-    return StreamLanes(gather, reduce, current=partial(torch.cuda.current_stream, device), use=torch.cuda.stream)
+    first = torch.cuda.Stream(device, priority=-1)
+    own: dict[Lane, Stream] = {"gather": first, "reduce": first, "combine": first}
+    if streams > 1:
+        own["reduce"] = torch.cuda.Stream(device, priority=-1)
+        own["combine"] = torch.cuda.Stream(device, priority=-1)
+    return StreamLanes(own, current=partial(torch.cuda.current_stream, device), use=torch.cuda.stream)

@@ -1,6 +1,6 @@
 """What each op does: the one place where collectives are issued and awaited, and where lanes are ordered.
 
-Five waits between lanes make it correct; each is needed for the reason given beside it. A sixth, of the host, is for
+Six waits between lanes make it correct; each is needed for the reason given beside it. A seventh, of the host, is for
 masters in its own memory.
 """
 
@@ -64,8 +64,8 @@ class Effects:
     def settle(self) -> None:
         """A pass has ended: masters and gradients in the host's memory are the host's again.
 
-        Compute has awaited all that copied from them or to them, and the host awaits compute (sixth wait): an optimizer
-        there writes and reads by the host's time.
+        Compute has awaited all that copied from them or to them, and the host awaits compute (seventh wait): an
+        optimizer there writes and reads by the host's time.
         """
         if self._host_memory_in_use:
             self._host_memory_in_use = False
@@ -171,18 +171,21 @@ class Effects:
 
     def _combine(self, unit: Unit) -> None:
         assert unit.reducing is not None
+        # The second leg reads what the first has written (fifth wait). It has a lane of its own: the replicas may be
+        # far away, and the next unit's first leg need not queue behind it.
+        self._lanes.follow("combine", unit.reducing)
         self._await(unit.reducing, "reduce_scatter", unit)
         unit.gradient_slot.release()
         targets = [flat.target for flat in unit.trained_flats if flat.target is not None]
-        with _label("all_reduce", unit), self._lanes.use("reduce"):
+        with _label("all_reduce", unit), self._lanes.use("combine"):
             works = (self._collectives.all_reduce(target) for target in targets)
-            unit.reducing = self._issue("reduce", "all_reduce", unit, works)
+            unit.reducing = self._issue("combine", "all_reduce", unit, works)
         self._combined.add(unit.index)
 
     def _finish(self, unit: Unit) -> None:
         if unit.reducing is None:
             return
-        # The optimizer reads the result, and the next unit writes its gradients over what was sent (fifth wait).
+        # The optimizer reads the result, and the next unit writes its gradients over what was sent (sixth wait).
         self._await(unit.reducing, "all_reduce" if unit.index in self._combined else self._reduction, unit)
         unit.reducing = None
         self.reducing.remove(unit.index)

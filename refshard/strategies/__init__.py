@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from refshard.errors import SpecError, nearest
+from refshard.plan.placement import MODES
 
 if TYPE_CHECKING:
     from refshard.strategies.base import Strategy
@@ -13,8 +14,7 @@ _FACTORIES: dict[str, tuple[str, str, dict[str, str]]] = {
     "ddp": ("ddp", "DDP", {}),
     "fsdp2": ("fsdp2", "FSDP2", {}),
     "fsdp2-tuned": ("fsdp2_tuned", "FSDP2Tuned", {}),
-    "refshard-fsdp": ("engine", "Refshard", {"mode": "fsdp"}),
-    "refshard-yafsdp": ("engine", "Refshard", {"mode": "yafsdp"}),
+    **{f"refshard-{mode}": ("engine", "Refshard", {"mode": mode}) for mode in MODES},
 }
 """Name: (module in this package, class, arguments)."""
 

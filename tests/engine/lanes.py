@@ -111,9 +111,9 @@ class RaceDetector(TorchDispatchMode):
 
     def lanes(self, streams: int) -> Lanes:
         """The engine's own lanes, over logical streams."""
-        gather = LogicalStream(self, "gather")
-        reduce = LogicalStream(self, "reduce") if streams > 1 else gather
-        return StreamLanes(gather, reduce, current=lambda: LogicalStream(self, self.current), use=self._use)
+        kinds: tuple[Lane, ...] = ("gather", "reduce", "combine")
+        own = {kind: LogicalStream(self, kind if streams > 1 else "gather") for kind in kinds}
+        return StreamLanes(own, current=lambda: LogicalStream(self, self.current), use=self._use)
 
     @property
     def current(self) -> str:
@@ -308,15 +308,17 @@ class WatchedCollectives(Collectives):
         return WatchedWork(self._detector, dict(self._detector.clock(group)))
 
 
-WAITS = ("masters_changed", "_gather", "_wait", "_reduce", "_combine", "_finish", "abandon_pass", "settle", "issued")
-"""Every place that waits, by the name of the function; "issued" is a lane's own wait for its collective."""
+WAITS = ("masters_changed", "_gather", "_wait", "_reduce", "_combine", "_finish", "abandon_pass", "settle")
+"""Every place that waits, by the name of the function."""
+LANES_WAITS = ("issued", "follow")
+"""Those of a lane other than compute for a collective: its own, and another lane's."""
 
 
 class DroppingLanes(Lanes):
     """Passes everything on, but leaves out the waits of one place."""
 
     def __init__(self, inner: Lanes, dropped: str) -> None:
-        assert dropped in WAITS
+        assert dropped in WAITS + LANES_WAITS
         self._inner, self._dropped = inner, dropped
 
     def use(self, lane: Lane) -> AbstractContextManager[object]:
@@ -331,6 +333,11 @@ class DroppingLanes(Lanes):
 
     def issued(self, lane: Lane, pending: Pending) -> Pending:
         return _Droppable(self, self._inner.issued(lane, _NotAwaited() if self._dropped == "issued" else pending))
+
+    def follow(self, lane: Lane, pending: Pending) -> None:
+        assert isinstance(pending, _Droppable)
+        if self._dropped != "follow":
+            self._inner.follow(lane, pending.pending)
 
     def synchronise(self, event: object) -> None:
         if self.keeps():

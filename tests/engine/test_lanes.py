@@ -12,7 +12,7 @@ from refshard.engine.api import engine_of, no_sync
 from refshard.engine.precision import Precision
 from refshard.plan.placement import MODES, Accumulation
 from tests.engine.fakes import Net, loss_of, make_batch
-from tests.engine.lanes import WAITS, DroppingLanes, Race, RaceDetector, WatchedCollectives
+from tests.engine.lanes import LANES_WAITS, WAITS, DroppingLanes, Race, RaceDetector, WatchedCollectives
 
 STEPS = 4
 
@@ -190,10 +190,11 @@ NEEDED = {
     "abandon_pass": ("fsdp", "failing", "reduce_scatter, in freed memory (", "(writes, on compute)"),
     "settle": ("fsdp", "offload, evaluation", "copy_ (reads, on gather)", "mul_ (writes, on host)"),
     "issued": ("yafsdp", "plain", "all_gather (writes,", "(reads, on compute)"),
+    "follow": ("yafsdp", "hybrid", "reduce_scatter (writes,", "all_reduce (writes,"),
 }
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("wait", WAITS + LANES_WAITS)
 def test_without_any_one_wait_something_races(wait: str) -> None:
     mode, way, earlier, later = NEEDED[wait]
     found = races(scenario_of(mode, way), dropped=wait)

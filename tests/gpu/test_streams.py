@@ -170,6 +170,7 @@ DROPPED = [
     Way(mode="yafsdp", dropped="_reduce", slow="compute"),
     Way(mode="yafsdp", dropped="_finish", slow="lanes"),
     Way(mode="fsdp", dropped="_combine", slow="lanes", replicas=2),
+    Way(mode="fsdp", dropped="follow", slow="lanes", replicas=2),
     Way(mode="zero2", dropped="settle", slow="lanes", offload=True),
 ]
 """On the CPU, tests/engine/test_lanes.py shows the same without luck. A lane's own wait is not among them: these

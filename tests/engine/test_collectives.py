@@ -1,0 +1,28 @@
+"""Which algorithm a process group's collectives take: that of the backend that serves the device."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from refshard.engine.collectives import GroupCollectives
+
+
+@pytest.fixture(params=["gloo", "cpu:gloo", None])
+def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of one rank; without a backend, torch takes one for each device type."""
+    dist.init_process_group(request.param, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()
+
+
+def test_gloo_is_known_however_it_was_asked_for(group: dist.ProcessGroup) -> None:
+    """Its own all-gather and reduce-scatter are slow ones: the parts are exchanged instead."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        collectives = GroupCollectives(group)
+        collectives.reduce_scatter(torch.empty(4), torch.ones(4)).wait()
+    assert [e.name for e in profile.events() if e.name.startswith("gloo:")] == ["gloo:all_to_all"]
