@@ -1,6 +1,5 @@
 """The features of the parity matrix, as rows of data, and its cells."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +18,8 @@ class Feature:
     """One way of training, that every mode at every world size must get right.
 
     ``make`` builds the model, ``order`` gives the blocks that run in a step. ``precision`` is the dtypes of parameters
-    in compute and of gradients in reduction. ``clip`` is a p-norm, and whether refshard or torch clips by it. ``mesh``
-    has two axes, replicate and shard. With ``scaled``, losses are scaled, and infinities planted.
+    in compute and of gradients in reduction. ``clip`` says whose clipping is called, by 1-, 2- and maximum norm in
+    turn. ``mesh`` has two axes, replicate and shard. With ``scaled``, losses are scaled, and infinities planted.
 
     ``peers`` are those that have the feature. Distances are relative: of losses, and of gradients in terms of the norm
     of each; ``loss`` and ``gradient`` from one rank in fp32, ``peer_loss`` and ``peer_gradient`` from a peer. Unless
@@ -33,7 +32,7 @@ class Feature:
     precision: tuple[torch.dtype, torch.dtype] | None = None
     accumulation: Accumulation | None = None
     microbatches: int = 1
-    clip: tuple[float, Literal["refshard", "torch"]] | None = None
+    clip: Literal["refshard", "torch"] | None = None
     mesh: tuple[int, int] | None = None
     groups: bool = False
     meta: bool = False
@@ -89,12 +88,6 @@ def _narrow(parameters: torch.dtype, reduction: torch.dtype, **more: bool) -> Fe
     )
 
 
-def _clipped(p: float, by: Literal["refshard", "torch"]) -> Feature:
-    """Sums of powers are taken in another order, but a maximum is a maximum."""
-    is_maximum = p == math.inf
-    return Feature(clip=(p, by), exact=is_maximum or by == "torch", peers_exact=is_maximum)
-
-
 FEATURES: dict[str, Feature] = {
     "plain": Feature(),
     "tied": Feature(make=partial(Net, tied=True)),
@@ -103,12 +96,9 @@ FEATURES: dict[str, Feature] = {
     "bf16 reduced in fp32": _narrow(torch.bfloat16, torch.float32),
     "bf16 reduced in bf16": _narrow(torch.bfloat16, torch.bfloat16),
     "fp16 scaled": _narrow(torch.float16, torch.float32, scaled=True),
-    "clip 1": _clipped(1, "refshard"),
-    "clip 2": _clipped(2, "refshard"),
-    "clip inf": _clipped(math.inf, "refshard"),
-    "torch clip 1": _clipped(1, "torch"),
-    "torch clip 2": _clipped(2, "torch"),
-    "torch clip inf": _clipped(math.inf, "torch"),
+    # Norms are sums in another order than one rank's or a peer's.
+    "clip": Feature(clip="refshard", exact=False, peers_exact=False),
+    "torch clip": Feature(clip="torch", peers_exact=False),
     "checkpoint all": Feature(make=partial(Net, checkpoint_every=1)),
     "checkpoint every second": Feature(make=partial(Net, checkpoint_every=2)),
     "meta device": Feature(meta=True, peers=("ddp",)),

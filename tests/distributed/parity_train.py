@@ -22,8 +22,8 @@ from refshard.engine.api import engine_of
 from tests.distributed.parity_features import FEATURES, STEPS, Cell, Feature
 from tests.distributed.parity_models import Net, loss_of, make_batch
 
-MAX_NORM = {1.0: 1.0, 2.0: 0.05, math.inf: 0.01}
-"""Small enough for every step to be clipped."""
+CLIPPING = ((1.0, 1.0), (2.0, 0.05), (math.inf, 0.01))
+"""By which p-norm the steps clip in turn, to a limit small enough to do so every time."""
 INFINITE_LOSS, INFINITE_GRADIENT = 4, 9
 """Steps in which one rank's loss, and one element of a reduced gradient, become infinite."""
 
@@ -58,8 +58,8 @@ class Side(ABC):
         return nullcontext()
 
     def clip(self, max_norm: float, p: float) -> torch.Tensor:
-        """Clip by torch."""
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, p)
+        """Clip by torch; the 2-norm tensor by tensor, the others of all at once."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, p, foreach=p != 2)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter or gradient, to be read and written."""
@@ -162,7 +162,7 @@ class Engine(Side):
             offload=feature.offload,
             debug=True,
         )
-        self._clip_by_torch = feature.clip is not None and feature.clip[1] == "torch"
+        self._clip_by_torch = feature.clip == "torch"
         self._replicated = engine_of(self.net).mode.optimizer == "replicate"
 
     @property
@@ -208,7 +208,8 @@ def train(side: Side, feature: Feature) -> Trace:
             plant(side)
         scaler.unscale_(optimizer)
         if feature.clip is not None:
-            trace.norms.append(side.clip(MAX_NORM[feature.clip[0]], feature.clip[0]).item())
+            p, max_norm = CLIPPING[step % len(CLIPPING)]
+            trace.norms.append(side.clip(max_norm, p).item())
         for name, parameter in side.net.named_parameters():
             if parameter.grad is not None and not planted:
                 trace.steps.setdefault(name, []).append(step)
