@@ -94,7 +94,9 @@ def train_wide(package: str, *, sharded: bool) -> tuple[list[float], list[str]]:
         if sharded:
             dist.all_reduce(total)
         losses.append(total.item() / world_size)
-    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.numel() > 1000]
+    state = [
+        v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.numel() > 1000
+    ]
     return losses, sorted({f"{type(v).__name__} {v.dtype}" for v in state})
 
 
