@@ -6,6 +6,7 @@ masters in its own memory.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch.profiler import record_function
@@ -43,18 +44,18 @@ class Effects:
             OpKind.FINISH: self._finish,
         }
 
-    def execute(self, op: Op) -> None:
-        """Do what ``op`` says."""
+    def of(self, op: Op) -> Callable[[], None]:
+        """What ``op`` says, ready to be done any number of times."""
         unit = self._units[op.unit]
         if op.kind is OpKind.BEGIN:
-            self._begin(unit, backward=op.phase == "backward")
-        elif op.kind is OpKind.END:
-            unit.computing = False
-            if op.phase == "backward":
-                unit.in_backward = False
-            unit.expose_sharded()
-        else:
-            self._of[op.kind](unit)
+            return partial(self._begin, unit, backward=op.phase == "backward")
+        if op.kind is OpKind.END:
+            return partial(self._end, unit, backward=op.phase == "backward")
+        return partial(self._of[op.kind], unit)
+
+    def execute(self, op: Op) -> None:
+        """Do what ``op`` says."""
+        self.of(op)()
 
     def masters_changed(self) -> None:
         """A pass begins: what the optimizer wrote must be there before a gather reads it (first wait)."""
@@ -146,6 +147,12 @@ class Effects:
         unit.computing = True
         # In backward too: what is recomputed there reads the modules' parameters again.
         unit.expose_unsharded()
+
+    def _end(self, unit: Unit, *, backward: bool) -> None:
+        unit.computing = False
+        if backward:
+            unit.in_backward = False
+        unit.expose_sharded()
 
     def _release(self, unit: Unit) -> None:
         if unit.resident and not unit.aliased:

@@ -8,9 +8,11 @@ demand.
 
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import pairwise
 
 import torch
 
@@ -46,6 +48,17 @@ class Order(Enum):
     ON_DEMAND = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """What is done at one marker, in order: what it needs, the marker itself, and what may be issued right after it.
+
+    The first scene of a pass, its opening, has no marker, and neither has the last, which ends it.
+    """
+
+    marker: Op | None
+    effects: tuple[Callable[[], None], ...]
+
+
 class Executor:
     """Executes ops on units.
 
@@ -69,8 +82,8 @@ class Executor:
         self._slots = Slots({}, {})
         self._markers: tuple[Op, ...] = ()
         self._followed: set[bool] = set()
-        self._streams: dict[PassKind, tuple[Op, ...]] = {}
-        self._stream: tuple[Op, ...] | None = None
+        self._scripts: dict[PassKind, tuple[_Scene, ...]] = {}
+        self._script: tuple[_Scene, ...] | None = None
         self._position = 0
         self._backward_open = False
         self.accumulating = False
@@ -85,7 +98,7 @@ class Executor:
     @property
     def stream(self) -> tuple[Op, ...]:
         """The op stream of a training step of one microbatch; empty until one has been observed."""
-        return self._stream_of(PassKind(legs=self._collectives.legs)) or ()
+        return self._build(PassKind(legs=self._collectives.legs)) if True in self._followed else ()
 
     def begin_pass(self, *, training: bool) -> None:
         """Start a forward pass. Whatever an earlier pass left behind is stale by now.
@@ -108,20 +121,22 @@ class Executor:
             reduce=training and not (self.accumulating and self._mode.gradients == "replicate"),
             legs=self._collectives.legs,
         )
-        self._stream = self._stream_of(self._kind)
-        self._position = 0
         self._effects.masters_changed()
-        self._run_ahead()
+        self._script = self._script_of(self._kind)
+        self._position = 0
+        if self._script is not None:
+            self._play(self._script[0])
 
     def mark(self, marker: Op) -> None:
         """Do what the schedule asks for up to ``marker``, and issue what may start after it."""
         if marker.phase == "backward":
             self._backward_open = True
-        if self._stream is not None:
-            if self._reach(marker):
-                self._run_ahead()
+        if self._script is not None:
+            expected = self._skipped()
+            if expected == marker:
+                self._play(self._script[self._position])
                 return
-            self._give_up_order(f"{marker} came where step 0 had {self._next_marker() or 'the end'}")
+            self._give_up_order(f"{marker} came where step 0 had {expected or 'the end'}")
         unit = self._units[marker.unit]
         if marker.kind is OpKind.BEGIN:
             self._make_room(unit, marker.phase)
@@ -139,11 +154,10 @@ class Executor:
         for unit in self._units:
             if unit.in_backward:
                 self._on_gradients(unit)
-        if self._stream is not None and (skipped := self._next_marker()) is not None:
+        if self._script is not None and (skipped := self._skipped()) is not None:
             self._give_up_order(f"backward ended before {skipped}")
-        while self._stream is not None and self._position < len(self._stream):
-            self._effects.execute(self._stream[self._position])
-            self._position += 1
+        if self._script is not None:
+            self._play(self._script[-1])
         if self._debug:
             self._check_agreement()
         if self._kind.reduce:
@@ -153,7 +167,7 @@ class Executor:
 
     def abandon_pass(self) -> None:
         """Give up whatever is unsharded or under way; gradients of a backward that did not end are dropped."""
-        self._stream = None
+        self._script = None
         self._recording = False
         lost = self._backward_open
         self._backward_open = False
@@ -206,14 +220,34 @@ class Executor:
         self._order = Order.FOLLOWING
         self._followed = {True, False}
 
-    def _stream_of(self, kind: PassKind) -> tuple[Op, ...] | None:
-        """The op stream of a pass of this kind, None where its order is not known."""
+    def _build(self, kind: PassKind) -> tuple[Op, ...]:
+        markers = self._markers if kind.training else forward_only(self._markers)
+        return build(markers, self._slots, self._mode, self._facts, kind)
+
+    def _script_of(self, kind: PassKind) -> tuple["_Scene", ...] | None:
+        """The op stream of a pass of this kind, scene by scene; None where its order is not known."""
         if kind.training not in self._followed:
             return None
-        if kind not in self._streams:
-            markers = self._markers if kind.training else forward_only(self._markers)
-            self._streams[kind] = build(markers, self._slots, self._mode, self._facts, kind)
-        return self._streams[kind]
+        if kind not in self._scripts:
+            self._scripts[kind] = self._scenes(self._build(kind))
+        return self._scripts[kind]
+
+    def _scenes(self, stream: tuple[Op, ...]) -> tuple["_Scene", ...]:
+        """Cut a stream where the engine waits for a marker. What follows one and need not be awaited belongs to it."""
+        awaited = BLOCKING | MARKERS
+        starts = [i for i, op in enumerate(stream) if op.kind in MARKERS]
+        ends = [next((i for i in range(s + 1, len(stream)) if stream[i].kind in awaited), len(stream)) for s in starts]
+        first = next(i for i, op in enumerate(stream) if op.kind in awaited)
+        scenes = []
+        for marker_at, (start, stop) in zip([None, *starts, None], pairwise([0, first, *ends, len(stream)])):
+            effects = tuple(self._effects.of(op) for op in stream[start:stop])
+            scenes.append(_Scene(None if marker_at is None else stream[marker_at], effects))
+        return tuple(scenes)
+
+    def _play(self, scene: "_Scene") -> None:
+        for effect in scene.effects:
+            effect()
+        self._position += 1
 
     def _must_gather(self) -> bool:
         """Whether this pass has to gather; replicated parameters that the optimizer changed are given up for it."""
@@ -250,33 +284,10 @@ class Executor:
         flats = [allocate(numel, dtype=dtype, device=unit.device) for numel, dtype in wanted]
         return Slot(flats, persistent=persistent, debug=self._debug)
 
-    def _reach(self, marker: Op) -> bool:
-        """Execute the stream up to and with ``marker``; False, and nothing done, where another marker comes first."""
-        assert self._stream is not None
-        if self._next_marker() != marker:
-            return False
-        end = self._stream.index(marker, self._position) + 1
-        for op in self._stream[self._position : end]:
-            self._effects.execute(op)
-        self._position = end
-        return True
-
-    def _next_marker(self) -> Op | None:
-        """The marker that the stream expects next, None at its end."""
-        assert self._stream is not None
-        for index in range(self._position, len(self._stream)):
-            if self._stream[index].kind in MARKERS:
-                return self._stream[index]
-        return None
-
-    def _run_ahead(self) -> None:
-        """Issue what comes next in the stream and need not be waited for."""
-        while self._stream is not None and self._position < len(self._stream):
-            op = self._stream[self._position]
-            if op.kind in MARKERS or op.kind in BLOCKING:
-                return
-            self._effects.execute(op)
-            self._position += 1
+    def _skipped(self) -> Op | None:
+        """The marker that the script expects next, None at its end."""
+        assert self._script is not None
+        return self._script[self._position].marker
 
     def _give_up_order(self, why: str) -> None:
         which = "training" if self._kind.training else "evaluation"
@@ -286,7 +297,7 @@ class Executor:
         )
         # An evaluation that takes another way (an early exit, say) leaves training's order alone.
         self._followed.discard(self._kind.training)
-        self._stream = None
+        self._script = None
         if self._kind.training:
             self._order = Order.ON_DEMAND
 

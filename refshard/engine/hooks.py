@@ -37,6 +37,7 @@ class Hooks:
 
     def _hook_module(self, unit: Unit, module: nn.Module) -> None:
         called = self._called[unit.index]
+        begin, end = (Op(kind, unit.index, "forward") for kind in (OpKind.BEGIN, OpKind.END))
 
         casts = self._precision.parameters is not None
         watches_inputs = any(not flat.trained for flat in unit.flats)
@@ -48,7 +49,7 @@ class Hooks:
                 first = not called
                 called.add(module)
                 if first:
-                    self._executor.mark(Op(OpKind.BEGIN, unit.index, "forward"))
+                    self._executor.mark(begin)
             if casts:
                 args, kwargs = tree_map_only(torch.Tensor, self._precision.cast, (args, kwargs))
             if watches_inputs and torch.is_grad_enabled() and not _in_recomputation():
@@ -61,7 +62,7 @@ class Hooks:
             self._watch_output(unit, output)
             if len(called) == len(unit.modules):
                 called.clear()
-                self._executor.mark(Op(OpKind.END, unit.index, "forward"))
+                self._executor.mark(end)
 
         # Compiled code must call these, not swallow them: they change storage under its feet.
         module.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)

@@ -20,7 +20,7 @@ from refshard.plan.layout import ParameterLayout, UnitLayout
 from refshard.plan.schedule import UnitFacts
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class UnitParameter:
     """One parameter: every place in the model that holds it (several when it is tied), and its two forms.
 
@@ -38,14 +38,8 @@ class UnitParameter:
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
 
-    def expose(self, parameter: nn.Parameter) -> None:
-        """Put ``parameter`` in every place that holds this one."""
-        for module, name in self.holders:
-            # nn.Module.__setattr__ would search four dictionaries, hundreds of times a step.
-            module._parameters[name] = parameter
 
-
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FlatParameter:
     """All parameters of a unit of one dtype that are trained, or all that are frozen, end to end.
 
@@ -161,7 +155,10 @@ class Unit:
     aliased: bool = False
     slot: Slot = field(init=False)
     gradient_slot: Slot = field(init=False)
+    on_gradients: Callable[["Unit"], None] = field(init=False)
     trained: tuple[UnitParameter, ...] = field(init=False)
+    trained_flats: tuple[FlatParameter, ...] = field(init=False)
+    _places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = field(init=False)
     resident: bool = False
     computing: bool = False
     in_backward: bool = False
@@ -174,17 +171,13 @@ class Unit:
     reducing: Pending | None = None
 
     def __post_init__(self) -> None:
-        self.trained = tuple(p for flat in self.flats if flat.trained for p in flat.parameters)
+        self.trained_flats = tuple(flat for flat in self.flats if flat.trained)
+        self.trained = tuple(p for flat in self.trained_flats for p in flat.parameters)
 
     @property
     def parameters(self) -> tuple[UnitParameter, ...]:
         """All parameters."""
         return tuple(p for flat in self.flats for p in flat.parameters)
-
-    @property
-    def trained_flats(self) -> tuple[FlatParameter, ...]:
-        """The flat parameters that have gradients, in the order of the gradient slot's."""
-        return tuple(flat for flat in self.flats if flat.trained)
 
     @property
     def gradients_aliased(self) -> bool:
@@ -202,7 +195,7 @@ class Unit:
         return len(self.arrived) == len(self.trained) and self.inputs_awaited == 0
 
     def bind(self, slot: Slot, gradient_slot: Slot, on_gradients: Callable[["Unit"], None]) -> None:
-        """Make the unit live in these slots; ``on_gradients``, a method, is called when its last gradient arrived."""
+        """Make the unit live in these slots; ``on_gradients`` is called when its last gradient arrived."""
         self.slot, self.gradient_slot = slot, gradient_slot
         with torch.no_grad():
             views = slot.views([flat.layout.parameters for flat in self.flats])
@@ -212,19 +205,22 @@ class Unit:
                 parameter.unsharded = nn.Parameter(view, requires_grad=flat.trained)
             for parameter, gradient in zip(flat.parameters, next(gradients) if flat.trained else ()):
                 parameter.gradient = gradient
-                parameter.unsharded.register_post_accumulate_grad_hook(_taker(self, flat, parameter, on_gradients))
+                parameter.unsharded.register_post_accumulate_grad_hook(_taker(self, flat, parameter))
+        self.on_gradients = on_gradients
+        self._places = [
+            (module._parameters, name, p.sharded, p.unsharded) for p in self.parameters for module, name in p.holders
+        ]
 
     def expose_unsharded(self) -> None:
         """Let the modules see the unsharded parameters."""
-        for flat in self.flats:
-            for parameter in flat.parameters:
-                parameter.expose(parameter.unsharded)
+        # nn.Module.__setattr__ would search four dictionaries, hundreds of times a step.
+        for held, name, _, unsharded in self._places:
+            held[name] = unsharded
 
     def expose_sharded(self) -> None:
         """Let the modules see this rank's parts."""
-        for flat in self.flats:
-            for parameter in flat.parameters:
-                parameter.expose(parameter.sharded)
+        for held, name, sharded, _ in self._places:
+            held[name] = sharded
 
     def check_parameters(self) -> None:
         """Check that the model still holds the parameters that the engine trains.
@@ -265,8 +261,8 @@ class Unit:
                 if parameter.layout.name not in self.filled:
                     parameter.gradient.zero_()
 
-    def take_gradient(self, flat: FlatParameter, parameter: UnitParameter) -> bool:
-        """Move the parameter's fresh gradient into the gradient slot; True once the unit's backward is complete.
+    def take_gradient(self, flat: FlatParameter, parameter: UnitParameter) -> None:
+        """Move the parameter's fresh gradient into the gradient slot, and tell once the unit's backward is complete.
 
         The first gradient is written as it comes and later ones are added: a preset ``.grad`` view would cost a
         zeroing and an addition instead. The mean's division is folded into the write.
@@ -292,22 +288,19 @@ class Unit:
             parameter.gradient.copy_(gradient).mul_(flat.scale)
         self.filled.add(name)
         self.arrived.add(name)
-        return self.complete
+        if self.complete:
+            self.on_gradients(self)
 
 
-def _taker(
-    unit: Unit, flat: FlatParameter, parameter: UnitParameter, on_gradients: Callable[[Unit], None]
-) -> Callable[[torch.Tensor], None]:
+def _taker(unit: Unit, flat: FlatParameter, parameter: UnitParameter) -> Callable[[torch.Tensor], None]:
     """The hook for a parameter's gradient. It holds nothing strongly: autograd keeps it where no collector looks."""
-    unit_ref, place = weakref.ref(unit), (unit.flats.index(flat), flat.parameters.index(parameter))
-    notify = weakref.WeakMethod(on_gradients)
+    unit_ref, flat_ref, parameter_ref = weakref.ref(unit), weakref.ref(flat), weakref.ref(parameter)
 
     def take(_: torch.Tensor) -> None:
-        alive, callback = unit_ref(), notify()
-        assert alive is not None
-        assert callback is not None
-        flat = alive.flats[place[0]]
-        if alive.take_gradient(flat, flat.parameters[place[1]]):
-            callback(alive)
+        unit, flat, parameter = unit_ref(), flat_ref(), parameter_ref()
+        assert unit is not None
+        assert flat is not None
+        assert parameter is not None
+        unit.take_gradient(flat, parameter)
 
     return take
