@@ -101,7 +101,7 @@ class GroupCollectives(Collectives):
         self.rank = shards.rank() if shards else 0
         self.world_size = shards.size() if shards else 1
         self.replicas = replicas.size() if replicas else 1
-        backends = {_backend_of(group, self._device) for group in (shards, replicas) if group is not None}
+        backends = {backend_of(group, self._device) for group in (shards, replicas) if group is not None}
         self._gloo = "gloo" in backends
         # NCCL launches on the current stream, of high priority here, unless it is asked for a handle: then it hops to a
         # stream of its own, of ordinary priority, and back.
@@ -208,7 +208,7 @@ class GroupCollectives(Collectives):
         return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that serves tensors on ``device``: a group may have one per device type."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {kind: backend for kind, _, backend in pairs}.get(device.type, "")

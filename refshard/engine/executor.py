@@ -8,7 +8,7 @@ demand.
 
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -80,6 +80,7 @@ class Executor:
         self._recording = False
         self._kind = PassKind(legs=collectives.legs)
         self._slots = Slots({}, {})
+        self._rings: dict[tuple[str, SlotKey], Slot] = {}
         self._markers: tuple[Op, ...] = ()
         self._followed: set[bool] = set()
         self._scripts: dict[PassKind, tuple[_Scene, ...]] = {}
@@ -111,10 +112,12 @@ class Executor:
         self.abandon_pass()
         for unit in self._units:
             unit.arrived.clear()
-        if self._order is Order.OBSERVING and self._complete():
-            self._plan()
+        if self._order is Order.OBSERVING and any(m.phase == "backward" for m in self._observed):
+            self._plan({True, False})
+            self._order = Order.FOLLOWING
         self._observed.clear()
-        self._recording = training and self._order is Order.OBSERVING
+        # An evaluation before the first training step is observed too: it may be all that the model is for.
+        self._recording = self._order is Order.OBSERVING and (training or not self._followed)
         self._kind = PassKind(
             training=training,
             gather=self._must_gather(),
@@ -187,13 +190,17 @@ class Executor:
         self._effects.reducing.clear()
         self._effects.settle()
 
-    def _complete(self) -> bool:
-        """Whether a whole step, forward and backward, has been observed."""
-        return any(m.phase == "backward" for m in self._observed)
+    def end_evaluation(self) -> None:
+        """End a forward pass that has no backward; the first one shows the order of those to come."""
+        observed = self._recording
+        self.abandon_pass()
+        if observed:
+            self._plan({False})
+            self._observed.clear()
 
     @torch.inference_mode(False)
-    def _plan(self) -> None:
-        """Fix the observed order and move the units into their rings.
+    def _plan(self, followed: set[bool]) -> None:
+        """Fix the observed order for passes with or without backward, and move the units into their rings.
 
         Slots must be ordinary tensors even where an evaluation in inference mode is what comes after step 0.
         """
@@ -205,20 +212,24 @@ class Executor:
             )
         self._markers = tuple(self._observed)
         self._slots = assign_slots(self._markers, self._facts, self._mode)
-        rings: dict[tuple[str, SlotKey], Slot] = {}
+        if True not in followed:
+            self._slots = Slots(self._slots.parameters, {})
         for unit in self._units:
-            own = (unit.slot, unit.gradient_slot)
-            keys = (("parameters", self._slots.parameters), ("gradients", self._slots.gradients))
-            pair = []
-            for slot, (role, assigned) in zip(own, keys):
-                key = assigned.get(unit.index)
-                if key is not None and (role, key) not in rings:
-                    rings[role, key] = self._new_slot(unit, role, persistent=True)
-                pair.append(slot if key is None else rings[role, key])
-            if tuple(pair) != own:
-                unit.bind(pair[0], pair[1], self._on_gradients)
-        self._order = Order.FOLLOWING
-        self._followed = {True, False}
+            slot = self._ring_slot(unit, "parameters", self._slots.parameters) or unit.slot
+            gradient_slot = self._ring_slot(unit, "gradients", self._slots.gradients) or unit.gradient_slot
+            if (slot, gradient_slot) != (unit.slot, unit.gradient_slot):
+                unit.bind(slot, gradient_slot, self._on_gradients)
+        self._scripts.clear()
+        self._followed = followed
+
+    def _ring_slot(self, unit: Unit, role: str, assigned: Mapping[int, SlotKey]) -> Slot | None:
+        """The unit's slot in a ring, made when it is first asked for; None for a unit outside of the rings."""
+        key = assigned.get(unit.index)
+        if key is None:
+            return None
+        if (role, key) not in self._rings:
+            self._rings[role, key] = self._new_slot(unit, role, persistent=True)
+        return self._rings[role, key]
 
     def _build(self, kind: PassKind) -> tuple[Op, ...]:
         markers = self._markers if kind.training else forward_only(self._markers)

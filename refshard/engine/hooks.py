@@ -77,9 +77,12 @@ class Hooks:
         self._executor.begin_pass(training=torch.is_grad_enabled())
 
     def _end_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        failed = output is None
-        if not _in_recomputation() and (failed or not torch.is_grad_enabled()):
+        if _in_recomputation():
+            return
+        if output is None:  # forward raised
             self._executor.abandon_pass()
+        elif not torch.is_grad_enabled():
+            self._executor.end_evaluation()
 
     def _watch_inputs(self, unit: Unit, inputs: Any) -> Any:
         """Let the unit's backward go on until the gradients of this call's inputs are there."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard.engine.api import engine_of, full_parameters, no_sync, shard
+from refshard.engine.collectives import backend_of
 from refshard.engine.unit import Unit
 from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
@@ -30,7 +31,7 @@ class Refshard(Strategy):
     def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
         """See :meth:`Strategy.wrap`."""
         self._world_size = group.size()
-        self._gloo = dist.get_backend(group) == "gloo"
+        self._gloo = backend_of(group, next(model.parameters()).device) == "gloo"
         self._model = model
         return shard(model, mesh_of(group, model), mode=self._mode.name)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.engine.collectives import GroupCollectives
+from refshard.engine.collectives import GroupCollectives, backend_of
 
 
 @pytest.fixture(params=["gloo", "cpu:gloo", None])
@@ -21,8 +21,14 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dist.Proce
 
 
 def test_gloo_is_known_however_it_was_asked_for(group: dist.ProcessGroup) -> None:
-    """Its own all-gather and reduce-scatter are slow ones: the parts are exchanged instead."""
+    assert backend_of(group, torch.device("cpu")) == "gloo"
+
+
+def test_an_axis_of_one_rank_needs_no_collective(group: dist.ProcessGroup) -> None:
+    collectives = GroupCollectives(group)
+    total, full = torch.empty(4), torch.ones(4)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        collectives = GroupCollectives(group)
-        collectives.reduce_scatter(torch.empty(4), torch.ones(4)).wait()
-    assert [e.name for e in profile.events() if e.name.startswith("gloo:")] == ["gloo:all_to_all"]
+        collectives.reduce_scatter(total, full).wait()
+        collectives.all_gather(full, full).wait()
+    assert not [e.name for e in profile.events() if e.name.startswith("gloo:")]
+    assert torch.equal(total, torch.ones(4))

@@ -4,7 +4,7 @@ With one rank, training must equal the bare model's to the bit: every difference
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.collectives import RecordingCollectives
 from refshard.engine.executor import Order
+from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
 from refshard.plan.placement import MODES
 from refshard.plan.schedule import Op, OpKind, assign_slots, build, chain_markers
@@ -104,6 +105,32 @@ def test_evaluation_between_steps_changes_nothing_and_sees_new_weights(mode: str
         with torch.no_grad():
             assert torch.equal(model(make_batch(9)[0]), bare(make_batch(9)[0]))
     assert_same_parameters(model, bare)
+
+
+def test_an_evaluation_alone_is_observed_and_then_prefetched() -> None:
+    """Its blocks take turns in a ring; the training that follows observes for itself."""
+    bare, model = make_net(), sharded("yafsdp")
+    executor = engine_of(model).executor
+    with torch.no_grad():
+        for batch in range(3):
+            assert torch.equal(model(make_batch(batch)[0]), bare(make_batch(batch)[0]))
+            assert executor.order is Order.OBSERVING
+    blocks = engine_of(model).units[1:-1]
+    assert len({id(unit.slot) for unit in blocks}) == 2
+    assert executor.stream == ()
+    issued: list[str] = []
+    for index, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda *_, i=index: issued.append(f"{i}: {gathering(blocks)}"))
+    with torch.no_grad():
+        model(make_batch(3)[0])
+    assert issued == ["0: [1]", "1: [2]", "2: [3]", "3: []"]
+    assert train(model, 4) == train(bare, 4)
+    assert executor.order is Order.FOLLOWING
+    assert_same_parameters(model, bare)
+
+
+def gathering(units: Sequence[Unit]) -> list[int]:
+    return [index for index, unit in enumerate(units) if unit.gathering is not None]
 
 
 def test_gradient_accumulation_adds_microbatches(mode: str) -> None:
