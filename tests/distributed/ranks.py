@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
 
@@ -21,7 +22,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
 
 def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
+    store = FileStore(f"{folder}/store", world_size)
     # A rank that waits for one that went another way fails, and does not hang.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     try:
