@@ -106,7 +106,7 @@ FEATURES: dict[str, Feature] = {
     "lora": Feature(make=partial(Net, adapted=True, trained=_adapters)),
     "lora and embedding": Feature(make=partial(Net, adapted=True, trained=_adapters_and_embedding)),
     "runs twice": Feature(order=lambda _: (0, 1, 1, 2, 3)),
-    "never runs": Feature(order=lambda _: (0, 1, 3)),
+    "never runs": Feature(make=partial(Net, spare=True), order=lambda _: (0, 1, 3)),
     "runs now and then": Feature(order=_now_and_then),
     "groups": Feature(groups=True),
     "compiled": Feature(compiled=True),

@@ -25,14 +25,16 @@ class Adapted(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block."""
+    """A residual block; the ``spare`` layer that it may hold never runs."""
 
-    def __init__(self, *, adapted: bool) -> None:
+    def __init__(self, *, adapted: bool, spare: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
         up, down = nn.Linear(DIM, 2 * DIM + 1), nn.Linear(2 * DIM + 1, DIM, bias=False)
         self.up: nn.Module = Adapted(up) if adapted else up
         self.down: nn.Module = Adapted(down) if adapted else down
+        if spare:
+            self.spare = nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -52,13 +54,14 @@ class Net(nn.Module):
         *,
         tied: bool = False,
         adapted: bool = False,
+        spare: bool = False,
         trained: Callable[[str], bool] = lambda _: True,
         order: Sequence[int] = (0, 1, 2, 3),
         checkpoint_every: int = 0,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Block(adapted=adapted) for _ in range(4))
+        self.layers = nn.ModuleList(Block(adapted=adapted, spare=spare) for _ in range(4))
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         if tied:

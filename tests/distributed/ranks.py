@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
 
@@ -21,13 +22,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
 
 def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    store = FileStore(f"{folder}/store", world_size)
     # A rank that waits for one that went another way fails, and does not hang.
-    timeout = timedelta(seconds=120)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     try:
         result = function(*arguments)
-        dist.barrier()
+        # Through the store: a rank that leaves a barrier of sockets closes them on those that are still within.
+        store.set(f"done {rank}", "")
+        store.wait([f"done {other}" for other in range(world_size)])
     finally:
         dist.destroy_process_group()
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))

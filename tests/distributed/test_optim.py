@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import refshard
-from refshard.engine.api import engine_of
 from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import loss_of, make_batch, make_net
@@ -19,9 +18,9 @@ NORMS = (1.0, 2.0, 3.0, math.inf)
 LIMIT = 1e-3
 
 
-def clip_both_ways() -> dict[str, Any]:
+def clip_both_ways() -> dict[tuple[str, object], Any]:
     """Per mode and p the norms that refshard and torch find, and whether they leave the same gradients."""
-    found: dict[str, Any] = {}
+    found: dict[tuple[str, object], Any] = {}
     for mode in MODES:
         model = make_net()
         refshard.shard(model, mode=mode)
@@ -75,50 +74,50 @@ class Wide(nn.Module):
         return out
 
 
-def train_wide(package: str, *, sharded: bool) -> tuple[list[float], list[str]]:
-    """Losses over all ranks of training with the package's 8-bit AdamW, and the dtypes or classes of its state."""
+def train_wide(optimizer: str, *, sharded: bool) -> tuple[list[float], bool]:
+    """Losses over all ranks of training with ``optimizer`` (module and class), and whether its state is in 8 bits."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if sharded else (0, 1)
     torch.manual_seed(0)
     model = Wide()
     if sharded:
         refshard.shard(model, mode="fsdp", debug=True)
-    optimizer = importlib.import_module(f"{package}.optim").AdamW8bit(model.parameters(), lr=1e-3)
-    losses = []
+    module, name = optimizer.rsplit(".", 1)
+    made = getattr(importlib.import_module(module), name)(model.parameters(), lr=1e-3, weight_decay=0.01)
     x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).chunk(world_size)[rank]
+    losses = []
     for _ in range(20):
         loss = (model(x) - 1).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        made.step()
+        made.zero_grad()
         total = loss.detach().double()
         if sharded:
             dist.all_reduce(total)
         losses.append(total.item() / world_size)
-    state = [
-        v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.numel() > 1000
-    ]
-    return losses, sorted({f"{type(v).__name__} {v.dtype}" for v in state})
+    tensors = [v for state in made.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return losses, any(v.dtype is torch.uint8 or type(v).__name__ == "OptimState8bit" for v in tensors)
 
 
-def train_wide_on_ranks(package: str) -> tuple[list[float], list[str], list[int]]:
-    torch.manual_seed(0)
-    model = Wide()
-    refshard.shard(model, mode="fsdp")
-    parts = [p.sharded.numel() for unit in engine_of(model).units for p in unit.parameters]
-    return *train_wide(package, sharded=True), parts
+def train_wide_on_ranks(optimizer: str) -> tuple[list[float], bool, list[int]]:
+    """With the lengths of this rank's parts."""
+    model = refshard.shard(Wide(), mode="fsdp")
+    return *train_wide(optimizer, sharded=True), [p.numel() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_8_bit_adamw_on_shards_follows_8_bit_adamw_on_whole_tensors(package: str, world_size: int) -> None:
-    """Its state is quantised in blocks of 256 elements that begin with the part, so that a shard's may be other blocks.
+def test_8_bit_adamw_on_shards_follows_that_on_whole_tensors(package: str, world_size: int) -> None:
+    """Its state is quantised in blocks of 256 elements, counted from where the part begins: a shard's may be others.
 
-    An 8-bit step differs from one in fp32 by 1.2e-3 of the loss here; other blocks should cost no more than that.
-    torchao keeps the state of a part whose length is no multiple of 256 in fp32, bitsandbytes takes any length.
+    8 bits cost up to 1.7e-2 of the loss against fp32 here; that the blocks are others may cost 5e-3. A part whose
+    length is no multiple of 256 is taken as it is by bitsandbytes; torchao silently keeps its state in fp32.
     """
     pytest.importorskip(f"{package}.optim", reason=f"{package} is not installed; pip install {package}")
-    whole, _ = train_wide(package, sharded=False)
-    for losses, state, parts in run_ranks(world_size, train_wide_on_ranks, package):
-        assert losses == pytest.approx(whole, rel=2e-3)
-        assert whole[-1] < 0.5 * whole[0]
-        print(package, world_size, parts, state)
+    optimizer = f"{package}.optim.AdamW8bit"
+    whole, whole_in_8_bits = train_wide(optimizer, sharded=False)
+    exact, _ = train_wide("torch.optim.AdamW", sharded=False)
+    assert whole_in_8_bits
+    assert whole == pytest.approx(exact, rel=2e-2)
+    for losses, in_8_bits, parts in run_ranks(world_size, train_wide_on_ranks, optimizer):
+        assert in_8_bits == (package == "bitsandbytes" or any(n > 0 and n % 256 == 0 for n in parts))
+        assert losses == pytest.approx(whole if in_8_bits else exact, rel=5e-3)
