@@ -72,3 +72,10 @@ def test_every_function_that_the_tour_names_exists() -> None:
         found: object = importlib.import_module(f"refshard.{room}.{module}")
         for part in path.split("."):
             found = getattr(found, part)
+
+
+def test_every_trap_names_a_test_that_exists() -> None:
+    traps = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)\) `(test_\w+)` \|", TOUR)
+    assert len(traps) == 14
+    for path, name in traps:
+        assert f"def {name}(" in (Path(__file__).parents[1] / path).read_text(), f"{path} has no {name}"
