@@ -4,7 +4,7 @@ import math
 import traceback
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import refshard
 from refshard.engine.api import engine_of
-from tests.distributed.parity_features import FEATURES, STEPS, Cell, Feature
+from tests.distributed.parity_features import FEATURES, STEPS, Feature
 from tests.distributed.parity_models import Net, loss_of, make_batch
 
 CLIPPING = ((1.0, 1.0), (2.0, 0.05), (math.inf, 0.01))
@@ -261,16 +261,9 @@ def groups_of(net: Net, feature: Feature) -> Iterator[dict[str, Any]]:
     yield {"params": [p for _, p in named if not any(p is other for other in undecayed)]}
 
 
-def train_cells(cells: Sequence[Cell], peers: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Trace | str]:
-    """In every rank: train the cells (all of this world size), and the peers (each with a feature).
-
-    Returns traces by (mode or peer, feature), or in place of one the traceback of an exception.
-    """
-    runs = [(cell.mode, cell.feature) for cell in cells] + list(peers)
-    return {(way, name): _train_or_tell(way, FEATURES[name]) for way, name in runs}
-
-
-def _train_or_tell(way: str, feature: Feature) -> Trace | str:
+def train_or_tell(way: str, name: str) -> Trace | str:
+    """In every rank: train a mode or a peer with the feature of that name; the traceback where that raises."""
+    feature = FEATURES[name]
     torch._dynamo.reset()
     peers = {"ddp": Ddp, "fsdp2": Fsdp2}
     try:

@@ -24,13 +24,13 @@ from tests.distributed.parity_train import (
     Alone,
     Trace,
     train,
-    train_cells,
+    train_or_tell,
 )
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_each
 
 COVER = pairwise_cover(CELLS)
 Launched = list[dict[tuple[str, str], Trace | str]]
-"""Per rank, what :func:`train_cells` found."""
+"""Per rank, traces by (mode or peer, feature), or in place of one the traceback of an exception."""
 Launch = Callable[[int, bool], Launched]
 
 
@@ -45,14 +45,12 @@ def launch() -> Launch:
     @functools.cache
     def attempt(world_size: int, whole: bool) -> Launched | Exception:
         cells = [cell for cell in (CELLS if whole else COVER) if cell.world_size == world_size]
-        peers = [
-            (peer, name)
-            for name in dict.fromkeys(cell.feature for cell in cells)
-            for peer in (FEATURES[name].peers if whole else FEATURES[name].peers[:1])
-            if whole or world_size == 2 or FEATURES[name].mesh
-        ]
+        runs = [(cell.mode, cell.feature) for cell in cells]
+        for name in dict.fromkeys(cell.feature for cell in cells):
+            if whole or world_size == 2 or FEATURES[name].mesh:
+                runs += [(peer, name) for peer in FEATURES[name].peers[: None if whole else 1]]
         try:
-            return run_ranks(world_size, train_cells, cells, peers)
+            return [dict(zip(runs, found)) for found in run_each(world_size, train_or_tell, runs)]
         except Exception as error:
             return error
 
