@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import refshard
 from refshard.engine.api import engine_of
-from refshard.engine.collectives import RecordingCollectives
+from refshard.engine.collectives import Pending, RecordingCollectives
 from refshard.engine.executor import Order
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
@@ -200,7 +200,8 @@ def test_a_parameter_without_gradient_is_zeroed_not_stale(mode: str) -> None:
         model.layers = nn.ModuleList(GatedBlock() for _ in range(4))
         models.append(model)
     bare, model = models
-    refshard.shard(model, mode=mode, collectives=LateCollectives(), debug=True)
+    collectives = KeepingCollectives()
+    refshard.shard(model, mode=mode, collectives=collectives, debug=True)
     for m in models:
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1)
         train(m, 2, optimizer=optimizer)
@@ -209,8 +210,26 @@ def test_a_parameter_without_gradient_is_zeroed_not_stale(mode: str) -> None:
             layer.both = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            collectives.reduced.clear()
             train(m, 2, start=2, optimizer=optimizer)
     assert_same_parameters(model, bare)
+    (flat,) = engine_of(model).units[1].flats
+    sent = next(full for full in reversed(collectives.reduced) if full.numel() == flat.layout.numel)
+    for place in flat.layout.parameters:
+        part = sent[place.offset : place.offset + place.numel]
+        assert bool(part.any()) == place.name.startswith("layers.0.a"), place.name
+
+
+class KeepingCollectives(LateCollectives):
+    """Keeps what was reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced: list[torch.Tensor] = []
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+        self.reduced.append(full.clone())
+        return super().reduce_scatter(output, full)
 
 
 def test_changed_order_warns_once_and_stays_correct(mode: str) -> None:
