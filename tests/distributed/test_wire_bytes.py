@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import refshard
@@ -26,10 +27,11 @@ MICROBATCHES = 3
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what this rank sends to others, by kind of collective."""
+    """Counts what this rank sends to others, by kind of collective: what a gather receives lies in a unit's slot."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._units = engine_of(model).units
         self.sent: dict[str, Fraction] = defaultdict(Fraction)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,7 +40,8 @@ class SentBytes(TorchDispatchMode):
             # Of (output, input, group, output split, input split): what goes to this rank itself is not sent.
             size, rank = dist.get_world_size(), dist.get_rank()
             split = args[4] or [args[1].numel() // size] * size
-            exchange = "gather" if 0 in split else "reduce"
+            slots = {flat.untyped_storage().data_ptr() for unit in self._units for flat in unit.slot.flats}
+            exchange = "gather" if args[0].untyped_storage().data_ptr() in slots else "reduce"
             self.sent[exchange] += (sum(split) - split[rank]) * args[1].element_size()
         elif name == "c10d::allreduce_":
             size = dist.get_world_size()
@@ -55,13 +58,13 @@ def count(mode: str, **arguments: Any) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     microbatches = MICROBATCHES if "accumulation" in arguments else 1
     for step in range(3):
-        with SentBytes() as training:
+        with SentBytes(model) as training:
             for microbatch in range(microbatches):
                 with nullcontext() if microbatch == microbatches - 1 else refshard.no_sync(model):
                     loss_of(model, make_batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    with SentBytes() as evaluation, torch.no_grad():
+    with SentBytes(model) as evaluation, torch.no_grad():
         model(make_batch(0)[0])
     units = {unit.name: sum(flat.layout.numel for flat in unit.flats) for unit in engine_of(model).units}
     return {"training": dict(training.sent), "evaluation": dict(evaluation.sent), "units": units}
