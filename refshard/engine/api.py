@@ -67,8 +67,8 @@ def shard(
     parameter's own name (the very objects that were there before); an elementwise optimizer (AdamW, SGD, ...) over them
     just works, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and evaluation
     under ``no_grad``. All ranks start from the first rank's weights, and must call the same modules and use the same
-    parameters in each step, in the same order. A parameter that took no part in a step has no gradient. The storage of
-    a ``.grad`` is written again by the next step; clone what must last.
+    parameters in each step, in the same order. A parameter that took no part in a step has no gradient. Where nothing
+    is sharded, the storage of a ``.grad`` is written again by the next step; clone what must last.
 
     Args:
         model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time.
