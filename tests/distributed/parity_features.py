@@ -48,6 +48,12 @@ class Feature:
     exact: bool = True
     peers_exact: bool = True
 
+    def peers_at(self, world_size: int) -> tuple[str, ...]:
+        """The peers that have the feature on that many ranks: of 9 rows in 4 parts the last is empty, and FSDP2's
+        maximum norm raises on that rank alone.
+        """
+        return self.peers if self.clip is None or world_size < 4 else tuple(p for p in self.peers if p != "fsdp2")
+
     def suits(self, mode: str, world_size: int) -> bool:
         """Whether there is such a cell."""
         if self.mesh is not None and self.mesh[0] * self.mesh[1] != world_size:

@@ -48,7 +48,7 @@ def launch() -> Launch:
         runs = [(cell.mode, cell.feature) for cell in cells]
         for name in dict.fromkeys(cell.feature for cell in cells):
             if whole or world_size == 2 or FEATURES[name].mesh:
-                runs += [(peer, name) for peer in FEATURES[name].peers[: None if whole else 1]]
+                runs += [(peer, name) for peer in FEATURES[name].peers_at(world_size)[: None if whole else 1]]
         try:
             return [dict(zip(runs, found)) for found in run_each(world_size, train_or_tell, runs)]
         except Exception as error:
