@@ -3,10 +3,12 @@
 Compute is given as *markers*: BEGIN and END of each unit in forward and in backward, in the order of execution. Around
 them :func:`build` places the communication, by three rules:
 
-1. A gather is issued ``prefetch`` units ahead of its use, but never before its slot's last occupant has ended.
+1. A gather is issued ``prefetch`` units ahead of its use, but never before its slot's last occupant has ended. Beside
+   a ring, units that have storage of their own are gathered one unit earlier still.
 2. Storage is released when its unit has ended, unless the prefetch would gather it again at once.
 3. A unit's reduction starts when its last gradient is there, and is awaited before the backward of the unit
-   ``gradient_slots`` places later begins, since that one writes where it read. Over two axes it has two legs: a
+   ``gradient_slots`` places later begins, since that one writes where it read; beside a ring, that of a unit with
+   storage of its own two units later. Over two axes it has two legs: a
    reduce-scatter, and an all-reduce of the shard that is issued where a single leg would have been awaited.
 
 The engine walks the stream marker by marker, so every rank issues the same collectives in the same order; the
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from refshard.plan.placement import Mode
+from refshard.plan.placement import Mode, Storage
 
 Phase = Literal["forward", "backward"]
 
@@ -43,6 +45,13 @@ class OpKind(StrEnum):
     FINISH = "finish"
     """Await the last leg, add its result to the gradient shard, give up the gradient slot if a COMBINE has not."""
 
+
+OUTSIDE_AHEAD = 1
+"""How many units earlier a unit outside of a ring is gathered than one inside. It waits for no slot, and is large: the
+head's gather would outlast the one block that runs before it.
+"""
+OUTSIDE_BEHIND = 2
+"""How many units later such a unit's reduction is awaited: its gradients are in nobody's way, and ranks drift apart."""
 
 MARKERS = frozenset((OpKind.BEGIN, OpKind.END))
 BLOCKING = frozenset((OpKind.WAIT, OpKind.COMBINE, OpKind.FINISH))
@@ -252,6 +261,11 @@ def _uses(markers: Sequence[Op], facts: Sequence[UnitFacts]) -> list[_Use]:
     return uses
 
 
+def _outside(unit: int, keys: Mapping[int, SlotKey], storage: Storage) -> bool:
+    """Whether a unit has storage of its own beside a ring that waits for no other's."""
+    return storage == "ring" and unit not in keys
+
+
 def _conflict(keys: Mapping[int, SlotKey], a: int, b: int) -> bool:
     """Whether two units take turns in one slot, so that they cannot both hold it at once."""
     return a != b and a in keys and keys[a] == keys.get(b)
@@ -264,9 +278,9 @@ def _encloses_another(unit: int, uses: Sequence[_Use]) -> bool:
 
 def _issue_position(position: int, uses: Sequence[_Use], slots: Slots, mode: Mode) -> int:
     """Index of the marker before which the gather for ``uses[position]`` is issued."""
-    ahead = position - mode.prefetch
-    wanted = uses[ahead].begin if ahead >= 0 else 0
     unit = uses[position].unit
+    ahead = position - mode.prefetch - (OUTSIDE_AHEAD if _outside(unit, slots.parameters, mode.storage) else 0)
+    wanted = uses[ahead].begin if ahead >= 0 else 0
     own = [u.end + 1 for u in uses[:position] if u.unit == unit]
     occupants = [u.end + 1 for u in uses[:position] if _conflict(slots.parameters, u.unit, unit)]
     return max([wanted, *own, *occupants])
@@ -298,7 +312,8 @@ def _finish_position(position: int, uses: Sequence[_Use], slots: Slots, mode: Mo
     """Index of the marker before which the gradient slot of ``uses[position]`` is needed again."""
     if mode.gradient_storage == "persistent":
         return end_of_step
-    later = position + mode.gradient_slots
+    outside = _outside(uses[position].unit, slots.gradients, mode.gradient_storage)
+    later = position + mode.gradient_slots + (OUTSIDE_BEHIND if outside else 0)
     by_depth = uses[later].begin if later < len(uses) else end_of_step
     own_end = uses[position].end + 1
     same_slot = [u.begin for u in uses[position + 1 :] if _conflict(slots.gradients, u.unit, uses[position].unit)]
