@@ -68,11 +68,16 @@ class FlatParameter:
     target: torch.Tensor | None = None
     carried: torch.Tensor | None = None
     cuts: list[int] = field(init=False)
+    factor: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        """``cuts`` are the lengths of what lies before the first parameter's part, that part, what lies between, ..."""
+        """``cuts`` are the lengths of what lies before the first parameter's part, that part, what lies between, ...
+
+        ``factor`` is ``scale`` as a tensor: torch would wrap a number anew, hundreds of times a step.
+        """
         bounds = [0, *(bound for p in self.parameters for bound in (p.start, p.stop)), self.layout.shard_numel]
         self.cuts = [after - before for before, after in pairwise(bounds)]
+        self.factor = torch.tensor(self.scale, dtype=torch.float64)
 
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier reduction are there, to be added to."""
@@ -283,7 +288,7 @@ class Unit:
         elif flat.scale == 1:
             parameter.gradient.copy_(gradient)
         elif flat.dtype == flat.reduce_dtype:
-            torch.mul(gradient, flat.scale, out=parameter.gradient)
+            torch.mul(gradient, flat.factor, out=parameter.gradient)
         else:
             parameter.gradient.copy_(gradient).mul_(flat.scale)
         self.filled.add(name)

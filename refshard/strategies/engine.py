@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard.engine.api import engine_of, full_parameters, no_sync, shard
-from refshard.engine.collectives import backend_of
+from refshard.engine.collectives import backend_of, piece_length
 from refshard.engine.unit import Unit
 from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
@@ -66,7 +66,7 @@ class Refshard(Strategy):
         )
 
     def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:
-        """The calls that an op makes, and the bytes of each: over gloo, an exchange of a part with each other rank."""
+        """The calls that an op makes, and the bytes of each: over gloo, an exchange with each other rank, in pieces."""
         for flat in unit.flats:
             if kind is OpKind.GATHER and not unit.aliased:
                 op, size = "all_gather", flat.layout.numel * flat.dtype.itemsize
@@ -77,7 +77,10 @@ class Refshard(Strategy):
             if self._mode.optimizer == "replicate":
                 yield "all_reduce", size
             elif self._gloo:
-                yield from [("all_to_all", size // self._world_size)] * (self._world_size - 1)
+                part, itemsize = flat.layout.shard_numel, size // flat.layout.numel
+                length = piece_length(part, itemsize)
+                for _ in range(self._world_size - 1):
+                    yield from (("all_to_all", itemsize * min(length, part - at)) for at in range(0, part, length))
             else:
                 yield op, size
 
