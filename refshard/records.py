@@ -58,6 +58,9 @@ METRICS: dict[str, Metric] = {
                "communication during which no compute runs, per step, mean over steps and ranks"),
         Metric("overlap_ratio", "overlap ratio", "fraction", "higher", "noisy",
                "1 - exposed / communication; none without communication"),
+        Metric("overlap_efficiency", "overlap efficiency", "fraction", "higher", "noisy",
+               "lower bound / step time, the bound being the longest of compute alone, bytes over link bandwidth, and "
+               "the critical path from first gather to last reduce; none where the link's rate is unknown"),
         Metric("idle_s", "idle", "s", "lower", "noisy",
                "step time with neither compute nor communication, mean over steps and ranks"),
         Metric("perturbation", "perturbation", "ratio", "lower", "noisy",
@@ -67,6 +70,9 @@ METRICS: dict[str, Metric] = {
     )
 }  # fmt: skip
 """Every metric of a case, in the order in which tables show them."""
+
+DERIVED = frozenset({"overlap_efficiency"})
+"""Metrics that take several cases of a run to compute: reports have them, records do not."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,9 +156,9 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
 class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="case"):
     """One launch of one case, ended in one of the terminal states.
 
-    ``step_times_s[rank][step]`` are the raw samples. ``metrics`` has a key for every entry of :data:`METRICS`, None
-    where the quantity does not exist. ``recompute`` says which layers computed their forward twice, which no FLOPs
-    here count. ``traces`` are paths relative to the run's folder.
+    ``step_times_s[rank][step]`` are the raw samples. ``metrics`` has a key for every entry of :data:`METRICS` that is
+    not :data:`DERIVED`, None where the quantity does not exist. ``recompute`` says which layers computed their forward
+    twice, which no FLOPs here count. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA

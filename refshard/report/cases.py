@@ -12,8 +12,12 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from refshard.errors import SpecError
 from refshard.records import METRICS, CaseRecord, Fidelity, Run, State
+from refshard.report.efficiency import lower_bound, overlap_efficiency
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.model import load_model
+from refshard.specs.suite import NetworkSpec
 from refshard.stats.sample import Launches, Summary, step_samples, summarize
 
 SEVERITY: tuple[State, ...] = ("ok", "unsupported", "oom", "timeout", "failed")
@@ -31,9 +35,9 @@ class Case:
     """One case over all its rounds.
 
     ``launches`` are in the order of their rounds, one each; ``samples`` and ``metrics`` come from those that
-    ended ok. ``state`` is the worst of them, ``error`` that of the first launch in this state. ``variant``
-    names what tells this case from others of one name, and ``place`` what tells it from others of one label (the model,
-    the batch); both are empty as a rule.
+    ended ok, the overlap efficiency from the reference's too. ``state`` is the worst of them, ``error`` that of the
+    first launch in this state. ``variant`` names what tells this case from others of one name, and ``place`` what tells
+    it from others of one label (the model, the batch); both are empty as a rule.
     """
 
     spec: CaseSpec
@@ -141,7 +145,7 @@ def cases(run: Run) -> tuple[Case, ...]:
     order = {name: place for place, name in enumerate(run.header.suite.strategies)}
     return tuple(
         sorted(
-            _placed(joined),
+            _placed(_rated(joined, run.header.suite.network)),
             key=lambda case: (
                 case.spec.model,
                 case.spec.seq_len,
@@ -207,6 +211,32 @@ def _join(launches: list[CaseRecord], varying: list[str]) -> Case:
         warnings=tuple(dict.fromkeys([*stated, *(step_time.warnings if step_time else ())])),
         variant="".join(f", {field} {getattr(launches[0].case, field)}" for field in varying),
     )
+
+
+def _rated(found: list[Case], network: NetworkSpec | None) -> list[Case]:
+    """The cases, with their overlap efficiency where the rate of the link between the hosts is known."""
+    if network is None:
+        return found
+    times = {(case.spec, case.fidelity): case.metrics["step_time_s"] for case in found}
+    rated = []
+    for case in found:
+        reference = times.get((case.spec.reference(), case.fidelity))
+        efficiency = _efficiency(case, reference, network) if reference else None
+        rated.append(replace(case, metrics={**case.metrics, "overlap_efficiency": efficiency}))
+    return rated
+
+
+def _efficiency(case: Case, reference_step_time_s: float, network: NetworkSpec) -> float | None:
+    """None too for a model that this version has no preset of: its embedding's size is unknown."""
+    proof = next((launch.proof for launch in case.launches if launch.state == "ok" and launch.proof), None)
+    step_time = case.metrics["step_time_s"]
+    if proof is None or not step_time:
+        return None
+    try:
+        model = load_model(case.spec.model)
+    except SpecError:
+        return None
+    return overlap_efficiency(step_time, lower_bound(case.spec, model, proof.announced, reference_step_time_s, network))
 
 
 def _breakdown(launch: CaseRecord) -> dict[str, float] | None:

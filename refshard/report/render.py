@@ -140,8 +140,13 @@ def _section(setting: Setting, prefix: str) -> Section:
         panels=tuple(_panel(setting, metric, chart) for metric, chart in drawn.items()),
         breakdown=views.breakdown_table(setting),
         breakdown_chart=charts.breakdown_chart(setting, prefix),
-        why=tuple(_panel(setting, metric, None) for metric in ("exposed_comm_s", "overlap_ratio")),
+        why=tuple(_panel(setting, metric, None) for metric in _why(setting)),
     )
+
+
+def _why(setting: Setting) -> tuple[str, ...]:
+    known = ("overlap_efficiency",) if views.knows_efficiency(setting.cases) else ()
+    return ("exposed_comm_s", "overlap_ratio", *known)
 
 
 def _panel(setting: Setting, metric: str, chart: Chart | None) -> Panel:

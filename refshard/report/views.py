@@ -36,6 +36,7 @@ _TERMINAL_HEADERS = {
     "peak memory": "peak\nmemory",
     "exposed communication": "exposed comm.\n(of step)",
     "overlap ratio": "overlap\nratio",
+    "overlap efficiency": "overlap\nefficiency",
     "loss parity": "loss\nparity",
 }
 
@@ -217,8 +218,14 @@ def narrow_step_time(summary: Summary) -> str:
 
 
 def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
-    """Every headline figure of each case as text, one row per case."""
-    return pd.DataFrame([_summary_row(case) for case in members])
+    """Every headline figure of each case as text, one row per case; overlap efficiency where any case has it."""
+    table = pd.DataFrame([_summary_row(case) for case in members])
+    return table if knows_efficiency(members) else table.drop(columns="overlap efficiency", errors="ignore")
+
+
+def knows_efficiency(members: tuple[Case, ...]) -> bool:
+    """Whether any of the cases has an overlap efficiency."""
+    return any(case.metrics["overlap_efficiency"] is not None for case in members)
 
 
 def _summary_row(case: Case) -> _Row:
@@ -233,6 +240,7 @@ def _summary_row(case: Case) -> _Row:
         "peak memory": format_metric("peak_memory_bytes", case.metrics["peak_memory_bytes"]),
         "exposed communication": exposed_text(case),
         "overlap ratio": format_metric("overlap_ratio", case.metrics["overlap_ratio"]),
+        "overlap efficiency": format_metric("overlap_efficiency", case.metrics["overlap_efficiency"]),
         "loss parity": format_metric("loss_parity", case.metrics["loss_parity"]),
     }
 
@@ -379,6 +387,8 @@ def terminal_table(run: Run) -> str:
 
 def _terminal_table(setting: Setting) -> str:
     table = summary_table(setting.cases).map(plain)
+    if knows_efficiency(setting.cases):  # one column more than fits; tokens/s tell the same at one model
+        table = table.drop(columns="TFLOPS")
     return tabulate(
         table.values.tolist(),
         headers=[_TERMINAL_HEADERS.get(column, column) for column in table.columns],

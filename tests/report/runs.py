@@ -23,7 +23,7 @@ from refshard.records import (
     RunRecord,
 )
 from refshard.specs.case import CaseSpec
-from refshard.specs.suite import SuiteSpec
+from refshard.specs.suite import NetworkSpec, SuiteSpec
 
 HOSTILE = "</script><script>alert(1)</script>"
 STEPS = 20
@@ -242,3 +242,10 @@ def over_network(made: Run, words: str) -> Run:
     """The run, had its ranks been joined by the network that ``words`` describe."""
     joined = msgspec.structs.replace(made.header.environment, network=words)
     return msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, environment=joined))
+
+
+def on_hosts(made: Run, network: NetworkSpec) -> Run:
+    """The run, had its suite spread the ranks over the hosts of ``network``."""
+    suite = msgspec.structs.replace(made.header.suite, launcher="netlab", network=network)
+    joined = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite))
+    return over_network(joined, network.description)

@@ -18,6 +18,7 @@ from refshard.errors import SpecError
 from refshard.harness.measure import Trainer
 from refshard.models.llama import Llama, initialise
 from refshard.records import PARITY_TOLERANCE, CollectiveCount
+from refshard.report.efficiency import link_bytes
 from refshard.specs.case import CaseSpec
 from refshard.strategies import check_name, make_strategy, names
 from tests.distributed.ranks import run_ranks
@@ -33,11 +34,16 @@ C10D = {
 
 
 class CountingMode(TorchDispatchMode):
-    """Counts collectives at the dispatcher, independently of traces and of what strategies say."""
+    """Counts collectives at the dispatcher, independently of traces and of what strategies say.
+
+    ``sent`` are the bytes that leave this rank: of an exchange all but its own part; of a gather or a scatter, to its
+    W - 1 peers, (W - 1) / W of the whole, and of an all-reduce by a ring twice that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts, self.sizes = Counter[str](), Counter[str]()
+        self.sent = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -45,7 +51,14 @@ class CountingMode(TorchDispatchMode):
             op, size = C10D[name.removeprefix("c10d::")]
             self.counts[op] += 1
             self.sizes[op] += size(args)
+            self.sent += self._sent(op, size(args), args)
         return func(*args, **(kwargs or {}))
+
+    def _sent(self, op: str, size: int, args: Any) -> float:
+        ranks = dist.get_world_size()
+        if op == "all_to_all" and (split := args[4]):
+            return size * (1 - float(split[dist.get_rank()] / sum(split)))
+        return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
     def found(self) -> tuple[CollectiveCount, ...]:
         return tuple(CollectiveCount(op=o, count=self.counts[o], bytes=self.sizes[o]) for o in sorted(self.counts))
@@ -89,6 +102,7 @@ def train(case: CaseSpec, tied: bool) -> dict[str, Any]:
         "units": strategy.wrapped_units(),
         "announced": strategy.announced(case.workload, case.microbatches),
         "counted": counted.found(),
+        "sent": counted.sent,
         "losses": trainer.losses,
         "parameters": dict(strategy.full_parameters()),
     }
@@ -125,6 +139,16 @@ def test_announced_collectives_are_those_at_the_dispatcher(
     assert result["announced"] == result["counted"]
     keeps_parameters = name in ("ddp", "refshard-replicate", "refshard-zero1")
     assert bool(result["counted"]) == (scenario != "inference" or not keeps_parameters)
+
+
+@tied_or_not
+@in_each_scenario
+@pytest.mark.parametrize("name", [n for n in names() if n != "single"])
+def test_bytes_that_a_report_takes_from_the_announced_are_those_sent(
+    trained: Results, tied: bool, scenario: str, name: str
+) -> None:
+    result = trained[tied, scenario, name]
+    assert link_bytes(result["announced"], world_size=2, hosts=2) == result["sent"]
 
 
 @pytest.mark.parametrize("scenario", ["plain", "inference"])
