@@ -123,7 +123,7 @@ class GroupCollectives(Collectives):
             tuple(
                 piece
                 for step in range(1, self.world_size)
-                for piece in self._exchange(own, output[self._part(-step, own.numel())], step, self._shards)
+                for piece in exchange(own, output[self._part(-step, own.numel())], step, self._shards)
             )
         )
 
@@ -143,7 +143,7 @@ class GroupCollectives(Collectives):
         exchanges = tuple(
             piece
             for step in range(1, self.world_size)
-            for piece in self._exchange(full[self._part(step, numel)], received[step - 1], step, self._reducing)
+            for piece in exchange(full[self._part(step, numel)], received[step - 1], step, self._reducing)
         )
         return _LocalSum(exchanges, full[self._part(0, numel)], received, output, free)
 
@@ -151,18 +151,6 @@ class GroupCollectives(Collectives):
         """Where the part of ``numel`` elements of the rank ``step`` places on lies in a flat tensor."""
         rank = (self.rank + step) % self.world_size
         return slice(rank * numel, (rank + 1) * numel)
-
-    def _exchange(
-        self, send: torch.Tensor, receive: torch.Tensor, step: int, group: dist.ProcessGroup | None
-    ) -> Iterator[Pending]:
-        """Send to the rank ``step`` places on and receive from the rank as far back, in pieces."""
-        assert group is not None
-        source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
-        length = piece_length(send.numel(), send.element_size())
-        for sent, received in zip(send.split(length), receive.split(length)):
-            counts = [[sent.numel() * (rank == other) for rank in range(self.world_size)] for other in (source, target)]
-            work: Pending = dist.all_to_all_single(received, sent, counts[0], counts[1], group=group, async_op=True)
-            yield work
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
@@ -231,6 +219,19 @@ def piece_length(numel: int, itemsize: int) -> int:
     """
     pieces = max(1, round(numel * itemsize / _PIECE_BYTES))
     return max(1, -(-numel // pieces))
+
+
+def exchange(
+    send: torch.Tensor, receive: torch.Tensor, step: int, group: dist.ProcessGroup | None
+) -> Iterator[Pending]:
+    """Over gloo, send to the rank ``step`` places on and receive as many elements from the rank as far back."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    source, target = (rank - step) % size, (rank + step) % size
+    length = piece_length(send.numel(), send.element_size())
+    for sent, received in zip(send.split(length), receive.split(length)):
+        counts = [[sent.numel() * (other == peer) for other in range(size)] for peer in (source, target)]
+        work: Pending = dist.all_to_all_single(received, sent, counts[0], counts[1], group=group, async_op=True)
+        yield work
 
 
 class _Call:

@@ -57,14 +57,10 @@ def lower_bound(
 def link_bytes(issued: Sequence[CollectiveCount], world_size: int, hosts: int) -> float:
     """Bytes that must pass a host's link each way, for these collectives of one step and rank.
 
-    An exchange may be either of two. Beside all-gathers it is a reduce-scatter, and what was counted is its whole
-    input, the rank's own part included. Alone it stands for gathers too: then all that was counted goes to other ranks,
-    and one part in ``world_size`` was not counted.
+    All bytes of an exchange go to other ranks; a collective has a part in ``world_size`` that goes nowhere.
     """
     sizes = {count.op: count.bytes for count in issued}
-    exchanged: float = sizes.get("all_to_all", 0)
-    if "all_gather" not in sizes:
-        exchanged *= world_size / (world_size - 1)
+    exchanged = sizes.get("all_to_all", 0) * world_size / (world_size - 1)
     whole = sizes.get("all_gather", 0) + sizes.get("reduce_scatter", 0) + exchanged + 2 * sizes.get("all_reduce", 0)
     return whole * (hosts - 1) / hosts
 

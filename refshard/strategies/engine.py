@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard.engine.api import engine_of, full_parameters, no_sync, shard
-from refshard.engine.collectives import backend_of, piece_length
+from refshard.engine.collectives import backend_of
 from refshard.engine.unit import Unit
 from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
@@ -17,6 +17,7 @@ from refshard.plan.schedule import OpKind, PassKind, assign_slots, build, chain_
 from refshard.records import CollectiveCount
 from refshard.specs.case import Workload
 from refshard.strategies.base import Strategy, count_collectives, mesh_of
+from refshard.strategies.exchange import announce_exchange
 
 
 @final
@@ -77,10 +78,7 @@ class Refshard(Strategy):
             if self._mode.optimizer == "replicate":
                 yield "all_reduce", size
             elif self._gloo:
-                part, itemsize = flat.layout.shard_numel, size // flat.layout.numel
-                length = piece_length(part, itemsize)
-                for _ in range(self._world_size - 1):
-                    yield from (("all_to_all", itemsize * min(length, part - at)) for at in range(0, part, length))
+                yield from announce_exchange(flat.layout.shard_numel, size // flat.layout.numel, self._world_size)
             else:
                 yield op, size
 

@@ -3,8 +3,8 @@
 On a CPU, FSDP2 runs every collective synchronously. What its API offers against that, each kept because it helps:
 
 - ``unshard(async_op=True)`` from hooks one unit ahead, in forward and in backward, so that gathers overlap compute;
-- ``set_custom_reduce_scatter`` with the exchange-and-sum that the engine uses on gloo; synchronous, as its interface
-  asks. One that returned early would be faster here, and right only while FSDP2 happens not to touch the result;
+- ``set_custom_reduce_scatter`` with the exchange-and-sum that the engine uses on gloo, pieces and all; synchronous, as
+  its interface asks. One that returned early would be right only while FSDP2 happens not to touch the result;
 - units for the embedding and the head, as torchtitan has them; the embedding is not gathered for backward, which does
   not read it, and the head is kept until its backward.
 """
@@ -23,7 +23,7 @@ from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.specs.case import Workload
 from refshard.strategies.base import Strategy, count_collectives, mesh_of
-from refshard.strategies.exchange import ExchangeAndSum
+from refshard.strategies.exchange import ExchangeAndSum, announce_exchange
 from refshard.strategies.fsdp2 import ROOT, full_dtensors, sharded_units
 
 
@@ -75,7 +75,11 @@ class FSDP2Tuned(Strategy):
                 issued += [("all_gather", size)] * (not unit.name.endswith(("lm_head", ROOT)))
             else:
                 issued += [("all_gather", size)] * (2 if ".layers." in unit.name else 1)
-                issued.append(("all_to_all" if self._gloo else "reduce_scatter", size))
+                if self._gloo:
+                    part = size // self._world_size // unit.element_bytes
+                    issued += announce_exchange(part, unit.element_bytes, self._world_size)
+                else:
+                    issued.append(("reduce_scatter", size))
         return count_collectives(issued, times=microbatches)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
