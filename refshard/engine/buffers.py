@@ -22,12 +22,12 @@ class Slot:
     is filled with NaN, so that a read after release cannot pass unnoticed.
     """
 
-    __slots__ = ("_bytes", "_debug", "_persistent", "flats", "generation", "owner")
+    __slots__ = ("_bytes", "_debug", "flats", "generation", "owner", "persistent")
 
     def __init__(self, flats: Sequence[torch.Tensor], *, persistent: bool, debug: bool = False) -> None:
         self.flats = tuple(flats)
         self._bytes = tuple(flat.untyped_storage().nbytes() for flat in flats)
-        self._persistent = persistent
+        self.persistent = persistent
         self._debug = debug
         self.owner: str | None = None
         self.generation = 0
@@ -39,13 +39,13 @@ class Slot:
 
         Views survive the storage's coming and going, but torch only makes them where storage is.
         """
-        if not self._persistent and self.owner is None:
+        if not self.persistent and self.owner is None:
             self._resize(None)
         made = [
             [flat[p.offset : p.offset + p.numel].view(p.shape).data for p in places_of_flat]
             for flat, places_of_flat in zip(self.flats, places)
         ]
-        if not self._persistent and self.owner is None:
+        if not self.persistent and self.owner is None:
             self._resize(0)
         return made
 
@@ -60,7 +60,7 @@ class Slot:
                 f"unit '{owner}' needs the slot that unit '{self.owner}' still holds; two units that share a slot ran "
                 "nested in each other: shard with mode='fsdp', or make them one block"
             )
-        if not self._persistent:
+        if not self.persistent:
             self._resize(None)
         self.owner = owner
         self.generation += 1
@@ -71,7 +71,7 @@ class Slot:
         if self._debug:
             for flat in self.flats:
                 flat.detach().fill_(float("nan"))
-        if not self._persistent:
+        if not self.persistent:
             self._resize(0)
         self.owner = None
 

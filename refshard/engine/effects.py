@@ -96,7 +96,7 @@ class Effects:
             return
         unit.reducing = None
         self._combined.discard(unit.index)
-        unit.filled.clear()
+        unit.drop_gradients()
         for flat in unit.trained_flats:
             flat.drop_target()
         if unit.gradient_slot.owner == unit.name:
@@ -135,7 +135,7 @@ class Effects:
 
     def _begin(self, unit: Unit, *, backward: bool) -> None:
         if backward:
-            if unit.trained and unit.gradient_slot.owner != unit.name:
+            if unit.trained and unit.gradient_slot.persistent and unit.gradient_slot.owner != unit.name:
                 unit.gradient_slot.acquire(unit.name)
                 for flat in unit.trained_flats:
                     flat.carry_gradients()
@@ -162,8 +162,9 @@ class Effects:
             self._newly_released = True
 
     def _reduce(self, unit: Unit) -> None:
+        with _label("copy_in", unit):
+            unit.complete_gradients()
         with _label("reduce_scatter", unit):
-            unit.zero_missing_gradients()
             legs = self._collectives.legs
             pairs = [
                 (flat.open_target(full, needs_slot_free=legs == 2), full)

@@ -259,29 +259,54 @@ class Unit:
                 "call backward before optimizer.step()"
             )
 
-    def zero_missing_gradients(self) -> None:
-        """Zero the gradients of parameters that took no part in this step, so that no stale ones are reduced."""
+    def take_gradient(self, flat: FlatParameter, parameter: UnitParameter) -> None:
+        """Move the parameter's fresh gradient into the gradient slot, and tell once the unit's backward is complete.
+
+        A transient slot is not there yet: the gradient stays where autograd has put it until
+        :meth:`complete_gradients`, so that the slot's storage can follow on that of the parameters.
+
+        Raises:
+            EngineError: nobody would reduce it, since the unit's backward has not begun or has ended.
+        """
+        name = parameter.layout.name
+        if not self.in_backward:
+            parameter.unsharded.grad = None
+            raise EngineError(
+                f"a gradient of '{name}' came before backward reached the output of its unit '{self.name}', or "
+                "after its gradients were reduced; name the module that computes with it among the blocks"
+            )
+        self.arrived.add(name)
+        if self.gradient_slot.persistent:
+            self._move_gradient(flat, parameter)
+        if self.complete:
+            self.on_gradients(self)
+
+    def complete_gradients(self) -> None:
+        """Have all gradients in the slot. Those of parameters that took no part in this step are zero, not stale."""
+        if not self.gradient_slot.persistent:
+            self.gradient_slot.acquire(self.name)
+            for flat in self.trained_flats:
+                for parameter in flat.parameters:
+                    if parameter.unsharded.grad is not None:
+                        self._move_gradient(flat, parameter)
         if len(self.filled) < len(self.trained):
             for parameter in self.trained:
                 if parameter.layout.name not in self.filled:
                     parameter.gradient.zero_()
 
-    def take_gradient(self, flat: FlatParameter, parameter: UnitParameter) -> None:
-        """Move the parameter's fresh gradient into the gradient slot, and tell once the unit's backward is complete.
+    def drop_gradients(self) -> None:
+        """Forget unsharded gradients, wherever they are."""
+        if not self.gradient_slot.persistent:
+            for parameter in self.trained:
+                parameter.unsharded.grad = None
+        self.filled.clear()
 
-        The first gradient is written as it comes and later ones are added: a preset ``.grad`` view would cost a
-        zeroing and an addition instead. The mean's division is folded into the write.
-
-        Raises:
-            EngineError: nobody would reduce it, since the unit's backward has not begun or has ended.
+    def _move_gradient(self, flat: FlatParameter, parameter: UnitParameter) -> None:
+        """Into the slot. The first gradient is written as it comes and later ones are added: a preset ``.grad`` view
+        would cost a zeroing and an addition instead. The mean's division is folded into the write.
         """
         name, gradient = parameter.layout.name, parameter.unsharded.grad
         parameter.unsharded.grad = None
-        if not self.in_backward:
-            raise EngineError(
-                f"a gradient of '{name}' came before backward reached the output of its unit '{self.name}', or "
-                "after its gradients were reduced; name the module that computes with it among the blocks"
-            )
         assert gradient is not None
         if name in self.filled:
             parameter.gradient.add_(gradient, alpha=flat.scale)
@@ -292,9 +317,6 @@ class Unit:
         else:
             parameter.gradient.copy_(gradient).mul_(flat.scale)
         self.filled.add(name)
-        self.arrived.add(name)
-        if self.complete:
-            self.on_gradients(self)
 
 
 def _taker(unit: Unit, flat: FlatParameter, parameter: UnitParameter) -> Callable[[torch.Tensor], None]:
