@@ -9,13 +9,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import refshard
 from refshard.engine.api import engine_of
+from refshard.engine.buffers import Slot
 from refshard.engine.precision import Precision
+from refshard.engine.unit import Unit
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net
 
 ENGINE = str(Path(refshard.__file__).parent / "engine")
@@ -122,3 +125,29 @@ def test_a_transient_unit_allocates_for_each_use() -> None:
     found = allocations("fsdp", steps=1)
     assert found["parameters of layers.1"] == 2
     assert found["gradients of layers.1"] == 1
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "yafsdp"])
+def test_transient_gradients_take_storage_after_the_parameters_gave_theirs_up(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the head is as large as several blocks, all three of its buffers at once would be the step's peak."""
+    seen: dict[str, tuple[int, int]] = {}
+    complete = Unit.complete_gradients
+
+    def watched(unit: Unit) -> None:
+        seen[unit.name] = (_bytes(unit.slot), _bytes(unit.gradient_slot))
+        complete(unit)
+
+    monkeypatch.setattr(Unit, "complete_gradients", watched)
+    model = make_net()
+    refshard.shard(model, mode=mode, collectives=LateCollectives())
+    for number in range(3):
+        loss_of(model, make_batch(number)).backward()
+    transient = {unit.name for unit in engine_of(model).units if not unit.gradient_slot.persistent}
+    assert transient >= {"embed", "norm+head"}
+    assert {name: seen[name] for name in transient} == dict.fromkeys(transient, (0, 0))
+
+
+def _bytes(slot: Slot) -> int:
+    return slot.flats[0].untyped_storage().nbytes()

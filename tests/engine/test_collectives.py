@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.engine.collectives import GroupCollectives, backend_of
+from refshard.engine.collectives import GroupCollectives, backend_of, piece_length
 
 
 @pytest.fixture(params=["gloo", "cpu:gloo", None])
@@ -32,3 +32,18 @@ def test_an_axis_of_one_rank_needs_no_collective(group: dist.ProcessGroup) -> No
         collectives.all_gather(full, full).wait()
     assert not [e.name for e in profile.events() if e.name.startswith("gloo:")]
     assert torch.equal(total, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("numel", "itemsize", "lengths"),
+    [
+        (10, 4, [10]),
+        (2**18, 4, [2**18]),
+        (3 * 2**18 + 2, 4, [2**18 + 1, 2**18 + 1, 2**18]),
+        (3 * 2**19, 2, [2**19] * 3),
+        (0, 4, [0]),
+    ],
+)
+def test_an_exchange_is_cut_into_pieces_of_about_a_mebibyte(numel: int, itemsize: int, lengths: list[int]) -> None:
+    sent = torch.empty(numel, dtype={2: torch.bfloat16, 4: torch.float32}[itemsize])
+    assert [piece.numel() for piece in sent.split(piece_length(numel, itemsize))] == lengths
