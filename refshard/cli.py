@@ -49,11 +49,12 @@ def run(
 def show(
     run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per case.")] = False,
+    against: Annotated[str | None, typer.Option(help="Compare every strategy with this one: ratios.")] = None,
 ) -> None:
     """Print a run's verdict and tables."""
     from refshard.commands import show as command
 
-    print(command.show(run, as_json=as_json))
+    print(command.show(run, as_json=as_json, against=against))
 
 
 @app.command()

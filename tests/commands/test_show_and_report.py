@@ -40,6 +40,30 @@ def test_show_as_json_is_an_array_with_an_object_per_case(folder: Path) -> None:
     assert found[1]["step_time_s"] == pytest.approx(0.05, rel=1e-4)
 
 
+def test_against_a_strategy_are_ratios_with_their_intervals(folder: Path) -> None:
+    """The step times and memories that the run was made of: ddp 50 ms and 440 MiB, yafsdp 40 ms and 240 MiB."""
+    text = show(folder, as_json=False, against="refshard-yafsdp")
+    lines = [line.split() for line in text.splitlines()]
+    (ddp,) = (line for line in lines if line and line[0] == "ddp")
+    assert ddp == ["ddp", "2", "1.25", "(1.24", "to", "1.26)", "1.83"]
+    assert [line[0] for line in lines if line and line[0] in ("single", "refshard-yafsdp")] == []
+
+
+def test_against_a_strategy_json_has_ratios_beside_each_case(folder: Path) -> None:
+    found = {row["strategy"]: row for row in json.loads(show(folder, as_json=True, against="refshard-yafsdp"))}
+    ddp = found["ddp"]
+    assert ddp["against"] == "refshard-yafsdp"
+    assert ddp["step_time_ratio_low"] < ddp["step_time_ratio"] < ddp["step_time_ratio_high"]
+    assert (ddp["step_time_ratio"], ddp["peak_memory_ratio"]) == pytest.approx((1.25, 440 / 240), rel=1e-4)
+    for name in ("single", "refshard-yafsdp", "fsdp2-tuned"):
+        assert found[name]["step_time_ratio"] is found[name]["peak_memory_ratio"] is None, name
+
+
+def test_against_a_strategy_that_the_run_lacks_names_the_nearest(folder: Path) -> None:
+    with pytest.raises(SpecError, match=r"no case of strategy 'refshard-yafsd'; did you mean 'refshard-yafsdp'\?"):
+        show(folder, as_json=False, against="refshard-yafsd")
+
+
 def test_a_network_is_named_in_text_in_json_and_on_the_page(folder: Path, tmp_path: Path) -> None:
     words = "2 hosts joined at 2 Gbit/s (network namespaces)"
     joined = write(over_network(run(), words), tmp_path / "joined")

@@ -6,6 +6,7 @@ where memory peaks.
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 import refshard
 from refshard.engine.api import engine_of
-from refshard.engine.buffers import Slot
 from refshard.engine.precision import Precision
 from refshard.engine.unit import Unit
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net
@@ -127,27 +127,34 @@ def test_a_transient_unit_allocates_for_each_use() -> None:
     assert found["gradients of layers.1"] == 1
 
 
+class Together(TorchDispatchMode):
+    """Names the units that have storage for their parameters and for their gradients at once, as of each op."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        super().__init__()
+        self._units = units
+        self.found: set[str] = set()
+        self.had_gradients: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for unit in self._units:
+            parameters, gradients = (s.flats[0].untyped_storage().nbytes() for s in (unit.slot, unit.gradient_slot))
+            if gradients:
+                self.had_gradients.add(unit.name)
+            if parameters and gradients:
+                self.found.add(unit.name)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("mode", ["fsdp", "yafsdp"])
-def test_transient_gradients_take_storage_after_the_parameters_gave_theirs_up(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transient_gradients_take_storage_after_the_parameters_gave_theirs_up(mode: str) -> None:
     """Where the head is as large as several blocks, all three of its buffers at once would be the step's peak."""
-    seen: dict[str, tuple[int, int]] = {}
-    complete = Unit.complete_gradients
-
-    def watched(unit: Unit) -> None:
-        seen[unit.name] = (_bytes(unit.slot), _bytes(unit.gradient_slot))
-        complete(unit)
-
-    monkeypatch.setattr(Unit, "complete_gradients", watched)
     model = make_net()
     refshard.shard(model, mode=mode, collectives=LateCollectives())
     for number in range(3):
         loss_of(model, make_batch(number)).backward()
-    transient = {unit.name for unit in engine_of(model).units if not unit.gradient_slot.persistent}
-    assert transient >= {"embed", "norm+head"}
-    assert {name: seen[name] for name in transient} == dict.fromkeys(transient, (0, 0))
-
-
-def _bytes(slot: Slot) -> int:
-    return slot.flats[0].untyped_storage().nbytes()
+    transient = [unit for unit in engine_of(model).units if not unit.gradient_slot.persistent]
+    with Together(transient) as seen:
+        loss_of(model, make_batch(3)).backward()
+    assert seen.had_gradients == {unit.name for unit in transient} >= {"embed", "norm+head"}
+    assert seen.found == set()

@@ -1,0 +1,97 @@
+"""Every case beside one strategy at the same number of ranks: ratios of step time and of peak memory.
+
+A ratio is the case's figure over that strategy's: 1.2 means a fifth more time, or memory.
+"""
+
+import math
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from refshard.errors import SpecError, nearest
+from refshard.records import Run
+from refshard.report.cases import Case, Setting, cases, plain, settings
+from refshard.stats.compare import Comparison, compare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """``case`` over the peer. ``step_time`` comes with its 95 % interval, ``peak_memory`` is one of medians."""
+
+    case: Case
+    step_time: Comparison | None
+    peak_memory: float | None
+
+
+def ratios(setting: Setting, peer: str) -> tuple[Ratio, ...]:
+    """The cases that ended ok beside the one of strategy ``peer`` with as many ranks, if there is one."""
+    peers = {case.spec.world_size: case for case in reversed(setting.cases) if case.strategy == peer and case.ok}
+    found = ((case, peers.get(case.spec.world_size)) for case in setting.cases if case.ok)
+    return tuple(_ratio(case, other) for case, other in found if other is not None and other is not case)
+
+
+def _ratio(case: Case, other: Case) -> Ratio:
+    mine, its = case.metrics["peak_memory_bytes"], other.metrics["peak_memory_bytes"]
+    return Ratio(
+        case=case,
+        step_time=compare(other.samples, case.samples) if case.samples and other.samples else None,
+        peak_memory=mine / its if mine and its else None,
+    )
+
+
+def check_peer(run: Run, peer: str) -> None:
+    """Check that the run has a case of the strategy ``peer``.
+
+    Raises:
+        SpecError: it has none.
+    """
+    present = sorted({case.strategy for case in cases(run)})
+    if peer not in present:
+        raise SpecError(f"--against: this run has no case of strategy '{peer}'; {nearest(peer, present)}")
+
+
+def ratio_columns(run: Run, peer: str) -> list[dict[str, float | str | None]]:
+    """What JSON has beside each case of :func:`refshard.report.cases.cases`, in its order."""
+    every = (ratio for setting in settings(run) for ratio in ratios(setting, peer))
+    found = {(ratio.case.spec, ratio.case.fidelity): ratio for ratio in every}
+    return [{"against": peer, **_columns(found.get((case.spec, case.fidelity)))} for case in cases(run)]
+
+
+def _columns(ratio: Ratio | None) -> dict[str, float | str | None]:
+    time = ratio.step_time if ratio else None
+    bounded = time if time and math.isfinite(time.high) else None
+    return {
+        "step_time_ratio": time.ratio if time else None,
+        "step_time_ratio_low": bounded.low if bounded else None,
+        "step_time_ratio_high": bounded.high if bounded else None,
+        "peak_memory_ratio": ratio.peak_memory if ratio else None,
+    }
+
+
+def terminal_ratios(run: Run, peer: str) -> str:
+    """A table per setting in which ``peer`` has an equal to be compared with."""
+    tables = [_table(setting, peer) for setting in settings(run)]
+    return "\n\n".join(table for table in tables if table)
+
+
+def _table(setting: Setting, peer: str) -> str:
+    rows = [
+        (ratio.case.strategy, ratio.case.spec.world_size, _interval(ratio.step_time), _times(ratio.peak_memory))
+        for ratio in ratios(setting, peer)
+    ]
+    if not rows:
+        return ""
+    headers = ["strategy", "ranks", f"step time / {peer}'s\n(95 % interval)", f"peak memory\n/ {peer}'s"]
+    table = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=["left", *["right"] * 3])
+    return f"{plain(setting.label)}\n\n{table}"
+
+
+def _interval(comparison: Comparison | None) -> str:
+    if comparison is None:
+        return "-"
+    ends = f" ({comparison.low:.2f} to {comparison.high:.2f})" if math.isfinite(comparison.high) else ""
+    return f"{comparison.ratio:.2f}{ends}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
