@@ -1,9 +1,11 @@
-"""The tables of docs/performance.md are what ``refshard show`` prints of the records that are in the repository."""
+"""What docs/performance.md says is what the records in the repository hold."""
 
+import json
 import re
 from pathlib import Path
 
 from refshard.commands.show import show
+from refshard.quantities import GIB
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
@@ -31,3 +33,19 @@ def test_what_came_of_the_aims_is_what_the_tables_say() -> None:
     assert len(ratios) == 5
     for ratio in ratios:
         assert f"  {ratio}  " in PAGE, ratio
+
+
+def test_figures_of_the_benchmarks_are_those_of_their_records() -> None:
+    host, blocks = (
+        json.loads((RECORDED / name).read_text())["benchmarks"][0]["extra_info"]
+        for name in ("host_time.json", "blocks_memory.json")
+    )
+    ratios = host["ratio_to_fsdp2"]
+    assert f"| FSDP2 | {host['added_s']['fsdp2'] * 1e3:.1f} ms | |" in PAGE
+    for mode in ("fsdp", "yafsdp"):
+        name = f"refshard-{mode}"
+        assert f"| refshard, `{mode}` | {host['added_s'][name] * 1e3:.1f} ms | {ratios[name]:.2f} |" in PAGE
+    for vocabulary in blocks.values():
+        peaks, ratio = vocabulary["peak_bytes"], vocabulary["ratio_of_yafsdp"]["fsdp2-tuned"]
+        figures = " | ".join(f"{peaks[way] / GIB:.2f}" for way in ("fsdp2-tuned", "yafsdp"))
+        assert f" | {figures} | {ratio:.2f} |" in PAGE
