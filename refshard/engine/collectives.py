@@ -123,7 +123,7 @@ class GroupCollectives(Collectives):
             tuple(
                 piece
                 for step in range(1, self.world_size)
-                for piece in exchange(own, output[self._part(-step, own.numel())], step, self._shards)
+                for piece in _exchange(own, output[self._part(-step, own.numel())], step, self._shards)
             )
         )
 
@@ -143,7 +143,7 @@ class GroupCollectives(Collectives):
         exchanges = tuple(
             piece
             for step in range(1, self.world_size)
-            for piece in exchange(full[self._part(step, numel)], received[step - 1], step, self._reducing)
+            for piece in _exchange(full[self._part(step, numel)], received[step - 1], step, self._reducing)
         )
         return _LocalSum(exchanges, full[self._part(0, numel)], received, output, free)
 
@@ -221,7 +221,7 @@ def piece_length(numel: int, itemsize: int) -> int:
     return max(1, -(-numel // pieces))
 
 
-def exchange(
+def _exchange(
     send: torch.Tensor, receive: torch.Tensor, step: int, group: dist.ProcessGroup | None
 ) -> Iterator[Pending]:
     """Over gloo, send to the rank ``step`` places on and receive as many elements from the rank as far back."""

@@ -8,8 +8,8 @@ them :func:`build` places the communication, by three rules:
 2. Storage is released when its unit has ended, unless the prefetch would gather it again at once.
 3. A unit's reduction starts when its last gradient is there, and is awaited before the backward of the unit
    ``gradient_slots`` places later begins, since that one writes where it read; beside a ring, that of a unit with
-   storage of its own two units later. Over two axes it has two legs: a
-   reduce-scatter, and an all-reduce of the shard that is issued where a single leg would have been awaited.
+   storage of its own two units later. Over two axes it has two legs: a reduce-scatter, and an all-reduce of the shard
+   that is issued where a single leg would have been awaited.
 
 The engine walks the stream marker by marker, so every rank issues the same collectives in the same order; the
 simulator prices it; a trace is held against it.

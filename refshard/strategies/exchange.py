@@ -1,7 +1,4 @@
-"""Exchanges over gloo: what they are announced as, and a reduce-scatter for FSDP2 made of them.
-
-Gloo itself runs a reduce-scatter as a full all-reduce.
-"""
+"""The engine's exchanges over gloo: what they are announced as, and its reduce-scatter as FSDP2 takes one."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from refshard.engine.collectives import exchange, piece_length
+from refshard.engine.collectives import GroupCollectives, piece_length
 
 
 def announce_exchange(part: int, itemsize: int, world_size: int) -> Iterator[tuple[str, int]]:
@@ -21,10 +18,10 @@ def announce_exchange(part: int, itemsize: int, world_size: int) -> Iterator[tup
 
 
 class ExchangeAndSum(ReduceScatter):
-    """A reduce-scatter as exchanges of parts and a local sum, for gloo; one receive buffer per size is kept."""
+    """The engine's reduce-scatter over gloo, awaited where it is issued."""
 
-    def __init__(self) -> None:
-        self._received: dict[int, torch.Tensor] = {}
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._collectives = GroupCollectives(group)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor for FSDP2 to communicate through."""
@@ -39,21 +36,7 @@ class ExchangeAndSum(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce ``input_tensor`` (world_size * n elements) into ``output_tensor`` (n elements)."""
-        numel, size, rank = output_tensor.numel(), group.size(), group.rank()
-        received = self._received.get(numel)
-        if received is None:
-            received = self._received[numel] = input_tensor.new_empty(size - 1, numel)
-        parts = input_tensor.view(size, numel)
-        works = [
-            piece
-            for step in range(1, size)
-            for piece in exchange(parts[(rank + step) % size], received[step - 1], step, group)
-        ]
-        for work in works:
-            work.wait()
-        total = parts[rank]
-        for part in received:
-            total = torch.add(total, part, out=output_tensor)
+        self._collectives.reduce_scatter(output_tensor, input_tensor).wait()
         if op == dist.ReduceOp.AVG:
-            output_tensor.div_(size)
+            output_tensor.div_(group.size())
         return None

@@ -43,7 +43,7 @@ class FSDP2Tuned(Strategy):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         self._model = model
-        exchange = ExchangeAndSum()
+        exchange = ExchangeAndSum(group)
         for unit in (m for m in model.modules() if isinstance(m, FSDPModule) and self._gloo):
             unit.set_custom_reduce_scatter(exchange)
         blocks = list(backbone.layers)

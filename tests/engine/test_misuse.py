@@ -32,21 +32,23 @@ class Cut(Net):
 
 
 class Failing(Net):
-    """Raises in backward, below block 2, when told to."""
+    """Raises in backward when told to: below block 2, or within the last unit, between its head and its norm."""
 
-    fail = False
+    fail: str | None = None
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for index, layer in enumerate(self.layers):
             x = layer(x)
             if index == 1:
-                x.register_hook(self.maybe_fail)
-        logits: torch.Tensor = self.head(self.norm(x))
+                x.register_hook(lambda _: self.maybe_fail("between units"))
+        x = self.norm(x)
+        x.register_hook(lambda _: self.maybe_fail("within a unit"))
+        logits: torch.Tensor = self.head(x)
         return logits
 
-    def maybe_fail(self, gradient: torch.Tensor) -> None:
-        if self.fail:
+    def maybe_fail(self, place: str) -> None:
+        if self.fail == place:
             raise ValueError("told to")
 
 
@@ -153,16 +155,17 @@ def test_zero_grad_after_a_failed_forward_clears_the_gradients(mode: str) -> Non
     assert_same_gradients(bare, model)
 
 
-def test_gradients_of_a_failed_backward_are_dropped(mode: str) -> None:
+@pytest.mark.parametrize("place", ["between units", "within a unit"])
+def test_gradients_of_a_failed_backward_are_dropped(mode: str, place: str) -> None:
     bare, model = pair(mode, Failing)
     for m in (bare, model):
         assert isinstance(m, Failing)
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         train(m, 2, optimizer=optimizer)
-        m.fail = True
+        m.fail = place
         with pytest.raises(ValueError, match="told to"):
             loss_of(m, make_batch(3)).backward()
-        m.fail = False
+        m.fail = None
         optimizer.zero_grad()
         loss_of(m, make_batch(4)).backward()
     assert_same_gradients(bare, model)
