@@ -4,7 +4,7 @@ All times are int64 nanoseconds. A measured trace, an emulated one and a simulat
 :class:`Timeline`, so that overlap is computed once, by the same code.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,6 +63,26 @@ class Intervals:
         """Nanoseconds covered."""
         return int(np.sum(self.ends - self.starts))
 
+    def within(self, starts: Nanoseconds, ends: Nanoseconds) -> Nanoseconds:
+        """Nanoseconds covered inside each of the windows ``[starts[i], ends[i])``, which may overlap each other.
+
+        >>> Intervals.of([(0, 10), (20, 30)]).within(np.array([5, 10]), np.array([25, 20]))
+        array([10,  0])
+        """
+        return self._covered_before(ends) - self._covered_before(starts)
+
+    def _covered_before(self, points: Nanoseconds) -> Nanoseconds:
+        covered = np.concatenate(([0], np.cumsum(self.ends - self.starts)))
+        index = np.searchsorted(self.starts, points, side="right")
+        beyond = np.zeros(len(points), np.int64)
+        inside = index > 0
+        beyond[inside] = np.maximum(0, self.ends[index[inside] - 1] - points[inside])
+        return np.asarray(covered[index] - beyond, dtype=np.int64)
+
+    def gaps(self, start: int, end: int) -> "Intervals":
+        """The maximal intervals of ``[start, end)`` that are not covered."""
+        return Intervals.of([(start, end)]) - self
+
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """The intervals as plain tuples."""
@@ -110,6 +130,13 @@ class Kind(StrEnum):
     UNCLASSIFIED = "unclassified"
 
 
+KINDS = tuple(Kind)
+"""Kinds by their code in :attr:`Spans.kinds`."""
+
+UNKNOWN = -1
+"""Stands in a column of :class:`Spans` for what the trace does not tell."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One event: ``kind`` of work on ``lane`` (a stream or a thread) over ``[start, end)`` nanoseconds."""
@@ -121,37 +148,130 @@ class Span:
     end: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spans:
+    """What ran, a row each, ordered by start and then by end; columns are arrays of one length.
+
+    ``kinds`` are codes of :data:`KINDS`; ``lanes``, ``names``, ``operators`` and ``units`` index the tables beside them.
+    ``operators`` says what the host was doing when it launched the span (the span's own name where nothing tells),
+    ``launches`` when, in nanoseconds, ``steps`` in which step (a number of :attr:`Timeline.windows`) and ``units`` for
+    which unit; each :data:`UNKNOWN` where the trace does not say.
+    """
+
+    starts: Nanoseconds
+    ends: Nanoseconds
+    kinds: npt.NDArray[np.int8]
+    lanes: npt.NDArray[np.int32]
+    names: npt.NDArray[np.int32]
+    operators: npt.NDArray[np.int32]
+    launches: Nanoseconds
+    steps: npt.NDArray[np.int32]
+    units: npt.NDArray[np.int32]
+    lane_names: tuple[str, ...]
+    name_table: tuple[str, ...]
+    unit_names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> "Spans":
+        """Columns of spans in any order, of which nothing more is known than a :class:`Span` holds."""
+        rows = sorted(spans, key=lambda s: (s.start, s.end))
+        lane_names = tuple(dict.fromkeys(s.lane for s in rows))
+        name_table = tuple(dict.fromkeys(s.name for s in rows))
+        names = np.array([name_table.index(s.name) for s in rows], np.int32)
+        unknown = np.full(len(rows), UNKNOWN)
+        return cls(
+            starts=np.array([s.start for s in rows], np.int64),
+            ends=np.array([s.end for s in rows], np.int64),
+            kinds=np.array([KINDS.index(s.kind) for s in rows], np.int8),
+            lanes=np.array([lane_names.index(s.lane) for s in rows], np.int32),
+            names=names,
+            operators=names,
+            launches=unknown.astype(np.int64),
+            steps=unknown.astype(np.int32),
+            units=unknown.astype(np.int32),
+            lane_names=lane_names,
+            name_table=name_table,
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[Span]:
+        """Row by row, for tests and small timelines."""
+        for start, end, kind, lane, name in zip(self.starts, self.ends, self.kinds, self.lanes, self.names):
+            yield Span(
+                kind=KINDS[kind],
+                lane=self.lane_names[lane],
+                name=self.name_table[name],
+                start=int(start),
+                end=int(end),
+            )
+
+    def of_kind(self, *kinds: Kind) -> npt.NDArray[np.bool_]:
+        """Which rows are of these kinds."""
+        return np.isin(self.kinds, [KINDS.index(kind) for kind in kinds])
+
+    def covered(self, rows: npt.NDArray[np.bool_]) -> Intervals:
+        """Union of these rows' intervals."""
+        return Intervals.union(self.starts[rows], self.ends[rows])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective as announced on its rank: what it moves, and in which step it was issued.
+    """One collective of one rank: what it moves, where it was announced, and when it ran.
 
     ``bytes`` is the size of the unsharded tensor: an all-gather's output, a reduce-scatter's input, an all-reduce's
-    tensor (the *size* column of nccl-tests); None where the trace was recorded without shapes.
+    tensor (the *size* column of nccl-tests); None where the trace was recorded without shapes. ``launched``, ``start``
+    and ``end`` are nanoseconds; the latter two None where the trace shows no execution, and then ``lane`` is too.
+    ``group`` names the process group, of ``group_size`` ranks. ``announced`` says whether the host's own operator of
+    the collective is in the trace. ``row`` is its row of :class:`Spans`, the first where it ran in several.
     """
 
     op: str
     bytes: int | None
-    step: int
+    step: int | None
+    group: str | None = None
+    group_size: int | None = None
+    dtype: str | None = None
+    unit: str | None = None
+    lane: str | None = None
+    launched: int | None = None
+    start: int | None = None
+    end: int | None = None
+    announced: bool = True
+    row: int = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """One training step of one rank, ``[start, end)`` nanoseconds."""
+    """One training step of one rank, ``[start, end)`` nanoseconds; ``step`` is None for a trace without steps."""
 
-    step: int
+    step: int | None
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A phase that the host announced: ``meaning`` (:mod:`refshard.tracing.labels`) of ``unit``, ``[start, end)`` ns."""
+
+    meaning: str
+    unit: str | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
     """What one rank did: its steps, spans and collectives, ordered by start."""
 
-    rank: int
+    rank: int | None
     windows: tuple[Window, ...]
-    spans: tuple[Span, ...]
+    spans: Spans
     collectives: tuple[Collective, ...] = ()
+    labels: tuple[Label, ...] = ()
+    on_device: bool = False
 
     def busy(self, *kinds: Kind) -> Intervals:
         """Union of the spans of these kinds."""
-        return Intervals.of((s.start, s.end) for s in self.spans if s.kind in kinds)
+        return self.spans.covered(self.spans.of_kind(*kinds))
