@@ -6,7 +6,7 @@ All times are int64 nanoseconds. A measured trace, an emulated one and a simulat
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntFlag, StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -133,6 +133,27 @@ class Kind(StrEnum):
 KINDS = tuple(Kind)
 """Kinds by their code in :attr:`Spans.kinds`."""
 
+
+class Meaning(IntFlag):
+    """What a phase that the host announced is for, whoever named it; a span may be launched under several.
+
+    ``REDUCE`` is all that leads to a gradient's reduction, ``COPY_IN`` and ``COPY_OUT`` move what a collective sends
+    or has received, ``WAIT`` is for a collective to end, ``REDUCE_WAIT`` for an earlier reduction so that its buffer can
+    be reused. ``FORWARD`` and ``BACKWARD`` begin a unit's compute, ``LEAVE`` ends it.
+    """
+
+    ALL_GATHER = 1
+    REDUCE = 2
+    COPY_IN = 4
+    COPY_OUT = 8
+    WAIT = 16
+    REDUCE_WAIT = 32
+    FORWARD = 64
+    BACKWARD = 128
+    LEAVE = 256
+    OPTIMIZER = 512
+
+
 UNKNOWN = -1
 """Stands in a column of :class:`Spans` for what the trace does not tell."""
 
@@ -155,7 +176,8 @@ class Spans:
     ``kinds`` are codes of :data:`KINDS`; ``lanes``, ``names``, ``operators`` and ``units`` index the tables beside them.
     ``operators`` says what the host was doing when it launched the span (the span's own name where nothing tells),
     ``launches`` when, in nanoseconds, ``steps`` in which step (a number of :attr:`Timeline.windows`) and ``units`` for
-    which unit; each :data:`UNKNOWN` where the trace does not say.
+    which unit; each :data:`UNKNOWN` where the trace does not say. ``under`` holds the :class:`Meaning` of the phases that
+    the span was launched under. Spans of one ``signatures`` code do the same work: one kernel in one launch geometry.
     """
 
     starts: Nanoseconds
@@ -167,6 +189,8 @@ class Spans:
     launches: Nanoseconds
     steps: npt.NDArray[np.int32]
     units: npt.NDArray[np.int32]
+    under: npt.NDArray[np.int16]
+    signatures: npt.NDArray[np.int32]
     lane_names: tuple[str, ...]
     name_table: tuple[str, ...]
     unit_names: tuple[str, ...] = ()
@@ -189,6 +213,8 @@ class Spans:
             launches=unknown.astype(np.int64),
             steps=unknown.astype(np.int32),
             units=unknown.astype(np.int32),
+            under=np.zeros(len(rows), np.int16),
+            signatures=names,
             lane_names=lane_names,
             name_table=name_table,
         )
@@ -253,9 +279,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """A phase that the host announced: ``meaning`` (:mod:`refshard.tracing.labels`) of ``unit``, ``[start, end)`` ns."""
+    """A phase that the host announced, of ``unit``, over ``[start, end)`` nanoseconds of the host."""
 
-    meaning: str
+    meaning: Meaning
     unit: str | None
     start: int
     end: int
