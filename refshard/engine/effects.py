@@ -134,6 +134,10 @@ class Effects:
         unit.gathered_version = unit.version
 
     def _begin(self, unit: Unit, *, backward: bool) -> None:
+        with _label("backward" if backward else "forward", unit):
+            self._expose(unit, backward=backward)
+
+    def _expose(self, unit: Unit, *, backward: bool) -> None:
         if backward:
             if unit.trained and unit.gradient_slot.persistent and unit.gradient_slot.owner != unit.name:
                 unit.gradient_slot.acquire(unit.name)
@@ -149,10 +153,11 @@ class Effects:
         unit.expose_unsharded()
 
     def _end(self, unit: Unit, *, backward: bool) -> None:
-        unit.computing = False
-        if backward:
-            unit.in_backward = False
-        unit.expose_sharded()
+        with _label("leave", unit):
+            unit.computing = False
+            if backward:
+                unit.in_backward = False
+            unit.expose_sharded()
 
     def _release(self, unit: Unit) -> None:
         if unit.resident and not unit.aliased:

@@ -62,7 +62,7 @@ class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyOverhead(msgspec.Struct, frozen=True, kw_only=True):
-    """Device time under copy-in and copy-out annotations; ``hidden_ns`` of it runs beside compute, the rest does not."""
+    """Device time under copy-in and copy-out annotations; ``hidden_ns`` of it runs beside compute, the rest not."""
 
     copy_in_ns: int
     copy_out_ns: int

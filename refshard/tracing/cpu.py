@@ -1,0 +1,81 @@
+"""A trace without device events: gloo's run-loop threads communicate, and the thread that holds the steps computes."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
+from refshard.tracing.events import ANNOTATION, HOST, TraceFile
+from refshard.tracing.labels import Labels
+from refshard.tracing.steps import step_at
+
+_COMPUTE_OP = re.compile(r"^(aten::|fsdp::|## Call CompiledFxGraph|Torch-Compiled Region)")
+_GLOO = "gloo:"
+
+
+def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], main: int) -> Spans:
+    """Communication and the main thread's outermost operators, ordered by start.
+
+    Autograd's and the hooks' wrappers enclose waits, so only operators count, and not under a wait: there they are part
+    of a collective's own arithmetic, and stand as preparation.
+    """
+    host = trace.host
+    is_gloo = _named(trace, lambda name: name.startswith(_GLOO)) & (host.categories == ANNOTATION)
+    computes = _named(trace, lambda name: bool(_COMPUTE_OP.match(name))) & (host.threads == main)
+    computes &= np.isin(host.categories, (HOST, ANNOTATION))
+    outermost = _outermost(host.starts, host.ends, np.flatnonzero(computes))
+    rows = np.concatenate((np.flatnonzero(is_gloo), outermost))
+    rows = rows[np.lexsort((host.ends[rows], host.starts[rows]))]
+    starts, communicates = host.starts[rows], is_gloo[rows]
+    under = labels.under(host.threads[rows], starts)
+    kinds = np.where(
+        communicates,
+        KINDS.index(Kind.COMM),
+        np.where(under & Meaning.WAIT > 0, KINDS.index(Kind.PREP), KINDS.index(Kind.COMPUTE)),
+    )
+    units = labels.unit_at(host.threads[rows], starts)
+    units = np.where((units == UNKNOWN) & (under & Meaning.OPTIMIZER == 0), labels.unit_computing(starts), units)
+    lanes = np.where(communicates, host.threads[rows], main)
+    return Spans(
+        starts=starts,
+        ends=host.ends[rows],
+        kinds=kinds.astype(np.int8),
+        lanes=lanes.astype(np.int32),
+        names=host.names[rows],
+        operators=host.names[rows],
+        launches=np.where(communicates, UNKNOWN, starts),
+        steps=step_at(starts, windows),
+        units=np.where(communicates, UNKNOWN, units).astype(np.int32),
+        under=under,
+        signatures=host.names[rows],
+        lane_names=tuple("main" if place == main else f"gloo {tid}" for place, (_, tid) in enumerate(trace.threads)),
+        name_table=trace.names,
+        unit_names=labels.unit_names,
+        signature_names=trace.names,
+    )
+
+
+def main_thread(trace: TraceFile, step_rows: npt.NDArray[np.int64]) -> int:
+    """The thread that holds the steps; without steps, the one with most operators; :data:`UNKNOWN` without either."""
+    if len(step_rows):
+        return int(trace.host.threads[step_rows[0]])
+    computes = _named(trace, lambda name: bool(_COMPUTE_OP.match(name))) & (trace.host.categories == HOST)
+    return int(np.argmax(np.bincount(trace.host.threads[computes]))) if computes.any() else UNKNOWN
+
+
+def _outermost(
+    starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Those of one thread's operators that no other of them encloses."""
+    rows = rows[np.lexsort((-ends[rows], starts[rows]))]
+    reach = np.maximum.accumulate(ends[rows]) if len(rows) else ends[rows]
+    is_outermost = np.ones(len(rows), np.bool_)
+    is_outermost[1:] = ends[rows][1:] > reach[:-1]
+    return np.asarray(rows[is_outermost], np.int64)
+
+
+def _named(trace: TraceFile, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
+    matching = np.array([test(name) for name in trace.names] or [False], np.bool_)
+    return np.asarray(matching[trace.host.names], np.bool_)

@@ -1,0 +1,119 @@
+"""Device events of a trace become spans: of which class, launched when, in which step and for which unit."""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
+from refshard.tracing.events import HOST, KERNEL, LAUNCH, TraceFile
+from refshard.tracing.labels import Labels
+from refshard.tracing.steps import step_at
+
+COMM_KERNEL = re.compile(r"nccl|rccl|msccl|nvshmem|deep_?ep|refshard_emulated", re.IGNORECASE)
+"""Names of kernels that communicate: NCCL 2.4 to 2.28, RCCL, MSCCL++, NVSHMEM, DeepEP, and emulated collectives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Launches:
+    """When and on which thread the host launched each device event; :data:`UNKNOWN` where the trace does not tell."""
+
+    points: npt.NDArray[np.int64]
+    threads: npt.NDArray[np.int32]
+    operators: npt.NDArray[np.int32]
+
+
+def find_launches(trace: TraceFile) -> Launches:
+    """Match device events with the host's calls by correlation id, or else with operators by external id."""
+    host, device = trace.host, trace.device
+    calls = np.flatnonzero((host.categories == LAUNCH) & (host.correlations >= 0))
+    call = _match(device.correlations, host.correlations[calls], calls)
+    ops = np.flatnonzero((host.categories == HOST) & (host.externals >= 0))
+    op = _match(device.externals, host.externals[ops], ops)
+    launched = call != UNKNOWN
+    # Ids of another numbering may coincide: an operator that was over when its kernel was launched did not launch it.
+    point = host.starts[call]
+    wrong = launched & (op != UNKNOWN) & ((point < host.starts[op]) | (point >= host.ends[op]))
+    op = np.where(wrong, UNKNOWN, op)
+    known = launched | (op != UNKNOWN)
+    source = np.where(launched, call, op)
+    return Launches(
+        points=np.where(known, host.starts[source], UNKNOWN),
+        threads=np.where(known, host.threads[source], UNKNOWN).astype(np.int32),
+        operators=np.where(op != UNKNOWN, host.names[op], UNKNOWN).astype(np.int32),
+    )
+
+
+def _match(
+    wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The row, of the first with that id, of each wanted id; :data:`UNKNOWN` without one."""
+    if not len(ids):
+        return np.full(len(wanted), UNKNOWN, np.int64)
+    order = np.argsort(ids, kind="stable")
+    place = np.minimum(np.searchsorted(ids[order], wanted), len(ids) - 1)
+    found = rows[order[place]]
+    return np.where((ids[order[place]] == wanted) & (wanted >= 0), found, UNKNOWN)
+
+
+def device_spans(trace: TraceFile, labels: Labels, host_windows: tuple[Window, ...]) -> Spans:
+    """All device events of a trace, ordered by start."""
+    launches, device = find_launches(trace), trace.device
+    under = labels.under(launches.threads, launches.points)
+    kinds = _kinds(trace, under)
+    units = labels.unit_at(launches.threads, launches.points)
+    computing = labels.unit_computing(launches.points)
+    outside = (launches.points == UNKNOWN) | (under & Meaning.OPTIMIZER > 0)
+    units = np.where((units == UNKNOWN) & ~outside, computing, units)
+    order = device_order(trace)
+    # Where the trace holds no launch at all, an event belongs to the step in which it ran.
+    in_time = launches.points if (launches.points != UNKNOWN).any() else device.starts
+    return Spans(
+        starts=device.starts[order],
+        ends=device.ends[order],
+        kinds=kinds[order],
+        lanes=device.lanes[order],
+        names=device.names[order],
+        operators=np.where(launches.operators == UNKNOWN, device.names, launches.operators)[order],
+        launches=launches.points[order],
+        steps=step_at(in_time, host_windows)[order],
+        units=units[order].astype(np.int32),
+        under=under[order],
+        signatures=device.signatures[order],
+        lane_names=_lane_names(trace),
+        name_table=trace.names,
+        unit_names=labels.unit_names,
+        signature_names=trace.signatures,
+    )
+
+
+def device_order(trace: TraceFile) -> npt.NDArray[np.int64]:
+    """The rows of :attr:`TraceFile.device` in the order of the spans."""
+    return np.lexsort((trace.device.ends, trace.device.starts))
+
+
+def _kinds(trace: TraceFile, under: npt.NDArray[np.int16]) -> npt.NDArray[np.int8]:
+    """Classes in the order of precedence of the definitions."""
+    device = trace.device
+    communicates = np.array([bool(COMM_KERNEL.search(name)) for name in trace.names] or [False])
+    nameless = np.array([not name for name in trace.names] or [False])
+    is_kernel = device.categories == KERNEL
+    code = {kind: KINDS.index(kind) for kind in Kind}
+    conditions = (
+        device.is_collective | (is_kernel & communicates[device.names]),
+        under & Meaning.REDUCE > 0,
+        ~is_kernel | (under & (Meaning.COPY_IN | Meaning.COPY_OUT) > 0),
+        ~nameless[device.names],
+    )
+    classes = (code[Kind.COMM], code[Kind.PREP], code[Kind.COPY], code[Kind.COMPUTE])
+    return np.select(conditions, classes, code[Kind.UNCLASSIFIED]).astype(np.int8)
+
+
+def _lane_names(trace: TraceFile) -> tuple[str, ...]:
+    """Streams, with their device where there are several."""
+    several = len({device for device, _ in trace.lanes}) > 1
+    return tuple(
+        f"device {device} stream {stream}" if several else f"stream {stream}"
+        for device, stream in ((device, stream.removeprefix("stream ")) for device, stream in trace.lanes)
+    )

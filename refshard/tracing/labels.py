@@ -1,0 +1,176 @@
+"""What the host announced: the annotations of refshard and of its peers, mapped to one meaning.
+
+No peer is slowed to be labelled; each is read by the names that it writes itself (torch 2.11 to 2.13).
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.timeline import UNKNOWN, Label, Meaning
+from refshard.tracing.events import ANNOTATION, HOST, TraceFile
+
+ROOT = "(root)"
+"""Name of the unit that FSDP2 leaves without one: the model itself, less its wrapped parts."""
+
+_REFSHARD = re.compile(r"^refshard::(\w+)\((.*)\)$")
+_FSDP2 = re.compile(r"^FSDP::(\w+)(?: for (.*)| \((.*)\))?$")
+_OF_REFSHARD = {
+    # A shard that has to be cast is copied to its place first.
+    "all_gather": Meaning.ALL_GATHER | Meaning.COPY_IN,
+    "copy_in": Meaning.REDUCE | Meaning.COPY_IN,
+    # Over gloo it may wait for a place in which to receive.
+    "reduce_scatter": Meaning.REDUCE | Meaning.WAIT,
+    "all_reduce": Meaning.REDUCE,
+    "wait": Meaning.WAIT,
+    "forward": Meaning.FORWARD,
+    "backward": Meaning.BACKWARD,
+    "leave": Meaning.LEAVE,
+}
+_OF_FSDP2 = {
+    "all_gather": Meaning.ALL_GATHER,
+    "all_gather_copy_out": Meaning.COPY_OUT,
+    "post_backward_reduce": Meaning.REDUCE,
+    "post_backward_rs_wait": Meaning.REDUCE_WAIT | Meaning.WAIT,
+    "pre_forward": Meaning.FORWARD,
+    "post_forward": Meaning.LEAVE,
+    "pre_backward": Meaning.BACKWARD,
+    "post_backward_accumulate": Meaning.LEAVE,
+}
+_BY_NAME = {
+    "fsdp::all_gather_copy_in": Meaning.COPY_IN,
+    "fsdp::split_with_sizes_copy": Meaning.COPY_OUT,
+    "fsdp::chunk_cat": Meaning.REDUCE | Meaning.COPY_IN,
+    "FullyShardedDataParallel._post_backward_hook": Meaning.REDUCE,
+}
+
+
+def meaning_of(name: str) -> tuple[Meaning, str | None] | None:
+    """What an annotation or operator of this name announces, and for which unit; None for any other.
+
+    >>> meaning_of("FSDP::all_gather_copy_out (layers.0)")
+    (<Meaning.COPY_OUT: 8>, 'layers.0')
+    """
+    if match := _REFSHARD.match(name):
+        meaning, unit = _OF_REFSHARD.get(match[1]), match[2]
+        return None if meaning is None else (meaning, unit)
+    if match := _FSDP2.match(name):
+        meaning = _OF_FSDP2.get(match[1])
+        return None if meaning is None else (meaning, match[3] if match[3] not in (None, "", "None") else ROOT)
+    if name.startswith(("Optimizer.step#", "Optimizer.zero_grad#")):
+        return Meaning.OPTIMIZER, None
+    return (_BY_NAME[name], None) if name in _BY_NAME else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Labels:
+    """The labels of a trace as columns, ordered by start; ``units`` index ``unit_names`` or are :data:`UNKNOWN`."""
+
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    threads: npt.NDArray[np.int32]
+    meanings: npt.NDArray[np.int16]
+    units: npt.NDArray[np.int32]
+    unit_names: tuple[str, ...]
+
+    def as_labels(self) -> tuple[Label, ...]:
+        """One object each."""
+        columns = (self.starts.tolist(), self.ends.tolist(), self.meanings.tolist(), self.units.tolist())
+        return tuple(
+            Label(meaning=Meaning(meaning), unit=None if unit < 0 else self.unit_names[unit], start=start, end=end)
+            for start, end, meaning, unit in zip(*columns)
+        )
+
+    def under(self, threads: npt.NDArray[np.int32], points: npt.NDArray[np.int64]) -> npt.NDArray[np.int16]:
+        """Meanings of all labels on ``threads[i]`` that hold at ``points[i]``."""
+        found = np.zeros(len(points), np.int16)
+        for thread in np.unique(self.threads):
+            mine, there = self.threads == thread, np.flatnonzero(threads == thread)
+            if not len(there):
+                continue
+            for meaning in Meaning:
+                rows = mine & (self.meanings & meaning > 0)
+                if rows.any():
+                    found[there] |= np.where(_inside(self.starts[rows], self.ends[rows], points[there]), meaning, 0)
+        return found
+
+    def unit_at(self, threads: npt.NDArray[np.int32], points: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """The unit of the innermost label on ``threads[i]`` that has one and holds at ``points[i]``."""
+        found = np.full(len(points), UNKNOWN, np.int32)
+        for thread in np.unique(self.threads):
+            rows = np.flatnonzero((self.threads == thread) & (self.units >= 0) & (self.ends > self.starts))
+            there = np.flatnonzero(threads == thread)
+            if len(rows) and len(there):
+                cuts, owners = _innermost(self.starts[rows].tolist(), self.ends[rows].tolist())
+                owner = owners[np.searchsorted(cuts, points[there], side="right")]
+                found[there] = np.where(owner < 0, UNKNOWN, self.units[rows[owner]])
+        return found
+
+    def unit_computing(self, points: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """The unit whose forward or backward was the last begun, and not left, at ``points[i]``, on any thread.
+
+        Backward runs on a thread of autograd's while the main thread waits for it, so there is but one such unit.
+        """
+        begin, leave = Meaning.FORWARD | Meaning.BACKWARD, Meaning.LEAVE
+        marks = np.flatnonzero((self.meanings & (begin | leave) > 0) & (self.units >= 0))
+        owners, inside = [UNKNOWN], list[int]()
+        for begins, unit in zip((self.meanings[marks] & begin > 0).tolist(), self.units[marks].tolist()):
+            if begins:
+                inside.append(unit)
+            elif unit in inside:
+                while inside.pop() != unit:
+                    pass
+            owners.append(inside[-1] if inside else UNKNOWN)
+        return np.array(owners, np.int32)[np.searchsorted(self.starts[marks], points, side="right")]
+
+
+def find_labels(trace: TraceFile) -> Labels:
+    """The labels among a trace's annotations and operators."""
+    known = {code: found for code, name in enumerate(trace.names) if (found := meaning_of(name)) is not None}
+    host = trace.host
+    rows = np.flatnonzero(np.isin(host.names, list(known)) & np.isin(host.categories, (ANNOTATION, HOST)))
+    rows = rows[np.argsort(host.starts[rows], kind="stable")]
+    unit_names = tuple(dict.fromkeys(unit for _, unit in known.values() if unit is not None))
+    number = {unit: place for place, unit in enumerate(unit_names)}
+    codes = host.names[rows].tolist()
+    return Labels(
+        starts=host.starts[rows],
+        ends=host.ends[rows],
+        threads=host.threads[rows],
+        meanings=np.array([known[code][0] for code in codes], np.int16),
+        units=np.array([number.get(known[code][1] or "", UNKNOWN) for code in codes], np.int32),
+        unit_names=unit_names,
+    )
+
+
+def _inside(
+    starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], points: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Which points lie in one of the intervals, which are ordered by start and may overlap."""
+    index = np.searchsorted(starts, points, side="right") - 1
+    return (index >= 0) & (points < np.maximum.accumulate(ends)[index])
+
+
+def _innermost(starts: list[int], ends: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Cut time at the borders of nested intervals, ordered by start; per piece the last begun that holds, or -1.
+
+    The piece before the first cut comes first, so there is one more owner than there are cuts.
+    """
+    cuts, owners, open_ = list[int](), [-1], list[int]()
+
+    def close(until: int | None) -> None:
+        while open_ and (until is None or ends[open_[-1]] <= until):
+            cuts.append(ends[open_.pop()])
+            while open_ and ends[open_[-1]] <= cuts[-1]:
+                open_.pop()
+            owners.append(open_[-1] if open_ else -1)
+
+    for row, start in enumerate(starts):
+        close(start)
+        cuts.append(start)
+        owners.append(row)
+        open_.append(row)
+    close(None)
+    return np.array(cuts, np.int64), np.array(owners, np.int64)

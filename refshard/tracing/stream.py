@@ -1,0 +1,263 @@
+"""A trace file as a stream of events, with memory for some blocks of it, however large it is.
+
+Kineto writes one JSON object whose ``traceEvents`` array is nearly all of the file. It is read block by block. Where
+to cut a block is guessed, at the last ``},{``, and the decoder itself proves the guess: a slice of an array from the
+start of one element decodes, closed by a bracket, if and only if it was cut between two elements. A cut within a
+string or a nested object leaves something open, which the decoder calls truncated, and the next guess is tried.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Generic, TypeVar, cast
+
+import msgspec
+
+from refshard.errors import TraceError
+from refshard.quantities import MIB, format_bytes
+
+BLOCK = 8 * MIB
+LARGEST_EVENT = 64 * MIB
+"""An event, or what stands before the events, may not be longer: it has to be in memory as a whole."""
+LARGEST_EXPANSION = 300
+"""Times its size that a gzip file may expand to, past :data:`LARGEST_EVENT`. Real traces reach 10 to 40."""
+
+_GUESSES = 4
+_SKIPPED = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{}]', re.DOTALL)
+_KEY_END = re.compile(rb"\s*:\s*(\[?)")
+_NOT_JSON = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\b(?:nan|NaN|inf|Inf|infinity|Infinity)\b', re.DOTALL)
+_BYTE = re.compile(r"\(byte (\d+)\)")
+_EMPTY = b" \t\r\n"
+
+T = TypeVar("T")
+
+
+class EventStream(Generic[T]):
+    """Iterate over lists of decoded events; a context manager.
+
+    ``decoder`` decodes a JSON array of events. ``salvage`` is asked, for a block that the decoder finds valid JSON but
+    of unexpected types, for the events that it can use; it raises msgspec.DecodeError for what is no JSON. When the
+    iteration has ended, ``metadata`` is the file's object without its events, as JSON, and ``not_numbers`` says how
+    often NaN or infinity stood where JSON has null.
+
+    Raises:
+        TraceError: the file cannot be read, is no trace, is damaged or truncated, or expands as no trace does.
+    """
+
+    def __init__(
+        self, path: Path, decoder: "msgspec.json.Decoder[list[T]]", salvage: Callable[[bytes], list[T]]
+    ) -> None:
+        self.metadata = b"{}"
+        self.not_numbers = 0
+        self.size = 0
+        self._path = path
+        self._decoder = decoder
+        self._salvage = salvage
+        self._offset = 0
+        try:
+            self._compressed_size = path.stat().st_size
+            self._raw: IO[bytes] = path.open("rb")
+            packed = self._raw.read(2) == b"\x1f\x8b"
+            self._raw.seek(0)
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
+        self._file: IO[bytes] = cast(IO[bytes], gzip.GzipFile(fileobj=self._raw)) if packed else self._raw
+        self._packed = packed
+
+    def __enter__(self) -> "EventStream[T]":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._raw.close()
+
+    def __iter__(self) -> Iterator[list[T]]:
+        rest, is_object = self._find_events()
+        prefix = self.metadata
+        while True:
+            fresh = self._read()
+            block, rest = rest + fresh, b""
+            if not block.strip(_EMPTY):
+                raise self._truncated()
+            events, used, tail = self._decode_some(block, at_end=not fresh)
+            self._offset += used
+            if events:
+                yield events
+            if tail is None:
+                rest = block[used:]
+                continue
+            self.metadata = self._finish(prefix, tail, is_object=is_object)
+            return
+
+    def _read(self) -> bytes:
+        try:
+            found = self._file.read(BLOCK)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise TraceError(f"{self._path}: truncated or damaged gzip ({error}); copy or record it again") from None
+        except OSError as error:
+            raise TraceError(f"{self._path}: cannot be read ({error.strerror or error})") from None
+        self.size += len(found)
+        limit = max(LARGEST_EVENT, LARGEST_EXPANSION * self._compressed_size)
+        if self._packed and self.size > limit:
+            raise TraceError(
+                f"{self._path}: {format_bytes(self._compressed_size)} of gzip expand to more than "
+                f"{format_bytes(limit)}, as no trace does; if it is one, decompress it yourself and analyse that"
+            )
+        return found
+
+    def _find_events(self) -> tuple[bytes, bool]:
+        """What follows the bracket that opens the events, and whether that array stands in an object."""
+        head, place, depth = self._read().removeprefix(b"\xef\xbb\xbf"), 0, 0
+        first = head.lstrip(_EMPTY)[:1]
+        if first == b"[":
+            return head.partition(b"[")[2], False
+        if first != b"{":
+            raise TraceError(f"{self._path}: not a Kineto trace (it is {'empty' if not first else 'no JSON object'})")
+        while True:
+            for token in _SKIPPED.finditer(head, place):
+                text = token[0]
+                if text == b'"':  # a string that ends in the next block
+                    break
+                place = token.end()
+                if depth == 1 and text == b'"traceEvents"' and (colon := _KEY_END.match(head, place)):
+                    if not colon[1]:
+                        if colon.end() == len(head):
+                            place = token.start()
+                            break
+                        raise TraceError(f"{self._path}: not a Kineto trace (traceEvents must be an array)")
+                    self.metadata = head[: token.start()]
+                    self._offset = colon.end()
+                    return head[colon.end() :], True
+                depth += (text in b"{[") - (text in b"}]")
+                if depth == 0:
+                    raise TraceError(f"{self._path}: not a Kineto trace (it has no traceEvents)")
+            fresh = self._read()
+            if not fresh:
+                raise TraceError(f"{self._path}: not a Kineto trace (it ends before any traceEvents)")
+            if len(head) > LARGEST_EVENT:
+                raise TraceError(f"{self._path}: not a Kineto trace (no events in its first {format_bytes(len(head))})")
+            head += fresh
+
+    def _decode_some(self, block: bytes, *, at_end: bool) -> tuple[list[T], int, bytes | None]:
+        """Events at the start of ``block``, how many bytes they took, and what follows the array if it ends there."""
+        for cut in _guesses(block):
+            try:
+                return self._decode(block[:cut] + b"]"), block.index(b",", cut) + 1, None
+            except _Truncated:
+                continue
+            except _EndsAt as end:
+                return self._decode(block[: end.place]), end.place, block[end.place :] + self._remainder()
+        if not at_end and len(block) <= LARGEST_EVENT:
+            return [], 0, None
+        try:
+            return self._decode(block), len(block), b""
+        except _EndsAt as end:
+            return self._decode(block[: end.place]), end.place, block[end.place :] + self._remainder()
+        except _Truncated:
+            if at_end:
+                raise self._truncated() from None
+            raise TraceError(
+                f"{self._path}: not a Kineto trace (an event at byte {self._offset} is longer than "
+                f"{format_bytes(LARGEST_EVENT)})"
+            ) from None
+
+    def _decode(self, elements: bytes) -> list[T]:
+        text = b"[" + elements
+        try:
+            return self._decoder.decode(text)
+        except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
+            self._classify(error)
+        cleaned, count = _without_numbers_that_are_none(text)
+        try:
+            found = self._salvage(cleaned)
+        except (msgspec.DecodeError, RecursionError) as error:
+            self._classify(error)
+            at = _BYTE.search(str(error))
+            where = f" at byte {self._offset + int(at[1]) - 1}" if at else ""
+            reason = str(error).removeprefix("JSON is malformed: ").partition(" (byte")[0]
+            raise TraceError(f"{self._path}: damaged{where} ({reason}); copy or record it again") from None
+        self.not_numbers += count
+        return found
+
+    def _classify(self, error: Exception) -> None:
+        """Raise what says that the text was cut at the wrong place; return for any other error."""
+        message = str(error)
+        if "truncated" in message:
+            raise _Truncated
+        if "trailing characters" in message and (at := _BYTE.search(message)):
+            raise _EndsAt(int(at[1]) - 2)  # counted from 1, and the bracket was put before
+
+    def _remainder(self) -> bytes:
+        """All that follows the events, in memory: no more than some metadata is expected."""
+        rest = b""
+        while fresh := self._read():
+            rest += fresh
+            if len(rest) > LARGEST_EVENT:
+                raise TraceError(f"{self._path}: not a Kineto trace (over {format_bytes(len(rest))} follow its events)")
+        return rest
+
+    def _finish(self, prefix: bytes, tail: bytes, *, is_object: bool) -> bytes:
+        """The file's object without its events."""
+        tail = tail.strip(_EMPTY)
+        if not is_object:
+            if tail:
+                raise TraceError(f"{self._path}: damaged at byte {self._offset} (more follows the events' array)")
+            return b"{}"
+        if not tail:
+            raise self._truncated()
+        text, count = _without_numbers_that_are_none(prefix + b'"traceEvents":null' + tail)
+        try:
+            msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise TraceError(
+                f"{self._path}: damaged before or after its events (not a JSON object); copy or record it again"
+            ) from None
+        self.not_numbers += count
+        return text
+
+    def _truncated(self) -> TraceError:
+        return TraceError(
+            f"{self._path}: truncated: it ends within its events, after {format_bytes(self.size)}; "
+            "copy or record it again"
+        )
+
+
+class _Truncated(Exception):  # noqa: N818
+    """The text ends within an element."""
+
+
+class _EndsAt(Exception):  # noqa: N818
+    """The array ends before ``place``, with its bracket."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+def _guesses(block: bytes) -> Iterator[int]:
+    """Places after a ``}`` that a comma and a ``{`` follow, from the last one."""
+    place, found = len(block), 0
+    while found < _GUESSES and (place := block.rfind(b"{", 0, place)) > 0:
+        before = block[max(0, place - 64) : place].rstrip(_EMPTY)
+        if before.endswith(b",") and (cut := before[:-1].rstrip(_EMPTY)).endswith(b"}"):
+            found += 1
+            yield max(0, place - 64) + len(cut)
+
+
+def _without_numbers_that_are_none(text: bytes) -> tuple[bytes, int]:
+    """Valid UTF-8 with null for NaN and infinities outside of strings, and how many there were."""
+    count = 0
+
+    def replace(token: "re.Match[bytes]") -> bytes:
+        nonlocal count
+        if token[0].startswith(b'"'):
+            return token[0]
+        count += 1
+        return b"null"
+
+    text = text.decode("utf-8", "replace").encode()
+    return _NOT_JSON.sub(replace, text), count
