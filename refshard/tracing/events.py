@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 import msgspec
 import numpy as np
@@ -19,8 +19,10 @@ import numpy.typing as npt
 from refshard.tracing.decimals import nanoseconds
 from refshard.tracing.stream import EventStream
 
-HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, PYTHON, OVERHEAD, PROFILER = range(9)
+HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD, PROFILER = range(8)
 """Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`."""
+
+UNUSED = -1
 
 CATEGORIES = {
     "cpu_op": HOST, "operator": HOST,
@@ -41,8 +43,9 @@ _TELLING = ("c10d::", "gloo:", "nccl:", "record_param_comms")
 _MEMORY = "[memory]"
 
 
-class _Event(msgspec.Struct, gc=False):
-    ph: str = ""
+class _Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """An event with a duration."""
+
     cat: str = ""
     name: str = ""
     pid: int | str = 0
@@ -50,6 +53,22 @@ class _Event(msgspec.Struct, gc=False):
     ts: msgspec.Raw = msgspec.Raw(b"")
     dur: msgspec.Raw = msgspec.Raw(b"")
     args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
+    """A moment: the allocator's events among them."""
+
+    name: str = ""
+    ts: msgspec.Raw = msgspec.Raw(b"")
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def _phase(tag: str) -> type[msgspec.Struct]:
+    return msgspec.defstruct(f"_Phase_{tag}", (), gc=False, tag_field="ph", tag=tag)
+
+
+# The other phases of the format, of which nothing is read: flows, metadata, counters, samples and the like.
+_EVENT: Any = Union[(_Complete, _Instant, *map(_phase, "sftMCBEbneIPRcNODSTpFvV"))]
 
 
 class _DeviceArgs(msgspec.Struct, gc=False):
@@ -153,7 +172,7 @@ def read_trace(path: Path) -> TraceFile:
         TraceError: the file cannot be read, is no trace, is damaged or truncated.
     """
     reader = _Reader()
-    with _no_garbage_collection(), EventStream(path, msgspec.json.Decoder(list[_Event]), reader.salvage) as stream:
+    with _no_garbage_collection(), EventStream(path, msgspec.json.Decoder(list[_EVENT]), reader.salvage) as stream:
         for block in stream:
             reader.take(block)
         if stream.not_numbers:
@@ -185,6 +204,14 @@ class _Table(dict[K, int]):
         return number
 
 
+class _Categories(dict[str, int]):
+    """Codes by the name that a trace uses."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = code = CATEGORIES.get(name.lower(), UNUSED)
+        return code
+
+
 class _Columns(msgspec.Struct, gc=False):
     """What host and device events have in common."""
 
@@ -210,7 +237,7 @@ class _Reader:
         self._threads: _Table[tuple[int | str, int | str]] = _Table()
         self._lanes: _Table[tuple[Any, Any]] = _Table()
         self._signatures: _Table[tuple[str, bytes, bytes]] = _Table()
-        self._categories: dict[str, int | None] = {}
+        self._categories = _Categories()
         self._host: list[tuple[npt.NDArray[Any], ...]] = []
         self._device: list[tuple[npt.NDArray[Any], ...]] = []
         self._rows = [0, 0]
@@ -219,18 +246,17 @@ class _Reader:
         self._memory: list[MemoryEvent] = []
         self._count = 0
 
-    def salvage(self, array: bytes) -> list[_Event]:
+    def salvage(self, array: bytes) -> list[msgspec.Struct]:
         """The events of a block of which some are not as they should be."""
-        return self._one_by_one(msgspec.json.decode(array, type=list[msgspec.Raw]), _Event, "unusable_events")
+        raw = msgspec.json.decode(array, type=list[msgspec.Raw])
+        return self._one_by_one(raw, _EVENT, "unusable_events")
 
-    def take(self, block: list[_Event]) -> None:
+    def take(self, block: list[msgspec.Struct]) -> None:
         """Add a block of events."""
         self._count += len(block)
         categories = self._categories
-        for name in {event.cat for event in block} - categories.keys():
-            categories[name] = CATEGORIES.get(name.lower())
-        self._take_memory([e for e in block if e.ph != "X" and e.name == _MEMORY])
-        used = [e for e in block if e.ph == "X" and categories[e.cat] is not None]
+        self._take_memory([e for e in block if type(e) is _Instant and e.name == _MEMORY])
+        used = [e for e in block if type(e) is _Complete and categories[e.cat] != UNUSED]
         starts, known = nanoseconds([e.ts for e in used])
         lengths, known_too = nanoseconds([e.dur for e in used])
         good = known & known_too & (lengths >= 0)
@@ -239,7 +265,7 @@ class _Reader:
             self._count_skipped("negative_durations", int(np.sum(known & known_too & (lengths < 0))))
             used = [e for e, is_good in zip(used, good) if is_good]
             starts, lengths = starts[good], lengths[good]
-        codes = np.fromiter((categories[e.cat] for e in used), np.int8, len(used))
+        codes = np.array([categories[e.cat] for e in used], np.int8)
         on_device = np.isin(codes, tuple(_DEVICE))
         names = np.fromiter(map(self._names.__getitem__, [e.name for e in used]), np.int32, len(used))
         columns = _Columns(starts=starts, ends=starts + lengths, codes=codes, names=names)
@@ -266,7 +292,7 @@ class _Reader:
             skipped=self.skipped,
         )
 
-    def _take_host(self, events: list[_Event], columns: "_Columns") -> None:
+    def _take_host(self, events: list[_Complete], columns: "_Columns") -> None:
         threads = np.fromiter(map(self._threads.__getitem__, [(e.pid, e.tid) for e in events]), np.int32, len(events))
         correlations = np.full(len(events), -1, np.int64)
         externals = correlations.copy()
@@ -283,7 +309,7 @@ class _Reader:
         self._rows[0] += len(events)
         self._host.append((*columns.all, threads, correlations, externals))
 
-    def _take_device(self, events: list[_Event], columns: "_Columns") -> None:
+    def _take_device(self, events: list[_Complete], columns: "_Columns") -> None:
         found = self._args([e.args for e in events], _DeviceArgs)
         count, first = len(events), self._rows[1]
         lanes = np.fromiter(
@@ -311,7 +337,7 @@ class _Reader:
             )
         )
 
-    def _take_memory(self, events: list[_Event]) -> None:
+    def _take_memory(self, events: list[_Instant]) -> None:
         times, known = nanoseconds([e.ts for e in events])
         for ns, is_known, args in zip(times.tolist(), known, self._args([e.args for e in events], _MemoryArgs)):
             if is_known:
@@ -325,7 +351,7 @@ class _Reader:
         except (msgspec.ValidationError, RecursionError, OverflowError):
             return self._one_by_one(raw, kind, "unusable_arguments", kind)
 
-    def _all_args(self, event: _Event) -> dict[str, Any]:
+    def _all_args(self, event: _Complete) -> dict[str, Any]:
         try:
             return msgspec.json.decode(event.args, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
