@@ -30,7 +30,7 @@ class UnsupportedError(RefshardError):
 
 
 class TraceError(RefshardError):
-    """A trace file is damaged or is no trace."""
+    """A trace file is damaged or is no trace, or what is to read it is missing."""
 
 
 class StoreError(RefshardError):
