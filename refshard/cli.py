@@ -68,6 +68,23 @@ def report(
     print(command.report(run, out))
 
 
+@app.command()
+def trace(
+    paths: Annotated[list[Path], typer.Argument(help="Kineto traces (.json, .json.gz), or folders of them.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per trace.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with timelines: one file, no network.")] = None,
+    job: Annotated[bool, typer.Option("--job", help="Take all files as ranks of one job, whatever they say.")] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="A trace taken with CUDA_LAUNCH_BLOCKING=1, for the give-way index.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="Say what accounts for the change to this trace.")] = None,
+) -> None:
+    """Analyse profiler traces: overlap, idle time, give-way, stragglers, and what is doubtful about them."""
+    from refshard.commands import trace as command
+
+    print(command.trace(paths, as_json=as_json, page=html, one_job=job, calibration=calibration, against=against))
+
+
 @app.command(name="list")
 def list_(
     what: Annotated[str, typer.Argument(help="strategies, models, modes or suites")],

@@ -361,10 +361,11 @@ class _Reader:
     def _one_by_one(
         self, raw: Sequence[msgspec.Raw], kind: type[T], reason: str, otherwise: Callable[[], T] | None = None
     ) -> list[T]:
-        found = []
+        found: list[T] = []
+        decoder = msgspec.json.Decoder(kind)
         for text in raw:
             try:
-                found.append(msgspec.json.decode(text, type=kind))
+                found.append(decoder.decode(text))
             except (msgspec.ValidationError, UnicodeDecodeError, RecursionError, OverflowError):
                 self._count_skipped(reason, 1)
                 if otherwise is not None:

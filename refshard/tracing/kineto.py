@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from refshard.errors import TraceError
-from refshard.timeline import UNKNOWN, Collective, Spans, Timeline
+from refshard.timeline import UNKNOWN, Collective, Spans, Timeline, Window
 from refshard.tracing.cpu import cpu_spans, main_thread
 from refshard.tracing.device import device_spans
 from refshard.tracing.events import TraceFile, read_trace
@@ -26,13 +26,17 @@ def read_timeline(path: Path) -> Timeline:
         TraceError: the file is missing, damaged, no trace, or holds no step.
     """
     timeline = timeline_of(read_trace(path))
-    if not timeline.windows:
+    if timeline.windows[0].step is None:
         raise TraceError(f"{path}: holds no ProfilerStep; call profiler.step() after every training step")
     return timeline
 
 
 def timeline_of(trace: TraceFile) -> Timeline:
-    """What the rank of this trace did; without windows if the trace has no steps."""
+    """What the rank of this trace did. A trace without steps is one window, from its first span to its last.
+
+    Raises:
+        TraceError: the trace holds nothing that could be analysed.
+    """
     host_windows, step_rows = host_steps(trace)
     labels = find_labels(trace)
     on_device = len(trace.device.starts) > 0
@@ -40,10 +44,16 @@ def timeline_of(trace: TraceFile) -> Timeline:
         spans = device_spans(trace, labels, host_windows)
     else:
         spans = cpu_spans(trace, labels, host_windows, main_thread(trace, step_rows))
+    if not len(spans):
+        raise TraceError(
+            f"{trace.path}: holds no kernels and copies, no gloo:* spans, and no operators on the thread of its steps; "
+            "record it with ProfilerActivity.CPU, and CUDA where there is a GPU"
+        )
+    windows = device_windows(spans, host_windows) if on_device else host_windows
     collectives = find_collectives(trace, spans, labels, host_windows, on_device=on_device)
     return Timeline(
         rank=rank_of(trace),
-        windows=device_windows(spans, host_windows) if on_device else host_windows,
+        windows=windows or (Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max())),),
         spans=spans if on_device else _with_collectives(spans, collectives),
         collectives=collectives,
         labels=labels.as_labels(),

@@ -43,7 +43,7 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
         yield TraceWarning(
             code="no_rank", message="the trace does not say which rank it is: its distributedInfo has no rank"
         )
-    if not timeline.windows:
+    if not any(window.step is not None for window in timeline.windows):
         yield TraceWarning(
             code="no_steps",
             message="no ProfilerStep: the trace is taken as one window; call profiler.step() after every step",
@@ -85,7 +85,7 @@ def _launches(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
     if unlaunched.any():
         yield TraceWarning(
             code="launches_missing",
-            message=f"{_events(unlaunched)} have no launch on the host: their step, unit and reason to wait are unknown",
+            message=f"{_events(unlaunched)} have no launch: their step, and what they waited for, are unknown",
             count=int(unlaunched.sum()),
         )
     early = ~unlaunched & (spans.starts < spans.launches)
@@ -160,7 +160,7 @@ def _steps(timeline: Timeline, host_windows: tuple[Window, ...]) -> Iterator[Tra
             message=f"steps {', '.join(map(str, empty))} have no device event and are left out: the trace was cut off",
             count=len(empty),
         )
-    if timeline.windows and len(timeline.spans):
+    if timeline.windows and timeline.windows[0].step is not None:
         first, last = timeline.windows[0].start, timeline.windows[-1].end
         spans = timeline.spans
         beyond = (spans.starts < first) | (spans.ends > last)

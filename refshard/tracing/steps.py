@@ -44,19 +44,24 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     with the last that it launched; the first step begins with its first device event, and the last ends with its last
     one on any lane. A step that launched nothing has no window.
     """
-    main = spans.lanes == main_lane(spans)
+    numbers = np.array([UNKNOWN if window.step is None else window.step for window in host_windows], np.int32)
+    order = np.argsort(numbers, kind="stable")
+    mine = np.isin(spans.steps, numbers) & (spans.steps != UNKNOWN)
+    place = order[np.searchsorted(numbers[order], spans.steps[mine])]
+    on_main = spans.lanes[mine] == main_lane(spans)
+    first = np.full(len(numbers), np.iinfo(np.int64).max)
+    last, last_on_main = np.full(len(numbers), UNKNOWN, np.int64), np.full(len(numbers), UNKNOWN, np.int64)
+    np.minimum.at(first, place, spans.starts[mine])
+    np.maximum.at(last, place, spans.ends[mine])
+    np.maximum.at(last_on_main, place[on_main], spans.ends[mine][on_main])
     windows: list[Window] = []
-    for window in host_windows:
-        mine = spans.steps == window.step
-        if not mine.any():
-            continue
-        on_main = mine & main if (mine & main).any() else mine
-        start = windows[-1].end if windows else int(spans.starts[mine].min())
-        windows.append(Window(step=window.step, start=start, end=max(start, int(spans.ends[on_main].max()))))
+    for number in np.flatnonzero(last != UNKNOWN).tolist():
+        start = windows[-1].end if windows else int(first[number])
+        end = int(last_on_main[number] if last_on_main[number] != UNKNOWN else last[number])
+        windows.append(Window(step=host_windows[number].step, start=start, end=max(start, end)))
     if windows:
-        last = windows.pop()
-        end = int(spans.ends[spans.steps == last.step].max())
-        windows.append(Window(step=last.step, start=last.start, end=max(last.end, end)))
+        final = windows[-1]
+        windows[-1] = Window(step=final.step, start=final.start, end=max(final.end, int(last.max())))
     return tuple(windows)
 
 

@@ -41,19 +41,25 @@ class EventStream(Generic[T]):
     ``decoder`` decodes a JSON array of events. ``salvage`` is asked, for a block that the decoder finds valid JSON but
     of unexpected types, for the events that it can use; it raises msgspec.DecodeError for what is no JSON. When the
     iteration has ended, ``metadata`` is the file's object without its events, as JSON, and ``not_numbers`` says how
-    often NaN or infinity stood where JSON has null.
+    often NaN or infinity stood where JSON has null. ``block`` bytes are read at a time.
 
     Raises:
         TraceError: the file cannot be read, is no trace, is damaged or truncated, or expands as no trace does.
     """
 
     def __init__(
-        self, path: Path, decoder: "msgspec.json.Decoder[list[T]]", salvage: Callable[[bytes], list[T]]
+        self,
+        path: Path,
+        decoder: "msgspec.json.Decoder[list[T]]",
+        salvage: Callable[[bytes], list[T]],
+        *,
+        block: int = BLOCK,
     ) -> None:
         self.metadata = b"{}"
         self.not_numbers = 0
         self.size = 0
         self._path = path
+        self._block = block
         self._decoder = decoder
         self._salvage = salvage
         self._offset = 0
@@ -96,7 +102,7 @@ class EventStream(Generic[T]):
 
     def _read(self) -> bytes:
         try:
-            found = self._file.read(BLOCK)
+            found = self._file.read(self._block)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise TraceError(f"{self._path}: truncated or damaged gzip ({error}); copy or record it again") from None
         except OSError as error:
@@ -147,17 +153,16 @@ class EventStream(Generic[T]):
         """Events at the start of ``block``, how many bytes they took, and what follows the array if it ends there."""
         for cut in _guesses(block):
             try:
-                return self._decode(block[:cut] + b"]"), block.index(b",", cut) + 1, None
+                events, tail = self._decode(block[:cut], b"]")
             except _Truncated:
                 continue
-            except _EndsAt as end:
-                return self._decode(block[: end.place]), end.place, block[end.place :] + self._remainder()
+            if tail is None:
+                return events, block.index(b",", cut) + 1, None
+            return events, cut, tail + block[cut:] + self._remainder()
         if not at_end and len(block) <= LARGEST_EVENT:
             return [], 0, None
         try:
-            return self._decode(block), len(block), b""
-        except _EndsAt as end:
-            return self._decode(block[: end.place]), end.place, block[end.place :] + self._remainder()
+            events, tail = self._decode(block, b"")
         except _Truncated:
             if at_end:
                 raise self._truncated() from None
@@ -165,32 +170,31 @@ class EventStream(Generic[T]):
                 f"{self._path}: not a Kineto trace (an event at byte {self._offset} is longer than "
                 f"{format_bytes(LARGEST_EVENT)})"
             ) from None
+        return events, len(block), (tail or b"") + self._remainder()
 
-    def _decode(self, elements: bytes) -> list[T]:
-        text = b"[" + elements
+    def _decode(self, elements: bytes, closing: bytes) -> tuple[list[T], bytes | None]:
+        """The events of an array after its bracket, and what of ``elements`` follows if the array ends before them."""
+        text = b"".join((b"[", elements, closing))
         try:
-            return self._decoder.decode(text)
+            return self._decoder.decode(text), None
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
-            self._classify(error)
+            if (place := _end_of_array(error)) is not None:
+                return self._decode(text[1 : place - 1], b"]")[0], text[place : len(text) - len(closing)]
         cleaned, count = _without_numbers_that_are_none(text)
         try:
-            found = self._salvage(cleaned)
+            events, tail = self._salvage(cleaned), None
         except (msgspec.DecodeError, RecursionError) as error:
-            self._classify(error)
-            at = _BYTE.search(str(error))
-            where = f" at byte {self._offset + int(at[1]) - 1}" if at else ""
-            reason = str(error).removeprefix("JSON is malformed: ").partition(" (byte")[0]
-            raise TraceError(f"{self._path}: damaged{where} ({reason}); copy or record it again") from None
+            if (place := _end_of_array(error)) is None:
+                raise self._damaged(error) from None
+            events, tail = self._salvage(cleaned[:place]), cleaned[place : len(cleaned) - len(closing)]
         self.not_numbers += count
-        return found
+        return events, tail
 
-    def _classify(self, error: Exception) -> None:
-        """Raise what says that the text was cut at the wrong place; return for any other error."""
-        message = str(error)
-        if "truncated" in message:
-            raise _Truncated
-        if "trailing characters" in message and (at := _BYTE.search(message)):
-            raise _EndsAt(int(at[1]) - 2)  # counted from 1, and the bracket was put before
+    def _damaged(self, error: Exception) -> TraceError:
+        at = _BYTE.search(str(error))
+        where = f" at byte {self._offset + int(at[1]) - 1}" if at else ""
+        reason = str(error).removeprefix("JSON is malformed: ").partition(" (byte")[0]
+        return TraceError(f"{self._path}: damaged{where} ({reason}); copy or record it again")
 
     def _remainder(self) -> bytes:
         """All that follows the events, in memory: no more than some metadata is expected."""
@@ -231,11 +235,18 @@ class _Truncated(Exception):  # noqa: N818
     """The text ends within an element."""
 
 
-class _EndsAt(Exception):  # noqa: N818
-    """The array ends before ``place``, with its bracket."""
+def _end_of_array(error: Exception) -> int | None:
+    """Where an array ended in a text that goes on; None for any other error.
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    Raises:
+        _Truncated: the text ended first.
+    """
+    message = str(error)
+    if "truncated" in message:
+        raise _Truncated
+    if "trailing characters" in message and (at := _BYTE.search(message)):
+        return int(at[1]) - 1  # the first of those characters, counted from 1
+    return None
 
 
 def _guesses(block: bytes) -> Iterator[int]:

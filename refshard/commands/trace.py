@@ -1,0 +1,109 @@
+"""``refshard trace``: analyse Kineto traces, whoever recorded them."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from refshard.errors import SpecError, TraceError
+from refshard.report import trace_table
+from refshard.report.trace_page import AnalysedTrace, write_trace_page
+from refshard.timeline import Timeline
+from refshard.tracing.analysis import Analysis, analyse, join
+from refshard.tracing.diff import attribute, difference
+from refshard.tracing.events import read_trace
+from refshard.tracing.kineto import timeline_of
+
+_SUFFIXES = (".json", ".json.gz")
+_NAMED = 3
+
+
+def trace(
+    paths: Sequence[Path],
+    *,
+    as_json: bool = False,
+    page: Path | None = None,
+    one_job: bool = False,
+    calibration: Path | None = None,
+    against: Path | None = None,
+) -> str:
+    """Analyse trace files and folders of them; return the text to print. ``page`` is an HTML file to write.
+
+    With ``against``, say instead what accounts for the change in step time from ``paths`` to it.
+
+    Raises:
+        TraceError: a file named is no trace or is damaged, or a folder holds none.
+        SpecError: ``page`` cannot be written.
+    """
+    undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
+    analyses = join(_analyse_all(paths, undisturbed), one_job=one_job)
+    if against is not None:
+        return _compare(analyses, join(_analyse_all([against], None), one_job=one_job), as_json=as_json)
+    if page is not None:
+        _write(analyses, page)
+    figures = [one.figures for one in analyses]
+    if as_json:
+        return json.dumps(trace_table.as_objects(figures), indent=1, allow_nan=False)
+    return trace_table.terminal_table(figures) + (f"\n\npage: {page}" if page is not None else "")
+
+
+def _analyse_all(paths: Sequence[Path], calibration: Timeline | None) -> list[Analysis]:
+    found, skipped = [], []
+    for path in paths:
+        if not path.is_dir():
+            found.append(analyse(path, calibration=calibration))
+            continue
+        inside = []
+        for file in _candidates(path):
+            try:
+                inside.append(analyse(file, calibration=calibration))
+            except TraceError as error:
+                skipped.append(str(error))
+        if not inside:
+            raise TraceError(f"{path}: holds no trace; traces end in {' or '.join(_SUFFIXES)}")
+        found += inside
+    for reason in skipped[:_NAMED]:
+        print(f"refshard: skipped {reason}", file=sys.stderr)
+    if len(skipped) > _NAMED:
+        print(f"refshard: skipped {len(skipped) - _NAMED} more files that are no traces", file=sys.stderr)
+    return found
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Files that may be traces, in a folder and below it; hidden ones are nobody's traces."""
+    return sorted(p for p in folder.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file() and p.name[0] != ".")
+
+
+def _write(analyses: Sequence[Analysis], page: Path) -> None:
+    traces = [AnalysedTrace(figures=one.figures, timeline=one.timeline, path=one.path) for one in analyses]
+    try:
+        write_trace_page(traces, page)
+    except OSError as error:
+        raise SpecError(f"html: {page} cannot be written ({error.strerror}); name a file that can") from None
+
+
+def _compare(before: Sequence[Analysis], after: Sequence[Analysis], *, as_json: bool) -> str:
+    a, b = _one_rank(before, after)
+    of_a, of_b = attribute(a.timeline), attribute(b.timeline)
+    changes = difference(of_a, of_b)
+    if as_json:
+        return json.dumps(trace_table.difference_objects(of_a, of_b, changes), indent=1, allow_nan=False)
+    return trace_table.terminal_difference((a.path.name, b.path.name), of_a, of_b, changes)
+
+
+def _one_rank(before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[Analysis, Analysis]:
+    """The traces to compare: the only ones, or those of the lowest rank that both jobs have."""
+    if len(before) == len(after) == 1:
+        return before[0], after[0]
+    for name, side in (("A", before), ("B", after)):
+        if len({one.figures.job for one in side}) > 1:
+            raise TraceError(
+                f"--against compares two jobs, but {name} holds {len({one.figures.job for one in side})}: "
+                f"{', '.join(one.path.name for one in side[:_NAMED])}; name one file of each"
+            )
+    ranks = {one.figures.rank for one in before} & {one.figures.rank for one in after} - {None}
+    if not ranks:
+        raise TraceError("--against compares one rank of two jobs, but they have none in common; name one file of each")
+    rank = min(rank for rank in ranks if rank is not None)
+    print(f"refshard: comparing rank {rank}", file=sys.stderr)
+    return tuple(next(one for one in side if one.figures.rank == rank) for side in (before, after))  # type: ignore[return-value]

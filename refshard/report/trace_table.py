@@ -1,0 +1,144 @@
+"""What an analysis of traces looks like in a terminal, and as JSON."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from tabulate import tabulate
+
+from refshard.quantities import format_percent, format_seconds
+from refshard.tracing.diff import Attribution, Change
+from refshard.tracing.figures import Breakdown, GiveWay, TraceFigures
+
+_NS = 1e-9
+_SHOWN_CHANGES = 25
+_LONGEST_LABEL = 72
+
+
+def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:
+    """One object per trace: its whole breakdown at the top, everything else below."""
+    return [_as_object(trace) for trace in traces]
+
+
+def _as_object(trace: TraceFigures) -> dict[str, Any]:
+    built: dict[str, Any] = msgspec.to_builtins(trace)
+    whole = built.pop("whole")
+    identity = {key: built.pop(key) for key in ("file", "job", "rank", "world_size", "backend", "device", "events")}
+    steps = [{**step.pop("breakdown"), **step} for step in built.pop("steps")]
+    return {**identity, **whole, "giveway_index": trace.giveway.index, **built, "steps": steps}
+
+
+def terminal_table(traces: Sequence[TraceFigures]) -> str:
+    """A table per job with a row per trace, then each trace's warnings."""
+    parts = []
+    for job in dict.fromkeys(trace.job for trace in traces):
+        members = sorted((t for t in traces if t.job == job), key=lambda t: (t.rank is None, t.rank))
+        parts.append(f"{_job_title(members)}\n{_job_table(members)}")
+        parts += _waits(members)
+    parts += [_warnings(trace) for trace in traces if trace.warnings]
+    return "\n\n".join(parts)
+
+
+def _job_title(members: Sequence[TraceFigures]) -> str:
+    first = members[0]
+    ranks = f"{len(members)} of {first.world_size} ranks" if first.world_size else "1 rank"
+    return f"job {first.job}: {ranks}, {first.backend or 'no process group'}, {first.device}"
+
+
+def _job_table(members: Sequence[TraceFigures]) -> str:
+    rows = []
+    for trace in members:
+        steps = _per_step(trace)
+        rows.append(
+            {
+                "file": Path(trace.file).name,
+                "rank": "-" if trace.rank is None else trace.rank,
+                "steps": len(trace.steps) if trace.steps and trace.steps[0].step is not None else "-",
+                "per step": format_seconds(_mean(steps, "span_ns")),
+                "compute": _share(steps, "compute_ns"),
+                "comm.": _share(steps, "comm_ns"),
+                "exposed": _share(steps, "exposed_ns"),
+                "overlap": format_percent(_overlap(steps)),
+                "idle": _share(steps, "idle_ns"),
+                "of it host-bound": _share(steps, "idle_host_ns"),
+                "give-way": _giveway(trace.giveway),
+                "warnings": len(trace.warnings) or "-",
+            }
+        )
+    return tabulate(rows, headers="keys", disable_numparse=True, colalign=("left", *["right"] * 11))
+
+
+def _per_step(trace: TraceFigures) -> list[Breakdown]:
+    return [step.breakdown for step in trace.steps] or [trace.whole]
+
+
+def _mean(steps: Sequence[Breakdown], key: str) -> float | None:
+    values = [getattr(step, key) for step in steps]
+    return None if None in values else fmean(values) * _NS
+
+
+def _share(steps: Sequence[Breakdown], key: str) -> str:
+    """Time per step, and its part of the step."""
+    mean, span = _mean(steps, key), _mean(steps, "span_ns")
+    if mean is None or not span:
+        return "-"
+    return f"{format_seconds(mean)} ({format_percent(mean / span, 0)})"
+
+
+def _overlap(steps: Sequence[Breakdown]) -> float | None:
+    comm = sum(step.comm_ns for step in steps)
+    return 1 - sum(step.exposed_ns for step in steps) / comm if comm else None
+
+
+def _giveway(giveway: GiveWay) -> str:
+    return format_percent(giveway.index, 2)
+
+
+def _waits(members: Sequence[TraceFigures]) -> list[str]:
+    rows = [
+        f"  rank {trace.rank} waits {format_seconds(wait.waited_ns * _NS)} for rank {wait.rank}, "
+        f"in {wait.collectives} collectives"
+        for trace in members
+        for wait in trace.waits_for[:3]
+    ]
+    return ["who waits for whom:\n" + "\n".join(rows)] if rows else []
+
+
+def _warnings(trace: TraceFigures) -> str:
+    lines = [f"  [{warning.code}] {warning.message}" for warning in trace.warnings]
+    return f"{Path(trace.file).name}:\n" + "\n".join(lines)
+
+
+def difference_objects(a: Attribution, b: Attribution, changes: Sequence[Change]) -> dict[str, Any]:
+    """A difference for programs; ``changes`` add up to ``delta_ns``, nanoseconds per step."""
+    before, after = a.span_ns / a.steps, b.span_ns / b.steps
+    return {"a_ns": before, "b_ns": after, "delta_ns": after - before, "changes": msgspec.to_builtins(tuple(changes))}
+
+
+def terminal_difference(names: tuple[str, str], a: Attribution, b: Attribution, changes: Sequence[Change]) -> str:
+    """What accounts for the change in step time, the greatest first; the last row adds up to the whole."""
+    before, after = a.span_ns / a.steps * _NS, b.span_ns / b.steps * _NS
+    shown, rest = changes[:_SHOWN_CHANGES], changes[_SHOWN_CHANGES:]
+    rows = [_change_row(c.kind, c.label + _mark(c), c.a_ns, c.b_ns, c.delta_ns) for c in shown if c.delta_ns]
+    if rest:
+        sums = [sum(getattr(c, key) for c in rest) for key in ("a_ns", "b_ns", "delta_ns")]
+        rows.append(_change_row("", f"{len(rest)} others", *sums))
+    rows.append(_change_row("", "step", before / _NS, after / _NS, (after - before) / _NS))
+    table = tabulate(rows, headers=("", "what", "A", "B", "B - A"), disable_numparse=True,
+                     colalign=("left", "left", "right", "right", "right"))  # fmt: skip
+    return (
+        f"A: {names[0]}, {a.steps} steps of {format_seconds(before)}\nB: {names[1]}, {b.steps} steps of "
+        f"{format_seconds(after)}\n\nper step, each moment given to one owner:\n\n{table}"
+    )
+
+
+def _change_row(kind: str, label: str, a_ns: float, b_ns: float, delta_ns: float) -> tuple[str, ...]:
+    label = label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
+    sign = "+" if delta_ns > 0 else ""
+    return kind, label, format_seconds(a_ns * _NS), format_seconds(b_ns * _NS), sign + format_seconds(delta_ns * _NS)
+
+
+def _mark(change: Change) -> str:
+    return " [new]" if change.new else " [gone]" if change.gone else ""

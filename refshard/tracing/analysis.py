@@ -1,0 +1,148 @@
+"""Traces in, figures out: one trace alone, and the ranks of a job together."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from refshard.timeline import Timeline
+from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
+from refshard.tracing.events import MemoryEvent, TraceFile, read_trace
+from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
+from refshard.tracing.giveway import give_ways
+from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
+from refshard.tracing.kineto import timeline_of
+from refshard.tracing.overlap import breakdowns
+from refshard.tracing.quality import find_warnings
+from refshard.tracing.steps import host_steps
+from refshard.tracing.stragglers import rank_waits
+
+_MEMORY_POINTS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """One trace analysed: its figures, what they were computed from, and what it says of its job."""
+
+    figures: TraceFigures
+    timeline: Timeline
+    identity: Identity
+
+    @property
+    def path(self) -> Path:
+        """The trace's file."""
+        return self.identity.path
+
+
+def analyse(path: Path, *, calibration: Timeline | None = None) -> Analysis:
+    """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
+
+    Raises:
+        TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
+    """
+    trace = read_trace(path)
+    timeline = timeline_of(trace)
+    identity = identity_of(trace)
+    rank = timeline.rank if timeline.rank is not None else rank_in_name(path)
+    windows = timeline.windows
+    first, last = _extent(timeline)
+    starts = np.array([first, *(window.start for window in windows)], np.int64)
+    ends = np.array([last, *(window.end for window in windows)], np.int64)
+    parts = list(
+        zip(
+            breakdowns(timeline, starts, ends),
+            give_ways(timeline, starts, ends, calibration),
+            copy_overhead(timeline, starts, ends),
+            reduce_waits(timeline, starts, ends),
+        )
+    )
+    whole, giveway, copies, reduce_wait = parts[0]
+    figures = TraceFigures(
+        file=str(path),
+        job=0,
+        rank=rank,
+        world_size=identity.world_size,
+        backend=identity.backend,
+        device=_device(trace, timeline),
+        events=trace.count,
+        whole=whole,
+        giveway=giveway,
+        copies=copies,
+        reduce_wait=reduce_wait,
+        steps=tuple(
+            StepFigures(
+                step=window.step, start_ns=window.start, breakdown=part[0], giveway=part[1], copies=part[2],
+                reduce_wait=part[3],
+            )
+            for window, part in zip(windows, parts[1:])
+        ),
+        units=unit_figures(timeline),
+        collectives=collective_figures(timeline),
+        memory=_memory(trace.memory),
+        warnings=find_warnings(trace, timeline, host_steps(trace)[0]),
+    )  # fmt: skip
+    return Analysis(figures=figures, timeline=timeline, identity=identity)
+
+
+def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analysis, ...]:
+    """The same analyses with the job that each belongs to, and with what its ranks waited for.
+
+    Raises:
+        TraceError: ``one_job``, but two traces name the same rank.
+    """
+    jobs = group([one.identity for one in analyses], one_job=one_job)
+    members = defaultdict(list)
+    for place, job in enumerate(jobs):
+        members[job].append(place)
+    figures = [msgspec.structs.replace(one.figures, job=job) for one, job in zip(analyses, jobs)]
+    for places in members.values():
+        waits = rank_waits([figures[place] for place in places])
+        for place, waits_for in zip(places, waits.waits_for):
+            warnings = (*figures[place].warnings, *waits.warnings)
+            figures[place] = msgspec.structs.replace(figures[place], waits_for=waits_for, warnings=warnings)
+    return tuple(
+        Analysis(figures=found, timeline=one.timeline, identity=one.identity) for found, one in zip(figures, analyses)
+    )
+
+
+def _extent(timeline: Timeline) -> tuple[int, int]:
+    """The whole trace: of a device, from its first event to its last; on a CPU, all its steps."""
+    if timeline.on_device:
+        return int(timeline.spans.starts.min()), int(timeline.spans.ends.max())
+    return timeline.windows[0].start, max(window.end for window in timeline.windows)
+
+
+def _device(trace: TraceFile, timeline: Timeline) -> str:
+    """What the trace ran on, by the name that its recorder gives."""
+    if not timeline.on_device:
+        return "cpu"
+    properties = trace.metadata.get("deviceProperties")
+    number = next(iter(trace.lanes), ("", ""))[0]
+    for device in properties if isinstance(properties, list) else ():
+        if isinstance(device, dict) and str(device.get("id")) == number:
+            return str(device.get("name"))
+    return "gpu"
+
+
+def _memory(events: Iterable[MemoryEvent]) -> tuple[MemoryPoint, ...]:
+    """What the allocator holds over time, per device, thinned out to points that keep every peak.
+
+    Traces before 2021's end give what each event adds; what was held when recording began is not known then, and the
+    lowest point is taken as nothing.
+    """
+    held: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.ns):
+        points = held[event.device]
+        before = points[-1][1] if points else 0
+        points.append((event.ns, event.total if event.total is not None else before + event.bytes))
+    found = []
+    for device, points in held.items():
+        lowest = min(0, min(size for _, size in points))
+        every = -(-len(points) // _MEMORY_POINTS)
+        for first in range(0, len(points), every):
+            ns, size = max(points[first : first + every], key=lambda point: point[1])
+            found.append(MemoryPoint(device=device, ns=ns, bytes=size - lowest))
+    return tuple(found)

@@ -1,0 +1,263 @@
+"""Reading trace files: every way of writing one, and every way in which one can be damaged or meant to harm."""
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refshard.errors import TraceError
+from refshard.tracing.events import TraceFile, read_trace
+from refshard.tracing.stream import EventStream
+from tests.tracing.handmade import event, write
+
+HOSTILE_NAMES = ["},{", '"', "\\", '\\"},\n  {', "</script><b>&", "[[[", "}]", "éλ\u2028", "", "traceEvents"]
+
+
+def kernel(name: str, start: int, duration: int, **args: Any) -> dict[str, Any]:
+    return {
+        "ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": start, "dur": duration,
+        "args": {"stream": 7, "device": 0, **args},
+    }  # fmt: skip
+
+
+def written(path: Path, events: list[dict[str, Any]], **metadata: Any) -> Path:
+    path.write_text(json.dumps({"schemaVersion": 1, **metadata, "traceEvents": events, "traceName": "x"}))
+    return path
+
+
+def names(trace: TraceFile) -> list[str]:
+    return [trace.names[code] for code in trace.device.names]
+
+
+class Block(msgspec.Struct):
+    """Any event, by its name."""
+
+    name: str = ""
+
+
+def streamed(path: Path) -> list[str]:
+    """Names of all events, and so a proof that every block was cut between events."""
+
+    def no_salvage(array: bytes) -> list[Block]:
+        raise AssertionError(array)
+
+    with EventStream(path, msgspec.json.Decoder(list[Block]), no_salvage, block=64) as stream:
+        return [one.name for block in stream for one in block]
+
+
+nested = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(0, 9), st.sampled_from(HOSTILE_NAMES)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(HOSTILE_NAMES), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(HOSTILE_NAMES), nested), max_size=12),
+    st.dictionaries(st.sampled_from(HOSTILE_NAMES[:-1]), nested, max_size=3),
+    st.sampled_from([None, 1, 4]),
+    st.booleans(),
+)
+def test_blocks_are_cut_between_events_whatever_these_hold(
+    tmp_path_factory: pytest.TempPathFactory, events: list[Any], metadata: dict[str, Any], indent: int, last: bool
+) -> None:
+    array = [{"args": args, "name": name, "more": [{"a": args}, {"b": name}]} for name, args in events]
+    content = {**metadata, "traceEvents": array} if last else {"traceEvents": array, **metadata}
+    path = tmp_path_factory.getbasetemp() / "cut.json"
+    path.write_text(json.dumps(content, indent=indent))
+    assert streamed(path) == [name for name, _ in events]
+
+
+def test_every_way_of_writing_a_trace_reads_alike(tmp_path: Path) -> None:
+    events = [kernel(name, 10 * i, 5) for i, name in enumerate(HOSTILE_NAMES)]
+    whole = {"a": {"traceEvents": [1]}, "traceEvents": events, "distributedInfo": {"rank": 2}}
+    texts = [
+        json.dumps(whole).encode(),
+        json.dumps(whole, indent=3).encode(),
+        b"\xef\xbb\xbf" + json.dumps(whole).encode(),
+        gzip.compress(json.dumps(whole).encode()),
+        json.dumps(events).encode(),
+    ]
+    for number, text in enumerate(texts):
+        path = tmp_path / f"{number}.json"
+        path.write_bytes(text)
+        trace = read_trace(path)
+        assert names(trace) == HOSTILE_NAMES
+        assert trace.device.starts.tolist() == [10_000 * i for i in range(len(HOSTILE_NAMES))]
+        assert trace.metadata.get("distributedInfo") == (None if number == 4 else {"rank": 2})
+
+
+def test_the_schema_of_2021_reads_like_todays(tmp_path: Path) -> None:
+    old = {
+        "Kernel": "kernel",
+        "Memcpy": "gpu_memcpy",
+        "Memset": "gpu_memset",
+        "Operator": "cpu_op",
+        "Runtime": "cuda_runtime",
+    }
+    then, now = (
+        read_trace(
+            written(
+                tmp_path / f"{generation}.json",
+                [
+                    {"ph": "X", "cat": cat, "name": cat.lower(), "pid": 1, "tid": tid, "ts": 5, "dur": 2,
+                     "args": {"correlation": 9, external: 4, "device": 0, "stream": 7}}
+                    for cat in categories
+                ],
+            )
+        )
+        for generation, categories, tid, external in (
+            ("then", old.keys(), "25738", "external id"),
+            ("now", old.values(), 25738, "External id"),
+        )
+    )  # fmt: skip
+    assert then.device.categories.tolist() == now.device.categories.tolist()
+    assert then.device.externals.tolist() == now.device.externals.tolist() == [4, 4, 4]
+    assert then.host.categories.tolist() == now.host.categories.tolist()
+    assert then.threads == now.threads == (("1", "25738"),)
+
+
+def test_numbers_that_json_does_not_know_are_absent_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    text = json.dumps({"traceEvents": [kernel("NaN inf", 1, 2, bandwidth=7), kernel("b", 3, 4)]})
+    path.write_text(text.replace('"bandwidth": 7', '"bandwidth": -inf, "x": NaN').replace('"ts": 3', '"ts": nan'))
+    trace = read_trace(path)
+    assert names(trace) == ["NaN inf"]
+    assert trace.skipped == {"not_numbers": 3, "without_times": 1}
+
+
+def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
+    events = [
+        kernel("good", 1, 2),
+        kernel("negative", 5, -1),
+        {**kernel("no time", 0, 0), "ts": None},
+        {**kernel("no name", 0, 0), "name": 7},
+        7,
+        {**kernel("odd arguments", 9, 1), "args": {"correlation": "seven", "stream": 3}},
+        {**kernel("no arguments", 11, 1), "args": []},
+        kernel("last", 12, 1),
+    ]
+    trace = read_trace(written(tmp_path / "t.json", events))  # type: ignore[arg-type]
+    assert names(trace) == ["good", "odd arguments", "no arguments", "last"]
+    assert trace.skipped == {
+        "unusable_events": 2, "negative_durations": 1, "without_times": 1, "unusable_arguments": 2,
+    }  # fmt: skip
+
+
+def test_text_that_is_no_utf8_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(json.dumps({"traceEvents": [kernel("a?b", 1, 2)]}).encode().replace(b"?", b"\xff"))
+    assert names(read_trace(path)) == ["a\ufffdb"]
+
+
+GOOD = json.dumps({"traceEvents": [kernel("a", 1, 2)], "traceName": "x"}).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a Kineto trace (it is empty)"),
+        (b"  \n ", "not a Kineto trace (it is empty)"),
+        (b"hello", "not a Kineto trace (it is no JSON object)"),
+        (b'{"a": 1}', "not a Kineto trace (it has no traceEvents)"),
+        (b'{"b": {"traceEvents": []}}', "not a Kineto trace (it has no traceEvents)"),
+        (b'{"a": "trace', "not a Kineto trace (it ends before any traceEvents)"),
+        (b'{"traceEvents": {}}', "not a Kineto trace (traceEvents must be an array)"),
+        (b'{"traceEvents": [', "truncated: it ends within its events"),
+        (GOOD[:40], "truncated: it ends within its events"),
+        (GOOD[: GOOD.index(b"]")], "truncated: it ends within its events"),
+        (GOOD[: GOOD.index(b"]") + 1], "truncated: it ends within its events"),
+        (GOOD[:-1], "damaged before or after its events"),
+        (GOOD.replace(b'"dur"', b'dur"'), "damaged at byte"),
+        (b"[1, 2] 3", "damaged"),
+        (b"[" * 5000, "damaged"),
+        (b'{"traceEvents": [' + b'{"args":' * 5000, "damaged"),
+        (gzip.compress(GOOD * 100)[:-20], "truncated or damaged gzip"),
+        (gzip.compress(GOOD)[:10] + b"\0" * 50, "truncated or damaged gzip"),
+    ],
+    ids=range(18),
+)  # fmt: skip
+def test_what_is_no_trace_is_one_clear_error(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_trace(tmp_path / "none.json")
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_trace(tmp_path)
+
+
+def test_a_gzip_bomb_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.json.gz"
+    events = b"," + b",".join([b'{"ph": "X"}'] * 100_000)
+    with gzip.open(path, "wb") as file:
+        file.write(b'{"traceEvents": [{"ph": "X"}')
+        for _ in range(200):
+            file.write(events)
+    with pytest.raises(TraceError, match=r"of gzip expand to more than .* MiB, as no trace does"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("opening", "message"),
+    [(b'{"a": "', "no events in its first"), (b'{"traceEvents": [{"name": "', "an event at byte 17 is longer than")],
+)
+def test_what_never_ends_is_given_up(tmp_path: Path, opening: bytes, message: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(opening + b"a" * 90 * 2**20)
+    with pytest.raises(TraceError, match=message):
+        read_trace(path)
+
+
+def peak_of_reading(path: Path) -> int:
+    tracemalloc.start()
+    trace = read_trace(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert trace.size == path.stat().st_size
+    return peak
+
+
+def test_memory_grows_far_less_than_the_file(tmp_path: Path) -> None:
+    one = kernel("a", 1, 1, padding="x" * 2000)
+    small, large = (written(tmp_path / f"{count}.json", [one] * count) for count in (15_000, 60_000))
+    more = large.stat().st_size - small.stat().st_size
+    assert more > 90_000_000
+    assert peak_of_reading(large) - peak_of_reading(small) < 0.1 * more
+
+
+def test_a_million_events_on_one_thread(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    one = '{"ph":"X","cat":"cpu_op","name":"aten::mm","pid":1,"tid":1,"ts":%d,"dur":1}'
+    path.write_text('{"traceEvents":[' + ",".join(one % i for i in range(1_000_000)) + "]}")
+    trace = read_trace(path)
+    assert trace.count == len(trace.host.starts) == 1_000_000
+    assert int(trace.host.ends[-1]) == 1_000_000_000
+
+
+def test_times_keep_their_nanoseconds(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "t.json", [event("a", 0.001, 0.002), event("b", 7.129, 1)]))
+    assert (trace.host.ends - trace.host.starts).tolist() == [2, 1000]
+    assert int(trace.host.starts[1] - trace.host.starts[0]) == 7128
+
+
+def test_memory_events_are_kept(tmp_path: Path) -> None:
+    args = {"Device Type": 1, "Device Id": 0, "Bytes": 512, "Total Allocated": 1024}
+    moment = {"ph": "i", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 3, "args": args}
+    (found,) = read_trace(written(tmp_path / "t.json", [moment, {**moment, "name": "else"}])).memory
+    assert (found.device, found.ns, found.bytes, found.total) == ("device 0", 3000, 512, 1024)
