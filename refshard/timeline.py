@@ -138,8 +138,8 @@ class Meaning(IntFlag):
     """What a phase that the host announced is for, whoever named it; a span may be launched under several.
 
     ``REDUCE`` is all that leads to a gradient's reduction, ``COPY_IN`` and ``COPY_OUT`` move what a collective sends
-    or has received, ``WAIT`` is for a collective to end, ``REDUCE_WAIT`` for an earlier reduction so that its buffer can
-    be reused. ``FORWARD`` and ``BACKWARD`` begin a unit's compute, ``LEAVE`` ends it.
+    or has received, ``WAIT`` is for a collective to end, ``REDUCE_WAIT`` for an earlier reduction so that its buffer
+    can be reused. ``FORWARD`` and ``BACKWARD`` begin a unit's compute, ``LEAVE`` ends it.
     """
 
     ALL_GATHER = 1
@@ -173,11 +173,13 @@ class Span:
 class Spans:
     """What ran, a row each, ordered by start and then by end; columns are arrays of one length.
 
-    ``kinds`` are codes of :data:`KINDS`; ``lanes``, ``names``, ``operators`` and ``units`` index the tables beside them.
-    ``operators`` says what the host was doing when it launched the span (the span's own name where nothing tells),
-    ``launches`` when, in nanoseconds, ``steps`` in which step (a number of :attr:`Timeline.windows`) and ``units`` for
-    which unit; each :data:`UNKNOWN` where the trace does not say. ``under`` holds the :class:`Meaning` of the phases that
-    the span was launched under. Spans of one ``signatures`` code do the same work: one kernel in one launch geometry.
+    ``kinds`` are codes of :data:`KINDS`; ``lanes``, ``names``, ``operators`` and ``units`` index the tables beside
+    them; ``operators`` and ``names`` share one. ``operators`` says what the host was doing when it launched the span
+    (the span's own name where nothing tells), ``launches`` when, in nanoseconds, ``steps`` in which step (a number of
+    :attr:`Timeline.windows`) and ``units`` for which unit; each :data:`UNKNOWN` where the trace does not say. ``under``
+    holds the :class:`Meaning` of the phases that the span was launched under. Spans of one ``signatures`` code do the
+    same work: one kernel in one launch geometry; ``signature_names`` spells the codes out, so that the spans of two
+    timelines can be matched (left empty, by name alone).
     """
 
     starts: Nanoseconds
@@ -194,6 +196,7 @@ class Spans:
     lane_names: tuple[str, ...]
     name_table: tuple[str, ...]
     unit_names: tuple[str, ...] = ()
+    signature_names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> "Spans":
@@ -217,6 +220,7 @@ class Spans:
             signatures=names,
             lane_names=lane_names,
             name_table=name_table,
+            signature_names=name_table,
         )
 
     def __len__(self) -> int:
