@@ -27,7 +27,7 @@ class Gaps:
     def split(self, starts: Nanoseconds, ends: Nanoseconds) -> "Gaps":
         """The gaps' parts in each of the sorted, disjoint windows."""
         first = np.searchsorted(self.ends, starts, side="right")
-        count = np.maximum(0, np.searchsorted(self.starts, ends, side="left") - first)
+        count = np.where(starts < ends, np.searchsorted(self.starts, ends, side="left") - first, 0)
         windows = np.repeat(np.arange(len(starts)), count)
         rows = np.arange(len(windows)) - np.repeat(np.cumsum(count) - count, count) + first[windows]
         return Gaps(

@@ -62,11 +62,13 @@ def timeline_of(rows: list[Row], *, windows: tuple[Window, ...] = ()) -> Timelin
     return Timeline(rank=0, windows=windows, spans=spans, on_device=True)
 
 
-def _row(kind: Kind, lane: int, start: int, ns: int, ahead: int, under: int, operator: int, unit: int) -> Row:
+def _row(
+    kind: Kind, lane: int, start: int, ns: int, ahead: int, under: int, operator: int, unit: int, name: int
+) -> Row:
     launch = UNKNOWN if ahead == 0 else max(0, start + 2 - ahead)
     meaning = (Meaning(0), Meaning.COPY_IN, Meaning.COPY_OUT, Meaning.COPY_IN | Meaning.COPY_OUT)[under]
     return Row(kind=kind, lane=lane, start=start, end=start + ns, launch=launch, under=meaning, operator=operator,
-               unit=unit)  # fmt: skip
+               unit=unit, name=name)  # fmt: skip
 
 
 _rows = st.builds(
@@ -79,6 +81,7 @@ _rows = st.builds(
     st.integers(0, 3),
     st.integers(UNKNOWN, 1),
     st.integers(UNKNOWN, 1),
+    st.integers(2, 3),
 )
 rows = st.lists(_rows, max_size=10).map(lambda found: sorted(found, key=lambda r: (r.start, r.end)))
 """Spans in order; some empty, some launched late, some of unknown launch."""
