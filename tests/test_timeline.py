@@ -2,11 +2,12 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.timeline import Intervals, Kind, Span, Timeline
+from refshard.timeline import Intervals, Kind, Span, Spans, Timeline
 
 pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 
@@ -42,6 +43,21 @@ def test_results_are_canonical(a: list[tuple[int, int]], b: list[tuple[int, int]
     assert all(is_canonical(result) for result in (x, x | y, x & y, x - y))
 
 
+@given(pairs, pairs)
+def test_within_counts_the_points_of_every_window(a: list[tuple[int, int]], windows: list[tuple[int, int]]) -> None:
+    """Windows in any order, overlapping each other, some empty."""
+    bounds = np.array(windows, np.int64).reshape(-1, 2)
+    found = Intervals.of(a).within(bounds[:, 0], bounds[:, 1])
+    assert found.tolist() == [len(points(a) & points([window])) for window in windows]
+
+
+@given(pairs, st.integers(0, 40), st.integers(0, 40))
+def test_gaps_are_what_a_window_holds_beside(a: list[tuple[int, int]], start: int, length: int) -> None:
+    found = Intervals.of(a).gaps(start, start + length)
+    assert points(found.pairs) == points([(start, start + length)]) - points(a)
+    assert is_canonical(found)
+
+
 def test_nanoseconds_since_1970_are_exact() -> None:
     epoch = 1_790_857_026_000_000_001
     assert Intervals.of([(epoch, epoch + 1), (epoch + 1, epoch + 3)]).pairs == [(epoch, epoch + 3)]
@@ -59,11 +75,22 @@ def test_busy_is_the_union_over_lanes() -> None:
     timeline = Timeline(
         rank=0,
         windows=(),
-        spans=(
-            span(Kind.COMPUTE, "stream 7", 0, 10),
-            span(Kind.COMPUTE, "stream 9", 5, 12),
-            span(Kind.COMM, "stream 20", 8, 20),
+        spans=Spans.of(
+            [
+                span(Kind.COMPUTE, "stream 9", 5, 12),
+                span(Kind.COMM, "stream 20", 8, 20),
+                span(Kind.COMPUTE, "stream 7", 0, 10),
+            ]
         ),
     )
     assert timeline.busy(Kind.COMPUTE).pairs == [(0, 12)]
     assert (timeline.busy(Kind.COMM) - timeline.busy(Kind.COMPUTE)).length == 8
+
+
+def test_columns_hold_the_spans_in_order_of_start_and_end() -> None:
+    late = Span(kind=Kind.COPY, lane="b", name="y", start=5, end=6)
+    long = Span(kind=Kind.COMM, lane="a", name="x", start=1, end=9)
+    short = Span(kind=Kind.COMPUTE, lane="b", name="x", start=1, end=2)
+    spans = Spans.of([late, long, short])
+    assert list(spans) == [short, long, late]
+    assert [spans.signature_names[code] for code in spans.signatures] == ["x", "x", "y"]

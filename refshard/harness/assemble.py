@@ -26,8 +26,9 @@ from refshard.records import (
 )
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
 from refshard.specs.model import ModelSpec, load_model
+from refshard.tracing.figures import Breakdown
 from refshard.tracing.kineto import read_timeline
-from refshard.tracing.overlap import StepOverlap, collectives_per_step, mean_ratio, step_overlaps
+from refshard.tracing.overlap import collectives_per_step, mean_ratio, step_breakdowns
 
 CONVENTION: Convention = "A"
 NS = 1e-9
@@ -45,7 +46,8 @@ class Peers:
 class _Traces:
     """What the traces of all ranks say."""
 
-    steps: tuple[tuple[int, StepOverlap], ...] = ()
+    steps: tuple[StepTrace, ...] = ()
+    overlap_ratio: float | None = None
     per_step: tuple[tuple[CollectiveCount, ...], ...] = ()
 
 
@@ -75,7 +77,7 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         flops_convention=f"{CONVENTION}: {FORMULAS[case.workload][CONVENTION]}",
         flops_per_token=float(flops_per_token(model, case.seq_len, CONVENTION, case.workload)),
         recompute=_recompute(case, model),
-        steps=tuple(_step_trace(rank, step) for rank, step in traces.steps),
+        steps=traces.steps,
         proof=proof,
         warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
         **_peak(case, ranks[0].device, environment),
@@ -109,16 +111,19 @@ def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tup
 
 
 def _read_traces(folder: Path, world_size: int) -> _Traces:
-    steps: list[tuple[int, StepOverlap]] = []
+    steps: list[StepTrace] = []
+    found: list[Breakdown] = []
     per_step: list[tuple[CollectiveCount, ...]] = []
     for rank in range(world_size):
         timeline = read_timeline(trace_file(folder, rank))
-        steps += [(rank, step) for step in step_overlaps(timeline)]
+        of_rank = step_breakdowns(timeline)
+        found += of_rank
+        steps += [_step_trace(rank, window.step, b) for window, b in zip(timeline.windows, of_rank)]
         per_step += [
             tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued)
             for issued in collectives_per_step(timeline).values()
         ]
-    return _Traces(steps=tuple(steps), per_step=tuple(per_step))
+    return _Traces(steps=tuple(steps), overlap_ratio=mean_ratio(found), per_step=tuple(per_step))
 
 
 def _prove(
@@ -137,7 +142,7 @@ def _prove(
         failures.append(
             f"the traces hold {len(traces.per_step)} steps, {case.world_size * case.traced_steps} were asked for"
         )
-    if announced and not all(step.comm for _, step in traces.steps):
+    if announced and not all(step.comm_ns for step in traces.steps):
         failures.append("collectives were issued, but the trace shows no communication")
     if not ranks[0].wrapped_units and case.strategy != REFERENCE_STRATEGY:
         failures.append("the model was not wrapped: it has no unit")
@@ -223,7 +228,7 @@ def _metrics(record: CaseRecord, ranks: Sequence[RankResult], traces: _Traces) -
     traced_time = median(max(step) for step in zip(*record.traced_step_times_s))
     tokens_per_s = case.global_batch * case.seq_len / step_time / case.world_size
     flops_per_s = tokens_per_s * (record.flops_per_token or 0)
-    steps = [step for _, step in traces.steps]
+    steps = traces.steps
     found: dict[str, float | None] = {
         "step_time_s": step_time,
         "tokens_per_s_gpu": tokens_per_s,
@@ -233,11 +238,11 @@ def _metrics(record: CaseRecord, ranks: Sequence[RankResult], traces: _Traces) -
         if (peaks := [r.peak_memory_bytes for r in ranks if r.peak_memory_bytes])
         else None,
         "rss_bytes": max(r.rss_bytes for r in ranks),
-        "compute_s": fmean(s.compute for s in steps) * NS,
-        "comm_s": fmean(s.comm for s in steps) * NS,
-        "exposed_comm_s": fmean(s.exposed for s in steps) * NS,
-        "overlap_ratio": mean_ratio(steps),
-        "idle_s": fmean(s.idle for s in steps) * NS,
+        "compute_s": fmean(s.compute_ns for s in steps) * NS,
+        "comm_s": fmean(s.comm_ns for s in steps) * NS,
+        "exposed_comm_s": fmean(s.exposed_ns for s in steps) * NS,
+        "overlap_ratio": traces.overlap_ratio,
+        "idle_s": fmean(s.idle_ns for s in steps) * NS,
         "perturbation": traced_time / step_time,
         "loss_parity": record.proof.loss_parity if record.proof else None,
     }
@@ -245,13 +250,15 @@ def _metrics(record: CaseRecord, ranks: Sequence[RankResult], traces: _Traces) -
     return found
 
 
-def _step_trace(rank: int, step: StepOverlap) -> StepTrace:
+def _step_trace(rank: int, step: int | None, breakdown: Breakdown) -> StepTrace:
+    if step is None:
+        raise TraceError(f"the trace of rank {rank} holds no ProfilerStep; call profiler.step() after every step")
     return StepTrace(
         rank=rank,
-        step=step.step,
-        span_ns=step.span,
-        compute_ns=step.compute,
-        comm_ns=step.comm,
-        exposed_ns=step.exposed,
-        idle_ns=step.idle,
+        step=step,
+        span_ns=breakdown.span_ns,
+        compute_ns=breakdown.compute_ns,
+        comm_ns=breakdown.comm_ns,
+        exposed_ns=breakdown.exposed_ns,
+        idle_ns=breakdown.idle_ns,
     )

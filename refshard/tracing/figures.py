@@ -49,7 +49,8 @@ class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
 
     ``index`` is the time lost, over the window. ``stretch`` is how many times as long the preparatory kernels took as
     with nothing beside them, ``baseline`` where that undisturbed duration comes from, in ``samples`` samples of the
-    kernel with the fewest. ``index`` and ``stretch`` are None, and ``reason`` says why, where it cannot be told.
+    kernel with the fewest. ``reduces`` counts the reductions that such kernels precede. ``index`` and ``stretch`` are
+    None, and ``reason`` says why, where it cannot be told.
     """
 
     index: float | None = None
@@ -62,7 +63,7 @@ class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyOverhead(msgspec.Struct, frozen=True, kw_only=True):
-    """Device time under copy-in and copy-out annotations; ``hidden_ns`` of it runs beside compute, the rest not."""
+    """Device time under copy-in and copy-out annotations; ``hidden_ns`` of it is beside compute, the rest is not."""
 
     copy_in_ns: int
     copy_out_ns: int

@@ -1,0 +1,208 @@
+"""What single collectives, units and the copies around them cost, in int64 nanoseconds: functions of a timeline."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.timeline import KINDS, Collective, Intervals, Kind, Label, Meaning, Nanoseconds, Spans, Timeline
+from refshard.tracing.figures import CollectiveFigures, CopyOverhead, ReduceWait, UnitFigures
+from refshard.tracing.idle import knows_launches, latest_launches
+
+_ONE_WAY = frozenset(("all_gather", "all_gather_list", "reduce_scatter", "all_to_all"))
+_WHOLE = frozenset(("broadcast", "reduce", "send", "recv"))
+NS = 1e-9
+
+
+def bus_factor(op: str, group_size: int | None) -> float | None:
+    """Bus bandwidth over algorithm bandwidth in a group of n: (n-1)/n, twice that for an all-reduce, or 1.
+
+    From doc/PERFORMANCE.md of nccl-tests, whose algorithm bandwidth is of the unsharded tensor's bytes. None for an
+    operation that it does not treat, and where n matters and is unknown.
+
+    >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", None), bus_factor("scan", 4)
+    (1.5, 0.75, 1.0, None)
+    """
+    if op in _WHOLE:
+        return 1.0
+    if group_size is None or op not in _ONE_WAY | {"all_reduce"}:
+        return None
+    return (2 if op == "all_reduce" else 1) * (group_size - 1) / group_size
+
+
+def ran(timeline: Timeline) -> list[tuple[Collective, str, int, int]]:
+    """The collectives that the trace shows running, by start, with their lane, start and end."""
+    found = [
+        (c, c.lane, c.start, c.end)
+        for c in timeline.collectives
+        if c.lane is not None and c.start is not None and c.end is not None
+    ]
+    return sorted(found, key=lambda row: row[2:])
+
+
+def ends_before(rows: Iterable[tuple[Collective, str, int, int]]) -> list[int | None]:
+    """For each of :func:`ran`, the latest end of those before it on its lane; None for the first."""
+    latest: dict[str, int] = {}
+    found = []
+    for _, lane, _, end in rows:
+        found.append(latest.get(lane))
+        latest[lane] = max(end, latest.get(lane, end))
+    return found
+
+
+def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
+    """Every collective that ran, by start.
+
+    Exposed is the collective's own interval without U(compute). The gap is from the end of what came before it on its
+    lane to its start, 0 where they overlap; it is blocking if this one was launched no later than the gap began and
+    compute runs in a part of it (None where the launch is unknown). The wait in the queue is never below 0, whatever
+    the clocks of host and device say.
+    """
+    rows = ran(timeline)
+    compute = timeline.busy(Kind.COMPUTE)
+    starts = np.array([start for _, _, start, _ in rows], np.int64)
+    ends = np.array([end for *_, end in rows], np.int64)
+    before = ends_before(rows)
+    gap_starts = np.array(
+        [start if b is None else min(b, start) for b, (_, _, start, _) in zip(before, rows)], np.int64
+    )
+    hidden = compute.within(starts, ends).tolist()
+    computing = (compute.within(gap_starts, starts) > 0).tolist()
+    return tuple(
+        _collective_figures(rows[i], exposed=rows[i][3] - rows[i][2] - hidden[i], before=before[i], beside=computing[i])
+        for i in range(len(rows))
+    )
+
+
+def _collective_figures(
+    row: tuple[Collective, str, int, int], *, exposed: int, before: int | None, beside: bool
+) -> CollectiveFigures:
+    """``before`` is when the lane fell silent, ``beside`` whether compute ran from then until the start."""
+    collective, lane, start, end = row
+    factor = bus_factor(collective.op, collective.group_size)
+    rate = None if collective.bytes is None or end == start else collective.bytes / ((end - start) * NS)
+    launched = collective.launched
+    blocking = None if before is None or launched is None else launched <= before and beside
+    return CollectiveFigures(
+        op=collective.op,
+        unit=collective.unit,
+        step=collective.step,
+        group=collective.group,
+        group_size=collective.group_size,
+        dtype=collective.dtype,
+        lane=lane,
+        start_ns=start,
+        duration_ns=end - start,
+        exposed_ns=exposed,
+        queued_ns=None if launched is None else max(0, start - launched),
+        bytes=collective.bytes,
+        algorithm_bandwidth=rate,
+        bus_bandwidth=None if rate is None or factor is None else rate * factor,
+        gap_ns=None if before is None else max(0, start - before),
+        gap_blocking=blocking,
+    )
+
+
+def unit_figures(timeline: Timeline) -> tuple[UnitFigures, ...]:
+    """Every unit over the whole trace, by the start of its first span: the union of its own spans of each class.
+
+    Exposed is the unit's communication without the compute of any unit. Collectives are those that ran.
+    """
+    spans = timeline.spans
+    compute = timeline.busy(Kind.COMPUTE)
+    counts = [0] * len(spans.unit_names)
+    code_of = {name: code for code, name in enumerate(spans.unit_names)}
+    for collective, *_ in ran(timeline):
+        if collective.unit in code_of:
+            counts[code_of[collective.unit]] += 1
+    order = np.argsort(spans.units, kind="stable")
+    bounds = np.searchsorted(spans.units[order], np.arange(len(spans.unit_names) + 1))
+    found = []
+    for code, name in enumerate(spans.unit_names):
+        rows = order[bounds[code] : bounds[code + 1]]
+        if len(rows):
+            found.append((rows[0], _unit_figures(name, spans, rows, compute, counts[code])))
+    return tuple(figures for _, figures in sorted(found, key=lambda pair: int(pair[0])))
+
+
+def _unit_figures(
+    unit: str, spans: Spans, rows: npt.NDArray[np.int64], compute: Intervals, collectives: int
+) -> UnitFigures:
+    own = {}
+    for kind in Kind:
+        of_kind = rows[spans.kinds[rows] == KINDS.index(kind)]
+        own[kind] = Intervals.union(spans.starts[of_kind], spans.ends[of_kind])
+    comm = own[Kind.COMM]
+    return UnitFigures(
+        unit=unit,
+        compute_ns=own[Kind.COMPUTE].length,
+        comm_ns=comm.length,
+        prep_ns=own[Kind.PREP].length,
+        copy_ns=own[Kind.COPY].length,
+        exposed_ns=comm.length - int(compute.within(comm.starts, comm.ends).sum()),
+        collectives=collectives,
+    )
+
+
+def copy_overhead(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[CopyOverhead, ...]:
+    """Device time of each window under copy-in and under copy-out annotations, as two unions.
+
+    A span under both is a copy-in; communication is no copy, whatever it is under. The part of each union beside
+    compute that is not itself such a copy is hidden, the rest exposed; hidden and exposed add up to both unions.
+    """
+    spans = timeline.spans
+    moving = ~spans.of_kind(Kind.COMM)
+    into = moving & ((spans.under & Meaning.COPY_IN) != 0)
+    out = moving & ((spans.under & Meaning.COPY_OUT) != 0) & ~into
+    copy_in, copy_out = spans.covered(into), spans.covered(out)
+    compute = spans.covered(spans.of_kind(Kind.COMPUTE) & ~into & ~out)
+    hidden = (copy_in & compute).within(starts, ends) + (copy_out & compute).within(starts, ends)
+    inward, outward = copy_in.within(starts, ends), copy_out.within(starts, ends)
+    rows = zip(inward.tolist(), outward.tolist(), (inward + outward - hidden).tolist(), hidden.tolist())
+    return tuple(CopyOverhead(copy_in_ns=i, copy_out_ns=o, exposed_ns=e, hidden_ns=h) for i, o, e, h in rows)
+
+
+def reduce_waits(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[ReduceWait, ...]:
+    """The host's waits for an earlier reduction in each window; a wait belongs, whole, where it starts."""
+    labels = sorted((x for x in timeline.labels if x.meaning & Meaning.REDUCE_WAIT), key=lambda x: x.start)
+    host = [label.end - label.start for label in labels]
+    device = _device_waits(timeline, labels)
+    at = np.array([label.start for label in labels], np.int64)
+    first, last = np.searchsorted(at, starts), np.searchsorted(at, ends)
+    count = (last - first).tolist()
+    of_host = _sums(host, first, last)
+    of_device: list[int] | list[None] = [None] * len(starts) if device is None else _sums(device, first, last)
+    return tuple(ReduceWait(count=n, host_ns=h, device_ns=d) for n, h, d in zip(count, of_host, of_device))
+
+
+def _sums(values: list[int], first: npt.NDArray[np.intp], last: npt.NDArray[np.intp]) -> list[int]:
+    """``sum(values[first[i] : last[i]])`` for each i."""
+    running = np.concatenate(([0], np.cumsum(np.array(values, np.int64))))
+    return [int(ns) for ns in running[last] - running[first]]
+
+
+def _device_waits(timeline: Timeline, labels: list[Label]) -> list[int] | None:
+    """For each wait, how long the lane with the most compute stood still around it.
+
+    That is from the end of the last span launched on it before the wait began to the start of the first one launched
+    later, never below 0, and 0 where there is no such span. Waits between the same two launches share one gap, which
+    is the first's. None without device events or launches.
+    """
+    spans = timeline.spans
+    if not timeline.on_device or not knows_launches(spans):
+        return None
+    computing = spans.of_kind(Kind.COMPUTE)
+    if not computing.any():
+        return [0] * len(labels)
+    time = np.bincount(spans.lanes[computing], weights=(spans.ends - spans.starts)[computing])
+    rows = np.flatnonzero(spans.lanes == np.argmax(time))
+    launches = latest_launches(spans)[rows]
+    order = np.argsort(launches, kind="stable")
+    last_end = np.maximum.accumulate(spans.ends[rows][order])
+    next_start = np.minimum.accumulate(spans.starts[rows][order][::-1])[::-1]
+    at = np.searchsorted(launches[order], np.array([label.start for label in labels], np.int64), side="left")
+    found = np.zeros(len(labels), np.int64)
+    _, first = np.unique(at, return_index=True)
+    first = first[(at[first] > 0) & (at[first] < len(rows))]
+    found[first] = np.maximum(0, next_start[at[first]] - last_end[at[first] - 1])
+    return [int(ns) for ns in found]

@@ -1,0 +1,188 @@
+"""The give-way index: what small kernels before a reduction cost when they run beside compute.
+
+YaFSDP's "give-way effect": kernels that prepare a reduction (casts, copies into its buffer) run beside the backward
+pass of the next unit, which holds most of the device, so they stretch, and the reduction starts late.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline
+from refshard.tracing.collectives import ends_before, ran
+from refshard.tracing.figures import GiveWay
+from refshard.tracing.idle import NEVER, knows_launches, latest_launches
+
+REDUCTIONS = frozenset(("reduce_scatter", "all_reduce", "all_to_all"))
+MIN_SAMPLES = 5
+"""Undisturbed runs of a kernel without which its undisturbed duration is not told."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Reductions:
+    """The reductions that ran, by launch: when that was, their start, and the end of what came before on their lane."""
+
+    launches: Nanoseconds
+    starts: Nanoseconds
+    before: Nanoseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Preparations:
+    """What preceded each reduction that has preparatory kernels, in order of the reductions' start.
+
+    ``durations`` and ``undisturbed`` are sums over a reduction's kernels, ``lost`` is what it lost; ``samples`` is of
+    the kernel with the fewest undisturbed runs, and ``scarcest`` a row of that kernel.
+    """
+
+    starts: Nanoseconds
+    durations: Nanoseconds
+    undisturbed: Floats
+    lost: Floats
+    samples: npt.NDArray[np.int64]
+    scarcest: npt.NDArray[np.int64]
+
+
+def give_ways(
+    timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds, calibration: Timeline | None = None
+) -> tuple[GiveWay, ...]:
+    """The give-way index of each window: over the reductions r that start in it, sum of lost(r) / length of the window.
+
+    lost(r) = max(0, |D_r within U(compute)| - sum of dur0 over P_r). P_r are the preparatory kernels launched after the
+    reduction before r and before r; those without any count nowhere. dur0 of a kernel is the median duration of its
+    undisturbed runs, those that no other span overlaps, here or in ``calibration``; kernels are told apart by name and
+    launch geometry, and one with under 5 such runs leaves the window without an index. D_r lasts from the end of the
+    collective before r on its lane, the end of the last compute kernel launched before P_r, or the first launch of P_r,
+    whichever is latest, to the start of r. Stretch is the sum of durations over the sum of dur0.
+    """
+    spans = timeline.spans
+    if not timeline.on_device:
+        return (GiveWay(reason="a CPU trace has no kernels that could give way"),) * len(starts)
+    if not knows_launches(spans):
+        return (GiveWay(reason="the trace does not tell when kernels were launched"),) * len(starts)
+    reductions = _reductions(timeline)
+    found = _preparations(timeline, reductions, calibration)
+    baseline = "unaccompanied" if calibration is None else "calibration"
+    first, last = np.searchsorted(found.starts, starts), np.searchsorted(found.starts, ends)
+    begun = np.sort(reductions.starts)
+    reduces = np.searchsorted(begun, ends) - np.searchsorted(begun, starts)
+    return tuple(
+        _give_way(spans, found, slice(first[i], last[i]), int(ends[i] - starts[i]), int(reduces[i]), baseline)
+        for i in range(len(starts))
+    )
+
+
+def _give_way(spans: Spans, found: _Preparations, of: slice, span_ns: int, reduces: int, baseline: str) -> GiveWay:
+    counted = len(found.starts[of])
+    if not counted:
+        reason = f"no preparatory kernels before any of {reduces} reductions" if reduces else "no reductions"
+        return GiveWay(reason=reason)
+    scarcest = int(np.argmin(found.samples[of]))
+    samples = int(found.samples[of][scarcest])
+    if samples < MIN_SAMPLES:
+        kernel = _short(spans.name_table[spans.names[found.scarcest[of][scarcest]]])
+        reason = f"{kernel} ran undisturbed {samples} times; {MIN_SAMPLES} are needed to tell how long it takes"
+        return GiveWay(reduces=counted, samples=samples, baseline=baseline, reason=reason)
+    lost, undisturbed = float(found.lost[of].sum()), float(found.undisturbed[of].sum())
+    return GiveWay(
+        index=lost / span_ns if span_ns else None,
+        lost_ns=round(lost),
+        stretch=float(found.durations[of].sum()) / undisturbed if undisturbed else None,
+        reduces=counted,
+        samples=samples,
+        baseline=baseline,
+    )
+
+
+def _short(kernel: str, width: int = 60) -> str:
+    return kernel if len(kernel) <= width else kernel[: width - 3] + "..."
+
+
+def _reductions(timeline: Timeline) -> _Reductions:
+    rows = ran(timeline)
+    found = sorted(
+        (c.launched, start, UNKNOWN if before is None else before)
+        for (c, _, start, _), before in zip(rows, ends_before(rows))
+        if c.op in REDUCTIONS and c.launched is not None and c.row != UNKNOWN
+    )
+    table = np.array(found, np.int64).reshape(-1, 3)
+    return _Reductions(launches=table[:, 0], starts=table[:, 1], before=table[:, 2])
+
+
+def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Timeline | None) -> _Preparations:
+    spans = timeline.spans
+    launches = latest_launches(spans)
+    rows = np.flatnonzero(spans.of_kind(Kind.PREP) & (launches != NEVER))
+    rows = rows[np.argsort(launches[rows], kind="stable")]
+    reduction_of = np.searchsorted(reductions.launches, launches[rows], side="left")
+    rows = rows[reduction_of < len(reductions.launches)]
+    reduction_of = reduction_of[: len(rows)]
+    if not len(rows):
+        none = np.empty(0, np.int64)
+        zeros = none.astype(np.float64)
+        return _Preparations(starts=none, durations=none, undisturbed=zeros, lost=zeros, samples=none, scarcest=none)
+    which, first = np.unique(reduction_of, return_index=True)
+    dur0, samples = _undisturbed(spans, rows, timeline if calibration is None else calibration)
+    begun = np.maximum.reduce(
+        [reductions.before[which], _ends_of_gradients(spans, launches, launches[rows[first]]), launches[rows[first]]]
+    )
+    started = reductions.starts[which]
+    beside = timeline.busy(Kind.COMPUTE).within(np.minimum(begun, started), started)
+    undisturbed = np.add.reduceat(dur0, first)
+    by_scarcity = np.lexsort((samples, reduction_of))
+    order = np.argsort(started, kind="stable")
+    return _Preparations(
+        starts=started[order],
+        durations=np.add.reduceat(spans.ends[rows] - spans.starts[rows], first)[order],
+        undisturbed=undisturbed[order],
+        lost=np.maximum(0.0, beside - undisturbed)[order],
+        samples=samples[by_scarcity[first]][order],
+        scarcest=rows[by_scarcity[first]][order],
+    )
+
+
+def _ends_of_gradients(spans: Spans, launches: Nanoseconds, prepared: Nanoseconds) -> Nanoseconds:
+    """For each first launch of a preparation, the end of the last compute span launched before it."""
+    compute = np.flatnonzero(spans.of_kind(Kind.COMPUTE) & (launches != NEVER))
+    compute = compute[np.lexsort((spans.ends[compute], launches[compute]))]
+    ends = np.concatenate(([UNKNOWN], spans.ends[compute]))
+    return np.asarray(ends[np.searchsorted(launches[compute], prepared, side="left")], np.int64)
+
+
+def _undisturbed(spans: Spans, rows: npt.NDArray[np.int64], source: Timeline) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """For each row the median duration of its kernel's undisturbed runs in ``source``, and how many there are."""
+    runs = _durations(source.spans, np.flatnonzero(_unaccompanied(source.spans)))
+    _, representative, kernel = np.unique(spans.signatures[rows], return_index=True, return_inverse=True)
+    found = [runs.get(_signature(spans, row), []) for row in rows[representative].tolist()]
+    medians = np.array([np.median(durations) if durations else np.nan for durations in found])
+    return medians[kernel], np.array([len(durations) for durations in found], np.int64)[kernel]
+
+
+def _durations(spans: Spans, rows: npt.NDArray[np.int64]) -> dict[str, list[int]]:
+    """How long these rows took, by kernel."""
+    rows = rows[np.argsort(spans.signatures[rows], kind="stable")]
+    _, first = np.unique(spans.signatures[rows], return_index=True)
+    found: dict[str, list[int]] = {}
+    for same in np.split(rows, first[1:]) if len(rows) else []:
+        found.setdefault(_signature(spans, int(same[0])), []).extend((spans.ends[same] - spans.starts[same]).tolist())
+    return found
+
+
+def _signature(spans: Spans, row: int) -> str:
+    if spans.signature_names:
+        return spans.signature_names[int(spans.signatures[row])]
+    return spans.name_table[int(spans.names[row])]
+
+
+def _unaccompanied(spans: Spans) -> npt.NDArray[np.bool_]:
+    """Which spans run while no other does, of whatever kind and on whatever lane."""
+    lasting = np.flatnonzero(spans.ends > spans.starts)
+    starts, ends = spans.starts[lasting], spans.ends[lasting]
+    alone = np.zeros(len(spans), np.bool_)
+    follows_free = np.concatenate(([True], np.maximum.accumulate(ends)[:-1] <= starts[1:]))[: len(lasting)]
+    ends_free = np.concatenate((ends[:-1] <= starts[1:], [True]))[: len(lasting)]
+    alone[lasting] = follows_free & ends_free
+    return alone

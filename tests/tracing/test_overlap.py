@@ -1,0 +1,161 @@
+"""Breakdowns of windows: against counting point by point, and of a training run known in closed form."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from refshard.errors import TraceError
+from refshard.timeline import UNKNOWN, Collective, Kind, Spans, Timeline, Window
+from refshard.tracing.figures import Breakdown
+from refshard.tracing.overlap import breakdowns, collectives_per_step, mean_ratio, step_breakdowns
+from tests.tracing.builder import Training
+from tests.tracing.small import Row, bounds, idle_gaps, points, rows, timeline_of, windows
+
+COMPUTE, COMM = Kind.COMPUTE, Kind.COMM
+
+
+def counted(found: list[Row], start: int, end: int) -> Breakdown:
+    """The breakdown of ``[start, end)``, point by point."""
+    window = set(range(start, end))
+    of_kind = {kind: points(found, kind) & window for kind in Kind}
+    busy = points(found, *Kind) & window
+    others = set().union(*(of_kind[kind] for kind in Kind if kind is not COMM))
+    exposed = of_kind[COMM] - of_kind[COMPUTE]
+    known = any(row.launch != UNKNOWN for row in found)
+    gaps = idle_gaps(found, start, end)
+    return Breakdown(
+        span_ns=len(window),
+        busy_ns=len(busy),
+        compute_ns=len(of_kind[COMPUTE]),
+        comm_ns=len(of_kind[COMM]),
+        prep_ns=len(of_kind[Kind.PREP]),
+        copy_ns=len(of_kind[Kind.COPY]),
+        unclassified_ns=len(of_kind[Kind.UNCLASSIFIED]),
+        exposed_ns=len(exposed),
+        exposed_any_ns=len(of_kind[COMM] - others),
+        overlap_ratio=1 - len(exposed) / len(of_kind[COMM]) if of_kind[COMM] else None,
+        idle_ns=len(window - busy),
+        idle_host_ns=sum(g.end - g.start for g in gaps if g.host) if known else None,
+        idle_dependency_ns=sum(g.end - g.start for g in gaps if not g.host) if known else None,
+    )
+
+
+@given(rows, windows)
+def test_every_window_is_broken_down_as_its_points_say(found: list[Row], inside: list[tuple[int, int]]) -> None:
+    assert breakdowns(timeline_of(found), *bounds(inside)) == tuple(counted(found, *window) for window in inside)
+
+
+def test_a_training_run_is_broken_down_as_it_was_laid_out() -> None:
+    """Exposed: the first gather and the last reduction. The stall waits, launched; delay and tail are the host's."""
+    plan = Training(layers=4, steps=3)
+    n = plan.layers
+    compute = n * plan.forward + n * plan.backward + plan.optimizer
+    comm = n * plan.gather + n * plan.reduce
+    idle = plan.delay + plan.stall + plan.tail
+    expected = Breakdown(
+        span_ns=plan.step_ns,
+        busy_ns=plan.step_ns - idle,
+        compute_ns=compute,
+        comm_ns=comm,
+        prep_ns=2 * plan.prep * (plan.stretch * (n - 1) + 1),
+        copy_ns=n * plan.copy,
+        unclassified_ns=0,
+        exposed_ns=plan.gather + plan.reduce,
+        exposed_any_ns=plan.gather + plan.reduce,
+        overlap_ratio=1 - (plan.gather + plan.reduce) / comm,
+        idle_ns=idle,
+        idle_host_ns=plan.delay + plan.tail,
+        idle_dependency_ns=plan.stall,
+    )
+    assert step_breakdowns(plan.trace().timeline()) == (expected,) * 3
+
+
+def gap_of(*followers: tuple[int, int], after: int = 10) -> Breakdown:
+    """The breakdown of [0, 30) with compute in [0, 10) and then a span each: (start, launch) on a lane of its own."""
+    found = [Row(kind=COMPUTE, lane=0, start=0, end=after, launch=0)]
+    found += [
+        Row(kind=COMPUTE, lane=i, start=at, end=at + 1, launch=launch) for i, (at, launch) in enumerate(followers)
+    ]
+    return breakdowns(timeline_of(found), *bounds([(0, 30)]))[0]
+
+
+def test_who_is_to_blame_for_a_gap() -> None:
+    def split(*followers: tuple[int, int]) -> tuple[int | None, int | None]:
+        found = gap_of(*followers)
+        return found.idle_host_ns, found.idle_dependency_ns
+
+    assert split() == (20, 0), "nothing comes any more: the host launched nothing"
+    assert split((30, 11)) == (20, 0), "what comes after the window was launched in the gap"
+    assert split((30, 9)) == (0, 20), "what comes after the window was launched before the gap"
+    assert split((30, 10)) == (0, 20), "launched as the gap began, it waited all of the gap"
+    assert split((30, 12), (30, 9)) == (0, 20), "of two that begin together, one had been launched"
+
+
+def test_an_unknown_launch_is_bounded_by_the_next_on_its_lane() -> None:
+    """A stream runs in the order of launches: what came before a span launched in time was launched in time."""
+
+    def blame(next_launch: int) -> int | None:
+        found = [
+            Row(kind=COMPUTE, lane=0, start=0, end=10, launch=0),
+            Row(kind=COMPUTE, lane=1, start=20, end=30, launch=UNKNOWN),
+            Row(kind=COMPUTE, lane=1, start=30, end=40, launch=next_launch),
+        ]
+        return breakdowns(timeline_of(found), *bounds([(0, 40)]))[0].idle_host_ns
+
+    assert blame(9) == 0
+    assert blame(15) == 10, "it may have been launched late: so it counts"
+    assert blame(UNKNOWN) == 10
+
+
+def test_a_trace_without_launches_has_no_split() -> None:
+    spans = Training(steps=1).trace().timeline().spans
+    (found,) = breakdowns(Timeline(rank=0, windows=(), spans=Spans.of(spans)), *bounds([(0, 100)]))
+    assert (found.idle_ns, found.idle_host_ns, found.idle_dependency_ns) == (100, None, None)
+
+
+def test_no_windows_have_no_breakdowns() -> None:
+    assert breakdowns(timeline_of([]), *bounds([])) == ()
+
+
+def test_many_steps_add_up_to_the_whole() -> None:
+    """To the nanosecond: where one step ends within a gap, the next goes on with it."""
+    plan = Training(layers=4, steps=1000)
+    timeline = plan.trace().timeline()
+    found = step_breakdowns(timeline)
+    start, end = timeline.windows[0].start, timeline.windows[-1].end
+    (whole,) = breakdowns(timeline, np.array([start]), np.array([end]))
+    for name in ("span_ns", "busy_ns", "compute_ns", "comm_ns", "exposed_ns", "idle_ns", "idle_host_ns"):
+        assert sum(getattr(b, name) for b in found) == getattr(whole, name), name
+
+
+def test_the_mean_ratio_weighs_steps_by_their_communication() -> None:
+    first, second, silent = (
+        Breakdown(span_ns=100, busy_ns=50, compute_ns=50, comm_ns=comm, prep_ns=0, copy_ns=0, unclassified_ns=0,
+                  exposed_ns=exposed, exposed_any_ns=exposed, overlap_ratio=None, idle_ns=0, idle_host_ns=None,
+                  idle_dependency_ns=None)
+        for comm, exposed in ((10, 10), (90, 0), (0, 0))
+    )  # fmt: skip
+    assert mean_ratio([first, second, silent]) == pytest.approx(0.9)
+    assert mean_ratio([silent]) is None
+
+
+def collective(step: int | None, size: int | None = 8, announced: bool = True) -> Collective:
+    return Collective(op="all_gather", bytes=size, step=step, announced=announced)
+
+
+def timeline_with(*collectives: Collective) -> Timeline:
+    steps = tuple(Window(step=step, start=10 * step, end=10 * step + 10) for step in (0, 1))
+    return replace(timeline_of([], windows=steps), collectives=collectives)
+
+
+def test_only_what_the_host_announced_in_a_step_counts_for_it() -> None:
+    timeline = timeline_with(collective(0), collective(0), collective(0, announced=False), collective(None))
+    assert collectives_per_step(timeline) == {0: (("all_gather", 2, 16),), 1: ()}
+
+
+def test_bytes_need_shapes_where_they_count() -> None:
+    with pytest.raises(TraceError, match="record the trace with record_shapes=True"):
+        collectives_per_step(timeline_with(collective(1, size=None)))
+    assert collectives_per_step(timeline_with(collective(None, size=None))) == {0: (), 1: ()}
