@@ -33,7 +33,7 @@ def find_warnings(trace: TraceFile, timeline: Timeline, host_windows: tuple[Wind
     if timeline.on_device:
         found += _launches(trace, timeline.spans)
         found += _streams(timeline.spans)
-        found += _steps(timeline, host_windows)
+    found += _steps(timeline, host_windows)
     found += _perturbation(trace, timeline.spans)
     return tuple(found)
 
@@ -139,7 +139,7 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
         yield TraceWarning(
             code="overlap_on_stream",
             message=f"{count} events begin before the one before them on their stream has ended, "
-            f"{format_seconds(overlap * 1e-9)} in all; a stream runs one after the other",
+            f"{format_seconds(overlap * 1e-9)} in all: programmatic dependent launch, or the recorder's error",
             count=count,
             ns=overlap,
         )
@@ -153,6 +153,7 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
 
 
 def _steps(timeline: Timeline, host_windows: tuple[Window, ...]) -> Iterator[TraceWarning]:
+    """Steps of which nothing ran, and what ran outside of all steps."""
     lived = {window.step for window in timeline.windows}
     if empty := [window.step for window in host_windows if window.step not in lived]:
         yield TraceWarning(
@@ -170,7 +171,7 @@ def _steps(timeline: Timeline, host_windows: tuple[Window, ...]) -> Iterator[Tra
             )
             yield TraceWarning(
                 code="outside_steps",
-                message=f"{format_seconds(ns * 1e-9)} of device time lies outside of all steps",
+                message=f"{format_seconds(ns * 1e-9)} of what ran lies outside of all steps, and in no step's figures",
                 count=int(beyond.sum()),
                 ns=ns,
             )
