@@ -78,11 +78,24 @@ def trace(
         Path | None, typer.Option(help="A trace taken with CUDA_LAUNCH_BLOCKING=1, for the give-way index.")
     ] = None,
     against: Annotated[Path | None, typer.Option(help="Say what accounts for the change to this trace.")] = None,
+    cross_check: Annotated[
+        str | None, typer.Option(help="Set another analyser's figures beside these: hta (extra of the same name).")
+    ] = None,
 ) -> None:
     """Analyse profiler traces: overlap, idle time, give-way, stragglers, and what is doubtful about them."""
     from refshard.commands import trace as command
 
-    print(command.trace(paths, as_json=as_json, page=html, one_job=job, calibration=calibration, against=against))
+    print(
+        command.trace(
+            paths,
+            as_json=as_json,
+            page=html,
+            one_job=job,
+            calibration=calibration,
+            against=against,
+            cross_check=cross_check,
+        )
+    )
 
 
 @app.command(name="list")

@@ -14,12 +14,12 @@ breakdown and overlap are what is asked of both.
 import gzip
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,7 @@ CANDIDATES = (
 SOURCE = next(path for path in CANDIDATES if path.is_file())
 LARGE, SMALL = 1_000_000_000, 200_000_000
 ROUNDS = 3
-_SHIFTED = re.compile(
-    rb'"(ts)": (\d+)|"(External id|external id|correlation|Ev Idx|id)": (\d+)|(ProfilerStep#)(\d+)'
-)
+_SHIFTED = re.compile(rb'"(ts)": (\d+)|"(External id|external id|correlation|Ev Idx|id)": (\d+)|(ProfilerStep#)(\d+)')
 
 
 def replicate(source: Path, target: Path, size: int) -> int:
@@ -101,3 +99,52 @@ def run_on_one_core(arguments: list[str]) -> tuple[float, int]:
 
 def ours(trace: Path) -> list[str]:
     return [sys.executable, "-m", "refshard", "trace", str(trace), "--json"]
+
+
+def hta(trace: Path) -> list[str]:
+    """HTA's breakdown and overlap, as its users call it: its own defaults, nothing drawn."""
+    script = (
+        "import sys; from hta.trace_analysis import TraceAnalysis;"
+        "analysis = TraceAnalysis(trace_files={0: sys.argv[1]});"
+        "analysis.get_temporal_breakdown(visualize=False); analysis.get_comm_comp_overlap(visualize=False)"
+    )
+    return [sys.executable, "-c", script, str(trace)]
+
+
+def test_one_gigabyte(benchmark: Any, large: Path) -> None:
+    """Time and peak memory of one trace of 1 GB: at most 10 s and 1.5 GB on one core."""
+    peaks = []
+
+    def analyse() -> None:
+        peaks.append(run_on_one_core(ours(large))[1])
+
+    benchmark.pedantic(analyse, rounds=ROUNDS)
+    benchmark.extra_info.update(
+        {"source": SOURCE.name, "bytes": large.stat().st_size, "peak_rss_bytes": max(peaks), "cores": 1}
+    )
+
+
+def test_beside_hta(benchmark: Any, small: Path) -> None:
+    """The same 200 MB to both, in turn: refshard's time, and how many times as long HTA takes."""
+    pytest.importorskip("hta", reason='HTA is not here; pip install "refshard[hta]"')
+    times: dict[str, list[float]] = {"refshard": [], "hta": []}
+    peaks = {"refshard": 0, "hta": 0}
+
+    def in_turn() -> None:
+        for name, arguments in (("refshard", ours(small)), ("hta", hta(small))):
+            seconds, peak = run_on_one_core(arguments)
+            times[name].append(seconds)
+            peaks[name] = max(peaks[name], peak)
+
+    benchmark.pedantic(in_turn, rounds=ROUNDS)
+    ratios = [theirs / mine for mine, theirs in zip(times["refshard"], times["hta"])]
+    benchmark.extra_info.update(
+        {
+            "source": SOURCE.name,
+            "bytes": small.stat().st_size,
+            "seconds": times,
+            "hta_over_refshard": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+            "peak_rss_bytes": peaks,
+            "hta": version("traceinsight"),
+        }
+    )

@@ -5,10 +5,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from refshard.errors import SpecError, TraceError
 from refshard.report import trace_table
-from refshard.report.trace_page import AnalysedTrace, write_trace_page
 from refshard.timeline import Timeline
+from refshard.tracing import hta
 from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.diff import attribute, difference
 from refshard.tracing.events import read_trace
@@ -26,15 +28,19 @@ def trace(
     one_job: bool = False,
     calibration: Path | None = None,
     against: Path | None = None,
+    cross_check: str | None = None,
 ) -> str:
     """Analyse trace files and folders of them; return the text to print. ``page`` is an HTML file to write.
 
-    With ``against``, say instead what accounts for the change in step time from ``paths`` to it.
+    With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
+    another analyser whose figures to set beside these: ``hta``.
 
     Raises:
-        TraceError: a file named is no trace or is damaged, or a folder holds none.
+        TraceError: a file named is no trace or is damaged, a folder holds none, or the other analyser is not installed.
         SpecError: ``page`` cannot be written.
     """
+    if cross_check not in (None, "hta"):
+        raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
     analyses = join(_analyse_all(paths, undisturbed), one_job=one_job)
     if against is not None:
@@ -42,9 +48,15 @@ def trace(
     if page is not None:
         _write(analyses, page)
     figures = [one.figures for one in analyses]
+    checks = [] if cross_check is None else [(hta.in_its_words(a.timeline), hta.cross_check(a.path)) for a in analyses]
     if as_json:
-        return json.dumps(trace_table.as_objects(figures), indent=1, allow_nan=False)
-    return trace_table.terminal_table(figures) + (f"\n\npage: {page}" if page is not None else "")
+        objects = trace_table.as_objects(figures)
+        for one, (ours, theirs) in zip(objects, checks):
+            one["cross_check"] = msgspec.to_builtins({"refshard": ours, "hta": theirs})
+        return json.dumps(objects, indent=1, allow_nan=False)
+    parts = [trace_table.terminal_table(figures)]
+    parts += [trace_table.terminal_check(one.path.name, *check) for one, check in zip(analyses, checks)]
+    return "\n\n".join(parts + ([f"page: {page}"] if page is not None else []))
 
 
 def _analyse_all(paths: Sequence[Path], calibration: Timeline | None) -> list[Analysis]:
@@ -75,6 +87,9 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _write(analyses: Sequence[Analysis], page: Path) -> None:
+    # plotly and pandas take a second to import, and no other output needs them.
+    from refshard.report.trace_page import AnalysedTrace, write_trace_page
+
     traces = [AnalysedTrace(figures=one.figures, timeline=one.timeline, path=one.path) for one in analyses]
     try:
         write_trace_page(traces, page)

@@ -1,5 +1,6 @@
 """What an analysis of traces looks like in a terminal, and as JSON."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -11,8 +12,10 @@ from tabulate import tabulate
 from refshard.quantities import format_percent, format_seconds
 from refshard.tracing.diff import Attribution, Change
 from refshard.tracing.figures import Breakdown, GiveWay, TraceFigures
+from refshard.tracing.hta import HtaFailure, HtaFigures
 
 _NS = 1e-9
+_ALWAYS = frozenset(("rank", "per step", "compute", "comm.", "exposed", "overlap", "idle"))
 _SHOWN_CHANGES = 25
 _LONGEST_LABEL = 72
 
@@ -44,7 +47,15 @@ def terminal_table(traces: Sequence[TraceFigures]) -> str:
 def _job_title(members: Sequence[TraceFigures]) -> str:
     first = members[0]
     ranks = f"{len(members)} of {first.world_size} ranks" if first.world_size else "1 rank"
-    return f"job {first.job}: {ranks}, {first.backend or 'no process group'}, {first.device}"
+    return f"job {first.job}: {ranks}, {first.backend or 'no process group'}, {first.device}\n{_pattern(members)}"
+
+
+def _pattern(members: Sequence[TraceFigures]) -> str:
+    """One name for all files of a job: what they have in common, and a star."""
+    names = [Path(trace.file).name for trace in members]
+    start = os.path.commonprefix(names)
+    end = os.path.commonprefix([name[len(start) :][::-1] for name in names])[::-1]
+    return f"{start}*{end}" if len(names) > 1 else names[0]
 
 
 def _job_table(members: Sequence[TraceFigures]) -> str:
@@ -53,7 +64,6 @@ def _job_table(members: Sequence[TraceFigures]) -> str:
         steps = _per_step(trace)
         rows.append(
             {
-                "file": Path(trace.file).name,
                 "rank": "-" if trace.rank is None else trace.rank,
                 "steps": len(trace.steps) if trace.steps and trace.steps[0].step is not None else "-",
                 "per step": format_seconds(_mean(steps, "span_ns")),
@@ -67,7 +77,9 @@ def _job_table(members: Sequence[TraceFigures]) -> str:
                 "warnings": len(trace.warnings) or "-",
             }
         )
-    return tabulate(rows, headers="keys", disable_numparse=True, colalign=("left", *["right"] * 11))
+    told = [key for key in rows[0] if key in _ALWAYS or any(row[key] != "-" for row in rows)]
+    shown = [{key: row[key] for key in told} for row in rows]
+    return tabulate(shown, headers="keys", disable_numparse=True, colalign=["right"] * len(told))
 
 
 def _per_step(trace: TraceFigures) -> list[Breakdown]:
@@ -109,6 +121,28 @@ def _waits(members: Sequence[TraceFigures]) -> list[str]:
 def _warnings(trace: TraceFigures) -> str:
     lines = [f"  [{warning.code}] {warning.message}" for warning in trace.warnings]
     return f"{Path(trace.file).name}:\n" + "\n".join(lines)
+
+
+def terminal_check(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFailure) -> str:
+    """Figures by HTA's classes, exact and as HTA prints them."""
+    if isinstance(theirs, HtaFailure):
+        return f"{name}: HTA {theirs.version} fails: {theirs.error}"
+    if ours is None:
+        return f"{name}: a CPU trace, of which HTA {theirs.version} says nothing that could be compared"
+    rows = [
+        (label, _figure(getattr(ours, key)), _figure(getattr(theirs, key)))
+        for label, key in (
+            ("span (us)", "span_us"), ("compute (us)", "compute_us"), ("no compute (us)", "noncompute_us"),
+            ("idle (us)", "idle_us"), ("overlap (%)", "overlap_pct"),
+        )
+    ]  # fmt: skip
+    headers = ("whole trace", "refshard", f"HTA {theirs.version}")
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "right", "right"))
+    return f"{name} by HTA's classes (docs/metrics.md says why they differ):\n{table}"
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3f}".rstrip("0").rstrip(".")
 
 
 def difference_objects(a: Attribution, b: Attribution, changes: Sequence[Change]) -> dict[str, Any]:

@@ -20,8 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from refshard.errors import TraceError
+from refshard.timeline import Kind, Timeline
 
 DISTRIBUTION = "traceinsight"
 """The living distribution of HTA, whose import name is ``hta``."""
@@ -32,6 +34,7 @@ PANDAS_FROM, PANDAS_BELOW = (2, 2), (3, 0)
 """The versions of pandas with which refshard and HTA's own tests pass; the extra ``hta`` holds pandas to the same."""
 
 _INCLUDE_LAST_STEP = "--include-last-step"
+_MEMORY = ("Memcpy", "Memset")
 _NO_ROUNDING = "HTA_DISABLE_NS_ROUNDING"
 
 
@@ -58,6 +61,28 @@ class HtaFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
 
     version: str
     error: str
+
+
+def in_its_words(timeline: Timeline) -> HtaFigures | None:
+    """Exact figures of a trace by HTA's classes, in which every kernel that neither communicates nor copies computes.
+
+    None for a trace without device events, of which HTA knows nothing.
+    """
+    if not timeline.on_device:
+        return None
+    spans = timeline.spans
+    is_memory = np.array([name.startswith(_MEMORY) for name in spans.name_table])[spans.names]
+    communicates = spans.of_kind(Kind.COMM)
+    comm, compute = spans.covered(communicates), spans.covered(~communicates & ~is_memory)
+    busy, span = timeline.busy(*Kind), int(spans.ends.max() - spans.starts.min())
+    return HtaFigures(
+        version="refshard",
+        span_us=span / 1000,
+        compute_us=compute.length / 1000,
+        noncompute_us=(busy.length - compute.length) / 1000,
+        idle_us=(span - busy.length) / 1000,
+        overlap_pct=round(100 * (comm & compute).length / comm.length, 2) if comm.length else None,
+    )
 
 
 def cross_check(
