@@ -70,11 +70,13 @@ def _shift(match: "re.Match[bytes]", by: int, span: int, ids: int, stride: int) 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A trace of 1 GB, gone afterwards."""
     yield from _made(tmp_path_factory, LARGE)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A trace of 200 MB, gone afterwards."""
     yield from _made(tmp_path_factory, SMALL)
 
 
@@ -98,6 +100,7 @@ def run_on_one_core(arguments: list[str]) -> tuple[float, int]:
 
 
 def ours(trace: Path) -> list[str]:
+    """All that ``refshard trace`` finds, as JSON."""
     return [sys.executable, "-m", "refshard", "trace", str(trace), "--json"]
 
 

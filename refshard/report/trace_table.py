@@ -53,8 +53,8 @@ def _job_title(members: Sequence[TraceFigures]) -> str:
 def _pattern(members: Sequence[TraceFigures]) -> str:
     """One name for all files of a job: what they have in common, and a star."""
     names = [Path(trace.file).name for trace in members]
-    start = os.path.commonprefix(names)
-    end = os.path.commonprefix([name[len(start) :][::-1] for name in names])[::-1]
+    start = os.path.commonprefix(names)  # noqa: RUF071 -- of characters, as it does
+    end = os.path.commonprefix([name[len(start) :][::-1] for name in names])[::-1]  # noqa: RUF071
     return f"{start}*{end}" if len(names) > 1 else names[0]
 
 

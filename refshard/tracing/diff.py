@@ -110,7 +110,8 @@ def _labels(timeline: Timeline) -> tuple[list[str], npt.NDArray[np.int64]]:
     codes: dict[str, int] = {}
     for collective in timeline.collectives:
         if collective.row != UNKNOWN:
-            label = collective.op if collective.unit is None else f"{collective.op} ({collective.unit})"
+            unit = None if collective.unit is None else collective.unit.strip("()")
+            label = collective.op if unit is None else f"{collective.op} ({unit})"
             if label not in codes:
                 codes[label] = len(labels)
                 labels.append(label)
