@@ -71,20 +71,24 @@ def _row(
                unit=unit, name=name)  # fmt: skip
 
 
-_rows = st.builds(
-    _row,
-    st.sampled_from(Kind),
-    st.integers(0, 2),
-    st.integers(0, END),
-    st.integers(0, 8),
-    st.integers(0, 14),
-    st.integers(0, 3),
-    st.integers(UNKNOWN, 1),
-    st.integers(UNKNOWN, 1),
-    st.integers(2, 3),
-)
-rows = st.lists(_rows, max_size=10).map(lambda found: sorted(found, key=lambda r: (r.start, r.end)))
-"""Spans in order; some empty, some launched late, some of unknown launch."""
+def _rows(kinds: tuple[Kind, ...], latest: int) -> st.SearchStrategy[list[Row]]:
+    one = st.builds(
+        _row,
+        st.sampled_from(kinds),
+        st.integers(0, 2),
+        st.integers(0, latest),
+        st.integers(0, 8),
+        st.integers(0, 14),
+        st.integers(0, 3),
+        st.integers(UNKNOWN, 1),
+        st.integers(UNKNOWN, 1),
+        st.integers(2, 3),
+    )
+    return st.lists(one, max_size=10).map(lambda found: sorted(found, key=lambda r: (r.start, r.end)))
+
+
+rows = _rows(tuple(Kind), END) | _rows((Kind.COMPUTE, Kind.COMM), END // 3)
+"""Spans in order, far apart or crowded; some empty, some launched late, some of unknown launch."""
 
 windows = st.lists(
     st.tuples(st.integers(0, END + 10), st.integers(0, 30)).map(lambda w: (w[0], w[0] + w[1])), min_size=1, max_size=5

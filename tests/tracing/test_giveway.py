@@ -55,7 +55,7 @@ def test_a_calibration_pass_gives_the_undisturbed_durations() -> None:
 
 def test_one_unmeasured_kernel_leaves_only_the_windows_that_hold_it_without_an_index() -> None:
     trace = Training(steps=6).trace()
-    odd = next(w for w in trace.works if w.kind is Kind.PREP and w.step == 2 and w.unit == "layers.1")
+    odd = next(w for w in trace.works if w.name == "chunk_cat_kernel" and w.step == 2 and w.unit == "layers.1")
     name = "a_kernel_of_a_very_long_name_" * 4
     trace.works[trace.works.index(odd)] = replace(odd, name=name)
     *steps, whole = of_steps(trace.timeline())

@@ -93,6 +93,17 @@ def test_who_is_to_blame_for_a_gap() -> None:
     assert split((30, 12), (30, 9)) == (0, 20), "of two that begin together, one had been launched"
 
 
+def test_a_span_of_no_length_neither_ends_a_gap_nor_decides_it() -> None:
+    found = [
+        Row(kind=COMPUTE, lane=0, start=0, end=10, launch=0),
+        Row(kind=COMPUTE, lane=1, start=15, end=15, launch=14),
+        Row(kind=COMPUTE, lane=1, start=20, end=20, launch=1),
+        Row(kind=COMPUTE, lane=0, start=20, end=30, launch=12),
+    ]
+    (breakdown,) = breakdowns(timeline_of(found), *bounds([(0, 30)]))
+    assert (breakdown.idle_host_ns, breakdown.idle_dependency_ns) == (10, 0)
+
+
 def test_an_unknown_launch_is_bounded_by_the_next_on_its_lane() -> None:
     """A stream runs in the order of launches: what came before a span launched in time was launched in time."""
 
@@ -101,6 +112,7 @@ def test_an_unknown_launch_is_bounded_by_the_next_on_its_lane() -> None:
             Row(kind=COMPUTE, lane=0, start=0, end=10, launch=0),
             Row(kind=COMPUTE, lane=1, start=20, end=30, launch=UNKNOWN),
             Row(kind=COMPUTE, lane=1, start=30, end=40, launch=next_launch),
+            Row(kind=COMPUTE, lane=2, start=40, end=50, launch=1),
         ]
         return breakdowns(timeline_of(found), *bounds([(0, 40)]))[0].idle_host_ns
 
