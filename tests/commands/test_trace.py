@@ -1,0 +1,138 @@
+"""``refshard trace`` as a user meets it: what it prints, what it refuses, and how it ends."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refshard.commands.trace import trace
+from refshard.errors import SpecError, TraceError
+from tests.tracing.handmade import event, shaped, step, write
+
+
+def refshard(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "refshard", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def rank_of_a_job(path: Path, rank: int, *, late: float, compute: float = 30) -> Path:
+    """Two gloo ranks: one all-reduce that both leave at 90, entered at 40 + ``late``; compute from 10 on."""
+    entered = 40 + late
+    write(
+        path,
+        [
+            step(1, 0, 100),
+            event("aten::mm", 10, compute),
+            event("c10d::allreduce_", entered - 1, 1, **shaped([[[25]], []], ["TensorList", ""])),
+            event("gloo:all_reduce", entered, 90 - entered, cat="user_annotation", tid=2, **shaped([[25]], ["float"])),
+        ],
+        rank=rank,
+    )
+    path.write_text(path.read_text().replace('"rank"', '"backend": "gloo", "world_size": 2, "rank"'))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two ranks of one job, a file that is no trace, and one that is none's business."""
+    for rank, late in ((0, 0), (1, 20)):
+        rank_of_a_job(tmp_path / f"rank{rank}.json", rank, late=late)
+    (tmp_path / "case.json").write_text('{"a": 1}')
+    (tmp_path / "notes.txt").write_text("hello")
+    return tmp_path
+
+
+def test_json_has_one_object_per_trace(folder: Path) -> None:
+    done = refshard("trace", str(folder), "--json", folder=folder)
+    first, second = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert done.stderr == f"refshard: skipped {folder}/case.json: not a Kineto trace (it has no traceEvents)\n"
+    wanted = {
+        "span_ns": 100_000, "compute_ns": 30_000, "comm_ns": 50_000, "exposed_ns": 50_000, "exposed_any_ns": 50_000,
+        "overlap_ratio": 0.0, "idle_ns": 20_000, "giveway_index": None, "rank": 0, "world_size": 2, "job": 0,
+    }  # fmt: skip
+    assert {key: first[key] for key in wanted} == wanted
+    assert (second["rank"], second["job"], second["comm_ns"]) == (1, 0, 30_000)
+    assert first["steps"][0]["step"] == 1
+    assert first["steps"][0]["comm_ns"] == 50_000
+    assert first["collectives"][0]["bytes"] == 100
+    assert first["waits_for"] == [{"rank": 1, "waited_ns": 20_000, "collectives": 1}]
+    assert second["waits_for"] == []
+    assert first["giveway"]["reason"]
+
+
+def test_the_table_reads_without_the_files_names(folder: Path) -> None:
+    printed = trace([folder])
+    assert "job 0: 2 of 2 ranks, gloo, cpu\nrank*.json\n" in printed
+    assert "rank 0 waits 20.0 us for rank 1, in 1 collectives" in printed
+    assert "30.0 us (30 %)" in printed
+
+
+def test_files_are_one_job_only_if_they_say_so_or_are_told(folder: Path) -> None:
+    stranger = rank_of_a_job(folder / "stranger.json", 1, late=30)
+    stranger.write_text(stranger.read_text().replace("gloo", "nccl", 1))
+    paths = [folder / "rank0.json", stranger]
+    jobs = [one["job"] for one in json.loads(trace(paths, as_json=True))]
+    assert jobs == [0, 1]
+    told = json.loads(trace(paths, as_json=True, one_job=True))
+    assert [one["job"] for one in told] == [0, 0]
+    assert told[0]["waits_for"] == [{"rank": 1, "waited_ns": 30_000, "collectives": 1}]
+    with pytest.raises(TraceError, match="--job takes each rank once"):
+        trace([folder / "rank1.json", stranger], one_job=True)
+
+
+def test_a_difference_adds_up_to_the_change_in_step_time(folder: Path) -> None:
+    slower = rank_of_a_job(folder / "slower.json", 0, late=0, compute=45)
+    found: dict[str, Any] = json.loads(trace([folder / "rank0.json"], against=slower, as_json=True))
+    changes = {(one["kind"], one["label"]): one["delta_ns"] for one in found["changes"]}
+    assert changes[("compute", "aten::mm")] == 15_000
+    assert changes[("comm", "all_reduce")] == -15_000
+    assert sum(changes.values()) == found["delta_ns"] == found["b_ns"] - found["a_ns"] == 0
+    printed = trace([folder / "rank0.json"], against=slower)
+    assert "A: rank0.json, 1 steps of 100 us\nB: slower.json, 1 steps of 100 us" in printed
+    assert "+15.0 us" in printed
+
+
+def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
+    assert "B: rank0.json" in trace([folder / "rank0.json", folder / "rank1.json"], against=folder)
+    several = folder / "several"
+    several.mkdir()
+    for name in ("t.json", "u.json"):
+        rank_of_a_job(several / name, 0, late=0)
+    with pytest.raises(TraceError, match=r"compares two jobs, but B holds 2: t.json, u.json; name one file of each"):
+        trace([folder / "rank0.json"], against=several)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.json"], "cannot be read (No such file or directory)"),
+        (["case.json"], "not a Kineto trace (it has no traceEvents)"),
+        (["empty"], "holds no trace; traces end in .json or .json.gz"),
+        (["rank0.json", "--cross-check", "hat"], "cross-check must be 'hta', got 'hat'"),
+        (["rank0.json", "--calibration", "notes.txt"], "not a Kineto trace (it is no JSON object)"),
+    ],
+)
+def test_a_mistake_is_one_line(folder: Path, arguments: list[str], message: str) -> None:
+    (folder / "empty").mkdir()
+    done = refshard("trace", *arguments, folder=folder)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_damaged_file_in_a_folder_is_skipped_and_named(folder: Path) -> None:
+    whole = (folder / "rank1.json").read_bytes()
+    (folder / "rank1.json").write_bytes(whole[: len(whole) // 2])
+    done = refshard("trace", str(folder), "--json", folder=folder)
+    assert [one["rank"] for one in json.loads(done.stdout)] == [0]
+    assert "rank1.json: truncated: it ends within its events" in done.stderr
+
+
+def test_an_unwritable_page_is_a_users_mistake(folder: Path) -> None:
+    with pytest.raises(SpecError, match=r"html: .* cannot be written"):
+        trace([folder / "rank0.json"], page=folder / "none" / "t.html")

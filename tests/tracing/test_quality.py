@@ -1,0 +1,73 @@
+"""Every doubt is named, on a trace that gives reason for it; a trace that gives none has none."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refshard.tracing.analysis import analyse
+from refshard.tracing.figures import TraceWarning
+from tests.tracing.handmade import event, shaped, step, write
+
+
+def launch(number: int, at: float, name: str = "cudaLaunchKernel") -> dict[str, Any]:
+    return event(name, at, 0.5, cat="cuda_runtime", correlation=number)
+
+
+def kernel(number: int, start: float, duration: float = 5, name: str = "gemm", **args: Any) -> dict[str, Any]:
+    return event(name, start, duration, cat="kernel", tid=7, correlation=number, **{"stream": 7, "device": 0, **args})
+
+
+CLEAN = [step(0, 0, 50), launch(1, 1), kernel(1, 10), launch(2, 2), kernel(2, 20), launch(3, 3), kernel(3, 30)]
+GROUP = {"Process Group Name": "0", "Group size": 2, "In msg nelems": 4, "Out msg nelems": 4, "dtype": "Float"}
+
+
+def warnings(path: Path, events: list[dict[str, Any]]) -> dict[str, TraceWarning]:
+    found = analyse(write(path / "t.json", events)).figures.warnings
+    assert len({warning.code for warning in found}) == len(found)
+    return {warning.code: warning for warning in found}
+
+
+def test_a_clean_trace_has_none(tmp_path: Path) -> None:
+    nccl = kernel(4, 36, name="ncclDevKernel_AllReduce_Sum_f32", stream=9, collective="allreduce", **GROUP)
+    assert warnings(tmp_path, [*CLEAN, launch(4, 4), nccl]) == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "count", "ns"),
+    [
+        ([kernel(9, 36)], "launches_missing", 1, None),
+        ([launch(4, 45), kernel(4, 40)], "kernels_before_launch", 1, 5000),
+        ([launch(4, 45), kernel(4, 41, name="ncclDevKernel_AllGather", collective="allgather", **GROUP)],
+         "collectives_before_launch", 1, 4000),
+        ([launch(4, 0.2)], "kernels_dropped_at_start", 1, None),
+        ([launch(4, 1.7), launch(5, 1.8)], "kernels_dropped", 2, None),
+        ([launch(4, 9), launch(5, 9.5, "hipExtModuleLaunchKernel")], "kernels_cut_off", 2, None),
+        ([launch(4, 4), kernel(4, 32)], "overlap_on_stream", 1, 3000),
+        ([launch(4, 4), kernel(4, 40, name="")], "unclassified", 1, 5000),
+        ([launch(4, 4), kernel(4, 40, device=1)], "several_devices", 2, None),
+        ([step(1, 50, 10)], "steps_cut_off", 1, None),
+        ([launch(4, 60), kernel(4, 61)], "outside_steps", 1, 5000),
+        ([event("Activity Buffer Request", 12, 9, cat="overhead", tid=3)], "profiler_overhead", 1, 9000),
+        ([launch(4, 4), kernel(4, 40, name="ncclDevKernel_AllReduce", **{**GROUP, "Process Group Name": None})],
+         "no_process_group_metadata", 1, None),
+        ([event("c10d::allreduce_", 5, 1, **shaped([[[4]], []], ["TensorList", ""]))],
+         "collectives_without_execution", 1, None),
+        ([kernel(4, -3, -1)], "negative_durations", 1, None),
+    ],
+)  # fmt: skip
+def test_each_doubt_is_named(tmp_path: Path, more: list[dict[str, Any]], code: str, count: int, ns: int | None) -> None:
+    found = warnings(tmp_path, [*CLEAN, *more])
+    assert code in found, found
+    assert (found[code].count, found[code].ns) == (count, ns)
+    assert found[code].message
+
+
+def test_a_trace_without_rank_or_steps_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", CLEAN[1:])
+    path.write_text(path.read_text().replace('{"rank": 0}', "{}").replace("{", '{"with_stack": 1, ', 1))
+    figures = analyse(path).figures
+    assert {w.code for w in figures.warnings} == {"no_rank", "no_steps", "recorded_with_stacks"}
+    assert figures.rank is None
+    assert [s.step for s in figures.steps] == [None]
+    assert figures.steps[0].breakdown == figures.whole
