@@ -44,9 +44,9 @@ def timeline_of(trace: TraceFile) -> Timeline:
         spans = device_spans(trace, labels, host_windows)
     else:
         spans = cpu_spans(trace, labels, host_windows, main_thread(trace, step_rows))
-    if not len(spans):
+    if not len(spans) and not host_windows:
         raise TraceError(
-            f"{trace.path}: holds no kernels and copies, no gloo:* spans, and no operators on the thread of its steps; "
+            f"{trace.path}: holds no kernels and copies, no gloo:* spans, no steps and no operators; "
             "record it with ProfilerActivity.CPU, and CUDA where there is a GPU"
         )
     windows = device_windows(spans, host_windows) if on_device else host_windows

@@ -215,4 +215,6 @@ def test_the_harness_needs_steps(tmp_path: Path) -> None:
 
 def test_a_trace_of_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no kernels and copies, no gloo"):
-        read_timeline(write(tmp_path / "t.json", [step(0, 0, 9)]))
+        read_timeline(write(tmp_path / "t.json", [event("main", 0, 9, cat="python_function")]))
+    (idle,) = step_breakdowns(read_timeline(write(tmp_path / "t.json", [step(0, 0, 9)])))
+    assert (idle.span_ns, idle.idle_ns, idle.busy_ns) == (9000, 9000, 0)
