@@ -24,6 +24,7 @@ _MOST_BLOCKS = 1500
 _MOST_LANES = 6
 _WIDEST = 4
 """The drawing reaches at most this many times the layer's own length to either side."""
+_REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all")
 _NOT_XML = re.compile("[\ud800-\udfff\ufffe\uffff]")
 _KIND_ORDER = (Kind.COMPUTE, Kind.UNCLASSIFIED, Kind.COPY, Kind.PREP, Kind.COMM)
 
@@ -57,11 +58,13 @@ class _View:
 
 def draw_layer(timeline: Timeline, begin: int, close: int) -> Layer | None:
     """The drawing; None where no span of the window belongs to a known unit."""
-    hull = _typical(hulls(timeline, begin, close))
+    found = hulls(timeline, begin, close)
+    hull = _typical(found)
     if hull is None:
         return None
-    gather = _nearest(timeline, hull, "all_gather")
-    reduce = _nearest(timeline, hull, "reduce_scatter") or _nearest(timeline, hull, "all_reduce")
+    before = max((one.end for one in found if one.unit == hull.unit and one.end <= hull.start), default=begin)
+    gather = _gather(timeline, hull, before)
+    reduce = _reduction(timeline, hull)
     length = hull.end - hull.start
     first = min([hull.start, *(c.start for c in (gather,) if c and c.start is not None)])
     last = max([hull.end, *(c.end for c in (reduce,) if c and c.end is not None)])
@@ -88,28 +91,35 @@ def _typical(found: Sequence[Hull]) -> Hull | None:
     return ordered[(len(ordered) - 1) // 2] if ordered else None
 
 
-def _nearest(timeline: Timeline, hull: Hull, op: str) -> Collective | None:
-    """The unit's all-gather that this backward waited for, or its first reduction from then on."""
+def _gather(timeline: Timeline, hull: Hull, since: int) -> Collective | None:
+    """The unit's last all-gather before this compute ends, if it started since the unit's earlier compute ended."""
+    mine = [c for c in _ran(timeline, hull) if c.op.startswith("all_gather") and since <= (c.start or 0) < hull.end]
+    return max(mine, key=lambda c: c.start or 0, default=None)
+
+
+def _reduction(timeline: Timeline, hull: Hull) -> Collective | None:
+    """The unit's first reduction from its compute on; gloo reduces by an exchange and a sum."""
+    mine = [c for c in _ran(timeline, hull) if c.op.startswith(_REDUCTIONS) and (c.start or 0) >= hull.start]
+    return min(mine, key=lambda c: c.start or 0, default=None)
+
+
+def _ran(timeline: Timeline, hull: Hull) -> list[Collective]:
     unit = timeline.spans.unit_names[hull.unit]
-    ran = [c for c in timeline.collectives if c.start is not None and c.end is not None]
-    mine = [c for c in ran if c.unit == unit and c.op.startswith(op)]
-    if op == "all_gather":
-        return max((c for c in mine if (c.start or 0) < hull.end), key=lambda c: c.start or 0, default=None)
-    return min((c for c in mine if (c.start or 0) >= hull.start), key=lambda c: c.start or 0, default=None)
+    return [c for c in timeline.collectives if c.unit == unit and c.start is not None and c.end is not None]
 
 
 def _alternative(view: _View, gather: Collective | None, reduce: Collective | None) -> str:
     """When what happens, in a sentence."""
     told = [f"{view.unit}: {view.hull.phase or 'compute'} takes {format_ns(view.hull.end - view.hull.start)}."]
     if gather is None or gather.start is None or gather.end is None:
-        told.append("Its all-gather is not in the trace.")
+        told.append("No all-gather of it leads to this.")
     else:
         told.append(
             f"Its all-gather takes {format_ns(gather.end - gather.start)} and ends "
             f"{_relative(gather.end - view.hull.start)} the layer's first kernel starts."
         )
     if reduce is None or reduce.start is None or reduce.end is None:
-        told.append("Its reduction is not in the trace.")
+        told.append("No reduction of it follows.")
     else:
         told.append(
             f"Its reduction takes {format_ns(reduce.end - reduce.start)} and starts "

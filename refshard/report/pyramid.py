@@ -58,13 +58,26 @@ def levels(
 
 
 def _halvings(finest: Level, length: int) -> Iterator[Level]:
-    """Every level, each with cells twice as long as the one before."""
+    """Every level that can be worth its room, each with cells twice as long as the one before."""
     yield finest
-    level, resolution = finest, 2
+    level, resolution = finest, _first_resolution(finest)
     while resolution * FEWEST_CELLS <= 2 * length:
         level = _merged(level, resolution)
         yield level
         resolution *= 2
+
+
+def _first_resolution(finest: Level) -> int:
+    """The largest power of two with which no more blocks can merge than :data:`KEPT` leaves a level for.
+
+    Two blocks merge only if less than a cell lies between their starts.
+    """
+    pitches = np.diff(finest.starts)
+    if not len(pitches):
+        return 2
+    few = int((1 - KEPT) * len(pitches))
+    pitch = int(np.partition(np.abs(pitches), few)[few])
+    return 1 << max(1, pitch.bit_length() - 1)
 
 
 def _spans(groups: npt.NDArray[np.int32], starts: Nanoseconds, ends: Nanoseconds) -> Level:

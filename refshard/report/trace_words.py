@@ -117,6 +117,9 @@ def _spread(members: Sequence[TraceFigures], loss: _Loss) -> str:
     if len(members) < 2:
         return ""
     shares = [(_share([one], loss), one) for one in members]
+    told = {format_percent(share) for share, _ in shares}
+    if len(told) == 1:
+        return " on every rank"
     (least, low), (most, high) = min(shares, key=lambda p: p[0]), max(shares, key=lambda p: p[0])
     return f" (from {format_percent(least)} on {who(low)} to {format_percent(most)} on {who(high)})"
 

@@ -78,3 +78,9 @@ def test_without_units_there_is_nothing_to_draw() -> None:
     timeline = traces.gpu(layers=2)
     bare = replace(timeline, spans=replace(timeline.spans, units=timeline.spans.units * 0 - 1))
     assert draw_layer(bare, timeline.windows[0].start, timeline.windows[0].end) is None
+
+
+def test_a_unit_that_stays_gathered_has_no_gather_before_its_backward() -> None:
+    layer = layer_of(traces.cpu())
+    assert "No all-gather of it leads to this." in layer.alternative
+    assert "Its reduction takes " in layer.alternative

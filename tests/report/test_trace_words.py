@@ -65,6 +65,10 @@ def test_a_job_is_told_with_its_extremes_and_its_late_rank() -> None:
     assert finding.more[-1].startswith("Rank 7 is the last to enter most: the others stood 2.00 ms for it, 100 %")
 
 
+def test_equal_ranks_are_told_as_such() -> None:
+    assert lead([made(rank=0), made(rank=1)]).endswith("20.0 % of a step of 100 ms on every rank.")
+
+
 def test_each_job_has_its_finding() -> None:
     found = trace_words.findings([made(job=1), made(job=0), made(job=1)])
     assert [finding.title.partition(":")[0] for finding in found] == ["Job 0", "Job 1"]

@@ -185,19 +185,18 @@ def cpu(*, rank: int = 0, layers: int = 6, steps: int = 2) -> Timeline:
             order = range(layers) if phase == "forward" else range(layers - 1, -1, -1)
             for layer in order:
                 unit = f"layers.{layer}"
-                op, name = (
-                    ("all_gather", "gloo:all_gather") if phase == "forward" else ("all_to_all", "gloo:all_to_all")
-                )
-                maker.collective(
-                    op, f"gloo {4 + layer % 2}", name, now, now + (700 + 90 * layer) * US, unit=unit, step=step
-                )
+                known = {"step": step, "unit": unit, "under": meaning}
+                lane, length = f"gloo {4 + layer % 2}", (700 + 90 * layer) * US
+                if phase == "forward":
+                    maker.collective("all_gather", lane, "gloo:all_gather", now, now + length, unit=unit, step=step)
                 for n in range(4):
-                    start = now + (100 if n else 400) * US
-                    known = {"step": step, "unit": unit, "under": meaning}
-                    maker.add(Kind.COMPUTE, "main", "aten::linear", start, start + 320 * US, **known)  # type: ignore[arg-type]
-                    maker.add(Kind.COMPUTE, "main", "aten::addmm", start + 20 * US, start + 300 * US, **known)  # type: ignore[arg-type]
+                    start = now + (100 if n or phase == "backward" else 400) * US
                     now = start + 320 * US
-        now += 200 * US
+                    maker.add(Kind.COMPUTE, "main", "aten::linear", start, now, **known)  # type: ignore[arg-type]
+                    maker.add(Kind.COMPUTE, "main", "aten::addmm", start + 20 * US, now - 20 * US, **known)  # type: ignore[arg-type]
+                if phase == "backward":
+                    maker.collective("all_to_all", lane, "gloo:all_to_all", now, now + length, unit=unit, step=step)
+        now += 1500 * US
         windows.append(Window(step=step, start=begin, end=now))
     maker.rows = [(*row[:5], UNKNOWN, *row[6:]) for row in maker.rows]
     return maker.timeline(tuple(windows), rank, on_device=False)
