@@ -1,7 +1,18 @@
 "use strict";
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
-  for (const [id, { data, layout }] of Object.entries(figures)) {
+  const draw = (id) => {
+    const { data, layout } = figures[id];
     Plotly.newPlot(id, data, layout, { displayModeBar: false, responsive: true });
+  };
+  const waiting = new Map();
+  for (const id of Object.keys(figures)) {
+    // What a closed part of the page hides has no width yet; it is drawn once it opens.
+    const closed = document.getElementById(id).closest("details:not([open])");
+    if (closed) waiting.set(closed, [...(waiting.get(closed) ?? []), id]);
+    else draw(id);
+  }
+  for (const [details, ids] of waiting) {
+    details.addEventListener("toggle", () => ids.forEach(draw), { once: true });
   }
 })();

@@ -38,6 +38,15 @@ def format_seconds(s: float | None) -> str:
     return f"{s / 1e-9:.0f} ns"
 
 
+def format_ns(ns: float | None) -> str:
+    """Nanoseconds as :func:`format_seconds` writes seconds.
+
+    >>> format_ns(12_300_000), format_ns(None)
+    ('12.3 ms', '-')
+    """
+    return "-" if ns is None else format_seconds(ns / 1e9)
+
+
 def format_rate(x: float | None) -> str:
     """A plain number with three significant digits and thousands separated.
 

@@ -127,9 +127,9 @@ def breakdown(setting: Setting) -> go.Figure:
                 y=places,
                 x=(parts[part] / size).tolist(),
                 orientation="h",
-                marker=_filling(PART_COLOURS[part], PART_PATTERNS[part]),
+                marker=filling(PART_COLOURS[part], PART_PATTERNS[part]),
                 customdata=[
-                    f"{_text(str(strategy))}, {ranks(int(n))}<br>{part}: {format_seconds(seconds)}"
+                    f"{label_text(str(strategy))}, {ranks(int(n))}<br>{part}: {format_seconds(seconds)}"
                     for (n, strategy), seconds in zip(parts.index.tolist(), parts[part])
                 ],
                 hovertemplate="%{customdata}<extra></extra>",
@@ -149,7 +149,7 @@ def loss_curves(training: Setting) -> go.Figure:
     figure = go.Figure(
         [
             go.Scatter(
-                name=_text(str(label)),
+                name=label_text(str(label)),
                 x=table.index.tolist(),
                 y=[None if pd.isna(loss) else loss for loss in table[label]],
                 mode="lines+markers",
@@ -159,7 +159,7 @@ def loss_curves(training: Setting) -> go.Figure:
                     "dash": DASHES[place % len(DASHES)],
                 },
                 marker={"symbol": MARKERS[place % len(MARKERS)], "size": 6 + (count - 1 - place)},
-                hovertemplate=f"{_text(str(label))}<br>step %{{x}}: %{{y:.6g}}<extra></extra>",
+                hovertemplate=f"{label_text(str(label))}<br>step %{{x}}: %{{y:.6g}}<extra></extra>",
             )
             for place, label in enumerate(table.columns)
         ]
@@ -190,9 +190,9 @@ def _bars(
             y=[place],
             x=[value],
             orientation="h",
-            marker=_filling(_colour(setting, strategy), _pattern(setting, strategy)),
+            marker=filling(_colour(setting, strategy), _pattern(setting, strategy)),
             error_x=_error_bar(value, bottom, top),
-            hovertemplate=f"{_text(strategy)}, {ranks(world_size)}: {label}<extra></extra>",
+            hovertemplate=f"{label_text(strategy)}, {ranks(world_size)}: {label}<extra></extra>",
         )
         for place, (world_size, strategy), value, bottom, top, label in zip(
             places, values.index.tolist(), values, low, high, labels
@@ -244,7 +244,7 @@ def _lay_out(figure: go.Figure, index: "pd.Index[Any]", *, barmode: str, legend:
 
     Places are numbers, not plotly's two-level categories, because those need twice the width for their names.
     """
-    names = {place: _text(str(name)) for place, (_, name) in zip(_places(index), index)}
+    names = {place: label_text(str(name)) for place, (_, name) in zip(_places(index), index)}
     for place, (world_size, _) in zip(_places(index), index):
         if place - 1 not in names:
             names[place - 1] = f"<b>{ranks(int(world_size))}</b>"
@@ -261,12 +261,13 @@ def _lay_out(figure: go.Figure, index: "pd.Index[Any]", *, barmode: str, legend:
     )
 
 
-def _text(name: str) -> str:
+def label_text(name: str) -> str:
     """A name as plotly must get it, because plotly reads a subset of HTML in every label."""
     return html.escape(name, quote=False)
 
 
-def _filling(colour: str, pattern: str) -> dict[str, Any]:
+def filling(colour: str, pattern: str) -> dict[str, Any]:
+    """A bar's colour with a pattern over it."""
     return {
         "color": colour,
         "line": {"color": _TEXT, "width": 0.5},

@@ -69,22 +69,30 @@ def write_dashboard(run: Run, path: Path) -> None:
 
 def page(run: Run) -> Iterable[str]:
     """The dashboard's HTML in pieces, in order."""
-    folder = resources.dashboards()
+    scripts = [script(get_plotlyjs()), script(resource("charts.js"))]
+    return fill("run.html.j2", _content(run), style=resource("style.css"), scripts=scripts)
+
+
+def fill(template: str, content: dict[str, Any], *, style: str, scripts: list[str]) -> Iterable[str]:
+    """A template's HTML in pieces; its content security policy runs ``scripts`` by hash and no other."""
     templates = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader(resources.dashboards()),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style, boot = ((folder / name).read_text(encoding="utf-8") for name in ("style.css", "charts.js"))
-    scripts = (_newlines(get_plotlyjs()), _newlines(boot))
-    return templates.get_template("run.html.j2").generate(
-        **_content(run),
+    return templates.get_template(template).generate(
+        **content,
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         script_hashes=[_hash(script) for script in scripts],
     )
+
+
+def resource(name: str) -> str:
+    """The text of a file beside the templates."""
+    return (resources.dashboards() / name).read_text(encoding="utf-8")
 
 
 def replace_atomically(path: Path, pieces: Iterable[str]) -> None:
@@ -163,9 +171,9 @@ def _curves(training: Setting, prefix: str) -> Curves:
     return Curves(label=training.label, table=views.loss_table(training), chart=charts.loss_chart(training, prefix))
 
 
-def _newlines(script: str) -> str:
-    """The script as an HTML parser will hand it to the browser, which hashes that."""
-    return script.replace("\r\n", "\n").replace("\r", "\n")
+def script(text: str) -> str:
+    """A script as an HTML parser will hand it to the browser, which hashes that."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _hash(script: str) -> str:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
@@ -15,46 +14,8 @@ from plotly.offline import get_plotlyjs
 
 from refshard.records import Run
 from refshard.report.render import page, replace_atomically, write_dashboard
+from tests.report.pages import Page
 from tests.report.runs import CASES, HOSTILE, run, with_record
-
-
-class Page(HTMLParser):
-    """What a browser would see: tags with their attributes, the text, and apart from it scripts and the style."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[tuple[str | None, str]] = []
-        self.style = ""
-        self.text = ""
-        self._inside: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """See :class:`HTMLParser`."""
-        self.tags.append((tag, dict(attrs)))
-        self._inside.append(tag)
-        if tag == "script":
-            self.scripts.append((dict(attrs).get("type"), ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        """See :class:`HTMLParser`; tags that need no end are closed by the next one outside them."""
-        while self._inside and self._inside.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        """See :class:`HTMLParser`."""
-        if self._inside and self._inside[-1] == "script":
-            kind, text = self.scripts[-1]
-            self.scripts[-1] = (kind, text + data)
-        elif self._inside and self._inside[-1] == "style":
-            self.style += data
-        else:
-            self.text += data
-
-    def having(self, name: str) -> list[dict[str, str | None]]:
-        """Attributes of every tag of this name."""
-        return [attributes for tag, attributes in self.tags if tag == name]
 
 
 def drawn(made: Run) -> Page:

@@ -1,0 +1,184 @@
+"""Analysed traces to one HTML file that needs nothing else; computes no metric, only lays out what others give.
+
+Names in traces come from outside and are hostile until escaped: Jinja2 escapes them in the page, ``tojson`` in the
+data, :mod:`refshard.report.layer_svg` in its drawing, and the page's content security policy runs no script but the
+page's own.
+"""
+
+import base64
+import gzip
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from refshard.quantities import MIB
+from refshard.report import trace_charts, trace_tables, trace_words
+from refshard.report.charts import Chart
+from refshard.report.encode import encode
+from refshard.report.lanes import draw_step, drawn_window
+from refshard.report.layer_svg import Layer, draw_layer
+from refshard.report.palette import LEGEND, STYLES
+from refshard.report.render import fill, replace_atomically, resource, script
+from refshard.timeline import Timeline
+from refshard.tracing.figures import TraceFigures
+
+MOST_BLOCKS = 400_000
+"""Of all timelines of a page at full detail; each trace has an equal share, but not less than :data:`LEAST_BLOCKS`."""
+LEAST_BLOCKS = 8_000
+MOST_EMBEDDED = 4 * MIB
+MOST_EMBEDDED_TOGETHER = 24 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalysedTrace:
+    """One rank's trace: what it holds, what an analysis found in it, and the file that it came from."""
+
+    figures: TraceFigures
+    timeline: Timeline
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Section:
+    """What the page shows of one trace. ``content`` is the trace's gzip as base64, None where it is not embedded."""
+
+    id: str
+    figures: TraceFigures
+    who: str
+    warnings: tuple[str, ...]
+    step: str
+    drawing: dict[str, Any] | None
+    present: frozenset[str]
+    finest_ns: int
+    undrawn_lanes: int
+    layer: Layer | None
+    charts: tuple[Chart, ...]
+    steps: pd.DataFrame
+    units: pd.DataFrame
+    collectives: pd.DataFrame
+    overheads: list[tuple[str, str]]
+    file_name: str
+    content: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waits:
+    """Who waits for whom in one job."""
+
+    job: int
+    late: str
+    table: pd.DataFrame
+
+
+def write_trace_page(traces: Sequence[AnalysedTrace], path: Path) -> None:
+    """Write the page of ``traces`` to ``path``, whole or not at all.
+
+    Raises:
+        ValueError: there is no trace to show.
+        OSError: the folder does not exist or cannot be written; what was at ``path`` stays.
+    """
+    if not traces:
+        raise ValueError("a page of traces needs one trace or more, got none")
+    replace_atomically(path, page(traces))
+
+
+def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
+    """The page's HTML in pieces, in order."""
+    figures = [one.figures for one in traces]
+    sections = _sections(traces)
+    drawn = {chart.id: chart.figure for section in sections for chart in section.charts}
+    content = {
+        "title": _title(figures),
+        "findings": trace_words.findings(figures),
+        "summary": trace_tables.summary(figures),
+        "links": [f"#{section.id}" for section in sections],
+        "warnings": trace_words.doubts(figures),
+        "waits": _waits(figures),
+        "sections": sections,
+        "figures": drawn,
+        "styles": {name: asdict(style) for name, style in STYLES.items()},
+        "legend": LEGEND,
+    }
+    own = [script(resource(name)) for name in ("drawing.js", "timeline.js", "perfetto.js")]
+    plots = [script(get_plotlyjs()), script(resource("charts.js"))] if drawn else []
+    return fill(
+        "trace.html.j2", content, style=resource("style.css") + resource("trace.css"), scripts=[*own, *plots]
+    )  # fmt: skip
+
+
+def _title(figures: Sequence[TraceFigures]) -> str:
+    if len(figures) == 1:
+        return figures[0].file
+    count = len({one.job for one in figures})
+    return f"{len(figures)} traces of {f'{count} jobs' if count > 1 else 'one job'}"
+
+
+def _waits(figures: Sequence[TraceFigures]) -> tuple[_Waits, ...]:
+    found = [
+        _Waits(job=job, late=trace_words.late(members), table=trace_tables.waits(members))
+        for job, members in trace_words.jobs(figures).items()
+    ]
+    return tuple(one for one in found if not one.table.empty)
+
+
+def _sections(traces: Sequence[AnalysedTrace]) -> list[_Section]:
+    most = max(LEAST_BLOCKS, MOST_BLOCKS // len(traces))
+    left = MOST_EMBEDDED_TOGETHER
+    made = []
+    for place, one in enumerate(traces):
+        content = _gzipped(one.path, min(left, MOST_EMBEDDED))
+        left -= len(content or b"")
+        made.append(_section(one, f"trace-{place}", most, content))
+    return made
+
+
+def _section(one: AnalysedTrace, identity: str, most: int, content: bytes | None) -> _Section:
+    figures, timeline = one.figures, one.timeline
+    step, begin, close = drawn_window(figures, timeline)
+    drawing = draw_step(timeline, figures, most) if len(timeline.spans) else None
+    return _Section(
+        id=identity,
+        figures=figures,
+        who=trace_words.who(figures),
+        warnings=tuple(trace_words.warning(told) for told in figures.warnings),
+        step="the whole trace" if step is None else f"step {step}, the one of median length",
+        drawing=None if drawing is None else encode(drawing),
+        present=frozenset(group.style for group in drawing.groups) if drawing else frozenset(),
+        finest_ns=0 if drawing is None else drawing.levels[0].resolution,
+        undrawn_lanes=0 if drawing is None else drawing.undrawn_lanes,
+        layer=_marked(draw_layer(timeline, begin, close)),
+        charts=trace_charts.charts_of(figures, timeline, identity),
+        steps=trace_tables.steps(figures),
+        units=trace_tables.units(figures),
+        collectives=trace_tables.collectives(figures),
+        overheads=trace_tables.overheads(figures),
+        file_name=one.path.name,
+        content=None if content is None else base64.b64encode(content).decode(),
+    )
+
+
+def _marked(layer: Layer | None) -> Layer | None:
+    """Its drawing is markup already, and holds escaped names."""
+    return None if layer is None else Layer(title=layer.title, alternative=layer.alternative, svg=Markup(layer.svg))
+
+
+def _gzipped(path: Path, most: int) -> bytes | None:
+    """The trace's bytes as gzip, None where they are more than ``most`` or the file cannot be read any more."""
+    try:
+        size = path.stat().st_size
+        if size > 16 * most:  # a trace as plain JSON compresses to about a tenth
+            return None
+        with path.open("rb") as file:
+            compressed = file.read(2) == b"\x1f\x8b"
+        if compressed and size > most:
+            return None
+        content = path.read_bytes()
+    except OSError:
+        return None
+    content = content if compressed else gzip.compress(content, mtime=0)
+    return content if len(content) <= most else None

@@ -1,0 +1,171 @@
+"""A step becomes lanes: which there are, in which order, and that every nanosecond of every kind is in them."""
+
+import base64
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refshard.report.encode import encode
+from refshard.report.lanes import MOST_ROWS, Drawing, draw_step, drawn_window, exposed_intervals, hulls, idle_gaps
+from refshard.timeline import KINDS, Kind, Span, Spans, Timeline, Window
+from tests.report import traces
+
+rows = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.sampled_from("ab"), st.integers(0, 500), st.integers(0, 500)), min_size=1,
+    max_size=40,
+)  # fmt: skip
+
+
+def simple(spans: list[Span], start: int = 0, end: int | None = None) -> Timeline:
+    last = max((span.end for span in spans), default=1)
+    window = Window(step=0, start=start, end=last if end is None else end)
+    return Timeline(rank=0, windows=(window,), spans=Spans.of(spans))
+
+
+def drawn(timeline: Timeline, most: int = 10**6) -> Drawing:
+    return draw_step(timeline, traces.figures(timeline), most)
+
+
+def span(kind: Kind, lane: str, start: int, end: int) -> Span:
+    return Span(kind=kind, lane=lane, name=f"{kind} on {lane}", start=start, end=end)
+
+
+def busy_by_lane_and_kind(drawing: Drawing, level: int) -> dict[tuple[str, str], int]:
+    found: dict[tuple[str, str], int] = {}
+    blocks = drawing.levels[level]
+    for code, group in enumerate(drawing.groups):
+        if drawing.lanes[group.lane].role == "spans" and not group.style.startswith("gap"):
+            key = drawing.lanes[group.lane].label.partition(":")[0], group.style
+            found[key] = found.get(key, 0) + int(blocks.busy[blocks.groups == code].sum())
+    return found
+
+
+@given(rows)
+@settings(max_examples=100, deadline=None)
+def test_every_level_covers_each_lane_and_kind_for_as_long_as_its_spans(
+    made: list[tuple[Kind, str, int, int]],
+) -> None:
+    now, spans = {"a": 0, "b": 0}, []
+    for kind, lane, pause, length in made:
+        start = now[lane] + pause
+        spans.append(span(kind, lane, start, start + length))
+        now[lane] = start + length
+    drawing = drawn(simple(spans, end=max(now.values()) + 1))
+    expected: dict[tuple[str, str], int] = {}
+    for one in spans:
+        expected[one.lane, one.kind] = expected.get((one.lane, one.kind), 0) + one.end - one.start
+    for level in range(len(drawing.levels)):
+        assert busy_by_lane_and_kind(drawing, level) == expected
+
+
+def test_a_made_step_has_its_units_lanes_and_strips_in_order() -> None:
+    drawing = drawn(traces.gpu())
+    assert [(lane.label, lane.role) for lane in drawing.lanes] == [
+        ("units", "units"),
+        ("stream 7: compute", "spans"),
+        ("stream 20: communication", "spans"),
+        ("exposed communication", "strip"),
+        ("idle", "strip"),
+    ]
+    assert {group.style for group in drawing.groups} >= {
+        "compute", "comm", "prep", "copy", "unit", "unit-odd", "exposed", "idle-host", "idle-dependency", "gap",
+        "gap-blocking",
+    }  # fmt: skip
+
+
+def test_the_step_of_median_length_is_drawn() -> None:
+    timeline = traces.gpu(layers=4)
+    lengths = {window.step: window.end - window.start for window in timeline.windows}
+    assert lengths[0] < lengths[1] < lengths[2]
+    step, begin, close = drawn_window(traces.figures(timeline), timeline)
+    assert (step, close - begin) == (1, lengths[1])
+
+
+def test_without_steps_everything_is_drawn() -> None:
+    timeline = replace(traces.gpu(layers=3), windows=())
+    figures = traces.figures(replace(timeline, windows=(Window(step=None, start=0, end=1),)))
+    bare = type(figures)(**{name: getattr(figures, name) for name in figures.__struct_fields__} | {"steps": ()})
+    spans = timeline.spans
+    assert drawn_window(bare, timeline) == (None, spans.starts.min(), spans.ends.max())
+    assert draw_step(timeline, bare, 10**6).levels[0].counts.sum() > len(spans)
+
+
+def test_operators_within_operators_stand_in_rows() -> None:
+    nested = [span(Kind.COMPUTE, "main", n, 100 - n) for n in range(10)]
+    drawing = drawn(simple(nested))
+    assert drawing.lanes[0].rows == MOST_ROWS
+    by_row = {g.row: drawing.levels[0].busy[drawing.levels[0].groups == n] for n, g in enumerate(drawing.groups)
+              if g.style == "compute"}  # fmt: skip
+    assert by_row[0].tolist() == [100]
+    assert by_row[MOST_ROWS - 1].tolist() == [100 - 2 * (MOST_ROWS - 1)]
+
+
+def test_the_strips_add_up_to_the_figures() -> None:
+    timeline = traces.gpu()
+    for step in traces.figures(timeline).steps:
+        begin, close = step.start_ns, step.start_ns + step.breakdown.span_ns
+        assert exposed_intervals(timeline, begin, close).length == step.breakdown.exposed_ns
+        idle = {style: gaps.length for style, gaps in idle_gaps(timeline, begin, close)}
+        assert idle["idle-host"] == step.breakdown.idle_host_ns
+        assert idle["idle-dependency"] + idle["idle"] == step.breakdown.idle_dependency_ns
+
+
+def test_a_gap_is_host_bound_if_what_follows_was_launched_after_it_began() -> None:
+    timeline = simple([span(Kind.COMPUTE, "s", n, n + 10) for n in (0, 30, 60)], end=100)
+    launches = np.array([-5, 12, 35], np.int64)
+    timeline = replace(timeline, spans=replace(timeline.spans, launches=launches))
+    assert {style: gaps.pairs for style, gaps in idle_gaps(timeline, 0, 100)} == {
+        "idle-host": [(10, 30)],
+        "idle-dependency": [(40, 60)],
+        "idle": [(70, 100)],
+    }
+
+
+def test_hulls_are_a_units_forward_and_backward_on_the_main_lane() -> None:
+    timeline = traces.gpu(layers=3, steps=1)
+    window = timeline.windows[0]
+    found = hulls(timeline, window.start, window.end)
+    assert [(hull.unit, hull.phase) for hull in found] == [
+        (0, "forward"), (1, "forward"), (2, "forward"), (2, "backward"), (1, "backward"), (0, "backward"),
+    ]  # fmt: skip
+    assert all(one.end <= other.start for one, other in pairwise(found))
+
+
+def unpacked(text: str) -> list[int]:
+    width, _, content = text.partition(":")
+    return np.frombuffer(base64.b64decode(content), f"<u{width}").tolist()  # type: ignore[no-any-return]
+
+
+def test_what_is_sent_is_what_was_drawn() -> None:
+    drawing = drawn(traces.gpu(layers=2, steps=1))
+    sent, finest = encode(drawing), drawing.levels[0]
+    assert sent["tick"] == 1
+    assert unpacked(sent["levels"][0]["starts"]) == (finest.starts - drawing.start).tolist()
+    assert unpacked(sent["levels"][0]["extents"]) == (finest.ends - finest.starts).tolist()
+    names = [sent["nameTable"][code] for code in unpacked(sent["names"])]
+    assert names.count(traces.REDUCE) == 2
+    units = [code and sent["unitTable"][code - 1] for code in unpacked(sent["units"])]
+    assert units[names.index(traces.REDUCE)] == "model.layers.1"
+    assert unpacked(sent["queued"])[names.index(traces.REDUCE)] == 40_000 + 1
+
+
+def test_blocks_of_coarse_levels_lead_to_spans_of_the_finest() -> None:
+    drawing = drawn(traces.gpu(kernels=400, steps=1), most=3000)
+    sent = encode(drawing)
+    assert drawing.levels[0].resolution > 0
+    finest = unpacked(sent["levels"][0]["starts"])
+    for level in sent["levels"][1:]:
+        assert [finest[first] for first in unpacked(level["firsts"])] == unpacked(level["starts"])
+
+
+def test_a_step_longer_than_four_seconds_is_sent_in_coarser_ticks() -> None:
+    second = 10**9
+    drawing = drawn(simple([span(Kind.COMPUTE, "main", n * second, (n + 1) * second - 8) for n in range(12)]))
+    sent = encode(drawing)
+    assert sent["tick"] == 4
+    starts = unpacked(sent["levels"][0]["starts"])
+    assert [start * 4 for start in starts[:12]] == [n * second for n in range(12)]
+    assert sent["length"] * 4 >= drawing.end - drawing.start

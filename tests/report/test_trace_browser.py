@@ -1,0 +1,234 @@
+"""The page of traces in a real browser, where one is installed: it draws little, answers, stays silent, hands over."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from refshard.report.trace_page import write_trace_page
+from tests.report import traces
+from tests.report.test_browser import Visit
+from tests.report.test_trace_page import hostile
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = Path("/usr/bin/chromium")
+pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")
+
+CONTENT = b"\x1f\x8b" + bytes(range(256)) * 300
+NEEDS_SCRIPTS = "The timeline and the charts need JavaScript; the drawing of one layer and every table below do not."
+PERFETTO = """<!doctype html><script>
+addEventListener("message", ({source, data}) => {
+  if (data === "PING") source.postMessage("PONG", "*");
+  else window.given = {...data.perfetto, bytes: [...new Uint8Array(data.perfetto.buffer)],
+                       kind: data.perfetto.buffer.constructor.name, buffer: null};
+});
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page of a trace whose file travels along, one whose file does not, and one of hostile names."""
+    folder = tmp_path_factory.mktemp("traces")
+    small = traces.trace(folder, traces.gpu(layers=6), content=CONTENT)
+    large = traces.trace(folder, traces.gpu(layers=3, rank=1), content=b"\x1f\x8b" + bytes(5 * 2**20))
+    write_trace_page([small, large, hostile(folder)], folder / "trace.html")
+    return (folder / "trace.html").as_uri()
+
+
+@pytest.fixture(scope="module")
+def shared(browser: "Browser", address: str) -> "Page":
+    """One page for all tests that only look and move about."""
+    return opened(browser, address, viewport={"width": 1000, "height": 700})
+
+
+@pytest.fixture
+def page(shared: "Page") -> "Page":
+    """It, as if just opened."""
+    drawing(shared, "t.chosen = t.hovered = null; t.reset(); t.draw(); document.activeElement.blur(); scrollTo(0, 0)")
+    return shared
+
+
+def opened(browser: "Browser", address: str, **options: Any) -> "Page":
+    page = browser.new_context(**options).new_page()
+    page.goto(address)
+    return page
+
+
+def drawing(page: "Page", expression: str, argument: object = None) -> Any:
+    return page.evaluate(f"(x) => {{ const t = document.querySelector('.timeline').timeline; {expression} }}", argument)
+
+
+def test_a_hundred_thousand_spans_are_drawn_as_few_rectangles(browser: "Browser", tmp_path: Path) -> None:
+    timeline = traces.gpu(kernels=1400, steps=1)
+    assert len(timeline.spans) > 100_000
+    write_trace_page([traces.trace(tmp_path, timeline)], tmp_path / "trace.html")
+    page = opened(browser, (tmp_path / "trace.html").as_uri(), viewport={"width": 1000, "height": 800})
+    frames = drawing(
+        page,
+        """const frames = [], whole = t.data.length;
+        for (let span = whole; span > 100; span /= 2) for (const at of [0, 0.1, 0.5, 0.502, 0.9]) {
+          const from = Math.min(whole - span, at * whole);
+          t.view = { from, to: from + span };
+          t.draw();
+          frames.push({ ...t.stats });
+        }
+        return { frames, width: t.width, groups: t.data.groups.length, lanes: t.data.lanes.length };""",
+    )
+    assert max(frame["drawn"] for frame in frames["frames"]) <= 4 * frames["width"] * frames["lanes"]
+    assert max(frame["visited"] for frame in frames["frames"]) <= 4 * frames["width"] * frames["groups"]
+    assert {frame["level"] for frame in frames["frames"]} >= {0, 1, 2, 3, 4}
+    assert all(frame["drawn"] for frame in frames["frames"][:5])
+
+
+def test_the_wheel_drags_and_keys_move_the_view(page: "Page") -> None:
+    canvas = page.locator("canvas").first
+    canvas.scroll_into_view_if_needed()
+    whole = drawing(page, "return t.data.length")
+    view = "return [t.view.from, t.view.to]"
+    assert drawing(page, view) == [0, whole]
+    page.locator("canvas").first.focus()
+    page.keyboard.press("w")
+    assert drawing(page, view) == [whole / 4, whole * 3 / 4]
+    page.keyboard.press("ArrowRight")
+    assert drawing(page, view)[0] == pytest.approx(whole * 3 / 8)
+    page.keyboard.press("r")
+    assert drawing(page, view) == [0, whole]
+    box = canvas.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 1, box["y"] + 60)
+    page.mouse.wheel(0, -200)
+    page.wait_for_function("document.querySelector('.timeline').timeline.view.to < 0.9e9")
+    near, far = drawing(page, view)
+    assert near == pytest.approx(0, abs=whole / 100)
+    assert far < 0.8 * whole
+    page.mouse.move(box["x"] + 500, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 60, steps=4)
+    page.mouse.up()
+    assert drawing(page, view)[0] > near + 0.1 * (far - near)
+    page.get_by_role("button", name="Whole step").first.click()
+    assert drawing(page, view) == [0, whole]
+
+
+def test_without_focus_the_wheel_scrolls_the_page(page: "Page") -> None:
+    canvas = page.locator("canvas").first
+    canvas.scroll_into_view_if_needed()
+    canvas.hover()
+    before = drawing(page, "return [t.view.to, scrollY]")
+    page.mouse.wheel(0, 300)
+    page.wait_for_function("(y) => scrollY > y", arg=before[1])
+    assert drawing(page, "return t.view.to") == before[0]
+
+
+def test_a_keyboard_reads_span_after_span(page: "Page") -> None:
+    detail = page.locator(".detail").first
+    page.locator("canvas").first.focus()
+    page.keyboard.press("]")
+    assert "model.layers.0 forward" in detail.inner_text()
+    page.keyboard.press("ArrowDown")
+    told = detail.inner_text()
+    assert "void cutlass::Kernel2<" in told
+    assert "model.layers.0 (compute): 66.7 us at " in told
+    assert ", launched " in told
+    page.keyboard.press("]")
+    assert detail.inner_text() != told
+    page.keyboard.press("[")
+    assert detail.inner_text() == told
+    page.keyboard.press("f")
+    span = drawing(page, "return t.view.to - t.view.from")
+    assert span == pytest.approx(1.4 * 66_666, rel=0.01)
+
+
+def test_pointing_at_a_span_tells_of_it(page: "Page") -> None:
+    canvas = page.locator("canvas").first
+    canvas.scroll_into_view_if_needed()
+    where = drawing(
+        page,
+        """const g = t.data.groups.findIndex(([, , style]) => style === "comm"), level = t.levels[t.stats.level];
+        const i = level.offsets[g], { top, height } = t.place(t.data.groups[g]);
+        return { x: (level.starts[i] + level.extents[i] / 2) / t.scale(), y: top + height / 2 };""",
+    )
+    canvas.hover(position=where)
+    assert "ncclDevKernel_AllGather" in page.locator(".detail").first.inner_text()
+    assert "(communication): 770 us" in page.locator(".detail").first.inner_text()
+
+
+def test_without_scripts_the_layer_the_tables_and_the_traces_are_there(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, java_script_enabled=False, viewport={"width": 1000, "height": 900})
+    assert page.locator("svg.layer").first.is_visible()
+    assert page.locator("svg.layer text", has_text="ncclDevKernel_ReduceSc").first.is_visible()
+    assert page.locator("noscript").first.text_content() == NEEDS_SCRIPTS
+    assert not page.get_by_role("button", name="Zoom in").first.is_visible()
+    assert not page.get_by_role("button", name="Open in Perfetto").first.is_visible()
+    assert page.get_by_role("link", name="ui.perfetto.dev").first.is_visible()
+    second = page.locator("#trace-1 svg.layer")
+    assert not second.is_visible()
+    page.locator("#trace-1 > summary").click()
+    assert second.is_visible()
+
+
+def stubbed(browser: "Browser", address: str) -> "Page":
+    page = browser.new_context().new_page()
+    page.context.route(
+        "https://ui.perfetto.dev/**", lambda route: route.fulfill(content_type="text/html", body=PERFETTO)
+    )
+    page.goto(address)
+    return page
+
+
+def given(page: "Page") -> dict[str, Any]:
+    page.wait_for_function("window.given")
+    return page.evaluate("window.given")  # type: ignore[no-any-return]
+
+
+def test_perfetto_gets_the_very_bytes_of_the_trace(browser: "Browser", address: str) -> None:
+    page = stubbed(browser, address)
+    with page.expect_popup() as popup:
+        page.get_by_role("button", name="Open in Perfetto").first.click()
+    got = given(popup.value)
+    assert bytes(got["bytes"]) == CONTENT
+    assert (got["kind"], got["title"], got["fileName"]) == ("ArrayBuffer", "rank0.json.gz", "rank0.json.gz")
+    page.get_by_text("Handed to Perfetto.").wait_for()
+
+
+def test_perfetto_gets_the_file_that_the_reader_chooses(browser: "Browser", address: str, tmp_path: Path) -> None:
+    page = stubbed(browser, address)
+    page.locator("#trace-1 > summary").click()
+    (tmp_path / "chosen.json.gz").write_bytes(CONTENT[:1000])
+    with page.expect_popup() as popup, page.expect_file_chooser() as chooser:
+        page.locator("#trace-1").get_by_role("button", name="Choose the file").click()
+        chooser.value.set_files(tmp_path / "chosen.json.gz")
+    got = given(popup.value)
+    assert bytes(got["bytes"]) == CONTENT[:1000]
+    assert got["fileName"] == "chosen.json.gz"
+
+
+def test_hostile_names_and_all_do_so_in_silence_and_without_a_network(browser: "Browser", address: str) -> None:
+    page = browser.new_context(viewport={"width": 360, "height": 800}).new_page()
+    visit = Visit(page=page, address=address)
+    page.on("console", lambda message: visit.said.append(message.text))
+    page.on("pageerror", lambda error: visit.said.append(str(error)))
+    page.on("dialog", visit.dismiss)
+    page.on("request", lambda request: visit.asked.append(request.url))
+    page.goto(f"{address}#trace-2")
+    page.locator("#trace-2 .chart .xtitle").nth(2).wait_for()
+    canvas = page.locator("#trace-2 canvas")
+    canvas.focus()
+    for key in ("]", "ArrowDown", "]", "f", "ArrowDown"):
+        page.keyboard.press(key)
+    assert "alert(1)" in page.locator("#trace-2 .detail").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert visit.said == []
+    assert visit.asked == [address]
