@@ -103,6 +103,13 @@ def test_a_training_run_is_owned_as_it_was_laid_out() -> None:
     assert [o.ns for o in found.owners] == sorted((o.ns for o in found.owners), reverse=True)
 
 
+def test_of_spans_that_start_together_the_one_on_the_first_lane_owns() -> None:
+    short = Row(kind=Kind.COMPUTE, lane=1, start=0, end=5, launch=0, operator=1)
+    long = Row(kind=Kind.COMPUTE, lane=0, start=0, end=10, launch=0, operator=0)
+    timeline = timeline_of([short, long], windows=(Window(step=0, start=0, end=10),))
+    assert {o.label: o.ns for o in attribute(timeline).owners} == {NAMES[0]: 10, NAMES[1]: 0}
+
+
 def test_overlapping_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="steps must not overlap"):
         attribute(timeline_of([], windows=(Window(step=0, start=0, end=10), Window(step=1, start=9, end=20))))
