@@ -293,11 +293,16 @@ class Label:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """What one rank did: its steps, spans and collectives, ordered by start."""
+    """What one rank did: its steps, spans and collectives, ordered by start.
+
+    ``windows`` are the steps as the device lived them; ``host_windows`` are the same as the host announced them, in
+    which its ``labels`` lie. On a CPU they are one.
+    """
 
     rank: int | None
     windows: tuple[Window, ...]
     spans: Spans
+    host_windows: tuple[Window, ...] = ()
     collectives: tuple[Collective, ...] = ()
     labels: tuple[Label, ...] = ()
     on_device: bool = False

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from refshard.timeline import Timeline
+from refshard.timeline import Nanoseconds, Timeline
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
 from refshard.tracing.events import MemoryEvent, TraceFile, read_trace
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
@@ -17,7 +17,6 @@ from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
-from refshard.tracing.steps import host_steps
 from refshard.tracing.stragglers import rank_waits
 
 _MEMORY_POINTS = 2000
@@ -56,7 +55,7 @@ def analyse(path: Path, *, calibration: Timeline | None = None) -> Analysis:
             breakdowns(timeline, starts, ends),
             give_ways(timeline, starts, ends, calibration),
             copy_overhead(timeline, starts, ends),
-            reduce_waits(timeline, starts, ends),
+            reduce_waits(timeline, *_host_bounds(timeline)),
         )
     )
     whole, giveway, copies, reduce_wait = parts[0]
@@ -82,7 +81,7 @@ def analyse(path: Path, *, calibration: Timeline | None = None) -> Analysis:
         units=unit_figures(timeline),
         collectives=collective_figures(timeline),
         memory=_memory(trace.memory),
-        warnings=find_warnings(trace, timeline, host_steps(trace)[0]),
+        warnings=find_warnings(trace, timeline),
     )  # fmt: skip
     return Analysis(figures=figures, timeline=timeline, identity=identity)
 
@@ -113,6 +112,15 @@ def _extent(timeline: Timeline) -> tuple[int, int]:
     if timeline.on_device:
         return int(timeline.spans.starts.min()), int(timeline.spans.ends.max())
     return timeline.windows[0].start, max(window.end for window in timeline.windows)
+
+
+def _host_bounds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
+    """The whole trace and its steps in the host's time, which may run ahead of the device's by whole steps."""
+    always = np.iinfo(np.int64)
+    of_step = {window.step: window for window in timeline.host_windows}
+    found = [of_step.get(window.step, window) for window in timeline.windows]
+    starts = np.array([always.min, *(window.start for window in found)], np.int64)
+    return starts, np.array([always.max, *(window.end for window in found)], np.int64)
 
 
 def _device(trace: TraceFile, timeline: Timeline) -> str:

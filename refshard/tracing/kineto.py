@@ -54,6 +54,7 @@ def timeline_of(trace: TraceFile) -> Timeline:
     return Timeline(
         rank=rank_of(trace),
         windows=windows or (Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max())),),
+        host_windows=host_windows,
         spans=spans if on_device else _with_collectives(spans, collectives),
         collectives=collectives,
         labels=labels.as_labels(),

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.quantities import format_seconds
-from refshard.timeline import UNKNOWN, Kind, Spans, Timeline, Window
+from refshard.timeline import UNKNOWN, Kind, Spans, Timeline
 from refshard.tracing.events import LAUNCH, OVERHEAD, TraceFile
 from refshard.tracing.figures import TraceWarning
 
@@ -22,7 +22,7 @@ _SKIPPED = {
 }
 
 
-def find_warnings(trace: TraceFile, timeline: Timeline, host_windows: tuple[Window, ...]) -> tuple[TraceWarning, ...]:
+def find_warnings(trace: TraceFile, timeline: Timeline) -> tuple[TraceWarning, ...]:
     """Every doubt about a trace, and about the figures that are made of it."""
     found = [
         TraceWarning(code=code, message=_SKIPPED[code].format(count), count=count)
@@ -33,7 +33,7 @@ def find_warnings(trace: TraceFile, timeline: Timeline, host_windows: tuple[Wind
     if timeline.on_device:
         found += _launches(trace, timeline.spans)
         found += _streams(timeline.spans)
-    found += _steps(timeline, host_windows)
+    found += _steps(timeline)
     found += _perturbation(trace, timeline.spans)
     return tuple(found)
 
@@ -152,10 +152,10 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
         )
 
 
-def _steps(timeline: Timeline, host_windows: tuple[Window, ...]) -> Iterator[TraceWarning]:
+def _steps(timeline: Timeline) -> Iterator[TraceWarning]:
     """Steps of which nothing ran, and what ran outside of all steps."""
     lived = {window.step for window in timeline.windows}
-    if empty := [window.step for window in host_windows if window.step not in lived]:
+    if empty := [window.step for window in timeline.host_windows if window.step not in lived]:
         yield TraceWarning(
             code="steps_cut_off",
             message=f"steps {', '.join(map(str, empty))} have no device event and are left out: the trace was cut off",

@@ -21,11 +21,12 @@ BASE_NS = 1_790_857_026_000_000_000
 COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM = 7, 20, 22
 NO_MEANING = Meaning(0)
 HOST = {"pid": 4242, "tid": 4242}
+REDUCE_WAIT = Meaning.REDUCE_WAIT | Meaning.WAIT
 PHASES = {
     Meaning.ALL_GATHER: "all_gather",
     Meaning.COPY_OUT: "all_gather_copy_out",
     Meaning.REDUCE: "post_backward_reduce",
-    Meaning.REDUCE_WAIT: "post_backward_rs_wait",
+    REDUCE_WAIT: "post_backward_rs_wait",
     Meaning.FORWARD: "pre_forward",
     Meaning.BACKWARD: "pre_backward",
     Meaning.LEAVE: "post_forward",
@@ -226,7 +227,7 @@ class _Step:
             self.kernel(Kind.COMPUTE, "gemm_forward", forward_at, plan.forward, unit)
             self.label(Meaning.LEAVE, unit)
             at = forward_at + plan.forward
-        self.label(Meaning.REDUCE_WAIT, units[-1], plan.rs_wait)
+        self.label(REDUCE_WAIT, units[-1], plan.rs_wait)
         at += plan.stall
         for unit in reversed(units):
             self.label(Meaning.BACKWARD, unit)
