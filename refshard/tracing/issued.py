@@ -138,6 +138,9 @@ class _Describe:
         self._rows = device_order(trace) if on_device else _gloo_rows(trace, spans)
         self._on_device = on_device
         self._groups = _groups(trace.metadata.get("distributedInfo"))
+        # Where all groups hold the same ranks, a collective that names none has as many.
+        every = {tuple(ranks) for ranks in self._groups.values()}
+        self._usual_size = len(next(iter(every))) if len(every) == 1 else None
         self._params = _param_comms(trace) if on_device else []
 
     def announced(self, one: _Announced) -> Collective:
@@ -199,7 +202,7 @@ class _Describe:
         dtype = facts.get("dtype")
         return {
             "group": None if name is None else f"{name} [{_ranges(members)}]" if members else str(name),
-            "group_size": size if isinstance(size, int) else len(members) if members else None,
+            "group_size": size if isinstance(size, int) else len(members) if members else self._usual_size,
             "dtype": dtype if isinstance(dtype, str) else None,
         }
 
