@@ -17,7 +17,14 @@
       return;
     }
     say(button, "Waiting for Perfetto to answer…");
-    const buffer = await bytes;
+    let buffer;
+    try {
+      buffer = await bytes;
+    } catch {
+      target.close();
+      say(button, "The file cannot be read.");
+      return;
+    }
     const ping = setInterval(() => {
       if (target.closed) stop("The window was closed before Perfetto answered.");
       else target.postMessage("PING", PERFETTO);

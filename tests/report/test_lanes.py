@@ -53,7 +53,7 @@ def test_every_level_covers_each_lane_and_kind_for_as_long_as_its_spans(
         start = now[lane] + pause
         spans.append(span(kind, lane, start, start + length))
         now[lane] = start + length
-    drawing = drawn(simple(spans, end=max(now.values()) + 1))
+    drawing = drawn(simple(spans, end=10**6))
     expected: dict[tuple[str, str], int] = {}
     for one in spans:
         expected[one.lane, one.kind] = expected.get((one.lane, one.kind), 0) + one.end - one.start

@@ -49,8 +49,12 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def shared(browser: "Browser", address: str) -> "Page":
-    """One page for all tests that only look and move about."""
-    return opened(browser, address, viewport={"width": 1000, "height": 700})
+    """One page for all tests that look, move about and hand over; Perfetto's page is a small one that answers."""
+    page = opened(browser, address, viewport={"width": 1000, "height": 700})
+    page.context.route(
+        "https://ui.perfetto.dev/**", lambda route: route.fulfill(content_type="text/html", body=PERFETTO)
+    )
+    return page
 
 
 @pytest.fixture
@@ -179,22 +183,12 @@ def test_without_scripts_the_layer_the_tables_and_the_traces_are_there(browser: 
     assert second.is_visible()
 
 
-def stubbed(browser: "Browser", address: str) -> "Page":
-    page = browser.new_context().new_page()
-    page.context.route(
-        "https://ui.perfetto.dev/**", lambda route: route.fulfill(content_type="text/html", body=PERFETTO)
-    )
-    page.goto(address)
-    return page
-
-
 def given(page: "Page") -> dict[str, Any]:
     page.wait_for_function("window.given")
     return page.evaluate("window.given")  # type: ignore[no-any-return]
 
 
-def test_perfetto_gets_the_very_bytes_of_the_trace(browser: "Browser", address: str) -> None:
-    page = stubbed(browser, address)
+def test_perfetto_gets_the_very_bytes_of_the_trace(page: "Page") -> None:
     with page.expect_popup() as popup:
         page.get_by_role("button", name="Open in Perfetto").first.click()
     got = given(popup.value)
@@ -203,8 +197,7 @@ def test_perfetto_gets_the_very_bytes_of_the_trace(browser: "Browser", address: 
     page.get_by_text("Handed to Perfetto.").wait_for()
 
 
-def test_perfetto_gets_the_file_that_the_reader_chooses(browser: "Browser", address: str, tmp_path: Path) -> None:
-    page = stubbed(browser, address)
+def test_perfetto_gets_the_file_that_the_reader_chooses(page: "Page", tmp_path: Path) -> None:
     page.locator("#trace-1 > summary").click()
     (tmp_path / "chosen.json.gz").write_bytes(CONTENT[:1000])
     with page.expect_popup() as popup, page.expect_file_chooser() as chooser:

@@ -93,6 +93,8 @@ def test_hostile_names_stay_text(tmp_path: Path, seen: Page) -> None:
     assert found.text.count("<script>alert(1)</script>") > 10
     (drawing,) = [content for kind, content in found.scripts if kind == DATA[0] and "nameTable" in content]
     assert HOSTILE in json.loads(drawing)["nameTable"]
+    (charts,) = [json.loads(content) for kind, content in found.scripts if '"trace-0-memory"' in content]
+    assert charts["trace-0-memory"]["data"][0]["name"].startswith("&lt;/script&gt;&lt;script&gt;alert(1)")
 
 
 def test_the_drawings_of_layers_are_well_formed(whole: str) -> None:
