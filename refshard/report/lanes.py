@@ -15,6 +15,8 @@ import numpy.typing as npt
 from refshard.report.pyramid import Level, levels
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Timeline
 from refshard.tracing.figures import CollectiveFigures, StepFigures, TraceFigures
+from refshard.tracing.idle import idle_gaps, knows_launches
+from refshard.tracing.overlap import exposed_communication
 
 MOST_ROWS = 6
 MOST_LANES = 24
@@ -283,31 +285,21 @@ def _add_gaps(
 
 def _add_strips(collected: _Collected, timeline: Timeline, begin: int, close: int) -> None:
     collected.lanes.append(Lane(label="exposed communication", role="strip"))
-    exposed = exposed_intervals(timeline, begin, close)
+    exposed = exposed_communication(timeline) & Intervals.of([(begin, close)])
     collected.add(0, "exposed", exposed.starts, exposed.ends, collected.named("exposed communication"))
     collected.lanes.append(Lane(label="idle", role="strip"))
-    for style, gaps in idle_gaps(timeline, begin, close):
+    for style, gaps in idle_styles(timeline, begin, close):
         name = {"idle-host": "idle: the next span was launched after the gap began",
                 "idle-dependency": "idle: the next span was launched already, and waited"}  # fmt: skip
         collected.add(0, style, gaps.starts, gaps.ends, collected.named(name.get(style, "idle")))
 
 
-def exposed_intervals(timeline: Timeline, begin: int, close: int) -> Intervals:
-    """Communication during which no compute runs, in a window."""
-    window = Intervals.of([(begin, close)])
-    return (timeline.busy(Kind.COMM) & window) - timeline.busy(Kind.COMPUTE)
-
-
-def idle_gaps(timeline: Timeline, begin: int, close: int) -> Iterator[tuple[str, Intervals]]:
-    """The gaps of a window in which nothing runs, by style: host-bound, dependency-bound, unknown."""
-    spans = timeline.spans
-    gaps = spans.covered(within(spans, begin, close)).gaps(begin, close)
-    following = np.searchsorted(spans.starts, gaps.ends)
-    launches = np.append(spans.launches, UNKNOWN)[following]
-    known = launches != UNKNOWN
-    for style, rows in (
-        ("idle-host", known & (launches > gaps.starts)),
-        ("idle-dependency", known & (launches <= gaps.starts)),
-        ("idle", ~known),
-    ):
+def idle_styles(timeline: Timeline, begin: int, close: int) -> Iterator[tuple[str, Intervals]]:
+    """The gaps of a window in which nothing runs, by style: host-bound, dependency-bound, or unknown."""
+    gaps = idle_gaps(timeline.spans, timeline.busy(*Kind), begin, close)
+    gaps = gaps.split(np.array([begin], np.int64), np.array([close], np.int64))
+    if not knows_launches(timeline.spans):
+        yield "idle", Intervals(gaps.starts, gaps.ends)
+        return
+    for style, rows in (("idle-host", gaps.host_bound), ("idle-dependency", ~gaps.host_bound)):
         yield style, Intervals(gaps.starts[rows], gaps.ends[rows])

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from refshard.quantities import GIB, KIB, MIB, format_bytes, format_ns
 from refshard.report import trace_words
 from refshard.report.charts import DASHES, OKABE_ITO, THEME, Chart, filling, label_text
-from refshard.report.lanes import idle_gaps
+from refshard.report.lanes import idle_styles
 from refshard.report.palette import STYLES
 from refshard.timeline import Timeline
 from refshard.tracing.figures import Breakdown, MemoryPoint, TraceFigures
@@ -96,7 +96,7 @@ def gaps(figures: TraceFigures, timeline: Timeline) -> tuple[list[int], list[boo
     idle: list[int] = []
     spans = timeline.spans
     if len(spans):
-        for _, found in idle_gaps(timeline, int(spans.starts.min()), int(spans.ends.max())):
+        for _, found in idle_styles(timeline, int(spans.starts.min()), int(spans.ends.max())):
             idle += (found.ends - found.starts).tolist()
     positive = [(gap, blocks) for gap, blocks in between if gap > 0]
     return [gap for gap, _ in positive], [blocks for _, blocks in positive], idle

@@ -7,11 +7,13 @@ page's own.
 
 import base64
 import gzip
+import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pandas as pd
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
@@ -31,7 +33,7 @@ MOST_BLOCKS = 400_000
 """Of all timelines of a page at full detail; each trace has an equal share, but not less than :data:`LEAST_BLOCKS`."""
 LEAST_BLOCKS = 8_000
 MOST_EMBEDDED = 4 * MIB
-MOST_EMBEDDED_TOGETHER = 24 * MIB
+MOST_EMBEDDED_TOGETHER = 12 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,7 @@ def write_trace_page(traces: Sequence[AnalysedTrace], path: Path) -> None:
 
 def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
     """The page's HTML in pieces, in order."""
+    traces = _named_shortly(traces)
     figures = [one.figures for one in traces]
     sections = _sections(traces)
     drawn = {chart.id: chart.figure for section in sections for chart in section.charts}
@@ -109,6 +112,14 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
     return fill(
         "trace.html.j2", content, style=resource("style.css") + resource("trace.css"), scripts=[*own, *plots]
     )  # fmt: skip
+
+
+def _named_shortly(traces: Sequence[AnalysedTrace]) -> list[AnalysedTrace]:
+    """The same without the folder that all of their files lie in."""
+    files = [Path(one.figures.file) for one in traces]
+    common = len(os.path.commonprefix([file.parent.parts for file in files]))  # noqa: RUF071 -- of whole parts here
+    names = [str(Path(*file.parts[common:])) for file in files]
+    return [replace(one, figures=msgspec.structs.replace(one.figures, file=name)) for one, name in zip(traces, names)]
 
 
 def _title(figures: Sequence[TraceFigures]) -> str:

@@ -41,7 +41,7 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
         "overlap ratio": format_percent(1 - exposed / comm) if comm else "-",
         "idle": mean(lambda part: part.idle_ns),
         "of it host / dependency": "-" if host == "-" else f"{host} / {dependency}",
-        "give-way index": trace_words.giveway(one.giveway),
+        "give-way index": format_percent(one.giveway.index, 2),
         "warnings": str(len(one.warnings)),
     }
 

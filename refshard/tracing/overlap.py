@@ -14,6 +14,11 @@ from refshard.tracing.figures import Breakdown
 from refshard.tracing.idle import idle_gaps, knows_launches
 
 
+def exposed_communication(timeline: Timeline) -> Intervals:
+    """When communication runs and no compute does."""
+    return timeline.busy(Kind.COMM) - timeline.busy(Kind.COMPUTE)
+
+
 def breakdowns(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[Breakdown, ...]:
     """Where the time of each window ``[starts[i], ends[i])`` goes; windows may overlap each other.
 
@@ -24,8 +29,8 @@ def breakdowns(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tu
     of_kind = {kind: timeline.busy(kind) for kind in Kind}
     inside = {kind: union.within(starts, ends) for kind, union in of_kind.items()}
     others = timeline.busy(*(kind for kind in Kind if kind is not Kind.COMM))
-    # |comm without x| = |comm or x| - |x|, which needs no set difference.
-    exposed = (of_kind[Kind.COMM] | of_kind[Kind.COMPUTE]).within(starts, ends) - inside[Kind.COMPUTE]
+    exposed = exposed_communication(timeline).within(starts, ends)
+    # |comm without others| = |comm or others| - |others|, which needs no set difference.
     exposed_any = busy.within(starts, ends) - others.within(starts, ends)
     columns = {
         "span_ns": ends - starts,

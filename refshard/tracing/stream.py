@@ -27,7 +27,7 @@ LARGEST_EXPANSION = 300
 
 _GUESSES = 4
 _SKIPPED = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{}]', re.DOTALL)
-_KEY_END = re.compile(rb"\s*:\s*(\[?)")
+_AFTER_KEY = re.compile(rb"\s*(:?)\s*(\[?)")
 _NOT_JSON = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\b(?:nan|NaN|inf|Inf|infinity|Infinity)\b', re.DOTALL)
 _BYTE = re.compile(r"\(byte (\d+)\)")
 _EMPTY = b" \t\r\n"
@@ -130,15 +130,17 @@ class EventStream(Generic[T]):
                 if text == b'"':  # a string that ends in the next block
                     break
                 place = token.end()
-                if depth == 1 and text == b'"traceEvents"' and (colon := _KEY_END.match(head, place)):
-                    if not colon[1]:
-                        if colon.end() == len(head):
-                            place = token.start()
-                            break
+                if depth == 1 and text == b'"traceEvents"':
+                    following = _AFTER_KEY.match(head, place)
+                    assert following is not None
+                    if following.end() == len(head) and not following[2]:  # what it is comes with the next block
+                        place = token.start()
+                        break
+                    if following[2]:
+                        self.metadata, self._offset = head[: token.start()], following.end()
+                        return head[following.end() :], True
+                    if following[1]:
                         raise TraceError(f"{self._path}: not a Kineto trace (traceEvents must be an array)")
-                    self.metadata = head[: token.start()]
-                    self._offset = colon.end()
-                    return head[colon.end() :], True
                 depth += (text in b"{[") - (text in b"}]")
                 if depth == 0:
                     raise TraceError(f"{self._path}: not a Kineto trace (it has no traceEvents)")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.report.encode import encode
-from refshard.report.lanes import MOST_ROWS, Drawing, draw_step, drawn_window, exposed_intervals, hulls, idle_gaps
+from refshard.report.lanes import MOST_ROWS, Drawing, draw_step, drawn_window, hulls, idle_styles
 from refshard.timeline import KINDS, Kind, Span, Spans, Timeline, Window
 from tests.report import traces
 
@@ -107,20 +107,18 @@ def test_the_strips_add_up_to_the_figures() -> None:
     timeline = traces.gpu()
     for step in traces.figures(timeline).steps:
         begin, close = step.start_ns, step.start_ns + step.breakdown.span_ns
-        assert exposed_intervals(timeline, begin, close).length == step.breakdown.exposed_ns
-        idle = {style: gaps.length for style, gaps in idle_gaps(timeline, begin, close)}
+        idle = {style: gaps.length for style, gaps in idle_styles(timeline, begin, close)}
         assert idle["idle-host"] == step.breakdown.idle_host_ns
-        assert idle["idle-dependency"] + idle["idle"] == step.breakdown.idle_dependency_ns
+        assert idle["idle-dependency"] == step.breakdown.idle_dependency_ns
 
 
 def test_a_gap_is_host_bound_if_what_follows_was_launched_after_it_began() -> None:
     timeline = simple([span(Kind.COMPUTE, "s", n, n + 10) for n in (0, 30, 60)], end=100)
     launches = np.array([-5, 12, 35], np.int64)
     timeline = replace(timeline, spans=replace(timeline.spans, launches=launches))
-    assert {style: gaps.pairs for style, gaps in idle_gaps(timeline, 0, 100)} == {
-        "idle-host": [(10, 30)],
+    assert {style: gaps.pairs for style, gaps in idle_styles(timeline, 0, 100)} == {
+        "idle-host": [(10, 30), (70, 100)],
         "idle-dependency": [(40, 60)],
-        "idle": [(70, 100)],
     }
 
 

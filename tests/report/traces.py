@@ -1,8 +1,4 @@
-"""Traces made by hand: an FSDP-like step on a GPU, one of gloo on a CPU, and figures computed the plain way.
-
-The figures of a made trace follow the definitions in ``docs/metrics.md`` by interval algebra, so that pages can be held
-against them; they are no reference for the analysis itself.
-"""
+"""Traces made by hand: an FSDP-like step on a GPU, and one of gloo on a CPU, with their figures."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,16 +10,14 @@ from refshard.timeline import (
     KINDS,
     UNKNOWN,
     Collective,
-    Intervals,
     Kind,
     Meaning,
     Spans,
     Timeline,
     Window,
 )
+from refshard.tracing.collectives import collective_figures, unit_figures
 from refshard.tracing.figures import (
-    Breakdown,
-    CollectiveFigures,
     CopyOverhead,
     GiveWay,
     MemoryPoint,
@@ -32,8 +26,8 @@ from refshard.tracing.figures import (
     StepFigures,
     TraceFigures,
     TraceWarning,
-    UnitFigures,
 )
+from refshard.tracing.overlap import breakdowns
 
 US = 1000
 WAITS = ((3, 4200, 17), (1, 900, 4))
@@ -202,96 +196,12 @@ def cpu(*, rank: int = 0, layers: int = 6, steps: int = 2) -> Timeline:
     return maker.timeline(tuple(windows), rank, on_device=False)
 
 
-def breakdown(timeline: Timeline, start: int, end: int) -> Breakdown:
-    """By the definitions, with interval algebra."""
-    window = Intervals.of([(start, end)])
-    union = {kind: timeline.busy(kind) & window for kind in KINDS}
-    busy = timeline.busy(*KINDS) & window
-    comm, compute = union[Kind.COMM], union[Kind.COMPUTE]
-    exposed, gaps = comm - compute, window - busy
-    others = timeline.busy(*(kind for kind in KINDS if kind is not Kind.COMM))
-    spans = timeline.spans
-    following = np.searchsorted(spans.starts, gaps.ends)
-    told = following < len(spans)
-    launches = np.where(told, spans.launches[np.minimum(following, len(spans) - 1)], UNKNOWN)
-    known = bool(np.any(spans.launches != UNKNOWN))
-    lengths = gaps.ends - gaps.starts
-    host = int(lengths[launches > gaps.starts].sum())
-    return Breakdown(
-        span_ns=end - start, busy_ns=busy.length, compute_ns=compute.length, comm_ns=comm.length,
-        prep_ns=union[Kind.PREP].length, copy_ns=union[Kind.COPY].length,
-        unclassified_ns=union[Kind.UNCLASSIFIED].length, exposed_ns=exposed.length,
-        exposed_any_ns=(comm - others).length,
-        overlap_ratio=1 - exposed.length / comm.length if comm.length else None, idle_ns=gaps.length,
-        idle_host_ns=host if known else None, idle_dependency_ns=gaps.length - host if known else None,
-    )  # fmt: skip
-
-
-def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
-    """Gaps, bandwidths and exposure of every collective."""
-    compute, ended, found = timeline.busy(Kind.COMPUTE), dict[str, int](), []
-
-    def computing(start: int, end: int) -> int:
-        return int(compute.within(np.array([start]), np.array([end]))[0])
-
-    for one in timeline.collectives:
-        assert one.lane is not None
-        assert one.start is not None
-        assert one.end is not None
-        before = ended.get(one.lane)
-        gap = None if before is None else one.start - before
-        beside = before is not None and computing(before, one.start) > 0
-        algorithm = (one.bytes or 0) / (one.end - one.start) * 1e9
-        found.append(
-            CollectiveFigures(
-                op=one.op,
-                unit=one.unit,
-                step=one.step,
-                group=one.group,
-                group_size=one.group_size,
-                dtype=one.dtype,
-                lane=one.lane,
-                start_ns=one.start,
-                duration_ns=one.end - one.start,
-                exposed_ns=one.end - one.start - computing(one.start, one.end),
-                queued_ns=40 * US,
-                bytes=one.bytes,
-                algorithm_bandwidth=algorithm,
-                bus_bandwidth=algorithm * 7 / 8,
-                gap_ns=gap,
-                gap_blocking=None if before is None else bool(beside and (one.launched or 0) < before),
-            )
-        )
-        ended[one.lane] = one.end
-    return tuple(found)
-
-
-def unit_figures(timeline: Timeline) -> tuple[UnitFigures, ...]:
-    """The time of each unit's own spans."""
-    spans, compute, found = timeline.spans, timeline.busy(Kind.COMPUTE), []
-    for code, name in enumerate(spans.unit_names):
-        mine = spans.units == code
-        comm, computing, prep, copy = (
-            spans.covered(mine & spans.of_kind(kind)) for kind in (Kind.COMM, Kind.COMPUTE, Kind.PREP, Kind.COPY)
-        )
-        found.append(
-            UnitFigures(
-                unit=name,
-                compute_ns=computing.length,
-                comm_ns=comm.length,
-                prep_ns=prep.length,
-                copy_ns=copy.length,
-                exposed_ns=comm.length - int(compute.within(comm.starts, comm.ends).sum()),
-                collectives=sum(c.unit == name for c in timeline.collectives),
-            )
-        )
-    return tuple(found)
-
-
 def figures(timeline: Timeline, *, file: str = "rank0.json.gz", job: int = 0, world_size: int = 8) -> TraceFigures:
     """What an analysis would find in a made timeline."""
     spans = timeline.spans
-    whole = breakdown(timeline, int(spans.starts.min()), int(spans.ends.max()))
+    starts = np.array([spans.starts.min(), *(w.start for w in timeline.windows)], np.int64)
+    ends = np.array([spans.ends.max(), *(w.end for w in timeline.windows)], np.int64)
+    whole, *parts = breakdowns(timeline, starts, ends)
     giveway = GiveWay(index=0.012, lost_ns=400 * US, stretch=1.7, reduces=24, samples=12, baseline="calibration")
     if not timeline.on_device:
         giveway = GiveWay(reason="no preparatory kernels")
@@ -304,10 +214,10 @@ def figures(timeline: Timeline, *, file: str = "rank0.json.gz", job: int = 0, wo
         giveway=giveway, copies=copies, reduce_wait=wait,
         steps=tuple(
             StepFigures(
-                step=w.step, start_ns=w.start, breakdown=breakdown(timeline, w.start, w.end),
+                step=w.step, start_ns=w.start, breakdown=part,
                 giveway=giveway, copies=copies, reduce_wait=wait,
             )
-            for w in timeline.windows
+            for w, part in zip(timeline.windows, parts)
         ),
         units=unit_figures(timeline), collectives=collective_figures(timeline),
         waits_for=tuple(RankWait(rank=r, waited_ns=us * US, collectives=n) for r, us, n in WAITS),

@@ -12,7 +12,11 @@ BASE_US = 1_790_857_026_000_000
 def event(
     name: str, start: float, duration: float, *, cat: str = "cpu_op", tid: int = 1, collective: str = "", **args: Any
 ) -> dict[str, Any]:
-    """One complete event; times in microseconds after the base, given to the nanosecond."""
+    """One complete event; times in microseconds after the base, given to the nanosecond.
+
+    Underscores stand for the spaces in the names of arguments.
+    """
+    args = {key.replace("_", " "): value for key, value in args.items()}
     return {
         "ph": "X", "cat": cat, "name": name, "pid": 7, "tid": tid, "ts": f"{BASE_US}+{start}", "dur": duration,
         "args": {**args, **({"Collective name": collective} if collective else {})},

@@ -49,6 +49,12 @@ def test_what_is_no_time_is_marked_and_costs_its_neighbours_nothing() -> None:
     assert not found[~known].any()
 
 
+def test_a_number_beyond_any_clock_is_no_time_among_plain_ones() -> None:
+    found, known = nanoseconds([b"9223372036854775.807", b"99999999999999999999", b"7"])
+    assert known.tolist() == [False, False, True]
+    assert found.tolist() == [0, 0, 7000]
+
+
 def test_none_is_none() -> None:
     found, known = nanoseconds([])
     assert len(found) == len(known) == 0

@@ -133,9 +133,10 @@ def test_gpu_trace_by_hand(tmp_path: Path) -> None:
 
 def launched(name: str, at: float, start: float, duration: float, number: int, **args: Any) -> list[dict[str, Any]]:
     """A kernel, and its launch on the host at ``at``."""
+    device: dict[str, Any] = {"stream": 7, **args}
     return [
         event("cudaLaunchKernel", at, 0.5, cat="cuda_runtime", correlation=number),
-        event(name, start, duration, cat="kernel", tid=7, correlation=number, **{"stream": 7, **args}),
+        event(name, start, duration, cat="kernel", tid=7, correlation=number, **device),
     ]
 
 
@@ -191,10 +192,10 @@ def test_a_correlation_of_another_numbering_launches_nothing(tmp_path: Path) -> 
         tmp_path / "t.json",
         [
             step(0, 0, 100),
-            event("aten::mm", 1, 2, **{"External id": 5}),
-            event("aten::add", 10, 5, **{"External id": 6}),
-            *launched("a", 11, 20, 1, 1, **{"External id": 5}),
-            *launched("b", 12, 22, 1, 2, **{"External id": 6}),
+            event("aten::mm", 1, 2, External_id=5),
+            event("aten::add", 10, 5, External_id=6),
+            *launched("a", 11, 20, 1, 1, External_id=5),
+            *launched("b", 12, 22, 1, 2, External_id=6),
         ],
     )
     spans = read_timeline(path).spans

@@ -15,11 +15,18 @@ def launch(number: int, at: float, name: str = "cudaLaunchKernel") -> dict[str, 
 
 
 def kernel(number: int, start: float, duration: float = 5, name: str = "gemm", **args: Any) -> dict[str, Any]:
-    return event(name, start, duration, cat="kernel", tid=7, correlation=number, **{"stream": 7, "device": 0, **args})
+    device: dict[str, Any] = {"stream": 7, "device": 0, **args}
+    return event(name, start, duration, cat="kernel", tid=7, correlation=number, **device)
 
 
 CLEAN = [step(0, 0, 50), launch(1, 1), kernel(1, 10), launch(2, 2), kernel(2, 20), launch(3, 3), kernel(3, 30)]
-GROUP = {"Process Group Name": "0", "Group size": 2, "In msg nelems": 4, "Out msg nelems": 4, "dtype": "Float"}
+GROUP: dict[str, Any] = {
+    "Process Group Name": "0",
+    "Group size": 2,
+    "In msg nelems": 4,
+    "Out msg nelems": 4,
+    "dtype": "Float",
+}
 
 
 def warnings(path: Path, events: list[dict[str, Any]]) -> dict[str, TraceWarning]:
