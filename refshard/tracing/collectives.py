@@ -53,10 +53,10 @@ def ends_before(rows: Iterable[tuple[Collective, str, int, int]]) -> list[int | 
 def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
     """Every collective that ran, by start.
 
-    Exposed is the collective's own interval without U(compute). The gap is from the end of what came before it on its
-    lane to its start, 0 where they overlap; it is blocking if this one was launched no later than the gap began and
-    compute runs in a part of it (None where the launch is unknown). The wait in the queue is never below 0, whatever
-    the clocks of host and device say.
+    Exposed is the collective's own interval without U(compute), or without U of all that is no communication. The gap
+    is from the end of what came before it on its lane to its start, 0 where they overlap; it is blocking if this one
+    was launched no later than the gap began and compute runs in a part of it (None where the launch is unknown). The
+    wait in the queue is never below 0, whatever the clocks of host and device say.
     """
     rows = ran(timeline)
     compute = timeline.busy(Kind.COMPUTE)
@@ -66,18 +66,22 @@ def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
     gap_starts = np.array(
         [start if b is None else min(b, start) for b, (_, _, start, _) in zip(before, rows)], np.int64
     )
-    hidden = compute.within(starts, ends).tolist()
+    lengths = ends - starts
+    exposed = (lengths - compute.within(starts, ends)).tolist()
+    exposed_any = (lengths - _but_communication(timeline).within(starts, ends)).tolist()
     computing = (compute.within(gap_starts, starts) > 0).tolist()
     return tuple(
-        _collective_figures(rows[i], exposed=rows[i][3] - rows[i][2] - hidden[i], before=before[i], beside=computing[i])
+        _collective_figures(rows[i], (exposed[i], exposed_any[i]), before=before[i], beside=computing[i])
         for i in range(len(rows))
     )
 
 
 def _collective_figures(
-    row: tuple[Collective, str, int, int], *, exposed: int, before: int | None, beside: bool
+    row: tuple[Collective, str, int, int], exposed: tuple[int, int], *, before: int | None, beside: bool
 ) -> CollectiveFigures:
-    """``before`` is when the lane fell silent, ``beside`` whether compute ran from then until the start."""
+    """``exposed`` is so to compute and to all; ``before`` is when the lane fell silent, ``beside`` whether compute ran
+    from then until the start.
+    """
     collective, lane, start, end = row
     factor = bus_factor(collective.op, collective.group_size)
     rate = None if collective.bytes is None or end == start else collective.bytes / ((end - start) * NS)
@@ -93,7 +97,8 @@ def _collective_figures(
         lane=lane,
         start_ns=start,
         duration_ns=end - start,
-        exposed_ns=exposed,
+        exposed_ns=exposed[0],
+        exposed_any_ns=exposed[1],
         queued_ns=None if launched is None else max(0, start - launched),
         bytes=collective.bytes,
         algorithm_bandwidth=rate,
@@ -106,10 +111,11 @@ def _collective_figures(
 def unit_figures(timeline: Timeline) -> tuple[UnitFigures, ...]:
     """Every unit over the whole trace, by the start of its first span: the union of its own spans of each class.
 
-    Exposed is the unit's communication without the compute of any unit. Collectives are those that ran.
+    Exposed is the unit's communication without the compute, or without anything else, of any unit. Collectives are
+    those that ran.
     """
     spans = timeline.spans
-    compute = timeline.busy(Kind.COMPUTE)
+    hiding = (timeline.busy(Kind.COMPUTE), _but_communication(timeline))
     counts = [0] * len(spans.unit_names)
     code_of = {name: code for code, name in enumerate(spans.unit_names)}
     for collective, *_ in ran(timeline):
@@ -121,27 +127,33 @@ def unit_figures(timeline: Timeline) -> tuple[UnitFigures, ...]:
     for code, name in enumerate(spans.unit_names):
         rows = order[bounds[code] : bounds[code + 1]]
         if len(rows):
-            found.append((rows[0], _unit_figures(name, spans, rows, compute, counts[code])))
+            found.append((rows[0], _unit_figures(name, spans, rows, hiding, counts[code])))
     return tuple(figures for _, figures in sorted(found, key=lambda pair: int(pair[0])))
 
 
 def _unit_figures(
-    unit: str, spans: Spans, rows: npt.NDArray[np.int64], compute: Intervals, collectives: int
+    unit: str, spans: Spans, rows: npt.NDArray[np.int64], hiding: tuple[Intervals, Intervals], collectives: int
 ) -> UnitFigures:
     own = {}
     for kind in Kind:
         of_kind = rows[spans.kinds[rows] == KINDS.index(kind)]
         own[kind] = Intervals.union(spans.starts[of_kind], spans.ends[of_kind])
     comm = own[Kind.COMM]
+    exposed, exposed_any = (comm.length - int(by.within(comm.starts, comm.ends).sum()) for by in hiding)
     return UnitFigures(
         unit=unit,
         compute_ns=own[Kind.COMPUTE].length,
         comm_ns=comm.length,
         prep_ns=own[Kind.PREP].length,
         copy_ns=own[Kind.COPY].length,
-        exposed_ns=comm.length - int(compute.within(comm.starts, comm.ends).sum()),
+        exposed_ns=exposed,
+        exposed_any_ns=exposed_any,
         collectives=collectives,
     )
+
+
+def _but_communication(timeline: Timeline) -> Intervals:
+    return timeline.busy(*(kind for kind in Kind if kind is not Kind.COMM))
 
 
 def copy_overhead(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple[CopyOverhead, ...]:

@@ -97,7 +97,8 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
 class UnitFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One unit (layer) over all steps: its own spans' union per class, and its collectives.
 
-    ``exposed_ns`` is the communication of this unit during which no compute, of any unit, runs.
+    ``exposed_ns`` is the communication of this unit during which no compute, of any unit, runs, ``exposed_any_ns`` that
+    during which nothing else does.
     """
 
     unit: str
@@ -106,6 +107,7 @@ class UnitFigures(msgspec.Struct, frozen=True, kw_only=True):
     prep_ns: int
     copy_ns: int
     exposed_ns: int
+    exposed_any_ns: int
     collectives: int
 
 
@@ -128,6 +130,7 @@ class CollectiveFigures(msgspec.Struct, frozen=True, kw_only=True):
     start_ns: int
     duration_ns: int
     exposed_ns: int
+    exposed_any_ns: int
     queued_ns: int | None
     bytes: int | None
     algorithm_bandwidth: float | None

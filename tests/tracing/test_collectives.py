@@ -104,7 +104,9 @@ def test_exposed_is_the_collective_without_compute(found: list[Row]) -> None:
     issued = tuple(collective(r.start, r.end) for r in found if r.kind is COMM)
     figures = collective_figures(replace(timeline_of(found), collectives=issued))
     compute = points(found, COMPUTE)
+    others = points(found, *(kind for kind in Kind if kind is not COMM))
     assert [c.exposed_ns for c in figures] == [len(r.points - compute) for r in found if r.kind is COMM]
+    assert [c.exposed_any_ns for c in figures] == [len(r.points - others) for r in found if r.kind is COMM]
 
 
 @given(rows)
@@ -112,7 +114,7 @@ def test_units_are_unions_of_their_own_spans(found: list[Row]) -> None:
     issued = tuple(
         replace(collective(r.start, r.end), unit=f"layers.{r.unit}") for r in found if r.kind is COMM and r.unit >= 0
     )
-    compute = points(found, COMPUTE)
+    compute, others = points(found, COMPUTE), points(found, *(kind for kind in Kind if kind is not COMM))
 
     def counted(unit: int) -> UnitFigures:
         own = [r for r in found if r.unit == unit]
@@ -123,6 +125,7 @@ def test_units_are_unions_of_their_own_spans(found: list[Row]) -> None:
             prep_ns=len(points(own, Kind.PREP)),
             copy_ns=len(points(own, Kind.COPY)),
             exposed_ns=len(points(own, COMM) - compute),
+            exposed_any_ns=len(points(own, COMM) - others),
             collectives=sum(r.kind is COMM for r in own),
         )
 

@@ -21,8 +21,8 @@ def ran(
 ) -> CollectiveFigures:
     return CollectiveFigures(
         op=op, unit=None, step=None, group=group, group_size=size, dtype=None, lane="stream 20", start_ns=start,
-        duration_ns=duration, exposed_ns=0, queued_ns=None, bytes=None, algorithm_bandwidth=None, bus_bandwidth=None,
-        gap_ns=None, gap_blocking=None,
+        duration_ns=duration, exposed_ns=0, exposed_any_ns=0, queued_ns=None, bytes=None, algorithm_bandwidth=None,
+        bus_bandwidth=None, gap_ns=None, gap_blocking=None,
     )  # fmt: skip
 
 
