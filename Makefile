@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: quickstart test check lint types slow matrix full clean
+.PHONY: quickstart test check lint types slow matrix crosscheck full clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.run
@@ -31,7 +31,11 @@ slow: $(VENV)/.test
 matrix: $(VENV)/.test
 	$(BIN)/python -m pytest -m full
 
-full: check slow matrix
+# Holistic Trace Analysis beside refshard's figures; `make test` skips this, for HTA brings eighty packages with it.
+crosscheck: $(VENV)/.hta
+	$(BIN)/python -m pytest tests/tracing/test_hta.py
+
+full: check slow matrix crosscheck
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -46,4 +50,8 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) install --constraint constraints.txt --editable ".[test]"
+	@touch $@
+
+$(VENV)/.hta: $(VENV)/.test
+	$(PIP) install --constraint constraints.txt --editable ".[test,hta]"
 	@touch $@

@@ -74,3 +74,13 @@ def test_it_ends_with_a_dashboard_that_needs_no_network(
     assert "default-src 'none'" in page
     assert 'src="http' not in page
     assert 'href="http' not in page
+
+
+def test_the_runs_traces_are_analysed(quickstart: tuple[Path, str, dict[str, dict[str, Any]]]) -> None:
+    folder, _, rows = quickstart
+    refshard, page = folder.parent / "venv" / "bin" / "refshard", folder.parent / "page.html"
+    traces = json.loads(run(refshard, "trace", folder, "--json", "--html", page, cwd=folder.parent))
+    assert len(traces) == 3 * sum(row["world_size"] for row in rows.values())
+    assert len({trace["job"] for trace in traces}) == 3 * len(rows)
+    assert all(trace["comm_ns"] > 0 for trace in traces if trace["world_size"])
+    assert page.read_text().startswith("<!doctype html>")

@@ -242,7 +242,7 @@ def _metrics(record: CaseRecord, ranks: Sequence[RankResult], traces: _Traces) -
         "comm_s": fmean(s.comm_ns for s in steps) * NS,
         "exposed_comm_s": fmean(s.exposed_ns for s in steps) * NS,
         "overlap_ratio": traces.overlap_ratio,
-        "idle_s": fmean(s.idle_ns for s in steps) * NS,
+        "idle_s": fmean(_neither(s) for s in steps) * NS,
         "perturbation": traced_time / step_time,
         "loss_parity": record.proof.loss_parity if record.proof else None,
     }
@@ -262,3 +262,8 @@ def _step_trace(rank: int, step: int | None, breakdown: Breakdown) -> StepTrace:
         exposed_ns=breakdown.exposed_ns,
         idle_ns=breakdown.idle_ns,
     )
+
+
+def _neither(step: Breakdown) -> int:
+    """Nanoseconds with neither compute nor communication; what prepares a collective may run in them."""
+    return step.span_ns - step.compute_ns - step.exposed_ns
