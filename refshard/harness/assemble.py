@@ -242,7 +242,7 @@ def _metrics(record: CaseRecord, ranks: Sequence[RankResult], traces: _Traces) -
         "comm_s": fmean(s.comm_ns for s in steps) * NS,
         "exposed_comm_s": fmean(s.exposed_ns for s in steps) * NS,
         "overlap_ratio": traces.overlap_ratio,
-        "idle_s": fmean(_neither(s) for s in steps) * NS,
+        "idle_s": fmean(s.idle_ns for s in steps) * NS,
         "perturbation": traced_time / step_time,
         "loss_parity": record.proof.loss_parity if record.proof else None,
     }
@@ -260,7 +260,7 @@ def _step_trace(rank: int, step: int | None, breakdown: Breakdown) -> StepTrace:
         compute_ns=breakdown.compute_ns,
         comm_ns=breakdown.comm_ns,
         exposed_ns=breakdown.exposed_ns,
-        idle_ns=breakdown.idle_ns,
+        idle_ns=_neither(breakdown),
     )
 
 
