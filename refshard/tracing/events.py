@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
@@ -234,6 +235,7 @@ class _Reader:
     def __init__(self) -> None:
         self.skipped: dict[str, int] = {}
         self._names: _Table[str] = _Table()
+        self._telling: set[int] = set()
         self._threads: _Table[tuple[int | str, int | str]] = _Table()
         self._lanes: _Table[tuple[Any, Any]] = _Table()
         self._signatures: _Table[tuple[str, bytes, bytes]] = _Table()
@@ -267,7 +269,10 @@ class _Reader:
             starts, lengths = starts[good], lengths[good]
         codes = np.array([categories[e.cat] for e in used], np.int8)
         on_device = np.isin(codes, tuple(_DEVICE))
+        known_names = len(self._names)
         names = np.fromiter(map(self._names.__getitem__, [e.name for e in used]), np.int32, len(used))
+        new_names = islice(self._names.items(), known_names, None)
+        self._telling.update(code for name, code in new_names if name.startswith(_TELLING))
         columns = _Columns(starts=starts, ends=starts + lengths, codes=codes, names=names)
         for is_device, take in ((True, self._take_device), (False, self._take_host)):
             rows = np.flatnonzero(on_device == is_device)
@@ -303,9 +308,8 @@ class _Reader:
         operators = self._args([events[row].args for row in np.flatnonzero(is_operator).tolist()], _HostArgs)
         externals[is_operator] = [args.external for args in operators]
         first = self._rows[0]
-        for row, event in enumerate(events):
-            if event.name.startswith(_TELLING):
-                self._host_args[first + row] = self._all_args(event)
+        for row in np.flatnonzero(np.isin(columns.names, list(self._telling))).tolist():
+            self._host_args[first + row] = self._all_args(events[row])
         self._rows[0] += len(events)
         self._host.append((*columns.all, threads, correlations, externals))
 
