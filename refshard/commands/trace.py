@@ -42,9 +42,11 @@ def trace(
     if cross_check not in (None, "hta"):
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
-    analyses = join(_analyse_all(paths, undisturbed), one_job=one_job)
+    keep = page is not None or against is not None or cross_check is not None
+    analyses = join(_analyse_all(paths, undisturbed, keep_timelines=keep), one_job=one_job)
     if against is not None:
-        return _compare(analyses, join(_analyse_all([against], None), one_job=one_job), as_json=as_json)
+        other = join(_analyse_all([against], undisturbed, keep_timelines=True), one_job=one_job)
+        return _compare(analyses, other, as_json=as_json)
     if page is not None:
         _write(analyses, page)
     figures = [one.figures for one in analyses]
@@ -59,16 +61,16 @@ def trace(
     return "\n\n".join(parts + ([f"page: {page}"] if page is not None else []))
 
 
-def _analyse_all(paths: Sequence[Path], calibration: Timeline | None) -> list[Analysis]:
+def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool) -> list[Analysis]:
     found, skipped = [], []
     for path in paths:
         if not path.is_dir():
-            found.append(analyse(path, calibration=calibration))
+            found.append(analyse(path, calibration=calibration, keep_timeline=keep_timelines))
             continue
         inside = []
         for file in _candidates(path):
             try:
-                inside.append(analyse(file, calibration=calibration))
+                inside.append(analyse(file, calibration=calibration, keep_timeline=keep_timelines))
             except TraceError as error:
                 skipped.append(str(error))
         if not inside:

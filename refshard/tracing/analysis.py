@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -24,11 +24,17 @@ _MEMORY_POINTS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """One trace analysed: its figures, what they were computed from, and what it says of its job."""
+    """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept."""
 
     figures: TraceFigures
-    timeline: Timeline
     identity: Identity
+    kept: Timeline | None
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the rank did; the analysis must have been told to keep it."""
+        assert self.kept is not None, "analyse with keep_timeline=True"
+        return self.kept
 
     @property
     def path(self) -> Path:
@@ -36,8 +42,10 @@ class Analysis:
         return self.identity.path
 
 
-def analyse(path: Path, *, calibration: Timeline | None = None) -> Analysis:
+def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True) -> Analysis:
     """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
+
+    A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
 
     Raises:
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
@@ -83,7 +91,7 @@ def analyse(path: Path, *, calibration: Timeline | None = None) -> Analysis:
         memory=_memory(trace.memory),
         warnings=find_warnings(trace, timeline),
     )  # fmt: skip
-    return Analysis(figures=figures, timeline=timeline, identity=identity)
+    return Analysis(figures=figures, identity=identity, kept=timeline if keep_timeline else None)
 
 
 def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analysis, ...]:
@@ -102,9 +110,7 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
         for place, waits_for in zip(places, waits.waits_for):
             warnings = (*figures[place].warnings, *waits.warnings)
             figures[place] = msgspec.structs.replace(figures[place], waits_for=waits_for, warnings=warnings)
-    return tuple(
-        Analysis(figures=found, timeline=one.timeline, identity=one.identity) for found, one in zip(figures, analyses)
-    )
+    return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
 
 
 def _extent(timeline: Timeline) -> tuple[int, int]:
