@@ -29,14 +29,12 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
     rows = np.concatenate((np.flatnonzero(is_gloo), outermost))
     rows = rows[np.lexsort((host.ends[rows], host.starts[rows]))]
     starts, communicates = host.starts[rows], is_gloo[rows]
-    under = labels.under(host.threads[rows], starts)
+    units, under = labels.of_work(host.threads[rows], starts)
     kinds = np.where(
         communicates,
         KINDS.index(Kind.COMM),
         np.where(under & Meaning.WAIT > 0, KINDS.index(Kind.PREP), KINDS.index(Kind.COMPUTE)),
     )
-    units = labels.unit_at(host.threads[rows], starts)
-    units = np.where((units == UNKNOWN) & (under & Meaning.OPTIMIZER == 0), labels.unit_computing(starts), units)
     lanes = np.where(communicates, host.threads[rows], main)
     return Spans(
         starts=starts,

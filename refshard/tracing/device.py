@@ -60,12 +60,8 @@ def _match(
 def device_spans(trace: TraceFile, labels: Labels, host_windows: tuple[Window, ...]) -> Spans:
     """All device events of a trace, ordered by start."""
     launches, device = find_launches(trace), trace.device
-    under = labels.under(launches.threads, launches.points)
+    units, under = labels.of_work(launches.threads, launches.points)
     kinds = _kinds(trace, under)
-    units = labels.unit_at(launches.threads, launches.points)
-    computing = labels.unit_computing(launches.points)
-    outside = (launches.points == UNKNOWN) | (under & Meaning.OPTIMIZER > 0)
-    units = np.where((units == UNKNOWN) & ~outside, computing, units)
     order = device_order(trace)
     # Where the trace holds no launch at all, an event belongs to the step in which it ran.
     in_time = launches.points if (launches.points != UNKNOWN).any() else device.starts

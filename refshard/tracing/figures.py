@@ -148,7 +148,10 @@ class MemoryPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankWait(msgspec.Struct, frozen=True, kw_only=True):
-    """How long this rank stood in collectives that ``rank`` was the last to enter, over ``collectives`` of them."""
+    """How long this rank stood in collectives that ``rank`` was the last to enter, ``collectives`` of them.
+
+    Waits that run at once, in collectives of several streams, count once.
+    """
 
     rank: int
     waited_ns: int

@@ -108,22 +108,38 @@ class Labels:
                 found[there] = np.where(owner < 0, UNKNOWN, self.units[rows[owner]])
         return found
 
-    def unit_computing(self, points: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """The unit whose forward or backward was the last begun, and not left, at ``points[i]``, on any thread.
+    def computing(self, points: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
+        """The unit whose forward or backward was the last begun, and not left, at ``points[i]``, and which of the two.
 
-        Backward runs on a thread of autograd's while the main thread waits for it, so there is but one such unit.
+        On any thread: backward runs on one of autograd's while the main thread waits for it, so there is but one such
+        unit. Between an optimizer's labels and the next forward there is none.
         """
         begin, leave = Meaning.FORWARD | Meaning.BACKWARD, Meaning.LEAVE
-        marks = np.flatnonzero((self.meanings & (begin | leave) > 0) & (self.units >= 0))
-        owners, inside = [UNKNOWN], list[int]()
-        for begins, unit in zip((self.meanings[marks] & begin > 0).tolist(), self.units[marks].tolist()):
-            if begins:
-                inside.append(unit)
-            elif unit in inside:
-                while inside.pop() != unit:
+        is_mark = (self.meanings & (begin | leave) > 0) & (self.units >= 0)
+        marks = np.flatnonzero(is_mark | (self.meanings & Meaning.OPTIMIZER > 0))
+        inside, found = list[tuple[int, int]](), [(UNKNOWN, 0)]
+        for meaning, unit in zip(self.meanings[marks].tolist(), self.units[marks].tolist()):
+            if meaning & Meaning.OPTIMIZER:
+                inside.clear()
+            elif meaning & begin:
+                inside.append((unit, meaning & begin))
+            elif any(unit == other for other, _ in inside):
+                while inside.pop()[0] != unit:
                     pass
-            owners.append(inside[-1] if inside else UNKNOWN)
-        return np.array(owners, np.int32)[np.searchsorted(self.starts[marks], points, side="right")]
+            found.append(inside[-1] if inside else (UNKNOWN, 0))
+        at = np.searchsorted(self.starts[marks], points, side="right")
+        units, phases = zip(*found)
+        return np.array(units, np.int32)[at], np.array(phases, np.int16)[at]
+
+    def of_work(
+        self, threads: npt.NDArray[np.int32], points: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
+        """The unit and the meanings of all that the host launched, or ran, on ``threads[i]`` at ``points[i]``.
+
+        The unit of the innermost label, else the one that computes then; with its forward or backward.
+        """
+        units, (computing, phases) = self.unit_at(threads, points), self.computing(points)
+        return np.where(units == UNKNOWN, computing, units), self.under(threads, points) | phases
 
 
 def find_labels(trace: TraceFile) -> Labels:

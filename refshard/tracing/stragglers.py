@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from refshard.timeline import Intervals
 from refshard.tracing.figures import CollectiveFigures, RankWait, TraceFigures, TraceWarning
 
 _POINT_TO_POINT = frozenset(("send", "recv"))
@@ -20,6 +19,12 @@ _ONE_SIDED = frozenset(("broadcast", "reduce", "gather", "scatter"))
 
 Key = tuple[str, str]
 """A group, and within an unnamed one the operation."""
+
+Pair = tuple[int, int]
+"""The trace that waited, and the one that it waited for."""
+
+Wait = tuple[int, int]
+"""From when to when, in nanoseconds of the waiting trace."""
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +39,8 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
 
     The k-th collective of a group on one rank is the k-th of that group on another; where groups are unnamed, the k-th
     of an operation over the whole job. Where the ranks' sequences differ, only what they begin with in common is
-    matched. Of ranks that entered last together the lowest is named. A wait of nothing is no wait.
+    matched. Of ranks that entered last together the lowest is named. A rank waits at the beginning of a collective, and
+    waits that run at once, in collectives of several streams or threads, count once. A wait of nothing is no wait.
     """
     present = [i for i, trace in enumerate(figures) if trace.rank is not None]
     sequences: dict[Key, dict[int, list[CollectiveFigures]]] = defaultdict(lambda: defaultdict(list))
@@ -42,8 +48,7 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
         for collective in figures[i].collectives:
             if collective.op not in _POINT_TO_POINT and _is_matchable(collective, figures[i].world_size):
                 sequences[_key(collective)][i].append(collective)
-    waited = np.zeros((len(figures), len(figures)), np.int64)
-    times = np.zeros_like(waited)
+    waits: dict[Pair, list[Wait]] = defaultdict(list)
     warnings = []
     for key, of_rank in sequences.items():
         if len(of_rank) < 2:
@@ -53,9 +58,9 @@ def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
             continue
         matched, warning = _common(key, of_rank)
         warnings += [warning] if warning else []
-        _add_waits(of_rank, matched, waited, times)
+        _add_waits(of_rank, matched, waits)
     return Waits(
-        waits_for=tuple(_waits_of(figures, waited[i].tolist(), times[i].tolist()) for i in range(len(figures))),
+        waits_for=tuple(_waits_of(figures, waits, i) for i in range(len(figures))),
         warnings=tuple(warnings),
     )
 
@@ -102,29 +107,22 @@ def _group(key: Key) -> str:
     return f"group {key[0]}" if key[0] else f"the unnamed group of {key[1]}"
 
 
-def _add_waits(
-    of_rank: dict[int, list[CollectiveFigures]],
-    matched: int,
-    waited: npt.NDArray[np.int64],
-    times: npt.NDArray[np.int64],
-) -> None:
-    """Add the waits in the first ``matched`` collectives of one group; row: who waited, column: for whom."""
-    traces = np.array(list(of_rank))
-    telling = [k for k in range(matched) if next(iter(of_rank.values()))[k].op not in _ONE_SIDED]
-    durations = np.array([[sequence[k].duration_ns for k in telling] for sequence in of_rank.values()], np.int64)
-    if not telling:
-        return
-    last = traces[np.argmin(durations, axis=0)]
-    waits = durations - durations.min(axis=0)
-    for row, trace in enumerate(traces):
-        np.add.at(waited[trace], last, waits[row])
-        np.add.at(times[trace], last, (waits[row] > 0).astype(np.int64))
+def _add_waits(of_rank: dict[int, list[CollectiveFigures]], matched: int, waits: dict[Pair, list[Wait]]) -> None:
+    """Add the waits in the first ``matched`` collectives of one group."""
+    for k in range(matched):
+        entered = {trace: sequence[k] for trace, sequence in of_rank.items()}
+        if next(iter(entered.values())).op in _ONE_SIDED:
+            continue
+        last = min(entered, key=lambda trace: entered[trace].duration_ns)
+        for trace, one in entered.items():
+            if (waited := one.duration_ns - entered[last].duration_ns) > 0:
+                waits[trace, last].append((one.start_ns, one.start_ns + waited))
 
 
-def _waits_of(figures: Sequence[TraceFigures], waited: list[int], times: list[int]) -> tuple[RankWait, ...]:
-    found = [
-        RankWait(rank=trace.rank, waited_ns=ns, collectives=count)
-        for trace, ns, count in zip(figures, waited, times)
-        if trace.rank is not None and ns
-    ]
+def _waits_of(figures: Sequence[TraceFigures], waits: dict[Pair, list[Wait]], waiter: int) -> tuple[RankWait, ...]:
+    found = []
+    for place, trace in enumerate(figures):
+        own = waits.get((waiter, place))
+        if own and trace.rank is not None:
+            found.append(RankWait(rank=trace.rank, waited_ns=Intervals.of(own).length, collectives=len(own)))
     return tuple(sorted(found, key=lambda wait: (-wait.waited_ns, wait.rank)))

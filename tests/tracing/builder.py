@@ -224,14 +224,14 @@ class _Step:
             self.kernel(Kind.COPY, "split_with_sizes_copy", gathered, plan.copy, unit, Meaning.COPY_OUT)
             self.label(Meaning.FORWARD, unit)
             forward_at = gathered + plan.copy
-            self.kernel(Kind.COMPUTE, "gemm_forward", forward_at, plan.forward, unit)
+            self.kernel(Kind.COMPUTE, "gemm_forward", forward_at, plan.forward, unit, phase=Meaning.FORWARD)
             self.label(Meaning.LEAVE, unit)
             at = forward_at + plan.forward
         self.label(REDUCE_WAIT, units[-1], plan.rs_wait)
         at += plan.stall
         for unit in reversed(units):
             self.label(Meaning.BACKWARD, unit)
-            self.kernel(Kind.COMPUTE, "gemm_backward", at, plan.backward, unit)
+            self.kernel(Kind.COMPUTE, "gemm_backward", at, plan.backward, unit, phase=Meaning.BACKWARD)
             self.label(Meaning.LEAVE, unit)
             at += plan.backward
             prep = plan.prep * (1 if unit == units[0] else plan.stretch)
@@ -250,15 +250,18 @@ class _Step:
 
     def kernel(
         self, kind: Kind, name: str, start: int, ns: int, unit: str | None = None, under: Meaning = NO_MEANING,
-        stream: int = COMPUTE_STREAM, **collective: Any,
+        stream: int = COMPUTE_STREAM, phase: Meaning = NO_MEANING, **collective: Any,
     ) -> None:  # fmt: skip
-        """Launch a kernel now, within a label of its own where it is under one, to run at ``start``."""
+        """Launch a kernel now, within a label of its own where it is ``under`` one, to run at ``start``.
+
+        ``phase`` is the unit's forward or backward, which began before.
+        """
         operator = collective.pop("operator", f"aten::{name}")
         if under and unit:
             self.trace.labels.append(Label(meaning=under, unit=unit, start=self.clock, end=self.clock + 9))
         self.trace.works.append(
             Work(kind=kind, name=f"{name}_kernel", operator=operator, stream=stream, start=start, ns=ns, unit=unit,
-                 launch=self.clock + 2, step=self.step, under=under, **collective)
+                 launch=self.clock + 2, step=self.step, under=under | phase, **collective)
         )  # fmt: skip
         self.clock += 10
 

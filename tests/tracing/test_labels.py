@@ -46,7 +46,7 @@ def labels_of(path: Path, *named: tuple[str, float, float]) -> Labels:
 
 
 def units_computing(labels: Labels, points: list[float]) -> list[str | None]:
-    found = labels.unit_computing(np.array([BASE_US * 1000 + int(p * 1000) for p in points]))
+    found, _ = labels.computing(np.array([BASE_US * 1000 + int(p * 1000) for p in points]))
     return [labels.unit_names[unit] if unit >= 0 else None for unit in found]
 
 
@@ -59,6 +59,13 @@ def test_the_unit_that_computes_is_the_last_begun_and_not_left(tmp_path: Path) -
         ("FSDP::pre_backward (b)", 20, 1),
     )  # fmt: skip
     assert units_computing(labels, [-1, 1, 3, 7, 9, 12, 15, 25]) == [None, ROOT, "a", ROOT, "b", ROOT, None, "b"]
+    _, phases = labels.computing(np.array([BASE_US * 1000 + us * 1000 for us in (3, 15, 25)]))
+    assert phases.tolist() == [Meaning.FORWARD, 0, Meaning.BACKWARD]
+
+
+def test_an_optimizer_ends_whatever_was_begun(tmp_path: Path) -> None:
+    labels = labels_of(tmp_path, ("FSDP::pre_backward (a)", 0, 1), ("Optimizer.step#AdamW.step", 5, 3))
+    assert units_computing(labels, [2, 6, 20]) == ["a", None, None]
 
 
 nested = st.recursive(

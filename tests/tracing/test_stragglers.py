@@ -41,10 +41,10 @@ def wait(rank: int, ns: int, collectives: int = 1) -> RankWait:
     return RankWait(rank=rank, waited_ns=ns, collectives=collectives)
 
 
-def entered(*times: int) -> list[TraceFigures]:
+def entered(*times: int, after: int = 0) -> list[TraceFigures]:
     """Ranks that enter one all-reduce at these times and leave it together, each by a clock of its own."""
     left = max(times) + 5
-    return [trace(rank, ran("all_reduce", left - at, start=at + 1000 * rank)) for rank, at in enumerate(times)]
+    return [trace(rank, ran("all_reduce", left - at, start=after + at + 1000 * rank)) for rank, at in enumerate(times)]
 
 
 def test_the_last_to_enter_is_waited_for() -> None:
@@ -52,9 +52,21 @@ def test_the_last_to_enter_is_waited_for() -> None:
     assert found == Waits(waits_for=((wait(1, 30),), (), (wait(1, 15),)), warnings=())
 
 
+def test_waits_that_run_at_once_count_once() -> None:
+    """Rank 0 waits over [0, 30) on one stream and over [10, 50) on another."""
+    first = trace(0, ran("all_reduce", 35, start=0), ran("all_reduce", 45, start=10))
+    late = trace(1, ran("all_reduce", 5, start=30), ran("all_reduce", 5, start=50))
+    assert rank_waits([first, late]).waits_for[0] == (wait(1, 50, collectives=2),)
+
+
 @given(st.lists(st.tuples(*[st.integers(0, 50)] * 3), max_size=8))
 def test_waits_are_those_of_the_true_entry_times(arrivals: list[tuple[int, int, int]]) -> None:
-    ranks = [trace(r, *(one[r].collectives[0] for one in (entered(*times) for times in arrivals))) for r in range(3)]
+    ranks = [
+        trace(
+            r, *(one[r].collectives[0] for one in (entered(*times, after=100 * k) for k, times in enumerate(arrivals)))
+        )
+        for r in range(3)
+    ]
     for rank, waits in enumerate(rank_waits(ranks).waits_for):
         true: dict[int, list[int]] = {}
         for times in arrivals:
