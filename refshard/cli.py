@@ -71,13 +71,17 @@ def report(
 @app.command()
 def trace(
     paths: Annotated[list[Path], typer.Argument(help="Kineto traces (.json, .json.gz), or folders of them.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per trace.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON array with one object per trace; of a comparison, an object.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with timelines: one file, no network.")] = None,
     job: Annotated[bool, typer.Option("--job", help="Take all files as ranks of one job, whatever they say.")] = False,
     calibration: Annotated[
         Path | None, typer.Option(help="A trace taken with CUDA_LAUNCH_BLOCKING=1, for the give-way index.")
     ] = None,
-    against: Annotated[Path | None, typer.Option(help="Say what accounts for the change to this trace.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Compare: what accounts for the change in step time from PATHS to this.")
+    ] = None,
     cross_check: Annotated[
         str | None, typer.Option(help="Set another analyser's figures beside these: hta (extra of the same name).")
     ] = None,

@@ -41,6 +41,9 @@ def trace(
     """
     if cross_check not in (None, "hta"):
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
+    if against is not None and (page is not None or cross_check is not None):
+        option = "--html" if page is not None else "--cross-check"
+        raise SpecError(f"against: a comparison is text or --json, so {option} goes without it; run the command twice")
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
     keep = page is not None or against is not None or cross_check is not None
     analyses = join(_analyse_all(paths, undisturbed, keep_timelines=keep), one_job=one_job)
@@ -63,7 +66,7 @@ def trace(
 
 def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool) -> list[Analysis]:
     found, skipped = [], []
-    for path in paths:
+    for path in dict.fromkeys(paths):
         if not path.is_dir():
             found.append(analyse(path, calibration=calibration, keep_timeline=keep_timelines))
             continue
@@ -84,7 +87,9 @@ def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_ti
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Files that may be traces, in a folder and below it; hidden ones are nobody's traces."""
+    """Files that may be traces, in a folder and below it, hidden ones left out; of a run's folder, its traces."""
+    if (folder / "records.jsonl").is_file() and (folder / "traces").is_dir():
+        folder = folder / "traces"
     return sorted(p for p in folder.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file() and p.name[0] != ".")
 
 
@@ -105,7 +110,11 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis], *, as_json: 
     changes = difference(of_a, of_b)
     if as_json:
         return json.dumps(trace_table.difference_objects(of_a, of_b, changes), indent=1, allow_nan=False)
-    return trace_table.terminal_difference((a.path.name, b.path.name), of_a, of_b, changes)
+    for what in ("device", "world_size"):
+        ours, theirs = getattr(a.figures, what), getattr(b.figures, what)
+        if ours != theirs:
+            print(f"refshard: A and B differ in {what}: {ours} and {theirs}", file=sys.stderr)
+    return trace_table.terminal_difference((str(a.path), str(b.path)), of_a, of_b, changes)
 
 
 def _one_rank(before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[Analysis, Analysis]:
@@ -113,10 +122,11 @@ def _one_rank(before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[An
     if len(before) == len(after) == 1:
         return before[0], after[0]
     for name, side in (("A", before), ("B", after)):
-        if len({one.figures.job for one in side}) > 1:
+        first_of = {one.figures.job: one.path.name for one in reversed(side)}
+        if len(first_of) > 1:
             raise TraceError(
-                f"--against compares two jobs, but {name} holds {len({one.figures.job for one in side})}: "
-                f"{', '.join(one.path.name for one in side[:_NAMED])}; name one file of each"
+                f"--against compares two jobs, but {name} holds {len(first_of)}, with {', '.join(first_of.values())}; "
+                "name one file of each"
             )
     ranks = {one.figures.rank for one in before} & {one.figures.rank for one in after} - {None}
     if not ranks:

@@ -17,7 +17,8 @@ from refshard.tracing.hta import HtaFailure, HtaFigures
 _NS = 1e-9
 _ALWAYS = frozenset(("rank", "per step", "compute", "comm.", "exposed", "overlap", "idle"))
 _SHOWN_CHANGES = 25
-_LONGEST_LABEL = 72
+_LONGEST_LABEL = 80
+_CLASSES = {"comm": "communication", "prep": "preparation"}
 
 
 def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:
@@ -152,27 +153,54 @@ def difference_objects(a: Attribution, b: Attribution, changes: Sequence[Change]
 
 
 def terminal_difference(names: tuple[str, str], a: Attribution, b: Attribution, changes: Sequence[Change]) -> str:
-    """What accounts for the change in step time, the greatest first; the last row adds up to the whole."""
-    before, after = a.span_ns / a.steps * _NS, b.span_ns / b.steps * _NS
-    shown, rest = changes[:_SHOWN_CHANGES], changes[_SHOWN_CHANGES:]
-    rows = [_change_row(c.kind, c.label + _mark(c), c.a_ns, c.b_ns, c.delta_ns) for c in shown if c.delta_ns]
-    if rest:
-        sums = [sum(getattr(c, key) for c in rest) for key in ("a_ns", "b_ns", "delta_ns")]
-        rows.append(_change_row("", f"{len(rest)} others", *sums))
-    rows.append(_change_row("", "step", before / _NS, after / _NS, (after - before) / _NS))
-    table = tabulate(rows, headers=("", "what", "A", "B", "B - A"), disable_numparse=True,
-                     colalign=("left", "left", "right", "right", "right"))  # fmt: skip
-    return (
-        f"A: {names[0]}, {a.steps} steps of {format_seconds(before)}\nB: {names[1]}, {b.steps} steps of "
-        f"{format_seconds(after)}\n\nper step, each moment given to one owner:\n\n{table}"
+    """What accounts for the change in step time: by class, and then in detail, each adding up to the whole."""
+    steps = [
+        f"{name}: {path}, {one.steps} steps of {_ns(one.span_ns / one.steps)}"
+        for name, path, one in zip("AB", names, (a, b))
+    ]
+    if not any(change.delta_ns for change in changes):
+        return "\n".join([*steps, "", "no difference"])
+    whole = [_change_row("step", a.span_ns / a.steps, b.span_ns / b.steps)]
+    kinds = dict.fromkeys(change.kind for change in changes)
+    by_kind = {kind: [change for change in changes if change.kind == kind] for kind in kinds}
+    sums = [_sum_row(_CLASSES.get(kind, kind), members) for kind, members in by_kind.items()]
+    shown = [c for c in changes[:_SHOWN_CHANGES] if c.delta_ns]
+    details = [_change_row(_label(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in shown]
+    if rest := [c for c in changes[_SHOWN_CHANGES:]]:
+        details.append(_sum_row(f"{len(rest)} others", rest, ""))
+    return "\n".join(
+        [
+            *steps,
+            "\nper step, each moment given to one owner; communication and idle time are what nothing else covers:\n",
+            _difference_table(("class",), [*sums, *whole]),
+            "",
+            _difference_table(("what", "class"), [*details, [*whole[0][:1], "", *whole[0][1:]]]),
+        ]
     )
 
 
-def _change_row(kind: str, label: str, a_ns: float, b_ns: float, delta_ns: float) -> tuple[str, ...]:
-    label = label if len(label) <= _LONGEST_LABEL else f"{label[: _LONGEST_LABEL - 1]}…"
-    sign = "+" if delta_ns > 0 else ""
-    return kind, label, format_seconds(a_ns * _NS), format_seconds(b_ns * _NS), sign + format_seconds(delta_ns * _NS)
+def _difference_table(names: tuple[str, ...], rows: Sequence[Sequence[str]]) -> str:
+    align = [*["left"] * len(names), "right", "right", "right"]
+    return tabulate(rows, headers=(*names, "A", "B", "B - A"), disable_numparse=True, colalign=align)
 
 
-def _mark(change: Change) -> str:
-    return " [new]" if change.new else " [gone]" if change.gone else ""
+def _sum_row(label: str, changes: Sequence[Change], *more: str) -> list[str]:
+    return _change_row(label, sum(c.a_ns for c in changes), sum(c.b_ns for c in changes), *more)
+
+
+def _change_row(label: str, a_ns: float, b_ns: float, *more: str) -> list[str]:
+    sign = "+" if b_ns > a_ns else ""
+    return [label, *more, _ns(a_ns), _ns(b_ns), sign + _ns(b_ns - a_ns)]
+
+
+def _ns(ns: float) -> str:
+    return format_seconds(ns * _NS)
+
+
+def _label(change: Change) -> str:
+    """A name cut in its middle, where kernels hold their template's arguments, and what is new or gone."""
+    mark = " [new]" if change.new else " [gone]" if change.gone else ""
+    label, room = change.label, _LONGEST_LABEL - len(mark)
+    if len(label) > room:
+        label = f"{label[: room // 2]}…{label[-(room - room // 2 - 1) :]}"
+    return label + mark

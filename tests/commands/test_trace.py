@@ -92,17 +92,20 @@ def test_a_difference_adds_up_to_the_change_in_step_time(folder: Path) -> None:
     assert changes[("comm", "all_reduce")] == -15_000
     assert sum(changes.values()) == found["delta_ns"] == found["b_ns"] - found["a_ns"] == 0
     printed = trace([folder / "rank0.json"], against=slower)
-    assert "A: rank0.json, 1 steps of 100 us\nB: slower.json, 1 steps of 100 us" in printed
-    assert "+15.0 us" in printed
+    assert f"A: {folder}/rank0.json, 1 steps of 100 us\nB: {folder}/slower.json, 1 steps of 100 us" in printed
+    table = [line.split() for line in printed.splitlines()]
+    assert ["communication", "50.0", "us", "35.0", "us", "-15.0", "us"] in table
+    assert ["aten::mm", "compute", "30.0", "us", "45.0", "us", "+15.0", "us"] in table
+    assert sum(line[:1] == ["step"] for line in table) == 2
 
 
 def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
-    assert "B: rank0.json" in trace([folder / "rank0.json", folder / "rank1.json"], against=folder)
+    assert trace([folder / "rank0.json", folder / "rank1.json"], against=folder).endswith("no difference")
     several = folder / "several"
     several.mkdir()
     for name in ("t.json", "u.json"):
         rank_of_a_job(several / name, 0, late=0)
-    with pytest.raises(TraceError, match=r"compares two jobs, but B holds 2: t.json, u.json; name one file of each"):
+    with pytest.raises(TraceError, match=r"compares two jobs, but B holds 2, with [tu].json, [tu].json; name one file"):
         trace([folder / "rank0.json"], against=several)
 
 
@@ -113,6 +116,7 @@ def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
         (["case.json"], "not a Kineto trace (it has no traceEvents)"),
         (["empty"], "holds no trace; traces end in .json or .json.gz"),
         (["rank0.json", "--cross-check", "hat"], "cross-check must be 'hta', got 'hat'"),
+        (["rank0.json", "--against", "rank1.json", "--html", "t.html"], "so --html goes without it"),
         (["rank0.json", "--calibration", "notes.txt"], "not a Kineto trace (it is no JSON object)"),
     ],
 )
@@ -123,6 +127,16 @@ def test_a_mistake_is_one_line(folder: Path, arguments: list[str], message: str)
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_run_keeps_its_traces_apart_and_a_file_named_twice_is_one(folder: Path) -> None:
+    (folder / "traces").mkdir()
+    (folder / "rank1.json").rename(folder / "traces" / "rank1.json")
+    assert [one["rank"] for one in json.loads(trace([folder, folder], as_json=True))] == [0, 1]
+    (folder / "records.jsonl").touch()
+    done = refshard("trace", str(folder), "--json", folder=folder)
+    assert [one["rank"] for one in json.loads(done.stdout)] == [1]
+    assert done.stderr == ""
 
 
 def test_a_damaged_file_in_a_folder_is_skipped_and_named(folder: Path) -> None:
