@@ -166,7 +166,7 @@ def terminal_difference(names: tuple[str, str], a: Attribution, b: Attribution, 
     sums = [_sum_row(_CLASSES.get(kind, kind), members) for kind, members in by_kind.items()]
     shown = [c for c in changes[:_SHOWN_CHANGES] if c.delta_ns]
     details = [_change_row(_label(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in shown]
-    if rest := [c for c in changes[_SHOWN_CHANGES:]]:
+    if rest := changes[_SHOWN_CHANGES:]:
         details.append(_sum_row(f"{len(rest)} others", rest, ""))
     return "\n".join(
         [
