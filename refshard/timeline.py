@@ -256,7 +256,7 @@ class Collective:
     tensor (the *size* column of nccl-tests); None where the trace was recorded without shapes. ``launched``, ``start``
     and ``end`` are nanoseconds; the latter two None where the trace shows no execution, and then ``lane`` is too.
     ``group`` names the process group, of ``group_size`` ranks. ``announced`` says whether the host's own operator of
-    the collective is in the trace. ``row`` is its row of :class:`Spans`, the first where it ran in several.
+    the collective is in the trace. ``rows`` are those of :class:`Spans` that ran for it; between them it did not run.
     """
 
     op: str
@@ -271,7 +271,7 @@ class Collective:
     start: int | None = None
     end: int | None = None
     announced: bool = True
-    row: int = UNKNOWN
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,16 @@ from refshard.tracing.events import HOST, KERNEL, LAUNCH, TraceFile
 from refshard.tracing.labels import Labels
 from refshard.tracing.steps import step_at
 
-COMM_KERNEL = re.compile(r"nccl|rccl|msccl|nvshmem|deep_?ep|refshard_emulated", re.IGNORECASE)
+COMM_KERNEL = re.compile(r"nccl|rccl|msccl|nvshmem|deep_ep::|refshard_emulated", re.IGNORECASE)
 """Names of kernels that communicate: NCCL 2.4 to 2.28, RCCL, MSCCL++, NVSHMEM, DeepEP, and emulated collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Launches:
-    """When and on which thread the host launched each device event; :data:`UNKNOWN` where the trace does not tell."""
+    """When and on which thread the host launched each device event, and which operator did.
+
+    In the order of the spans; :data:`UNKNOWN` where the trace does not tell.
+    """
 
     points: npt.NDArray[np.int64]
     threads: npt.NDArray[np.int32]
@@ -26,11 +29,11 @@ class Launches:
 
 def find_launches(trace: TraceFile) -> Launches:
     """Match device events with the host's calls by correlation id, or else with operators by external id."""
-    host, device = trace.host, trace.device
-    calls = np.flatnonzero((host.categories == LAUNCH) & (host.correlations >= 0))
-    call = _match(device.correlations, host.correlations[calls], calls)
-    ops = np.flatnonzero((host.categories == HOST) & (host.externals >= 0))
-    op = _match(device.externals, host.externals[ops], ops)
+    host, device, order = trace.host, trace.device, device_order(trace)
+    calls = np.flatnonzero((host.categories == LAUNCH) & (host.correlations > 0))
+    call = _match(trace, device.correlations[order], host.correlations[calls], calls)
+    ops = np.flatnonzero((host.categories == HOST) & (host.externals > 0))
+    op = _match(trace, device.externals[order], host.externals[ops], ops)
     launched = call != UNKNOWN
     # Ids of another numbering may coincide: an operator that was over when its kernel was launched did not launch it.
     point = host.starts[call]
@@ -46,36 +49,44 @@ def find_launches(trace: TraceFile) -> Launches:
 
 
 def _match(
-    wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    trace: TraceFile, wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The row, of the first with that id, of each wanted id; :data:`UNKNOWN` without one."""
+    """The host's row with each wanted id, :data:`UNKNOWN` without one; id 0 is none.
+
+    Of several with one id, which a recorder must not write, the last to begin before the device event does.
+    """
     if not len(ids):
         return np.full(len(wanted), UNKNOWN, np.int64)
-    order = np.argsort(ids, kind="stable")
-    place = np.minimum(np.searchsorted(ids[order], wanted), len(ids) - 1)
-    found = rows[order[place]]
-    return np.where((ids[order[place]] == wanted) & (wanted >= 0), found, UNKNOWN)
+    order = np.lexsort((trace.host.starts[rows], ids))
+    rows, ids = rows[order], ids[order]
+    first, last = np.searchsorted(ids, wanted, side="left"), np.searchsorted(ids, wanted, side="right")
+    found = np.where((first < last) & (wanted > 0), rows[np.minimum(first, len(ids) - 1)], UNKNOWN)
+    starts = trace.device.starts[device_order(trace)]
+    for place in np.flatnonzero((last - first > 1) & (wanted > 0)).tolist():
+        candidates = rows[first[place] : last[place]]
+        before = int(np.searchsorted(trace.host.starts[candidates], starts[place], side="right"))
+        found[place] = candidates[max(0, before - 1)]
+    return found
 
 
-def device_spans(trace: TraceFile, labels: Labels, host_windows: tuple[Window, ...]) -> Spans:
+def device_spans(trace: TraceFile, labels: Labels, host_windows: tuple[Window, ...], launches: Launches) -> Spans:
     """All device events of a trace, ordered by start."""
-    launches, device = find_launches(trace), trace.device
+    device, order = trace.device, device_order(trace)
+    starts, names = device.starts[order], device.names[order]
     units, under = labels.of_work(launches.threads, launches.points)
-    kinds = _kinds(trace, under)
-    order = device_order(trace)
     # Where the trace holds no launch at all, an event belongs to the step in which it ran.
-    in_time = launches.points if (launches.points != UNKNOWN).any() else device.starts
+    in_time = launches.points if (launches.points != UNKNOWN).any() else starts
     return Spans(
-        starts=device.starts[order],
+        starts=starts,
         ends=device.ends[order],
-        kinds=kinds[order],
+        kinds=_kinds(trace, order, under),
         lanes=device.lanes[order],
-        names=device.names[order],
-        operators=np.where(launches.operators == UNKNOWN, device.names, launches.operators)[order],
-        launches=launches.points[order],
-        steps=step_at(in_time, host_windows)[order],
-        units=units[order].astype(np.int32),
-        under=under[order],
+        names=names,
+        operators=np.where(launches.operators == UNKNOWN, names, launches.operators),
+        launches=launches.points,
+        steps=step_at(in_time, host_windows),
+        units=units.astype(np.int32),
+        under=under,
         signatures=device.signatures[order],
         lane_names=_lane_names(trace),
         name_table=trace.names,
@@ -89,18 +100,18 @@ def device_order(trace: TraceFile) -> npt.NDArray[np.int64]:
     return np.lexsort((trace.device.ends, trace.device.starts))
 
 
-def _kinds(trace: TraceFile, under: npt.NDArray[np.int16]) -> npt.NDArray[np.int8]:
+def _kinds(trace: TraceFile, order: npt.NDArray[np.int64], under: npt.NDArray[np.int16]) -> npt.NDArray[np.int8]:
     """Classes in the order of precedence of the definitions."""
-    device = trace.device
+    names, is_collective = trace.device.names[order], trace.device.is_collective[order]
     communicates = np.array([bool(COMM_KERNEL.search(name)) for name in trace.names] or [False])
     nameless = np.array([not name for name in trace.names] or [False])
-    is_kernel = device.categories == KERNEL
+    is_kernel = trace.device.categories[order] == KERNEL
     code = {kind: KINDS.index(kind) for kind in Kind}
     conditions = (
-        device.is_collective | (is_kernel & communicates[device.names]),
+        is_collective | (is_kernel & communicates[names]),
         under & Meaning.REDUCE > 0,
         ~is_kernel | (under & (Meaning.COPY_IN | Meaning.COPY_OUT) > 0),
-        ~nameless[device.names],
+        ~nameless[names],
     )
     classes = (code[Kind.COMM], code[Kind.PREP], code[Kind.COPY], code[Kind.COMPUTE])
     return np.select(conditions, classes, code[Kind.UNCLASSIFIED]).astype(np.int8)

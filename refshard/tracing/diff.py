@@ -109,13 +109,13 @@ def _labels(timeline: Timeline) -> tuple[list[str], npt.NDArray[np.int64]]:
     label_of = label_of.astype(np.int64)
     codes: dict[str, int] = {}
     for collective in timeline.collectives:
-        if collective.row != UNKNOWN:
+        if collective.rows:
             unit = None if collective.unit is None else collective.unit.strip("()")
             label = collective.op if unit is None else f"{collective.op} ({unit})"
             if label not in codes:
                 codes[label] = len(labels)
                 labels.append(label)
-            label_of[collective.row] = codes[label]
+            label_of[list(collective.rows)] = codes[label]
     return labels, label_of
 
 

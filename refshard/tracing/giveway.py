@@ -106,7 +106,7 @@ def _reductions(timeline: Timeline) -> _Reductions:
     found = sorted(
         (c.launched, start, UNKNOWN if before is None else before)
         for (c, _, start, _), before in zip(rows, ends_before(rows))
-        if c.op in REDUCTIONS and c.launched is not None and c.row != UNKNOWN
+        if c.op in REDUCTIONS and c.launched is not None and c.rows
     )
     table = np.array(found, np.int64).reshape(-1, 3)
     return _Reductions(launches=table[:, 0], starts=table[:, 1], before=table[:, 2])

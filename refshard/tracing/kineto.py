@@ -12,7 +12,7 @@ import numpy as np
 from refshard.errors import TraceError
 from refshard.timeline import UNKNOWN, Collective, Spans, Timeline, Window
 from refshard.tracing.cpu import cpu_spans, main_thread
-from refshard.tracing.device import device_spans
+from refshard.tracing.device import device_spans, find_launches
 from refshard.tracing.events import TraceFile, read_trace
 from refshard.tracing.issued import find_collectives
 from refshard.tracing.labels import find_labels
@@ -40,8 +40,9 @@ def timeline_of(trace: TraceFile) -> Timeline:
     host_windows, step_rows = host_steps(trace)
     labels = find_labels(trace)
     on_device = len(trace.device.starts) > 0
-    if on_device:
-        spans = device_spans(trace, labels, host_windows)
+    launches = find_launches(trace) if on_device else None
+    if launches is not None:
+        spans = device_spans(trace, labels, host_windows, launches)
     else:
         spans = cpu_spans(trace, labels, host_windows, main_thread(trace, step_rows))
     if not len(spans) and not host_windows:
@@ -50,7 +51,7 @@ def timeline_of(trace: TraceFile) -> Timeline:
             "record it with ProfilerActivity.CPU, and CUDA where there is a GPU"
         )
     windows = device_windows(spans, host_windows) if on_device else host_windows
-    collectives = find_collectives(trace, spans, labels, host_windows, on_device=on_device)
+    collectives = find_collectives(trace, spans, labels, host_windows, launches)
     return Timeline(
         rank=rank_of(trace),
         windows=windows or (Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max())),),
@@ -74,8 +75,9 @@ def _with_collectives(spans: Spans, collectives: tuple[Collective, ...]) -> Span
     launches, units, steps = spans.launches.copy(), spans.units.copy(), spans.steps.copy()
     number = {name: place for place, name in enumerate(spans.unit_names)}
     for one in collectives:
-        if one.row != UNKNOWN and one.announced:
-            launches[one.row] = UNKNOWN if one.launched is None else one.launched
-            units[one.row] = number.get(one.unit or "", UNKNOWN)
-            steps[one.row] = UNKNOWN if one.step is None else one.step
+        if one.announced:
+            rows = list(one.rows)
+            launches[rows] = UNKNOWN if one.launched is None else one.launched
+            units[rows] = number.get(one.unit or "", UNKNOWN)
+            steps[rows] = UNKNOWN if one.step is None else one.step
     return replace(spans, launches=launches, units=units, steps=np.asarray(steps, np.int32))

@@ -103,7 +103,7 @@ class Labels:
             rows = np.flatnonzero((self.threads == thread) & (self.units >= 0) & (self.ends > self.starts))
             there = np.flatnonzero(threads == thread)
             if len(rows) and len(there):
-                cuts, owners = _innermost(self.starts[rows].tolist(), self.ends[rows].tolist())
+                cuts, owners = innermost(self.starts[rows].tolist(), self.ends[rows].tolist())
                 owner = owners[np.searchsorted(cuts, points[there], side="right")]
                 found[there] = np.where(owner < 0, UNKNOWN, self.units[rows[owner]])
         return found
@@ -169,7 +169,7 @@ def _inside(
     return (index >= 0) & (points < np.maximum.accumulate(ends)[index])
 
 
-def _innermost(starts: list[int], ends: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def innermost(starts: list[int], ends: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Cut time at the borders of nested intervals, ordered by start; per piece the last begun that holds, or -1.
 
     The piece before the first cut comes first, so there is one more owner than there are cuts.

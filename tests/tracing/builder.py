@@ -107,7 +107,7 @@ class Trace:
         return Collective(
             op=work.op, bytes=4 * work.numel, step=work.step, group="0", group_size=self.world_size, dtype="Float",
             unit=work.unit, lane=f"stream {work.stream}", launched=BASE_NS + work.launch, start=BASE_NS + work.start,
-            end=BASE_NS + work.start + work.ns, row=row,
+            end=BASE_NS + work.start + work.ns, rows=(row,),
         )  # fmt: skip
 
     def write(self, path: Path) -> Path:

@@ -38,8 +38,8 @@ def test_the_reader_finds_all_that_was_written(tmp_path: Path, plan: Training) -
     assert len(one_signature_each) == len(set(expected.spans.signatures))
     assert sorted(found.labels, key=lambda x: x.start) == sorted(expected.labels, key=lambda x: x.start)
     size = f"0 [0-{plan.world_size - 1}]"
-    assert [(c.op, c.bytes, c.step, c.unit, c.launched, c.start, c.end, c.lane, c.row) for c in found.collectives] == [
-        (c.op, c.bytes, c.step, c.unit, c.launched and c.launched - 1, c.start, c.end, c.lane, c.row)
+    assert [(c.op, c.bytes, c.step, c.unit, c.launched, c.start, c.end, c.lane, c.rows) for c in found.collectives] == [
+        (c.op, c.bytes, c.step, c.unit, c.launched and c.launched - 1, c.start, c.end, c.lane, c.rows)
         for c in sorted(expected.collectives, key=lambda c: c.launched or 0)
     ]
     assert {(c.group, c.group_size, c.dtype, c.announced) for c in found.collectives} == {

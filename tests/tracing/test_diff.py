@@ -20,7 +20,7 @@ PRIORITY = [Kind.COMPUTE, Kind.PREP, Kind.COPY, Kind.UNCLASSIFIED, Kind.COMM]
 def with_collectives(found: list[Row], windows: tuple[Window, ...]) -> Timeline:
     """Some of the communication is of a collective, some of these of a unit."""
     collectives = tuple(
-        Collective(op="all_gather", bytes=None, step=None, row=i, unit="layers.0" if row.unit == 0 else None)
+        Collective(op="all_gather", bytes=None, step=None, rows=(i,), unit="layers.0" if row.unit == 0 else None)
         for i, row in enumerate(found)
         if row.kind is Kind.COMM and row.operator == 1
     )

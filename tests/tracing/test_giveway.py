@@ -104,11 +104,11 @@ def lost(before_end: int = 0, launch: int = 0, gradient_end: int = 0, other: int
         *prep,
     ]
 
-    def collective(lane: int, start: int, end: int, launched: int, row: int = UNKNOWN) -> Collective:
+    def collective(lane: int, start: int, end: int, launched: int, rows: tuple[int, ...] = ()) -> Collective:
         return Collective(op="reduce_scatter", bytes=None, step=None, lane=LANES[lane], launched=launched, start=start,
-                          end=end, row=row)  # fmt: skip
+                          end=end, rows=rows)  # fmt: skip
 
-    collectives = [collective(2, 100, 110, 70, row=3)]
+    collectives = [collective(2, 100, 110, 70, rows=(3,))]
     if before_end:
         collectives.append(replace(collective(2, 0, before_end, 0), op="all_gather"))
     if other:
