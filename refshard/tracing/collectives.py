@@ -9,8 +9,8 @@ from refshard.timeline import KINDS, Collective, Intervals, Kind, Label, Meaning
 from refshard.tracing.figures import CollectiveFigures, CopyOverhead, ReduceWait, UnitFigures
 from refshard.tracing.idle import knows_launches, latest_launches
 
-_ONE_WAY = frozenset(("all_gather", "all_gather_list", "reduce_scatter", "all_to_all"))
-_WHOLE = frozenset(("broadcast", "reduce", "send", "recv"))
+_ONE_WAY = frozenset(("all_gather", "reduce_scatter", "all_to_all"))
+_WHOLE = frozenset(("broadcast", "reduce", "send", "recv", "send_recv"))
 NS = 1e-9
 
 
@@ -25,7 +25,7 @@ def bus_factor(op: str, group_size: int | None) -> float | None:
     """
     if op in _WHOLE:
         return 1.0
-    if group_size is None or op not in _ONE_WAY | {"all_reduce"}:
+    if not group_size or op not in _ONE_WAY | {"all_reduce"}:
         return None
     return (2 if op == "all_reduce" else 1) * (group_size - 1) / group_size
 
@@ -53,38 +53,59 @@ def ends_before(rows: Iterable[tuple[Collective, str, int, int]]) -> list[int | 
 def collective_figures(timeline: Timeline) -> tuple[CollectiveFigures, ...]:
     """Every collective that ran, by start.
 
-    Exposed is the collective's own interval without U(compute), or without U of all that is no communication. The gap
-    is from the end of what came before it on its lane to its start, 0 where they overlap; it is blocking if this one
-    was launched no later than the gap began and compute runs in a part of it (None where the launch is unknown). The
-    wait in the queue is never below 0, whatever the clocks of host and device say.
+    Its duration is that of all its kernels. Exposed is when it ran without U(compute), or without U of all that is no
+    communication. The gap is from the end of what came before it on its lane to its start, 0 where they overlap; it is
+    blocking if this one was launched no later than the gap began and compute runs in a part of it (None where the
+    launch is unknown). The wait in the queue is never below 0, whatever the clocks of host and device say.
     """
     rows = ran(timeline)
     compute = timeline.busy(Kind.COMPUTE)
     starts = np.array([start for _, _, start, _ in rows], np.int64)
-    ends = np.array([end for *_, end in rows], np.int64)
     before = ends_before(rows)
     gap_starts = np.array(
         [start if b is None else min(b, start) for b, (_, _, start, _) in zip(before, rows)], np.int64
     )
-    lengths = ends - starts
-    exposed = (lengths - compute.within(starts, ends)).tolist()
-    exposed_any = (lengths - _but_communication(timeline).within(starts, ends)).tolist()
+    times = _times(timeline, rows, (compute, _but_communication(timeline)))
     computing = (compute.within(gap_starts, starts) > 0).tolist()
     return tuple(
-        _collective_figures(rows[i], (exposed[i], exposed_any[i]), before=before[i], beside=computing[i])
-        for i in range(len(rows))
+        _collective_figures(rows[i], times[i], before=before[i], beside=computing[i]) for i in range(len(rows))
     )
 
 
+def _times(
+    timeline: Timeline, rows: list[tuple[Collective, str, int, int]], hiding: tuple[Intervals, Intervals]
+) -> list[list[int]]:
+    """Of each collective the nanoseconds in which it ran, and those of them in which each of ``hiding`` did not.
+
+    In several kernels, the pauses between them are left out.
+    """
+    spans, owners, pieces = timeline.spans, [], []
+    for place, (collective, _, start, end) in enumerate(rows):
+        own = [(start, end)]
+        if len(collective.rows) > 1:
+            some = list(collective.rows)
+            own = Intervals.union(spans.starts[some], spans.ends[some]).pairs
+        owners += [place] * len(own)
+        pieces += own
+    starts, ends = np.array(pieces, np.int64).reshape(-1, 2).T
+    found = np.zeros((len(rows), 3), np.int64)
+    lengths = ends - starts
+    columns = (lengths, *(lengths - by.within(starts, ends) for by in hiding))
+    np.add.at(found, np.array(owners, np.int64), np.stack(columns, axis=1))
+    counts: list[list[int]] = found.tolist()
+    return counts
+
+
 def _collective_figures(
-    row: tuple[Collective, str, int, int], exposed: tuple[int, int], *, before: int | None, beside: bool
+    row: tuple[Collective, str, int, int], times: list[int], *, before: int | None, beside: bool
 ) -> CollectiveFigures:
-    """``exposed`` is so to compute and to all; ``before`` is when the lane fell silent, ``beside`` whether compute ran
+    """``times`` are those of :func:`_times`; ``before`` is when the lane fell silent, ``beside`` whether compute ran
     from then until the start.
     """
-    collective, lane, start, end = row
+    duration, exposed, exposed_any = times
+    collective, lane, start, _ = row
     factor = bus_factor(collective.op, collective.group_size)
-    rate = None if collective.bytes is None or end == start else collective.bytes / ((end - start) * NS)
+    rate = None if collective.bytes is None or not duration else collective.bytes / (duration * NS)
     launched = collective.launched
     blocking = None if before is None or launched is None else launched <= before and beside
     return CollectiveFigures(
@@ -96,9 +117,9 @@ def _collective_figures(
         dtype=collective.dtype,
         lane=lane,
         start_ns=start,
-        duration_ns=end - start,
-        exposed_ns=exposed[0],
-        exposed_any_ns=exposed[1],
+        duration_ns=duration,
+        exposed_ns=exposed,
+        exposed_any_ns=exposed_any,
         queued_ns=None if launched is None else max(0, start - launched),
         bytes=collective.bytes,
         algorithm_bandwidth=rate,

@@ -13,7 +13,7 @@ import msgspec
 from refshard.timeline import Intervals
 from refshard.tracing.figures import CollectiveFigures, RankWait, TraceFigures, TraceWarning
 
-_POINT_TO_POINT = frozenset(("send", "recv"))
+_POINT_TO_POINT = frozenset(("send", "recv", "send_recv"))
 _ONE_SIDED = frozenset(("broadcast", "reduce", "gather", "scatter"))
 """In these a rank may leave before another has entered, so that durations tell of no wait."""
 
