@@ -24,12 +24,13 @@ class Intervals:
     Intervals([(0, 8), (35, 40)])
     """
 
-    __slots__ = ("ends", "starts")
+    __slots__ = ("_sums", "ends", "starts")
 
     def __init__(self, starts: Nanoseconds, ends: Nanoseconds) -> None:
         """Take already sorted and disjoint intervals; use :meth:`of` or :meth:`union` for anything else."""
         self.starts = starts
         self.ends = ends
+        self._sums: Nanoseconds | None = None
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int]]) -> "Intervals":
@@ -72,12 +73,13 @@ class Intervals:
         return self._covered_before(ends) - self._covered_before(starts)
 
     def _covered_before(self, points: Nanoseconds) -> Nanoseconds:
-        covered = np.concatenate(([0], np.cumsum(self.ends - self.starts)))
+        if self._sums is None:
+            self._sums = np.concatenate(([0], np.cumsum(self.ends - self.starts)))
         index = np.searchsorted(self.starts, points, side="right")
         beyond = np.zeros(len(points), np.int64)
         inside = index > 0
         beyond[inside] = np.maximum(0, self.ends[index[inside] - 1] - points[inside])
-        return np.asarray(covered[index] - beyond, dtype=np.int64)
+        return np.asarray(self._sums[index] - beyond, dtype=np.int64)
 
     def gaps(self, start: int, end: int) -> "Intervals":
         """The maximal intervals of ``[start, end)`` that are not covered."""

@@ -23,11 +23,16 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Reductions:
-    """The reductions that ran, by launch: when that was, their start, and the end of what came before on their lane."""
+    """The reductions that ran, by launch: when that was, their start, and the end of what they had to follow.
+
+    That is what came before on their lane, and the collective of the same unit that was launched before (of a hybrid
+    mode, the other leg). ``units`` are codes of :attr:`Spans.units`.
+    """
 
     launches: Nanoseconds
     starts: Nanoseconds
     before: Nanoseconds
+    units: Nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,12 +56,14 @@ def give_ways(
 ) -> tuple[GiveWay, ...]:
     """The give-way index of each window: over the reductions r that start in it, sum of lost(r) / length of the window.
 
-    lost(r) = max(0, |D_r within U(compute)| - sum of dur0 over P_r). P_r are the preparatory kernels launched after the
-    reduction before r and before r; those without any count nowhere. dur0 of a kernel is the median duration of its
-    undisturbed runs, those that no other span overlaps, here or in ``calibration``; kernels are told apart by name and
-    launch geometry, and one with under 5 such runs leaves the window without an index. D_r lasts from the end of the
-    collective before r on its lane, the end of the last compute kernel launched before P_r, or the first launch of P_r,
-    whichever is latest, to the start of r. Stretch is the sum of durations over the sum of dur0.
+    lost(r) = max(0, |D_r within U(compute)| - sum of dur0 over P_r). P_r are the preparatory kernels of r's unit that
+    were launched after the reduction before r and before r: what follows a reduction under its annotation, a division
+    or a cast, prepares no other one. Reductions without any count nowhere. dur0 of a kernel is the median duration of
+    its undisturbed runs, those that no other span overlaps, here or in ``calibration``; kernels are told apart by name
+    and launch geometry, and one with under 5 such runs leaves the window without an index. D_r lasts from the latest
+    of: the end of the collective before r on its lane, of the one before it of its unit on any lane, of the last
+    compute kernel launched before P_r, and the first launch of P_r; to the start of r. Stretch is the sum of durations
+    over the sum of dur0.
     """
     spans = timeline.spans
     if not timeline.on_device:
@@ -103,13 +110,21 @@ def _short(kernel: str, width: int = 60) -> str:
 
 def _reductions(timeline: Timeline) -> _Reductions:
     rows = ran(timeline)
-    found = sorted(
-        (c.launched, start, UNKNOWN if before is None else before)
-        for (c, _, start, _), before in zip(rows, ends_before(rows))
-        if c.op in REDUCTIONS and c.launched is not None and c.rows
-    )
-    table = np.array(found, np.int64).reshape(-1, 3)
-    return _Reductions(launches=table[:, 0], starts=table[:, 1], before=table[:, 2])
+    code = {name: code for code, name in enumerate(timeline.spans.unit_names)}
+    on_lane = {id(row): before for row, before in zip(rows, ends_before(rows))}
+    ended: dict[str, int] = {}
+    found = []
+    for row in sorted(rows, key=lambda row: UNKNOWN if row[0].launched is None else row[0].launched):
+        collective, _, start, end = row
+        before = [UNKNOWN if on_lane[id(row)] is None else on_lane[id(row)]]
+        if collective.unit is not None:
+            before.append(ended.get(collective.unit, UNKNOWN))
+            ended[collective.unit] = end
+        if collective.op in REDUCTIONS and collective.launched is not None and collective.rows:
+            unit = code.get(collective.unit or "", UNKNOWN)
+            found.append((collective.launched, start, max(b for b in before if b is not None), unit))
+    table = np.array(sorted(found), np.int64).reshape(-1, 4)
+    return _Reductions(launches=table[:, 0], starts=table[:, 1], before=table[:, 2], units=table[:, 3])
 
 
 def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Timeline | None) -> _Preparations:
@@ -118,8 +133,11 @@ def _preparations(timeline: Timeline, reductions: _Reductions, calibration: Time
     rows = np.flatnonzero(spans.of_kind(Kind.PREP) & (launches != NEVER))
     rows = rows[np.argsort(launches[rows], kind="stable")]
     reduction_of = np.searchsorted(reductions.launches, launches[rows], side="left")
-    rows = rows[reduction_of < len(reductions.launches)]
-    reduction_of = reduction_of[: len(rows)]
+    known = reduction_of < len(reductions.launches)
+    rows, reduction_of = rows[known], reduction_of[known]
+    units = spans.units[rows], reductions.units[reduction_of]
+    own = (units[0] == units[1]) | (units[0] == UNKNOWN) | (units[1] == UNKNOWN)
+    rows, reduction_of = rows[own], reduction_of[own]
     if not len(rows):
         none = np.empty(0, np.int64)
         zeros = none.astype(np.float64)
