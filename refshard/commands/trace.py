@@ -13,8 +13,8 @@ from refshard.timeline import Timeline
 from refshard.tracing import hta
 from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.diff import attribute, difference
-from refshard.tracing.events import read_trace
 from refshard.tracing.kineto import timeline_of
+from refshard.tracing.reader import read_trace
 
 _SUFFIXES = (".json", ".json.gz")
 _NAMED = 3

@@ -10,13 +10,14 @@ import numpy as np
 
 from refshard.timeline import Nanoseconds, Timeline
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
-from refshard.tracing.events import MemoryEvent, TraceFile, read_trace
+from refshard.tracing.events import MemoryEvent, TraceFile
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
+from refshard.tracing.reader import read_trace
 from refshard.tracing.stragglers import rank_waits
 
 _MEMORY_POINTS = 2000

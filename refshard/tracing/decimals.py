@@ -1,21 +1,21 @@
 """Microseconds as decimal text become int64 nanoseconds, exactly."""
 
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 _LONGEST = 20  # characters; numpy saturates what an int64 cannot hold, which lies beyond the latest
-_LATEST = 2**62
+_EARLIEST, _LATEST = -(2**61), 2**62  # nanoseconds: the difference of any two still fits an int64
 _PLAIN = np.zeros(256, np.bool_)
 _PLAIN[list(b"0123456789.,-")] = True
 _COMMA, _DOT = b",."
 
 
 def nanoseconds(microseconds: Sequence[msgspec.Raw | bytes]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Nanoseconds of JSON numbers of microseconds, and which of them are numbers within +-2**62 ns.
+    """Nanoseconds of JSON numbers of microseconds, and which of them are numbers between -2**61 and 2**62 ns.
 
     Digits past the third decimal are rounded half away from zero. What is no number is 0 and marked unknown.
 
@@ -38,7 +38,7 @@ def nanoseconds(microseconds: Sequence[msgspec.Raw | bytes]) -> tuple[npt.NDArra
         return _one_by_one(microseconds)
     digits = np.fromstring(text[:-1].replace(b".", b""), dtype=np.int64, sep=",")
     scale = 10 ** (3 - decimals)
-    if (np.abs(digits) >= _LATEST // scale).any():
+    if (digits >= _LATEST // scale).any() or (digits <= _EARLIEST // scale).any():
         return _one_by_one(microseconds)
     return digits * scale, np.ones(len(ends), np.bool_)
 
@@ -49,9 +49,10 @@ def _one_by_one(microseconds: Sequence[msgspec.Raw | bytes]) -> tuple[npt.NDArra
     for place, text in enumerate(microseconds):
         try:
             value = Decimal(bytes(text).decode().strip('"')) * 1000
-        except (InvalidOperation, UnicodeDecodeError):
-            continue
-        if value.is_finite() and abs(value) < _LATEST:
+            if not (value.is_finite() and _EARLIEST < value < _LATEST):
+                continue
             found[place] = int(value.to_integral_value(rounding="ROUND_HALF_UP"))
             known[place] = True
+        except (ArithmeticError, UnicodeDecodeError):
+            continue
     return found, known

@@ -10,6 +10,8 @@ import msgspec
 
 from refshard.errors import TraceError
 from refshard.tracing.events import TraceFile
+from refshard.tracing.kineto import rank_of
+from refshard.tracing.messages import whole
 
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
 
@@ -40,8 +42,8 @@ def identity_of(trace: TraceFile) -> Identity:
     tables = [events for events in (trace.host, trace.device) if len(events.starts)]
     return Identity(
         path=trace.path,
-        rank=_whole(info.get("rank")),
-        world_size=_whole(info.get("world_size")),
+        rank=rank_of(trace),
+        world_size=whole(info.get("world_size")),
         backend=info["backend"] if isinstance(info.get("backend"), str) else None,
         start=base + min((int(events.starts.min()) for events in tables), default=0),
         end=base + max((int(events.ends.max()) for events in tables), default=0),
@@ -62,15 +64,15 @@ def group(identities: Sequence[Identity], *, one_job: bool = False) -> list[int]
     if one_job:
         _check_ranks(identities)
         return [0] * len(identities)
-    jobs: list[list[Identity]] = []
-    found = []
-    for one in identities:
-        job = next((number for number, members in enumerate(jobs) if _belongs(one, members)), len(jobs))
-        if job == len(jobs):
-            jobs.append([])
-        jobs[job].append(one)
-        found.append(job)
-    return found
+    jobs: list[list[int]] = []
+    # In order of time, one that overlaps any of a job overlaps one that came before: the files' order does not matter.
+    for place in sorted(range(len(identities)), key=lambda place: identities[place].start):
+        members = next((m for m in jobs if _belongs(identities[place], [identities[other] for other in m])), None)
+        if members is None:
+            jobs.append(members := [])
+        members.append(place)
+    numbers = {place: job for job, members in enumerate(sorted(jobs, key=min)) for place in members}
+    return [numbers[place] for place in range(len(identities))]
 
 
 def rank_in_name(path: Path) -> int | None:
@@ -96,13 +98,14 @@ def _belongs(one: Identity, members: Sequence[Identity]) -> bool:
 def _check_ranks(identities: Sequence[Identity]) -> None:
     seen: dict[int, Path] = {}
     for one in identities:
-        if one.rank is not None and one.rank in seen:
+        rank = one.rank if one.rank is not None else rank_in_name(one.path)
+        if rank is not None and rank in seen:
             raise TraceError(
-                f"--job takes each rank once, but {seen[one.rank]} and {one.path} are both rank {one.rank}; leave one "
-                "out, or leave --job away to analyse them as jobs of their own"
+                f"--job takes each rank once, but {seen[rank]} and {one.path} are both rank {rank}; leave one out, or "
+                "leave --job away to analyse them as jobs of their own"
             )
-        if one.rank is not None:
-            seen[one.rank] = one.path
+        if rank is not None:
+            seen[rank] = one.path
 
 
 def _facts(info: dict[str, Any], devices: Any) -> str:
@@ -111,7 +114,3 @@ def _facts(info: dict[str, Any], devices: Any) -> str:
     default = next((g for g in groups if isinstance(g, dict)), {}) if isinstance(groups, list) else {}
     names = sorted({str(d.get("name")) for d in devices if isinstance(d, dict)}) if isinstance(devices, list) else []
     return msgspec.json.encode([default.get("ranks"), info.get("nccl_version"), names]).decode()
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -13,9 +13,11 @@ from refshard.errors import TraceError
 from refshard.timeline import UNKNOWN, Collective, Spans, Timeline, Window
 from refshard.tracing.cpu import cpu_spans, main_thread
 from refshard.tracing.device import device_spans, find_launches
-from refshard.tracing.events import TraceFile, read_trace
+from refshard.tracing.events import TraceFile
 from refshard.tracing.issued import find_collectives
 from refshard.tracing.labels import find_labels
+from refshard.tracing.messages import whole
+from refshard.tracing.reader import read_trace
 from refshard.tracing.steps import device_windows, host_steps
 
 
@@ -66,8 +68,7 @@ def timeline_of(trace: TraceFile) -> Timeline:
 def rank_of(trace: TraceFile) -> int | None:
     """The rank that the trace's metadata names."""
     info = trace.metadata.get("distributedInfo")
-    rank = info.get("rank") if isinstance(info, dict) else None
-    return rank if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 else None
+    return whole(info.get("rank")) if isinstance(info, dict) else None
 
 
 def _with_collectives(spans: Spans, collectives: tuple[Collective, ...]) -> Spans:

@@ -104,7 +104,7 @@ def shape_of(args: Args, argument: int) -> tuple[int | None, Any]:
 
 def sent_and_received(args: Args) -> tuple[int | None, int | None]:
     """Elements of the message, as NCCL's annotation gives them; of gloo's, its first tensor for both."""
-    sent, received = (_whole(args.get(key)) for key in ("In msg nelems", "Out msg nelems"))
+    sent, received = (whole(args.get(key)) for key in ("In msg nelems", "Out msg nelems"))
     if sent is None and received is None:
         sent, _ = shape_of(args, 0)
     return sent, received
@@ -134,7 +134,7 @@ def groups_of(info: Any) -> dict[str, list[int]]:
     found = {}
     for group in config if isinstance(config, list) else ():
         if isinstance(group, dict) and isinstance(group.get("ranks"), list):
-            found[str(group.get("pg_name"))] = [rank for rank in group["ranks"] if _whole(rank) is not None]
+            found[str(group.get("pg_name"))] = [rank for rank in group["ranks"] if whole(rank) is not None]
     return found
 
 
@@ -147,7 +147,7 @@ def group_of(args: Args, groups: dict[str, list[int]]) -> Group:
     members = [int(n) for n in _RANK.findall(ranks)] if "..." not in ranks else []
     if not members and isinstance(name, str):
         members = groups.get(name, [])
-    size = _whole(args.get("Group size")) or len(members) or None
+    size = whole(args.get("Group size")) or len(members) or None
     if size is None and len({tuple(every) for every in groups.values()}) == 1:
         size = len(next(iter(groups.values()))) or None
     if not isinstance(name, str):
@@ -163,12 +163,13 @@ def _elements(shapes: Any) -> int | None:
 
 
 def _product(shape: Any) -> int | None:
-    if not isinstance(shape, list) or not all(_whole(n) is not None for n in shape):
+    if not isinstance(shape, list) or not all(whole(n) is not None for n in shape):
         return None
     return math.prod(shape)
 
 
-def _whole(value: Any) -> int | None:
+def whole(value: Any) -> int | None:
+    """A number of things, or None for what is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62 else None
 
 

@@ -10,6 +10,7 @@ from refshard.quantities import format_seconds
 from refshard.timeline import UNKNOWN, Kind, Spans, Timeline
 from refshard.tracing.events import LAUNCH, OVERHEAD, TraceFile
 from refshard.tracing.figures import TraceWarning
+from refshard.tracing.steps import left_out
 
 _LAUNCHES_KERNEL = re.compile(r"LaunchKernel|GraphLaunch|LaunchCooperativeKernel")
 _NOTABLE_OVERHEAD = 0.01
@@ -18,7 +19,9 @@ _SKIPPED = {
     "without_times": "{} events have no usable time or duration and are left out",
     "negative_durations": "{} events end before they start and are left out",
     "unusable_events": "{} events are not as the format has them and are left out",
-    "unusable_arguments": "the arguments of {} events are not as the format has them; read as absent",
+    "begin_and_end_pairs": "{} events are written as begin and end, which Kineto does not do, and are left out",
+    "unusable_metadata": "what the file says of itself is not as the format has it; read as absent",
+    "unusable_arguments": "{} arguments of events are not as the format has them; read as absent",
 }
 
 
@@ -33,7 +36,7 @@ def find_warnings(trace: TraceFile, timeline: Timeline) -> tuple[TraceWarning, .
     if timeline.on_device:
         found += _launches(trace, timeline.spans)
         found += _streams(timeline.spans)
-    found += _steps(timeline)
+    found += _steps(trace, timeline)
     found += _perturbation(trace, timeline.spans)
     return tuple(found)
 
@@ -152,8 +155,19 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
         )
 
 
-def _steps(timeline: Timeline) -> Iterator[TraceWarning]:
-    """Steps of which nothing ran, and what ran outside of all steps."""
+def _steps(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
+    """Steps of which nothing ran, steps that contradict each other, and what ran outside of all steps."""
+    unused, renumbered = left_out(trace, timeline.host_windows)
+    if unused > 0:
+        yield TraceWarning(
+            code="steps_overlap",
+            message=f"{unused} ProfilerStep annotations lie within others or on other threads and are left out",
+            count=unused,
+        )
+    if renumbered:
+        yield TraceWarning(
+            code="steps_repeat", message="step numbers come twice; steps are numbered from 0 in order of time"
+        )
     lived = {window.step for window in timeline.windows}
     if empty := [window.step for window in timeline.host_windows if window.step not in lived]:
         yield TraceWarning(

@@ -8,23 +8,45 @@ import numpy.typing as npt
 from refshard.timeline import UNKNOWN, Kind, Spans, Window
 from refshard.tracing.events import ANNOTATION, HOST, TraceFile
 
-_STEP = re.compile(r"^ProfilerStep#(\d+)$")
+_STEP = re.compile(r"^ProfilerStep#(\d{1,9})$")
 
 
 def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], npt.NDArray[np.int64]]:
     """The steps that the host announced, in order of time, and their rows of :attr:`TraceFile.host`.
 
-    A trace of a GPU repeats the annotation on the device's side; the host's is the step. In 2021 it was an operator.
+    A trace of a GPU repeats the annotation on the device's side; the host's is the step. In 2021 it was an operator. Of
+    several threads that announce steps the one with most of them counts, and a step within another does not. Where a
+    number comes twice, steps are numbered from 0.
     """
     host = trace.host
     numbers = {code: int(match[1]) for code, name in enumerate(trace.names) if (match := _STEP.match(name))}
     rows = np.flatnonzero(np.isin(host.names, list(numbers)) & np.isin(host.categories, (ANNOTATION, HOST)))
-    rows = rows[np.argsort(host.starts[rows], kind="stable")]
+    if not len(rows):
+        return (), rows
+    threads, counts = np.unique(host.threads[rows], return_counts=True)
+    rows = rows[host.threads[rows] == threads[np.argmax(counts)]]
+    rows = rows[np.lexsort((-host.ends[rows], host.starts[rows]))]
+    reach = np.maximum.accumulate(host.ends[rows])
+    follows = np.ones(len(rows), np.bool_)
+    follows[1:] = host.starts[rows][1:] >= reach[:-1]
+    rows = rows[follows]
+    found = [numbers[code] for code in host.names[rows].tolist()]
+    if len(set(found)) < len(found):
+        found = list(range(len(found)))
     windows = tuple(
-        Window(step=numbers[code], start=start, end=end)
-        for code, start, end in zip(host.names[rows].tolist(), host.starts[rows].tolist(), host.ends[rows].tolist())
+        Window(step=number, start=start, end=end)
+        for number, start, end in zip(found, host.starts[rows].tolist(), host.ends[rows].tolist())
     )
     return windows, rows
+
+
+def left_out(trace: TraceFile, windows: tuple[Window, ...]) -> tuple[int, bool]:
+    """How many annotations of steps are none of ``windows``, and whether these bear numbers of their own."""
+    host = trace.host
+    codes = [code for code, name in enumerate(trace.names) if _STEP.match(name)]
+    announced = np.isin(host.names, codes) & np.isin(host.categories, (ANNOTATION, HOST))
+    names = {f"ProfilerStep#{window.step}" for window in windows}
+    return int(announced.sum()) - len(windows), not names <= {trace.names[code] for code in codes}
 
 
 def step_at(points: npt.NDArray[np.int64], windows: tuple[Window, ...]) -> npt.NDArray[np.int32]:
@@ -49,20 +71,34 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     mine = np.isin(spans.steps, numbers) & (spans.steps != UNKNOWN)
     place = order[np.searchsorted(numbers[order], spans.steps[mine])]
     on_main = spans.lanes[mine] == main_lane(spans)
-    first = np.full(len(numbers), np.iinfo(np.int64).max)
-    last, last_on_main = np.full(len(numbers), UNKNOWN, np.int64), np.full(len(numbers), UNKNOWN, np.int64)
-    np.minimum.at(first, place, spans.starts[mine])
-    np.maximum.at(last, place, spans.ends[mine])
-    np.maximum.at(last_on_main, place[on_main], spans.ends[mine][on_main])
+    first, last = _extremes(len(numbers), place, spans.starts[mine], spans.ends[mine])
+    first_on_main, last_on_main = _extremes(
+        len(numbers), place[on_main], spans.starts[mine][on_main], spans.ends[mine][on_main]
+    )
+    # One that has nothing on the main lane ends before the next begins there.
+    latest = np.minimum.accumulate(first_on_main[::-1])[::-1]
+    ends = np.where(last_on_main == _NEVER[0], np.minimum(last, latest), last_on_main)
     windows: list[Window] = []
-    for number in np.flatnonzero(last != UNKNOWN).tolist():
+    for number in np.flatnonzero(last != _NEVER[0]).tolist():
         start = windows[-1].end if windows else int(first[number])
-        end = int(last_on_main[number] if last_on_main[number] != UNKNOWN else last[number])
-        windows.append(Window(step=host_windows[number].step, start=start, end=max(start, end)))
+        windows.append(Window(step=host_windows[number].step, start=start, end=max(start, int(ends[number]))))
     if windows:
         final = windows[-1]
         windows[-1] = Window(step=final.step, start=final.start, end=max(final.end, int(last.max())))
     return tuple(windows)
+
+
+_NEVER = (int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max))
+
+
+def _extremes(
+    count: int, place: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First start and last end of each step; the greatest and the least number where there is none."""
+    first, last = np.full(count, _NEVER[1]), np.full(count, _NEVER[0])
+    np.minimum.at(first, place, starts)
+    np.maximum.at(last, place, ends)
+    return first, last
 
 
 def main_lane(spans: Spans) -> int:

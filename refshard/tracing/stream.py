@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from stat import S_ISREG
 from types import TracebackType
 from typing import IO, Generic, TypeVar, cast
 
@@ -25,7 +26,8 @@ LARGEST_EVENT = 64 * MIB
 LARGEST_EXPANSION = 300
 """Times its size that a gzip file may expand to, past :data:`LARGEST_EVENT`. Real traces reach 10 to 40."""
 
-_GUESSES = 4
+_GUESSES, _SEARCHED = 4, MIB // 4
+_BETWEEN = re.compile(rb"\}\s*+,\s*+\{")
 _SKIPPED = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{}]', re.DOTALL)
 _AFTER_KEY = re.compile(rb"\s*(:?)\s*(\[?)")
 _NOT_JSON = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\b(?:nan|NaN|inf|Inf|infinity|Infinity)\b', re.DOTALL)
@@ -64,7 +66,10 @@ class EventStream(Generic[T]):
         self._salvage = salvage
         self._offset = 0
         try:
-            self._compressed_size = path.stat().st_size
+            status = path.stat()
+            if not S_ISREG(status.st_mode):
+                raise TraceError(f"{path}: is no regular file (a folder, pipe or device); name a trace file")
+            self._compressed_size = status.st_size
             self._raw: IO[bytes] = path.open("rb")
             packed = self._raw.read(2) == b"\x1f\x8b"
             self._raw.seek(0)
@@ -216,13 +221,15 @@ class EventStream(Generic[T]):
             return b"{}"
         if not tail:
             raise self._truncated()
-        text, count = _without_numbers_that_are_none(prefix + b'"traceEvents":null' + tail)
+        text, count = _without_numbers_that_are_none(prefix + b'"":null' + tail)
         try:
-            msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            keys = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise TraceError(
                 f"{self._path}: damaged before or after its events (not a JSON object); copy or record it again"
             ) from None
+        if "traceEvents" in keys:
+            raise TraceError(f"{self._path}: holds traceEvents twice; a trace has them once, so split the file in two")
         self.not_numbers += count
         return text
 
@@ -244,21 +251,20 @@ def _end_of_array(error: Exception) -> int | None:
         _Truncated: the text ended first.
     """
     message = str(error)
-    if "truncated" in message:
+    if isinstance(error, msgspec.ValidationError):  # which quotes the file
+        return None
+    if message.startswith("Input data was truncated"):
         raise _Truncated
-    if "trailing characters" in message and (at := _BYTE.search(message)):
+    if message.startswith("JSON is malformed: trailing characters") and (at := _BYTE.search(message)):
         return int(at[1]) - 1  # the first of those characters, counted from 1
     return None
 
 
 def _guesses(block: bytes) -> Iterator[int]:
     """Places after a ``}`` that a comma and a ``{`` follow, from the last one."""
-    place, found = len(block), 0
-    while found < _GUESSES and (place := block.rfind(b"{", 0, place)) > 0:
-        before = block[max(0, place - 64) : place].rstrip(_EMPTY)
-        if before.endswith(b",") and (cut := before[:-1].rstrip(_EMPTY)).endswith(b"}"):
-            found += 1
-            yield max(0, place - 64) + len(cut)
+    first = max(0, len(block) - _SEARCHED)
+    places = [first + match.start() + 1 for match in _BETWEEN.finditer(block[first:])]
+    yield from reversed(places[-_GUESSES:])
 
 
 def _without_numbers_that_are_none(text: bytes) -> tuple[bytes, int]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.errors import TraceError
-from refshard.tracing.events import TraceFile, read_trace
+from refshard.tracing.events import TraceFile
+from refshard.tracing.reader import read_trace
 from refshard.tracing.stream import EventStream
 from tests.tracing.handmade import event, write
 
@@ -198,8 +200,13 @@ def test_what_is_no_trace_is_one_clear_error(tmp_path: Path, content: bytes, mes
 def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be read"):
         read_trace(tmp_path / "none.json")
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError, match="is no regular file"):
         read_trace(tmp_path)
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_trace(tmp_path / ("x" * 300))
+    os.mkfifo(tmp_path / "fifo.json")
+    with pytest.raises(TraceError, match="is no regular file"):
+        read_trace(tmp_path / "fifo.json")
 
 
 def test_a_gzip_bomb_is_refused(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from refshard.errors import TraceError
-from refshard.tracing.events import read_trace
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
+from refshard.tracing.reader import read_trace
 from tests.tracing.handmade import BASE_US, event, write
 
 

@@ -1,0 +1,346 @@
+"""A trace file becomes columns.
+
+Of every event the typed decoder takes eight fields; arguments are decoded for the events that have a use for them, a
+block at a time. Times come from the decimal text: a float of microseconds since 1970 is off by up to 125 ns.
+"""
+
+import gc
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from refshard.tracing.decimals import nanoseconds
+from refshard.tracing.events import (
+    ANNOTATION,
+    CATEGORIES,
+    HOST,
+    KERNEL,
+    LAUNCH,
+    MEMCPY,
+    MEMSET,
+    UNUSED,
+    DeviceEvents,
+    HostEvents,
+    MemoryEvent,
+    TraceFile,
+)
+from refshard.tracing.stream import EventStream
+
+_DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))
+_TELLING = ("c10d::", "gloo:", "nccl:", "record_param_comms")
+_MEMORY = "[memory]"
+_FIELD = re.compile(r"`\$\.(.+?)`$")
+
+
+class _Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """An event with a duration."""
+
+    cat: str = ""
+    name: str = ""
+    pid: int | float | str = 0
+    tid: int | float | str = 0
+    ts: msgspec.Raw = msgspec.Raw(b"")
+    dur: msgspec.Raw = msgspec.Raw(b"")
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
+    """A moment: the allocator's events among them."""
+
+    name: str = ""
+    ts: msgspec.Raw = msgspec.Raw(b"")
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def _phase(tag: str) -> type[msgspec.Struct]:
+    return msgspec.defstruct(f"_Phase_{tag}", (), gc=False, tag_field="ph", tag=tag)
+
+
+class _Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
+    """The begin of what ends in another event, which Kineto does not write."""
+
+    cat: str = ""
+
+
+# The other phases of the format, of which nothing is read: flows, metadata, counters, samples and the like.
+_EVENT: Any = Union[(_Complete, _Instant, _Begin, *map(_phase, "sftMCEbneIPRcNODSTpFvV"))]
+
+
+_Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class _DeviceArgs(msgspec.Struct, gc=False):
+    stream: int | str | None = None
+    device: int | str | None = None
+    correlation: _Id = -1
+    external: _Id = msgspec.field(name="External id", default=-1)
+    external_2021: _Id = msgspec.field(name="external id", default=-1)
+    grid: msgspec.Raw = msgspec.Raw(b"")
+    block: msgspec.Raw = msgspec.Raw(b"")
+    collective: str | None = msgspec.field(name="Collective name", default=None)
+
+
+class _LaunchArgs(msgspec.Struct, gc=False):
+    correlation: _Id = -1
+
+
+class _HostArgs(msgspec.Struct, gc=False):
+    external: _Id = msgspec.field(name="External id", default=-1)
+
+
+class _MemoryArgs(msgspec.Struct):
+    bytes: int = msgspec.field(name="Bytes", default=0)
+    total: int | None = msgspec.field(name="Total Allocated", default=None)
+    device_type: int = msgspec.field(name="Device Type", default=0)
+    device: int = msgspec.field(name="Device Id", default=-1)
+
+
+def read_trace(path: Path) -> TraceFile:
+    """Read the trace of one rank, ``.json`` or gzipped; memory stays far below the file's size.
+
+    Raises:
+        TraceError: the file cannot be read, is no trace, is damaged or truncated.
+    """
+    reader = _Reader()
+    with _no_garbage_collection(), EventStream(path, msgspec.json.Decoder(list[_EVENT]), reader.salvage) as stream:
+        for block in stream:
+            reader.take(block)
+        if stream.not_numbers:
+            reader.skipped["not_numbers"] = stream.not_numbers
+        return reader.finish(path, stream.size, stream.metadata)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Millions of new objects make the collector look at all of them again and again; none of them is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+class _Table(dict[K, int]):
+    """Numbers things as they are first seen."""
+
+    def __missing__(self, thing: K) -> int:
+        self[thing] = number = len(self)
+        return number
+
+
+class _Categories(dict[str, int]):
+    """Codes by the name that a trace uses."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = code = CATEGORIES.get(name.lower(), UNUSED)
+        return code
+
+
+class _Columns(msgspec.Struct, gc=False):
+    """What host and device events have in common."""
+
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    codes: npt.NDArray[np.int8]
+    names: npt.NDArray[np.int32]
+
+    @property
+    def all(self) -> tuple[npt.NDArray[Any], ...]:
+        return (self.starts, self.ends, self.codes, self.names)
+
+    def at(self, rows: npt.NDArray[np.int64]) -> "_Columns":
+        return _Columns(*(column[rows] for column in self.all))
+
+
+class _Reader:
+    """Turns blocks of events into columns."""
+
+    def __init__(self) -> None:
+        self.skipped: dict[str, int] = {}
+        self._names: _Table[str] = _Table()
+        self._telling: set[int] = set()
+        self._threads: _Table[tuple[int | float | str, int | float | str]] = _Table()
+        self._lanes: _Table[tuple[Any, Any]] = _Table()
+        self._signatures: _Table[tuple[str, bytes, bytes]] = _Table()
+        self._categories = _Categories()
+        self._host: list[tuple[npt.NDArray[Any], ...]] = []
+        self._device: list[tuple[npt.NDArray[Any], ...]] = []
+        self._rows = [0, 0]
+        self._host_args: dict[int, dict[str, Any]] = {}
+        self._device_args: dict[int, dict[str, Any]] = {}
+        self._memory: list[MemoryEvent] = []
+        self._count = 0
+
+    def salvage(self, array: bytes) -> list[msgspec.Struct]:
+        """The events of a block of which some are not as they should be."""
+        decoder, found = msgspec.json.Decoder(_EVENT), []
+        for text in msgspec.json.decode(array, type=list[msgspec.Raw]):
+            try:
+                found.append(decoder.decode(text))
+            except (msgspec.ValidationError, UnicodeDecodeError, RecursionError, OverflowError):
+                self._count_skipped("unusable_events", 1)
+        return found
+
+    def take(self, block: list[msgspec.Struct]) -> None:
+        """Add a block of events."""
+        self._count += len(block)
+        categories = self._categories
+        self._take_memory([e for e in block if type(e) is _Instant and e.name == _MEMORY])
+        pairs = sum(type(e) is _Begin and categories[e.cat] != UNUSED for e in block)
+        self._count_skipped("begin_and_end_pairs", pairs)
+        used = [e for e in block if type(e) is _Complete and categories[e.cat] != UNUSED]
+        starts, known = nanoseconds([e.ts for e in used])
+        lengths, known_too = nanoseconds([e.dur for e in used])
+        good = known & known_too & (lengths >= 0)
+        if not good.all():
+            self._count_skipped("without_times", int(np.sum(~(known & known_too))))
+            self._count_skipped("negative_durations", int(np.sum(known & known_too & (lengths < 0))))
+            used = [e for e, is_good in zip(used, good) if is_good]
+            starts, lengths = starts[good], lengths[good]
+        codes = np.array([categories[e.cat] for e in used], np.int8)
+        on_device = np.isin(codes, tuple(_DEVICE))
+        known_names = len(self._names)
+        names = np.fromiter(map(self._names.__getitem__, [e.name for e in used]), np.int32, len(used))
+        new_names = islice(self._names.items(), known_names, None)
+        self._telling.update(code for name, code in new_names if name.startswith(_TELLING))
+        columns = _Columns(starts=starts, ends=starts + lengths, codes=codes, names=names)
+        for is_device, take in ((True, self._take_device), (False, self._take_host)):
+            rows = np.flatnonzero(on_device == is_device)
+            take([used[row] for row in rows.tolist()], columns.at(rows))
+
+    def finish(self, path: Path, size: int, metadata: bytes) -> TraceFile:
+        """All blocks together."""
+        return TraceFile(
+            path=path,
+            size=size,
+            host=HostEvents(**_together(HostEvents, self._host)),
+            device=DeviceEvents(**_together(DeviceEvents, self._device)),
+            names=tuple(self._names),
+            threads=tuple((str(pid), str(tid)) for pid, tid in self._threads),
+            lanes=tuple((str(device), str(stream)) for device, stream in self._lanes),
+            signatures=tuple(f"{name} {grid.decode()} {block.decode()}" for name, grid, block in self._signatures),
+            host_args=self._host_args,
+            device_args=self._device_args,
+            memory=tuple(self._memory),
+            metadata=self._metadata(metadata),
+            count=self._count,
+            skipped=self.skipped,
+        )
+
+    def _metadata(self, text: bytes) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(text)  # which takes a number of any size
+        except (ValueError, RecursionError):
+            self._count_skipped("unusable_metadata", 1)
+            return {}
+        return found
+
+    def _take_host(self, events: list[_Complete], columns: "_Columns") -> None:
+        threads = np.fromiter(map(self._threads.__getitem__, [(e.pid, e.tid) for e in events]), np.int32, len(events))
+        correlations = np.full(len(events), -1, np.int64)
+        externals = correlations.copy()
+        is_launch = columns.codes == LAUNCH
+        launches = self._args([events[row].args for row in np.flatnonzero(is_launch).tolist()], _LaunchArgs)
+        correlations[is_launch] = [args.correlation for args in launches]
+        is_operator = (columns.codes == HOST) | (columns.codes == ANNOTATION)
+        operators = self._args([events[row].args for row in np.flatnonzero(is_operator).tolist()], _HostArgs)
+        externals[is_operator] = [args.external for args in operators]
+        first = self._rows[0]
+        for row in np.flatnonzero(np.isin(columns.names, list(self._telling))).tolist():
+            self._host_args[first + row] = self._json_object(events[row].args)
+        self._rows[0] += len(events)
+        self._host.append((*columns.all, threads, correlations, externals))
+
+    def _take_device(self, events: list[_Complete], columns: "_Columns") -> None:
+        found = self._args([e.args for e in events], _DeviceArgs)
+        count, first = len(events), self._rows[1]
+        lanes = np.fromiter(
+            (
+                self._lanes[(e.pid if a.device is None else a.device, e.tid if a.stream is None else a.stream)]
+                for e, a in zip(events, found)
+            ),
+            np.int32,
+            count,
+        )
+        externals = [a.external if a.external >= 0 else a.external_2021 for a in found]
+        signatures = (self._signatures[e.name, bytes(a.grid), bytes(a.block)] for e, a in zip(events, found))
+        for row, (event, args) in enumerate(zip(events, found)):
+            if args.collective:
+                self._device_args[first + row] = self._json_object(event.args)
+        self._rows[1] += count
+        self._device.append(
+            (
+                *columns.all,
+                lanes,
+                np.array([a.correlation for a in found], np.int64),
+                np.array(externals, np.int64),
+                np.fromiter(signatures, np.int32, count),
+                np.array([bool(a.collective) for a in found], np.bool_),
+            )
+        )
+
+    def _take_memory(self, events: list[_Instant]) -> None:
+        times, known = nanoseconds([e.ts for e in events])
+        for ns, is_known, args in zip(times.tolist(), known, self._args([e.args for e in events], _MemoryArgs)):
+            if is_known:
+                device = "cpu" if args.device_type == 0 else f"device {args.device}"
+                self._memory.append(MemoryEvent(device=device, ns=ns, bytes=args.bytes, total=args.total))
+
+    def _args(self, raw: Sequence[msgspec.Raw], kind: type[T]) -> list[T]:
+        """The arguments of some events, decoded together, or one by one if some are odd."""
+        try:
+            return msgspec.json.decode(b"[" + b",".join(raw) + b"]", type=list[kind])  # type: ignore[valid-type]
+        except (msgspec.ValidationError, UnicodeDecodeError, RecursionError, OverflowError):
+            return [self._odd_args(text, kind) for text in raw]
+
+    def _odd_args(self, raw: msgspec.Raw, kind: type[T]) -> T:
+        """Arguments of which some are not as the profiler writes them: numbers as strings, null, and worse."""
+        known = self._json_object(raw)
+        while True:
+            try:
+                return msgspec.json.decode(msgspec.json.encode(known), type=kind, strict=False)
+            except (msgspec.ValidationError, OverflowError) as error:
+                field = _FIELD.search(str(error))
+                self._count_skipped("unusable_arguments", 1)
+                if field is None or known.pop(field[1], None) is None:
+                    return kind()
+
+    def _json_object(self, raw: msgspec.Raw) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(bytes(raw).decode("utf-8", "replace"), type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            self._count_skipped("unusable_arguments", 1)
+            return {}
+
+    def _count_skipped(self, reason: str, count: int) -> None:
+        if count:
+            self.skipped[reason] = self.skipped.get(reason, 0) + count
+
+
+def _together(table: type, blocks: list[tuple[npt.NDArray[Any], ...]]) -> dict[str, npt.NDArray[Any]]:
+    columns = zip(*blocks) if blocks else ([] for _ in table.__dataclass_fields__)  # type: ignore[attr-defined]
+    return {
+        name: np.concatenate(column) if column else np.empty(0, _TYPES[name])
+        for name, column in zip(table.__dataclass_fields__, columns)  # type: ignore[attr-defined]
+    }
+
+
+_TYPES: dict[str, type] = {
+    "starts": np.int64, "ends": np.int64, "correlations": np.int64, "externals": np.int64,
+    "categories": np.int8, "names": np.int32, "threads": np.int32, "lanes": np.int32, "signatures": np.int32,
+    "is_collective": np.bool_,
+}  # fmt: skip
