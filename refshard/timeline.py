@@ -81,10 +81,6 @@ class Intervals:
         beyond[inside] = np.maximum(0, self.ends[index[inside] - 1] - points[inside])
         return np.asarray(self._sums[index] - beyond, dtype=np.int64)
 
-    def gaps(self, start: int, end: int) -> "Intervals":
-        """The maximal intervals of ``[start, end)`` that are not covered."""
-        return Intervals.of([(start, end)]) - self
-
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """The intervals as plain tuples."""
@@ -244,6 +240,14 @@ class Spans:
     def of_kind(self, *kinds: Kind) -> npt.NDArray[np.bool_]:
         """Which rows are of these kinds."""
         return np.isin(self.kinds, [KINDS.index(kind) for kind in kinds])
+
+    def main_lane(self) -> int:
+        """The lane that computes most; without compute, the busiest one; :data:`UNKNOWN` without spans."""
+        if not len(self):
+            return UNKNOWN
+        computes = self.of_kind(Kind.COMPUTE)
+        rows = computes if computes.any() else np.ones(len(self), np.bool_)
+        return int(np.argmax(np.bincount(self.lanes[rows], weights=(self.ends - self.starts)[rows])))
 
     def covered(self, rows: npt.NDArray[np.bool_]) -> Intervals:
         """Union of these rows' intervals."""

@@ -51,13 +51,6 @@ def test_within_counts_the_points_of_every_window(a: list[tuple[int, int]], wind
     assert found.tolist() == [len(points(a) & points([window])) for window in windows]
 
 
-@given(pairs, st.integers(0, 40), st.integers(0, 40))
-def test_gaps_are_what_a_window_holds_beside(a: list[tuple[int, int]], start: int, length: int) -> None:
-    found = Intervals.of(a).gaps(start, start + length)
-    assert points(found.pairs) == points([(start, start + length)]) - points(a)
-    assert is_canonical(found)
-
-
 def test_nanoseconds_since_1970_are_exact() -> None:
     epoch = 1_790_857_026_000_000_001
     assert Intervals.of([(epoch, epoch + 1), (epoch + 1, epoch + 3)]).pairs == [(epoch, epoch + 3)]

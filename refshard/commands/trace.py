@@ -1,6 +1,7 @@
 """``refshard trace``: analyse Kineto traces, whoever recorded them."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ def trace(
 def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool) -> list[Analysis]:
     found, skipped = [], []
     for path in dict.fromkeys(paths):
-        if not path.is_dir():
+        if not os.path.isdir(path):  # noqa: PTH112 -- never raises
             found.append(analyse(path, calibration=calibration, keep_timeline=keep_timelines))
             continue
         inside = []
@@ -88,15 +89,18 @@ def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_ti
 
 def _candidates(folder: Path) -> list[Path]:
     """Files that may be traces, in a folder and below it, hidden ones left out; of a run's folder, its traces."""
-    if (folder / "records.jsonl").is_file() and (folder / "traces").is_dir():
+    if (folder / "records.jsonl").exists() and (folder / "traces").exists():
         folder = folder / "traces"
-    return sorted(p for p in folder.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file() and p.name[0] != ".")
+    files = (Path(where, name) for where, _, names in os.walk(folder) for name in names)
+    return sorted(p for p in files if p.name.endswith(_SUFFIXES) and os.path.isfile(p) and p.name[0] != ".")  # noqa: PTH113
 
 
 def _write(analyses: Sequence[Analysis], page: Path) -> None:
     # plotly and pandas take a second to import, and no other output needs them.
     from refshard.report.trace_page import AnalysedTrace, write_trace_page
 
+    if page.resolve() in {one.path.resolve() for one in analyses}:
+        raise SpecError(f"html: {page} is one of the traces, which the page would overwrite; name another file")
     traces = [AnalysedTrace(figures=one.figures, timeline=one.timeline, path=one.path) for one in analyses]
     try:
         write_trace_page(traces, page)

@@ -42,7 +42,12 @@ def terminal_table(traces: Sequence[TraceFigures]) -> str:
         parts.append(f"{_job_title(members)}\n{_job_table(members)}")
         parts += _waits(members)
     parts += [_warnings(trace) for trace in traces if trace.warnings]
-    return "\n\n".join(parts)
+    return _printable("\n\n".join(parts))
+
+
+def _printable(text: str) -> str:
+    """Without characters that would steer a terminal: names in traces are anyone's."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _job_title(members: Sequence[TraceFigures]) -> str:
@@ -168,15 +173,14 @@ def terminal_difference(names: tuple[str, str], a: Attribution, b: Attribution, 
     details = [_change_row(_label(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in shown]
     if rest := changes[_SHOWN_CHANGES:]:
         details.append(_sum_row(f"{len(rest)} others", rest, ""))
-    return "\n".join(
-        [
-            *steps,
-            "\nper step, each moment given to one owner; communication and idle time are what nothing else covers:\n",
-            _difference_table(("class",), [*sums, *whole]),
-            "",
-            _difference_table(("what", "class"), [*details, [*whole[0][:1], "", *whole[0][1:]]]),
-        ]
-    )
+    parts = [
+        *steps,
+        "\nper step, each moment given to one owner; communication and idle time are what nothing else covers:\n",
+        _difference_table(("class",), [*sums, *whole]),
+        "",
+        _difference_table(("what", "class"), [*details, [*whole[0][:1], "", *whole[0][1:]]]),
+    ]
+    return _printable("\n".join(parts))
 
 
 def _difference_table(names: tuple[str, ...], rows: Sequence[Sequence[str]]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from refshard.timeline import Nanoseconds, Timeline
+from refshard.timeline import Nanoseconds, Timeline, Window
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
 from refshard.tracing.events import MemoryEvent, TraceFile
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
@@ -52,47 +52,46 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
     """
     trace = read_trace(path)
-    timeline = timeline_of(trace)
-    identity = identity_of(trace)
-    rank = timeline.rank if timeline.rank is not None else rank_in_name(path)
-    windows = timeline.windows
-    first, last = _extent(timeline)
-    starts = np.array([first, *(window.start for window in windows)], np.int64)
-    ends = np.array([last, *(window.end for window in windows)], np.int64)
-    parts = list(
-        zip(
-            breakdowns(timeline, starts, ends),
-            give_ways(timeline, starts, ends, calibration),
-            copy_overhead(timeline, starts, ends),
-            reduce_waits(timeline, *_host_bounds(timeline)),
-        )
-    )
-    whole, giveway, copies, reduce_wait = parts[0]
+    timeline, identity = timeline_of(trace), identity_of(trace)
+    whole, *steps = _per_window(timeline, calibration)
     figures = TraceFigures(
         file=str(path),
         job=0,
-        rank=rank,
+        rank=identity.rank if identity.rank is not None else rank_in_name(path),
         world_size=identity.world_size,
         backend=identity.backend,
         device=_device(trace, timeline),
         events=trace.count,
-        whole=whole,
-        giveway=giveway,
-        copies=copies,
-        reduce_wait=reduce_wait,
-        steps=tuple(
-            StepFigures(
-                step=window.step, start_ns=window.start, breakdown=part[0], giveway=part[1], copies=part[2],
-                reduce_wait=part[3],
-            )
-            for window, part in zip(windows, parts[1:])
-        ),
+        whole=whole.breakdown,
+        giveway=whole.giveway,
+        copies=whole.copies,
+        reduce_wait=whole.reduce_wait,
+        steps=tuple(steps),
         units=unit_figures(timeline),
         collectives=collective_figures(timeline),
         memory=_memory(trace.memory),
         warnings=find_warnings(trace, timeline),
-    )  # fmt: skip
+    )
     return Analysis(figures=figures, identity=identity, kept=timeline if keep_timeline else None)
+
+
+def _per_window(timeline: Timeline, calibration: Timeline | None) -> list[StepFigures]:
+    """Figures of the whole trace, and then of each of its steps."""
+    windows = [Window(step=None, start=_extent(timeline)[0], end=_extent(timeline)[1]), *timeline.windows]
+    starts = np.array([window.start for window in windows], np.int64)
+    ends = np.array([window.end for window in windows], np.int64)
+    columns = (
+        breakdowns(timeline, starts, ends),
+        give_ways(timeline, starts, ends, calibration),
+        copy_overhead(timeline, starts, ends),
+        reduce_waits(timeline, *_host_bounds(timeline)),
+    )
+    return [
+        StepFigures(
+            step=window.step, start_ns=window.start, breakdown=where, giveway=give, copies=copies, reduce_wait=wait
+        )
+        for window, where, give, copies, wait in zip(windows, *columns)
+    ]
 
 
 def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analysis, ...]:

@@ -224,11 +224,7 @@ def _device_waits(timeline: Timeline, labels: list[Label]) -> list[int] | None:
     spans = timeline.spans
     if not timeline.on_device or not knows_launches(spans):
         return None
-    computing = spans.of_kind(Kind.COMPUTE)
-    if not computing.any():
-        return [0] * len(labels)
-    time = np.bincount(spans.lanes[computing], weights=(spans.ends - spans.starts)[computing])
-    rows = np.flatnonzero(spans.lanes == np.argmax(time))
+    rows = np.flatnonzero(spans.lanes == spans.main_lane())
     launches = latest_launches(spans)[rows]
     order = np.argsort(launches, kind="stable")
     last_end = np.maximum.accumulate(spans.ends[rows][order])

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Kind, Spans, Window
+from refshard.timeline import UNKNOWN, Spans, Window
 from refshard.tracing.events import ANNOTATION, HOST, TraceFile
 
 _STEP = re.compile(r"^ProfilerStep#(\d{1,9})$")
@@ -70,7 +70,7 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     order = np.argsort(numbers, kind="stable")
     mine = np.isin(spans.steps, numbers) & (spans.steps != UNKNOWN)
     place = order[np.searchsorted(numbers[order], spans.steps[mine])]
-    on_main = spans.lanes[mine] == main_lane(spans)
+    on_main = spans.lanes[mine] == spans.main_lane()
     first, last = _extremes(len(numbers), place, spans.starts[mine], spans.ends[mine])
     first_on_main, last_on_main = _extremes(
         len(numbers), place[on_main], spans.starts[mine][on_main], spans.ends[mine][on_main]
@@ -99,13 +99,3 @@ def _extremes(
     np.minimum.at(first, place, starts)
     np.maximum.at(last, place, ends)
     return first, last
-
-
-def main_lane(spans: Spans) -> int:
-    """The lane that computes most; without compute, the busiest one; :data:`UNKNOWN` without spans."""
-    if not len(spans):
-        return UNKNOWN
-    computes = spans.of_kind(Kind.COMPUTE)
-    rows = computes if computes.any() else np.ones(len(spans), np.bool_)
-    busy = np.bincount(spans.lanes[rows], weights=(spans.ends - spans.starts)[rows])
-    return int(np.argmax(busy))
