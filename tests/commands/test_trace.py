@@ -150,3 +150,17 @@ def test_a_damaged_file_in_a_folder_is_skipped_and_named(folder: Path) -> None:
 def test_an_unwritable_page_is_a_users_mistake(folder: Path) -> None:
     with pytest.raises(SpecError, match=r"html: .* cannot be written"):
         trace([folder / "rank0.json"], page=folder / "none" / "t.html")
+
+
+def test_a_page_does_not_overwrite_a_trace(folder: Path) -> None:
+    before = (folder / "rank0.json").read_bytes()
+    with pytest.raises(SpecError, match="is one of the traces, which the page would overwrite"):
+        trace([folder / "rank0.json"], page=folder / "." / "rank0.json")
+    assert (folder / "rank0.json").read_bytes() == before
+
+
+def test_names_cannot_steer_the_terminal(folder: Path) -> None:
+    path = folder / "rank0.json"
+    path.write_text(path.read_text().replace('"gloo"', '"gl\\u001b[31moo"').replace("aten::mm", "aten::m\\u001b[2Jm"))
+    assert "\x1b" not in trace([path]) + trace([path], against=folder / "rank1.json")
+    assert "aten::m\N{REPLACEMENT CHARACTER}[2Jm" in trace([path], against=folder / "rank1.json")

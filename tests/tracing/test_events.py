@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.errors import TraceError
+from refshard.report.trace_table import as_objects
+from refshard.tracing.analysis import analyse
 from refshard.tracing.events import TraceFile
 from refshard.tracing.reader import read_trace
 from refshard.tracing.stream import EventStream
-from tests.tracing.handmade import event, write
+from tests.tracing.builder import Training
+from tests.tracing.handmade import event, shaped, step, write
 
 HOSTILE_NAMES = ["},{", '"', "\\", '\\"},\n  {', "</script><b>&", "[[[", "}]", "éλ\u2028", "", "traceEvents"]
 
@@ -268,3 +272,75 @@ def test_memory_events_are_kept(tmp_path: Path) -> None:
     moment = {"ph": "i", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 3, "args": args}
     (found,) = read_trace(written(tmp_path / "t.json", [moment, {**moment, "name": "else"}])).memory
     assert (found.device, found.ns, found.bytes, found.total) == ("device 0", 3000, 512, 1024)
+
+
+def test_braces_without_end_cost_no_time(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents":[' + b"{" * 20_000_000))
+    with pytest.raises(TraceError, match=r"damaged|truncated"):
+        read_trace(path)
+
+
+def test_events_in_two_halves_and_in_two_arrays_are_not_lost_in_silence(tmp_path: Path) -> None:
+    halves = [{**kernel("a", 1, 2), "ph": phase} for phase in "BE"]
+    assert read_trace(written(tmp_path / "t.json", [*halves, kernel("b", 3, 4)])).skipped == {"begin_and_end_pairs": 1}
+    (tmp_path / "two.json").write_text('{"traceEvents": [], "traceEvents": []}')
+    with pytest.raises(TraceError, match="holds traceEvents twice"):
+        read_trace(tmp_path / "two.json")
+
+
+def test_one_odd_argument_costs_no_other(tmp_path: Path) -> None:
+    odd = {"Collective name": None, "correlation": "12", "External id": 2**64 - 1, "stream": 5, "grid": [1, 2, 3]}
+    trace = read_trace(written(tmp_path / "t.json", [{**kernel("a", 1, 2), "pid": 0.5, "args": odd}]))
+    assert (trace.device.correlations.tolist(), trace.device.externals.tolist()) == ([12], [-1])
+    assert trace.lanes == (("0.5", "5"),)
+    assert trace.signatures == ("a [1,2,3] ",)
+    assert trace.skipped == {"unusable_arguments": 1}
+
+
+SEEDS = {
+    "gpu": lambda path: Training(layers=1, steps=1).trace().write(path).read_bytes(),
+    "cpu": lambda path: write(path, [step(0, 0, 9), event("gloo:all_reduce", 1, 2, cat="user_annotation", tid=2,
+                              **shaped([[3]], ["float"])), event("aten::mm", 3, 4)]).read_bytes(),
+}  # fmt: skip
+JUNK = [
+    b"9" * 30,
+    b"-",
+    b"e99",
+    b"null",
+    b"[",
+    b"{",
+    b"}",
+    b"]",
+    b'"',
+    b"\\",
+    b"NaN",
+    b",",
+    b"\0",
+    b"\xff",
+    b"1e400",
+    b"",
+]
+
+
+def outcome(path: Path) -> str:
+    try:
+        json.dumps(as_objects([analyse(path).figures]), allow_nan=False)
+    except TraceError as error:
+        return str(error)
+    return "figures"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_is_damaged_ends_in_one_line_or_in_figures(tmp_path: Path, seed: str) -> None:
+    """Bytes put in, taken out, doubled and cut off, at random from a fixed start; a cut file gives no figures."""
+    path, chance = tmp_path / "t.json", random.Random(5)
+    whole = SEEDS[seed](path)
+    for number in range(600):
+        at, length = chance.randrange(len(whole)), chance.randrange(60)
+        inside = chance.choice(JUNK) if number % 3 else whole[at : at + length] * 2
+        cut = number % 4 == 3
+        path.write_bytes(whole[:at] if cut else whole[:at] + inside + whole[at + length :])
+        told = outcome(path)
+        assert "\n" not in told
+        assert not (cut and told == "figures")

@@ -138,3 +138,29 @@ def test_a_kernel_launched_after_the_reduction_prepares_the_next() -> None:
     trace.works = [delayed(work) for work in trace.works]
     *_, last, whole = of_steps(trace.timeline())
     assert (last.reduces, whole.reduces) == (1, 11)
+
+
+def test_what_follows_a_reduction_under_its_annotation_prepares_no_other() -> None:
+    """A cast after each reduce-scatter, as a mixed-precision run has it, leaves the index where it was."""
+    plan = Training(steps=5, stretch=1)
+    trace = plan.trace()
+    for first in [work for work in trace.works if work.op == "reduce_scatter"]:
+        cast = replace(first, kind=Kind.PREP, name="cast_kernel", op=None, ns=plan.prep, launch=first.launch + 1)
+        trace.works.append(replace(cast, start=first.start + first.ns))
+    whole = of_steps(trace.timeline())[-1]
+    assert (whole.lost_ns, whole.index, whole.stretch) == (0, 0.0, 1.0)
+
+
+def test_the_second_leg_of_a_hybrid_waits_for_the_first_and_not_for_preparation() -> None:
+    """Per unit a reduce-scatter, a division, and an all-reduce on another stream: nothing gives way to anything."""
+    plan = Training(steps=5, stretch=1, reduce=4000)
+    trace = plan.trace()
+    for first in [work for work in trace.works if work.op == "reduce_scatter"]:
+        end = first.start + first.ns
+        divide = replace(first, kind=Kind.PREP, name="div_kernel", start=end, ns=500, launch=first.launch + 1, op=None)
+        second = replace(first, name="nccl_all_reduce", op="all_reduce", stream=24, launch=first.launch + 2)
+        trace.works += [divide, replace(second, start=end + 500)]
+    timeline = trace.timeline()
+    trace.works = [work for work in trace.works if work.kind is Kind.PREP]  # a pass in which nothing runs beside them
+    whole = of_steps(timeline, trace.timeline())[-1]
+    assert (whole.reduces, whole.lost_ns, whole.index) == (2 * plan.layers * plan.steps, 0, 0.0)

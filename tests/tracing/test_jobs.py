@@ -1,6 +1,7 @@
 """Which traces are the ranks of one job."""
 
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,16 @@ def test_a_rank_in_a_files_name() -> None:
         12,
         None,
     ]
+
+
+def test_the_files_order_does_not_matter() -> None:
+    """Rank 2 was recorded while both others were, which did not overlap."""
+    ranks = [identity(0), identity(1, start=150), replace(identity(2, start=50), end=200)]
+    for order in permutations(range(3)):
+        assert group([ranks[place] for place in order]) == [0, 0, 0]
+
+
+def test_ranks_that_only_the_names_tell_may_not_repeat_either() -> None:
+    nameless = replace(identity(None), path=Path("rank1.json"))
+    with pytest.raises(TraceError, match="are both rank 1"):
+        group([identity(1), nameless], one_job=True)

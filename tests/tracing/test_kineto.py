@@ -1,5 +1,6 @@
 """Traces with a known answer, made by hand."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +220,56 @@ def test_a_trace_of_nothing_is_an_error(tmp_path: Path) -> None:
         read_timeline(write(tmp_path / "t.json", [event("main", 0, 9, cat="python_function")]))
     (idle,) = step_breakdowns(read_timeline(write(tmp_path / "t.json", [step(0, 0, 9)])))
     assert (idle.span_ns, idle.idle_ns, idle.busy_ns) == (9000, 9000, 0)
+
+
+def windows_of(path: Path) -> list[tuple[int | None, int, int]]:
+    base = BASE_US * 1000
+    return [(w.step, w.start - base, w.end - base) for w in read_timeline(path).windows]
+
+
+def test_steps_whose_numbers_repeat_are_counted(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.json",
+        [step(0, 0, 10), step(1, 10, 10), step(0, 20, 10), step(1, 30, 10), event("aten::mm", 25, 3)],
+    )
+    assert [number for number, *_ in windows_of(path)] == [0, 1, 2, 3]
+    assert read_timeline(path).spans.steps.tolist() == [2]
+
+
+def test_steps_of_one_thread_count_and_none_within_another(tmp_path: Path) -> None:
+    other = [{**step(n, 10 * n + 3, 4), "tid": 9} for n in range(2)]
+    path = write(tmp_path / "t.json", [*other, step(0, 0, 10), step(1, 10, 10), step(2, 20, 10), step(7, 22, 3)])
+    assert windows_of(path) == [(0, 0, 10_000), (1, 10_000, 20_000), (2, 20_000, 30_000)]
+
+
+def test_a_step_without_compute_ends_before_the_next_computes(tmp_path: Path) -> None:
+    copy = event("Memcpy HtoD", 30, 90, cat="gpu_memcpy", stream=9, correlation=2)
+    path = write(
+        tmp_path / "t.json",
+        [
+            step(0, 0, 10), step(1, 10, 10), step(2, 20, 10), *launched("a", 1, 5, 20, 1),
+            event("cudaMemcpyAsync", 12, 1, cat="cuda_runtime", correlation=2), copy, *launched("b", 22, 40, 20, 3),
+        ],
+    )  # fmt: skip
+    assert windows_of(path) == [(0, 5_000, 25_000), (1, 25_000, 40_000), (2, 40_000, 120_000)]
+
+
+def test_of_launches_with_one_correlation_the_last_before_the_kernel_counts_and_zero_is_none(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.json",
+        [
+            step(0, 0, 50), step(1, 50, 50), *launched("a", 1, 5, 10, 4), *launched("b", 60, 65, 10, 4),
+            event("cudaMalloc", 2, 1, cat="cuda_runtime", correlation=0),
+            event("c", 80, 5, cat="kernel", stream=7, correlation=0),
+        ],
+    )  # fmt: skip
+    assert read_timeline(path).spans.steps.tolist() == [0, 1, -1]
+
+
+def test_times_before_zero_are_times(tmp_path: Path) -> None:
+    events = [{**step(0, 0, 0), "ts": -50, "dur": 40}]
+    events += [{**e, "ts": at, "dur": 10} for e, at in zip(launched("a", 0, 0, 0, 1), (-45, -30))]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    (window,) = read_timeline(path).windows
+    assert (window.start, window.end) == (-30_000, -20_000)
