@@ -51,7 +51,7 @@ def find_launches(trace: TraceFile) -> Launches:
 def _match(
     trace: TraceFile, wanted: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The host's row with each wanted id, :data:`UNKNOWN` without one; id 0 is none.
+    """The host's row with each wanted id, :data:`UNKNOWN` without one.
 
     Of several with one id, which a recorder must not write, the last to begin before the device event does.
     """
@@ -60,9 +60,9 @@ def _match(
     order = np.lexsort((trace.host.starts[rows], ids))
     rows, ids = rows[order], ids[order]
     first, last = np.searchsorted(ids, wanted, side="left"), np.searchsorted(ids, wanted, side="right")
-    found = np.where((first < last) & (wanted > 0), rows[np.minimum(first, len(ids) - 1)], UNKNOWN)
+    found = np.where(first < last, rows[np.minimum(first, len(ids) - 1)], UNKNOWN)
     starts = trace.device.starts[device_order(trace)]
-    for place in np.flatnonzero((last - first > 1) & (wanted > 0)).tolist():
+    for place in np.flatnonzero(last - first > 1).tolist():
         candidates = rows[first[place] : last[place]]
         before = int(np.searchsorted(trace.host.starts[candidates], starts[place], side="right"))
         found[place] = candidates[max(0, before - 1)]

@@ -250,9 +250,7 @@ def _end_of_array(error: Exception) -> int | None:
     Raises:
         _Truncated: the text ended first.
     """
-    message = str(error)
-    if isinstance(error, msgspec.ValidationError):  # which quotes the file
-        return None
+    message = str(error)  # of which only the start is the decoder's own: it may quote the file
     if message.startswith("Input data was truncated"):
         raise _Truncated
     if message.startswith("JSON is malformed: trailing characters") and (at := _BYTE.search(message)):

@@ -19,6 +19,8 @@ from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
 from refshard.plan.placement import MODES
 from refshard.plan.schedule import Op, OpKind, assign_slots, build, chain_markers
+from refshard.timeline import Meaning
+from refshard.tracing.labels import meaning_of
 from tests.engine.fakes import FailingCollectives, LateCollectives, Net, loss_of, make_batch, make_net, train
 
 MODE_NAMES = list(MODES)
@@ -417,3 +419,23 @@ def test_a_gradient_outside_of_the_units_backward_is_refused_not_lost() -> None:
     weight = engine_of(model).units[2].parameters[0]
     with pytest.raises(EngineError, match=r"a gradient of 'layers\.1\.norm\.weight' came before .* or after its"):
         (weight.unsharded.expand(2, -1) * 0).sum().backward()
+
+
+def test_a_trace_names_the_unit_that_computes(mode: str) -> None:
+    """Forward and backward of every unit begin and end under its name, whatever else is labelled in between."""
+    model = sharded(mode)
+    train(model, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train(model, 1)
+    found = [meaning_of(event.name) for event in sorted(profiler.events(), key=lambda e: e.time_range.start)]
+    units, inside = [unit.name for unit in engine_of(model).units], list[str]()
+    seen: dict[Meaning, list[str]] = {Meaning.FORWARD: [], Meaning.BACKWARD: []}
+    for meaning, unit in (one for one in found if one is not None and one[1] is not None):
+        if meaning in seen:
+            seen[meaning].append(str(unit))
+            inside.append(str(unit))
+        elif meaning is Meaning.LEAVE:
+            inside.remove(str(unit))
+    assert inside == []
+    assert seen[Meaning.FORWARD] == units
+    assert seen[Meaning.BACKWARD] == units[::-1]

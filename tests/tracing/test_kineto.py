@@ -237,7 +237,7 @@ def test_steps_whose_numbers_repeat_are_counted(tmp_path: Path) -> None:
 
 
 def test_steps_of_one_thread_count_and_none_within_another(tmp_path: Path) -> None:
-    other = [{**step(n, 10 * n + 3, 4), "tid": 9} for n in range(2)]
+    other = [{**step(n, at, 4), "tid": 9} for n, at in ((0, 3), (1, 40))]
     path = write(tmp_path / "t.json", [*other, step(0, 0, 10), step(1, 10, 10), step(2, 20, 10), step(7, 22, 3)])
     assert windows_of(path) == [(0, 0, 10_000), (1, 10_000, 20_000), (2, 20_000, 30_000)]
 
