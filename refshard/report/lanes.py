@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from refshard.report.hulls import Hull, Rows, busy_by_lane, hulls, main_lane, within
 from refshard.report.pyramid import Level, levels
-from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Timeline
+from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.figures import CollectiveFigures, StepFigures, TraceFigures
 from refshard.tracing.idle import idle_gaps, knows_launches
 from refshard.tracing.overlap import exposed_communication
@@ -24,7 +25,6 @@ _KIND_WORDS = {
     Kind.COMPUTE: "compute", Kind.COMM: "communication", Kind.PREP: "preparation", Kind.COPY: "copies",
     Kind.UNCLASSIFIED: "unclassified",
 }  # fmt: skip
-_Rows = npt.NDArray[np.bool_]
 _Codes = npt.NDArray[np.int32]
 
 
@@ -44,16 +44,6 @@ class Group:
     lane: int
     row: int
     style: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hull:
-    """A unit's forward or backward on the main lane, from its first span to its last."""
-
-    unit: int
-    phase: str
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,12 +101,6 @@ def draw_step(timeline: Timeline, figures: TraceFigures, most: int) -> Drawing:
     return collected.drawing(step, begin, close, spans.unit_names, max(0, len(order) - MOST_LANES), most)
 
 
-def within(spans: Spans, begin: int, close: int) -> _Rows:
-    """Which spans run in a window, if only in part."""
-    instants = (spans.starts == spans.ends) & (spans.starts == begin)
-    return np.asarray((spans.starts < close) & (spans.ends > begin) | instants)
-
-
 @dataclass(slots=True, kw_only=True)
 class _Collected:
     """Lanes and groups so far, and for every group the columns of its spans."""
@@ -164,57 +148,20 @@ class _Collected:
         )  # fmt: skip
 
 
-def main_lane(spans: Spans, seen: _Rows) -> int | None:
-    """The lane that computes longest."""
-    computing = seen & spans.of_kind(Kind.COMPUTE)
-    busy = _busy_by_lane(spans, computing)
-    return int(np.argmax(busy)) if np.any(computing) else None
-
-
-def _busy_by_lane(spans: Spans, rows: _Rows) -> npt.NDArray[np.float64]:
-    lengths = (spans.ends - spans.starts)[rows]
-    return np.asarray(np.bincount(spans.lanes[rows], weights=lengths, minlength=len(spans.lane_names)), np.float64)
-
-
-def _lane_order(spans: Spans, seen: _Rows) -> list[int]:
+def _lane_order(spans: Spans, seen: Rows) -> list[int]:
     """Lanes with anything in view: the main one, those that communicate, the others; the busier first."""
-    communicating = _busy_by_lane(spans, seen & spans.of_kind(Kind.COMM))
-    busy = _busy_by_lane(spans, seen)
+    communicating = busy_by_lane(spans, seen & spans.of_kind(Kind.COMM))
+    busy = busy_by_lane(spans, seen)
     main = main_lane(spans, seen)
     present = np.unique(spans.lanes[seen]).tolist()
     return sorted(present, key=lambda lane: (lane != main, -communicating[lane], -busy[lane]))
 
 
-def _label(spans: Spans, seen: _Rows, lane: int) -> str:
+def _label(spans: Spans, seen: Rows, lane: int) -> str:
     """The lane's name, and what runs most on it."""
     mine = seen & (spans.lanes == lane)
     busy = np.bincount(spans.kinds[mine], weights=(spans.ends - spans.starts)[mine], minlength=len(KINDS))
     return f"{spans.lane_names[lane]}: {_KIND_WORDS[KINDS[int(np.argmax(busy))]]}"
-
-
-def hulls(timeline: Timeline, begin: int, close: int) -> list[Hull]:
-    """Runs of compute of one unit on the main lane; spans of no known unit neither break nor extend them."""
-    spans = timeline.spans
-    seen = within(spans, begin, close)
-    main = main_lane(spans, seen)
-    if main is None:
-        return []
-    rows = np.flatnonzero(seen & (spans.lanes == main) & (spans.units != UNKNOWN) & spans.of_kind(Kind.COMPUTE))
-    phases = np.where(
-        spans.under[rows] & Meaning.BACKWARD, Meaning.BACKWARD, spans.under[rows] & Meaning.FORWARD
-    )  # fmt: skip
-    changes = np.flatnonzero((np.diff(spans.units[rows]) != 0) | (np.diff(phases) != 0)) + 1
-    words = {Meaning.FORWARD: "forward", Meaning.BACKWARD: "backward"}
-    return [
-        Hull(
-            unit=int(spans.units[run[0]]),
-            phase=words.get(Meaning(int(phase[0])), ""),
-            start=int(spans.starts[run[0]]),
-            end=int(spans.ends[run].max()),
-        )
-        for run, phase in zip(np.split(rows, changes), np.split(phases, changes))
-        if len(run)
-    ]
 
 
 def _add_units(collected: _Collected, found: Sequence[Hull], spans: Spans) -> None:
@@ -234,7 +181,7 @@ def _add_units(collected: _Collected, found: Sequence[Hull], spans: Spans) -> No
         )  # fmt: skip
 
 
-def _add_lane(collected: _Collected, spans: Spans, mine: _Rows, label: str) -> None:
+def _add_lane(collected: _Collected, spans: Spans, mine: Rows, label: str) -> None:
     rows = np.flatnonzero(mine)
     rows = rows[np.lexsort((-spans.ends[rows], spans.starts[rows]))]
     depths = _depths(spans.starts[rows], spans.ends[rows])

@@ -1,7 +1,7 @@
 """One layer's backward as a drawing that needs no script: its compute, its collectives, what prepares them.
 
-Drawn is the unit whose backward is of median length among those in the middle, from its all-gather to the end of its
-reduce-scatter; what belongs to other units is dimmed.
+Drawn is the unit whose backward is of median length among those in the middle, from the all-gather that leads to it to
+the end of its reduction, as far as these are near; what belongs to other units is dimmed.
 """
 
 import re
@@ -12,19 +12,18 @@ from html import escape
 import numpy as np
 
 from refshard.quantities import format_ns
-from refshard.report.lanes import Hull, hulls, main_lane, within
+from refshard.report.hulls import Hull, Ran, gather_of, hulls, main_lane, reduction_of, within
 from refshard.report.palette import STYLES
 from refshard.report.pyramid import levels
-from refshard.timeline import Collective, Kind, Timeline
+from refshard.timeline import Kind, Timeline
 
 WIDTH = 960
 _LEFT, _RIGHT, _TOP = 8, 8, 24
 _LANE, _ROW, _GAP = 16, 26, 8
 _MOST_BLOCKS = 1500
 _MOST_LANES = 6
-_WIDEST = 4
+_WIDEST = 3
 """The drawing reaches at most this many times the layer's own length to either side."""
-_REDUCTIONS = ("reduce_scatter", "all_reduce", "all_to_all")
 _NOT_XML = re.compile("[\ud800-\udfff\ufffe\uffff]")
 _KIND_ORDER = (Kind.COMPUTE, Kind.UNCLASSIFIED, Kind.COPY, Kind.PREP, Kind.COMM)
 
@@ -62,18 +61,16 @@ def draw_layer(timeline: Timeline, begin: int, close: int) -> Layer | None:
     hull = _typical(found)
     if hull is None:
         return None
-    before = max((one.end for one in found if one.unit == hull.unit and one.end <= hull.start), default=begin)
-    gather = _gather(timeline, hull, before)
-    reduce = _reduction(timeline, hull)
-    length = hull.end - hull.start
-    first = min([hull.start, *(c.start for c in (gather,) if c and c.start is not None)])
-    last = max([hull.end, *(c.end for c in (reduce,) if c and c.end is not None)])
-    view = _View(
-        timeline=timeline,
-        hull=hull,
-        begin=max(first, hull.start - _WIDEST * length) - length // 12,
-        end=min(last, hull.end + _WIDEST * length) + length // 12,
-    )
+    gather = gather_of(timeline, hull, found, begin)
+    reduce = reduction_of(timeline, hull, found, close)
+    far = _WIDEST * (hull.end - hull.start)
+    earliest, latest, first, last = hull.start - far, hull.end + far, hull.start, hull.end
+    if gather is not None and gather.end > earliest:
+        first = min(first, max(gather.start, earliest))
+    if reduce is not None and reduce.start < latest:
+        last = max(last, min(reduce.end, latest))
+    margin = (last - first) // 24 + 1
+    view = _View(timeline=timeline, hull=hull, begin=first - margin, end=last + margin)
     return Layer(
         title=f"The {hull.phase} of {view.unit}" if hull.phase else view.unit,
         alternative=_alternative(view, gather, reduce),
@@ -91,45 +88,41 @@ def _typical(found: Sequence[Hull]) -> Hull | None:
     return ordered[(len(ordered) - 1) // 2] if ordered else None
 
 
-def _gather(timeline: Timeline, hull: Hull, since: int) -> Collective | None:
-    """The unit's last all-gather before this compute ends, if it started since the unit's earlier compute ended."""
-    mine = [c for c in _ran(timeline, hull) if c.op.startswith("all_gather") and since <= (c.start or 0) < hull.end]
-    return max(mine, key=lambda c: c.start or 0, default=None)
-
-
-def _reduction(timeline: Timeline, hull: Hull) -> Collective | None:
-    """The unit's first reduction from its compute on; gloo reduces by an exchange and a sum."""
-    mine = [c for c in _ran(timeline, hull) if c.op.startswith(_REDUCTIONS) and (c.start or 0) >= hull.start]
-    return min(mine, key=lambda c: c.start or 0, default=None)
-
-
-def _ran(timeline: Timeline, hull: Hull) -> list[Collective]:
-    unit = timeline.spans.unit_names[hull.unit]
-    return [c for c in timeline.collectives if c.unit == unit and c.start is not None and c.end is not None]
-
-
-def _alternative(view: _View, gather: Collective | None, reduce: Collective | None) -> str:
-    """When what happens, in a sentence."""
-    told = [f"{view.unit}: {view.hull.phase or 'compute'} takes {format_ns(view.hull.end - view.hull.start)}."]
-    if gather is None or gather.start is None or gather.end is None:
+def _alternative(view: _View, gather: Ran | None, reduce: Ran | None) -> str:
+    """When what happens, and what of the collectives is not in the drawing."""
+    hull = view.hull
+    noun = "kernel" if view.timeline.on_device else "operator"
+    told = [f"{view.unit}: {hull.phase or 'compute'} takes {format_ns(hull.end - hull.start)}."]
+    if gather is None:
         told.append("No all-gather of it leads to this.")
     else:
         told.append(
             f"Its all-gather takes {format_ns(gather.end - gather.start)} and ends "
-            f"{_relative(gather.end - view.hull.start)} the layer's first kernel starts."
+            f"{_relative(gather.end - hull.start, f'its first {noun} starts')}{_undrawn(view, gather)}."
         )
-    if reduce is None or reduce.start is None or reduce.end is None:
+    if reduce is None:
         told.append("No reduction of it follows.")
     else:
         told.append(
-            f"Its reduction takes {format_ns(reduce.end - reduce.start)} and starts "
-            f"{_relative(reduce.start - view.hull.end)} its last kernel ends."
+            f"Its reduction takes {format_ns(reduce.end - reduce.start)}, starts "
+            f"{_relative(reduce.start - hull.end, f'its last {noun} ends')} and ends "
+            f"{_relative(reduce.end - hull.end, 'that')}{_undrawn(view, reduce)}."
         )
     return " ".join(told)
 
 
-def _relative(ns: int) -> str:
-    return f"{format_ns(abs(ns))} {'before' if ns < 0 else 'after'}"
+def _undrawn(view: _View, ran: Ran) -> str:
+    """What of a collective lies beyond the drawing."""
+    drawn = min(ran.end, view.end) - max(ran.start, view.begin)
+    if drawn >= ran.end - ran.start:
+        return ""
+    if drawn <= 0:
+        return ", too far away to be drawn"
+    return f"; {format_ns(ran.end - ran.start - drawn)} of it lie beyond the drawing"
+
+
+def _relative(ns: int, event: str) -> str:
+    return f"{format_ns(abs(ns))} {'before' if ns < 0 else 'after'} {event}"
 
 
 def _svg(view: _View) -> Iterator[str]:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.report.encode import encode
-from refshard.report.lanes import MOST_ROWS, Drawing, draw_step, drawn_window, hulls, idle_styles
-from refshard.timeline import KINDS, Kind, Span, Spans, Timeline, Window
+from refshard.report.hulls import hulls
+from refshard.report.lanes import MOST_ROWS, Drawing, draw_step, drawn_window, idle_styles
+from refshard.timeline import KINDS, Kind, Meaning, Span, Spans, Timeline, Window
 from tests.report import traces
 
 rows = st.lists(
@@ -130,6 +131,39 @@ def test_hulls_are_a_units_forward_and_backward_on_the_main_lane() -> None:
         (0, "forward"), (1, "forward"), (2, "forward"), (2, "backward"), (1, "backward"), (0, "backward"),
     ]  # fmt: skip
     assert all(one.end <= other.start for one, other in pairwise(found))
+
+
+def phased(*rows: tuple[str, int, int, int], reductions: tuple[tuple[str, int], ...] = ()) -> list[tuple[str, str]]:
+    """Hulls of spans (unit, start, end, under), and of reductions that start then, as (unit, phase)."""
+    maker = traces.Maker()
+    for unit, start, end, under in rows:
+        maker.add(Kind.COMPUTE, "main", "mm", start, end, unit=unit, step=0, under=under)
+    for unit, start in reductions:
+        maker.collective("reduce_scatter", "comm", "rs", start, start + 5, unit=unit, step=0)
+    timeline = maker.timeline((Window(step=0, start=0, end=1000),), 0, on_device=True)
+    return [(timeline.spans.unit_names[hull.unit], hull.phase) for hull in hulls(timeline, 0, 1000)]
+
+
+def test_what_belongs_to_a_prefetch_or_a_reduction_cuts_no_hull() -> None:
+    back = Meaning.BACKWARD
+    rows = [("a", 0, 10, back), ("a", 40, 50, back)]
+    for under in (Meaning.COPY_IN, Meaning.COPY_OUT, Meaning.ALL_GATHER, Meaning.REDUCE):
+        assert phased(*rows, ("b", 20, 30, back | under)) == [("a", "backward")]
+    assert phased(*rows, ("b", 20, 30, back)) == [("a", "backward"), ("b", "backward"), ("a", "backward")]
+
+
+def test_spans_that_tell_no_phase_are_of_the_one_that_began_before() -> None:
+    rows = [("a", 0, 9, Meaning.FORWARD), ("a", 10, 19, 0), ("a", 20, 29, Meaning.BACKWARD), ("a", 30, 39, 0)]
+    assert phased(*rows) == [("a", "forward"), ("a", "backward")]
+    assert phased(*rows, ("b", 40, 49, 0)) == [("a", "forward"), ("a", "backward"), ("b", "")]
+
+
+def test_without_phases_the_last_run_before_a_reduction_is_the_backward() -> None:
+    rows = [(unit, 10 * n, 10 * n + 5, 0) for n, unit in enumerate("abba")]
+    assert phased(*rows, ("a", 90, 95, 0), reductions=(("b", 27), ("a", 50))) == [
+        ("a", ""), ("b", "backward"), ("a", "backward"),
+    ]  # fmt: skip
+    assert phased(*rows) == [("a", ""), ("b", ""), ("a", "")]
 
 
 def unpacked(text: str) -> list[int]:

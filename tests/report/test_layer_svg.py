@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from refshard.report.layer_svg import Layer, draw_layer
-from refshard.timeline import Timeline
+from refshard.timeline import Kind, Meaning, Timeline, Window
 from tests.report import traces
 
+US = traces.US
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "</script><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\x00\x1f"
 
@@ -50,10 +51,41 @@ def test_what_belongs_to_other_units_is_dimmed_and_unnamed() -> None:
 
 def test_its_sentence_says_when_the_collectives_run() -> None:
     layer = layer_of(traces.gpu(layers=5))
-    unit = layer.title.rpartition(" ")[2]
-    assert f"{unit}: backward takes " in layer.alternative
-    assert "Its all-gather takes 700 us and ends " in layer.alternative
-    assert "Its reduction takes 1.10 ms and starts " in layer.alternative
+    assert layer.title == "The backward of model.layers.2"
+    assert layer.alternative == (
+        "model.layers.2: backward takes 1.30 ms. Its all-gather takes 700 us and ends 180 us before its first kernel "
+        "starts. Its reduction takes 1.10 ms, starts 344 us after its last kernel ends and ends 1.44 ms after that."
+    )
+
+
+def one_layer(*, gather: tuple[int, int], reduce: tuple[int, int]) -> Layer:
+    """A backward from 1000 to 1100 us, beside collectives of a unit whose forward ran from 0 to 10 us."""
+    maker = traces.Maker()
+    for start, end, under in ((0, 10, Meaning.FORWARD), (1000, 1100, Meaning.BACKWARD)):
+        known = {"unit": "layers.0", "step": 0, "under": under}
+        maker.add(Kind.COMPUTE, "stream 7", "gemm", start * US, end * US, **known)  # type: ignore[arg-type]
+    for op, (start, end) in (("all_gather", gather), ("reduce_scatter", reduce)):
+        maker.collective(op, "stream 20", op, start * US, end * US, unit="layers.0", step=0)
+    return layer_of(maker.timeline((Window(step=0, start=0, end=9000 * US),), 0, on_device=True))
+
+
+@pytest.mark.parametrize(
+    ("gather", "reduce", "sentence", "drawn"),
+    [
+        ((850, 900), (1150, 1350), "starts 50.0 us after its last kernel ends and ends 250 us after that.", 2),
+        ((850, 900), (1150, 1500), "ends 400 us after that; 77.1 us of it lie beyond the drawing.", 2),
+        ((650, 680), (1150, 1350), "ends 320 us before its first kernel starts, too far away to be drawn.", 1),
+        ((300, 950), (1150, 1350), "before its first kernel starts; 373 us of it lie beyond the drawing.", 2),
+        ((300, 310), (5000, 5010), "ends 3.91 ms after that, too far away to be drawn.", 0),
+    ],
+)
+def test_a_collective_that_is_far_away_is_told_not_drawn(
+    gather: tuple[int, int], reduce: tuple[int, int], sentence: str, drawn: int
+) -> None:
+    layer = one_layer(gather=gather, reduce=reduce)
+    assert sentence in layer.alternative
+    titles = [title.text or "" for title in ET.fromstring(layer.svg).iter(f"{SVG}title")]
+    assert sum("(communication)" in title for title in titles) == drawn
 
 
 def test_hostile_names_leave_it_well_formed() -> None:
