@@ -3,6 +3,9 @@
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const draw = (id) => {
     const { data, layout } = figures[id];
+    // On a narrow screen the legend takes a line for each name, which would leave the bars no room.
+    const narrow = document.getElementById(id).clientWidth < 600 && layout.showlegend;
+    if (narrow) layout.height += 22 * data.length;
     Plotly.newPlot(id, data, layout, { displayModeBar: false, responsive: true });
   };
   const waiting = new Map();

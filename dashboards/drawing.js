@@ -60,14 +60,20 @@ const hatch = (context, kind) => {
 
 class Drawing {
   constructor(box, data) {
-    Object.assign(this, { box, data, view: { from: 0, to: data.length }, hovered: null, chosen: null });
-    this.levels = data.levels.map(unpackLevel);
-    [this.names, this.units, this.queued] = [data.names, data.units, data.queued].map(unpack);
+    this.box = box;
     this.canvas = box.querySelector("canvas");
     this.context = this.canvas.getContext("2d", { alpha: false });
     this.patterns = Object.fromEntries(
       Object.entries(STYLES).map(([name, style]) => [name, hatch(this.context, style.pattern)]),
     );
+    this.show(data);
+  }
+
+  // Draws another step, all of it.
+  show(data) {
+    Object.assign(this, { data, view: { from: 0, to: data.length }, hovered: null, chosen: null });
+    this.levels = data.levels.map(unpackLevel);
+    [this.names, this.units, this.queued, this.notes] = [data.names, data.units, data.queued, data.notes].map(unpack);
     this.stats = { drawn: 0, visited: 0, level: 0 };
     this.layOut();
     this.resize();
@@ -255,7 +261,7 @@ class Drawing {
   }
 
   label(level, i, room, role) {
-    const { name, unit, count } = this.about(level, i);
+    const { name, unit, count, title } = this.about(level, i);
     if (count > 1) return room < 4 ? "" : `${count} spans`.slice(0, room);
     if (role === "units") {
       // "model.layers.12 backward", "layers.12 backward", "12 backward", "12": the longest that fits.
@@ -263,14 +269,22 @@ class Drawing {
       const ends = path.split(".").map((_, from, parts) => parts.slice(from).join(".") + phase);
       return [...ends, path.split(".").at(-1)].find((text) => text.length <= room) ?? "";
     }
+    if (title) {
+      // "all_gather layers.3", or the operation alone.
+      const fitting = [title, title.split(" ")[0]].find((text) => text.length <= room);
+      return fitting ?? (room < 3 ? "" : `${title.slice(0, room - 1)}…`);
+    }
     const whole = unit && !name.includes(unit) ? `${shortened(name)} · ${unit}` : shortened(name);
     return whole.length <= room ? whole : room < 3 ? "" : `${whole.slice(0, room - 1)}…`;
   }
 
   about(level, i) {
     const first = level.firsts ? level.firsts[i] : i;
-    const { tick, begin, nameTable, unitTable } = this.data;
+    const { tick, begin, nameTable, unitTable, noteTable } = this.data;
+    const [title, more] = this.notes[first] ? noteTable[this.notes[first] - 1] : ["", ""];
     return {
+      title, // the operation and the unit of a collective
+      more,
       name: nameTable[this.names[first]] ?? "",
       unit: this.units[first] ? unitTable[this.units[first] - 1] : "",
       queued: this.queued[first] ? this.queued[first] - 1 : null,

@@ -15,15 +15,33 @@
     }
 
     words({ level, group, index }) {
-      const { name, unit, queued, count, start, extent, busy } = this.drawing.about(level, index);
-      const kind = STYLES[this.drawing.data.groups[group][2]].label;
+      const { name, unit, queued, count, start, extent, busy, title, more } = this.drawing.about(level, index);
+      const [lane, , style] = this.drawing.data.groups[group];
+      const kind = STYLES[style].label;
       const where = `at ${Math.abs(start) >= 1e6 ? `${(start / 1e6).toFixed(6)} ms` : exact(start, 1)}`;
       if (count > 1) {
         return `${count.toLocaleString("en")} spans of ${kind}, busy ${time(busy)} of ${time(extent)}, ${where}; `
-          + `zoom in to tell them apart. The first: ${name}`;
+          + `zoom in to tell them apart. The first: ${title || name}`;
       }
+      const said = more ? `; ${more}` : "";
+      if (style.startsWith("gap") || this.drawing.data.lanes[lane].role === "strip") {
+        return `${kind}: ${time(extent)} ${where}${said}`;
+      }
+      if (title) return `${title}: ${kind}, ${time(extent)} ${where}${said}; ${name}`;
       const launched = queued === null ? "" : `, launched ${time(queued)} before`;
-      return `${name}${unit && !name.startsWith(unit) ? `, ${unit}` : ""} (${kind}): ${time(extent)} ${where}${launched}`;
+      return `${name}${unit && !name.startsWith(unit) ? `, ${unit}` : ""}: ${kind}, ${time(extent)} ${where}${launched}`;
+    }
+
+    // Another step, by the button that names it.
+    show(button) {
+      this.drawing.show(dataOf(button.dataset.drawing));
+      for (const other of this.box.querySelectorAll("button[data-drawing]")) {
+        other.setAttribute("aria-pressed", other === button);
+      }
+      this.drawing.canvas.setAttribute("aria-label", `Timeline of ${button.dataset.label} of ${this.box.dataset.who}`);
+      const heading = this.box.parentElement.querySelector(".timeline-of");
+      heading.querySelector("span").textContent = button.dataset.label;
+      this.tell();
     }
 
     choose(mark) {
@@ -102,6 +120,9 @@
       this.listenToPointers();
       for (const button of this.box.querySelectorAll("button[data-key]")) {
         button.addEventListener("click", () => this.act(button.dataset.key));
+      }
+      for (const button of this.box.querySelectorAll("button[data-drawing]")) {
+        button.addEventListener("click", () => this.show(button));
       }
       this.tell();
     }
@@ -184,10 +205,11 @@
     }
   }
 
+  const dataOf = (id) => JSON.parse(document.getElementById(id).textContent);
   const start = (box) => {
     if (box.timeline) return;
     box.querySelector(".controls").hidden = false;
-    box.timeline = new Drawing(box, JSON.parse(document.getElementById(box.dataset.drawing).textContent));
+    box.timeline = new Drawing(box, dataOf(box.dataset.drawing));
     new Reader(box, box.timeline);
   };
   for (const box of document.querySelectorAll(".timeline")) {

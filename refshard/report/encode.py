@@ -42,6 +42,8 @@ def encode(drawing: Drawing) -> dict[str, Any]:
         "names": packed(drawing.names[finest]),
         "units": packed(drawing.units[finest] + 1),  # 0 is none
         "queued": packed(queued),  # in ns, 0 is unknown
+        "notes": packed(drawing.notes[finest] + 1),  # 0 is none
+        "noteTable": drawing.note_table,
         "nameTable": drawing.name_table,
         "unitTable": drawing.unit_table,
     }

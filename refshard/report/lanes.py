@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from refshard.report.details import Note, Notes, collectives_of, of_collective, of_exposed, of_gap, of_idle
 from refshard.report.hulls import Hull, Rows, busy_by_lane, hulls, main_lane, within
+from refshard.report.palette import STYLES
 from refshard.report.pyramid import Level, levels
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.figures import CollectiveFigures, StepFigures, TraceFigures
-from refshard.tracing.idle import idle_gaps, knows_launches
+from refshard.tracing.idle import Gaps, idle_gaps, knows_launches
 from refshard.tracing.overlap import exposed_communication
 
 MOST_ROWS = 6
@@ -50,8 +52,8 @@ class Group:
 class Drawing:
     """A step, ready to be drawn over ``[start, end)`` ns, its window being ``[begin, close)``.
 
-    ``names``, ``units`` and ``queued`` (nanoseconds from launch to start) belong to the spans that ``firsts`` of the
-    levels name; the tables say what the codes mean, :data:`UNKNOWN` is none.
+    ``names``, ``units``, ``queued`` (nanoseconds from launch to start) and ``notes`` belong to the spans that
+    ``firsts`` of the levels name; the tables say what the codes mean, :data:`UNKNOWN` is none.
     """
 
     step: int | None
@@ -65,40 +67,63 @@ class Drawing:
     names: _Codes
     units: _Codes
     queued: Nanoseconds
+    notes: _Codes
     name_table: tuple[str, ...]
+    note_table: tuple[Note, ...]
     unit_table: tuple[str, ...]
     undrawn_lanes: int
 
 
-def middle_step(figures: TraceFigures) -> StepFigures | None:
-    """The step of median length, the shorter one of two; None for a trace without steps."""
-    ordered = sorted(figures.steps, key=lambda step: step.breakdown.span_ns)
-    return ordered[(len(ordered) - 1) // 2] if ordered else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What is drawn: a step, or all of a trace without steps (``step`` None), ``label`` saying which and why."""
+
+    step: int | None
+    begin: int
+    close: int
+    label: str
+    name: str
 
 
-def drawn_window(figures: TraceFigures, timeline: Timeline) -> tuple[int | None, int, int]:
-    """Number, start and end of the step that is drawn: the median one, or all of a trace without steps."""
-    step = middle_step(figures)
-    if step is not None:
-        return step.step, step.start_ns, step.start_ns + step.breakdown.span_ns
-    spans = timeline.spans
-    return (None, int(spans.starts.min()), int(spans.ends.max())) if len(spans) else (None, 0, 0)
+def drawn_windows(figures: TraceFigures, timeline: Timeline) -> tuple[Window, ...]:
+    """The step of median length, the shorter one of two, then the slowest where it is another."""
+    ordered = sorted((s for s in figures.steps if s.step is not None), key=lambda step: step.breakdown.span_ns)
+    if not ordered:
+        spans = timeline.spans
+        begin, close = (int(spans.starts.min()), int(spans.ends.max())) if len(spans) else (0, 0)
+        return (Window(step=None, begin=begin, close=close, label="the whole trace", name="whole trace"),)
+    middle, slowest = ordered[(len(ordered) - 1) // 2], ordered[-1]
+    if len(ordered) == 1:
+        return (_window(middle, "the only one", "only"),)
+    words = (("the faster of two", "faster"), ("the slower of two", "slower"))
+    words = words if len(ordered) == 2 else (("of median length", "median"), ("the slowest", "slowest"))
+    if middle.breakdown.span_ns == slowest.breakdown.span_ns:
+        return (_window(middle, "of median length, which is the longest too", "median"),)
+    return tuple(_window(step, *words) for step, words in zip((middle, slowest), words))
 
 
-def draw_step(timeline: Timeline, figures: TraceFigures, most: int) -> Drawing:
-    """The median step at every level of detail, the finest of at most ``most`` blocks where merging can reach that."""
-    step, begin, close = drawn_window(figures, timeline)
+def _window(step: StepFigures, why: str, word: str) -> Window:
+    return Window(
+        step=step.step, begin=step.start_ns, close=step.start_ns + step.breakdown.span_ns,
+        label=f"step {step.step}, {why}", name=f"{word} step {step.step}",
+    )  # fmt: skip
+
+
+def draw_step(timeline: Timeline, figures: TraceFigures, window: Window, most: int) -> Drawing:
+    """A step at every level of detail, the finest of at most ``most`` blocks where merging can reach that."""
+    begin, close = window.begin, window.close
     spans = timeline.spans
     seen = within(spans, begin, close)
     order = _lane_order(spans, seen)
     collected = _Collected(names=list(spans.name_table))
+    parts = collectives_of(spans, figures.collectives)
     if (unit_hulls := hulls(timeline, begin, close)) and order:
         _add_units(collected, unit_hulls, spans)
     for lane in order[:MOST_LANES]:
-        _add_lane(collected, spans, seen & (spans.lanes == lane), _label(spans, seen, lane))
+        _add_lane(collected, timeline, seen & (spans.lanes == lane), _label(spans, seen, lane), figures, parts)
         _add_gaps(collected, figures.collectives, spans.lane_names[lane], begin, close)
-    _add_strips(collected, timeline, begin, close)
-    return collected.drawing(step, begin, close, spans.unit_names, max(0, len(order) - MOST_LANES), most)
+    _add_strips(collected, timeline, figures.collectives, begin, close)
+    return collected.drawing(window.step, begin, close, spans.unit_names, max(0, len(order) - MOST_LANES), most)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,10 +134,11 @@ class _Collected:
     lanes: list[Lane] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     columns: list[tuple[npt.NDArray[np.int64], ...]] = field(default_factory=list)
+    notes: Notes = field(default_factory=lambda: Notes(codes={}))
 
     def add(
         self, row: int, style: str, starts: Nanoseconds, ends: Nanoseconds, names: _Codes | int,
-        units: _Codes | None = None, queued: Nanoseconds | None = None,
+        units: _Codes | None = None, queued: Nanoseconds | None = None, notes: npt.NDArray[np.int64] | None = None,
     ) -> None:  # fmt: skip
         """One group of the last lane; nothing where it has no span."""
         if not len(starts):
@@ -120,7 +146,7 @@ class _Collected:
         unknown = np.full(len(starts), UNKNOWN, np.int64)
         group = np.full(len(starts), len(self.groups), np.int64)
         named = np.full(len(starts), names, np.int64) if isinstance(names, int) else names.astype(np.int64)
-        known = unknown if units is None else units.astype(np.int64), unknown if queued is None else queued
+        known = [unknown if one is None else one.astype(np.int64) for one in (units, queued, notes)]
         self.groups.append(Group(lane=len(self.lanes) - 1, row=row, style=style))
         self.columns.append((group, starts, ends, named, *known))
 
@@ -133,8 +159,8 @@ class _Collected:
         self, step: int | None, begin: int, close: int, unit_table: tuple[str, ...], undrawn: int, most: int
     ) -> Drawing:
         """All of it, over the window and whatever reaches out of it."""
-        empty = [np.empty(0, np.int64)] * 6
-        groups, starts, ends, names, units, queued = (
+        empty = [np.empty(0, np.int64)] * 7
+        groups, starts, ends, names, units, queued, notes = (
             [np.concatenate(parts) for parts in zip(*self.columns)] if self.columns else empty
         )
         start, end = int(min(starts.min(initial=begin), begin)), int(max(ends.max(initial=close), close))
@@ -143,8 +169,8 @@ class _Collected:
         return Drawing(
             step=step, start=start, end=end, begin=begin, close=close, lanes=tuple(self.lanes),
             groups=tuple(self.groups), levels=made, names=codes.astype(np.int32), units=units.astype(np.int32),
-            queued=queued, name_table=tuple(self.names[code] for code in used), unit_table=unit_table,
-            undrawn_lanes=undrawn,
+            queued=queued, notes=notes.astype(np.int32), name_table=tuple(self.names[code] for code in used),
+            note_table=tuple(self.notes.codes), unit_table=unit_table, undrawn_lanes=undrawn,
         )  # fmt: skip
 
 
@@ -181,7 +207,11 @@ def _add_units(collected: _Collected, found: Sequence[Hull], spans: Spans) -> No
         )  # fmt: skip
 
 
-def _add_lane(collected: _Collected, spans: Spans, mine: Rows, label: str) -> None:
+def _add_lane(
+    collected: _Collected, timeline: Timeline, mine: Rows, label: str, figures: TraceFigures,
+    parts: npt.NDArray[np.int64],
+) -> None:  # fmt: skip
+    spans = timeline.spans
     rows = np.flatnonzero(mine)
     rows = rows[np.lexsort((-spans.ends[rows], spans.starts[rows]))]
     depths = _depths(spans.starts[rows], spans.ends[rows])
@@ -190,10 +220,19 @@ def _add_lane(collected: _Collected, spans: Spans, mine: Rows, label: str) -> No
         for code, kind in enumerate(KINDS):
             group = rows[(depths == depth) & (spans.kinds[rows] == code)]
             launches = spans.launches[group]
-            queued = np.where(launches == UNKNOWN, UNKNOWN, np.maximum(0, spans.starts[group] - launches))
+            # An operator of the host is not launched, it runs; and a collective's note tells of its wait.
+            known = (launches != UNKNOWN) & (parts[group] == UNKNOWN) & timeline.on_device
+            notes = (
+                [
+                    UNKNOWN if part == UNKNOWN else collected.notes.code(of_collective(figures.collectives[part]))
+                    for part in parts[group].tolist()
+                ]
+                if kind is Kind.COMM
+                else [UNKNOWN] * len(group)
+            )
             collected.add(
-                depth, kind.value, spans.starts[group], spans.ends[group],
-                spans.names[group], spans.units[group], queued,
+                depth, kind.value, spans.starts[group], spans.ends[group], spans.names[group], spans.units[group],
+                np.where(known, np.maximum(0, spans.starts[group] - launches), UNKNOWN), np.array(notes, np.int64),
             )  # fmt: skip
 
 
@@ -215,38 +254,39 @@ def _add_gaps(
     collected: _Collected, collectives: Sequence[CollectiveFigures], lane: str, begin: int, close: int
 ) -> None:
     """The gaps between collectives on this lane, by whether they block."""
-    for style, name, blocking in (
-        ("gap", "gap before the next collective", False),
-        ("gap-blocking", "blocking gap: the next collective was launched and compute ran", True),
-    ):
+    mine = [c for c in collectives if c.lane == lane and c.gap_ns is not None and c.gap_ns > 0]
+    for style, blocking in (("gap", False), ("gap-blocking", True)):
         gaps = sorted(
-            (c.start_ns - c.gap_ns, c.start_ns)
-            for c in collectives
-            if c.lane == lane and c.gap_ns is not None and c.gap_ns > 0 and bool(c.gap_blocking) is blocking
+            (c.start_ns - (c.gap_ns or 0), c.start_ns, collected.notes.code(of_gap(c)))
+            for c in mine
+            if bool(c.gap_blocking) is blocking and c.start_ns - (c.gap_ns or 0) < close and c.start_ns > begin
         )
-        kept = [(start, end) for start, end in gaps if start < close and end > begin]
-        if kept:
-            pairs = np.array(kept, np.int64).clip(begin, close)
-            collected.add(0, style, pairs[:, 0], pairs[:, 1], collected.named(name))
+        if gaps:
+            columns = np.array(gaps, np.int64)
+            starts, ends = columns[:, 0].clip(begin, close), columns[:, 1].clip(begin, close)
+            collected.add(0, style, starts, ends, collected.named(STYLES[style].label), notes=columns[:, 2])
 
 
-def _add_strips(collected: _Collected, timeline: Timeline, begin: int, close: int) -> None:
+def _add_strips(
+    collected: _Collected, timeline: Timeline, collectives: Sequence[CollectiveFigures], begin: int, close: int
+) -> None:
     collected.lanes.append(Lane(label="exposed communication", role="strip"))
     exposed = exposed_communication(timeline) & Intervals.of([(begin, close)])
-    collected.add(0, "exposed", exposed.starts, exposed.ends, collected.named("exposed communication"))
+    near = [c for c in collectives if c.start_ns < close and c.start_ns + c.duration_ns > begin]
+    whose = of_exposed(near, exposed.starts, exposed.ends, collected.notes)
+    collected.add(0, "exposed", exposed.starts, exposed.ends, collected.named("exposed communication"), notes=whose)
     collected.lanes.append(Lane(label="idle", role="strip"))
     for style, gaps in idle_styles(timeline, begin, close):
-        name = {"idle-host": "idle: the next span was launched after the gap began",
-                "idle-dependency": "idle: the next span was launched already, and waited"}  # fmt: skip
-        collected.add(0, style, gaps.starts, gaps.ends, collected.named(name.get(style, "idle")))
+        ended = of_idle(timeline.spans, gaps, collected.notes, on_device=timeline.on_device)
+        collected.add(0, style, gaps.starts, gaps.ends, collected.named(STYLES[style].label), notes=ended)
 
 
-def idle_styles(timeline: Timeline, begin: int, close: int) -> Iterator[tuple[str, Intervals]]:
+def idle_styles(timeline: Timeline, begin: int, close: int) -> Iterator[tuple[str, Gaps]]:
     """The gaps of a window in which nothing runs, by style: host-bound, dependency-bound, or unknown."""
     gaps = idle_gaps(timeline.spans, timeline.busy(*Kind), begin, close)
     gaps = gaps.split(np.array([begin], np.int64), np.array([close], np.int64))
     if not knows_launches(timeline.spans):
-        yield "idle", Intervals(gaps.starts, gaps.ends)
+        yield "idle", gaps
         return
     for style, rows in (("idle-host", gaps.host_bound), ("idle-dependency", ~gaps.host_bound)):
-        yield style, Intervals(gaps.starts[rows], gaps.ends[rows])
+        yield style, gaps.of(rows)

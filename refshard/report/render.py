@@ -7,6 +7,7 @@ Strategy names, errors and logs come from outside and are hostile until escaped:
 import base64
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from refshard.report.cases import Setting, contested, settings, trainings
 from refshard.report.charts import Chart
 from refshard.report.trust import trust
 from refshard.report.verdict import caveats, findings, unfinished, unranked
+
+_NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ns|us|ms|s|B|[KMG]iB(?:/s)?)(?:\W|$))")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +85,22 @@ def fill(template: str, content: dict[str, Any], *, style: str, scripts: list[st
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.filters["unbroken"] = unbroken
     return templates.get_template(template).generate(
         **content,
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         script_hashes=[_hash(script) for script in scripts],
     )
+
+
+def unbroken(text: str) -> str:
+    r"""Text in which no line breaks between a number and its unit.
+
+    >>> unbroken("17.3 % of 538 ms in 3 steps").split(" ")
+    ['17.3\xa0%', 'of', '538\xa0ms', 'in', '3', 'steps']
+    """
+    return _NUMBER_AND_UNIT.sub("\N{NO-BREAK SPACE}", text)
 
 
 def resource(name: str) -> str:

@@ -1,21 +1,20 @@
 """Figures of one trace as plotly charts, in the theme and colours of the rest of the page."""
 
 import json
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
 
-from refshard.quantities import GIB, KIB, MIB, format_bytes, format_ns
-from refshard.report import trace_words
-from refshard.report.charts import DASHES, OKABE_ITO, THEME, Chart, filling, label_text
-from refshard.report.lanes import idle_styles
+from refshard.quantities import GIB, KIB, MIB, format_bytes, format_ns, format_percent
+from refshard.report import trace_captions, trace_words
+from refshard.report.charts import OKABE_ITO, THEME, Chart, filling, label_text
 from refshard.report.palette import STYLES
-from refshard.timeline import Timeline
+from refshard.report.trace_gaps import GapSet, gap_histogram, sentence_of
 from refshard.tracing.figures import Breakdown, MemoryPoint, TraceFigures
 
 MOST_STEPS = 60
+MOST_RANKS = 40
 MOST_POINTS = 1500
 PARTS = {
     # part: (colour, pattern)
@@ -30,16 +29,26 @@ PARTS = {
 _UNITS = (("s", 10**9), ("ms", 10**6), ("us", 10**3))
 
 
-def charts_of(figures: TraceFigures, timeline: Timeline, prefix: str) -> tuple[Chart, ...]:
+def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
+    """A bar per rank of every job; None where there is but one trace."""
+    if len(figures) < 2:
+        return None
+    names = trace_words.job_names(figures)
+    kept = sorted(range(len(figures)), key=lambda place: -trace_captions.mean_span(figures[place]))[:MOST_RANKS]
+    shown = [figures[place] for place in sorted(kept)]
+    sentence = trace_captions.ranks(shown, len(figures), names)
+    return _chart("ranks", "Ranks beside each other", rank_bars(shown, names), sentence)
+
+
+def charts_of(figures: TraceFigures, gaps: Sequence[GapSet], prefix: str) -> tuple[Chart, ...]:
     """The charts that this trace has data for."""
-    drawn = [_chart(f"{prefix}-steps", "Where each step goes", step_bars(figures), trace_words.steps_sentence(figures))]
-    collective_gaps, blocking, idle = gaps(figures, timeline)
-    if collective_gaps or idle:
-        sentence = trace_words.gaps_sentence(collective_gaps, sum(blocking), idle)
-        drawn.append(_chart(f"{prefix}-gaps", "Gaps", gap_histogram(collective_gaps, blocking, idle), sentence))
+    title = "Where each step goes" if trace_words.has_steps(figures) else "Where the time goes"
+    drawn = [_chart(f"{prefix}-steps", title, step_bars(figures), trace_captions.steps(figures))]
+    if gaps:
+        drawn.append(_chart(f"{prefix}-gaps", "Gaps", gap_histogram(gaps), sentence_of(gaps)))
     if figures.memory:
-        sentence = trace_words.memory_sentence(figures.memory)
-        drawn.append(_chart(f"{prefix}-memory", "Memory", memory_curves(figures.memory), sentence))
+        sentence = trace_captions.memory(figures.memory)
+        drawn.append(_chart(f"{prefix}-memory", "Memory", memory_curves(figures), sentence))
     return tuple(drawn)
 
 
@@ -65,78 +74,79 @@ def split(part: Breakdown) -> dict[str, int]:
     }
 
 
+def mean_split(figures: TraceFigures) -> dict[str, float]:
+    """The parts of a trace's mean step."""
+    every = [split(part.breakdown) for part in trace_words.parts(figures)]
+    return {name: sum(parts[name] for parts in every) / len(every) for name in every[0]}
+
+
 def step_bars(figures: TraceFigures) -> go.Figure:
     """One stacked bar per step, the last :data:`MOST_STEPS` of them."""
-    every = [(f"step {step.step}", split(step.breakdown)) for step in figures.steps[-MOST_STEPS:]]
-    every = every or [("whole trace", split(figures.whole))]
-    unit, size = _unit(max(sum(parts.values()) for _, parts in every))
+    every = [(f"step {step.step}", split(step.breakdown)) for step in figures.steps if step.step is not None]
+    every = every[-MOST_STEPS:] or [("whole trace", split(figures.whole))]
+    figure, unit = _stacked([parts for _, parts in every], [label for label, _ in every], list(range(len(every))))
+    figure.update_layout(height=130 + 28 * len(every))
+    return figure.update_xaxes(title_text=f"{unit} per {trace_words.each(figures)}")
+
+
+def rank_bars(figures: Sequence[TraceFigures], names: Mapping[int, str]) -> go.Figure:
+    """One stacked bar per rank, jobs below each other under their names."""
+    rows, labels, places, heads = list[dict[str, float]](), list[str](), list[int](), list[tuple[int, str]]()
+    place = 0
+    for job, members in trace_words.jobs(figures).items():
+        heads.append((place, names[job]))
+        for one in members:
+            place += 1
+            rows.append(mean_split(one))
+            labels.append(trace_words.who(one))
+            places.append(place)
+        place += 1
+    figure, unit = _stacked(rows, labels, places)
+    for at, name in heads:
+        figure.add_annotation(
+            x=0, y=at, xref="x", yref="y", xanchor="left", showarrow=False, text=f"<b>{label_text(name)}</b>"
+        )
+    figure.update_layout(height=130 + 26 * place)
+    figure.update_yaxes(range=[place - 0.4, -0.6], autorange=False)
+    return figure.update_xaxes(title_text=f"{unit} of the mean step")
+
+
+def _stacked(
+    rows: Sequence[Mapping[str, float]], labels: Sequence[str], places: Sequence[int]
+) -> tuple[go.Figure, str]:
+    """Bars of parts, one row at each place from above, and the unit of their axis."""
+    unit, size = _unit(max(sum(parts.values()) for parts in rows))
+    shown = [label_text(label) for label in labels]
     figure = go.Figure(
         [
             go.Bar(
                 name=part,
-                y=[label for label, _ in every],
-                x=[parts[part] / size for _, parts in every],
+                y=list(places),
+                x=[parts[part] / size for parts in rows],
                 orientation="h",
                 marker=filling(colour, pattern),
-                customdata=[format_ns(parts[part]) for _, parts in every],
-                hovertemplate=f"%{{y}}<br>{part}: %{{customdata}}<extra></extra>",
+                customdata=[
+                    [label, format_ns(parts[part]), format_percent(parts[part] / (sum(parts.values()) or 1))]
+                    for label, parts in zip(shown, rows)
+                ],
+                hovertemplate=f"%{{customdata[0]}}<br>{part}: %{{customdata[1]}}, %{{customdata[2]}}<extra></extra>",
             )
             for part, (colour, pattern) in PARTS.items()
-            if any(parts[part] for _, parts in every)
+            if any(parts[part] for parts in rows)
         ]
     )
-    figure.update_layout(template=THEME, barmode="stack", height=130 + 28 * len(every), showlegend=True)
-    figure.update_yaxes(autorange="reversed", ticklabelstandoff=6, showgrid=False)
-    return figure.update_xaxes(title_text=f"{unit} per step")
-
-
-def gaps(figures: TraceFigures, timeline: Timeline) -> tuple[list[int], list[bool], list[int]]:
-    """Gaps between collectives and whether each blocks, and idle gaps, in nanoseconds, over the whole trace."""
-    between = [(c.gap_ns, bool(c.gap_blocking)) for c in figures.collectives if c.gap_ns]
-    idle: list[int] = []
-    spans = timeline.spans
-    if len(spans):
-        for _, found in idle_styles(timeline, int(spans.starts.min()), int(spans.ends.max())):
-            idle += (found.ends - found.starts).tolist()
-    positive = [(gap, blocks) for gap, blocks in between if gap > 0]
-    return [gap for gap, _ in positive], [blocks for _, blocks in positive], idle
-
-
-def gap_histogram(between: Sequence[int], blocking: Sequence[bool], idle: Sequence[int]) -> go.Figure:
-    """How many gaps are how long, in bins that each double."""
-    longest = max([*between, *idle])
-    shortest = min([*between, *idle])
-    edges = [2**n for n in range(int(np.floor(np.log2(shortest))), int(np.floor(np.log2(longest))) + 2)]
-    labels = [f"{format_ns(low)} to {format_ns(high)}" for low, high in pairwise(edges)]
-    sets = (
-        ("between collectives, blocking", [g for g, b in zip(between, blocking) if b], STYLES["exposed"].colour, "|"),
-        ("between collectives, other", [g for g, b in zip(between, blocking) if not b], STYLES["comm"].colour, "/"),
-        ("idle", list(idle), STYLES["idle"].colour, ""),
+    figure.update_layout(template=THEME, barmode="stack", showlegend=True)
+    figure.update_yaxes(
+        autorange="reversed", ticklabelstandoff=6, showgrid=False, zeroline=False, tickvals=list(places), ticktext=shown
     )
-    figure = go.Figure(
-        [
-            go.Bar(
-                name=name,
-                x=labels,
-                y=np.histogram(values, edges)[0].tolist(),
-                marker=filling(colour, pattern),
-                hovertemplate=f"%{{x}}: %{{y}} ({name})<extra></extra>",
-            )
-            for name, values, colour, pattern in sets
-            if values
-        ]
-    )
-    figure.update_layout(template=THEME, barmode="group", height=320, showlegend=True, bargap=0.15)
-    figure.update_xaxes(
-        title_text="length of the gap", tickangle=-40, tickvals=labels, ticktext=[format_ns(e) for e in edges[:-1]]
-    )
-    return figure.update_yaxes(title_text="gaps")
+    return figure.update_xaxes(nticks=6), unit
 
 
-def memory_curves(points: Sequence[MemoryPoint]) -> go.Figure:
-    """Bytes over time, a curve per device."""
-    first = min(point.ns for point in points)
-    unit, size = _unit(max(point.ns for point in points) - first)
+def memory_curves(figures: TraceFigures) -> go.Figure:
+    """Bytes over time, a curve per device; dotted where a step begins."""
+    points = figures.memory
+    first, last = min(point.ns for point in points), max(point.ns for point in points)
+    unit, size = _unit(last - first)
     name, bytes_each = next(
         ((label, each) for label, each in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)) if _most(points) >= each), ("B", 1)
     )
@@ -148,12 +158,23 @@ def memory_curves(points: Sequence[MemoryPoint]) -> go.Figure:
             x=[(point.ns - first) / size for point in mine],
             y=[point.bytes / bytes_each for point in mine],
             mode="lines",
-            line={"shape": "hv", "color": OKABE_ITO[place % len(OKABE_ITO)], "dash": DASHES[place % len(DASHES)]},
+            line={"shape": "hv", "color": OKABE_ITO[place % len(OKABE_ITO)]},
             customdata=[format_bytes(point.bytes) for point in mine],
             hovertemplate=f"{label_text(device)}<br>%{{x:.4g}} {unit}: %{{customdata}}<extra></extra>",
         )
-    figure.update_layout(template=THEME, height=300, showlegend=len(figure.data) > 1)
-    figure.update_xaxes(title_text=f"{unit} from the first event")
+    begins = [step.start_ns for step in figures.steps if step.step is not None and first <= step.start_ns <= last]
+    begins = begins if len(begins) <= MOST_STEPS else []
+    figure.update_layout(
+        template=THEME, height=300, showlegend=len(figure.data) > 1,
+        shapes=[
+            {"type": "line", "x0": (ns - first) / size, "x1": (ns - first) / size, "y0": 0, "y1": 1, "yref": "paper",
+             "line": {"dash": "dot", "width": 1, "color": "#888888"}}
+            for ns in begins
+        ],
+    )  # fmt: skip
+    figure.update_xaxes(
+        title_text=f"{unit} from the first event{'; dotted: a step begins' if begins else ''}", nticks=6
+    )
     return figure.update_yaxes(title_text=name, rangemode="tozero")
 
 

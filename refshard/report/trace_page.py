@@ -22,10 +22,11 @@ from refshard.quantities import MIB
 from refshard.report import trace_charts, trace_tables, trace_words
 from refshard.report.charts import Chart
 from refshard.report.encode import encode
-from refshard.report.lanes import draw_step, drawn_window
+from refshard.report.lanes import draw_step, drawn_windows
 from refshard.report.layer_svg import Layer, draw_layer
 from refshard.report.palette import LEGEND, STYLES
 from refshard.report.render import fill, replace_atomically, resource, script
+from refshard.report.trace_gaps import gap_table, gaps_of
 from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
 
@@ -46,24 +47,36 @@ class AnalysedTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """One step as the timeline shows it: ``data`` is for the script, ``name`` on its button, ``label`` in sentences."""
+
+    id: str
+    name: str
+    label: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Section:
     """What the page shows of one trace. ``content`` is the trace's gzip as base64, None where it is not embedded."""
 
     id: str
     figures: TraceFigures
     who: str
-    warnings: tuple[str, ...]
     step: str
-    drawing: dict[str, Any] | None
+    drawn: tuple[_Drawn, ...]
+    whole: str
     present: frozenset[str]
     finest_ns: int
     undrawn_lanes: int
     layer: Layer | None
     charts: tuple[Chart, ...]
     steps: pd.DataFrame
+    gaps: pd.DataFrame
     units: pd.DataFrame
     collectives: pd.DataFrame
     overheads: list[tuple[str, str]]
+    per_step: str
     file_name: str
     content: str | None
 
@@ -72,7 +85,8 @@ class _Section:
 class _Waits:
     """Who waits for whom in one job."""
 
-    job: int
+    job: str
+    per_step: str
     late: str
     table: pd.DataFrame
 
@@ -94,10 +108,13 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
     traces = _named_shortly(traces)
     figures = [one.figures for one in traces]
     sections = _sections(traces)
-    drawn = {chart.id: chart.figure for section in sections for chart in section.charts}
+    ranks = trace_charts.ranks_chart(figures)
+    charts = [*([ranks] if ranks else []), *(chart for section in sections for chart in section.charts)]
+    drawn = {chart.id: chart.figure for chart in charts}
     content = {
         "title": _title(figures),
         "findings": trace_words.findings(figures),
+        "ranks": ranks,
         "summary": trace_tables.summary(figures),
         "links": [f"#{section.id}" for section in sections],
         "warnings": trace_words.doubts(figures),
@@ -130,10 +147,14 @@ def _title(figures: Sequence[TraceFigures]) -> str:
 
 
 def _waits(figures: Sequence[TraceFigures]) -> tuple[_Waits, ...]:
+    names = trace_words.job_names(figures)
     found = [
-        _Waits(job=job, late=trace_words.late(members), table=trace_tables.waits(members))
+        _Waits(
+            job=names[job], per_step=trace_tables.per_step(members[0]), late=trace_words.late(members),
+            table=trace_tables.waits(members),
+        )
         for job, members in trace_words.jobs(figures).items()
-    ]
+    ]  # fmt: skip
     return tuple(one for one in found if not one.table.empty)
 
 
@@ -150,24 +171,31 @@ def _sections(traces: Sequence[AnalysedTrace]) -> list[_Section]:
 
 def _section(one: AnalysedTrace, identity: str, most: int, content: bytes | None) -> _Section:
     figures, timeline = one.figures, one.timeline
-    step, begin, close = drawn_window(figures, timeline)
-    drawing = draw_step(timeline, figures, most) if len(timeline.spans) else None
+    windows = drawn_windows(figures, timeline) if len(timeline.spans) else ()
+    # Several steps share what one may take.
+    drawings = [draw_step(timeline, figures, window, most // len(windows)) for window in windows]
+    gaps = gaps_of(figures, timeline)
     return _Section(
         id=identity,
         figures=figures,
         who=trace_words.who(figures),
-        warnings=tuple(trace_words.warning(told) for told in figures.warnings),
-        step="the whole trace" if step is None else f"step {step}, the one of median length",
-        drawing=None if drawing is None else encode(drawing),
-        present=frozenset(group.style for group in drawing.groups) if drawing else frozenset(),
-        finest_ns=0 if drawing is None else drawing.levels[0].resolution,
-        undrawn_lanes=0 if drawing is None else drawing.undrawn_lanes,
-        layer=_marked(draw_layer(timeline, begin, close)),
-        charts=trace_charts.charts_of(figures, timeline, identity),
+        step=windows[0].label if windows else "nothing",
+        drawn=tuple(
+            _Drawn(id=f"{identity}-drawing-{n}", name=window.name, label=window.label, data=encode(drawing))
+            for n, (window, drawing) in enumerate(zip(windows, drawings))
+        ),
+        whole="step" if trace_words.has_steps(figures) else "trace",
+        present=frozenset(group.style for drawing in drawings for group in drawing.groups),
+        finest_ns=max((drawing.levels[0].resolution for drawing in drawings), default=0),
+        undrawn_lanes=max((drawing.undrawn_lanes for drawing in drawings), default=0),
+        layer=_marked(draw_layer(timeline, windows[0].begin, windows[0].close)) if windows else None,
+        charts=trace_charts.charts_of(figures, gaps, identity),
         steps=trace_tables.steps(figures),
+        gaps=gap_table(gaps) if gaps else pd.DataFrame(),
         units=trace_tables.units(figures),
         collectives=trace_tables.collectives(figures),
         overheads=trace_tables.overheads(figures),
+        per_step=trace_tables.per_step(figures),
         file_name=one.path.name,
         content=None if content is None else base64.b64encode(content).decode(),
     )

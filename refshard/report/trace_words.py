@@ -1,16 +1,25 @@
-"""What the figures of traces come to, in sentences: the largest loss of each job, and what each chart shows."""
+"""What the figures of traces come to, in sentences: which job is which, and the largest loss of each.
 
+Needs neither pandas nor plotly, so that a terminal may print it too.
+"""
+
+import os
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
-from refshard.quantities import format_bytes, format_ns, format_percent
-from refshard.tracing.figures import Breakdown, GiveWay, MemoryPoint, TraceFigures, TraceWarning
+from refshard.quantities import format_ns, format_percent
+from refshard.tracing.figures import Breakdown, RankWait, StepFigures, TraceFigures, TraceWarning
 
 SMALL = 0.01
 """A loss under this share of the step is not called one."""
-
-
+LONGER = 1.02
+"""A rank that computes so many times as long as another computes longer."""
 MOST_NAMED = 6
+_HASH = re.compile(r"-(?=[a-z]*\d)[0-9a-f]{8,40}(?=-|$)")
+_RANK = re.compile(r"[-_.]?rank[-_]?\d*$|[-_.]r\d*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,46 +33,90 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:
-    """One way to lose time: ``of`` gives a trace's nanoseconds, None where the trace cannot tell."""
+    """One way to lose time: ``of`` gives a step's nanoseconds, None where the trace cannot tell."""
 
     name: str
     remedy: str
-    of: Callable[[Breakdown, GiveWay], int | None]
+    of: Callable[[StepFigures], int | None]
 
 
+_EXPOSED = _Loss(
+    name="exposed communication",
+    remedy="gather earlier, move fewer bytes, or give each rank more to compute",
+    of=lambda step: step.breakdown.exposed_ns,
+)
+_HOST = _Loss(
+    name="idle time that waits for the host",
+    remedy="launch earlier: fewer or larger kernels, CUDA graphs, no synchronisation within the step",
+    of=lambda step: step.breakdown.idle_host_ns,
+)
+_HOST_OF_CPU = _Loss(
+    name=_HOST.name,
+    remedy="let the thread that computes do less between operators: fewer and larger ones, no loading of data in the "
+    "step, torch.compile",
+    of=_HOST.of,
+)
 _LOSSES = (
-    _Loss(
-        name="exposed communication",
-        remedy="gather earlier, move fewer bytes, or give each rank more to compute",
-        of=lambda part, _: part.exposed_ns,
-    ),
-    _Loss(
-        name="idle time that waits for the host",
-        remedy="launch earlier: fewer or larger kernels, CUDA graphs, no synchronisation within the step",
-        of=lambda part, _: part.idle_host_ns,
-    ),
+    _EXPOSED,
+    _HOST,
     _Loss(
         name="idle time that waits for dependencies",
-        remedy="see in the timeline what the next kernel waited for",
-        of=lambda part, _: part.idle_dependency_ns,
+        remedy="see in the timeline what the next to run waited for",
+        of=lambda step: step.breakdown.idle_dependency_ns,
     ),
     _Loss(
         name="idle time of unknown cause",
         remedy="the trace has no launches that would tell host-bound from dependency-bound",
-        of=lambda part, _: part.idle_ns if part.idle_host_ns is None else 0,
+        of=lambda step: step.breakdown.idle_ns if step.breakdown.idle_host_ns is None else 0,
+    ),
+    _Loss(
+        name="exposed copies of what collectives send and receive",
+        remedy="keep shards and gradients where the collective reads and writes them, or copy beside compute",
+        of=lambda step: step.copies.exposed_ns,
     ),
     _Loss(
         name="give-way of preparatory kernels",
         remedy="prepare the reduction with fewer or no kernels beside the main stream",
-        of=lambda _, giveway: giveway.lost_ns,
+        of=lambda step: step.giveway.lost_ns,
     ),
 )
 
 
-def parts(figures: TraceFigures) -> list[tuple[Breakdown, GiveWay]]:
+def has_steps(figures: TraceFigures) -> bool:
+    """Whether the trace tells steps apart; one that does not has its whole length as its only step, or none."""
+    return any(step.step is not None for step in figures.steps)
+
+
+def parts(figures: TraceFigures) -> tuple[StepFigures, ...]:
     """The steps; of a trace without steps the whole."""
-    steps = [(step.breakdown, step.giveway) for step in figures.steps]
-    return steps or [(figures.whole, figures.giveway)]
+    return figures.steps or (whole(figures),)
+
+
+def whole(figures: TraceFigures) -> StepFigures:
+    """The whole trace, as if it were one step."""
+    return StepFigures(
+        step=None, start_ns=0, breakdown=figures.whole, giveway=figures.giveway, copies=figures.copies,
+        reduce_wait=figures.reduce_wait,
+    )  # fmt: skip
+
+
+def each(figures: TraceFigures) -> str:
+    """What times of this trace are means over, or of."""
+    return "step" if has_steps(figures) else "trace"
+
+
+def counted(n: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "step"), counted(3, "step")
+    ('1 step', '3 steps')
+    """
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def who(figures: TraceFigures) -> str:
+    """How a trace is called in a sentence."""
+    return figures.file if figures.rank is None else f"rank {figures.rank}"
 
 
 def jobs(figures: Sequence[TraceFigures]) -> dict[int, list[TraceFigures]]:
@@ -74,42 +127,81 @@ def jobs(figures: Sequence[TraceFigures]) -> dict[int, list[TraceFigures]]:
     return dict(sorted(found.items()))
 
 
+def job_names(figures: Sequence[TraceFigures]) -> dict[int, str]:
+    """A name for each job: what its files' names have in common, less what all jobs' have.
+
+    Ranks and hashes are left out, as far as the names stay unique; where they do not, jobs go by number.
+    """
+    files = {job: [PurePath(one.file) for one in members] for job, members in jobs(figures).items()}
+    for of in (lambda file: file.name, str):
+        long = {job: _common([of(file) for file in members]) for job, members in files.items()}
+        without = {job: _HASH.sub("", name) for job, name in long.items()}
+        for names in (_shorter(without), without, long):
+            if "" not in names.values() and len(set(names.values())) == len(names):
+                return names
+    return {job: f"job {job}" for job in files}
+
+
+def _common(names: Sequence[str]) -> str:
+    """What names of one job have in common, without the rank and what every trace's name ends with."""
+    stems = [name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace") for name in names]
+    start = stems[0] if len(stems) == 1 else os.path.commonprefix(stems)  # noqa: RUF071 -- of characters
+    return _RANK.sub("", start).rstrip("-_./")
+
+
+def _shorter(names: dict[int, str]) -> dict[int, str]:
+    """Without the parts that all of several names end with."""
+    if len(names) < 2:
+        return names
+    reverse = [name.split("-")[::-1] for name in names.values()]
+    alike = len(os.path.commonprefix(reverse))  # noqa: RUF071 -- of whole parts
+    return {job: "-".join(name.split("-")[: -alike or None]) for job, name in names.items()}
+
+
 def findings(figures: Sequence[TraceFigures]) -> tuple[Finding, ...]:
     """One finding per job."""
-    return tuple(_finding(job, members) for job, members in jobs(figures).items())
+    names = job_names(figures)
+    return tuple(_finding(f"{names[job]}: {ranks(members)}", members) for job, members in jobs(figures).items())
 
 
-def _finding(job: int, members: Sequence[TraceFigures]) -> Finding:
-    title = f"Job {job}: {_counted(len(members), 'trace')} of {members[0].device}"
-    shares = sorted(((_share(members, loss), loss) for loss in _LOSSES), key=lambda pair: -pair[0])
+def ranks(members: Sequence[TraceFigures]) -> str:
+    """How many ranks of a job are here, and what they run on."""
+    first = members[0]
+    size = first.world_size
+    told = "1 rank" if size == 1 else f"{len(members)} of {size} ranks"
+    told = counted(len(members), "trace") if size is None else told
+    return ", ".join([told, *([first.backend] if first.backend else []), first.device])
+
+
+def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
+    is_cpu = members[0].device.lower() == "cpu"
+    losses = [_HOST_OF_CPU if loss is _HOST and is_cpu else loss for loss in _LOSSES]
+    shares = sorted(((_share(members, loss), loss) for loss in losses), key=lambda pair: -pair[0])
     share, worst = shares[0]
-    span = "step" if any(one.steps for one in members) else "trace"
-    length = format_ns(_mean_span(members))
-    if share < SMALL:
-        lead = f"No loss reaches {format_percent(SMALL, 0)} of a {span} of {length}."
-    else:
-        lead = (
-            f"The largest loss is {worst.name}: {format_percent(share)} of a {span} of {length}"
-            f"{_spread(members, worst)}."
-        )
+    span = f"{each(members[0])} of {format_ns(_mean(members, lambda part: part.span_ns))}"
     others = [f"{loss.name} {format_percent(value)}" for value, loss in shares[1:] if value >= SMALL / 10]
-    more = [f"To win it back: {worst.remedy}."] if share >= SMALL else []
+    if share < SMALL:
+        lead, more = f"No loss reaches {format_percent(SMALL, 0)} of a {span}.", []
+    else:
+        spread = _spread(members, worst)
+        lead = f"The largest loss is {worst.name}: {format_percent(share)} of a {span}{spread}."
+        more = _exposed(members) if worst is _EXPOSED else [f"To win it back: {worst.remedy}."]
     if others:
         more.append(f"Beside it: {', '.join(others)}.")
-    if told := late(members):
+    if worst is not _EXPOSED and (told := late(members)):
         more.append(told)
     return Finding(title=title, lead=lead, more=tuple(more))
 
 
 def _share(members: Sequence[TraceFigures], loss: _Loss) -> float:
     every = [part for one in members for part in parts(one)]
-    whole = sum(part.span_ns for part, _ in every)
-    return sum(loss.of(*part) or 0 for part in every) / whole if whole else 0.0
+    length = sum(part.breakdown.span_ns for part in every)
+    return sum(loss.of(part) or 0 for part in every) / length if length else 0.0
 
 
-def _mean_span(members: Sequence[TraceFigures]) -> float:
-    spans = [part.span_ns for one in members for part, _ in parts(one)]
-    return sum(spans) / len(spans)
+def _mean(members: Sequence[TraceFigures], of: Callable[[Breakdown], int]) -> float:
+    values = [of(part.breakdown) for one in members for part in parts(one)]
+    return sum(values) / len(values)
 
 
 def _spread(members: Sequence[TraceFigures], loss: _Loss) -> str:
@@ -124,111 +216,105 @@ def _spread(members: Sequence[TraceFigures], loss: _Loss) -> str:
     return f" (from {format_percent(least)} on {who(low)} to {format_percent(most)} on {who(high)})"
 
 
+def _exposed(members: Sequence[TraceFigures]) -> list[str]:
+    """Where communication is exposed most, whether it is waiting for another rank, and what to do about it."""
+    worst = max(members, key=lambda one: _mean([one], lambda part: part.exposed_ns))
+    exposed = _mean([worst], lambda part: part.exposed_ns)
+    waited = sum(wait.waited_ns for wait in worst.waits_for) / len(parts(worst))
+    where = _where(worst)
+    if waited > exposed / 2:
+        return [*where, _balance(members, worst, exposed, waited)]
+    return [*where, f"To win it back: {_EXPOSED.remedy}.", *([told] if (told := late(members)) else [])]
+
+
+def _where(one: TraceFigures) -> list[str]:
+    """The operation and the unit with most exposed time, by the collectives of the steps."""
+    sums: Counter[tuple[str, str | None]] = Counter()
+    for found in one.collectives:
+        if found.step is not None or not has_steps(one):
+            sums[found.op, found.unit] += found.exposed_ns
+    if not sums.total():
+        return []
+    (op, unit), most = sums.most_common(1)[0]
+    place = f" of {unit}" if unit else ""
+    at_once = most > sum(part.breakdown.exposed_ns for part in parts(one))
+    return [
+        f"Most exposed on {who(one)}: {op}{place}, {format_ns(most / len(parts(one)))} a {each(one)}"
+        f"{', those that run at once counted each' if at_once else ''}."
+    ]
+
+
+def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: float, waited: float) -> str:
+    a = f"a {each(worst)}"
+    last = max(worst.waits_for, key=lambda wait: wait.waited_ns)
+    told = (
+        f"{_capital(who(worst))} exposes {format_ns(exposed)} {a} and waits {format_ns(waited)} {a} in collectives for "
+        f"{_for_whom(worst.waits_for, last, len(parts(worst)))} to enter. "
+    )
+    late_one = next((one for one in members if one.rank == last.rank), None)
+    if late_one is None:
+        return f"{told}Balance the work, or look at the host of rank {last.rank}."
+    its, own = (_mean([one], lambda part: part.compute_ns) for one in (late_one, worst))
+    times = f"{format_ns(its)} {a} against {format_ns(own)}"
+    if its > LONGER * own:
+        return f"{told}{_capital(who(late_one))} computes {times}: balance the work, or look at that host."
+    how = "less" if own > LONGER * its else "about as long"
+    return f"{told}{_capital(who(late_one))} computes {how} ({times}): look at what else holds that host up."
+
+
+def _for_whom(waits: Sequence[RankWait], last: RankWait, steps: int) -> str:
+    if len(waits) == 1:
+        return f"rank {last.rank}"
+    return f"the last rank, longest for rank {last.rank} ({format_ns(last.waited_ns / steps)})"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:] if text.startswith("rank ") else text
+
+
 def late(members: Sequence[TraceFigures]) -> str:
     """The rank that the others wait for longest, in a sentence; empty where none waits."""
-    total: dict[int, int] = {}
+    total: Counter[int] = Counter()
     for one in members:
         for wait in one.waits_for:
-            total[wait.rank] = total.get(wait.rank, 0) + wait.waited_ns
-    if not total:
+            total[wait.rank] += wait.waited_ns
+    if not total.total():
         return ""
-    last = max(total, key=lambda rank: total[rank])
-    share = total[last] / sum(total.values()) if sum(total.values()) else 0
+    last, waited = total.most_common(1)[0]
+    steps = max(len(parts(one)) for one in members)
     return (
-        f"Rank {last} is the last to enter most: the others stood {format_ns(total[last])} for it, "
-        f"{format_percent(share, 0)} of all waiting of this job."
+        f"Rank {last} is waited for longest: in all, the others stand {format_ns(waited / steps)} a {each(members[0])} "
+        f"in collectives until it enters, {format_percent(waited / total.total(), 0)} of all such waiting of this job."
     )
-
-
-def who(figures: TraceFigures) -> str:
-    """How a trace is called in a sentence."""
-    return figures.file if figures.rank is None else f"rank {figures.rank}"
-
-
-def _counted(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def warning(told: TraceWarning) -> str:
     """A warning, with what it concerns where that is not in its words."""
-    concerned = [f"{told.count:,} events"] if told.count is not None else []
+    concerned = [] if told.count is None or _says(told, told.count) else [counted(told.count, "event")]
     concerned += [format_ns(told.ns)] if told.ns is not None else []
     return f"{told.message} ({', '.join(concerned)})" if concerned else told.message
 
 
+def _says(told: TraceWarning, count: int) -> bool:
+    return bool(re.search(rf"(?<![\d.,]){count:,}(?![\d,]|\.\d)|(?<![\d.,]){count}(?![\d,]|\.\d)", told.message))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """A warning, and which traces give it."""
+    """A warning, and which traces give it, by their place among all; ``more`` of them are not named."""
 
     sentence: str
-    where: str
+    where: tuple[tuple[str, int], ...]
+    more: int = 0
 
 
 def doubts(figures: Sequence[TraceFigures]) -> tuple[Doubt, ...]:
     """Every warning once, with the traces that give it."""
-    files: dict[str, list[str]] = {}
-    for one in figures:
-        for told in one.warnings:
-            files.setdefault(warning(told), []).append(one.file)
+    givers: dict[str, list[tuple[str, int]]] = {}
+    for place, one in enumerate(figures):
+        for sentence in dict.fromkeys(map(warning, one.warnings)):
+            givers.setdefault(sentence, []).append((one.file, place))
     return tuple(
-        Doubt(sentence=sentence, where=_named(givers, len(figures))) for sentence, givers in files.items()
-    )  # fmt: skip
-
-
-def _named(files: Sequence[str], whole: int) -> str:
-    if len(files) == whole > 1:
-        return f"all {whole} traces"
-    more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
-    return ", ".join(files[:MOST_NAMED]) + more
-
-
-def giveway(found: GiveWay) -> str:
-    """The give-way index, or why there is none."""
-    if found.index is None:
-        return f"- ({found.reason})" if found.reason else "-"
-    return format_percent(found.index)
-
-
-def steps_sentence(figures: TraceFigures) -> str:
-    """What the bars of the steps show."""
-    every = [part for part, _ in parts(figures)]
-    exposed = [part.exposed_ns / part.span_ns for part in every if part.span_ns]
-    idle = [part.idle_ns / part.span_ns for part in every if part.span_ns]
-    if not exposed:
-        return "The trace holds no time."
-    what = _counted(len(every), "step") if figures.steps else "The whole trace, which has no steps"
-    return f"{what}: exposed communication takes {_range(exposed)}, idle time {_range(idle)} of it."
-
-
-def gaps_sentence(collective_gaps: Sequence[int], blocking: int, idle: Sequence[int]) -> str:
-    """What the histogram of gaps shows."""
-    told = []
-    for noun, gaps in (("gap between collectives", collective_gaps), ("idle gap", idle)):
-        if not gaps:
-            told.append(f"No {noun}.")
-            continue
-        middle, longest = sorted(gaps)[len(gaps) // 2], max(gaps)
-        told.append(
-            f"{_counted(len(gaps), noun) if noun != 'gap between collectives' else _between(len(gaps))}, "
-            f"{format_ns(sum(gaps))} together, median {format_ns(middle)}, longest {format_ns(longest)}"
-            f"{f'; {blocking} blocking' if noun != 'idle gap' else ''}."
-        )
-    return " ".join(told)
-
-
-def _between(n: int) -> str:
-    return f"{n} gap{'' if n == 1 else 's'} between collectives"
-
-
-def memory_sentence(points: Sequence[MemoryPoint]) -> str:
-    """The peak of every device."""
-    told = []
-    for device in dict.fromkeys(point.device for point in points):
-        mine = [point.bytes for point in points if point.device == device]
-        told.append(f"{device}: from {format_bytes(mine[0])} at first to a peak of {format_bytes(max(mine))}.")
-    return f"Bytes that torch's allocator holds. {' '.join(told)}"
-
-
-def _range(shares: Sequence[float]) -> str:
-    ends = format_percent(min(shares)), format_percent(max(shares))
-    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+        Doubt(sentence=sentence, where=tuple(of[:MOST_NAMED]), more=len(of[MOST_NAMED:]))
+        for sentence, of in givers.items()
+    )

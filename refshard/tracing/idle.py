@@ -37,6 +37,12 @@ class Gaps:
             launches=self.launches[rows],
         )
 
+    def of(self, rows: npt.NDArray[np.bool_]) -> "Gaps":
+        """Some of them."""
+        return Gaps(
+            starts=self.starts[rows], ends=self.ends[rows], followers=self.followers[rows], launches=self.launches[rows]
+        )
+
     @property
     def host_bound(self) -> npt.NDArray[np.bool_]:
         """Which gaps the host is to blame for: what ends them was launched after they began, or never came."""

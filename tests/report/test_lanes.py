@@ -5,12 +5,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.report.encode import encode
 from refshard.report.hulls import hulls
-from refshard.report.lanes import MOST_ROWS, Drawing, draw_step, drawn_window, idle_styles
+from refshard.report.lanes import MOST_ROWS, Drawing, draw_step, drawn_windows, idle_styles
 from refshard.timeline import KINDS, Kind, Meaning, Span, Spans, Timeline, Window
 from tests.report import traces
 
@@ -27,7 +28,8 @@ def simple(spans: list[Span], start: int = 0, end: int | None = None) -> Timelin
 
 
 def drawn(timeline: Timeline, most: int = 10**6) -> Drawing:
-    return draw_step(timeline, traces.figures(timeline), most)
+    figures = traces.figures(timeline)
+    return draw_step(timeline, figures, drawn_windows(figures, timeline)[0], most)
 
 
 def span(kind: Kind, lane: str, start: int, end: int) -> Span:
@@ -77,21 +79,38 @@ def test_a_made_step_has_its_units_lanes_and_strips_in_order() -> None:
     }  # fmt: skip
 
 
-def test_the_step_of_median_length_is_drawn() -> None:
-    timeline = traces.gpu(layers=4)
-    lengths = {window.step: window.end - window.start for window in timeline.windows}
-    assert lengths[0] < lengths[1] < lengths[2]
-    step, begin, close = drawn_window(traces.figures(timeline), timeline)
-    assert (step, close - begin) == (1, lengths[1])
+@pytest.mark.parametrize(
+    ("steps", "drawn"),
+    [
+        (1, [(0, "only step 0", "step 0, the only one")]),
+        (2, [(0, "faster step 0", "step 0, the faster of two"), (1, "slower step 1", "step 1, the slower of two")]),
+        (3, [(1, "median step 1", "step 1, of median length"), (2, "slowest step 2", "step 2, the slowest")]),
+    ],
+)
+def test_the_step_of_median_length_is_drawn_and_the_slowest(steps: int, drawn: list[tuple[int, str, str]]) -> None:
+    timeline = traces.gpu(layers=4, steps=steps)
+    lengths = [window.end - window.start for window in timeline.windows]
+    assert lengths == sorted(set(lengths))
+    found = drawn_windows(traces.figures(timeline), timeline)
+    assert [(window.step, window.name, window.label) for window in found] == drawn
+    assert [window.close - window.begin for window in found] == [lengths[step] for step, *_ in drawn]
+
+
+def test_a_slowest_step_no_longer_than_the_median_is_not_drawn_again() -> None:
+    timeline = simple([span(Kind.COMPUTE, "s", 10 * n, 10 * n + 5) for n in range(3)])
+    windows = tuple(Window(step=n, start=10 * n, end=10 * n + 10) for n in range(3))
+    timeline = replace(timeline, windows=windows)
+    assert [window.step for window in drawn_windows(traces.figures(timeline), timeline)] == [1]
 
 
 def test_without_steps_everything_is_drawn() -> None:
-    timeline = replace(traces.gpu(layers=3), windows=())
-    figures = traces.figures(replace(timeline, windows=(Window(step=None, start=0, end=1),)))
-    bare = type(figures)(**{name: getattr(figures, name) for name in figures.__struct_fields__} | {"steps": ()})
+    timeline = traces.gpu(layers=3)
     spans = timeline.spans
-    assert drawn_window(bare, timeline) == (None, spans.starts.min(), spans.ends.max())
-    assert draw_step(timeline, bare, 10**6).levels[0].counts.sum() > len(spans)
+    whole = Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max()))
+    timeline = replace(timeline, windows=(whole,))
+    (window,) = drawn_windows(traces.figures(timeline), timeline)
+    assert (window.step, window.begin, window.close, window.label) == (None, whole.start, whole.end, "the whole trace")
+    assert drawn(timeline).levels[0].counts.sum() > len(spans)
 
 
 def test_operators_within_operators_stand_in_rows() -> None:
@@ -108,7 +127,7 @@ def test_the_strips_add_up_to_the_figures() -> None:
     timeline = traces.gpu()
     for step in traces.figures(timeline).steps:
         begin, close = step.start_ns, step.start_ns + step.breakdown.span_ns
-        idle = {style: gaps.length for style, gaps in idle_styles(timeline, begin, close)}
+        idle = {style: int((gaps.ends - gaps.starts).sum()) for style, gaps in idle_styles(timeline, begin, close)}
         assert idle["idle-host"] == step.breakdown.idle_host_ns
         assert idle["idle-dependency"] == step.breakdown.idle_dependency_ns
 
@@ -117,7 +136,8 @@ def test_a_gap_is_host_bound_if_what_follows_was_launched_after_it_began() -> No
     timeline = simple([span(Kind.COMPUTE, "s", n, n + 10) for n in (0, 30, 60)], end=100)
     launches = np.array([-5, 12, 35], np.int64)
     timeline = replace(timeline, spans=replace(timeline.spans, launches=launches))
-    assert {style: gaps.pairs for style, gaps in idle_styles(timeline, 0, 100)} == {
+    found = {style: list(zip(gaps.starts, gaps.ends)) for style, gaps in idle_styles(timeline, 0, 100)}
+    assert found == {
         "idle-host": [(10, 30), (70, 100)],
         "idle-dependency": [(40, 60)],
     }
@@ -181,7 +201,45 @@ def test_what_is_sent_is_what_was_drawn() -> None:
     assert names.count(traces.REDUCE) == 2
     units = [code and sent["unitTable"][code - 1] for code in unpacked(sent["units"])]
     assert units[names.index(traces.REDUCE)] == "model.layers.1"
-    assert unpacked(sent["queued"])[names.index(traces.REDUCE)] == 40_000 + 1
+    assert unpacked(sent["queued"])[names.index(traces.PREP)] == 35_000 + 1
+    assert unpacked(sent["queued"])[names.index(traces.REDUCE)] == 0  # its note tells
+    name, told = sent["noteTable"][unpacked(sent["notes"])[names.index(traces.REDUCE)] - 1]
+    assert name == "reduce_scatter model.layers.1"
+    assert told == (
+        "416 MiB; algorithm bandwidth 369 GiB/s; bus bandwidth 323 GiB/s; exposed 19.0 us; queued 40.0 us; "
+        "gap of 666 us before it, which does not block"
+    )
+
+
+def notes_of(drawing: Drawing, style: str) -> list[str]:
+    finest = drawing.levels[0]
+    rows = [first for code, first in zip(finest.groups, finest.firsts) if drawing.groups[code].style == style]
+    return ["; ".join(drawing.note_table[drawing.notes[row]]) for row in rows]
+
+
+def test_idle_exposed_and_gaps_name_their_causes() -> None:
+    drawing = drawn(traces.gpu(layers=2, steps=1))
+    assert notes_of(drawing, "idle-dependency")[0] == f"; ended by {traces.GEMM}, which was launched already and waited"
+    assert notes_of(drawing, "idle-host")[0] == f"; ended by {traces.GATHER}, launched after the gap began"
+    assert all(note.endswith(", launched after the gap began") for note in notes_of(drawing, "idle-host")[:-1])
+    assert notes_of(drawing, "idle-host")[-1] == "; nothing runs after it"
+    assert notes_of(drawing, "exposed")[0] == "; all_gather model.layers.0"
+    assert notes_of(drawing, "gap")[0] == "; before all_gather model.layers.0"
+
+
+def test_operators_of_a_cpu_tell_of_no_launch() -> None:
+    timeline = traces.cpu(layers=2, steps=1)
+    known = replace(timeline, spans=replace(timeline.spans, launches=timeline.spans.starts))
+    assert set(unpacked(encode(drawn(known))["queued"])) == {0}
+    assert all("launched after" not in note for note in notes_of(drawn(known), "idle-host"))
+
+
+def test_an_exposed_strip_names_up_to_three_collectives_the_longest_first() -> None:
+    maker = traces.Maker()
+    for n in range(4):
+        maker.collective("all_gather", f"gloo {n}", "g", 0, 100 + n, unit=f"u{n}", step=0)
+    drawing = drawn(maker.timeline((Window(step=0, start=0, end=200),), 0, on_device=True))
+    assert notes_of(drawing, "exposed") == ["; all_gather u3, all_gather u2, all_gather u1 and 1 more"]
 
 
 def test_blocks_of_coarse_levels_lead_to_spans_of_the_finest() -> None:

@@ -19,6 +19,17 @@ CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")
 
 CONTENT = b"\x1f\x8b" + bytes(range(256)) * 300
+# Labels of one axis that stand upright and run into each other.
+OVERLAPS = r"""
+const level = (text) => !/rotate\(-?[1-9]/.test(text.getAttribute("transform"));
+const axes = [".xtick", ".x2tick", ".ytick", ".y2tick"];
+return [...document.querySelectorAll(".chart")].flatMap((chart) => axes.flatMap((axis) => {
+  const texts = [...chart.querySelectorAll(`${axis} text`)].filter(level);
+  const boxes = texts.map((text) => text.getBoundingClientRect()).filter((box) => box.width);
+  return boxes.slice(1).filter((box, n) => box.left < boxes[n].right && boxes[n].left < box.right
+    && box.top < boxes[n].bottom && boxes[n].top < box.bottom).map(() => `${chart.id} ${axis}`);
+}));
+"""
 NEEDS_SCRIPTS = "The timeline and the charts need JavaScript; the drawing of one layer and every table below do not."
 PERFETTO = """<!doctype html><script>
 addEventListener("message", ({source, data}) => {
@@ -144,7 +155,7 @@ def test_a_keyboard_reads_span_after_span(page: "Page") -> None:
     page.keyboard.press("ArrowDown")
     told = detail.inner_text()
     assert "void cutlass::Kernel2<" in told
-    assert "model.layers.0 (compute): 66.7 us at " in told
+    assert ", model.layers.0: compute, 66.7 us at " in told
     assert ", launched " in told
     page.keyboard.press("]")
     assert detail.inner_text() != told
@@ -165,8 +176,33 @@ def test_pointing_at_a_span_tells_of_it(page: "Page") -> None:
         return { x: (level.starts[i] + level.extents[i] / 2) / t.scale(), y: top + height / 2 };""",
     )
     canvas.hover(position=where)
-    assert "ncclDevKernel_AllGather" in page.locator(".detail").first.inner_text()
-    assert "(communication): 770 us" in page.locator(".detail").first.inner_text()
+    told = page.locator(".detail").first.inner_text()
+    assert told.startswith("all_gather model.layers.0: communication, 770 us at ")
+    assert "; 416 MiB; algorithm bandwidth " in told
+    assert told.endswith("; gap of 2.07 ms before it, which does not block; " + traces.GATHER)
+    label = """const g = t.data.groups.findIndex(([, , style]) => style === "comm"), level = t.levels[0];
+        return t.label(level, level.offsets[g], x, "spans")"""
+    assert [drawing(page, label, room) for room in (40, 12, 6)] == ["all_gather model.layers.0", "all_gather", "all_g…"]
+
+
+def test_a_button_shows_the_slowest_step(page: "Page") -> None:
+    length = "return (t.data.close - t.data.begin) * t.data.tick"
+    median = drawing(page, length)
+    page.get_by_role("button", name="slowest step 2").first.click()
+    assert drawing(page, length) > median
+    assert page.locator(".timeline-of").first.inner_text() == "Timeline of step 2, the slowest"
+    assert page.locator("canvas").first.get_attribute("aria-label") == "Timeline of step 2, the slowest of rank 0"
+    button = page.get_by_role("button", name="median step 1").first
+    assert button.get_attribute("aria-pressed") == "false"
+    button.click()
+    assert drawing(page, length) == median
+    assert page.locator(".timeline-of").first.inner_text() == "Timeline of step 1, of median length"
+
+
+def test_the_summary_is_not_cut_at_1300_pixels(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, java_script_enabled=False, viewport={"width": 1300, "height": 900})
+    widths = page.locator("#summary .scroll").first.evaluate("(box) => [box.scrollWidth, box.clientWidth]")
+    assert widths[0] <= widths[1]
 
 
 def test_without_scripts_the_layer_the_tables_and_the_traces_are_there(browser: "Browser", address: str) -> None:
@@ -216,7 +252,14 @@ def test_hostile_names_and_all_do_so_in_silence_and_without_a_network(browser: "
     page.on("dialog", visit.dismiss)
     page.on("request", lambda request: visit.asked.append(request.url))
     page.goto(f"{address}#trace-2")
-    page.locator("#trace-2 .chart .xtitle").nth(2).wait_for()
+    page.locator("#trace-2 .chart .xtitle").nth(1).wait_for()
+    assert drawing(page, OVERLAPS) == []
+    assert (
+        page.locator(".chart .legend .scrollbar").evaluate_all(
+            "(bars) => bars.filter((b) => b.getAttribute('width') > 0).length"
+        )
+        == 0
+    )
     canvas = page.locator("#trace-2 canvas")
     canvas.focus()
     for key in ("]", "ArrowDown", "]", "f", "ArrowDown"):

@@ -15,7 +15,7 @@ import pytest
 
 from refshard.report import trace_page
 from refshard.report.trace_page import AnalysedTrace, page, write_trace_page
-from refshard.timeline import Spans, Timeline
+from refshard.timeline import Spans, Timeline, Window
 from tests.report import traces
 from tests.report.pages import Page
 from tests.report.test_layer_svg import HOSTILE
@@ -89,9 +89,9 @@ def test_hostile_names_stay_text(tmp_path: Path, seen: Page) -> None:
     assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
     # As many scripts as a page has for one trace whose file it holds.
     assert [kind for kind, _ in found.scripts].count(None) == [kind for kind, _ in seen.scripts].count(None)
-    assert sum(kind in DATA for kind, _ in found.scripts) == 4
+    assert sum(kind in DATA for kind, _ in found.scripts) == 5
     assert found.text.count("<script>alert(1)</script>") > 10
-    (drawing,) = [content for kind, content in found.scripts if kind == DATA[0] and "nameTable" in content]
+    (drawing, _) = [content for kind, content in found.scripts if kind == DATA[0] and "nameTable" in content]
     assert HOSTILE in json.loads(drawing)["nameTable"]
     (charts,) = [json.loads(content) for kind, content in found.scripts if '"trace-0-memory"' in content]
     assert charts["trace-0-memory"]["data"][0]["name"].startswith("&lt;/script&gt;&lt;script&gt;alert(1)")
@@ -110,10 +110,34 @@ def test_each_trace_has_its_timeline_drawing_charts_and_tables(seen: Page) -> No
     assert ["open" in details for details in sections] == [True, False, False]
     assert len(seen.having("canvas")) == 3
     figures = {box["id"] for box in seen.having("div") if box.get("class") == "chart"}
-    assert figures == {f"trace-{n}-{chart}" for n in range(3) for chart in ("steps", "gaps", "memory")}
+    assert figures == {"ranks"} | {f"trace-{n}-{chart}" for n in range(3) for chart in ("steps", "gaps", "memory")}
     for box in seen.having("div"):
         if box.get("class") == "chart":
             assert seen.text.count(str(box["aria-label"])) >= 1
+
+
+def test_the_slowest_step_travels_beside_the_median_one(seen: Page) -> None:
+    names = [button["data-drawing"] for button in seen.having("button") if "data-drawing" in button]
+    assert names == [f"trace-{n}-drawing-{step}" for n in range(2) for step in range(2)]  # the CPU's steps are equal
+    names.append("trace-2-drawing-0")
+    assert names == [tag["id"] for tag in seen.having("script") if "-drawing-" in str(tag.get("id"))]
+
+
+def test_numbers_are_not_broken_from_their_units(seen: Page) -> None:
+    visible = seen.text[: seen.text.index("Means over")]
+    assert re.search("[0-9]\N{NO-BREAK SPACE}%", visible)
+    assert not re.search(r"\d (%|ms|us|s|MiB|GiB)\b", visible)
+
+
+def test_a_trace_without_steps_is_called_a_trace(tmp_path: Path) -> None:
+    timeline = traces.gpu(layers=2, steps=1)
+    spans = timeline.spans
+    whole = Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max()))
+    text = Page("".join(page([traces.trace(tmp_path, replace(timeline, windows=(whole,)))]))).text
+    for word in ("Timeline of the whole trace", "Whole trace", "Where the time goes", "of a trace of"):
+        assert word in text
+    for word in ("step None", "1 step", "nan", "Whole step", "None"):
+        assert word not in text
 
 
 def test_the_answer_and_the_doubts_come_first(seen: Page) -> None:
@@ -122,6 +146,8 @@ def test_the_answer_and_the_doubts_come_first(seen: Page) -> None:
     assert seen.text.index("The largest loss is ") < seen.text.index(traces.FEW) < seen.text.index("Timeline of")
     assert "all 3 traces" not in seen.text  # the counts differ: three steps here, two there
     assert "rank0.json.gz, rank1.json.gz" in seen.text
+    assert seen.text.count(traces.FEW) == 2
+    assert [link["href"] for link in seen.having("a") if "doubt" in str(link.get("class"))] == ["#warnings"] * 3
 
 
 def test_ids_are_unique_and_links_lead_somewhere(seen: Page) -> None:

@@ -1,0 +1,112 @@
+"""What the timeline tells of single blocks: a collective, what ends an idle gap, which collective is exposed.
+
+Each is a note: a short name, which the block bears where it is wide enough, and the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.quantities import format_bytes, format_ns, format_rate
+from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Spans
+from refshard.tracing.figures import CollectiveFigures
+from refshard.tracing.idle import NEVER, Gaps
+
+Note = tuple[str, str]
+MOST_AT_ONCE = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Notes:
+    """Notes so far, each once, by code."""
+
+    codes: dict[Note, int]
+
+    def code(self, note: Note) -> int:
+        """The code of a note."""
+        return self.codes.setdefault(note, len(self.codes))
+
+
+def short_name(one: CollectiveFigures) -> str:
+    """The operation and the unit."""
+    return f"{one.op} {one.unit}" if one.unit else one.op
+
+
+def of_collective(one: CollectiveFigures) -> Note:
+    """Size, bandwidth, exposed part, wait in the queue, and the gap before it."""
+    told = [] if one.bytes is None else [format_bytes(one.bytes)]
+    for word, rate in (("algorithm", one.algorithm_bandwidth), ("bus", one.bus_bandwidth)):
+        told += [] if rate is None else [f"{word} bandwidth {format_rate(rate / 2**30)} GiB/s"]
+    told.append(f"exposed {format_ns(one.exposed_ns)}" if one.exposed_ns else "not exposed")
+    told += [] if one.queued_ns is None else [f"queued {format_ns(one.queued_ns)}"]
+    return short_name(one), "; ".join([*told, _gap(one)])
+
+
+def _gap(one: CollectiveFigures) -> str:
+    if one.gap_ns is None:
+        return "the first on its stream"
+    if not one.gap_ns:
+        return "no gap before it"
+    blocks = {True: "which blocks", False: "which does not block", None: "not known whether it blocks"}
+    return f"gap of {format_ns(one.gap_ns)} before it, {blocks[one.gap_blocking]}"
+
+
+def of_gap(following: CollectiveFigures) -> Note:
+    """The gap between two collectives."""
+    why = ", which was launched already while compute ran" if following.gap_blocking else ""
+    return "", f"before {short_name(following)}{why}"
+
+
+def collectives_of(spans: Spans, collectives: Sequence[CollectiveFigures]) -> npt.NDArray[np.int64]:
+    """For each span the place of the collective that it is a part of, :data:`UNKNOWN` for none."""
+    found = np.full(len(spans), UNKNOWN, np.int64)
+    places: dict[str, list[int]] = {}
+    for place, one in sorted(enumerate(collectives), key=lambda pair: pair[1].start_ns):
+        places.setdefault(one.lane, []).append(place)
+    communicates = spans.of_kind(Kind.COMM)
+    for lane, mine in places.items():
+        if lane not in spans.lane_names:
+            continue
+        rows = np.flatnonzero(communicates & (spans.lanes == spans.lane_names.index(lane)))
+        starts = np.array([collectives[place].start_ns for place in mine], np.int64)
+        ends = starts + np.array([collectives[place].duration_ns for place in mine], np.int64)
+        last = np.searchsorted(starts, spans.starts[rows], side="right") - 1
+        inside = (last >= 0) & (spans.ends[rows] <= ends[last])
+        found[rows[inside]] = np.array(mine, np.int64)[last[inside]]
+    return found
+
+
+def of_exposed(
+    collectives: Sequence[CollectiveFigures], starts: Nanoseconds, ends: Nanoseconds, notes: Notes
+) -> npt.NDArray[np.int64]:
+    """For each interval of exposed communication the note that says whose it is."""
+    begins = np.array([one.start_ns for one in collectives], np.int64)
+    closes = begins + np.array([one.duration_ns for one in collectives], np.int64)
+    found = np.full(len(starts), UNKNOWN, np.int64)
+    for place, (start, end) in enumerate(zip(starts, ends)):
+        shared = np.minimum(closes, end) - np.maximum(begins, start)
+        order = np.flatnonzero(shared > 0)
+        names = [short_name(collectives[i]) for i in order[np.argsort(-shared[order], kind="stable")].tolist()]
+        if names:
+            more = f" and {len(names) - MOST_AT_ONCE} more" if len(names) > MOST_AT_ONCE else ""
+            found[place] = notes.code(("", f"{', '.join(names[:MOST_AT_ONCE])}{more}"))
+    return found
+
+
+def of_idle(spans: Spans, gaps: Gaps, notes: Notes, *, on_device: bool) -> npt.NDArray[np.int64]:
+    """For each idle gap the note that says what ends it, and whether that had been launched.
+
+    On a CPU nothing is launched but collectives: an operator begins when its thread comes to it.
+    """
+    found = []
+    rows = zip(gaps.followers.tolist(), gaps.host_bound.tolist(), gaps.launches.tolist())
+    for follower, host_bound, launch in rows:
+        if follower == UNKNOWN:
+            found.append(notes.code(("", "nothing runs after it")))
+            continue
+        why = ", launched after the gap began" if host_bound else ", which was launched already and waited"
+        is_told = launch != NEVER and (on_device or not host_bound)
+        found.append(notes.code(("", f"ended by {spans.name_table[spans.names[follower]]}{why if is_told else ''}")))
+    return np.array(found, np.int64)
