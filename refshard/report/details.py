@@ -3,6 +3,7 @@
 Each is a note: a short name, which the block bears where it is wide enough, and the rest.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,7 +89,8 @@ def of_exposed(
     for place, (start, end) in enumerate(zip(starts, ends)):
         shared = np.minimum(closes, end) - np.maximum(begins, start)
         order = np.flatnonzero(shared > 0)
-        names = [short_name(collectives[i]) for i in order[np.argsort(-shared[order], kind="stable")].tolist()]
+        alike = Counter(short_name(collectives[i]) for i in order[np.argsort(-shared[order], kind="stable")].tolist())
+        names = [name if count == 1 else f"{count} x {name}" for name, count in alike.items()]
         if names:
             more = f" and {len(names) - MOST_AT_ONCE} more" if len(names) > MOST_AT_ONCE else ""
             found[place] = notes.code(("", f"{', '.join(names[:MOST_AT_ONCE])}{more}"))

@@ -98,7 +98,7 @@ def rank_bars(figures: Sequence[TraceFigures], names: Mapping[int, str]) -> go.F
         for one in members:
             place += 1
             rows.append(mean_split(one))
-            labels.append(trace_words.who(one))
+            labels.append(f"rank {'?' if one.rank is None else one.rank}")
             places.append(place)
         place += 1
     figure, unit = _stacked(rows, labels, places)

@@ -291,7 +291,7 @@ def late(members: Sequence[TraceFigures]) -> str:
 def warning(told: TraceWarning) -> str:
     """A warning, with what it concerns where that is not in its words."""
     concerned = [] if told.count is None or _says(told, told.count) else [counted(told.count, "event")]
-    concerned += [format_ns(told.ns)] if told.ns is not None else []
+    concerned += [] if told.ns is None or format_ns(told.ns) in told.message else [format_ns(told.ns)]
     return f"{told.message} ({', '.join(concerned)})" if concerned else told.message
 
 

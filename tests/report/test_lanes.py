@@ -238,8 +238,9 @@ def test_an_exposed_strip_names_up_to_three_collectives_the_longest_first() -> N
     maker = traces.Maker()
     for n in range(4):
         maker.collective("all_gather", f"gloo {n}", "g", 0, 100 + n, unit=f"u{n}", step=0)
+    maker.collective("all_gather", "gloo 4", "g", 0, 103, unit="u3", step=0)
     drawing = drawn(maker.timeline((Window(step=0, start=0, end=200),), 0, on_device=True))
-    assert notes_of(drawing, "exposed") == ["; all_gather u3, all_gather u2, all_gather u1 and 1 more"]
+    assert notes_of(drawing, "exposed") == ["; 2 x all_gather u3, all_gather u2, all_gather u1 and 1 more"]
 
 
 def test_blocks_of_coarse_levels_lead_to_spans_of_the_finest() -> None:

@@ -86,6 +86,8 @@ def test_a_collective_that_is_far_away_is_told_not_drawn(
     assert sentence in layer.alternative
     titles = [title.text or "" for title in ET.fromstring(layer.svg).iter(f"{SVG}title")]
     assert sum("(communication)" in title for title in titles) == drawn
+    widest = max(float(rect.get("width", "0")) for rect in ET.fromstring(layer.svg).iter(f"{SVG}rect"))
+    assert drawn or widest > 800  # what is too far away takes no room
 
 
 def test_hostile_names_leave_it_well_formed() -> None:

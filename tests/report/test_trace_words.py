@@ -175,6 +175,7 @@ def test_a_warning_of_many_traces_is_told_once() -> None:
 )
 def test_a_warning_tells_its_count_once(message: str, told: str) -> None:
     assert trace_words.warning(TraceWarning(code="x", message=message, count=1200)) == told
+    assert trace_words.warning(TraceWarning(code="x", message="2.00 ms lost", ns=2 * MS)) == "2.00 ms lost"
 
 
 def test_the_summary_holds_means_and_says_what_is_not_known() -> None:
