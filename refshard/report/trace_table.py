@@ -1,6 +1,7 @@
 """What an analysis of traces looks like in a terminal, and as JSON."""
 
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -10,6 +11,7 @@ import msgspec
 from tabulate import tabulate
 
 from refshard.quantities import format_percent, format_seconds
+from refshard.report.trace_words import findings, jobs
 from refshard.tracing.diff import Attribution, Change
 from refshard.tracing.figures import Breakdown, GiveWay, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
@@ -18,6 +20,7 @@ _NS = 1e-9
 _ALWAYS = frozenset(("rank", "per step", "compute", "comm.", "exposed", "overlap", "idle"))
 _SHOWN_CHANGES = 25
 _LONGEST_LABEL = 80
+_WIDTH = 120
 _CLASSES = {"comm": "communication", "prep": "preparation"}
 
 
@@ -35,25 +38,23 @@ def _as_object(trace: TraceFigures) -> dict[str, Any]:
 
 
 def terminal_table(traces: Sequence[TraceFigures]) -> str:
-    """A table per job with a row per trace, then each trace's warnings."""
+    """Per job a table with a row per trace and what is to be known of it, then each trace's warnings."""
     parts = []
-    for job in dict.fromkeys(trace.job for trace in traces):
-        members = sorted((t for t in traces if t.job == job), key=lambda t: (t.rank is None, t.rank))
-        parts.append(f"{_job_title(members)}\n{_job_table(members)}")
-        parts += _waits(members)
+    for (_, members), finding in zip(jobs(traces).items(), findings(traces)):
+        ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
+        parts.append(f"{finding.title}\n{_pattern(ranks)}\n{_job_table(ranks)}")
+        parts.append("\n".join(_wrapped(sentence) for sentence in (finding.lead, *finding.more)))
     parts += [_warnings(trace) for trace in traces if trace.warnings]
     return _printable("\n\n".join(parts))
+
+
+def _wrapped(sentence: str) -> str:
+    return textwrap.fill(sentence, _WIDTH, initial_indent="* ", subsequent_indent="  ")
 
 
 def _printable(text: str) -> str:
     """Without characters that would steer a terminal: names in traces are anyone's."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _job_title(members: Sequence[TraceFigures]) -> str:
-    first = members[0]
-    ranks = f"{len(members)} of {first.world_size} ranks" if first.world_size else "1 rank"
-    return f"job {first.job}: {ranks}, {first.backend or 'no process group'}, {first.device}\n{_pattern(members)}"
 
 
 def _pattern(members: Sequence[TraceFigures]) -> str:
@@ -112,16 +113,6 @@ def _overlap(steps: Sequence[Breakdown]) -> float | None:
 
 def _giveway(giveway: GiveWay) -> str:
     return format_percent(giveway.index, 2)
-
-
-def _waits(members: Sequence[TraceFigures]) -> list[str]:
-    rows = [
-        f"  rank {trace.rank} waits {format_seconds(wait.waited_ns * _NS)} for rank {wait.rank}, "
-        f"in {wait.collectives} collectives"
-        for trace in members
-        for wait in trace.waits_for[:3]
-    ]
-    return ["who waits for whom:\n" + "\n".join(rows)] if rows else []
 
 
 def _warnings(trace: TraceFigures) -> str:
