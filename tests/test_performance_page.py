@@ -3,9 +3,10 @@
 import json
 import re
 from pathlib import Path
+from statistics import median
 
 from refshard.commands.show import show
-from refshard.quantities import GIB
+from refshard.quantities import GIB, MIB
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
@@ -49,3 +50,19 @@ def test_figures_of_the_benchmarks_are_those_of_their_records() -> None:
         peaks, ratio = vocabulary["peak_bytes"], vocabulary["ratio_of_yafsdp"]["fsdp2-tuned"]
         figures = " | ".join(f"{peaks[way] / GIB:.2f}" for way in ("fsdp2-tuned", "yafsdp"))
         assert f" | {figures} | {ratio:.2f} |" in PAGE
+
+
+def test_figures_of_reading_traces_are_those_of_their_record() -> None:
+    alone, beside = json.loads((RECORDED / "tracing.json").read_text())["benchmarks"]
+    ways = {"refshard, 1,016 MB": (alone["stats"]["data"], alone["extra_info"]["peak_rss_bytes"])}
+    for way, name in (("refshard", "refshard"), ("HTA 0.6.1", "hta")):
+        extra = beside["extra_info"]
+        ways[f"{way}, 210 MB"] = (extra["seconds"][name], extra["peak_rss_bytes"][name])
+    for way, (times, peak) in ways.items():
+        spread = f"{median(times):.1f} s ({min(times):.1f} to {max(times):.1f})"
+        assert f"| {way} | {spread} | {peak / MIB:.0f} MiB |" in PAGE, (way, spread, peak / MIB)
+    ratio = beside["extra_info"]["hta_over_refshard"]
+    assert f"HTA takes {ratio['median']:.1f} times as long ({ratio['min']:.1f} to {ratio['max']:.1f})." in PAGE
+    assert alone["stats"]["median"] <= 10
+    assert alone["extra_info"]["peak_rss_bytes"] <= 1.5e9
+    assert ratio["median"] >= 10

@@ -332,11 +332,15 @@ class _Reader:
 
 
 def _together(table: type, blocks: list[tuple[npt.NDArray[Any], ...]]) -> dict[str, npt.NDArray[Any]]:
-    columns = zip(*blocks) if blocks else ([] for _ in table.__dataclass_fields__)  # type: ignore[attr-defined]
-    return {
-        name: np.concatenate(column) if column else np.empty(0, _TYPES[name])
-        for name, column in zip(table.__dataclass_fields__, columns)  # type: ignore[attr-defined]
-    }
+    """Columns of all blocks, which are given up one by one so that memory does not double."""
+    names = list(table.__dataclass_fields__)  # type: ignore[attr-defined]
+    columns: list[list[npt.NDArray[Any]]] = [list(column) for column in zip(*blocks)] if blocks else [[] for _ in names]
+    blocks.clear()
+    found = {}
+    for name, column in zip(names, columns):
+        found[name] = np.concatenate(column) if column else np.empty(0, _TYPES[name])
+        column.clear()
+    return found
 
 
 _TYPES: dict[str, type] = {
