@@ -218,7 +218,7 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path) -> None:
     events = b"," + b",".join([b'{"ph": "X"}'] * 100_000)
     with gzip.open(path, "wb") as file:
         file.write(b'{"traceEvents": [{"ph": "X"}')
-        for _ in range(200):
+        for _ in range(70):
             file.write(events)
     with pytest.raises(TraceError, match=r"of gzip expand to more than .* MiB, as no trace does"):
         read_trace(path)
@@ -230,7 +230,7 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path) -> None:
 )
 def test_what_never_ends_is_given_up(tmp_path: Path, opening: bytes, message: str) -> None:
     path = tmp_path / "t.json"
-    path.write_bytes(opening + b"a" * 90 * 2**20)
+    path.write_bytes(opening + b"a" * 80 * 2**20)
     with pytest.raises(TraceError, match=message):
         read_trace(path)
 
@@ -246,19 +246,19 @@ def peak_of_reading(path: Path) -> int:
 
 def test_memory_grows_far_less_than_the_file(tmp_path: Path) -> None:
     one = kernel("a", 1, 1, padding="x" * 2000)
-    small, large = (written(tmp_path / f"{count}.json", [one] * count) for count in (15_000, 60_000))
+    small, large = (written(tmp_path / f"{count}.json", [one] * count) for count in (10_000, 30_000))
     more = large.stat().st_size - small.stat().st_size
-    assert more > 90_000_000
+    assert more > 40_000_000
     assert peak_of_reading(large) - peak_of_reading(small) < 0.1 * more
 
 
-def test_a_million_events_on_one_thread(tmp_path: Path) -> None:
+def test_many_events_on_one_thread(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     one = '{"ph":"X","cat":"cpu_op","name":"aten::mm","pid":1,"tid":1,"ts":%d,"dur":1}'
-    path.write_text('{"traceEvents":[' + ",".join(one % i for i in range(1_000_000)) + "]}")
+    path.write_text('{"traceEvents":[' + ",".join(one % i for i in range(300_000)) + "]}")
     trace = read_trace(path)
-    assert trace.count == len(trace.host.starts) == 1_000_000
-    assert int(trace.host.ends[-1]) == 1_000_000_000
+    assert trace.count == len(trace.host.starts) == 300_000
+    assert int(trace.host.ends[-1]) == 300_000_000
 
 
 def test_times_keep_their_nanoseconds(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_whatever_is_damaged_ends_in_one_line_or_in_figures(tmp_path: Path, seed
     """Bytes put in, taken out, doubled and cut off, at random from a fixed start; a cut file gives no figures."""
     path, chance = tmp_path / "t.json", random.Random(5)
     whole = SEEDS[seed](path)
-    for number in range(600):
+    for number in range(400):
         at, length = chance.randrange(len(whole)), chance.randrange(60)
         inside = chance.choice(JUNK) if number % 3 else whole[at : at + length] * 2
         cut = number % 4 == 3
