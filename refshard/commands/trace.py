@@ -66,18 +66,22 @@ def trace(
 
 
 def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool) -> list[Analysis]:
-    found, skipped = [], []
-    for path in dict.fromkeys(paths):
+    found, skipped, seen = [], [], set[Path]()
+    for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 -- never raises
-            found.append(analyse(path, calibration=calibration, keep_timeline=keep_timelines))
+            if path.resolve() not in seen:
+                found.append(analyse(path, calibration=calibration, keep_timeline=keep_timelines))
+            seen.add(path.resolve())
             continue
-        inside = []
-        for file in _candidates(path):
+        inside, candidates = [], _candidates(path)
+        fresh = [file for file in candidates if file.resolve() not in seen]
+        seen.update(file.resolve() for file in fresh)
+        for file in fresh:
             try:
                 inside.append(analyse(file, calibration=calibration, keep_timeline=keep_timelines))
             except TraceError as error:
                 skipped.append(str(error))
-        if not inside:
+        if not inside and len(fresh) == len(candidates):
             raise TraceError(f"{path}: holds no trace; traces end in {' or '.join(_SUFFIXES)}")
         found += inside
     for reason in skipped[:_NAMED]:

@@ -37,13 +37,6 @@ def within(spans: Spans, begin: int, close: int) -> Rows:
     return np.asarray((spans.starts < close) & (spans.ends > begin) | instants)
 
 
-def main_lane(spans: Spans, seen: Rows) -> int | None:
-    """The lane that computes longest."""
-    computing = seen & spans.of_kind(Kind.COMPUTE)
-    busy = busy_by_lane(spans, computing)
-    return int(np.argmax(busy)) if np.any(computing) else None
-
-
 def busy_by_lane(spans: Spans, rows: Rows) -> npt.NDArray[np.float64]:
     """Nanoseconds of these rows on every lane."""
     lengths = (spans.ends - spans.starts)[rows]
@@ -59,10 +52,7 @@ def hulls(timeline: Timeline, begin: int, close: int) -> list[Hull]:
     """
     spans = timeline.spans
     seen = within(spans, begin, close)
-    main = main_lane(spans, seen)
-    if main is None:
-        return []
-    computing = seen & (spans.lanes == main) & (spans.units != UNKNOWN) & spans.of_kind(Kind.COMPUTE)
+    computing = seen & (spans.lanes == spans.main_lane()) & (spans.units != UNKNOWN) & spans.of_kind(Kind.COMPUTE)
     rows = np.flatnonzero(computing & (spans.under & _OF_COLLECTIVES == 0))
     if not len(rows):
         return []

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.report.details import Note, Notes, collectives_of, of_collective, of_exposed, of_gap, of_idle
-from refshard.report.hulls import Hull, Rows, busy_by_lane, hulls, main_lane, within
+from refshard.report.hulls import Hull, Rows, busy_by_lane, hulls, within
 from refshard.report.palette import STYLES
 from refshard.report.pyramid import Level, levels
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Spans, Timeline
@@ -178,7 +178,7 @@ def _lane_order(spans: Spans, seen: Rows) -> list[int]:
     """Lanes with anything in view: the main one, those that communicate, the others; the busier first."""
     communicating = busy_by_lane(spans, seen & spans.of_kind(Kind.COMM))
     busy = busy_by_lane(spans, seen)
-    main = main_lane(spans, seen)
+    main = spans.main_lane()
     present = np.unique(spans.lanes[seen]).tolist()
     return sorted(present, key=lambda lane: (lane != main, -communicating[lane], -busy[lane]))
 

@@ -12,7 +12,7 @@ from html import escape
 import numpy as np
 
 from refshard.quantities import format_ns
-from refshard.report.hulls import Hull, Ran, gather_of, hulls, main_lane, reduction_of, within
+from refshard.report.hulls import Hull, Ran, gather_of, hulls, reduction_of, within
 from refshard.report.palette import STYLES
 from refshard.report.pyramid import levels
 from refshard.timeline import Kind, Timeline
@@ -146,7 +146,7 @@ def _lanes(view: _View) -> list[int]:
     spans = view.timeline.spans
     seen = within(spans, view.begin, view.end)
     mine = np.bincount(spans.lanes[seen & (spans.units == view.hull.unit)], minlength=len(spans.lane_names))
-    main = main_lane(spans, seen)
+    main = spans.main_lane()
     present = np.unique(spans.lanes[seen]).tolist()
     return sorted(present, key=lambda lane: (lane != main, -mine[lane], lane))[:_MOST_LANES]
 

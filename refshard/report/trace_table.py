@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 from tabulate import tabulate
 
-from refshard.quantities import format_percent, format_seconds
-from refshard.report.trace_words import findings, jobs
+from refshard.quantities import format_ns, format_percent
+from refshard.report.trace_words import findings, has_steps, jobs, parts
 from refshard.tracing.diff import Attribution, Change
-from refshard.tracing.figures import Breakdown, GiveWay, TraceFigures
+from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
+from refshard.tracing.overlap import mean_ratio
 
-_NS = 1e-9
 _ALWAYS = frozenset(("rank", "per step", "compute", "comm.", "exposed", "overlap", "idle"))
 _SHOWN_CHANGES = 25
 _LONGEST_LABEL = 80
@@ -39,13 +39,13 @@ def _as_object(trace: TraceFigures) -> dict[str, Any]:
 
 def terminal_table(traces: Sequence[TraceFigures]) -> str:
     """Per job a table with a row per trace and what is to be known of it, then each trace's warnings."""
-    parts = []
+    told = []
     for (_, members), finding in zip(jobs(traces).items(), findings(traces)):
         ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
-        parts.append(f"{finding.title}\n{_pattern(ranks)}\n{_job_table(ranks)}")
-        parts.append("\n".join(_wrapped(sentence) for sentence in (finding.lead, *finding.more)))
-    parts += [_warnings(trace) for trace in traces if trace.warnings]
-    return _printable("\n\n".join(parts))
+        told.append(f"{finding.title}\n{_pattern(ranks)}\n{_job_table(ranks)}")
+        told.append("\n".join(_wrapped(sentence) for sentence in (finding.lead, *finding.more)))
+    told += [_warnings(trace) for trace in traces if trace.warnings]
+    return _printable("\n\n".join(told))
 
 
 def _wrapped(sentence: str) -> str:
@@ -68,19 +68,19 @@ def _pattern(members: Sequence[TraceFigures]) -> str:
 def _job_table(members: Sequence[TraceFigures]) -> str:
     rows = []
     for trace in members:
-        steps = _per_step(trace)
+        steps = [part.breakdown for part in parts(trace)]
         rows.append(
             {
                 "rank": "-" if trace.rank is None else trace.rank,
-                "steps": len(trace.steps) if trace.steps and trace.steps[0].step is not None else "-",
-                "per step": format_seconds(_mean(steps, "span_ns")),
+                "steps": len(trace.steps) if has_steps(trace) else "-",
+                "per step": format_ns(_mean(steps, "span_ns")),
                 "compute": _share(steps, "compute_ns"),
                 "comm.": _share(steps, "comm_ns"),
                 "exposed": _share(steps, "exposed_ns"),
-                "overlap": format_percent(_overlap(steps)),
+                "overlap": format_percent(mean_ratio(steps)),
                 "idle": _share(steps, "idle_ns"),
                 "of it host-bound": _share(steps, "idle_host_ns"),
-                "give-way": _giveway(trace.giveway),
+                "give-way": format_percent(trace.giveway.index, 2),
                 "warnings": len(trace.warnings) or "-",
             }
         )
@@ -89,13 +89,9 @@ def _job_table(members: Sequence[TraceFigures]) -> str:
     return tabulate(shown, headers="keys", disable_numparse=True, colalign=["right"] * len(told))
 
 
-def _per_step(trace: TraceFigures) -> list[Breakdown]:
-    return [step.breakdown for step in trace.steps] or [trace.whole]
-
-
 def _mean(steps: Sequence[Breakdown], key: str) -> float | None:
     values = [getattr(step, key) for step in steps]
-    return None if None in values else fmean(values) * _NS
+    return None if None in values else fmean(values)
 
 
 def _share(steps: Sequence[Breakdown], key: str) -> str:
@@ -103,16 +99,7 @@ def _share(steps: Sequence[Breakdown], key: str) -> str:
     mean, span = _mean(steps, key), _mean(steps, "span_ns")
     if mean is None or not span:
         return "-"
-    return f"{format_seconds(mean)} ({format_percent(mean / span, 0)})"
-
-
-def _overlap(steps: Sequence[Breakdown]) -> float | None:
-    comm = sum(step.comm_ns for step in steps)
-    return 1 - sum(step.exposed_ns for step in steps) / comm if comm else None
-
-
-def _giveway(giveway: GiveWay) -> str:
-    return format_percent(giveway.index, 2)
+    return f"{format_ns(mean)} ({format_percent(mean / span, 0)})"
 
 
 def _warnings(trace: TraceFigures) -> str:
@@ -151,7 +138,7 @@ def difference_objects(a: Attribution, b: Attribution, changes: Sequence[Change]
 def terminal_difference(names: tuple[str, str], a: Attribution, b: Attribution, changes: Sequence[Change]) -> str:
     """What accounts for the change in step time: by class, and then in detail, each adding up to the whole."""
     steps = [
-        f"{name}: {path}, {one.steps} steps of {_ns(one.span_ns / one.steps)}"
+        f"{name}: {path}, {one.steps} steps of {format_ns(one.span_ns / one.steps)}"
         for name, path, one in zip("AB", names, (a, b))
     ]
     if not any(change.delta_ns for change in changes):
@@ -164,14 +151,14 @@ def terminal_difference(names: tuple[str, str], a: Attribution, b: Attribution, 
     details = [_change_row(_label(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in shown]
     if rest := changes[_SHOWN_CHANGES:]:
         details.append(_sum_row(f"{len(rest)} others", rest, ""))
-    parts = [
+    told = [
         *steps,
         "\nper step, each moment given to one owner; communication and idle time are what nothing else covers:\n",
         _difference_table(("class",), [*sums, *whole]),
         "",
         _difference_table(("what", "class"), [*details, [*whole[0][:1], "", *whole[0][1:]]]),
     ]
-    return _printable("\n".join(parts))
+    return _printable("\n".join(told))
 
 
 def _difference_table(names: tuple[str, ...], rows: Sequence[Sequence[str]]) -> str:
@@ -185,11 +172,7 @@ def _sum_row(label: str, changes: Sequence[Change], *more: str) -> list[str]:
 
 def _change_row(label: str, a_ns: float, b_ns: float, *more: str) -> list[str]:
     sign = "+" if b_ns > a_ns else ""
-    return [label, *more, _ns(a_ns), _ns(b_ns), sign + _ns(b_ns - a_ns)]
-
-
-def _ns(ns: float) -> str:
-    return format_seconds(ns * _NS)
+    return [label, *more, format_ns(a_ns), format_ns(b_ns), sign + format_ns(b_ns - a_ns)]
 
 
 def _label(change: Change) -> str:

@@ -9,6 +9,7 @@ import pandas as pd
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
 from refshard.report import trace_words
 from refshard.tracing.figures import Breakdown, CollectiveFigures, TraceFigures
+from refshard.tracing.overlap import mean_ratio
 
 MOST_UNITS = 400
 MOST_WAITS = 40
@@ -36,7 +37,6 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
         values = [value for part in every if (value := of(part)) is not None]
         return format_ns(sum(values) / len(values)) if values else "-"
 
-    comm, exposed = sum(part.comm_ns for part in every), sum(part.exposed_ns for part in every)
     host, dependency = mean(lambda part: part.idle_host_ns), mean(lambda part: part.idle_dependency_ns)
     return {
         "rank": f"{'-' if one.rank is None else one.rank} of {'?' if one.world_size is None else one.world_size}",
@@ -47,7 +47,7 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
         "communication": mean(lambda part: part.comm_ns),
         "exposed": mean(lambda part: part.exposed_ns),
         "exposed to all": mean(lambda part: part.exposed_any_ns),
-        "overlap ratio": format_percent(1 - exposed / comm) if comm else "-",
+        "overlap ratio": format_percent(mean_ratio(every)),
         "idle": mean(lambda part: part.idle_ns),
         "of it host / dependency": "-" if host == "-" else f"{host} / {dependency}",
         "give-way index": format_percent(one.giveway.index, 2),

@@ -77,7 +77,8 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
 
 def _per_window(timeline: Timeline, calibration: Timeline | None) -> list[StepFigures]:
     """Figures of the whole trace, and then of each of its steps."""
-    windows = [Window(step=None, start=_extent(timeline)[0], end=_extent(timeline)[1]), *timeline.windows]
+    first, last = _extent(timeline)
+    windows = [Window(step=None, start=first, end=last), *timeline.windows]
     starts = np.array([window.start for window in windows], np.int64)
     ends = np.array([window.end for window in windows], np.int64)
     columns = (
@@ -122,11 +123,11 @@ def _extent(timeline: Timeline) -> tuple[int, int]:
 
 def _host_bounds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
     """The whole trace and its steps in the host's time, which may run ahead of the device's by whole steps."""
-    always = np.iinfo(np.int64)
+    ever = Window(step=None, start=np.iinfo(np.int64).min, end=np.iinfo(np.int64).max)
     of_step = {window.step: window for window in timeline.host_windows}
-    found = [of_step.get(window.step, window) for window in timeline.windows]
-    starts = np.array([always.min, *(window.start for window in found)], np.int64)
-    return starts, np.array([always.max, *(window.end for window in found)], np.int64)
+    found = [ever, *(of_step.get(window.step, ever) for window in timeline.windows)]
+    starts = np.array([window.start for window in found], np.int64)
+    return starts, np.array([window.end for window in found], np.int64)
 
 
 def _device(trace: TraceFile, timeline: Timeline) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from refshard.quantities import format_seconds
+from refshard.quantities import format_ns
 from refshard.timeline import UNKNOWN, Kind, Spans, Timeline
 from refshard.tracing.events import LAUNCH, OVERHEAD, TraceFile
 from refshard.tracing.figures import TraceWarning
@@ -100,7 +100,7 @@ def _launches(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
             by = int((spans.launches - spans.starts)[rows].max())
             yield TraceWarning(
                 code=code,
-                message=f"{int(rows.sum())} {what} before their launch, by up to {format_seconds(by * 1e-9)}: "
+                message=f"{int(rows.sum())} {what} before their launch, by up to {format_ns(by)}: "
                 "the clocks of host and device disagree",
                 count=int(rows.sum()),
                 ns=by,
@@ -142,7 +142,7 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
         yield TraceWarning(
             code="overlap_on_stream",
             message=f"{count} events begin before the one before them on their stream has ended, "
-            f"{format_seconds(overlap * 1e-9)} in all: programmatic dependent launch, or the recorder's error",
+            f"{format_ns(overlap)} in all: programmatic dependent launch, or the recorder's error",
             count=count,
             ns=overlap,
         )
@@ -185,7 +185,7 @@ def _steps(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
             )
             yield TraceWarning(
                 code="outside_steps",
-                message=f"{format_seconds(ns * 1e-9)} of what ran lies outside of all steps, and in no step's figures",
+                message=f"{format_ns(ns)} of what ran lies outside of all steps, and in no step's figures",
                 count=int(beyond.sum()),
                 ns=ns,
             )
@@ -198,7 +198,7 @@ def _perturbation(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
     if span and ns > _NOTABLE_OVERHEAD * span:
         yield TraceWarning(
             code="profiler_overhead",
-            message=f"the profiler's own work takes {format_seconds(ns * 1e-9)}, {ns / span:.1%} of the trace's span",
+            message=f"the profiler's own work takes {format_ns(ns)}, {ns / span:.1%} of the trace's span",
             count=int(rows.sum()),
             ns=ns,
         )

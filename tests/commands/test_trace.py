@@ -133,7 +133,7 @@ def test_a_mistake_is_one_line(folder: Path, arguments: list[str], message: str)
 def test_a_run_keeps_its_traces_apart_and_a_file_named_twice_is_one(folder: Path) -> None:
     (folder / "traces").mkdir()
     (folder / "rank1.json").rename(folder / "traces" / "rank1.json")
-    assert [one["rank"] for one in json.loads(trace([folder, folder], as_json=True))] == [0, 1]
+    assert [one["rank"] for one in json.loads(trace([folder / "rank0.json", folder, folder], as_json=True))] == [0, 1]
     (folder / "records.jsonl").touch()
     done = refshard("trace", str(folder), "--json", folder=folder)
     assert [one["rank"] for one in json.loads(done.stdout)] == [1]
@@ -165,3 +165,11 @@ def test_names_cannot_steer_the_terminal(folder: Path) -> None:
     path.write_text(path.read_text().replace('"gloo"', '"gl\\u001b[31moo"').replace("aten::mm", "aten::m\\u001b[2Jm"))
     assert "\x1b" not in trace([path]) + trace([path], against=folder / "rank1.json")
     assert "aten::m\N{REPLACEMENT CHARACTER}[2Jm" in trace([path], against=folder / "rank1.json")
+
+
+def test_the_readme_shows_what_is_printed() -> None:
+    root = Path(__file__).parents[2]
+    readme = (root / "README.md").read_text()
+    command = "refshard trace profiles/recorded/epyc-2-cores/engine_network\n```\n\n```text\n"
+    shown = readme[readme.index(command) + len(command) :].partition("```")[0]
+    assert shown.strip() in trace([root / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"])

@@ -71,10 +71,13 @@ def test_each_doubt_is_named(tmp_path: Path, more: list[dict[str, Any]], code: s
 
 
 def test_a_trace_without_rank_or_steps_says_so(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.json", CLEAN[1:])
+    wait = event("FSDP::post_backward_rs_wait (a)", 2.5, 0.25, cat="user_annotation")
+    path = write(tmp_path / "t.json", [*CLEAN[1:], wait])
     path.write_text(path.read_text().replace('{"rank": 0}', "{}").replace("{", '{"with_stack": 1, ', 1))
     figures = analyse(path).figures
     assert {w.code for w in figures.warnings} == {"no_rank", "no_steps", "recorded_with_stacks"}
     assert figures.rank is None
     assert [s.step for s in figures.steps] == [None]
     assert figures.steps[0].breakdown == figures.whole
+    assert figures.steps[0].reduce_wait == figures.reduce_wait
+    assert figures.reduce_wait.host_ns == 250
