@@ -134,10 +134,7 @@ class Effects:
         unit.gathered_version = unit.version
 
     def _begin(self, unit: Unit, *, backward: bool) -> None:
-        with _label("backward" if backward else "forward", unit):
-            self._expose(unit, backward=backward)
-
-    def _expose(self, unit: Unit, *, backward: bool) -> None:
+        _mark("backward" if backward else "forward", unit)
         if backward:
             if unit.trained and unit.gradient_slot.persistent and unit.gradient_slot.owner != unit.name:
                 unit.gradient_slot.acquire(unit.name)
@@ -153,11 +150,11 @@ class Effects:
         unit.expose_unsharded()
 
     def _end(self, unit: Unit, *, backward: bool) -> None:
-        with _label("leave", unit):
-            unit.computing = False
-            if backward:
-                unit.in_backward = False
-            unit.expose_sharded()
+        _mark("leave", unit)
+        unit.computing = False
+        if backward:
+            unit.in_backward = False
+        unit.expose_sharded()
 
     def _release(self, unit: Unit) -> None:
         if unit.resident and not unit.aliased:
@@ -241,3 +238,10 @@ def _label(what: str, unit: Unit) -> AbstractContextManager[object]:
     if torch._C._autograd._profiler_enabled():
         return record_function(f"refshard::{what}({unit.name})")
     return _NO_LABEL
+
+
+def _mark(what: str, unit: Unit) -> None:
+    """A moment in the trace, and nothing where no trace is taken."""
+    if torch._C._autograd._profiler_enabled():
+        with record_function(f"refshard::{what}({unit.name})"):
+            pass
