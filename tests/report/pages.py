@@ -1,5 +1,7 @@
 """Pages as a browser would take them apart."""
 
+import base64
+import hashlib
 from html.parser import HTMLParser
 
 
@@ -40,3 +42,15 @@ class Page(HTMLParser):
     def having(self, name: str) -> list[dict[str, str | None]]:
         """Attributes of every tag of this name."""
         return [attributes for tag, attributes in self.tags if tag == name]
+
+    @property
+    def policy(self) -> str:
+        """The content security policy."""
+        (found,) = [m["content"] for m in self.having("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+        assert found is not None
+        return found
+
+    def allows(self, script: str) -> bool:
+        """Whether the policy lets this script run."""
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        return f"'sha256-{digest}'" in self.policy
