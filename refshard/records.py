@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import CaseSpec, Fidelity
 from refshard.specs.suite import SuiteSpec
 
 SCHEMA = 1
@@ -16,7 +16,6 @@ PARITY_TOLERANCE = 1e-5
 """Largest relative difference of an fp32 loss from the reference's: splitting the batch alone costs about 1e-6."""
 
 State = Literal["ok", "oom", "timeout", "failed", "unsupported"]
-Fidelity = Literal["measured", "emulated", "simulated"]
 
 
 class Metric(msgspec.Struct, frozen=True):

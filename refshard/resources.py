@@ -26,6 +26,16 @@ def model_profiles() -> dict[str, Path]:
     return {p.stem: p for p in sorted((root() / "profiles" / "models").glob("*.toml"))}
 
 
+def hardware_profiles() -> dict[str, Path]:
+    """Accelerators by name."""
+    return {p.stem: p for p in sorted((root() / "profiles" / "hardware").glob("*.toml"))}
+
+
+def cluster_profiles() -> dict[str, Path]:
+    """Clusters by name."""
+    return {p.stem: p for p in sorted((root() / "profiles" / "clusters").glob("*.toml"))}
+
+
 def suites() -> dict[str, Path]:
     """Suites that ship with refshard, by name."""
     return {p.stem: p for p in sorted((root() / "suites").glob("*.toml"))}

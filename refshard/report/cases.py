@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from refshard.errors import SpecError
-from refshard.records import METRICS, CaseRecord, Fidelity, Run, State
+from refshard.records import METRICS, CaseRecord, Run, State
 from refshard.report.efficiency import lower_bound, overlap_efficiency
-from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
 from refshard.stats.sample import Launches, Summary, step_samples, summarize

@@ -4,9 +4,10 @@ import statistics
 from dataclasses import dataclass
 
 from refshard.quantities import format_percent
-from refshard.records import PARITY_TOLERANCE, Fidelity, Run
+from refshard.records import PARITY_TOLERANCE, Run
 from refshard.report.cases import Case, cases
 from refshard.report.views import bit_identical, format_metric, proof_summary
+from refshard.specs.case import Fidelity
 from refshard.stats.sample import MIN_LAUNCHES
 
 PERTURBATION_LIMIT = 1.2

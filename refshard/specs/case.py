@@ -10,6 +10,7 @@ from refshard.specs.reading import LARGEST, within
 
 Device = Literal["auto", "cpu", "cuda"]
 Workload = Literal["training", "inference"]
+Fidelity = Literal["measured", "emulated", "simulated"]
 REFERENCE_STRATEGY = "single"
 """The strategy that every other one's losses are held against: one unsharded rank."""
 _COUNTS = (
@@ -28,6 +29,10 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rank's batch whose gradients are accumulated before one optimizer step. ``checkpointing`` says which layers keep
     their input only and compute their activations again in backward: ``"none"``, ``"full"``, ``"every-K"`` (each K-th
     layer), or the layers' indices.
+
+    A case that is not measured takes place on ``cluster``, a profile of which ``world_size`` ranks are filled.
+    Emulated, ``resident_ranks`` of them are processes here, each of which computes as one rank of the world and waits
+    for the others as long as the profile says; simulated, none is.
     """
 
     strategy: str
@@ -38,6 +43,9 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     workload: Workload = "training"
     microbatches: int = 1
     checkpointing: str | tuple[int, ...] = "none"
+    fidelity: Fidelity = "measured"
+    cluster: str = ""
+    resident_ranks: int = 1
     seed: int = 0
     data: str = "synthetic"
     learning_rate: float = 1e-3
@@ -61,12 +69,24 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"global_batch must be a multiple of world_size = {self.world_size}, got {self.global_batch}"
             )
         self._check_axes()
+        self._check_fidelity()
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate must lie between 0 and 1, got {self.learning_rate}")
         if not 0 < self.time_limit_s < LARGEST:
             raise ValueError(f"time_limit_s must be > 0 and finite, got {self.time_limit_s}")
         if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < LARGEST:
             raise ValueError(f"memory_limit_gib must be > 0 and finite, got {self.memory_limit_gib}")
+
+    def _check_fidelity(self) -> None:
+        if (self.fidelity == "measured") == bool(self.cluster):
+            given = f"'{self.cluster}'" if self.cluster else "none"
+            raise ValueError(
+                f"cluster must be given for emulated and simulated cases and for no others, got fidelity "
+                f"'{self.fidelity}' and cluster {given}"
+            )
+        within("resident_ranks", self.resident_ranks, 1, most=self.world_size)
+        if self.fidelity != "emulated" and self.resident_ranks != 1:
+            raise ValueError(f"resident_ranks is for emulated cases, got {self.resident_ranks} for {self.fidelity}")
 
     def _check_axes(self) -> None:
         if self.global_batch % (self.world_size * self.microbatches):
@@ -100,19 +120,26 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             words.append(f"checkpointing of layers {listed}{'+...' if len(self.checkpointing) > 8 else ''}")
         elif self.checkpointing != "none":
             words.append(f"checkpointing {self.checkpointing}")
+        if self.fidelity != "measured":
+            words.append(f"{self.fidelity} on {self.cluster}")
         return tuple(words)
 
     @property
     def name(self) -> str:
         """A short name, unique within a suite that varies only strategy, world size, model, batch and axes."""
         plain = f"{self.strategy}-w{self.world_size}-{self.model}-b{self.global_batch}x{self.seq_len}"
-        return "-".join([plain, *self.axes]).replace(" ", "-")
+        return "-".join([plain, *self.axes]).replace(" ", "-").replace("/", "_")
 
     @property
     def hash(self) -> str:
         """First 12 hexadecimal digits of the SHA-256 of the spec's canonical JSON."""
         canonical = msgspec.json.encode(self, order="sorted")
         return hashlib.sha256(canonical).hexdigest()[:12]
+
+    @property
+    def processes(self) -> int:
+        """How many processes a launch of this case starts."""
+        return {"measured": self.world_size, "emulated": self.resident_ranks, "simulated": 0}[self.fidelity]
 
     @property
     def total_steps(self) -> int:

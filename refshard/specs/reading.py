@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -78,6 +78,22 @@ def within(field: str, value: int, least: int, *, most: int = LARGEST) -> None:
         raise ValueError(f"{field} must be >= {least}, got {value}")
     if value > most:
         raise ValueError(f"{field} must be <= {most}, got {value}")
+
+
+def sourced(spec: msgspec.Struct, *, exempt: Sequence[str]) -> None:
+    """Check that ``spec.sources`` names every field that is not its default, and no other; ``exempt`` need none.
+
+    Raises:
+        ValueError: a field has no source, or a source no field.
+    """
+    sources: dict[str, str] = spec.sources  # type: ignore[attr-defined]
+    fields = msgspec.structs.fields(spec)
+    if unknown := next((name for name in sources if name not in spec.__struct_fields__), None):
+        raise ValueError(f"sources has the unknown key '{unknown}'; {nearest(unknown, list(spec.__struct_fields__))}")
+    for field in fields:
+        given = getattr(spec, field.name) != field.default
+        if given and field.name not in exempt and not sources.get(field.name, "").strip():
+            raise ValueError(f"sources must say where {field.name} comes from, got nothing; add it")
 
 
 def is_count(value: object) -> bool:

@@ -120,8 +120,8 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return all("batch_per_rank" in _with_shared(table, self.case) for table in self.tables)
 
     def cases(self, round_: int = 0) -> tuple[CaseSpec, ...]:
-        """The products of the tables that have a round of this number (from 0), without duplicates, each case's
-        reference before it.
+        """The products of the tables that have a round of this number (from 0), without duplicates, each measured
+        case's reference before it.
 
         Raises:
             SpecError: a combination is no valid case.
@@ -136,7 +136,8 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 case = _convert_case(dict(zip(varied, values)))
                 if self.network is not None:
                     _check_networked(case, self.network)
-                found.setdefault(case.reference())
+                if case.fidelity == "measured":
+                    found.setdefault(case.reference())
                 found.setdefault(case)
         return tuple(found)
 

@@ -1,0 +1,145 @@
+"""A cluster: its accelerators, how they are joined, and the collectives that its library runs over that."""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from refshard import resources
+from refshard.errors import SpecError, nearest
+from refshard.specs.hardware import HardwareSpec, load_hardware
+from refshard.specs.reading import LARGEST, convert, read_toml, sourced, within
+
+Library = Literal["nccl", "rccl", "gloo"]
+Algorithm = Literal["ring", "tree", "hierarchical"]
+CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
+
+
+class LinkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What joins ranks.
+
+    ``bytes_per_s`` is the bus bandwidth that large collectives reach, in nccl-tests' sense: within a node per rank,
+    between nodes per *node*, all its adapters together, in one direction. ``latency_s`` is that of one hop.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_s < float("inf"):
+            raise ValueError(f"bytes_per_s must be > 0 and finite, got {self.bytes_per_s}")
+        if not 0 <= self.latency_s < LARGEST:
+            raise ValueError(f"latency_s must be >= 0, got {self.latency_s}")
+
+
+class MeasuredCollective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A collective as it was measured over the real library: ``bytes`` of the unsharded tensor, median ``seconds``."""
+
+    op: CollectiveOp
+    ranks: int
+    nodes: int
+    bytes: int
+    seconds: float
+
+
+class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes of ``ranks_per_node`` ranks each. ``sources`` says of each field where its value comes from.
+
+    ``hardware`` names a profile, or is one. ``between`` is None where there is but one node. ``launch_s`` is what a
+    collective takes however little it moves. While one runs beside compute, compute goes at
+    ``compute_beside_communication`` of its rate (the collective's kernels hold multiprocessors; on a CPU its threads
+    hold cores) and the collective at ``communication_beside_compute`` of its own. ``measured`` are collectives timed
+    on this very cluster, which go before what ``within`` and ``between`` would say.
+    """
+
+    hardware: str | HardwareSpec
+    library: Library
+    ranks_per_node: int
+    nodes: int = 1
+    within: LinkSpec
+    between: LinkSpec | None = None
+    algorithms: tuple[Algorithm, ...] = ("ring",)
+    launch_s: float = 0.0
+    compute_beside_communication: float = 1.0
+    communication_beside_compute: float = 1.0
+    measured: tuple[MeasuredCollective, ...] = ()
+    about: str = ""
+    sources: dict[str, str]
+
+    def __post_init__(self) -> None:
+        within("ranks_per_node", self.ranks_per_node, 1)
+        within("nodes", self.nodes, 1)
+        if self.nodes > 1 and self.between is None:
+            raise ValueError(f"between must say what joins the {self.nodes} nodes, got none; add the table [between]")
+        if "ring" not in self.algorithms:
+            raise ValueError(f"algorithms must hold 'ring', which runs every collective, got {list(self.algorithms)}")
+        for field in ("compute_beside_communication", "communication_beside_compute"):
+            if not 0 < getattr(self, field) <= 1:
+                raise ValueError(f"{field} must lie in (0, 1], got {getattr(self, field)}")
+        if self.launch_s < 0:
+            raise ValueError(f"launch_s must be >= 0, got {self.launch_s}")
+        sourced(self, exempt=("hardware", "library", "nodes", "algorithms", "measured", "about", "sources"))
+
+    @property
+    def accelerator(self) -> HardwareSpec:
+        """What each rank computes on.
+
+        Raises:
+            SpecError: the profile that is named does not exist.
+        """
+        return load_hardware(self.hardware) if isinstance(self.hardware, str) else self.hardware
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks_per_node
+
+    def of_world_size(self, world_size: int) -> "ClusterSpec":
+        """As many of these nodes as ``world_size`` ranks fill; a part of one where they are fewer than it has.
+
+        Raises:
+            SpecError: they would fill the last node in part, or nothing joins the nodes.
+        """
+        if world_size <= self.ranks_per_node:
+            return msgspec.structs.replace(self, nodes=1, ranks_per_node=world_size)
+        nodes, rest = divmod(world_size, self.ranks_per_node)
+        if rest:
+            raise SpecError(
+                f"world_size: must be at most {self.ranks_per_node}, or a multiple of it, on nodes of "
+                f"{self.ranks_per_node} ranks, got {world_size}; change either"
+            )
+        return self.of_nodes(nodes)
+
+    def of_nodes(self, nodes: int) -> "ClusterSpec":
+        """This cluster with as many nodes.
+
+        Raises:
+            SpecError: nothing joins the nodes.
+        """
+        if nodes > 1 and self.between is None:
+            raise SpecError(f"cluster: the profile joins no nodes, but {nodes} are asked for; add its table [between]")
+        within("nodes", nodes, 1)
+        return msgspec.structs.replace(self, nodes=nodes)
+
+
+def load_cluster(given: str) -> ClusterSpec:
+    """The cluster called ``given``: a profile's name or a TOML file, and ``xN`` after it for N nodes.
+
+    Raises:
+        SpecError: there is none, or its profile breaks the schema.
+    """
+    profiles = resources.cluster_profiles()
+    base, nodes = given, None
+    if given not in profiles and not Path(given).is_file() and (counted := re.fullmatch(r"(.+)x(\d{1,7})", given)):
+        base, nodes = counted[1], int(counted[2])
+    path = profiles.get(base) or Path(base)
+    if base not in profiles and not path.is_file():
+        raise SpecError(
+            f"cluster: no profile and no file '{base}'; {nearest(base, list(profiles))} (xN after it for N nodes)"
+        )
+    if nodes == 0:
+        raise SpecError(f"cluster: must have at least one node, got '{given}'")
+    cluster = convert(read_toml(path), ClusterSpec, where=f"cluster {base}")
+    cluster.accelerator  # noqa: B018  a profile that names no hardware is refused here
+    return cluster if nodes is None else cluster.of_nodes(nodes)
