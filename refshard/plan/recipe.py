@@ -28,8 +28,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     compute. ``flat``: units are flattened whole; else each parameter is padded to the ranks by its first dimension.
     ``one_communicator``: gathers and reductions queue behind each other. ``bucket_bytes`` is the size of gradient
     buckets, the first of ``first_bucket_bytes``. Over gloo, ``awaits_gathers`` and ``awaits_reductions`` say that a
-    collective is awaited where it is issued, and ``exchanges`` that a reduction is an exchange of parts and a local
-    sum instead of gloo's own.
+    collective is awaited where it is issued, and ``exchanges_gathers`` and ``exchanges_reductions`` that parts are
+    exchanged, and summed here, instead of what gloo would do.
     """
 
     name: str
@@ -44,7 +44,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     first_bucket_bytes: int = 0
     awaits_gathers: bool = False
     awaits_reductions: bool = False
-    exchanges: bool = False
+    exchanges_gathers: bool = False
+    exchanges_reductions: bool = False
 
 
 def _sharded(name: str, **changes: object) -> Mode:
@@ -66,10 +67,13 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="fsdp2-tuned", mode=_sharded("fsdp2-tuned"), grouping="ends", flat=False, copies_out=True,
-            awaits_reductions=True, exchanges=True,
+            awaits_reductions=True, exchanges_reductions=True,
         ),
         *(
-            Recipe(name=mode.name, mode=mode, grouping="ends", one_communicator=False, exchanges=True)
+            Recipe(
+                name=mode.name, mode=mode, grouping="ends", one_communicator=False,
+                exchanges_gathers=True, exchanges_reductions=True,
+            )
             for mode in MODES.values()
         ),
     )

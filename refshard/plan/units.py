@@ -41,13 +41,13 @@ class ModelUnit:
 
 def model_units(model: ModelSpec, grouping: Grouping) -> tuple[ModelUnit, ...]:
     """The units of a Llama in the order in which forward meets them; a tied model's ends are one unit around the
-    blocks, however they are grouped. Buckets group nothing: as with ends.
+    blocks, however they are grouped; except for buckets, which group nothing, so that a unit is just a place in time.
     """
     blocks = [ModelUnit(f"model.layers.{i}", "block", i, block_parameters(model, i)) for i in range(model.n_layers)]
     embedding = (("model.embed_tokens.weight", (model.vocab, model.dim)),)
     norm = (("model.norm.weight", (model.dim,)),)
     head = () if model.tied else (("lm_head.weight", (model.vocab, model.dim)),)
-    if model.tied or grouping == "root":
+    if grouping == "root" or (model.tied and grouping == "ends"):
         return (ModelUnit("root", "around", None, (*embedding, *norm, *head)), *blocks)
     return (
         ModelUnit("model.embed_tokens", "embedding", None, embedding),
