@@ -13,6 +13,7 @@ from refshard.specs.reading import LARGEST, convert, read_toml, sourced, within
 
 Library = Literal["nccl", "rccl", "gloo"]
 Algorithm = Literal["ring", "tree", "hierarchical"]
+_BESIDE = ("compute_beside_communication", "communication_beside_compute", "preparation_beside_compute")
 CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
 
 
@@ -49,7 +50,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ``hardware`` names a profile, or is one. ``between`` is None where there is but one node. ``launch_s`` is what a
     collective takes however little it moves. While one runs beside compute, compute goes at
     ``compute_beside_communication`` of its rate (the collective's kernels hold multiprocessors; on a CPU its threads
-    hold cores) and the collective at ``communication_beside_compute`` of its own. ``measured`` are collectives timed
+    hold cores) and the collective at ``communication_beside_compute`` of its own. Kernels that prepare a reduction beside
+    compute go at ``preparation_beside_compute`` of their rate (YaFSDP's give-way effect). ``measured`` are collectives timed
     on this very cluster, which go before what ``within`` and ``between`` would say.
     """
 
@@ -63,6 +65,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     launch_s: float = 0.0
     compute_beside_communication: float = 1.0
     communication_beside_compute: float = 1.0
+    preparation_beside_compute: float = 1.0
     measured: tuple[MeasuredCollective, ...] = ()
     about: str = ""
     sources: dict[str, str]
@@ -74,7 +77,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"between must say what joins the {self.nodes} nodes, got none; add the table [between]")
         if "ring" not in self.algorithms:
             raise ValueError(f"algorithms must hold 'ring', which runs every collective, got {list(self.algorithms)}")
-        for field in ("compute_beside_communication", "communication_beside_compute"):
+        for field in _BESIDE:
             if not 0 < getattr(self, field) <= 1:
                 raise ValueError(f"{field} must lie in (0, 1], got {getattr(self, field)}")
         if self.launch_s < 0:
