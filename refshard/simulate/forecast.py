@@ -1,4 +1,4 @@
-"""What training one model on one cluster would take with one strategy: memory, time, and what of it is spent on what."""
+"""What a step of one model on one cluster would take with one strategy, and what of it is spent on what."""
 
 from dataclasses import dataclass
 

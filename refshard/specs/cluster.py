@@ -50,9 +50,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ``hardware`` names a profile, or is one. ``between`` is None where there is but one node. ``launch_s`` is what a
     collective takes however little it moves. While one runs beside compute, compute goes at
     ``compute_beside_communication`` of its rate (the collective's kernels hold multiprocessors; on a CPU its threads
-    hold cores) and the collective at ``communication_beside_compute`` of its own. Kernels that prepare a reduction beside
-    compute go at ``preparation_beside_compute`` of their rate (YaFSDP's give-way effect). ``measured`` are collectives timed
-    on this very cluster, which go before what ``within`` and ``between`` would say.
+    hold cores) and the collective at ``communication_beside_compute`` of its own. Kernels that prepare a reduction
+    beside compute go at ``preparation_beside_compute`` of theirs (YaFSDP's give-way effect). ``measured`` are
+    collectives timed on this very cluster, which go before what ``within`` and ``between`` would say.
     """
 
     hardware: str | HardwareSpec
