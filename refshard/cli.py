@@ -102,6 +102,49 @@ def trace(
     )
 
 
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A model preset; `refshard list models` names them.")],
+    cluster: Annotated[str, typer.Option(help="A cluster's profile or TOML file, and xN after it for N nodes.")],
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 8192,
+    microbatch: Annotated[int, typer.Option(help="Sequences that a rank computes at once.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Microbatches of a rank in a step.")] = 1,
+    strategy: Annotated[str | None, typer.Option(help="Strategies, by commas; all by default.")] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="Layers that recompute: auto (as few as fit), none, full or every-K.")
+    ] = "auto",
+    checkpoint_layers: Annotated[int | None, typer.Option(help="As many layers recompute, from the first.")] = None,
+    replicas: Annotated[int, typer.Option(help="Groups of ranks that each hold the whole model (hybrid).")] = 1,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16 or fp32, in compute; by default what the hardware has.")
+    ] = None,
+    reduction: Annotated[str, typer.Option(help="bf16 or fp32, of gradients over ranks.")] = "fp32",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Blocks under torch.compile.")] = False,
+    price: Annotated[float, typer.Option(help="USD per GPU and hour.")] = 2.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write the simulated steps there, as Kineto traces.")] = None,
+) -> None:
+    """Forecast memory, step time and cost of every strategy on a cluster, without running anything."""
+    from refshard.commands import plan as command
+
+    asked = command.Asked(
+        model=model,
+        cluster=cluster,
+        seq_len=seq_len,
+        microbatch=microbatch,
+        accumulate=accumulate,
+        strategies=strategy,
+        checkpoint=checkpoint,
+        checkpoint_layers=checkpoint_layers,
+        replicas=replicas,
+        dtype=dtype,
+        reduction=reduction,
+        compiled=compiled,
+        price_usd=price,
+    )
+    print(command.plan(asked, as_json=as_json, traces=trace))
+
+
 @app.command(name="list")
 def list_(
     what: Annotated[str, typer.Argument(help="strategies, models, modes or suites")],

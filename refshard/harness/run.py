@@ -19,8 +19,8 @@ from refshard.harness.environment import available_cores
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.store import RunWriter, read_run
-from refshard.models.activation import checkpointed_layers
 from refshard.models.data import open_source
+from refshard.plan.checkpointing import checkpointed_layers
 from refshard.records import CaseRecord, EndRecord, Environment, Run, RunRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model

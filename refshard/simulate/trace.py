@@ -61,12 +61,13 @@ def as_timeline(items: Sequence[Item], times: Schedule) -> Timeline:
         unit_names=tuple(units),
         signature_names=tuple(names),
     )
+    collectives = (_collective(spans, row, item) for row, item in enumerate(rows) if item.call)
     return Timeline(
         rank=0,
         windows=(Window(step=0, start=lead, end=lead + times.length),),
         host_windows=(Window(step=0, start=0, end=lead + times.length),),
         spans=spans,
-        collectives=tuple(_collective(spans, row, item) for row, item in enumerate(rows) if item.call),
+        collectives=tuple(sorted(collectives, key=lambda one: one.launched or 0)),
         on_device=True,
     )
 
