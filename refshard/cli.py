@@ -122,7 +122,10 @@ def plan(
     compiled: Annotated[bool, typer.Option("--compiled", help="Blocks under torch.compile.")] = False,
     price: Annotated[float, typer.Option(help="USD per GPU and hour.")] = 2.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Write the simulated steps there, as Kineto traces.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A folder to write each simulated step to, as a Kineto trace.")
+    ] = None,
 ) -> None:
     """Forecast memory, step time and cost of every strategy on a cluster, without running anything."""
     from refshard.commands import plan as command
@@ -142,7 +145,7 @@ def plan(
         compiled=compiled,
         price_usd=price,
     )
-    print(command.plan(asked, as_json=as_json, traces=trace))
+    print(command.plan(asked, as_json=as_json, page=html, traces=trace))
 
 
 @app.command(name="list")

@@ -1,16 +1,18 @@
 """``refshard plan``: what every strategy would take on a cluster, simulated."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
 from refshard.errors import SpecError
+from refshard.folders import replace_file
 from refshard.plan.checkpointing import checkpointed_layers
 from refshard.plan.recipe import RECIPES, Recipe, find_recipe
 from refshard.report.plan_table import as_object, terminal_plan
-from refshard.report.render import replace_atomically
 from refshard.simulate.forecast import Job, simulate
 from refshard.simulate.ranking import Checkpoint, Plan, rank_strategies
 from refshard.simulate.trace import as_kineto
@@ -52,8 +54,10 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise SpecError(f"price must be >= 0 USD per GPU and hour, and finite, got {self.price_usd}")
 
 
-def plan(asked: Asked, *, as_json: bool, traces: Path | None) -> str:
-    """Forecast the strategies asked for, and return the text to print; with ``traces``, write a trace of each there.
+def plan(asked: Asked, *, as_json: bool = False, page: Path | None = None, traces: Path | None = None) -> str:
+    """Forecast the strategies asked for, and return the text to print.
+
+    ``page`` is an HTML file to write, ``traces`` a folder to write a trace of each simulated step to.
 
     Raises:
         SpecError: the model, the cluster, a strategy or another value does not exist, or they do not fit each other.
@@ -74,6 +78,8 @@ def plan(asked: Asked, *, as_json: bool, traces: Path | None) -> str:
     if traces is not None:
         _write_traces(job, found, traces, asked)
     title = _title(asked, job)
+    if page is not None:
+        _write_page(found, job, title, page)
     return json.dumps(as_object(found, job, title), indent=2) if as_json else terminal_plan(found, job, title)
 
 
@@ -122,6 +128,17 @@ def _title(asked: Asked, job: Job) -> str:
     )
 
 
+def _write_page(found: Plan, job: Job, title: str, path: Path) -> None:
+    from refshard.report import plan_page  # pandas takes longer to import than a plan takes
+
+    try:
+        replace_file(path, plan_page.page(found, job, title, shlex.join(["refshard", *sys.argv[1:]])))
+    except OSError as error:
+        raise SpecError(
+            f"html: {path} cannot be written ({error.strerror}); name a file in a folder that exists"
+        ) from None
+
+
 def _write_traces(job: Job, found: Plan, folder: Path, asked: Asked) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,4 +147,4 @@ def _write_traces(job: Job, found: Plan, folder: Path, asked: Asked) -> None:
     for row in found.rows:
         run = simulate(job, find_recipe(row.strategy), frozenset(range(row.checkpointed)))
         text = as_kineto(run.items, run.times, job.cluster.world_size)
-        replace_atomically(folder / f"{row.strategy}-{asked.model}.json", [text])
+        replace_file(folder / f"{row.strategy}-{asked.model}.json", [text])

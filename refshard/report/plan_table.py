@@ -12,6 +12,7 @@ from refshard.simulate.forecast import Job
 from refshard.simulate.ranking import Plan, PlanRow
 
 _WIDTH = 120
+_NARROW = 14
 
 
 def as_object(plan: Plan, job: Job, title: str) -> dict[str, Any]:
@@ -47,76 +48,70 @@ def _as_object(row: PlanRow) -> dict[str, Any]:
 
 
 def terminal_plan(plan: Plan, job: Job, title: str) -> str:
-    """The table, memory and time by part, and sentences."""
+    """Tables of the strategies, of their time and their memory by part, and sentences."""
     sentences = [_wrapped(s) for s in (*plan_words.verdict(plan), *plan_words.warnings(job))]
-    return "\n\n".join([f"{title} (simulated)", _summary(plan), _time(plan), _memory(plan), "\n".join(sentences)])
+    tables = [_table(summary(plan)), _table(time_by_part(plan)), _table(memory_by_part(plan))]
+    return "\n\n".join([f"{title} (simulated)", *tables, "\n".join(sentences)])
+
+
+def summary(plan: Plan) -> list[dict[str, str]]:
+    """A row for each strategy, best first; text for people."""
+    return [
+        {
+            "strategy": row.strategy,
+            "fits": "yes" if row.fits else "no",
+            "checkpointed layers": str(row.checkpointed),
+            "peak memory": format_bytes(row.memory.peak),
+            "step time": format_seconds(row.step.step_time_s),
+            "exposed comm. (of step)": _share(row.step.account.waits_s, row.step.step_time_s),
+            "tokens/s/GPU": format_rate(row.step.tokens_per_s_gpu),
+            "TFLOPS": format_rate(row.step.tflops),
+            "MFU": format_percent(row.step.mfu),
+            "GPU hours of 10^12 tokens": f"{row.gpu_hours:,.0f}",
+            "USD": f"{row.cost_usd:,.0f}",
+        }
+        for row in plan.rows
+    ]
+
+
+def time_by_part(plan: Plan) -> list[dict[str, str]]:
+    """What each strategy's step is spent on; parts that no strategy has are left out."""
+    by_row = [plan_words.parts(row.step.account) for row in plan.rows]
+    shown = [part for part in by_row[0] if any(parts[part] > 0 for parts in by_row)]
+    gives_way = any(row.step.give_way_s > 0 for row in plan.rows)
+    return [
+        {
+            "seconds of a step": row.strategy,
+            **{part: format_seconds(parts[part]) for part in shown},
+            **({"of it give-way": format_seconds(row.step.give_way_s)} if gives_way else {}),
+        }
+        for row, parts in zip(plan.rows, by_row)
+    ]
+
+
+def memory_by_part(plan: Plan) -> list[dict[str, str]]:
+    """What each strategy's peak is made of."""
+    shown = dict.fromkeys(name for row in plan.rows for name, size in row.memory.at_peak.items() if size)
+    return [
+        {"memory at the peak": row.strategy, **{name: format_bytes(row.memory.at_peak.get(name, 0)) for name in shown}}
+        for row in plan.rows
+    ]
 
 
 def _wrapped(sentence: str) -> str:
     return textwrap.fill(sentence, _WIDTH, initial_indent="* ", subsequent_indent="  ")
 
 
-def _summary(plan: Plan) -> str:
-    rows = [
-        {
-            "strategy": row.strategy,
-            "fits": "yes" if row.fits else "no",
-            "checkpointed\nlayers": row.checkpointed,
-            "peak\nmemory": format_bytes(row.memory.peak),
-            "step\ntime": format_seconds(row.step.step_time_s),
-            "exposed comm.\n(of step)": _share(row.step.account.waits_s, row.step.step_time_s),
-            "tokens/s\n/GPU": format_rate(row.step.tokens_per_s_gpu),
-            "TFLOPS": format_rate(row.step.tflops),
-            "MFU": format_percent(row.step.mfu),
-            "a trillion tokens\nGPU hours": f"{row.gpu_hours:,.0f}",
-            "\nUSD": f"{row.cost_usd:,.0f}",
-        }
-        for row in plan.rows
-    ]
-    return _table(rows)
-
-
-def _time(plan: Plan) -> str:
-    columns = [name for name in plan_words.parts(plan.rows[0].step.account) if _any(plan, name)]
-    rows = [
-        {
-            "seconds of a step": row.strategy,
-            **{_heading(c): format_seconds(plan_words.parts(row.step.account)[c]) for c in columns},
-            **({"of it\ngive-way": format_seconds(row.step.give_way_s)} if _gives_way(plan) else {}),
-        }
-        for row in plan.rows
-    ]
-    return _table(rows)
-
-
-def _any(plan: Plan, part: str) -> bool:
-    return any(plan_words.parts(row.step.account)[part] > 0 for row in plan.rows)
-
-
-def _gives_way(plan: Plan) -> bool:
-    return any(row.step.give_way_s > 0 for row in plan.rows)
-
-
-def _heading(part: str) -> str:
-    return (
-        part.replace("waiting for the ", "wait for\n")
-        .replace("waiting for ", "wait for\n")
-        .replace(" slowed", "\nslowed")
-    )
-
-
-def _memory(plan: Plan) -> str:
-    categories = list(dict.fromkeys(name for row in plan.rows for name, size in row.memory.at_peak.items() if size))
-    rows = [
-        {"memory at the peak": row.strategy, **{c: format_bytes(row.memory.at_peak.get(c, 0)) for c in categories}}
-        for row in plan.rows
-    ]
-    return _table(rows)
-
-
 def _share(part: float, whole: float) -> str:
     return f"{format_seconds(part)} ({format_percent(part / whole, 0)})"
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    return tabulate(rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * (len(rows[0]) - 1))
+def _table(rows: list[dict[str, str]]) -> str:
+    headers = {key: _heading(key) for key in rows[0]}
+    aligned = ["left"] + ["right"] * (len(headers) - 1)
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
+
+
+def _heading(name: str) -> str:
+    """A column's name over as many lines as keep the column narrow."""
+    return "\n".join(textwrap.wrap(name, _NARROW, break_long_words=False))
