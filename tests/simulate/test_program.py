@@ -35,7 +35,7 @@ def issued(items: tuple[Item, ...]) -> dict[str, tuple[int, int]]:
 def recorded() -> dict[str, CaseRecord]:
     """What real ranks announced and their traces showed: llama-mini, 2 ranks, fp32, by strategy."""
     path = resources.root() / "profiles/recorded/epyc-2-cores/engine/records.jsonl"
-    lines = [msgspec.json.decode(line, type=Record) for line in path.read_bytes().splitlines()]  # type: ignore[arg-type]
+    lines = [msgspec.json.decode(line, type=Record) for line in path.read_bytes().splitlines()]
     found = [r for r in lines if isinstance(r, CaseRecord) and r.case.model == "llama-mini" and r.round == 0]
     return {r.case.strategy: r for r in found if r.case.workload == "training" and r.case.world_size == 2}
 
