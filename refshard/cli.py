@@ -111,7 +111,10 @@ def plan(
     accumulate: Annotated[int, typer.Option(help="Microbatches of a rank in a step.")] = 1,
     strategy: Annotated[str | None, typer.Option(help="Strategies, by commas; all by default.")] = None,
     checkpoint: Annotated[
-        str, typer.Option(help="Layers that recompute: auto (as few as fit), none, full or every-K.")
+        str,
+        typer.Option(
+            help="Layers that recompute: auto (as few as fit), none, full, every-K, or selective (all, by op)."
+        ),
     ] = "auto",
     checkpoint_layers: Annotated[int | None, typer.Option(help="As many layers recompute, from the first.")] = None,
     replicas: Annotated[int, typer.Option(help="Groups of ranks that each hold the whole model (hybrid).")] = 1,

@@ -10,7 +10,7 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.plan.checkpointing import checkpointed_layers
+from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
 from refshard.plan.recipe import RECIPES, Recipe, find_recipe
 from refshard.report.plan_table import as_object, terminal_plan
 from refshard.simulate.forecast import Job, simulate
@@ -95,12 +95,16 @@ def _recipes(given: str | None) -> list[Recipe]:
 def _checkpoint(asked: Asked, model: ModelSpec) -> Checkpoint:
     layers, policy = asked.checkpoint_layers, asked.checkpoint
     if layers is None:
-        return "auto" if policy == "auto" else checkpointed_layers(policy, model.n_layers)
+        if policy == "auto":
+            return "auto"
+        if policy == "selective":
+            return Checkpointing(frozenset(range(model.n_layers)), by_op=True)
+        return Checkpointing(checkpointed_layers(policy, model.n_layers))
     if policy != "auto":
         raise SpecError(f"checkpoint-layers and checkpoint both name layers, got {layers} and '{policy}'; give one")
     if not 0 <= layers <= model.n_layers:
         raise SpecError(f"checkpoint-layers must be from 0 to the model's {model.n_layers} layers, got {layers}")
-    return frozenset(range(layers))
+    return Checkpointing(frozenset(range(layers)))
 
 
 def _dtype_of(asked: Asked, cluster: ClusterSpec) -> Dtype:
@@ -145,6 +149,6 @@ def _write_traces(job: Job, found: Plan, folder: Path, asked: Asked) -> None:
     except OSError as error:
         raise SpecError(f"trace: {folder} cannot hold traces ({error.strerror}); name a folder that can") from None
     for row in found.rows:
-        run = simulate(job, find_recipe(row.strategy), frozenset(range(row.checkpointed)))
+        run = simulate(job, find_recipe(row.strategy), row.checkpointing)
         text = as_kineto(run.items, run.times, job.cluster.world_size)
         replace_file(folder / f"{row.strategy}-{asked.model}.json", [text])

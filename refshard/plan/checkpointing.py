@@ -1,8 +1,22 @@
 """Which layers keep their input only, and compute their activations again in backward."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from refshard.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """The ``layers`` (from 0) that recompute. With ``by_op`` they keep attention's output and every second matrix
+    product's beside their input, as torchtitan's selective checkpointing by operator does.
+    """
+
+    layers: frozenset[int] = frozenset()
+    by_op: bool = False
+
+
+NO_CHECKPOINTING = Checkpointing()
 
 
 def checkpointed_layers(policy: str | Sequence[int], n_layers: int) -> frozenset[int]:

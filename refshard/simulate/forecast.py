@@ -6,6 +6,7 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.flops import Convention, flops_per_token
+from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.recipe import Recipe
 from refshard.plan.units import model_units
 from refshard.simulate.account import Account, account
@@ -84,15 +85,15 @@ class Simulation:
     times: Schedule
 
 
-def simulate(job: Job, recipe: Recipe, checkpointed: frozenset[int] = frozenset()) -> Simulation:
+def simulate(job: Job, recipe: Recipe, checkpointing: Checkpointing = NO_CHECKPOINTING) -> Simulation:
     """Simulate one step."""
-    items = _program(job, recipe, checkpointed)
+    items = _program(job, recipe, checkpointing)
     return Simulation(items, schedule(items, _rates(job.cluster)))
 
 
-def forecast_step(job: Job, recipe: Recipe, checkpointed: frozenset[int] = frozenset()) -> StepForecast:
+def forecast_step(job: Job, recipe: Recipe, checkpointing: Checkpointing = NO_CHECKPOINTING) -> StepForecast:
     """One step's time and what it is spent on."""
-    run = simulate(job, recipe, checkpointed)
+    run = simulate(job, recipe, checkpointing)
     step_time = run.times.length / NS
     tokens_per_s = job.tokens_per_rank / step_time
     flops = tokens_per_s * flops_per_token(job.model, job.seq_len, CONVENTION)
@@ -106,9 +107,9 @@ def forecast_step(job: Job, recipe: Recipe, checkpointed: frozenset[int] = froze
     )
 
 
-def _program(job: Job, recipe: Recipe, checkpointed: frozenset[int]) -> tuple[Item, ...]:
+def _program(job: Job, recipe: Recipe, checkpointing: Checkpointing) -> tuple[Item, ...]:
     pricing = Pricing(recipe, job.model, job.cluster, job.batch, job.reduction, job.replicas)
-    shape = StepShape(microbatches=job.microbatches, checkpointed=checkpointed)
+    shape = StepShape(microbatches=job.microbatches, checkpointing=checkpointing)
     return step_program(recipe, model_units(job.model, recipe.grouping), pricing, shape)
 
 

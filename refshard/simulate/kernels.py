@@ -93,9 +93,16 @@ def block_backward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     return (*products, attention, *(Kernel("elementwise", "move", _moved(batch, m)) for m in moves))
 
 
-def block_recompute(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
-    """What a checkpointed layer computes again: forward, up to the last product, whose input is all that is needed."""
-    return tuple(kernel for kernel in block_forward(model, batch) if kernel.name != "down")
+def block_recompute(model: ModelSpec, batch: Batch, *, by_op: bool = False) -> tuple[Kernel, ...]:
+    """What a checkpointed layer computes again: forward up to the last product, whose input is all that is needed.
+
+    ``by_op``, attention and every second product are kept (see :class:`~refshard.plan.checkpointing.Checkpointing`).
+    """
+    needed = [kernel for kernel in block_forward(model, batch) if kernel.name != "down"]
+    if not by_op:
+        return tuple(needed)
+    products = [kernel for kernel in needed if kernel.work == "matmul"]
+    return tuple(k for k in needed if k.work == "move" or k in products[1::2])
 
 
 def embedding_forward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:

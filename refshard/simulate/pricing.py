@@ -13,6 +13,7 @@ from refshard.specs.cluster import ClusterSpec, CollectiveOp
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype
 from refshard.specs.model import ModelSpec
 
+Recompute = Literal["nothing", "some", "all"]
 MASTER_BYTES = 4
 """Masters, and the gradients that the optimizer reads, are fp32."""
 
@@ -55,7 +56,7 @@ class Pricing:
         self._shard_shape = GroupShape(self.shards, -(-self.shards // per_node))
         across = min(self.replicas, cluster.nodes)
         self._replica_shape = GroupShape(self.replicas, across if self.shards > 1 else cluster.nodes)
-        self._compute: dict[tuple[Role, Phase, bool], float] = {}
+        self._compute: dict[tuple[Role, Phase, Recompute], float] = {}
 
     @property
     def asynchronous(self) -> bool:
@@ -67,9 +68,9 @@ class Pricing:
         recipe = self._recipe
         return self._gloo and (recipe.awaits_gathers if what == "gather" else recipe.awaits_reductions)
 
-    def compute(self, role: Role, phase: Phase, *, checkpointed: bool) -> float:
-        """Seconds of one phase of one unit; backward of a checkpointed block begins with its forward."""
-        key = (role, phase, checkpointed)
+    def compute(self, role: Role, phase: Phase, recompute: Recompute = "nothing") -> float:
+        """Seconds of one phase of one unit; backward of a checkpointed block begins with what it computes again."""
+        key = (role, phase, recompute)
         if key not in self._compute:
             self._compute[key] = self._seconds(_kernels(self._model, self._batch, *key))
         return self._compute[key]
@@ -151,12 +152,12 @@ class Pricing:
         return Call(op, numel, dtype, shape.ranks, cost)
 
 
-def _kernels(model: ModelSpec, batch: Batch, role: Role, phase: Phase, checkpointed: bool) -> tuple[Kernel, ...]:
+def _kernels(model: ModelSpec, batch: Batch, role: Role, phase: Phase, recompute: Recompute) -> tuple[Kernel, ...]:
     if role == "embedding":
         return (kernels.embedding_forward if phase == "forward" else kernels.embedding_backward)(model, batch)
     if role == "head":
         return (kernels.head_forward if phase == "forward" else kernels.head_backward)(model, batch)
     if phase == "forward":
         return kernels.block_forward(model, batch)
-    again = kernels.block_recompute(model, batch) if checkpointed else ()
+    again = kernels.block_recompute(model, batch, by_op=recompute == "some") if recompute != "nothing" else ()
     return (*again, *kernels.block_backward(model, batch))

@@ -9,11 +9,12 @@ everything is issued when the host gets there.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.placement import Mode
 from refshard.plan.recipe import Recipe
 from refshard.plan.schedule import Op, OpKind, PassKind, Phase, assign_slots, build, chain_markers
 from refshard.plan.units import ModelUnit
-from refshard.simulate.pricing import Call, Pricing
+from refshard.simulate.pricing import Call, Pricing, Recompute
 from refshard.timeline import Kind
 
 Lane = Literal["compute", "gather", "reduce", "combine"]
@@ -38,10 +39,16 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What one step does: microbatches, and the layers (from 0) that compute their activations again in backward."""
+    """What one step does: microbatches, and the layers that compute their activations again in backward."""
 
     microbatches: int = 1
-    checkpointed: frozenset[int] = frozenset()
+    checkpointing: Checkpointing = NO_CHECKPOINTING
+
+    def recomputes(self, unit: ModelUnit) -> Recompute:
+        """What of a unit's forward is computed again in backward."""
+        if unit.layer not in self.checkpointing.layers:
+            return "nothing"
+        return "some" if self.checkpointing.by_op else "all"
 
 
 @dataclass(slots=True)
@@ -138,8 +145,7 @@ class _Walk:
             role = "embedding" if begins == (phase == "forward") else "head"
         elif begins:
             return
-        checkpointed = unit.layer in self._shape.checkpointed
-        seconds = self._pricing.compute(role, phase, checkpointed=checkpointed)
+        seconds = self._pricing.compute(role, phase, self._shape.recomputes(unit))
         self._out.compute(Kind.COMPUTE, f"{phase} {role}", unit.name, phase, seconds)
 
     def _gather(self, index: int, phase: Phase) -> None:
@@ -208,7 +214,7 @@ class _Buckets:
     def microbatch(self, *, last: bool) -> None:
         """Append what one microbatch does; only the last one reduces."""
         for unit in self._units:
-            seconds = self._pricing.compute(unit.role, "forward", checkpointed=False)
+            seconds = self._pricing.compute(unit.role, "forward")
             self._out.compute(Kind.COMPUTE, f"forward {unit.role}", unit.name, "forward", seconds)
         pending: list[int] = []
         filled, limit = 0, self._recipe.first_bucket_bytes
@@ -230,8 +236,7 @@ class _Buckets:
         """The part of the unit's backward in which gradients of ``arrived`` elements come."""
         if not arrived:
             return
-        checkpointed = unit.layer in self._shape.checkpointed
-        whole = self._pricing.compute(unit.role, "backward", checkpointed=checkpointed)
+        whole = self._pricing.compute(unit.role, "backward", self._shape.recomputes(unit))
         self._out.compute(Kind.COMPUTE, f"backward {unit.role}", unit.name, "backward", whole * arrived / unit.numel)
 
     def _all_reduce(self, unit: ModelUnit, numel: int) -> int:

@@ -5,29 +5,35 @@ from typing import Literal
 
 import msgspec
 
+from refshard.plan.checkpointing import Checkpointing
 from refshard.plan.recipe import Recipe
 from refshard.simulate.forecast import Job, StepForecast, forecast_step
 from refshard.simulate.memory import MemoryForecast, fits, forecast_memory
 
-Checkpoint = Literal["auto"] | frozenset[int]
-"""The layers (from 0) that are checkpointed, or as few as fit."""
+Checkpoint = Literal["auto"] | Checkpointing
+"""Which layers are checkpointed, or as few as fit."""
 TRILLION = 10**12
 HOUR = 3600.0
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy. ``checkpointed`` layers, from the first on, keep their input only.
+    """One strategy, and what of its layers recomputes.
 
     ``gpu_hours`` and ``cost_usd`` are those of a trillion tokens.
     """
 
     strategy: str
     fits: bool
-    checkpointed: int
+    checkpointing: Checkpointing
     step: StepForecast
     memory: MemoryForecast
     gpu_hours: float
     cost_usd: float
+
+    @property
+    def checkpointed(self) -> int:
+        """How many layers recompute."""
+        return len(self.checkpointing.layers)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,17 +59,16 @@ def rank_strategies(job: Job, recipes: Sequence[Recipe], checkpoint: Checkpoint,
 def _row(job: Job, recipe: Recipe, checkpoint: Checkpoint, price_usd: float) -> PlanRow:
     available = job.cluster.accelerator.memory_bytes
     if checkpoint == "auto":
-        layers = fewest(job.model.n_layers, lambda n: fits(_memory(job, recipe, n), available))
-        checkpointed = frozenset(range(layers))
-    else:
-        checkpointed = checkpoint
-    memory = forecast_memory(job, recipe, checkpointed)
-    step = forecast_step(job, recipe, checkpointed)
+        checkpoint = _first(
+            fewest(job.model.n_layers, lambda n: fits(forecast_memory(job, recipe, _first(n)), available))
+        )
+    memory = forecast_memory(job, recipe, checkpoint)
+    step = forecast_step(job, recipe, checkpoint)
     hours = TRILLION / step.tokens_per_s_gpu / HOUR
     return PlanRow(
         strategy=recipe.name,
         fits=fits(memory, available),
-        checkpointed=len(checkpointed),
+        checkpointing=checkpoint,
         step=step,
         memory=memory,
         gpu_hours=hours,
@@ -71,8 +76,8 @@ def _row(job: Job, recipe: Recipe, checkpoint: Checkpoint, price_usd: float) -> 
     )
 
 
-def _memory(job: Job, recipe: Recipe, layers: int) -> MemoryForecast:
-    return forecast_memory(job, recipe, frozenset(range(layers)))
+def _first(layers: int) -> Checkpointing:
+    return Checkpointing(frozenset(range(layers)))
 
 
 def fewest(most: int, enough: Callable[[int], bool]) -> int:

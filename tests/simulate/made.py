@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.recipe import Recipe, find_recipe
 from refshard.plan.units import model_units
 from refshard.simulate.kernels import Batch
@@ -46,12 +47,12 @@ def program(
     dtype: Any = "bf16",
     replicas: int = 1,
     microbatches: int = 1,
-    checkpointed: frozenset[int] = frozenset(),
+    checkpointing: Checkpointing = NO_CHECKPOINTING,
 ) -> tuple[Item, ...]:
     """One step of a strategy on a cluster."""
     recipe = find_recipe(strategy) if isinstance(strategy, str) else strategy
     spec = load_model(model) if isinstance(model, str) else model
     batch = Batch(sequences=sequences, seq_len=seq_len, dtype=dtype)
     pricing = Pricing(recipe, spec, on, batch, "fp32", replicas)
-    shape = StepShape(microbatches=microbatches, checkpointed=checkpointed)
+    shape = StepShape(microbatches=microbatches, checkpointing=checkpointing)
     return step_program(recipe, model_units(spec, recipe.grouping), pricing, shape)

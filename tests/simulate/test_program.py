@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from refshard import resources
+from refshard.plan.checkpointing import Checkpointing
 from refshard.plan.recipe import RECIPES
 from refshard.records import CaseRecord, Record
 from refshard.simulate.account import account
@@ -75,7 +76,7 @@ def test_every_strategy_computes_the_same() -> None:
     on = cluster().of_world_size(8)
 
     def computed(strategy: str) -> float:
-        items = program(strategy, on, microbatches=2, checkpointed=frozenset({1}))
+        items = program(strategy, on, microbatches=2, checkpointing=Checkpointing(frozenset({1})))
         return sum(i.seconds for i in items if i.kind is Kind.COMPUTE and i.stage != "optimizer")
 
     assert {round(computed(s), 12) for s in RECIPES} == {round(computed("fsdp"), 12)}
@@ -158,7 +159,9 @@ def test_zero2_reduces_each_microbatch_and_zero1_once() -> None:
 
 def test_a_checkpointed_layer_computes_again_up_to_its_last_product() -> None:
     on = cluster().of_world_size(8)
-    plain, again = (program("fsdp", on, checkpointed=frozenset(layers)) for layers in ((), (0,)))
+    first = frozenset({0})
+    kinds = (Checkpointing(), Checkpointing(first), Checkpointing(first, by_op=True))
+    plain, again, by_op = (program("fsdp", on, checkpointing=kind) for kind in kinds)
 
     def spent(items: tuple[Item, ...], name: str) -> float:
         return sum(i.seconds for i in items if i.name == name)
@@ -166,3 +169,4 @@ def test_a_checkpointed_layer_computes_again_up_to_its_last_product() -> None:
     more = spent(again, "backward block") - spent(plain, "backward block")
     forward = spent(plain, "forward block") / load_model("llama-mini").n_layers
     assert 0.7 * forward < more < forward
+    assert spent(plain, "backward block") < spent(by_op, "backward block") < spent(again, "backward block")
