@@ -10,7 +10,7 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
+from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES, Recipe, find_recipe
 from refshard.report.plan_table import as_object, terminal_plan
 from refshard.simulate.forecast import Job, simulate
@@ -94,17 +94,11 @@ def _recipes(given: str | None) -> list[Recipe]:
 
 def _checkpoint(asked: Asked, model: ModelSpec) -> Checkpoint:
     layers, policy = asked.checkpoint_layers, asked.checkpoint
-    if layers is None:
-        if policy == "auto":
-            return "auto"
-        if policy == "selective":
-            return Checkpointing(frozenset(range(model.n_layers)), by_op=True)
-        return Checkpointing(checkpointed_layers(policy, model.n_layers))
-    if policy != "auto":
+    if layers is not None and policy != "auto":
         raise SpecError(f"checkpoint-layers and checkpoint both name layers, got {layers} and '{policy}'; give one")
-    if not 0 <= layers <= model.n_layers:
-        raise SpecError(f"checkpoint-layers must be from 0 to the model's {model.n_layers} layers, got {layers}")
-    return Checkpointing(frozenset(range(layers)))
+    if layers is None and policy == "auto":
+        return "auto"
+    return checkpointing_of(policy if layers is None else layers, model.n_layers)
 
 
 def _dtype_of(asked: Asked, cluster: ClusterSpec) -> Dtype:

@@ -48,3 +48,18 @@ def checkpointed_layers(policy: str | Sequence[int], n_layers: int) -> frozenset
             f"checkpointing: layers must lie in 0..{n_layers - 1}, got {outside[0]}; name layers that the model has"
         )
     return frozenset(policy)
+
+
+def checkpointing_of(policy: str | int, n_layers: int) -> Checkpointing:
+    """What a policy means for ``n_layers``: one of :func:`checkpointed_layers`, ``"selective"``, or a number.
+
+    Raises:
+        SpecError: the policy is unknown, or the model has not as many layers.
+    """
+    if isinstance(policy, int):
+        if not 0 <= policy <= n_layers:
+            raise SpecError(f"checkpoint-layers must be from 0 to the model's {n_layers} layers, got {policy}")
+        return Checkpointing(frozenset(range(policy)))
+    if policy == "selective":
+        return Checkpointing(frozenset(range(n_layers)), by_op=True)
+    return Checkpointing(checkpointed_layers(policy, n_layers))
