@@ -61,11 +61,13 @@ class RankJob:
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.world_size % self.replicas:
-            raise SpecError(f"replicas must divide the {self.world_size} ranks, got {self.replicas}")
-        if any(not 0 <= layer < self.model.n_layers for layer in self.checkpointing.layers):
             raise SpecError(
-                f"checkpointing: layers must lie in 0..{self.model.n_layers - 1}, got "
-                f"{sorted(self.checkpointing.layers)}; name layers that the model has"
+                f"replicas must divide the {self.world_size} ranks, got {self.replicas}; choose a number that does"
+            )
+        if outside := sorted(self.checkpointing.layers - set(range(self.model.n_layers))):
+            raise SpecError(
+                f"checkpointing: layers must lie in 0..{self.model.n_layers - 1}, got {outside[0]}; name layers that "
+                "the model has"
             )
 
 

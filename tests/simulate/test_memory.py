@@ -3,15 +3,22 @@
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from refshard.plan.checkpointing import checkpointing_of
+from refshard.errors import SpecError
+from refshard.flops import parameter_count
+from refshard.plan.checkpointing import Checkpointing, checkpointing_of
 from refshard.plan.recipe import RECIPES
+from refshard.plan.units import model_units
+from refshard.quantities import GIB
 from refshard.simulate.kernels import Batch
-from refshard.simulate.memory import RankJob, predict_memory
-from refshard.specs.model import ModelSpec
+from refshard.simulate.memory import RankJob, fits, predict_memory
+from refshard.specs.model import ModelSpec, load_model
 from tests.simulate.pretended import levels_of_a_step
 from tests.simulate.test_activations import LAYERS, spec
 
@@ -66,3 +73,89 @@ def test_a_strategys_memory_is_predicted_to_the_byte(strategy: str, features: di
     rest = dict(features)
     model = spec(tied=rest.pop("tied", False), vocab=rest.pop("vocab", 96))
     check(model, strategy, **rest)
+
+
+@given(
+    strategy=st.sampled_from([None, *RECIPES]),
+    shards=st.integers(1, 9),
+    replicas=st.integers(1, 3),
+    microbatches=st.integers(1, 3),
+    policy=st.sampled_from(["none", "full", "every-2", "selective"]),
+    kinds=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    vocab=st.integers(1, 200),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_step_gives_back_what_it_takes(
+    strategy: str | None,
+    shards: int,
+    replicas: int,
+    microbatches: int,
+    policy: str,
+    kinds: tuple[bool, bool, bool],
+    vocab: int,
+) -> None:
+    """Whatever is asked for; the walk itself refuses to let go of what is not there."""
+    bf16, cuda, tied = kinds
+    forecast = predict_memory(
+        job(
+            spec(tied=tied, vocab=vocab), policy=policy, bf16=bf16, world_size=shards * replicas, replicas=replicas,
+            microbatches=microbatches, device="cuda" if cuda else "cpu", library="nccl" if cuda else "gloo",
+            reduction="bf16" if bf16 and vocab % 2 else "fp32",
+        ),
+        None if strategy is None else RECIPES[strategy],
+    )  # fmt: skip
+    assert forecast.events[-1].after == sum(forecast.between_steps.values())
+    assert forecast.peak == max(event.highest for event in forecast.events) == sum(forecast.at_peak.values())
+
+
+def test_a_large_model_is_predicted_by_its_closed_forms() -> None:
+    """405B over 16,384 ranks: masters and optimizer state are 12 bytes an element and padding, and a ring's slots, two
+    of parameters and two of gradients, are a block's size.
+    """
+    model = load_model("llama3.1-405b")
+    batch = Batch(sequences=1, seq_len=8192, dtype="bf16")
+    full = checkpointing_of("full", model.n_layers)
+    large = RankJob(model=model, world_size=16_384, batch=batch, checkpointing=full)
+    ring, transient = (predict_memory(large, RECIPES[s]).between_steps for s in ("yafsdp", "fsdp"))
+    shard = parameter_count(model) / 16_384
+    assert ring["parameters"] == transient["parameters"] == pytest.approx(4 * shard, rel=1e-3)
+    assert ring["optimizer"] == pytest.approx(8 * shard, rel=0.01)
+    units = model_units(model, "ends")
+    assert ring["unsharded"] - transient["unsharded"] == 2 * (2 + 4) * units[1].gathered_numel(RECIPES["fsdp"], 16_384)
+
+
+def test_over_gloo_exchanges_have_buffers_and_gathers_copies() -> None:
+    """The engine receives into buffers that it keeps: two for the blocks' shards, which are reduced two at a time."""
+    model = spec()
+    blocks = model_units(model, "ends")[1].gathered_numel(RECIPES["yafsdp"], WORLD_SIZE) // WORLD_SIZE
+    units = model_units(model, "ends")[:: LAYERS + 1]
+    ends = [unit.gathered_numel(RECIPES["yafsdp"], WORLD_SIZE) // WORLD_SIZE for unit in units]
+    kept = predict_memory(job(model, library="gloo"), RECIPES["yafsdp"]).between_steps["workspace"]
+    assert kept == 4 * (WORLD_SIZE - 1) * (2 * blocks + sum(ends))
+    over = {library: predict_memory(job(model, library=library), RECIPES["fsdp2"]) for library in ("gloo", "nccl")}
+    assert over["gloo"].peak > over["nccl"].peak
+    assert over["gloo"].between_steps == over["nccl"].between_steps
+
+
+def test_what_fits_leaves_room_for_what_is_no_tensors() -> None:
+    forecast = msgspec.structs.replace(predict_memory(job(spec()), RECIPES["fsdp"]), peak=70 * GIB)
+    assert fits(forecast, 80 * GIB)
+    assert not fits(forecast, 75 * GIB)
+    assert fits(forecast, 70 * GIB, outside=0, fragmentation=0.0)
+    assert not fits(forecast, 70 * GIB - 1, outside=0, fragmentation=0.0)
+
+
+def test_a_job_that_cannot_be_is_refused_with_its_remedy() -> None:
+    with pytest.raises(SpecError, match="replicas must divide the 4 ranks, got 3"):
+        job(spec(), replicas=3)
+    with pytest.raises(SpecError, match=r"layers must lie in 0\.\.2, got 3; name layers that the model has"):
+        RankJob(
+            model=spec(), world_size=1, batch=Batch(sequences=1, seq_len=8, dtype="fp32"),
+            checkpointing=Checkpointing(frozenset({3})),
+        )  # fmt: skip
+
+
+def test_what_the_model_is_not_made_for_is_said() -> None:
+    compiled = Batch(sequences=1, seq_len=8, dtype="fp32", compiled=True)
+    told = predict_memory(RankJob(model=spec(), world_size=4, batch=compiled), RECIPES["fsdp"]).warnings
+    assert [warning.split()[0] for warning in told] == ["attention", "compiled"]
