@@ -63,7 +63,8 @@ def _told(table: PublishedTable, found: Sequence[Prediction]) -> str:
 def _sums(found: Sequence[Prediction]) -> list[str]:
     others = [one for one in found if not one.row.fitted]
     told = [
-        f"* Median error {format_percent(typical_error(found))}; of rows not fitted {format_percent(typical_error(others))}."
+        f"* Median error {format_percent(typical_error(found))}; of rows not fitted "
+        f"{format_percent(typical_error(others))}."
     ]
     agreed = in_order(found)
     if agreed is not None:

@@ -27,7 +27,8 @@ class Job:
 
     Each rank computes ``microbatches`` of ``sequences`` of ``seq_len`` tokens in a step, in ``dtype`` over fp32
     masters; gradients are reduced in ``reduction``. ``replicas`` is the size of the mesh's replicate axis, for
-    strategies that shard. ``compiled`` blocks have their elementwise kernels fused.
+    strategies that shard. ``compiled`` blocks have their elementwise kernels fused; for ``fused_norms`` see
+    :class:`~refshard.simulate.kernels.Batch`.
     """
 
     model: ModelSpec
@@ -39,6 +40,7 @@ class Job:
     reduction: Dtype = "fp32"
     replicas: int = 1
     compiled: bool = False
+    fused_norms: bool = True
 
     def __post_init__(self) -> None:
         """Check what no field can tell by itself.
@@ -57,7 +59,13 @@ class Job:
     @property
     def batch(self) -> Batch:
         """One microbatch."""
-        return Batch(sequences=self.sequences, seq_len=self.seq_len, dtype=self.dtype, compiled=self.compiled)
+        return Batch(
+            sequences=self.sequences,
+            seq_len=self.seq_len,
+            dtype=self.dtype,
+            compiled=self.compiled,
+            fused_norms=self.fused_norms,
+        )
 
     @property
     def tokens_per_rank(self) -> int:

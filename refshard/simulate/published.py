@@ -54,6 +54,7 @@ def _prediction(table: PublishedTable, row: PublishedRow, strategy: str, publish
         sequences=row.sequences,
         reduction=table.reduction,
         compiled=row.compiled,
+        fused_norms=table.fused_norms,
     )
     step = forecast_step(job, find_recipe(strategy), checkpointing_of(row.checkpointing, job.model.n_layers))
     peak = job.cluster.accelerator.matmul[job.dtype].peak

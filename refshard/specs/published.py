@@ -34,13 +34,16 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PublishedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table: where it comes from, the cluster's profile, and in which unit its results are."""
+    """A table: where it comes from, the cluster's profile, in which unit its results are, and what holds for all rows:
+    the dtype of reductions, and whether its models had torch's fused norms.
+    """
 
     title: str
     source: str
     cluster: str
     unit: Literal["seconds", "tokens/s/GPU"]
     reduction: Dtype = "fp32"
+    fused_norms: bool = True
     rows: tuple[PublishedRow, ...]
 
 
