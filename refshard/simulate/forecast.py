@@ -1,6 +1,6 @@
 """What a step of one model on one cluster would take with one strategy, and what of it is spent on what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -74,11 +74,13 @@ class Job:
 
 
 class StepForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's time. ``flops_convention`` is that of MFU, whose peak is the hardware's data sheet's for the dtype."""
+    """One step's time. ``preparation_s`` is what it would save if the kernels that prepare collectives beside compute
+    took nothing. ``flops_convention`` is that of MFU, whose peak is the hardware's data sheet's for the dtype.
+    """
 
     step_time_s: float
     account: Account
-    give_way_s: float
+    preparation_s: float
     tokens_per_s_gpu: float
     tflops: float
     mfu: float
@@ -108,7 +110,7 @@ def forecast_step(job: Job, recipe: Recipe, checkpointing: Checkpointing = NO_CH
     return StepForecast(
         step_time_s=step_time,
         account=account(run.items, run.times),
-        give_way_s=_give_way(job, run),
+        preparation_s=_preparation(job, run),
         tokens_per_s_gpu=tokens_per_s,
         tflops=flops / 1e12,
         mfu=flops / job.cluster.accelerator.matmul[job.dtype].peak,
@@ -121,15 +123,17 @@ def _program(job: Job, recipe: Recipe, checkpointing: Checkpointing) -> tuple[It
     return step_program(recipe, model_units(job.model, recipe.grouping), pricing, shape)
 
 
-def _rates(cluster: ClusterSpec, *, give_way: bool = True) -> Rates:
+def _rates(cluster: ClusterSpec) -> Rates:
     return Rates(
         compute=cluster.compute_beside_communication,
         communication=cluster.communication_beside_compute,
-        preparation=cluster.preparation_beside_compute if give_way else 1.0,
+        preparation=cluster.preparation_beside_compute,
     )
 
 
-def _give_way(job: Job, run: Simulation) -> float:
-    """What the step would save if nothing slowed the kernels that prepare collectives."""
-    undisturbed = schedule(run.items, _rates(job.cluster, give_way=False))
-    return max(0, run.times.length - undisturbed.length) / NS
+def _preparation(job: Job, run: Simulation) -> float:
+    """What the step would save if the kernels that prepare collectives took nothing."""
+    spared = [
+        replace(item, seconds=0.0) if item.call is None and item.lane != "compute" else item for item in run.items
+    ]
+    return max(0, run.times.length - schedule(spared, _rates(job.cluster)).length) / NS
