@@ -14,12 +14,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(program: str, folder: Path, launcher: int) -> int:
-    """Run this rank of the program and return the process's exit status."""
+    """Run this rank of the program, ``case`` or ``calibration``, and return the process's exit status."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:
             return 1  # it was killed before the kernel was asked
-    assert program == "case"
+    if program == "calibration":
+        from refshard.harness.calibration.rank import calibrate_rank
+
+        return calibrate_rank(folder)
     from refshard.harness.rank import run_rank
 
     return run_rank(folder)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Program = Literal["case"]
+Program = Literal["case", "calibration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a launcher starts: ``processes`` ranks of a program that ``harness/worker.py`` knows.
+    """What a launcher starts: ``processes`` ranks of one of the programs that ``harness/worker.py`` knows.
 
     What they are to do lies in the folder that the launcher is given. They may take ``time_limit_s``.
     """
