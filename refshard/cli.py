@@ -151,9 +151,43 @@ def plan(
     print(command.plan(asked, as_json=as_json, page=html, traces=trace))
 
 
+@app.command()
+def calibrate(
+    out: _Output = None,
+    ranks: Annotated[int | None, typer.Option(help="How many; by default as many as cores or GPUs bear.")] = None,
+    threads: Annotated[int, typer.Option(help="Threads of each rank, on a CPU.")] = 1,
+    network: Annotated[
+        str | None, typer.Option(help="Join ranks by a real link of a limited rate: HOSTSxRATE, such as 2x2gbit.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A few shapes and sizes only: seconds, and coarse.")] = False,
+) -> None:
+    """Measure this machine's compute and collectives, and write a cluster's profile."""
+    from refshard.commands import calibrate as command
+
+    try:
+        table, path = command.calibrate(
+            out, ranks=ranks, threads=threads, network=network, device=command.device(device), quick=quick
+        )
+    except KeyboardInterrupt:
+        print("refshard: interrupted; nothing is written", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"{table}\n\nprofile: {path}")
+
+
+@app.command()
+def validate(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per table.")] = False,
+) -> None:
+    """Set predictions beside what others have published."""
+    from refshard.commands import validate as command
+
+    print(command.published(as_json=as_json))
+
+
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(help="strategies, models, modes or suites")],
+    what: Annotated[str, typer.Argument(help="strategies, models, modes, suites, clusters or hardware")],
 ) -> None:
     """List what refshard knows, one name a line."""
     from refshard.commands import listing

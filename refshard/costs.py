@@ -88,7 +88,8 @@ def attention_seconds(
 def _score_seconds(hardware: HardwareSpec, dtype: Dtype, seq_len: int, head_dim: int, *, backward: bool) -> float:
     """Seconds per score between the measured lengths and head dimensions, 0 where none was measured.
 
-    In proportion to the head dimension, and between two lengths to their logarithm; beyond them as at the nearest.
+    Between two lengths by their logarithm, between two head dimensions in proportion; beyond the lengths as at the
+    nearest, beyond the head dimensions in proportion to them.
     """
     points = [p for p in hardware.attention_points if p.dtype == dtype]
     by_width: dict[int, list[tuple[float, float]]] = {}
@@ -96,7 +97,10 @@ def _score_seconds(hardware: HardwareSpec, dtype: Dtype, seq_len: int, head_dim:
         seconds = point.backward_s if backward else point.forward_s
         by_width.setdefault(point.head_dim, []).append((math.log(point.seq_len), seconds))
     curve = [(float(width), _between_points(sorted(c), math.log(seq_len))) for width, c in sorted(by_width.items())]
-    return _between_points(curve, float(head_dim)) if curve else 0.0
+    if not curve:
+        return 0.0
+    nearest = min(max(float(head_dim), curve[0][0]), curve[-1][0])
+    return _between_points(curve, nearest) * head_dim / nearest
 
 
 def _between_points(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -167,13 +171,12 @@ def _seconds(cost: CollectiveCost) -> float:
 def _measured(points: list[MeasuredCollective], nbytes: int, link: Link) -> CollectiveCost:
     """Between two measured sizes in proportion, below the smallest as that, beyond the largest at its bandwidth.
 
-    The fastest measurement is all latency. A larger size never takes less than a smaller one, whatever the noise.
+    What the smallest takes is all latency. Noise only ever adds, so no size takes longer than a larger one did.
     """
-    points = sorted(points, key=lambda p: p.bytes)
-    slowest_yet, curve = 0.0, []
-    for point in points:
-        slowest_yet = max(slowest_yet, point.seconds)
-        curve.append((float(point.bytes), slowest_yet))
+    fastest, curve = math.inf, []
+    for point in sorted(points, key=lambda p: p.bytes, reverse=True):
+        fastest = min(fastest, point.seconds)
+        curve.insert(0, (float(point.bytes), fastest))
     latency = curve[0][1]
     total = _between_points(curve, float(nbytes)) * max(1.0, nbytes / curve[-1][0])
     return CollectiveCost(link, total - latency, latency, "measured")

@@ -16,7 +16,7 @@ import torch
 from refshard.errors import SpecError
 from refshard.harness.assemble import Peers, assemble
 from refshard.harness.environment import available_cores
-from refshard.harness.launchers.base import Launcher
+from refshard.harness.launchers.base import Job, Launcher
 from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.store import RunWriter, read_run
 from refshard.models.data import open_source
@@ -174,7 +174,8 @@ def _run_case(
     work.mkdir(parents=True)
     (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
     started = datetime.now(UTC)
-    launch = launcher.launch(case, work, on_progress)
+    job = Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
+    launch = launcher.launch(job, work, on_progress)
     blank = CaseRecord(
         run_id=header.run_id,
         environment=header.environment.id,
