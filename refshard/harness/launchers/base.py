@@ -28,7 +28,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, case: CaseSpec, folder: Path, on_progress: Callable[[str], None]) -> Launch:
-        """Run ``python -m refshard.harness.worker folder pid`` on ``case.world_size`` ranks.
+        """Run ``python -m refshard.harness.worker folder pid`` as ``case.processes`` ranks, from rank 0 on.
 
         ``on_progress`` is called now and then with what rank 0 is at. KeyboardInterrupt passes through, after the
         ranks have ended.

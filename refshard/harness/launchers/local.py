@@ -18,7 +18,7 @@ class LocalLauncher(Launcher):
 
     def launch(self, case: CaseSpec, folder: Path, on_progress: Callable[[str], None]) -> Launch:
         """See :meth:`Launcher.launch`."""
-        ranks = case.world_size
+        ranks = case.processes
         store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
         environments = [
             {
