@@ -149,8 +149,16 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def reference(self) -> "CaseSpec":
         """The same batches on one unsharded rank, which this case's losses must equal.
 
-        It accumulates and recomputes nothing: neither may change a loss, so the proof covers them too.
+        It accumulates and recomputes nothing: neither may change a loss, so the proof covers them too. It is measured:
+        what is emulated or simulated has no losses that mean anything.
         """
         return msgspec.structs.replace(
-            self, strategy=REFERENCE_STRATEGY, world_size=1, microbatches=1, checkpointing="none"
+            self,
+            strategy=REFERENCE_STRATEGY,
+            world_size=1,
+            microbatches=1,
+            checkpointing="none",
+            fidelity="measured",
+            cluster="",
+            resident_ranks=1,
         )

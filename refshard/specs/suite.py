@@ -144,6 +144,11 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def _check_networked(case: CaseSpec, network: NetworkSpec) -> None:
     network.ranks_per_host(case.world_size)
+    if case.fidelity != "measured":
+        raise SpecError(
+            f"fidelity must be 'measured' with launcher 'netlab', got '{case.fidelity}': it has a wire of its own; "
+            'set launcher = "local"'
+        )
     if case.device != "cpu":
         raise SpecError(
             f"device must be 'cpu' with launcher 'netlab', got '{case.device}': NCCL would go from GPU to GPU, around "

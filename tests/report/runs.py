@@ -17,12 +17,11 @@ from refshard.records import (
     CollectiveCount,
     EndRecord,
     Environment,
-    Fidelity,
     Proof,
     Run,
     RunRecord,
 )
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import CaseSpec, Fidelity
 from refshard.specs.suite import NetworkSpec, SuiteSpec
 
 HOSTILE = "</script><script>alert(1)</script>"

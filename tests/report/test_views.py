@@ -12,6 +12,7 @@ from refshard.quantities import MIB
 from refshard.records import METRICS, CollectiveCount, Run
 from refshard.report import views
 from refshard.report.cases import BREAKDOWN, cases, settings, trainings
+from refshard.report.proof import bit_identical
 from refshard.stats.sample import Summary
 from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, proof, run, with_record
 
@@ -19,7 +20,7 @@ KEYS = {
     "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "workload",
     "microbatches", "checkpointing", "fidelity", "device", "backend", "state", "rounds", "samples", *METRICS,
     "step_time_low_s", "step_time_high_s", "flops_convention", "recompute", "peak_flops_per_s", "peak_source", "proof",
-    "bit_identical_to_ddp", "bits_note", "warnings", "error", "network",
+    "bit_identical_to_ddp", "bits_note", "parity_note", "cluster", "warnings", "error", "network",
 }  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def test_bits_are_identical_only_if_every_round_says_so(
     for place, answer in enumerate(rounds):
         changed = msgspec.structs.replace(proof(CASES[1]), bit_identical_to_ddp=answer)
         made = with_record(made, place, proof=changed)
-    assert views.bit_identical(cases(made)[0]) is expected
+    assert bit_identical(cases(made)[0]) is expected
 
 
 def test_pivot_is_strategy_by_world_size() -> None:
