@@ -177,12 +177,13 @@ def calibrate(
 
 @app.command()
 def validate(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per table.")] = False,
+    run: Annotated[Path | None, typer.Argument(help="A run's folder; without one, what others have published.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead of tables.")] = False,
 ) -> None:
-    """Set predictions beside what others have published."""
+    """Set predictions beside what was measured, or what others have published."""
     from refshard.commands import validate as command
 
-    print(command.published(as_json=as_json))
+    print(command.validate(run, as_json=as_json))
 
 
 @app.command(name="list")

@@ -12,7 +12,7 @@ from refshard.quantities import MIB
 from refshard.records import METRICS, CollectiveCount, Run
 from refshard.report import views
 from refshard.report.cases import BREAKDOWN, cases, settings, trainings
-from refshard.report.proof import bit_identical
+from refshard.report.proof import bit_identical, proof_summary
 from refshard.stats.sample import Summary
 from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, proof, run, with_record
 
@@ -82,7 +82,7 @@ def test_rows_are_the_json_as_a_table() -> None:
 def test_proof_in_a_word(failures: tuple[str, ...], expected: str) -> None:
     made = run(CASES[:1], rounds=1, failed=False)
     changed = msgspec.structs.replace(proof(CASES[0]), failures=failures)
-    assert views.proof_summary(cases(with_record(made, 0, proof=changed))[0]) == expected
+    assert proof_summary(cases(with_record(made, 0, proof=changed))[0]) == expected
 
 
 @pytest.mark.parametrize(
