@@ -173,7 +173,8 @@ def _measured(points: list[MeasuredCollective], nbytes: int, link: Link) -> Coll
 
     What the smallest takes is all latency. Noise only ever adds, so no size takes longer than a larger one did.
     """
-    fastest, curve = math.inf, []
+    fastest = math.inf
+    curve: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda p: p.bytes, reverse=True):
         fastest = min(fastest, point.seconds)
         curve.insert(0, (float(point.bytes), fastest))
