@@ -198,7 +198,7 @@ class _TinyBlock:
         self._large = torch.ones(2, 8 * MIB, device=device)
         with _CountKernels() as counted:  # type: ignore[no-untyped-call]
             self.run()
-        self.kernels = counted.count
+        self.kernels: int = counted.count
 
     def run(self) -> None:
         """Forward and backward."""
