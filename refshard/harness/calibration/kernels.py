@@ -15,16 +15,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from refshard.harness.calibration.samples import Timed
 from refshard.harness.calibration.stopwatch import Call, Stopwatch
+from refshard.models.llama import Block, rotary_tables
 from refshard.quantities import MIB
 from refshard.specs.hardware import ELEMENT_BYTES, AttentionPoint, Dtype
+from refshard.specs.model import ModelSpec
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CACHES_BYTES = 96 * MIB
 """More than the caches of a rank hold."""
-_TINY_OPERATIONS = 100
+_TINY = ModelSpec(
+    dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=16, vocab=16, norm_eps=1e-5, rope_theta=1e4, tied=True,
+    params=1072, source="as small as can be",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,7 @@ class Shapes:
     heads: int
     moved_bytes: tuple[int, ...]
     optimizer_numel: int
+    operation_repeats: int
 
 
 def shapes(device: str, *, quick: bool) -> Shapes:
@@ -49,6 +56,7 @@ def shapes(device: str, *, quick: bool) -> Shapes:
         heads=4,
         moved_bytes=(MIB,) if quick else (MIB, 2 * MIB, 4 * MIB),
         optimizer_numel=1_000_000 if quick else 8_000_000,
+        operation_repeats=10 if quick else 60,
     )
 
 
@@ -60,6 +68,7 @@ def _shapes_on_cuda(*, quick: bool) -> Shapes:
         heads=32,
         moved_bytes=(64 * MIB, 256 * MIB),
         optimizer_numel=50_000_000,
+        operation_repeats=20,
     )
 
 
@@ -163,27 +172,59 @@ def _rotating(call: Callable[..., object], operands: Sequence[tuple[Any, ...]]) 
     return lambda index: call(*operands[index % len(operands)])
 
 
-def time_operations(stopwatch: Stopwatch, device: torch.device) -> tuple[float, float]:
-    """Seconds of a kernel however small, and of the host for each eager operation, forward and backward alike."""
-    x, factor = _random((16,), "fp32", device).requires_grad_(), _random((16,), "fp32", device)
-
-    def chain(_: int) -> None:
-        y = x
-        for _ in range(_TINY_OPERATIONS // 2):
-            y = y * factor
-        torch.autograd.grad(y.sum(), x)
-
+def time_operations(stopwatch: Stopwatch, wanted: Shapes, device: torch.device) -> tuple[float, float]:
+    """Seconds of a kernel however small, and of the host for each that it launches, forward and backward alike."""
+    block = _TinyBlock(device)
     if device.type == "cpu":
-        operation = stopwatch.seconds(chain) / _TINY_OPERATIONS
+        operation = block.operation_s(stopwatch, wanted.operation_repeats)
         return operation, operation
-    taken = []
-    for _ in range(10):
+    taken: list[float] = []
+    for _ in range(wanted.operation_repeats):
         torch.cuda.synchronize(device)
         started = time.perf_counter()
-        chain(0)
+        block.run()
         taken.append(time.perf_counter() - started)
-        torch.cuda.synchronize(device)
-    return stopwatch.seconds(lambda _: torch.add(factor, factor)), median(taken) / _TINY_OPERATIONS
+    tiny = torch.ones(16, device=device)
+    return stopwatch.seconds(lambda _: torch.add(tiny, tiny)), median(taken) / block.kernels
+
+
+class _TinyBlock:
+    """A decoder layer whose tensors are so small that only its operations cost anything."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._block = Block(_TINY).to(device)
+        self._x_BTD = torch.randn(1, 4, _TINY.dim, device=device, requires_grad=True)
+        self._tables = rotary_tables(_TINY, 4, self._x_BTD)
+        self._large = torch.ones(2, 8 * MIB, device=device)
+        with _CountKernels() as counted:  # type: ignore[no-untyped-call]
+            self.run()
+        self.kernels: int = counted.count
+
+    def run(self) -> None:
+        """Forward and backward."""
+        y_BTD = self._block(self._x_BTD, *self._tables)
+        torch.autograd.grad(y_BTD.sum(), (self._x_BTD, *self._block.parameters()))
+
+    def operation_s(self, stopwatch: Stopwatch, repeats: int) -> float:
+        """Seconds per kernel, on caches that something large has filled before, as between a model's products."""
+
+        def fill_caches(_: int) -> None:
+            torch.add(*self._large, out=self._large[0])
+            torch.mm(self._large[0, :MIB].view(1024, -1), self._large[1, : MIB // 2].view(1024, -1))
+
+        return stopwatch.seconds_after(fill_caches, lambda _: self.run(), repeats) / self.kernels
+
+
+class _CountKernels(TorchDispatchMode):
+    """Counts operations that compute something: not those that only look at a tensor in another way."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += not (func.is_view or "view" in str(func) or "detach" in str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def time_optimizer(stopwatch: Stopwatch, wanted: Shapes, device: torch.device) -> float:

@@ -61,7 +61,7 @@ class _Measurement:
 
     def samples(self) -> RankSamples:
         watch, wanted, device = self._watch, self._shapes, self._device
-        kernel_s, host_s = self._all_at_once("operations", lambda: kernels.time_operations(watch, device))
+        kernel_s, host_s = self._all_at_once("operations", lambda: kernels.time_operations(watch, wanted, device))
         products, attention = [], []
         for dtype in kernels.DTYPES:
             products += self._all_at_once(

@@ -23,6 +23,14 @@ class Stopwatch(ABC):
         taken = [self._batch(call, 1 + index * together, together) for index in range(repeats)]
         return median(taken) / together
 
+    def seconds_after(self, prepare: Call, call: Call, repeats: int) -> float:
+        """Median seconds of one call, each after ``prepare``, which takes no part in it."""
+        taken: list[float] = []
+        for index in range(repeats):
+            prepare(index)
+            taken.append(self._batch(call, index, 1))
+        return median(taken)
+
     def _plan(self, first_s: float) -> tuple[int, int]:
         """How many calls to time together, and how often, from what the very first call took."""
         together = self._together(first_s)
