@@ -108,20 +108,24 @@ class HostDelay(Delay):
         self._communicator, self._at_once = Communicator(at_once), at_once
         self._queue: queue.SimpleQueue[tuple[Call, Window, HostWork] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._closing = threading.Event()
+        self._closing, self._issuing = threading.Event(), threading.Lock()
 
     def run(self, call: Call) -> dist.Work:
         """See :meth:`Delay.run`."""
         if self._closing.is_set():
             raise RuntimeError("the emulated process group was destroyed; make a new one")
-        if not self._threads:
-            names = (f"emulated {number}" for number in range(self._at_once))
-            self._threads = [threading.Thread(target=self._serve, name=name, daemon=True) for name in names]
-            for thread in self._threads:
-                thread.start()
         work = HostWork(call.results)
-        self._queue.put((call, self._links.place(call.cost, self._communicator, self._clock.now_ns()), work))
+        with self._issuing:  # what has its link first is to run first
+            if not self._threads:
+                self._start()
+            self._queue.put((call, self._links.place(call.cost, self._communicator, self._clock.now_ns()), work))
         return work
+
+    def _start(self) -> None:
+        names = (f"emulated {number}" for number in range(self._at_once))
+        self._threads = [threading.Thread(target=self._serve, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def tally(self) -> Tally:

@@ -51,10 +51,10 @@ class EmulatedGroup(dist.ProcessGroup):
     Its name is the library whose part it plays, for those who choose collectives by library.
     """
 
-    def __init__(self, world: EmulatedWorld, ranks: Sequence[int]) -> None:
+    def __init__(self, world: EmulatedWorld, ranks: Sequence[int], group_name: str) -> None:
         self._rank, self._size = list(ranks).index(world.rank), len(ranks)
         super().__init__(self._rank, self._size)  # type: ignore[call-arg]
-        self.world, self._ranks = world, tuple(ranks)
+        self.world, self._ranks, self._group_name = world, tuple(ranks), group_name
         self._delays: dict[torch.device, Delay] = {}
         self._cost = cache(self._cost_among)
 
@@ -69,7 +69,7 @@ class EmulatedGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:  # type: ignore[override, unused-ignore]
         """The name under which torch knows it."""
-        return dist.distributed_c10d._world.pg_names[self]
+        return self._group_name
 
     def getGroupName(self) -> str:  # noqa: N802
         """As :attr:`group_name`, for C++."""
@@ -260,10 +260,6 @@ class EmulatedGroup(dist.ProcessGroup):
         move, cost = partial(_each, traffic.invent, tensors), self._pair_cost(peer, _bytes(tensors))
         return self._issue("recv_", "recv", cost, move, list(tensors), shown=[list(tensors)])
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        """As :meth:`recv`, from the next rank."""
-        return self.recv(tensors, (self._rank + 1) % self._size, tag)
-
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait as long as a barrier takes, and for the other ranks that are processes, if the world knows how."""
         meet = self.world.meet if self._size == self.world.world_size else None
@@ -346,7 +342,7 @@ def _create(options: Any, world: EmulatedWorld | None) -> EmulatedGroup:
         if not isinstance(default, EmulatedGroup):
             raise ValueError(f"backend '{BACKEND}' needs an EmulatedWorld as pg_options, got none; see emulated_world")
         world = default.world
-    return EmulatedGroup(world, options.global_ranks_in_group or range(world.world_size))
+    return EmulatedGroup(world, options.global_ranks_in_group or range(world.world_size), options.group_id)
 
 
 dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])

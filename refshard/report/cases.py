@@ -174,9 +174,10 @@ def settings(run: Run) -> tuple[Setting, ...]:
     per_rank = run.header.suite.fixes_batch_per_rank
     found = cases(run)
     several = len({case.fidelity for case in found}) > 1
-    grouped: dict[tuple[CaseSpec, Fidelity], list[Case]] = {}
+    grouped: dict[tuple[CaseSpec, Fidelity, int], list[Case]] = {}
     for case in found:
-        grouped.setdefault((_shared(case.spec, per_rank), case.fidelity), []).append(case)
+        key = (_shared(case.spec, per_rank), case.fidelity, case.spec.resident_ranks)
+        grouped.setdefault(key, []).append(case)
     return tuple(
         Setting(label=_label(members, per_rank, several), cases=tuple(members)) for members in grouped.values()
     )
@@ -305,9 +306,9 @@ def _place(case: Case) -> dict[str, str]:
 
 
 def _shared(spec: CaseSpec, per_rank: bool) -> CaseSpec:
-    """The spec with strategy and world size blanked; its batch is per rank if the suite fixes that."""
+    """The spec with strategy, world size and resident ranks blanked; its batch is per rank if the suite fixes that."""
     batch = spec.global_batch // spec.world_size if per_rank else spec.global_batch
-    return msgspec.structs.replace(spec, strategy="", world_size=1, global_batch=batch)
+    return msgspec.structs.replace(spec, strategy="", world_size=1, resident_ranks=1, global_batch=batch)
 
 
 def _label(members: Sequence[Case], per_rank: bool, several: bool) -> str:

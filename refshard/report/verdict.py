@@ -102,8 +102,8 @@ def caveats(run: Run) -> list[str]:
     if left:
         case, warning = left[0]
         others = len({case.full_label for case, _ in left}) - 1
-        more = f"; {others} more cases have warnings too, which --json shows" if others else ""
-        told.append(f"Caution: {case.full_label}: {plain(warning)}{more}.")
+        more = f"; {others} more {'case has' if others == 1 else 'cases have'} warnings too, which --json shows"
+        told.append(f"Caution: {case.full_label}: {plain(warning)}{more if others else ''}.")
     return told
 
 

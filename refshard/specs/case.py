@@ -122,6 +122,8 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             words.append(f"checkpointing {self.checkpointing}")
         if self.fidelity != "measured":
             words.append(f"{self.fidelity} on {self.cluster}")
+        if self.resident_ranks > 1:
+            words.append(f"{self.resident_ranks} ranks resident")
         return tuple(words)
 
     @property

@@ -68,7 +68,7 @@ class FakeLauncher(Launcher):
 
 def good(case: CaseSpec, folder: Path) -> Launch:
     """Every rank ends well."""
-    for rank in range(case.world_size):
+    for rank in range(case.processes):
         write_rank(case, folder, rank)
     return Launch()
 

@@ -126,7 +126,10 @@ def test_wrong_input_is_one_line_and_writes_nothing(tmp_path: Path, content: str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "no-such-suite"], "suite: no file 'no-such-suite'; known: engine, engine_network, quickstart"),
+        (
+            ["run", "no-such-suite"],
+            "suite: no file 'no-such-suite'; known: emulated, emulated_gpu, ",
+        ),
         (["show", "/no/such/run"], "/no/such/run: holds no run"),
         (["report", "/no/such/run"], "/no/such/run: holds no run"),
         (["list", "strategy"], "list: nothing is called 'strategy'; did you mean 'strategies'?"),

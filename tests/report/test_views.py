@@ -14,7 +14,7 @@ from refshard.report import views
 from refshard.report.cases import BREAKDOWN, cases, settings, trainings
 from refshard.report.proof import bit_identical, proof_summary
 from refshard.stats.sample import Summary
-from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, proof, run, with_record
+from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, run, with_record
 
 KEYS = {
     "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "workload",
@@ -285,3 +285,15 @@ def test_a_run_cut_off_before_its_first_case_has_empty_views() -> None:
 )
 def test_axes_get_the_unit_of_their_largest_value(unit: str, largest: float, expected: tuple[str, float]) -> None:
     assert views.axis_unit("s" if unit == "s" else "B", largest) == expected
+
+
+def test_no_table_shows_the_losses_of_what_is_emulated() -> None:
+    emulated = run(rounds=1, failed=False, fidelity="emulated")
+    (setting,) = settings(emulated)
+    assert "loss parity" not in views.summary_table(setting.cases).columns
+    assert set(views.proof_table(emulated)["loss parity"]) == {"compares with nothing"}
+    assert {(row["loss_parity"], row["parity_note"], row["cluster"]) for row in views.as_json(emulated)} == {
+        (None, "compares with nothing", "dgx-h100")
+    }
+    for setting in settings(both("emulated")):
+        assert ("loss parity" in views.summary_table(setting.cases).columns) == ("measured" in setting.label)
