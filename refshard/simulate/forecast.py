@@ -17,6 +17,7 @@ from refshard.simulate.program import Item, StepShape, step_program
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ModelSpec
+from refshard.timeline import Kind
 
 CONVENTION: Convention = "A"
 
@@ -74,7 +75,7 @@ class Job:
 
 
 class StepForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's time. ``preparation_s`` is what it would save if the kernels that prepare collectives beside compute
+    """One step's time. ``preparation_s`` is what it would save if the kernels that prepare reductions beside compute
     took nothing. ``flops_convention`` is that of MFU, whose peak is the hardware's data sheet's for the dtype.
     """
 
@@ -132,8 +133,8 @@ def _rates(cluster: ClusterSpec) -> Rates:
 
 
 def _preparation(job: Job, run: Simulation) -> float:
-    """What the step would save if the kernels that prepare collectives took nothing."""
+    """What the step would save if the kernels beside compute that prepare reductions took nothing."""
     spared = [
-        replace(item, seconds=0.0) if item.call is None and item.lane != "compute" else item for item in run.items
+        replace(item, seconds=0.0) if item.kind is Kind.PREP and item.lane != "compute" else item for item in run.items
     ]
     return max(0, run.times.length - schedule(spared, _rates(job.cluster)).length) / NS
