@@ -18,6 +18,7 @@ these go first.
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -134,9 +135,8 @@ def group_shape(cluster: ClusterSpec, ranks: Sequence[int]) -> GroupShape:
 
     A group that lies unevenly on its nodes is taken to have as many ranks on each as on the fullest.
     """
-    nodes = [rank // cluster.ranks_per_node for rank in ranks]
-    fullest = max(nodes.count(node) for node in set(nodes))
-    return GroupShape(ranks=fullest * len(set(nodes)), nodes=len(set(nodes)))
+    on_node = Counter(rank // cluster.ranks_per_node for rank in ranks)
+    return GroupShape(ranks=max(on_node.values()) * len(on_node), nodes=len(on_node))
 
 
 def bus_bandwidth(op: CollectiveOp, nbytes: int, ranks: int, seconds: float) -> float:

@@ -65,7 +65,7 @@ class Job:
             seq_len=self.seq_len,
             dtype=self.dtype,
             compiled=self.compiled,
-            fused_norms=self.fused_norms,
+            fused_norms=self.fused_norms and self.cluster.accelerator.device == "cuda",
         )
 
     @property

@@ -8,7 +8,7 @@ model width, F feed-forward width, K key-value width, V vocabulary.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from refshard.costs import attention_seconds, move_seconds, product_seconds
+from refshard.costs import attention_seconds, first_touch_seconds, move_seconds, product_seconds
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype, HardwareSpec
 from refshard.specs.model import ModelSpec
 
@@ -34,10 +34,14 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An elementwise kernel that reads and writes ``nbytes`` and evaluates ``transcendentals`` exponentials."""
+    """An elementwise kernel that reads and writes ``nbytes`` and evaluates ``transcendentals`` exponentials.
+
+    ``fresh`` bytes of what it writes are too many for an allocator to have kept, where the system provides them anew.
+    """
 
     nbytes: float
     transcendentals: float = 0.0
+    fresh: float = 0.0
 
 
 Kernel = Product | Attention | Move
@@ -47,7 +51,7 @@ Kernel = Product | Attention | Move
 class Batch:
     """What one rank computes at once: ``sequences`` of ``seq_len`` tokens in ``dtype``, eager or compiled.
 
-    ``fused_norms`` are torch's from 2.9 on; before, and in Hugging Face's models, a norm is a handful of kernels.
+    ``fused_norms`` are torch's on CUDA, from 2.9 on; elsewhere, and in Hugging Face's models, a norm is many kernels.
     """
 
     sequences: int
@@ -84,7 +88,8 @@ def _kernel_seconds(kernel: Kernel, hardware: HardwareSpec, dtype: Dtype) -> flo
                 backward=kernel.backward,
             )  # fmt: skip
         case Move():
-            return move_seconds(hardware, kernel.nbytes, kernel.transcendentals)
+            moved = move_seconds(hardware, kernel.nbytes, kernel.transcendentals)
+            return moved + first_touch_seconds(hardware, kernel.fresh)
 
 
 def block_forward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
@@ -112,7 +117,7 @@ def block_backward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     if batch.compiled:
         moves = [_moves(batch, 5 * n * D)] * 2 + [_moves(batch, 2 * n * (D + K)), _moves(batch, 5 * n * F, n * F)]
     else:
-        rotation = [_moves(batch, times * n * width) for width in (D, K) for times in (2, 2, 2, 3)]
+        rotation = [_moves(batch, times * n * width) for width in (D, K) for times in (2, 2, 2, 3, 0)]
         norms, sums = _norm_backward(batch, n * D) * 2, [_moves(batch, 3 * n * D)] * 5
         gate = [_moves(batch, 3 * n * F, n * F), *[_moves(batch, 3 * n * F)] * 2]
         moves = [*norms, *sums, *rotation, *gate]
@@ -139,13 +144,18 @@ def embedding_forward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
 
 def embedding_backward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     """A dense gradient: cleared, and the tokens' rows added."""
-    return (_moves(batch, model.vocab * model.dim), _moves(batch, 3 * batch.tokens * model.dim))
+    cleared = float(batch.element_bytes * model.vocab * model.dim)
+    return (Move(cleared, fresh=cleared), _moves(batch, 3 * batch.tokens * model.dim))
 
 
 def head_forward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     """Final norm, head, and the loss in fp32."""
     n, D, V, e = batch.tokens, model.dim, model.vocab, batch.element_bytes
-    loss = [Move(e * n * V, n * V)] if batch.compiled else [*_casts(batch, n * V), Move(8 * n * V, n * V)]
+    loss = (
+        [Move(e * n * V, n * V)]
+        if batch.compiled
+        else [*_casts(batch, n * V), Move(8 * n * V, 2 * n * V, fresh=4 * n * V)]
+    )
     return (_product(batch, "head", n, D, V), *_norm_forward(batch, n * D), *loss)
 
 
@@ -156,7 +166,7 @@ def head_backward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
         loss = [Move(2 * e * n * V, n * V)]
     else:
         # The gradient of the chosen logits into zeros, softmax's, and back to the dtype of the logits.
-        loss = [Move(4 * n * V), Move(12 * n * V, n * V), *_casts(batch, n * V)]
+        loss = [Move(4 * n * V, fresh=4 * n * V), Move(12 * n * V, 1.5 * n * V), *_casts(batch, n * V)]
     return (*[_product(batch, "head", n, D, V)] * 2, *loss, *_norm_backward(batch, n * D))
 
 
@@ -174,20 +184,19 @@ def _moves(batch: Batch, elements: int, transcendentals: float = 0.0) -> Move:
 
 
 def _norm_forward(batch: Batch, elements: int) -> list[Move]:
-    """One kernel; or to fp32, square, mean, scale, back, and the gain."""
+    """One kernel; or, in fp32, square, mean, its root's inverse, and scaling, and then the gain."""
     if batch.fused_norms or batch.compiled:
         return [_moves(batch, 2 * elements)]
-    squared = [Move(moved * elements) for moved in (8, 4, 8)]
-    return [*_casts(batch, elements), *squared, *_casts(batch, elements), _moves(batch, 2 * elements)]
+    inner = [Move(4.0 * numbers * elements) for numbers in (2, 1, 0, 0, 2)]
+    return [*_casts(batch, elements), *inner, *_casts(batch, elements), _moves(batch, 2 * elements)]
 
 
 def _norm_backward(batch: Batch, elements: int) -> list[Move]:
-    """One kernel; or the gradients of the gain, its input, the scaling, the mean and the square, and their sum."""
+    """One kernel; or, in fp32, the gradients of the gain, its input, the scaling, the mean and the square, and sums."""
     if batch.fused_norms or batch.compiled:
         return [_moves(batch, 4 * elements)]
-    gain = [_moves(batch, 2 * elements), _moves(batch, 3 * elements)]
-    inner = [Move(moved * elements) for moved in (12, 8, 4, 12, 12)]
-    return [*gain, *_casts(batch, elements), *inner, *_casts(batch, elements)]
+    inner = [Move(4.0 * numbers * elements) for numbers in (3, 3, 3, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0, 0)]
+    return [*_casts(batch, elements), *inner, *_casts(batch, elements)]
 
 
 def _casts(batch: Batch, elements: int) -> list[Move]:
