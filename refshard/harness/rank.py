@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from refshard.emulate.process_group import emulated_world
-from refshard.emulate.world import EmulatedWorld
 from refshard.errors import RefshardError, UnsupportedError
 from refshard.harness.measure import RankResult, measure
 from refshard.quantities import GIB
@@ -73,6 +71,10 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
 
 
 def _emulate(case: CaseSpec, folder: Path, rank: int, device: torch.device) -> RankResult:
+    # Here, since it registers a backend with torch: what is measured is measured without.
+    from refshard.emulate.process_group import emulated_world
+    from refshard.emulate.world import EmulatedWorld
+
     world = EmulatedWorld(
         load_cluster(case.cluster), rank=rank, world_size=case.world_size, meet=_meeting(case.processes)
     )

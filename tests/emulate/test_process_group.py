@@ -181,6 +181,30 @@ def test_a_group_plays_the_library_of_its_cluster(library: str, plays: str) -> N
     assert output.tolist() == [4.0, 6.0, 1.0, 2.0]
 
 
+class Gate(FakeClock):
+    """A clock of which no sleep ends before ``opened``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+
+    def sleep_until(self, moment_ns: int, waking: threading.Event) -> None:
+        self.opened.wait(5)
+        super().sleep_until(moment_ns, waking)
+
+
+@pytest.mark.parametrize("library", ["nccl", "gloo"])
+def test_on_a_cpu_the_engine_goes_on_while_a_collective_is_under_way(library: str) -> None:
+    clock = Gate()
+    with emulated_world(EmulatedWorld(make_cluster(library), rank=0, world_size=2, clock=clock)) as group:
+        collectives, output = GroupCollectives(group), torch.zeros(4)
+        pending = collectives.all_gather(output, torch.ones(2))
+        assert output.tolist()[2:] == [0.0, 0.0]
+        clock.opened.set()
+        pending.wait()
+        assert output.tolist() == [1.0] * 4
+
+
 def ends(issue: Callable[[], Any], *, library: str = "nccl", world_size: int = WORLD) -> list[int]:
     """When, on a clock that stands still otherwise, each collective that is issued would end (ns)."""
     clock = FakeClock()

@@ -57,6 +57,8 @@ def test_every_strategy_trains_and_its_trace_holds_what_it_announces(tmp_path: P
     timeline = read_timeline(tmp_path / "trace.json")
     (issued,) = collectives_per_step(timeline).values()
     assert tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued) == announced
+    exchanges = library == "gloo" and name not in ("ddp", "fsdp2", "refshard-replicate")
+    assert ("all_to_all" in {one.op for one in announced}) == exchanges
     ran = [one for one in timeline.collectives if one.start is not None]
     assert len(ran) == sum(one.count for one in announced)
     assert all(one.lane and one.lane.startswith("emulated ") and one.dtype == "float" for one in ran)
