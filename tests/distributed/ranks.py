@@ -5,13 +5,31 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.multiprocessing.spawn import spawn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import start_processes
+
+_HOST = "127.0.0.1"
+_IMPORTED_ONCE = (
+    "torch._dynamo",  # by an optimizer's first step
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "refshard.engine.checkpoint",
+)
+
+
+def rank_processes() -> ForkServerContext:
+    """Starts fresh processes: forked from one that has imported torch, which takes seconds, and has run nothing."""
+    context: ForkServerContext = get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED_ONCE))
+    return context
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -24,16 +42,19 @@ def run_each(world_size: int, function: Callable[..., Any], calls: Sequence[tupl
 
     Each call has a process group of its own. Groups that are made within end with it: they hold sockets and a thread.
     """
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, args=(world_size, folder, function, calls), nprocs=world_size)
+        arguments = (world_size, store.port, folder, function, calls)
+        method = rank_processes().get_start_method()
+        start_processes(_rank, args=arguments, nprocs=world_size, start_method=method)
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
 def _rank(
-    rank: int, world_size: int, folder: str, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+    rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
 ) -> None:
     torch.set_num_threads(1)
-    store, results = FileStore(f"{folder}/store", world_size), []
+    store, results = TCPStore(_HOST, port), []
     for index, arguments in enumerate(calls):
         with _group(PrefixStore(str(index), store), rank, world_size):
             results.append(function(*arguments))
