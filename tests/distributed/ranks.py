@@ -1,6 +1,8 @@
-"""Run functions on several gloo ranks, each a process, and collect what they return."""
+"""Run functions on several gloo ranks, each a process, and collect what they return; or run a script on them."""
 
+import os
 import pickle
+import runpy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import start_processes
 
+from refshard.harness.launchers.ranks import rank_environment
+
 _HOST = "127.0.0.1"
 _IMPORTED_ONCE = (
     "torch._dynamo",  # by an optimizer's first step
@@ -22,6 +26,7 @@ _IMPORTED_ONCE = (
     "torch.distributed.fsdp",
     "torch.nn.parallel",
     "refshard.engine.checkpoint",
+    "refshard.harness.launchers.ranks",
 )
 
 
@@ -59,6 +64,30 @@ def _rank(
         with _group(PrefixStore(str(index), store), rank, world_size):
             results.append(function(*arguments))
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(results))
+
+
+def run_script(world_size: int, script: Path) -> str:
+    """Run a script on every rank in the script's folder, with torchrun's variables; return what they wrote to stderr.
+
+    Raises:
+        ProcessRaisedException: a rank raised, with its traceback.
+    """
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    method = rank_processes().get_start_method()
+    start_processes(_script, args=(world_size, store.port, script), nprocs=world_size, start_method=method)
+    return "".join((script.parent / f"{rank}.stderr").read_text() for rank in range(world_size))
+
+
+def _script(rank: int, world_size: int, port: int, script: Path) -> None:
+    environment = rank_environment(
+        rank, rank, world_size=world_size, local_world_size=world_size, address=_HOST, port=port
+    )
+    os.environ.update(environment, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    torch.set_num_threads(1)
+    os.chdir(script.parent)
+    with Path(f"{rank}.stderr").open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @contextmanager
