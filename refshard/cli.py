@@ -5,6 +5,7 @@ what was asked, 130 when interrupted.
 """
 
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -196,10 +197,10 @@ def list_(
     print("\n".join(listing.names(what)))
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line on standard error."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, or ``arguments`` in its place; a user's mistake is one line on standard error."""
     try:
-        app()
+        app(arguments)
     except RefshardError as error:
         print(f"refshard: {error}", file=sys.stderr)
         sys.exit(2)
