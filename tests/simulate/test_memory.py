@@ -49,7 +49,10 @@ def check(model: ModelSpec, strategy: str, **features: Any) -> None:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((strategy, {}) for strategy in ("single", *RECIPES)),
-    *((strategy, {"microbatches": 2, "policy": "full"}) for strategy in ("single", "ddp", "fsdp1", "fsdp2", "replicate")),
+    *(
+        (strategy, {"microbatches": 2, "policy": "full"})
+        for strategy in ("single", "ddp", "fsdp1", "fsdp2", "replicate")
+    ),
     *((strategy, {"bf16": True, "microbatches": 2}) for strategy in ("fsdp1", "fsdp2-tuned", "zero1", "yafsdp")),
     *((strategy, {"replicas": 2, "microbatches": 2, "policy": "every-2"}) for strategy in ("fsdp", "yafsdp", "zero2")),
     ("fsdp2", {"replicas": 2, "bf16": True}),
