@@ -5,6 +5,7 @@ what was asked, 130 when interrupted.
 """
 
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -151,9 +152,44 @@ def plan(
     print(command.plan(asked, as_json=as_json, page=html, traces=trace))
 
 
+@app.command()
+def calibrate(
+    out: _Output = None,
+    ranks: Annotated[int | None, typer.Option(help="How many; by default as many as cores or GPUs bear.")] = None,
+    threads: Annotated[int, typer.Option(help="Threads of each rank, on a CPU.")] = 1,
+    network: Annotated[
+        str | None, typer.Option(help="Join ranks by a real link of a limited rate: HOSTSxRATE, such as 2x2gbit.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A few shapes and sizes only: seconds, and coarse.")] = False,
+) -> None:
+    """Measure this machine's compute and collectives, and write a cluster's profile."""
+    from refshard.commands import calibrate as command
+
+    try:
+        table, path = command.calibrate(
+            out, ranks=ranks, threads=threads, network=network, device=command.device(device), quick=quick
+        )
+    except KeyboardInterrupt:
+        print("refshard: interrupted; nothing is written", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"{table}\n\nprofile: {path}")
+
+
+@app.command()
+def validate(
+    run: Annotated[Path | None, typer.Argument(help="A run's folder; without one, what others have published.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead of tables.")] = False,
+) -> None:
+    """Set predictions beside what was measured, or what others have published."""
+    from refshard.commands import validate as command
+
+    print(command.validate(run, as_json=as_json))
+
+
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(help="strategies, models, modes or suites")],
+    what: Annotated[str, typer.Argument(help="strategies, models, modes, suites, clusters or hardware")],
 ) -> None:
     """List what refshard knows, one name a line."""
     from refshard.commands import listing
@@ -161,10 +197,10 @@ def list_(
     print("\n".join(listing.names(what)))
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line on standard error."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, or ``arguments`` in its place; a user's mistake is one line on standard error."""
     try:
-        app()
+        app(arguments)
     except RefshardError as error:
         print(f"refshard: {error}", file=sys.stderr)
         sys.exit(2)

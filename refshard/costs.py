@@ -18,6 +18,7 @@ these go first.
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -88,7 +89,8 @@ def attention_seconds(
 def _score_seconds(hardware: HardwareSpec, dtype: Dtype, seq_len: int, head_dim: int, *, backward: bool) -> float:
     """Seconds per score between the measured lengths and head dimensions, 0 where none was measured.
 
-    In proportion to the head dimension, and between two lengths to their logarithm; beyond them as at the nearest.
+    Between two lengths by their logarithm, between two head dimensions in proportion; beyond the lengths as at the
+    nearest, beyond the head dimensions in proportion to them.
     """
     points = [p for p in hardware.attention_points if p.dtype == dtype]
     by_width: dict[int, list[tuple[float, float]]] = {}
@@ -96,7 +98,10 @@ def _score_seconds(hardware: HardwareSpec, dtype: Dtype, seq_len: int, head_dim:
         seconds = point.backward_s if backward else point.forward_s
         by_width.setdefault(point.head_dim, []).append((math.log(point.seq_len), seconds))
     curve = [(float(width), _between_points(sorted(c), math.log(seq_len))) for width, c in sorted(by_width.items())]
-    return _between_points(curve, float(head_dim)) if curve else 0.0
+    if not curve:
+        return 0.0
+    nearest = min(max(float(head_dim), curve[0][0]), curve[-1][0])
+    return _between_points(curve, nearest) * head_dim / nearest
 
 
 def _between_points(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -130,9 +135,8 @@ def group_shape(cluster: ClusterSpec, ranks: Sequence[int]) -> GroupShape:
 
     A group that lies unevenly on its nodes is taken to have as many ranks on each as on the fullest.
     """
-    nodes = [rank // cluster.ranks_per_node for rank in ranks]
-    fullest = max(nodes.count(node) for node in set(nodes))
-    return GroupShape(ranks=fullest * len(set(nodes)), nodes=len(set(nodes)))
+    on_node = Counter(rank // cluster.ranks_per_node for rank in ranks)
+    return GroupShape(ranks=max(on_node.values()) * len(on_node), nodes=len(on_node))
 
 
 def bus_bandwidth(op: CollectiveOp, nbytes: int, ranks: int, seconds: float) -> float:
@@ -167,13 +171,13 @@ def _seconds(cost: CollectiveCost) -> float:
 def _measured(points: list[MeasuredCollective], nbytes: int, link: Link) -> CollectiveCost:
     """Between two measured sizes in proportion, below the smallest as that, beyond the largest at its bandwidth.
 
-    The fastest measurement is all latency. A larger size never takes less than a smaller one, whatever the noise.
+    What the smallest takes is all latency. Noise only ever adds, so no size takes longer than a larger one did.
     """
-    points = sorted(points, key=lambda p: p.bytes)
-    slowest_yet, curve = 0.0, []
-    for point in points:
-        slowest_yet = max(slowest_yet, point.seconds)
-        curve.append((float(point.bytes), slowest_yet))
+    fastest = math.inf
+    curve: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda p: p.bytes, reverse=True):
+        fastest = min(fastest, point.seconds)
+        curve.insert(0, (float(point.bytes), fastest))
     latency = curve[0][1]
     total = _between_points(curve, float(nbytes)) * max(1.0, nbytes / curve[-1][0])
     return CollectiveCost(link, total - latency, latency, "measured")

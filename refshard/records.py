@@ -126,7 +126,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """Evidence that the strategy did what its plan announced.
 
     ``bit_identical_to_ddp`` compares every loss and the final parameters with DDP's at the same world size; where it
-    is false or unknown, ``bits_note`` says why.
+    is false or unknown, ``bits_note`` says why. ``parity_note`` says why there is no ``loss_parity``.
     """
 
     wrapped_units: tuple[str, ...]
@@ -134,6 +134,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     traced: tuple[CollectiveCount, ...]
     parity_steps: int
     loss_parity: float | None
+    parity_note: str = ""
     parameters_sha256: str
     bit_identical_to_ddp: bool | None = None
     bits_note: str = ""

@@ -139,7 +139,8 @@ class Meaning(IntFlag):
 
     ``REDUCE`` is all that leads to a gradient's reduction, ``COPY_IN`` and ``COPY_OUT`` move what a collective sends
     or has received, ``WAIT`` is for a collective to end, ``REDUCE_WAIT`` for an earlier reduction so that its buffer
-    can be reused. ``FORWARD`` and ``BACKWARD`` begin a unit's compute, ``LEAVE`` ends it.
+    can be reused. ``FORWARD`` and ``BACKWARD`` begin a unit's compute, ``LEAVE`` ends it. ``COLLECTIVE`` is what runs
+    for an emulated collective, whatever kernels that are.
     """
 
     ALL_GATHER = 1
@@ -152,6 +153,7 @@ class Meaning(IntFlag):
     BACKWARD = 128
     LEAVE = 256
     OPTIMIZER = 512
+    COLLECTIVE = 1024
 
 
 UNKNOWN = -1

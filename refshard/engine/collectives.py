@@ -1,6 +1,6 @@
 """The collectives that the engine issues, behind one seam.
 
-This file alone chooses between torch's old and new names of the flat collectives, and between algorithms per backend.
+This file alone chooses between torch's old and new names of the flat collectives, and between algorithms per library.
 """
 
 from abc import ABC, abstractmethod
@@ -102,13 +102,13 @@ class GroupCollectives(Collectives):
         self.rank = shards.rank() if shards else 0
         self.world_size = shards.size() if shards else 1
         self.replicas = replicas.size() if replicas else 1
-        backends = {backend_of(group, self._device) for group in (shards, replicas) if group is not None}
-        self._gloo = "gloo" in backends
+        libraries = {library_of(group, self._device) for group in (shards, replicas) if group is not None}
+        self._gloo = "gloo" in libraries
         # NCCL launches on the current stream, of high priority here, unless it is asked for a handle: then it hops to a
-        # stream of its own, of ordinary priority, and back.
-        self._handles = "nccl" not in backends
-        self._gather = None if shards is None else _all_gather(shards, handles=self._handles)
-        self._scatter = None if self._reducing is None else _reduce_scatter(self._reducing, handles=self._handles)
+        # stream of its own, of ordinary priority, and back. A CPU that plays a part of a cluster has but handles.
+        self._handles = "nccl" not in libraries or self._device.type == "cpu"
+        self._gather = None if shards is None else all_gather_call(shards, handles=self._handles)
+        self._scatter = None if self._reducing is None else reduce_scatter_call(self._reducing, handles=self._handles)
         self._receive: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
@@ -195,7 +195,7 @@ class GroupCollectives(Collectives):
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Collectives.allocate`: in memory that the group has registered, where its backend can."""
-        if self._shards is not None and not self._handles:
+        if self._shards is not None and backend_of(self._shards, self._device) == "nccl":
             backend = self._shards._get_backend(device)
             if backend.supports_tensor_alloc(device):
                 return backend.allocate_tensor(numel, dtype=dtype, device=device)
@@ -206,6 +206,15 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that serves tensors on ``device``: a group may have one per device type."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {kind: backend for kind, _, backend in pairs}.get(device.type, "")
+
+
+def library_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The library that serves tensors on ``device``, by which algorithms are chosen.
+
+    It is the backend; of the backend ``emulated``, which plays a library's part, the one that the group is named after.
+    """
+    backend = backend_of(group, device)
+    return group.name() if backend == "emulated" else backend
 
 
 _PIECE_BYTES = 2**20
@@ -252,12 +261,14 @@ class _Call:
 
 
 # torch 2.13 deprecates the names on the right, torch 2.11 lacks those on the left.
-def _all_gather(group: dist.ProcessGroup, *, handles: bool) -> _Call:
+def all_gather_call(group: dist.ProcessGroup, *, handles: bool) -> _Call:
+    """The backend's own flat all-gather of ``group``; with ``handles`` it returns before it is done."""
     method = getattr(group, "all_gather_single", None) or group._allgather_base
     return _Call(method, AllgatherOptions(), handles=handles)
 
 
-def _reduce_scatter(group: dist.ProcessGroup, *, handles: bool) -> _Call:
+def reduce_scatter_call(group: dist.ProcessGroup, *, handles: bool) -> _Call:
+    """The backend's own flat reduce-scatter of ``group``; with ``handles`` it returns before it is done."""
     method = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return _Call(method, ReduceScatterOptions(), handles=handles)
 

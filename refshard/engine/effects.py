@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 from refshard.engine.collectives import Collectives, Pending, Together
@@ -235,13 +236,19 @@ class Effects:
 
 def _label(what: str, unit: Unit) -> AbstractContextManager[object]:
     """A label in the trace, and nothing where no trace is taken: it would cost more than the op."""
-    if torch._C._autograd._profiler_enabled():
+    if _traced():
         return record_function(f"refshard::{what}({unit.name})")
     return _NO_LABEL
 
 
 def _mark(what: str, unit: Unit) -> None:
     """A moment in the trace, and nothing where no trace is taken."""
-    if torch._C._autograd._profiler_enabled():
+    if _traced():
         with record_function(f"refshard::{what}({unit.name})"):
             pass
+
+
+def _traced() -> bool:
+    """Whether a trace is taken: torch's flag in Python, since the one in C++ misses a trace of all threads."""
+    enabled: bool = profiler._is_profiler_enabled
+    return enabled

@@ -1,6 +1,6 @@
 """What the ranks left behind becomes one record: metrics, proof of run, or the state that the case ended in."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -32,6 +32,7 @@ from refshard.tracing.overlap import collectives_per_step, mean_ratio, step_brea
 
 CONVENTION: Convention = "A"
 NS = 1e-9
+NOT_COMPARABLE = "emulated: what the other ranks send is made up, so losses and parameters compare with nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +56,14 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
     """Complete ``blank``, whose state is preset to ok, with what the launch of its case left in ``folder``."""
     case = blank.case
     try:
-        ranks = _read_ranks(folder, case.world_size)
+        ranks = _read_ranks(folder, case.processes)
     except msgspec.DecodeError as damage:
         return msgspec.structs.replace(blank, state="failed", error=f"a rank left a damaged result: {damage}")
-    if launch.timed_out or len(ranks) < case.world_size or any(r.state != "ok" for r in ranks):
+    if launch.timed_out or len(ranks) < case.processes or any(r.state != "ok" for r in ranks):
         state, error = _failure(case, launch, ranks)
         return msgspec.structs.replace(blank, state=state, error=error, log_tail=launch.log_tail)
     try:
-        traces = _read_traces(folder, case.world_size)
+        traces = _read_traces(folder, case.processes)
     except TraceError as error:
         return msgspec.structs.replace(blank, state="failed", error=str(error))
     losses, model = tuple(fmean(step) for step in zip(*(r.losses for r in ranks))), load_model(case.model)
@@ -87,8 +88,8 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
     return msgspec.structs.replace(record, metrics=_metrics(record, ranks, traces))
 
 
-def _read_ranks(folder: Path, world_size: int) -> list[RankResult]:
-    paths = (rank_file(folder, rank) for rank in range(world_size))
+def _read_ranks(folder: Path, processes: int) -> list[RankResult]:
+    paths = (rank_file(folder, rank) for rank in range(processes))
     return [msgspec.json.decode(p.read_bytes(), type=RankResult) for p in paths if p.exists()]
 
 
@@ -110,11 +111,11 @@ def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tup
     return "failed", launch.error or "a rank ended without a result"
 
 
-def _read_traces(folder: Path, world_size: int) -> _Traces:
+def _read_traces(folder: Path, processes: int) -> _Traces:
     steps: list[StepTrace] = []
     found: list[Breakdown] = []
     per_step: list[tuple[CollectiveCount, ...]] = []
-    for rank in range(world_size):
+    for rank in range(processes):
         timeline = read_timeline(trace_file(folder, rank))
         of_rank = step_breakdowns(timeline)
         found += of_rank
@@ -129,44 +130,62 @@ def _read_traces(folder: Path, world_size: int) -> _Traces:
 def _prove(
     case: CaseSpec, ranks: Sequence[RankResult], traces: _Traces, losses: Sequence[float], peers: Peers
 ) -> Proof:
-    failures = []
     announced = ranks[0].announced
     differing = next((step for step in traces.per_step if step != announced), None)
-    if differing is not None:
-        failures.append(f"the plan announced {_counts(announced)}, the trace shows {_counts(differing)}")
-    if any(rank.announced != announced for rank in ranks):
-        failures.append("the ranks announced different collectives")
-    if case.world_size > 1 and case.workload == "training" and not announced:
-        failures.append("no collective was announced: several ranks train together only by communicating")
-    if len(traces.per_step) != case.world_size * case.traced_steps:
-        failures.append(
-            f"the traces hold {len(traces.per_step)} steps, {case.world_size * case.traced_steps} were asked for"
-        )
-    if announced and not all(step.comm_ns for step in traces.steps):
-        failures.append("collectives were issued, but the trace shows no communication")
+    failures = [*_failed_collectives(case, ranks, traces, differing)]
     if not ranks[0].wrapped_units and case.strategy != REFERENCE_STRATEGY:
         failures.append("the model was not wrapped: it has no unit")
     if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
         failures.append("a rank left fewer losses or step times than steps")
-    if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
-        failures.append("the ranks ended with different parameters")
-    parity = _parity(case, losses, peers.reference)
-    if parity is None:
-        failures.append("no loss parity: the reference case did not end ok")
-    elif not parity <= PARITY_TOLERANCE:
-        failures.append(f"losses differ from one unsharded rank by {parity:.2g}, more than {PARITY_TOLERANCE:g}")
-    identical, note = _compare_bits(case, losses, ranks[0].parameters_sha256, peers.ddp)
+    parity, parity_note, identical, bits_note = None, "", None, ""
+    if case.fidelity == "measured":
+        parity = _parity(case, losses, peers.reference)
+        identical, bits_note = _compare_bits(case, losses, ranks[0].parameters_sha256, peers.ddp)
+        failures += _failed_training(ranks, parity)
+    else:
+        parity_note = bits_note = NOT_COMPARABLE
     return Proof(
         wrapped_units=ranks[0].wrapped_units,
         announced=announced,
         traced=traces.per_step[0] if differing is None and traces.per_step else differing or (),
         parity_steps=case.warmup_steps,
         loss_parity=parity,
+        parity_note=parity_note,
         parameters_sha256=ranks[0].parameters_sha256,
         bit_identical_to_ddp=identical,
-        bits_note=note,
+        bits_note=bits_note,
         failures=tuple(failures),
     )
+
+
+def _failed_collectives(
+    case: CaseSpec,
+    ranks: Sequence[RankResult],
+    traces: _Traces,
+    differing: tuple[CollectiveCount, ...] | None,
+) -> Iterator[str]:
+    """What the traces do not show as it was announced; ``differing`` is a step that has other collectives."""
+    announced = ranks[0].announced
+    if differing is not None:
+        yield f"the plan announced {_counts(announced)}, the trace shows {_counts(differing)}"
+    if any(rank.announced != announced for rank in ranks):
+        yield "the ranks announced different collectives"
+    if case.world_size > 1 and case.workload == "training" and not announced:
+        yield "no collective was announced: several ranks train together only by communicating"
+    if len(traces.per_step) != case.processes * case.traced_steps:
+        yield f"the traces hold {len(traces.per_step)} steps, {case.processes * case.traced_steps} were asked for"
+    if announced and not all(step.comm_ns for step in traces.steps):
+        yield "collectives were issued, but the trace shows no communication"
+
+
+def _failed_training(ranks: Sequence[RankResult], parity: float | None) -> Iterator[str]:
+    """How training differs between ranks, or from that of one."""
+    if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
+        yield "the ranks ended with different parameters"
+    if parity is None:
+        yield "no loss parity: the reference case did not end ok"
+    elif not parity <= PARITY_TOLERANCE:
+        yield f"losses differ from one unsharded rank by {parity:.2g}, more than {PARITY_TOLERANCE:g}"
 
 
 def _parity(case: CaseSpec, losses: Sequence[float], reference: CaseRecord | None) -> float | None:

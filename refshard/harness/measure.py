@@ -40,7 +40,10 @@ Progress = Callable[[str, int, int], None]
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank reports. ``losses`` are this rank's, one per step; times are in seconds, sizes in bytes."""
+    """What one rank reports. ``losses`` are this rank's, one per step; times are in seconds, sizes in bytes.
+
+    An emulated rank has no ``parameters_sha256``: what it would gather from others is made up.
+    """
 
     rank: int
     state: State
@@ -145,7 +148,7 @@ def measure(
     times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     traced = []
-    with capture_steps(trace, case.traced_steps) as profiler:
+    with capture_steps(trace, case.traced_steps, all_threads=case.fidelity == "emulated") as profiler:
         for step in _counted("trace", WARMUP_STEPS + case.traced_steps, progress):
             elapsed = trainer.timed_step(aligned=False)
             profiler.step()
@@ -163,7 +166,7 @@ def measure(
         rss_bytes=rss,
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(case.workload, case.microbatches),
-        parameters_sha256=_digest(strategy.full_parameters()),
+        parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",
     )
 
 

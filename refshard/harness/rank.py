@@ -8,17 +8,20 @@ import os
 import resource
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from refshard.errors import RefshardError, UnsupportedError
 from refshard.harness.measure import RankResult, measure
 from refshard.quantities import GIB
 from refshard.records import State
 from refshard.specs.case import CaseSpec
+from refshard.specs.cluster import load_cluster
 
 CASE_FILE = "case.json"
 PROGRESS_FILE = "progress"
@@ -45,8 +48,8 @@ def run_rank(folder: Path) -> int:
         except BaseException as error:
             traceback.print_exc()
             result = RankResult(rank=rank, state=_state_of(error), error=_describe(error))
-    notes = tuple(dict.fromkeys(str(w.message) for w in caught if "refshard" in str(w.message)))
-    _replace(rank_file(folder, rank), msgspec.json.encode(msgspec.structs.replace(result, warnings=notes)))
+    notes = dict.fromkeys([*result.warnings, *(str(w.message) for w in caught if "refshard" in str(w.message))])
+    _replace(rank_file(folder, rank), msgspec.json.encode(msgspec.structs.replace(result, warnings=tuple(notes))))
     return 0 if result.state == "ok" else 1
 
 
@@ -56,20 +59,55 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     torch.set_num_threads(case.threads_per_rank)
     device = _device(case)
+    if case.fidelity == "emulated":
+        return _emulate(case, folder, rank, device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         group = dist.group.WORLD
         assert group is not None
-
-        def progress(phase: str, step: int, steps: int) -> None:
-            if rank == 0:
-                (folder / PROGRESS_FILE).write_text(f"{phase} {step + 1}/{steps}")
-
-        result = measure(case, group, device, trace_file(folder, rank), progress)
-        dist.barrier()
-        return result
+        return _measure(case, folder, group, device)
     finally:
         dist.destroy_process_group()
+
+
+def _emulate(case: CaseSpec, folder: Path, rank: int, device: torch.device) -> RankResult:
+    # Here, since it registers a backend with torch: what is measured is measured without.
+    from refshard.emulate.process_group import emulated_world
+    from refshard.emulate.world import EmulatedWorld
+
+    world = EmulatedWorld(
+        load_cluster(case.cluster), rank=rank, world_size=case.world_size, meet=_meeting(case.processes)
+    )
+    with emulated_world(world) as group:
+        result = _measure(case, folder, group, device)
+        remark = world.remark()
+    return msgspec.structs.replace(result, warnings=(remark,) if remark else ())
+
+
+def _measure(case: CaseSpec, folder: Path, group: dist.ProcessGroup, device: torch.device) -> RankResult:
+    def progress(phase: str, step: int, steps: int) -> None:
+        if group.rank() == 0:
+            (folder / PROGRESS_FILE).write_text(f"{phase} {step + 1}/{steps}")
+
+    result = measure(case, group, device, trace_file(folder, group.rank()), progress)
+    dist.barrier()
+    return result
+
+
+def _meeting(processes: int) -> Callable[[], None] | None:
+    """Where the processes of an emulated case wait for each other: the launcher's store. One has nobody to meet."""
+    if processes == 1:
+        return None
+    store, _, _ = next(rendezvous("env://"))
+
+    def meet() -> None:
+        arrived = store.add("arrived", 1)
+        turn = f"turn {(arrived - 1) // processes}"
+        if arrived % processes == 0:
+            store.set(turn, "")
+        store.wait([turn])
+
+    return meet
 
 
 def _device(case: CaseSpec) -> torch.device:

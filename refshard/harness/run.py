@@ -16,13 +16,15 @@ import torch
 from refshard.errors import SpecError
 from refshard.harness.assemble import Peers, assemble
 from refshard.harness.environment import available_cores
-from refshard.harness.launchers.base import Launcher
+from refshard.harness.launchers.base import Job, Launcher
 from refshard.harness.rank import CASE_FILE, trace_file
+from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, read_run
 from refshard.models.data import open_source
 from refshard.plan.checkpointing import checkpointed_layers
 from refshard.records import CaseRecord, EndRecord, Environment, Run, RunRecord
 from refshard.specs.case import CaseSpec
+from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 from refshard.strategies import check_name
@@ -48,7 +50,7 @@ def check_suite(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...
     """Expand a suite and check what can be known before anything is launched.
 
     Raises:
-        SpecError: a strategy, preset or data file does not exist, or the machine is too small.
+        SpecError: a strategy, preset, cluster or data file does not exist, or the machine is too small.
     """
     cases = suite.cases()
     for case in cases:
@@ -56,7 +58,9 @@ def check_suite(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...
         model = load_model(case.model)
         open_source(case.data, model.vocab, case.seed)
         checkpointed_layers(case.checkpointing, model.n_layers)
-        _check_fits_machine(case, oversubscribe=oversubscribe)
+        _check_fidelity(case)
+        if case.processes:
+            _check_fits_machine(case, oversubscribe=oversubscribe)
     return cases
 
 
@@ -150,9 +154,10 @@ def _records(
     ended: dict[str, CaseRecord] = {}
     for index, (round_, case) in enumerate(plan):
         observer.case_started(case, round_, index, len(plan))
+        held = case.fidelity == "measured"
         peers = Peers(
-            reference=ended.get(case.reference().hash),
-            ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if case.world_size > 1 else None,
+            reference=ended.get(case.reference().hash) if held else None,
+            ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if held and case.world_size > 1 else None,
         )
         record = _run_case(case, round_, header, folder, launcher, observer.case_progressed, peers)
         if record.state == "ok" or case.hash not in ended:
@@ -174,26 +179,35 @@ def _run_case(
     work.mkdir(parents=True)
     (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
     started = datetime.now(UTC)
-    launch = launcher.launch(case, work, on_progress)
+    launch = None
+    if case.processes:
+        job = Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
+        launch = launcher.launch(job, work, on_progress)
     blank = CaseRecord(
         run_id=header.run_id,
         environment=header.environment.id,
         case=case,
         spec_hash=case.hash,
         round=round_,
-        fidelity="measured",
+        fidelity=case.fidelity,
         state="ok",
         started_at=started.isoformat(timespec="seconds"),
         duration_s=(datetime.now(UTC) - started).total_seconds(),
     )
-    record = assemble(blank, launch, work, header.environment, peers)
+    if launch is None:
+        record = record_simulated(blank, trace_file(work, 0))
+    else:
+        record = assemble(blank, launch, work, header.environment, peers)
     return msgspec.structs.replace(record, traces=_keep_traces(case, name, work, folder))
 
 
 def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[str, ...]:
-    """Move the ranks' traces to the run's ``traces`` folder; paths relative to the run's folder."""
+    """Move the traces of the ranks, or of the one that was simulated, to the run's ``traces`` folder.
+
+    Returns their paths, relative to the run's folder.
+    """
     kept = []
-    for rank in range(case.world_size):
+    for rank in range(max(case.processes, 1)):
         source = trace_file(work, rank)
         if source.exists():
             target = folder / "traces" / f"{name}-rank{rank}.json.gz"
@@ -203,18 +217,26 @@ def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[s
     return tuple(kept)
 
 
+def _check_fidelity(case: CaseSpec) -> None:
+    if case.fidelity == "simulated":
+        check_simulated(case)
+    if case.fidelity == "emulated":
+        load_cluster(case.cluster).of_world_size(case.world_size)
+
+
 def _check_fits_machine(case: CaseSpec, *, oversubscribe: bool) -> None:
     gpus = torch.cuda.device_count()
+    field = "resident_ranks" if case.fidelity == "emulated" else "world_size"
     if case.device == "cuda" and not gpus:
         raise SpecError('device: \'cuda\' asked for, but torch sees no GPU; set device = "cpu" or "auto"')
     if gpus and case.device != "cpu":
-        if case.world_size > gpus:
-            raise SpecError(f"world_size: {case.world_size} ranks need as many GPUs, here are {gpus}; lower it")
+        if case.processes > gpus:
+            raise SpecError(f"{field}: {case.processes} ranks need as many GPUs, here are {gpus}; lower it")
         return
-    wanted, cores = case.world_size * case.threads_per_rank, available_cores()
+    wanted, cores = case.processes * case.threads_per_rank, available_cores()
     if wanted > cores and not oversubscribe:
         raise SpecError(
-            f"world_size: {case.world_size} ranks x {case.threads_per_rank} thread(s) exceed the {cores} cores here; "
+            f"{field}: {case.processes} ranks x {case.threads_per_rank} thread(s) exceed the {cores} cores here; "
             "lower it, or pass --oversubscribe to measure contention too"
         )
 

@@ -60,7 +60,7 @@ RECIPES: dict[str, Recipe] = {
             name="ddp", mode=MODES["replicate"], grouping="buckets", copies_in=False,
             bucket_bytes=25 * MIB, first_bucket_bytes=1 * MIB,
         ),
-        Recipe(name="fsdp1", mode=_sharded("fsdp1"), grouping="root", divides=True),
+        Recipe(name="fsdp1", mode=_sharded("fsdp1"), grouping="ends", divides=True),
         Recipe(
             name="fsdp2", mode=_sharded("fsdp2"), grouping="root", flat=False, copies_out=True,
             awaits_gathers=True, awaits_reductions=True,

@@ -26,6 +26,13 @@ SEVERITY: tuple[State, ...] = ("ok", "unsupported", "oom", "timeout", "failed")
 BREAKDOWN = ("compute alone", "overlapped communication", "exposed communication", "idle")
 """Parts of a traced step; they add up to it."""
 
+FIDELITY: dict[Fidelity, str] = {
+    "measured": "real processes, kernels and wire",
+    "emulated": "one real rank; the other ranks are modelled",
+    "simulated": "every duration is modelled",
+}
+"""What is real in a case of each fidelity."""
+
 _NAMED = ("strategy", "world_size", "model", "global_batch", "seq_len")
 _TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
@@ -167,9 +174,10 @@ def settings(run: Run) -> tuple[Setting, ...]:
     per_rank = run.header.suite.fixes_batch_per_rank
     found = cases(run)
     several = len({case.fidelity for case in found}) > 1
-    grouped: dict[tuple[CaseSpec, Fidelity], list[Case]] = {}
+    grouped: dict[tuple[CaseSpec, Fidelity, int], list[Case]] = {}
     for case in found:
-        grouped.setdefault((_shared(case.spec, per_rank), case.fidelity), []).append(case)
+        key = (_shared(case.spec, per_rank), case.fidelity, case.spec.resident_ranks)
+        grouped.setdefault(key, []).append(case)
     return tuple(
         Setting(label=_label(members, per_rank, several), cases=tuple(members)) for members in grouped.values()
     )
@@ -182,11 +190,13 @@ def contested(run: Run) -> tuple[Setting, ...]:
 
 
 def trainings(run: Run) -> tuple[Setting, ...]:
-    """Sort the run's cases by what they train: those of one group must have equal losses."""
-    grouped: dict[tuple[CaseSpec, Fidelity], list[Case]] = {}
-    for case in cases(run):
-        grouped.setdefault((case.spec.reference(), case.fidelity), []).append(case)
-    several = len({fidelity for _, fidelity in grouped}) > 1
+    """Sort the run's measured cases by what they train: those of one group must have equal losses."""
+    found = cases(run)
+    several = len({case.fidelity for case in found}) > 1
+    grouped: dict[CaseSpec, list[Case]] = {}
+    for case in found:
+        if case.fidelity == "measured":
+            grouped.setdefault(case.spec.reference(), []).append(case)
     return tuple(Setting(label=_label(members, False, several), cases=tuple(members)) for members in grouped.values())
 
 
@@ -214,13 +224,13 @@ def _join(launches: list[CaseRecord], varying: list[str]) -> Case:
 
 
 def _rated(found: list[Case], network: NetworkSpec | None) -> list[Case]:
-    """The cases, with their overlap efficiency where the rate of the link between the hosts is known."""
+    """The cases, with their overlap efficiency where the rate of the link between the hosts is known, and real."""
     if network is None:
         return found
-    times = {(case.spec, case.fidelity): case.metrics["step_time_s"] for case in found}
+    times = {case.spec: case.metrics["step_time_s"] for case in found if case.fidelity == "measured"}
     rated = []
     for case in found:
-        reference = times.get((case.spec.reference(), case.fidelity))
+        reference = times.get(case.spec.reference()) if case.fidelity == "measured" else None
         efficiency = _efficiency(case, reference, network) if reference else None
         rated.append(replace(case, metrics={**case.metrics, "overlap_efficiency": efficiency}))
     return rated
@@ -296,13 +306,16 @@ def _place(case: Case) -> dict[str, str]:
 
 
 def _shared(spec: CaseSpec, per_rank: bool) -> CaseSpec:
-    """The spec with strategy and world size blanked; its batch is per rank if the suite fixes that."""
+    """The spec with strategy, world size and resident ranks blanked; its batch is per rank if the suite fixes that."""
     batch = spec.global_batch // spec.world_size if per_rank else spec.global_batch
-    return msgspec.structs.replace(spec, strategy="", world_size=1, global_batch=batch)
+    return msgspec.structs.replace(spec, strategy="", world_size=1, resident_ranks=1, global_batch=batch)
 
 
 def _label(members: Sequence[Case], per_rank: bool, several: bool) -> str:
-    """What the cases share; how they depart from plain training only if all do alike."""
+    """What the cases share; how they depart from plain training only if all do alike.
+
+    Of ``several`` fidelities in a run each is named; how a case departs tells those that are not measured.
+    """
     case, spec = members[0], members[0].spec
     kind = case.kind if len({member.kind for member in members}) == 1 else ""
     batch = (
@@ -310,7 +323,8 @@ def _label(members: Sequence[Case], per_rank: bool, several: bool) -> str:
         if per_rank
         else f"global batch of {_sequences(spec.global_batch)} of {spec.seq_len:,} tokens"
     )
-    return f"{spec.model}, {batch}{kind}{f', {case.fidelity}' if several else ''}"
+    told = several and case.fidelity not in kind
+    return f"{spec.model}, {batch}{kind}{f', {case.fidelity}' if told else ''}"
 
 
 def _sequences(count: int) -> str:

@@ -212,7 +212,8 @@ def _block(view: _View, kind: Kind, mine: bool, name: str, start: int, end: int,
 
 def _fitting(name: str, width: float) -> str:
     """As much of a name as fits, without what every kernel's begins with; nothing where that says nothing."""
-    short = name.removeprefix("void ").removeprefix("gloo:").partition("<")[0].partition("(")[0] or name
+    plain = name.removeprefix("void ").removeprefix("gloo:").removeprefix("emulated:")
+    short = plain.partition("<")[0].partition("(")[0] or name
     room = int((width - 10) / 6.4)
     return short if len(short) <= room else f"{short[: room - 1]}…" if room >= 5 else ""
 

@@ -78,12 +78,12 @@ def time_by_part(plan: Plan) -> list[dict[str, str]]:
     """What each strategy's step is spent on; parts that no strategy has are left out."""
     by_row = [plan_words.parts(row.step.account) for row in plan.rows]
     shown = [part for part in by_row[0] if any(parts[part] > 0 for parts in by_row)]
-    gives_way = any(row.step.give_way_s > 0 for row in plan.rows)
+    prepares = any(row.step.preparation_s > 0 for row in plan.rows)
     return [
         {
             "seconds of a step": row.strategy,
             **{part: format_seconds(parts[part]) for part in shown},
-            **({"of it give-way": format_seconds(row.step.give_way_s)} if gives_way else {}),
+            **({"lost to preparation": format_seconds(row.step.preparation_s)} if prepares else {}),
         }
         for row, parts in zip(plan.rows, by_row)
     ]

@@ -1,5 +1,6 @@
 """Published results beside their predictions, for a terminal and as JSON."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from statistics import median
@@ -11,6 +12,8 @@ from refshard.quantities import format_percent
 from refshard.simulate.published import Prediction
 from refshard.specs.published import PublishedTable
 
+_WIDTH = 120
+
 
 def as_objects(tables: Mapping[str, tuple[PublishedTable, Sequence[Prediction]]]) -> list[dict[str, Any]]:
     """One object a table: errors as fractions, results in the table's unit."""
@@ -19,6 +22,7 @@ def as_objects(tables: Mapping[str, tuple[PublishedTable, Sequence[Prediction]]]
             "table": name,
             "title": table.title,
             "source": table.source,
+            "assumed": table.assumed,
             "cluster": table.cluster,
             "unit": table.unit,
             "median_error": typical_error(found),
@@ -56,14 +60,16 @@ def _told(table: PublishedTable, found: Sequence[Prediction]) -> str:
         for one in found
     ]  # fmt: skip
     printed = tabulate(rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 8 + ["left"])
-    told = [f"{table.title}, {table.unit}, on {table.cluster}", printed, *_sums(found)]
-    return "\n".join(told)
+    assumed = [f"* Assumed: {table.assumed}"] if table.assumed else []
+    sums = [textwrap.fill(told, _WIDTH, subsequent_indent="  ") for told in (*_sums(found), *assumed)]
+    return "\n".join([f"{table.title}, {table.unit}, on {table.cluster}", printed, *sums])
 
 
 def _sums(found: Sequence[Prediction]) -> list[str]:
     others = [one for one in found if not one.row.fitted]
     told = [
-        f"* Median error {format_percent(typical_error(found))}; of rows not fitted {format_percent(typical_error(others))}."
+        f"* Median error {format_percent(typical_error(found))}; of rows not fitted "
+        f"{format_percent(typical_error(others))}."
     ]
     agreed = in_order(found)
     if agreed is not None:

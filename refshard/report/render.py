@@ -24,7 +24,7 @@ from refshard.report import charts, origin, views
 from refshard.report.cases import Setting, contested, settings, trainings
 from refshard.report.charts import Chart
 from refshard.report.trust import trust
-from refshard.report.verdict import caveats, findings, unfinished, unranked
+from refshard.report.verdict import caveats, findings, modelled, unfinished, unranked
 
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ns|us|ms|s|B|[KMG]iB(?:/s)?)(?:\W|$))")
 
@@ -119,6 +119,7 @@ def _content(run: Run) -> dict[str, Any]:
         "header": run.header,
         "findings": findings(run),
         "unranked": (*unfinished(run), *unranked(run)),
+        "modelled": modelled(run),
         "caveats": caveats(run),
         "facts": trust(run),
         "summaries": [(setting.label, views.summary_table(setting.cases)) for setting in settings(run)],

@@ -6,14 +6,18 @@ from html import escape
 
 WIDTH, _LEFT, _RIGHT = 960, 130, 90
 _BAR, _ROW, _TOP = 18, 28, 22
-_NARROWEST = 34
+_NARROWEST = 46
+_CUT = 1.6
 COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442", "#D55E00", "#999999", "#7d8fa3")
 """Okabe and Ito's, and greys; parts take them in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """``values[row][part]``; ``text`` writes a value. ``limit``, if there is one, is drawn as a line."""
+    """``values[row][part]``; ``text`` writes a value.
+
+    ``limit``, if there is one, is drawn as a line; a bar of several times as much is cut, and says so.
+    """
 
     title: str
     rows: tuple[str, ...]
@@ -49,6 +53,8 @@ def _svg(bars: Bars) -> Iterator[str]:
         'xmlns="http://www.w3.org/2000/svg">'
     )
     longest = max([*(sum(values) for values in bars.values), bars.limit or 0.0, 1e-30])
+    if bars.limit is not None:
+        longest = min(longest, _CUT * bars.limit)
     scale = (WIDTH - _LEFT - _RIGHT) / longest
     for place, (row, values) in enumerate(zip(bars.rows, bars.values)):
         yield from _bar(bars, row, values, _TOP + place * _ROW, scale)
@@ -61,9 +67,9 @@ def _svg(bars: Bars) -> Iterator[str]:
 
 def _bar(bars: Bars, row: str, values: Sequence[float], y: int, scale: float) -> Iterator[str]:
     yield f'<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(row)}</text>'
-    x = float(_LEFT)
+    x, end = float(_LEFT), float(WIDTH - _RIGHT)
     for index, value in enumerate(values):
-        width = value * scale
+        width = min(value * scale, end - x)
         if width > 0:
             colour, told = COLOURS[index % len(COLOURS)], f"{row}, {bars.parts[index]}: {bars.text(value)}"
             yield f'<g><title>{escape(told)}</title><rect x="{x:.1f}" y="{y}" width="{width:.2f}" height="{_BAR}" '
@@ -71,8 +77,9 @@ def _bar(bars: Bars, row: str, values: Sequence[float], y: int, scale: float) ->
             if width >= _NARROWEST:
                 ink = "#ffffff" if colour in ("#0072B2", "#D55E00") else "#000000"
                 middle = x + width / 2
-                yield f'<text class="within" x="{middle:.1f}" y="{y + 13}" text-anchor="middle" fill="{ink}">'
+                yield f'<text x="{middle:.1f}" y="{y + 13}" text-anchor="middle" style="fill:{ink}">'
                 yield f"{escape(bars.text(value))}</text>"
             yield "</g>"
         x += width
-    yield f'<text x="{x + 8:.1f}" y="{y + 14}">{escape(bars.text(sum(values)))}</text>'
+    cut = "\N{RIGHTWARDS ARROW} " if sum(values) * scale > end - _LEFT + 1 else ""
+    yield f'<text x="{x + 8:.1f}" y="{y + 14}">{cut}{escape(bars.text(sum(values)))}</text>'

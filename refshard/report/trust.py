@@ -5,21 +5,15 @@ from dataclasses import dataclass
 
 from refshard.quantities import format_percent
 from refshard.records import PARITY_TOLERANCE, Run
-from refshard.report.cases import Case, cases
-from refshard.report.views import bit_identical, format_metric, proof_summary
-from refshard.specs.case import Fidelity
+from refshard.report.cases import FIDELITY, Case, cases
+from refshard.report.proof import bit_identical, parity_note, proof_summary
+from refshard.report.views import format_metric
 from refshard.stats.sample import MIN_LAUNCHES
 
 PERTURBATION_LIMIT = 1.2
 """Traced over untraced step time from which on the breakdown describes the tracer too."""
 NOISE_LIMIT = 0.05
 """Half-interval of the step time, relative, over which a small difference drowns."""
-
-_FIDELITY: dict[Fidelity, str] = {
-    "measured": "real processes, kernels and wire",
-    "emulated": "one real rank; the other ranks are modelled",
-    "simulated": "every duration is modelled",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +46,13 @@ def _proof(finished: tuple[Case, ...]) -> Fact:
     return Fact(
         label="Proof of run",
         value=f"{proved} of {len(finished)} finished cases",
-        detail="units, collectives and losses are what the strategy's plan announced",
+        detail=f"units{_proved(finished)} are what the strategy's plan announced",
         good=proved == len(finished) > 0,
     )
+
+
+def _proved(finished: tuple[Case, ...]) -> str:
+    return ", collectives and losses" if any(case.fidelity == "measured" for case in finished) else " and collectives"
 
 
 def _worst(finished: tuple[Case, ...], metric: str) -> tuple[float, Case] | None:
@@ -65,6 +63,8 @@ def _worst(finished: tuple[Case, ...], metric: str) -> tuple[float, Case] | None
 def _parity(finished: tuple[Case, ...]) -> Fact:
     label, meaning = "Worst loss parity", "largest relative difference of a loss from one unsharded rank"
     worst = _worst(finished, "loss_parity")
+    if finished and not any(case.fidelity == "measured" for case in finished):
+        return Fact(label=label, value="not compared", detail=parity_note(finished[0]) or meaning)
     if worst is None:
         return Fact(label=label, value="unknown", detail=meaning, good=False)
     parity, case = worst
@@ -97,14 +97,14 @@ def _perturbation(finished: tuple[Case, ...]) -> Fact:
 def _fidelity(finished: tuple[Case, ...], run: Run) -> Fact:
     present = list(dict.fromkeys(case.fidelity for case in finished))
     where = dict.fromkeys(
-        f"{launch.device} with {launch.backend}"
+        f"{launch.device} with {launch.backend}{f' on {case.spec.cluster}' if case.spec.cluster else ''}"
         for case in finished
         for launch in case.launches
         if launch.device and launch.backend
     )
     if finished and run.header.environment.network:
         where[run.header.environment.network] = None
-    meaning = "; ".join(f"{name}: {_FIDELITY[name]}" if len(present) > 1 else _FIDELITY[name] for name in present)
+    meaning = "; ".join(f"{name}: {FIDELITY[name]}" if len(present) > 1 else FIDELITY[name] for name in present)
     detail = f"{meaning} ({', '.join(where)})" if where else meaning
     return Fact(
         label="Fidelity",

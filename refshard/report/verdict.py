@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
-from refshard.report.cases import Case, Setting, cases, contested, ranks
+from refshard.report.cases import FIDELITY, Case, Setting, cases, contested, plain, ranks
 from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.stats.compare import Comparison, compare
 
@@ -63,19 +63,27 @@ def unranked(run: Run) -> tuple[str, ...]:
 
 
 def verdict(run: Run) -> list[str]:
-    """All findings as sentences, the network, the cases that did not end ok, then the doubts, each once."""
+    """All findings as sentences, the network, what is modelled, the cases that did not end ok, then the doubts."""
     found = findings(run)
     several = len(found) > 1
     told = [
         f"{finding.title}: {sentence}" if several else sentence for finding in found for sentence in finding.sentences
     ]
-    return [*unfinished(run), *told, *network(run), *unranked(run), *caveats(run)]
+    return [*unfinished(run), *told, *network(run), *modelled(run), *unranked(run), *caveats(run)]
 
 
 def network(run: Run) -> tuple[str, ...]:
     """A sentence that names the network between the hosts, if the run had several."""
     joined = run.header.environment.network
     return (f"The ranks ran on {joined}.",) if joined else ()
+
+
+def modelled(run: Run) -> tuple[str, ...]:
+    """A sentence for every cluster on which cases were not measured."""
+    kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in cases(run) if case.fidelity != "measured")
+    return tuple(
+        f"What is {fidelity} on {cluster} is no measurement: {FIDELITY[fidelity]}." for fidelity, cluster in kinds
+    )
 
 
 def unfinished(run: Run) -> tuple[str, ...]:
@@ -87,9 +95,16 @@ def unfinished(run: Run) -> tuple[str, ...]:
 
 
 def caveats(run: Run) -> list[str]:
-    """What weakens the findings, each doubt once."""
+    """What weakens the findings, each doubt once; of the warnings that launches left, the first."""
     doubts = dict.fromkeys(doubt for finding in findings(run) for doubt in finding.caveats)
-    return [f"Caution: {doubt}." for doubt in doubts]
+    left = [(case, warning) for case in cases(run) for launch in case.launches for warning in launch.warnings]
+    told = [f"Caution: {doubt}." for doubt in doubts]
+    if left:
+        case, warning = left[0]
+        others = len({case.full_label for case, _ in left}) - 1
+        more = f"; {others} more {'case has' if others == 1 else 'cases have'} warnings too, which --json shows"
+        told.append(f"Caution: {case.full_label}: {plain(warning)}{more if others else ''}.")
+    return told
 
 
 def _contested(setting: Setting) -> tuple[int, ...]:

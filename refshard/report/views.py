@@ -23,6 +23,7 @@ from refshard.quantities import (
 )
 from refshard.records import METRICS, CaseRecord, CollectiveCount, Run
 from refshard.report.cases import BREAKDOWN, Case, Setting, cases, plain, ranks, settings
+from refshard.report.proof import bit_identical, bits_note, parity_note, proof_summary
 from refshard.report.verdict import verdict
 from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.stats.sample import Summary
@@ -72,6 +73,7 @@ def _values(case: Case) -> _Row:
         "microbatches": spec.microbatches,
         "checkpointing": spec.checkpointing if isinstance(spec.checkpointing, str) else list(spec.checkpointing),
         "fidelity": case.fidelity,
+        "cluster": spec.cluster or None,
         "device": first.device,
         "backend": first.backend,
         "state": case.state,
@@ -87,6 +89,7 @@ def _values(case: Case) -> _Row:
         "proof": proof_summary(case),
         "bit_identical_to_ddp": bit_identical(case),
         "bits_note": bits_note(case),
+        "parity_note": parity_note(case),
         "warnings": list(case.warnings),
         "error": case.error,
     }
@@ -101,34 +104,6 @@ def _interval(summary: Summary | None) -> tuple[float, float] | tuple[None, None
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def proof_failures(case: Case) -> tuple[str, ...]:
-    """What the launches of this case failed to prove."""
-    found = [failure for launch in case.launches if launch.proof for failure in launch.proof.failures]
-    return tuple(plain(failure) for failure in dict.fromkeys(found))
-
-
-def proof_summary(case: Case) -> str:
-    """``proved`` by every launch, ``incomplete`` (by some), ``none``, or ``failed: ...``."""
-    if failures := proof_failures(case):
-        return f"failed: {'; '.join(failures)}"
-    proofs = sum(launch.proof is not None for launch in case.launches)
-    return "none" if not proofs else "proved" if proofs == len(case.launches) else "incomplete"
-
-
-def bit_identical(case: Case) -> bool | None:
-    """Whether every launch was bit-identical to DDP; None if one is unknown and none differed."""
-    verdicts = [launch.proof.bit_identical_to_ddp if launch.proof else None for launch in case.launches]
-    if False in verdicts:
-        return False
-    return None if None in verdicts else True
-
-
-def bits_note(case: Case) -> str:
-    """Why the case is not bit-identical to DDP, or why that is unknown."""
-    notes = [launch.proof.bits_note for launch in case.launches if launch.proof and launch.proof.bits_note]
-    return plain("; ".join(dict.fromkeys(notes)))
 
 
 def pivot(setting: Setting, value: str) -> pd.DataFrame:
@@ -218,9 +193,15 @@ def narrow_step_time(summary: Summary) -> str:
 
 
 def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
-    """Every headline figure of each case as text, one row per case; overlap efficiency where any case has it."""
+    """Every headline figure of each case as text, one row per case.
+
+    Overlap efficiency where any case has it, loss parity where any was measured.
+    """
     table = pd.DataFrame([_summary_row(case) for case in members])
-    return table if knows_efficiency(members) else table.drop(columns="overlap efficiency", errors="ignore")
+    dropped = [] if knows_efficiency(members) else ["overlap efficiency"]
+    if not any(case.fidelity == "measured" for case in members):
+        dropped.append("loss parity")
+    return table.drop(columns=dropped, errors="ignore")
 
 
 def knows_efficiency(members: tuple[Case, ...]) -> bool:
@@ -316,7 +297,7 @@ def _proof_row(case: Case) -> _Row:
         "units": MISSING if proof is None else str(len(proof.wrapped_units)),
         "collectives announced (per rank and step)": collectives(proof.announced) if proof else MISSING,
         "collectives traced": _traced(proof.announced, proof.traced) if proof else MISSING,
-        "loss parity": MISSING if proof is None else _parity(case.metrics["loss_parity"], proof.parity_steps),
+        "loss parity": MISSING if proof is None else _parity(case, proof.parity_steps),
         "bit-identical to DDP": _bits(case),
     }
 
@@ -330,9 +311,10 @@ def _traced(announced: tuple[CollectiveCount, ...], traced: tuple[CollectiveCoun
     return "the same" if sorted(announced) == sorted(traced) else collectives(traced)
 
 
-def _parity(parity: float | None, steps: int) -> str:
+def _parity(case: Case, steps: int) -> str:
+    parity = case.metrics["loss_parity"]
     if parity is None:
-        return MISSING
+        return parity_note(case) or MISSING
     return f"{format_metric('loss_parity', parity)} over {steps} steps"
 
 

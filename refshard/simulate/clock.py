@@ -22,12 +22,13 @@ NS = 1e9
 class Rates:
     """At which part of its rate something progresses beside something else.
 
-    ``preparation`` is that of kernels outside of compute's lane (copies, divisions) while compute runs.
+    ``compute`` and ``communication`` are those of each beside the other. Kernels outside of compute's lane (copies,
+    divisions) and compute share the device: ``preparation`` is the part of it that the former get.
     """
 
     compute: float = 1.0
     communication: float = 1.0
-    preparation: float = 1.0
+    preparation: float = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +119,12 @@ class _Run:
         if item.kind is Kind.COMM:
             return self._rates.communication if computing else 1.0
         if item.lane == "compute":
-            return self._rates.compute if self._occupied else 1.0
-        return self._rates.preparation if computing else 1.0
+            shared = self._rates.preparation if any(self._prepares(other) for other in self._working) else 0.0
+            return (1.0 - shared) * (self._rates.compute if self._occupied else 1.0)
+        return self._rates.preparation if computing else 1.0  # neither in compute's lane nor a collective
+
+    def _prepares(self, index: int) -> bool:
+        return self._items[index].call is None and self._items[index].lane != "compute"
 
     def _worked(self, index: int) -> None:
         """The item's work is done; of a collective, the link is free and its result on its way."""

@@ -1,6 +1,6 @@
 """What a step of one model on one cluster would take with one strategy, and what of it is spent on what."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -17,6 +17,7 @@ from refshard.simulate.program import Item, StepShape, step_program
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ModelSpec
+from refshard.timeline import Kind
 
 CONVENTION: Convention = "A"
 
@@ -27,7 +28,8 @@ class Job:
 
     Each rank computes ``microbatches`` of ``sequences`` of ``seq_len`` tokens in a step, in ``dtype`` over fp32
     masters; gradients are reduced in ``reduction``. ``replicas`` is the size of the mesh's replicate axis, for
-    strategies that shard. ``compiled`` blocks have their elementwise kernels fused.
+    strategies that shard. ``compiled`` blocks have their elementwise kernels fused; for ``fused_norms`` see
+    :class:`~refshard.simulate.kernels.Batch`.
     """
 
     model: ModelSpec
@@ -39,6 +41,7 @@ class Job:
     reduction: Dtype = "fp32"
     replicas: int = 1
     compiled: bool = False
+    fused_norms: bool = True
 
     def __post_init__(self) -> None:
         """Check what no field can tell by itself.
@@ -57,7 +60,13 @@ class Job:
     @property
     def batch(self) -> Batch:
         """One microbatch."""
-        return Batch(sequences=self.sequences, seq_len=self.seq_len, dtype=self.dtype, compiled=self.compiled)
+        return Batch(
+            sequences=self.sequences,
+            seq_len=self.seq_len,
+            dtype=self.dtype,
+            compiled=self.compiled,
+            fused_norms=self.fused_norms and self.cluster.accelerator.device == "cuda",
+        )
 
     @property
     def tokens_per_rank(self) -> int:
@@ -66,11 +75,13 @@ class Job:
 
 
 class StepForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's time. ``flops_convention`` is that of MFU, whose peak is the hardware's data sheet's for the dtype."""
+    """One step's time. ``preparation_s`` is what it would save if the kernels that prepare reductions beside compute
+    took nothing. ``flops_convention`` is that of MFU, whose peak is the hardware's data sheet's for the dtype.
+    """
 
     step_time_s: float
     account: Account
-    give_way_s: float
+    preparation_s: float
     tokens_per_s_gpu: float
     tflops: float
     mfu: float
@@ -100,7 +111,7 @@ def forecast_step(job: Job, recipe: Recipe, checkpointing: Checkpointing = NO_CH
     return StepForecast(
         step_time_s=step_time,
         account=account(run.items, run.times),
-        give_way_s=_give_way(job, run),
+        preparation_s=_preparation(job, run),
         tokens_per_s_gpu=tokens_per_s,
         tflops=flops / 1e12,
         mfu=flops / job.cluster.accelerator.matmul[job.dtype].peak,
@@ -113,15 +124,17 @@ def _program(job: Job, recipe: Recipe, checkpointing: Checkpointing) -> tuple[It
     return step_program(recipe, model_units(job.model, recipe.grouping), pricing, shape)
 
 
-def _rates(cluster: ClusterSpec, *, give_way: bool = True) -> Rates:
+def _rates(cluster: ClusterSpec) -> Rates:
     return Rates(
         compute=cluster.compute_beside_communication,
         communication=cluster.communication_beside_compute,
-        preparation=cluster.preparation_beside_compute if give_way else 1.0,
+        preparation=cluster.preparation_beside_compute,
     )
 
 
-def _give_way(job: Job, run: Simulation) -> float:
-    """What the step would save if nothing slowed the kernels that prepare collectives."""
-    undisturbed = schedule(run.items, _rates(job.cluster, give_way=False))
-    return max(0, run.times.length - undisturbed.length) / NS
+def _preparation(job: Job, run: Simulation) -> float:
+    """What the step would save if the kernels beside compute that prepare reductions took nothing."""
+    spared = [
+        replace(item, seconds=0.0) if item.kind is Kind.PREP and item.lane != "compute" else item for item in run.items
+    ]
+    return max(0, run.times.length - schedule(spared, _rates(job.cluster)).length) / NS

@@ -7,31 +7,58 @@ model width, F feed-forward width, K key-value width, V vocabulary.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
+from refshard.costs import attention_seconds, first_touch_seconds, move_seconds, product_seconds
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype, HardwareSpec
 from refshard.specs.model import ModelSpec
 
-Work = Literal["matmul", "attention", "move"]
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product of ``flops``, whose operands and result are of ``nbytes`` in all."""
+
+    name: str
+    flops: float
+    nbytes: float
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    """One kernel: ``amount`` is FLOPs of a matrix product or of attention, or bytes read and written."""
+class Attention:
+    """Causal attention of ``heads`` query heads, of all sequences together."""
 
-    name: str
-    work: Work
-    amount: float
+    heads: int
+    seq_len: int
+    head_dim: int
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An elementwise kernel that reads and writes ``nbytes`` and evaluates ``transcendentals`` exponentials.
+
+    ``fresh`` bytes of what it writes are too many for an allocator to have kept, where the system provides them anew.
+    """
+
+    nbytes: float
+    transcendentals: float = 0.0
+    fresh: float = 0.0
+
+
+Kernel = Product | Attention | Move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one rank computes at once: ``sequences`` of ``seq_len`` tokens in ``dtype``, eager or compiled."""
+    """What one rank computes at once: ``sequences`` of ``seq_len`` tokens in ``dtype``, eager or compiled.
+
+    ``fused_norms`` are torch's on CUDA, from 2.9 on; elsewhere, and in Hugging Face's models, a norm is many kernels.
+    """
 
     sequences: int
     seq_len: int
     dtype: Dtype
     compiled: bool = False
+    fused_norms: bool = True
 
     @property
     def tokens(self) -> int:
@@ -52,45 +79,49 @@ def seconds(kernels: Iterable[Kernel], hardware: HardwareSpec, dtype: Dtype) -> 
 
 
 def _kernel_seconds(kernel: Kernel, hardware: HardwareSpec, dtype: Dtype) -> float:
-    if kernel.work == "move":
-        return hardware.kernel_s + kernel.amount / hardware.memory_bytes_per_s
-    rate = (hardware.matmul if kernel.work == "matmul" else hardware.attention)[dtype]
-    return hardware.kernel_s + rate.overhead_s + kernel.amount / (rate.peak * rate.efficiency)
+    match kernel:
+        case Product():
+            return product_seconds(hardware, dtype, kernel.flops, kernel.nbytes)
+        case Attention():
+            return attention_seconds(
+                hardware, dtype, heads=kernel.heads, seq_len=kernel.seq_len, head_dim=kernel.head_dim,
+                backward=kernel.backward,
+            )  # fmt: skip
+        case Move():
+            moved = move_seconds(hardware, kernel.nbytes, kernel.transcendentals)
+            return moved + first_touch_seconds(hardware, kernel.fresh)
 
 
 def block_forward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     """One decoder layer, forward."""
     n, D, F, K = batch.tokens, model.dim, model.ffn_dim, model.n_kv_heads * model.head_dim
-    norm, add = _moved(batch, 2 * n * D), _moved(batch, 3 * n * D)
     products = (
-        _product("q", n, D, D), _product("k", n, D, K), _product("v", n, D, K), _product("o", n, D, D),
-        _product("gate", n, D, F), _product("up", n, D, F), _product("down", n, F, D),
+        _product(batch, "q", n, D, D), _product(batch, "k", n, D, K), _product(batch, "v", n, D, K),
+        _product(batch, "o", n, D, D), _product(batch, "gate", n, D, F), _product(batch, "up", n, D, F),
+        _product(batch, "down", n, F, D),
     )  # fmt: skip
-    attention = Kernel("attention", "attention", _attention_flops(model, batch))
     if batch.compiled:
         # Each norm with the residual addition before it, the rotation at once, the gate's product at once.
-        fused = (_moved(batch, 4 * n * D), _moved(batch, 4 * n * D), _moved(batch, 2 * n * (D + K)))
-        moves = [*fused, _moved(batch, 3 * n * F)]
+        moves = [_moves(batch, 4 * n * D)] * 2 + [_moves(batch, 2 * n * (D + K)), _moves(batch, 3 * n * F, n * F)]
     else:
-        rotation = [_moved(batch, times * n * width) for width in (D, K) for times in (2, 2, 3)]
-        moves = [norm, *rotation, add, norm, _moved(batch, 2 * n * F), _moved(batch, 3 * n * F), add]
-    return (*products, attention, *(Kernel("elementwise", "move", bytes_) for bytes_ in moves))
+        rotation = [_moves(batch, times * n * width) for width in (D, K) for times in (2, 2, 3)]
+        norms, sums = _norm_forward(batch, n * D) * 2, [_moves(batch, 3 * n * D)] * 2
+        moves = [*norms, *rotation, *sums, _moves(batch, 2 * n * F, n * F), _moves(batch, 3 * n * F)]
+    return (*products, _attention(model, batch, backward=False), *moves)
 
 
 def block_backward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     """One decoder layer, backward: of each product two, and the elementwise kernels' own."""
     n, D, F, K = batch.tokens, model.dim, model.ffn_dim, model.n_kv_heads * model.head_dim
-    forward = block_forward(model, batch)
-    products = tuple(k for k in forward if k.work == "matmul" for _ in range(2))
-    # Flash attention computes the scores again: five products where forward has two.
-    attention = Kernel("attention", "attention", 2.5 * _attention_flops(model, batch))
+    products = tuple(k for k in block_forward(model, batch) if isinstance(k, Product) for _ in range(2))
     if batch.compiled:
-        moves = [5 * n * D, 5 * n * D, 2 * n * (D + K), 5 * n * F]
+        moves = [_moves(batch, 5 * n * D)] * 2 + [_moves(batch, 2 * n * (D + K)), _moves(batch, 5 * n * F, n * F)]
     else:
-        rotation = [times * n * width for width in (D, K) for times in (2, 2, 2, 3)]
-        norms, sums = [4 * n * D] * 2, [3 * n * D] * 5
-        moves = [*norms, *sums, *rotation, *[3 * n * F] * 3]
-    return (*products, attention, *(Kernel("elementwise", "move", _moved(batch, m)) for m in moves))
+        rotation = [_moves(batch, times * n * width) for width in (D, K) for times in (2, 2, 2, 3, 0)]
+        norms, sums = _norm_backward(batch, n * D) * 2, [_moves(batch, 3 * n * D)] * 5
+        gate = [_moves(batch, 3 * n * F, n * F), *[_moves(batch, 3 * n * F)] * 2]
+        moves = [*norms, *sums, *rotation, *gate]
+    return (*products, _attention(model, batch, backward=True), *moves)
 
 
 def block_recompute(model: ModelSpec, batch: Batch, *, by_op: bool = False) -> tuple[Kernel, ...]:
@@ -98,59 +129,76 @@ def block_recompute(model: ModelSpec, batch: Batch, *, by_op: bool = False) -> t
 
     ``by_op``, attention and every second product are kept (see :class:`~refshard.plan.checkpointing.Checkpointing`).
     """
-    needed = [kernel for kernel in block_forward(model, batch) if kernel.name != "down"]
-    if not by_op:
-        return tuple(needed)
-    products = [kernel for kernel in needed if kernel.work == "matmul"]
-    return tuple(k for k in needed if k.work == "move" or k in products[1::2])
+    forward = block_forward(model, batch)
+    products = [k for k in forward if isinstance(k, Product) and k.name != "down"]
+    others = [k for k in forward if not isinstance(k, Product)]
+    if by_op:
+        return (*products[1::2], *(k for k in others if isinstance(k, Move)))
+    return (*products, *others)
 
 
 def embedding_forward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     """Looking up the tokens."""
-    return (Kernel("embedding", "move", _moved(batch, 2 * batch.tokens * model.dim)),)
+    return (_moves(batch, 2 * batch.tokens * model.dim),)
 
 
 def embedding_backward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     """A dense gradient: cleared, and the tokens' rows added."""
-    cleared, added = model.vocab * model.dim, 3 * batch.tokens * model.dim
-    return tuple(Kernel("embedding", "move", _moved(batch, moved)) for moved in (cleared, added))
+    cleared = float(batch.element_bytes * model.vocab * model.dim)
+    return (Move(cleared, fresh=cleared), _moves(batch, 3 * batch.tokens * model.dim))
 
 
 def head_forward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     """Final norm, head, and the loss in fp32."""
-    n, D, V = batch.tokens, model.dim, model.vocab
-    cast = [] if batch.dtype == "fp32" or batch.compiled else [(batch.element_bytes + 4) * n * V]
-    softmax = [(batch.element_bytes if batch.compiled else 8) * n * V]
-    moves = [_moved(batch, 2 * n * D), *cast, *softmax]
-    return (_product("head", n, D, V), *(Kernel("loss", "move", moved) for moved in moves))
+    n, D, V, e = batch.tokens, model.dim, model.vocab, batch.element_bytes
+    loss = (
+        [Move(e * n * V, n * V)]
+        if batch.compiled
+        else [*_casts(batch, n * V), Move(8 * n * V, 2 * n * V, fresh=4 * n * V)]
+    )
+    return (_product(batch, "head", n, D, V), *_norm_forward(batch, n * D), *loss)
 
 
 def head_backward(model: ModelSpec, batch: Batch) -> tuple[Kernel, ...]:
     """The loss's gradient, the head's two products, and the final norm's gradient."""
-    n, D, V = batch.tokens, model.dim, model.vocab
-    e = batch.element_bytes
+    n, D, V, e = batch.tokens, model.dim, model.vocab, batch.element_bytes
     if batch.compiled:
-        moves = [2 * e * n * V]
+        loss = [Move(2 * e * n * V, n * V)]
     else:
         # The gradient of the chosen logits into zeros, softmax's, and back to the dtype of the logits.
-        moves = [4 * n * V, 12 * n * V, *([] if batch.dtype == "fp32" else [(e + 4) * n * V])]
-    products = (_product("head", n, D, V),) * 2
-    return (*products, *(Kernel("loss", "move", moved) for moved in [*moves, _moved(batch, 4 * n * D)]))
+        loss = [Move(4 * n * V, fresh=4 * n * V), Move(12 * n * V, 1.5 * n * V), *_casts(batch, n * V)]
+    return (*[_product(batch, "head", n, D, V)] * 2, *loss, *_norm_backward(batch, n * D))
 
 
-def optimizer(parameters: int) -> tuple[Kernel, ...]:
-    """Fused AdamW on as many fp32 parameters: four read, three written."""
-    return (Kernel("optimizer", "move", 28.0 * parameters),)
+def _product(batch: Batch, name: str, m: int, k: int, n: int) -> Product:
+    return Product(name, 2.0 * m * k * n, float(batch.element_bytes * (m * k + k * n + m * n)))
 
 
-def _product(name: str, m: int, k: int, n: int) -> Kernel:
-    return Kernel(name, "matmul", 2.0 * m * k * n)
+def _attention(model: ModelSpec, batch: Batch, *, backward: bool) -> Attention:
+    return Attention(batch.sequences * model.n_heads, batch.seq_len, model.head_dim, backward)
 
 
-def _attention_flops(model: ModelSpec, batch: Batch) -> float:
-    """Two products over the causal half."""
-    return 2.0 * batch.sequences * batch.seq_len**2 * model.dim
+def _moves(batch: Batch, elements: int, transcendentals: float = 0.0) -> Move:
+    """An elementwise kernel over so many elements of the batch's dtype, read and written."""
+    return Move(float(batch.element_bytes * elements), transcendentals)
 
 
-def _moved(batch: Batch, elements: int) -> float:
-    return float(batch.element_bytes * elements)
+def _norm_forward(batch: Batch, elements: int) -> list[Move]:
+    """One kernel; or, in fp32, square, mean, its root's inverse, and scaling, and then the gain."""
+    if batch.fused_norms or batch.compiled:
+        return [_moves(batch, 2 * elements)]
+    inner = [Move(4.0 * numbers * elements) for numbers in (2, 1, 0, 0, 2)]
+    return [*_casts(batch, elements), *inner, *_casts(batch, elements), _moves(batch, 2 * elements)]
+
+
+def _norm_backward(batch: Batch, elements: int) -> list[Move]:
+    """One kernel; or, in fp32, the gradients of the gain, its input, the scaling, the mean and the square, and sums."""
+    if batch.fused_norms or batch.compiled:
+        return [_moves(batch, 4 * elements)]
+    inner = [Move(4.0 * numbers * elements) for numbers in (3, 3, 3, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0, 0)]
+    return [*_casts(batch, elements), *inner, *_casts(batch, elements)]
+
+
+def _casts(batch: Batch, elements: int) -> list[Move]:
+    """Logits to fp32, or their gradient back; none where they are fp32."""
+    return [] if batch.dtype == "fp32" else [Move((batch.element_bytes + 4) * elements)]

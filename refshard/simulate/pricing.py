@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from refshard.costs import CollectiveCost, GroupShape, collective_cost
+from refshard.costs import CollectiveCost, GroupShape, collective_cost, move_seconds, optimizer_seconds
 from refshard.plan.recipe import Recipe
 from refshard.plan.schedule import Phase
 from refshard.plan.units import ModelUnit, Role
@@ -77,7 +77,7 @@ class Pricing:
 
     def optimizer(self, units: tuple[ModelUnit, ...]) -> float:
         """Seconds of the optimizer's step on this rank's shards."""
-        return self._seconds(kernels.optimizer(sum(unit.numel for unit in units) // self.shards))
+        return optimizer_seconds(self._hardware, sum(unit.numel for unit in units) / self.shards)
 
     def own_part(self, unit: ModelUnit) -> float:
         """Seconds to bring this rank's shard where it is gathered from, in the dtype that it is gathered in."""
@@ -109,7 +109,7 @@ class Pricing:
 
     def move(self, nbytes: float) -> float:
         """Seconds to read and write ``nbytes`` in all."""
-        return self._hardware.kernel_s + nbytes / self._hardware.memory_bytes_per_s
+        return move_seconds(self._hardware, nbytes)
 
     def gradient_bytes(self, numel: int) -> int:
         """Bytes of as many gradients as they are reduced."""
@@ -146,9 +146,7 @@ class Pricing:
         return kernels.seconds(listed, self._hardware, self._batch.dtype)
 
     def _call(self, op: CollectiveOp, numel: int, dtype: Dtype, shape: GroupShape, *, exchanged: bool = False) -> Call:
-        # An exchange moves what an all-to-all does: a part to each other rank.
-        run: CollectiveOp = "all_to_all" if exchanged else op
-        cost = collective_cost(self._cluster, run, numel * ELEMENT_BYTES[dtype], shape)
+        cost = collective_cost(self._cluster, "exchange" if exchanged else op, numel * ELEMENT_BYTES[dtype], shape)
         return Call(op, numel, dtype, shape.ranks, cost)
 
 

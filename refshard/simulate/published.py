@@ -52,8 +52,9 @@ def _prediction(table: PublishedTable, row: PublishedRow, strategy: str, publish
         cluster=load_cluster(table.cluster).of_nodes(row.nodes),
         seq_len=row.seq_len,
         sequences=row.sequences,
-        reduction=table.reduction,
+        reduction=table.reduction.get(strategy, "fp32"),
         compiled=row.compiled,
+        fused_norms=table.fused_norms,
     )
     step = forecast_step(job, find_recipe(strategy), checkpointing_of(row.checkpointing, job.model.n_layers))
     peak = job.cluster.accelerator.matmul[job.dtype].peak

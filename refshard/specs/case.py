@@ -122,6 +122,8 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             words.append(f"checkpointing {self.checkpointing}")
         if self.fidelity != "measured":
             words.append(f"{self.fidelity} on {self.cluster}")
+        if self.resident_ranks > 1:
+            words.append(f"{self.resident_ranks} ranks resident")
         return tuple(words)
 
     @property
@@ -149,8 +151,16 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def reference(self) -> "CaseSpec":
         """The same batches on one unsharded rank, which this case's losses must equal.
 
-        It accumulates and recomputes nothing: neither may change a loss, so the proof covers them too.
+        It accumulates and recomputes nothing: neither may change a loss, so the proof covers them too. It is measured:
+        what is emulated or simulated has no losses that mean anything.
         """
         return msgspec.structs.replace(
-            self, strategy=REFERENCE_STRATEGY, world_size=1, microbatches=1, checkpointing="none"
+            self,
+            strategy=REFERENCE_STRATEGY,
+            world_size=1,
+            microbatches=1,
+            checkpointing="none",
+            fidelity="measured",
+            cluster="",
+            resident_ranks=1,
         )

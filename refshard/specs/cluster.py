@@ -76,9 +76,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     collective takes however little it moves, ``quick`` the library's other protocol, if it has one. While one runs
     beside compute, compute goes at ``compute_beside_communication`` of its rate (the collective's kernels hold
     multiprocessors; on a CPU its threads hold cores) and the collective at ``communication_beside_compute`` of its own.
-    Kernels that prepare a reduction beside compute go at ``preparation_beside_compute`` of theirs (YaFSDP's give-way
-    effect). ``measured`` are collectives timed on this very cluster, which go before what ``within`` and ``between``
-    would say.
+    Kernels that prepare a reduction beside compute get ``preparation_beside_compute`` of the device, and compute the
+    rest (YaFSDP's give-way effect). ``measured`` are collectives timed on this very cluster, which go before what
+    ``within`` and ``between`` would say.
     """
 
     hardware: str | HardwareSpec
@@ -92,7 +92,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     quick: QuickProtocol | None = None
     compute_beside_communication: float = 1.0
     communication_beside_compute: float = 1.0
-    preparation_beside_compute: float = 1.0
+    preparation_beside_compute: float = 0.5
     measured: tuple[MeasuredCollective, ...] = ()
     about: str = ""
     sources: dict[str, str]
@@ -107,6 +107,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for field in _BESIDE:
             if not 0 < getattr(self, field) <= 1:
                 raise ValueError(f"{field} must lie in (0, 1], got {getattr(self, field)}")
+        if self.preparation_beside_compute == 1:
+            raise ValueError("preparation_beside_compute must be < 1, since compute gets the rest, got 1")
         finite("launch_s", self.launch_s)
         sourced(self, exempt=("hardware", "library", "nodes", "algorithms", "measured", "about", "sources"))
 

@@ -34,13 +34,18 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PublishedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table: where it comes from, the cluster's profile, and in which unit its results are."""
+    """A table: where it comes from, the cluster's profile, in which unit its results are, and what holds for all rows:
+    the dtype of reductions by strategy (fp32 where none is given), and whether its models had torch's fused norms.
+    ``assumed`` says what of this the source does not tell.
+    """
 
     title: str
     source: str
     cluster: str
     unit: Literal["seconds", "tokens/s/GPU"]
-    reduction: Dtype = "fp32"
+    assumed: str = ""
+    reduction: dict[str, Dtype] = {}
+    fused_norms: bool = True
     rows: tuple[PublishedRow, ...]
 
 

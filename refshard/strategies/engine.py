@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard.engine.api import engine_of, full_parameters, no_sync, shard
-from refshard.engine.collectives import backend_of
+from refshard.engine.collectives import library_of
 from refshard.engine.unit import Unit
 from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
@@ -32,7 +32,7 @@ class Refshard(Strategy):
     def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
         """See :meth:`Strategy.wrap`."""
         self._world_size = group.size()
-        self._gloo = backend_of(group, next(model.parameters()).device) == "gloo"
+        self._gloo = library_of(group, next(model.parameters()).device) == "gloo"
         self._model = model
         return shard(model, mesh_of(group, model), mode=self._mode.name)
 

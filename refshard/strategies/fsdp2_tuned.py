@@ -3,8 +3,9 @@
 On a CPU, FSDP2 runs every collective synchronously. What its API offers against that, each kept because it helps:
 
 - ``unshard(async_op=True)`` from hooks one unit ahead, in forward and in backward, so that gathers overlap compute;
-- ``set_custom_reduce_scatter`` with the exchange-and-sum that the engine uses on gloo, pieces and all; synchronous, as
-  its interface asks. One that returned early would be right only while FSDP2 happens not to touch the result;
+- over gloo, ``set_custom_reduce_scatter`` with the exchange-and-sum that the engine uses there, pieces and all;
+  synchronous, as its interface asks. One that returned early would be right only while FSDP2 happens not to touch the
+  result;
 - units for the embedding and the head, as torchtitan has them; the embedding is not gathered for backward, which does
   not read it, and the head is kept until its backward.
 """
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from refshard.engine.collectives import library_of
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.specs.case import Workload
@@ -34,7 +36,8 @@ class FSDP2Tuned(Strategy):
     def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
         """See :meth:`Strategy.wrap`."""
         mesh = mesh_of(group, model)
-        self._world_size, self._gloo = group.size(), dist.get_backend(group) == "gloo"
+        device = next(model.parameters()).device
+        self._world_size, self._gloo = group.size(), library_of(group, device) == "gloo"
         backbone = model.model
         if not model.spec.tied:
             fully_shard(backbone.embed_tokens, mesh=mesh).set_unshard_in_backward(False)
@@ -47,8 +50,9 @@ class FSDP2Tuned(Strategy):
         for unit in (m for m in model.modules() if isinstance(m, FSDPModule) and self._gloo):
             unit.set_custom_reduce_scatter(exchange)
         blocks = list(backbone.layers)
-        # Elsewhere FSDP2 prefetches by itself, on streams of its own.
-        for module, following in pairwise([backbone.embed_tokens, *blocks, model.lm_head] if self._gloo else []):
+        # On a GPU FSDP2 prefetches by itself, on streams of its own.
+        hooked = [backbone.embed_tokens, *blocks, model.lm_head] if device.type == "cpu" else []
+        for module, following in pairwise(hooked):
             if isinstance(following, FSDPModule):
                 module.register_forward_pre_hook(_unshard(following))
             if module in blocks:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 WARMUP_STEPS = 1
@@ -12,11 +13,11 @@ WARMUP_STEPS = 1
 
 
 @contextmanager
-def capture_steps(path: Path, steps: int) -> Iterator[profile]:
+def capture_steps(path: Path, steps: int, *, all_threads: bool = False) -> Iterator[profile]:
     """Profile ``WARMUP_STEPS + steps`` training steps; the caller calls ``step()`` on what is yielded after each.
 
-    The trace of the last ``steps`` is written to ``path`` (gzipped Chrome JSON, as ``.json.gz``) and is there when the
-    context ends.
+    ``all_threads`` records threads too that Python started. The trace of the last ``steps`` is written to ``path``
+    (gzipped Chrome JSON, as ``.json.gz``) and is there when the context ends.
     """
 
     def write(profiler: profile) -> None:
@@ -33,5 +34,6 @@ def capture_steps(path: Path, steps: int) -> Iterator[profile]:
         schedule=schedule(wait=0, warmup=WARMUP_STEPS, active=steps, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
+        experimental_config=_ExperimentalConfig(profile_all_threads=True) if all_threads else None,
     ) as profiler:
         yield profiler

@@ -1,4 +1,6 @@
-"""A trace without device events: gloo's run-loop threads communicate, and the thread that holds the steps computes."""
+"""A trace without device events: gloo's run-loop threads communicate, or those of an emulated backend, and the thread
+that holds the steps computes.
+"""
 
 import re
 from collections.abc import Callable
@@ -9,10 +11,10 @@ import numpy.typing as npt
 from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
 from refshard.tracing.events import ANNOTATION, HOST, TraceFile
 from refshard.tracing.labels import Labels
+from refshard.tracing.messages import EMULATED, GLOO
 from refshard.tracing.steps import step_at
 
 _COMPUTE_OP = re.compile(r"^(aten::|fsdp::|## Call CompiledFxGraph|Torch-Compiled Region)")
-_GLOO = "gloo:"
 
 
 def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], main: int) -> Spans:
@@ -22,13 +24,13 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
     of a collective's own arithmetic, and stand as preparation.
     """
     host = trace.host
-    is_gloo = _named(trace, lambda name: name.startswith(_GLOO)) & (host.categories == ANNOTATION)
+    is_run = _named(trace, lambda name: name.startswith((GLOO, EMULATED))) & (host.categories == ANNOTATION)
     computes = _named(trace, lambda name: bool(_COMPUTE_OP.match(name))) & (host.threads == main)
     computes &= np.isin(host.categories, (HOST, ANNOTATION))
     outermost = _outermost(host.starts, host.ends, np.flatnonzero(computes))
-    rows = np.concatenate((np.flatnonzero(is_gloo), outermost))
+    rows = np.concatenate((np.flatnonzero(is_run), outermost))
     rows = rows[np.lexsort((host.ends[rows], host.starts[rows]))]
-    starts, communicates = host.starts[rows], is_gloo[rows]
+    starts, communicates = host.starts[rows], is_run[rows]
     units, under = labels.of_work(host.threads[rows], starts)
     kinds = np.where(
         communicates,
@@ -36,6 +38,7 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
         np.where(under & Meaning.WAIT > 0, KINDS.index(Kind.PREP), KINDS.index(Kind.COMPUTE)),
     )
     lanes = np.where(communicates, host.threads[rows], main)
+    emulated = set(host.threads[is_run & _named(trace, lambda name: name.startswith(EMULATED))].tolist())
     return Spans(
         starts=starts,
         ends=host.ends[rows],
@@ -48,7 +51,10 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
         units=np.where(communicates, UNKNOWN, units).astype(np.int32),
         under=under,
         signatures=host.names[rows],
-        lane_names=tuple("main" if place == main else f"gloo {tid}" for place, (_, tid) in enumerate(trace.threads)),
+        lane_names=tuple(
+            "main" if place == main else f"{'emulated' if place in emulated else 'gloo'} {tid}"
+            for place, (_, tid) in enumerate(trace.threads)
+        ),
         name_table=trace.names,
         unit_names=labels.unit_names,
         signature_names=trace.names,

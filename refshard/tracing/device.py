@@ -108,7 +108,7 @@ def _kinds(trace: TraceFile, order: npt.NDArray[np.int64], under: npt.NDArray[np
     is_kernel = trace.device.categories[order] == KERNEL
     code = {kind: KINDS.index(kind) for kind in Kind}
     conditions = (
-        is_collective | (is_kernel & communicates[names]),
+        is_collective | (is_kernel & communicates[names]) | (under & Meaning.COLLECTIVE > 0),
         under & Meaning.REDUCE > 0,
         ~is_kernel | (under & (Meaning.COPY_IN | Meaning.COPY_OUT) > 0),
         ~nameless[names],

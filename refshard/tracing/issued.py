@@ -14,8 +14,9 @@ from refshard.tracing.events import ANNOTATION, TraceFile
 from refshard.tracing.labels import Labels, innermost
 from refshard.tracing.messages import (
     BARRIERS,
+    EMULATED,
+    GLOO,
     OPERATORS,
-    RUNS_AS,
     Args,
     bytes_of_message,
     dtype_of,
@@ -23,11 +24,12 @@ from refshard.tracing.messages import (
     group_of,
     groups_of,
     operation_of,
+    run_of,
     shape_of,
 )
 from refshard.tracing.steps import step_at
 
-_C10D, _GLOO, _NCCL = "c10d::", "gloo:", "nccl:"
+_C10D, _NCCL = "c10d::", "nccl:"
 _NAME = "Collective name"
 
 
@@ -36,7 +38,6 @@ class _Announced:
     """A collective as the host's own operators tell of it, and the spans that ran for it."""
 
     op: str
-    runs_as: str
     rows: list[int]
     shapes: list[tuple[int | None, Any]]
     spans: list[int] = field(default_factory=list)
@@ -76,8 +77,7 @@ def _announced(trace: TraceFile) -> list[_Announced]:
             continue
         # One that is not known must not vanish: it goes by its own name, with its first tensor's bytes.
         op, argument = OPERATORS.get(name, (_C10D + name, 0))
-        runs_as = _GLOO + (RUNS_AS.get(op) or op)
-        found.append(_Announced(op=op, runs_as=runs_as, rows=[row], shapes=[shape_of(trace.host_args[row], argument)]))
+        found.append(_Announced(op=op, rows=[row], shapes=[shape_of(trace.host_args[row], argument)]))
     return found
 
 
@@ -129,16 +129,18 @@ def _by_thread(trace: TraceFile, announced: Sequence[_Announced]) -> dict[int, l
 def _match_in_order(
     trace: TraceFile, spans: Spans, ran: npt.NDArray[np.int64], announced: Sequence[_Announced]
 ) -> list[int]:
-    """Give the first of each kind that ran to the first announced: gloo's queues are first in, first out.
+    """Give the first of each kind that ran to the first announced: queues are first in, first out, on a CPU.
 
     What ran before the first of its kind was announced was announced before the trace began.
     """
+    names = [spans.name_table[name] for name in spans.names[ran].tolist()]
+    emulated = any(name.startswith(EMULATED) for name in names)
     waiting: dict[str, list[_Announced]] = defaultdict(list)
     for one in reversed(announced):
-        waiting[one.runs_as].append(one)
+        waiting[run_of(one.op, emulated=emulated)].append(one)
     alone = []
-    for row in ran.tolist():
-        queue = waiting[spans.name_table[spans.names[row]]]
+    for row, name in zip(ran.tolist(), names):
+        queue = waiting[name]
         if queue and trace.host.starts[queue[-1].rows[0]] <= spans.starts[row]:
             queue.pop().spans.append(row)
         else:
@@ -147,11 +149,13 @@ def _match_in_order(
 
 
 class _CpuArgs:
-    """Arguments of gloo's spans."""
+    """Arguments of the spans in which collectives run on a CPU."""
 
     def __init__(self, trace: TraceFile, spans: Spans) -> None:
         host = trace.host
-        rows = np.array([r for r in trace.host_args if trace.names[host.names[r]].startswith(_GLOO)], np.int64)
+        rows = np.array(
+            [r for r in trace.host_args if trace.names[host.names[r]].startswith((GLOO, EMULATED))], np.int64
+        )
         rows = rows[host.categories[rows] == ANNOTATION]
         self._rows = np.full(len(spans), UNKNOWN, np.int64)
         self._rows[spans.of_kind(Kind.COMM)] = rows[np.lexsort((host.ends[rows], host.starts[rows]))]

@@ -49,7 +49,7 @@ def timeline_of(trace: TraceFile) -> Timeline:
         spans = cpu_spans(trace, labels, host_windows, main_thread(trace, step_rows))
     if not len(spans) and not host_windows:
         raise TraceError(
-            f"{trace.path}: holds no kernels and copies, no gloo:* spans, no steps and no operators; "
+            f"{trace.path}: holds no kernels and copies, no gloo:* or emulated:* spans, no steps and no operators; "
             "record it with ProfilerActivity.CPU, and CUDA where there is a GPU"
         )
     windows = device_windows(spans, host_windows) if on_device else host_windows
@@ -72,7 +72,7 @@ def rank_of(trace: TraceFile) -> int | None:
 
 
 def _with_collectives(spans: Spans, collectives: tuple[Collective, ...]) -> Spans:
-    """Spans of gloo's threads with what only the operator that announced them knows: when, and for which unit."""
+    """Spans of a CPU's threads, with what only the operator that announced a collective knows: when, for which unit."""
     launches, units, steps = spans.launches.copy(), spans.units.copy(), spans.steps.copy()
     number = {name: place for place, name in enumerate(spans.unit_names)}
     for one in collectives:

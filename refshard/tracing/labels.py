@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from refshard.timeline import UNKNOWN, Label, Meaning
 from refshard.tracing.events import ANNOTATION, HOST, TraceFile
+from refshard.tracing.messages import EMULATED
 
 ROOT = "(root)"
 """Name of the unit that FSDP2 leaves without one: the model itself, less its wrapped parts."""
@@ -62,6 +63,8 @@ def meaning_of(name: str) -> tuple[Meaning, str | None] | None:
         return None if meaning is None else (meaning, match[3] if match[3] not in (None, "", "None") else ROOT)
     if name.startswith(("Optimizer.step#", "Optimizer.zero_grad#")):
         return Meaning.OPTIMIZER, None
+    if name.startswith(EMULATED):
+        return Meaning.COLLECTIVE, None
     return (_BY_NAME[name], None) if name in _BY_NAME else None
 
 

@@ -35,7 +35,9 @@ OPERATORS = {
 """torch's operators that communicate, without ``c10d::``; barriers move nothing and are left out."""
 
 BARRIERS = frozenset(("barrier", "monitored_barrier_"))
-RUNS_AS = {"reduce_scatter": "all_reduce"}
+GLOO, EMULATED = "gloo:", "emulated:"
+"""What the names of the spans begin with in which a collective runs on a CPU: gloo's, and emulated ones."""
+_GLOO_RUNS_AS = {"reduce_scatter": "all_reduce"}
 """What gloo calls the run of an operation, where that is another."""
 
 _ELEMENT_BYTES = {
@@ -79,6 +81,15 @@ def operation_of(name: str) -> str:
     """
     plain = name.lower().replace("_", "").partition("(")[0]
     return next((op for part, op in _NAMES if part in plain), name)
+
+
+def run_of(op: str, *, emulated: bool) -> str:
+    """The name of the span in which an operation runs on a CPU.
+
+    >>> run_of("reduce_scatter", emulated=False), run_of("reduce_scatter", emulated=True)
+    ('gloo:all_reduce', 'emulated:reduce_scatter')
+    """
+    return EMULATED + op if emulated else GLOO + _GLOO_RUNS_AS.get(op, op)
 
 
 def element_bytes(dtype: Any) -> int | None:

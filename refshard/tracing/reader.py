@@ -32,10 +32,11 @@ from refshard.tracing.events import (
     MemoryEvent,
     TraceFile,
 )
+from refshard.tracing.messages import EMULATED, GLOO
 from refshard.tracing.stream import EventStream
 
 _DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))
-_TELLING = ("c10d::", "gloo:", "nccl:", "record_param_comms")
+_TELLING = ("c10d::", GLOO, EMULATED, "nccl:", "record_param_comms")
 _MEMORY = "[memory]"
 _FIELD = re.compile(r"`\$\.(.+?)`$")
 

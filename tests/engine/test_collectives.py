@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.engine.collectives import GroupCollectives, backend_of, piece_length
+from refshard.engine.collectives import GroupCollectives, backend_of, library_of, piece_length
 
 
 @pytest.fixture(params=["gloo", "cpu:gloo", None])
@@ -21,7 +21,7 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dist.Proce
 
 
 def test_gloo_is_known_however_it_was_asked_for(group: dist.ProcessGroup) -> None:
-    assert backend_of(group, torch.device("cpu")) == "gloo"
+    assert backend_of(group, torch.device("cpu")) == library_of(group, torch.device("cpu")) == "gloo"
 
 
 def test_an_axis_of_one_rank_needs_no_collective(group: dist.ProcessGroup) -> None:

@@ -17,12 +17,11 @@ from refshard.records import (
     CollectiveCount,
     EndRecord,
     Environment,
-    Fidelity,
     Proof,
     Run,
     RunRecord,
 )
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import CaseSpec, Fidelity
 from refshard.specs.suite import NetworkSpec, SuiteSpec
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -123,14 +122,25 @@ def environment() -> Environment:
     )
 
 
-def spec(strategy: str, world_size: int = 2) -> CaseSpec:
+CLUSTER = "dgx-h100"
+"""Where cases take place that are not measured."""
+
+
+def spec(strategy: str, world_size: int = 2, fidelity: Fidelity = "measured") -> CaseSpec:
     """The spec that all cases share, for one strategy."""
-    return CaseSpec(strategy=strategy, world_size=world_size, model="llama-mini", global_batch=8)
+    return CaseSpec(
+        strategy=strategy,
+        world_size=world_size,
+        model="llama-mini",
+        global_batch=8,
+        fidelity=fidelity,
+        cluster="" if fidelity == "measured" else CLUSTER,
+    )
 
 
 def launch(made: Made, number: int, rounds: int, fidelity: Fidelity = "measured") -> CaseRecord:
     """One launch that ended ok."""
-    case = spec(made.strategy, made.world_size)
+    case = spec(made.strategy, made.world_size, fidelity)
     drift = 1 + 0.005 * (2 * number - rounds + 1)
     slowest = made.step_time * drift * np.linspace(0.99, 1.01, STEPS)
     fastest = 0.97 * slowest
@@ -148,12 +158,24 @@ def launch(made: Made, number: int, rounds: int, fidelity: Fidelity = "measured"
         backend="gloo" if made.world_size > 1 else "",
         step_times_s=(tuple(slowest.tolist()), *[tuple(fastest.tolist())] * (made.world_size - 1)),
         losses=losses(made.parity),
-        metrics=metrics(made),
+        metrics={**metrics(made), **({} if fidelity == "measured" else {"loss_parity": None})},
         flops_convention="B",
         peak_flops_per_s=1.25e11,
         peak_source="measured GEMM, fp32, 1 thread",
-        proof=proof(made),
+        proof=proof(made) if fidelity == "measured" else unheld(proof(made)),
     )
+
+
+def unheld(made: Proof) -> Proof:
+    """The proof of a case that is held against no other."""
+    notes = dict.fromkeys(("parity_note", "bits_note"), "compares with nothing")
+    return msgspec.structs.replace(made, loss_parity=None, bit_identical_to_ddp=None, **notes)
+
+
+def both(fidelity: Fidelity) -> Run:
+    """A run that holds each case measured, and of this fidelity on :data:`CLUSTER`."""
+    measured, other = run(rounds=1, failed=False), run(rounds=1, failed=False, fidelity=fidelity)
+    return msgspec.structs.replace(measured, cases=(*measured.cases, *other.cases))
 
 
 def failure(number: int) -> CaseRecord:

@@ -5,7 +5,8 @@ import pytest
 
 from refshard.records import CaseRecord, Run
 from refshard.report.cases import BREAKDOWN, cases, contested, plain, settings, trainings
-from tests.report.runs import CASES, FAILED, STRATEGIES, run, spec, with_record
+from refshard.specs.case import Fidelity
+from tests.report.runs import CASES, FAILED, STRATEGIES, both, run, spec, with_record
 
 
 def with_spec(made: Run, strategies: dict[str, int], **changes: object) -> Run:
@@ -168,10 +169,32 @@ def test_cases_of_several_models_and_batches_are_told_apart_where_all_of_a_run_m
     }
 
 
-def test_fidelities_never_share_a_setting() -> None:
-    measured, simulated = run(rounds=1, failed=False), run(rounds=1, failed=False, fidelity="simulated")
-    both = msgspec.structs.replace(measured, cases=(*measured.cases, *simulated.cases))
-    assert [s.label.rpartition(", ")[2] for s in settings(both)] == ["measured", "simulated"]
+@pytest.mark.parametrize("fidelity", ["simulated", "emulated"])
+def test_fidelities_never_share_a_setting(fidelity: Fidelity) -> None:
+    labels = [setting.label for setting in settings(both(fidelity))]
+    assert [label.rpartition(", ")[2] for label in labels] == ["measured", f"{fidelity} on dgx-h100"]
+    assert all(label.count("emulated") <= 1 for label in labels)
+
+
+def test_clusters_and_numbers_of_resident_ranks_never_share_a_setting() -> None:
+    made = run(rounds=1, failed=False, fidelity="emulated")
+    elsewhere = [
+        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, **changes))
+        for changes in ({"cluster": "lab"}, {"resident_ranks": 2})
+        for record in made.cases
+        if record.case.world_size > 1
+    ]
+    found = settings(msgspec.structs.replace(made, cases=(*made.cases, *elsewhere)))
+    assert [setting.label.partition("tokens")[2] for setting in found] == [
+        ", emulated on dgx-h100", ", emulated on dgx-h100, 2 ranks resident", ", emulated on lab",
+    ]  # fmt: skip
+
+
+def test_only_what_was_measured_is_said_to_train_the_same() -> None:
+    assert [training.label for training in trainings(both("emulated"))] == [
+        "llama-mini, global batch of 8 sequences of 256 tokens, measured"
+    ]
+    assert trainings(run(fidelity="emulated", failed=False)) == ()
 
 
 def test_cases_with_equal_references_train_the_same() -> None:

@@ -192,3 +192,12 @@ def test_the_old_file_stays_readable_until_the_new_one_is_whole(tmp_path: Path) 
     replace_file(target, pieces())
     assert seen_meanwhile == ["old"]
     assert target.read_text() == "new"
+
+
+def test_a_page_of_emulated_cases_says_so_and_shows_no_loss() -> None:
+    text = "".join(page(run(rounds=1, failed=False, fidelity="emulated")))
+    seen = Page(text).text
+    assert "What is emulated on dgx-h100 is no measurement" in seen
+    assert "emulated on dgx-h100" in seen
+    assert not [tag for tag in Page(text).having("section") if tag.get("id") == "losses"]
+    assert "#losses" not in text

@@ -6,7 +6,7 @@ import pytest
 from refshard.records import EndRecord, Run
 from refshard.report.origin import command, environment
 from refshard.report.trust import Fact, trust
-from tests.report.runs import CASES, over_network, proof, run, with_record
+from tests.report.runs import CASES, both, over_network, proof, run, with_record
 
 
 def facts(made: Run) -> dict[str, Fact]:
@@ -68,9 +68,21 @@ def test_losses_that_differ_are_doubted_and_name_the_case() -> None:
 
 
 def test_fidelities_are_never_mixed_silently() -> None:
-    measured, simulated = run(rounds=1, failed=False), run(rounds=1, failed=False, fidelity="simulated")
-    both = msgspec.structs.replace(measured, cases=(*measured.cases, *simulated.cases))
-    assert facts(both)["Fidelity"].value == "measured and simulated"
+    found = facts(both("simulated"))["Fidelity"]
+    assert found.value == "measured and simulated"
+    assert found.detail == (
+        "measured: real processes, kernels and wire; simulated: every duration is modelled "
+        "(cpu with gloo, cpu with gloo on dgx-h100)"
+    )
+
+
+def test_losses_of_what_is_emulated_are_no_doubt_and_no_proof() -> None:
+    found = facts(run(rounds=1, failed=False, fidelity="emulated"))
+    parity = found["Worst loss parity"]
+    assert (parity.value, parity.detail, parity.good) == ("not compared", "compares with nothing", None)
+    assert found["Bit-identical to DDP"].value == "not compared"
+    assert found["Proof of run"].detail == "units and collectives are what the strategy's plan announced"
+    assert facts(both("emulated"))["Worst loss parity"].value == "3.1e-07"
 
 
 def test_an_empty_run_is_trusted_in_nothing() -> None:

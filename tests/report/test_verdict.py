@@ -7,7 +7,7 @@ import pytest
 
 from refshard.records import Run
 from refshard.report.verdict import findings, listed, verdict
-from tests.report.runs import CASES, HOSTILE, Made, run, with_record
+from tests.report.runs import CASES, HOSTILE, Made, both, run, with_record
 
 BY_NAME = {made.strategy: made for made in CASES}
 
@@ -190,3 +190,19 @@ def test_a_run_that_did_not_end_by_itself_says_so_first(end: bool | None, told: 
     closing = None if end is None else msgspec.structs.replace(made.end, interrupted=end)
     assert verdict(msgspec.structs.replace(made, end=closing))[0] == told
     assert not verdict(made)[0].startswith("Not finished")
+
+
+def test_what_is_emulated_is_said_to_be_and_competes_with_its_like_only() -> None:
+    assert "What is emulated on dgx-h100 is no measurement: one real rank; the other ranks are modelled." in verdict(
+        run(rounds=3, failed=False, fidelity="emulated")
+    )
+    titles = [finding.title for finding in findings(both("emulated"))]
+    assert [title.partition("tokens, ")[2] for title in titles] == [
+        "measured, 2 ranks", "emulated on dgx-h100, 2 ranks",
+    ]  # fmt: skip
+    assert not [sentence for sentence in verdict(run()) if "no measurement" in sentence]
+
+
+def test_of_the_warnings_that_launches_left_the_first_is_told() -> None:
+    made = with_record(with_record(only(*CASES), 1, warnings=("it\x1b[0m waited",)), 2, warnings=("so did it",))
+    assert verdict(made)[-1] == ("Caution: ddp, 2 ranks: it waited; 1 more case has warnings too, which --json shows.")

@@ -12,14 +12,15 @@ from refshard.quantities import MIB
 from refshard.records import METRICS, CollectiveCount, Run
 from refshard.report import views
 from refshard.report.cases import BREAKDOWN, cases, settings, trainings
+from refshard.report.proof import bit_identical, proof_summary
 from refshard.stats.sample import Summary
-from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, proof, run, with_record
+from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, run, with_record
 
 KEYS = {
     "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "workload",
     "microbatches", "checkpointing", "fidelity", "device", "backend", "state", "rounds", "samples", *METRICS,
     "step_time_low_s", "step_time_high_s", "flops_convention", "recompute", "peak_flops_per_s", "peak_source", "proof",
-    "bit_identical_to_ddp", "bits_note", "warnings", "error", "network",
+    "bit_identical_to_ddp", "bits_note", "parity_note", "cluster", "warnings", "error", "network",
 }  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def test_rows_are_the_json_as_a_table() -> None:
 def test_proof_in_a_word(failures: tuple[str, ...], expected: str) -> None:
     made = run(CASES[:1], rounds=1, failed=False)
     changed = msgspec.structs.replace(proof(CASES[0]), failures=failures)
-    assert views.proof_summary(cases(with_record(made, 0, proof=changed))[0]) == expected
+    assert proof_summary(cases(with_record(made, 0, proof=changed))[0]) == expected
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_bits_are_identical_only_if_every_round_says_so(
     for place, answer in enumerate(rounds):
         changed = msgspec.structs.replace(proof(CASES[1]), bit_identical_to_ddp=answer)
         made = with_record(made, place, proof=changed)
-    assert views.bit_identical(cases(made)[0]) is expected
+    assert bit_identical(cases(made)[0]) is expected
 
 
 def test_pivot_is_strategy_by_world_size() -> None:
@@ -284,3 +285,15 @@ def test_a_run_cut_off_before_its_first_case_has_empty_views() -> None:
 )
 def test_axes_get_the_unit_of_their_largest_value(unit: str, largest: float, expected: tuple[str, float]) -> None:
     assert views.axis_unit("s" if unit == "s" else "B", largest) == expected
+
+
+def test_no_table_shows_the_losses_of_what_is_emulated() -> None:
+    emulated = run(rounds=1, failed=False, fidelity="emulated")
+    (setting,) = settings(emulated)
+    assert "loss parity" not in views.summary_table(setting.cases).columns
+    assert set(views.proof_table(emulated)["loss parity"]) == {"compares with nothing"}
+    assert {(row["loss_parity"], row["parity_note"], row["cluster"]) for row in views.as_json(emulated)} == {
+        (None, "compares with nothing", "dgx-h100")
+    }
+    for setting in settings(both("emulated")):
+        assert ("loss parity" in views.summary_table(setting.cases).columns) == ("measured" in setting.label)

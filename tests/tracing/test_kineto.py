@@ -94,6 +94,62 @@ def test_gloo_spans_know_when_and_for_which_unit_they_were_announced(tmp_path: P
     assert [timeline.spans.unit_names[unit] for unit in timeline.spans.units[1:]] == ["a", "b"]
 
 
+def test_emulated_spans_are_communication_and_run_by_their_own_names(tmp_path: Path) -> None:
+    """Step [0, 100): compute [10, 50), a reduce-scatter [30, 70) that nothing calls an all-reduce."""
+    path = write(
+        tmp_path / "t.json",
+        [
+            step(0, 0, 100),
+            event("aten::mm", 10, 40),
+            event("c10d::_reduce_scatter_base_", 5, 1, cat="user_annotation",
+                  **shaped([[8], [16]], ["float", "float"])),
+            event("c10d::allreduce_", 7, 1, cat="user_annotation", **shaped([[[4]]], ["TensorList"])),
+            event("emulated:all_reduce", 75, 5, cat="user_annotation", tid=2, **shaped([[4]], ["double"])),
+            event("emulated:reduce_scatter", 30, 40, cat="user_annotation", tid=2, **shaped([[16]], ["float"])),
+        ],
+    )  # fmt: skip
+    timeline = read_timeline(path)
+    assert [(c.op, c.bytes, c.announced, c.lane) for c in timeline.collectives] == [
+        ("reduce_scatter", 64, True, "emulated 2"), ("all_reduce", 32, True, "emulated 2"),
+    ]  # fmt: skip
+    (found,) = step_breakdowns(timeline)
+    assert (found.comm_ns, found.exposed_ns, found.compute_ns) == (45_000, 25_000, 40_000)
+
+
+def test_on_a_gpu_whatever_kernels_an_emulated_collective_runs_are_communication(tmp_path: Path) -> None:
+    """It takes its link, copies and spins; a product that is launched beside it is none of it."""
+
+    def launched(name: str, launch: float, start: float, duration: float, stream: int) -> list[dict[str, Any]]:
+        number = int(launch * 10)
+        return [
+            event("cudaLaunchKernel", launch, 0.5, cat="cuda_runtime", correlation=number),
+            event(name, start, duration, cat="kernel", stream=stream, correlation=number),
+        ]
+
+    path = write(
+        tmp_path / "t.json",
+        [
+            step(0, 0, 100),
+            event("c10d::_allgather_base_", 5, 5, cat="user_annotation", **shaped([[16], [8]], ["float", "float"])),
+            event("emulated:all_gather", 6, 3, cat="user_annotation"),
+            *launched("refshard_emulated_start", 6, 20, 2, 9),
+            *launched("elementwise_kernel", 7, 22, 8, 9),
+            *launched("refshard_emulated_hold", 8, 30, 30, 9),
+            *launched("gemm", 12, 25, 40, 7),
+        ],
+    )
+    timeline = read_timeline(path)
+    assert {(s.name, s.kind) for s in timeline.spans} == {
+        ("refshard_emulated_start", Kind.COMM), ("elementwise_kernel", Kind.COMM),
+        ("refshard_emulated_hold", Kind.COMM), ("gemm", Kind.COMPUTE),
+    }  # fmt: skip
+    (one,) = timeline.collectives
+    assert (one.op, one.bytes, len(one.rows)) == ("all_gather", 64, 3)
+    assert one.start is not None
+    assert one.end is not None
+    assert one.end - one.start == 40_000
+
+
 def test_collectives_carry_the_bytes_of_the_unsharded_tensor(tmp_path: Path) -> None:
     timeline = read_timeline(cpu_trace(tmp_path / "t.json"))
     assert collectives_per_step(timeline) == {

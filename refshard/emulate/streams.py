@@ -1,0 +1,216 @@
+"""On CUDA a collective is work on a stream: it takes its link, moves its bytes, and spins until its end.
+
+The links are kept on the device, since only there it shows when a collective's turn has come: the host runs ahead. The
+kernels are compiled when the first collective is issued; they read ``%globaltimer``, so they need NVIDIA's hardware.
+"""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from refshard.costs import Link
+from refshard.emulate.delay import SPAN, Call, Delay, Tally, recorded
+
+_LINKS: tuple[Link, ...] = ("within", "between")
+_TICK_S = 1e-8
+"""Unit of the kernels' arguments, which are 32 bits wide: up to 21 s."""
+_THREADS = 512
+"""Threads of a block that holds a multiprocessor, as many as NCCL's blocks have."""
+_SOURCE = """
+__device__ unsigned long long now() {
+  unsigned long long ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+extern "C" __global__ void refshard_emulated_start(
+    unsigned long long* free_at, unsigned long long* end, int link, int transfer, int latency) {
+  unsigned long long seen, sent;
+  do {
+    seen = *(volatile unsigned long long*)(free_at + link);
+    unsigned long long at = now();
+    sent = (seen > at ? seen : at) + 10ull * transfer;
+  } while (atomicCAS(free_at + link, seen, sent) != seen);
+  *end = sent + 10ull * latency;
+}
+
+extern "C" __global__ void refshard_emulated_hold(const unsigned long long* end, unsigned long long* counts) {
+  if (threadIdx.x == 0) {
+    unsigned long long at = now();
+    if (blockIdx.x == 0) {
+      atomicAdd(counts, 1ull);
+      if (at > *end) {
+        atomicAdd(counts + 1, 1ull);
+        atomicAdd(counts + 2, at - *end);
+      }
+    }
+    while (now() < *end) __nanosleep(100);
+  }
+  __syncthreads();
+}
+"""
+
+
+class Device(ABC):
+    """What :class:`StreamDelay` asks of a device. Streams and events are the implementation's own."""
+
+    @abstractmethod
+    def current(self) -> Any:
+        """The current stream."""
+
+    @abstractmethod
+    def stream(self) -> Any:
+        """A new stream."""
+
+    @abstractmethod
+    def use(self, stream: Any) -> AbstractContextManager[object]:
+        """What is launched within goes to ``stream``."""
+
+    @abstractmethod
+    def slot(self) -> Any:
+        """Room for the end of one collective at a time."""
+
+    @abstractmethod
+    def start(self, slot: Any, link: Link, transfer_s: float, latency_s: float) -> None:
+        """Launch, on the current stream, what takes the link when it is free and writes the end to ``slot``."""
+
+    @abstractmethod
+    def hold(self, slot: Any) -> None:
+        """Launch, on the current stream, what holds multiprocessors until the end in ``slot``."""
+
+    @abstractmethod
+    def future(self) -> "torch.futures.Future[Any]":
+        """A future whose waiters' streams wait for what the current stream holds when it is completed."""
+
+    @abstractmethod
+    def tally(self) -> Tally:
+        """What has ended, once all that was launched has."""
+
+
+class CudaDevice(Device):
+    """One GPU of NVIDIA's."""
+
+    def __init__(self, device: torch.device, multiprocessors: int) -> None:
+        self._device, self._blocks = device, multiprocessors
+        self._free_at = torch.zeros(len(_LINKS), dtype=torch.int64, device=device)
+        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
+        compile_kernel = torch.cuda._compile_kernel
+        self._start = compile_kernel(_SOURCE, "refshard_emulated_start")
+        self._hold = compile_kernel(_SOURCE, "refshard_emulated_hold")
+        torch.cuda.synchronize(device)  # what was zeroed is read on other streams
+
+    def current(self) -> Any:
+        """See :meth:`Device.current`."""
+        return torch.cuda.current_stream(self._device)
+
+    def stream(self) -> Any:
+        """See :meth:`Device.stream`."""
+        return torch.cuda.Stream(self._device)
+
+    def use(self, stream: Any) -> AbstractContextManager[object]:
+        """See :meth:`Device.use`."""
+        return torch.cuda.stream(stream)
+
+    def slot(self) -> Any:
+        """See :meth:`Device.slot`."""
+        return torch.zeros(1, dtype=torch.int64, device=self._device)
+
+    def start(self, slot: Any, link: Link, transfer_s: float, latency_s: float) -> None:
+        """See :meth:`Device.start`."""
+        ticks = [round(seconds / _TICK_S) for seconds in (transfer_s, latency_s)]
+        self._start(grid=(1, 1, 1), block=(1, 1, 1), args=[self._free_at, slot, _LINKS.index(link), *ticks])
+
+    def hold(self, slot: Any) -> None:
+        """See :meth:`Device.hold`."""
+        self._hold(grid=(self._blocks, 1, 1), block=(_THREADS, 1, 1), args=[slot, self._counts])
+
+    def future(self) -> "torch.futures.Future[Any]":
+        """See :meth:`Device.future`."""
+        return torch.futures.Future(devices=[self._device])
+
+    def tally(self) -> Tally:
+        """See :meth:`Device.tally`."""
+        torch.cuda.synchronize(self._device)
+        return Tally(*self._counts.tolist())
+
+
+class StreamDelay(Delay):
+    """Collectives of one group on one device; a group's communicator runs one at a time, whatever stream it is on.
+
+    One that is asynchronous runs on the group's own stream, any other on the current stream, as NCCL's do.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._slot = device, device.slot()
+        self._own: Any = None
+        self._last: Any = None
+
+    def run(self, call: Call) -> dist.Work:
+        """See :meth:`Delay.run`."""
+        current = self._device.current()
+        stream = current
+        if call.asynchronous:
+            stream = self._own = self._own or self._device.stream()
+            stream.wait_event(current.record_event())
+        if self._last is not None:
+            stream.wait_event(self._last)
+        with self._device.use(stream), recorded(f"{SPAN}{call.op}", *call.tensors[:2]), torch.no_grad():
+            self._device.start(self._slot, call.cost.link, call.cost.transfer_s, call.cost.latency_s)
+            call.move()
+            self._device.hold(self._slot)
+            future = self._device.future()
+            future.set_result(call.results)
+        if stream is not current:
+            for tensor in call.tensors:
+                tensor.record_stream(stream)
+        self._last = stream.record_event()
+        return StreamWork(future, self._last)
+
+    @property
+    def tally(self) -> Tally:
+        """See :meth:`Delay.tally`: nothing of its own, since all groups count on the device."""
+        return Tally()
+
+    def close(self) -> None:
+        """See :meth:`Delay.close`: the streams end what they were given by themselves."""
+
+
+class StreamWork(dist.Work):
+    """A collective on a stream: awaiting it makes the current stream wait, not the host."""
+
+    def __init__(self, future: "torch.futures.Future[Any]", event: Any) -> None:
+        super().__init__()
+        self._future, self._event = future, event
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let the current stream go on only after it."""
+        self._future.wait()
+        return True
+
+    def synchronize(self) -> None:
+        """As :meth:`wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the device has ended it."""
+        return bool(self._event.query())
+
+    def is_success(self) -> bool:
+        """Whether the device has ended it: nothing can fail."""
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """Nothing can go wrong."""
+
+    def result(self) -> list[torch.Tensor]:
+        """Its output, usable by the current stream."""
+        found: list[torch.Tensor] = self._future.wait()
+        return found
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """A future of its output."""
+        return self._future
