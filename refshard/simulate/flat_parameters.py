@@ -21,7 +21,7 @@ from refshard.simulate.ledger import Ledger
 
 @final
 class FlatParameters(Holdings):
-    """FSDP1 with a unit around the blocks, which stays gathered from forward to backward."""
+    """FSDP1 with units beside the blocks, or with one around them, which stays gathered from forward to backward."""
 
     def __init__(self, setting: Setting, ledger: Ledger) -> None:
         super().__init__(setting, ledger)
@@ -29,6 +29,7 @@ class FlatParameters(Holdings):
         self._unsharded: set[int] = set()
         self._fresh = [0] * len(setting.units)
         self._shard_gradients = False
+        self._around = setting.units[0].role == "around"
 
     def settle(self) -> None:
         """See :meth:`Holdings.settle`."""
@@ -44,15 +45,15 @@ class FlatParameters(Holdings):
         """See :meth:`Holdings.begin`: in backward the unit before is gathered ahead."""
         self._gather(unit)
         if phase == "backward":
-            before = len(self._shards) - 1 if unit == 0 else unit - 1
-            if before > 0:
+            before = len(self._shards) - 1 if self._around and unit == 0 else unit - 1
+            if before >= (1 if self._around else 0):
                 self._gather(before)
 
     def end(self, unit: int, phase: Phase) -> None:
         """See :meth:`Holdings.end`."""
         if phase == "backward":
             self._reduce(unit)
-        elif unit > 0:
+        elif unit > 0 or not self._around:
             self._reshard(unit)
 
     def forward_done(self) -> None:

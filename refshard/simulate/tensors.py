@@ -1,10 +1,11 @@
 """The sizes of the tensors of one call of a Llama's layers, and what its norms, rotations and attention make of them.
 
 Each function tells a tape what torch 2.13 does, op by op. On CUDA an RMSNorm is one kernel; elsewhere, and before torch
-2.9, it is composed of ten ops, in fp32 whatever it is given. Attention is the flash kernel of either, which reads grouped keys and values as
-they are; CUDA's backward makes fp32 sums of the queries' gradient, and keys' and values' gradients for every query
-head, which it adds up (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``). cuDNN's kernel, which
-torch prefers on some GPUs, keeps the same for backward; what it takes for itself is not known here.
+2.9, it is composed of ten ops, in fp32 whatever it is given. Attention is the flash kernel of either, which reads
+grouped keys and values as they are; CUDA's backward makes fp32 sums of the queries' gradient, and keys' and values'
+gradients for every query head, which it adds up (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``).
+cuDNN's kernel, which torch prefers on some GPUs, keeps the same for backward; what it takes for itself is not known
+here.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from refshard.engine.api import no_sync, shard
@@ -31,9 +31,10 @@ def wrap(model: Llama, strategy: str, mesh: DeviceMesh, *, bf16: bool) -> nn.Mod
     """The model as a strategy trains it; in bf16, with fp32 masters and reductions."""
     if strategy in MODES:
         return shard(model, mesh, mode=strategy, precision=Precision(parameters=BF16 if bf16 else None))
-    if strategy == "fsdp1":
+    if strategy.startswith("fsdp1"):
         mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32) if bf16 else None
-        policy = ModuleWrapPolicy({Block})
+        ends = () if strategy == "fsdp1-root" else (model.model.embed_tokens, model.lm_head)
+        policy = CustomPolicy(lambda module: isinstance(module, Block) or module in ends)
         return FullyShardedDataParallel(
             model, process_group=mesh.get_group(), auto_wrap_policy=policy, mixed_precision=mixed, device_id=CPU
         )

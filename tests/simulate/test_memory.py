@@ -16,6 +16,7 @@ from refshard.plan.checkpointing import Checkpointing, checkpointing_of
 from refshard.plan.recipe import RECIPES
 from refshard.plan.units import model_units
 from refshard.quantities import GIB
+from refshard.simulate.holdings import MASTER_BYTES
 from refshard.simulate.kernels import Batch
 from refshard.simulate.memory import RankJob, fits, predict_memory
 from refshard.specs.model import ModelSpec, load_model
@@ -23,6 +24,7 @@ from tests.simulate.pretended import levels_of_a_step
 from tests.simulate.test_activations import LAYERS, spec
 
 WORLD_SIZE = 4
+STRATEGIES = RECIPES | {"fsdp1-root": msgspec.structs.replace(RECIPES["fsdp1"], grouping="root")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,27 +43,30 @@ def job(model: ModelSpec, *, policy: str = "none", bf16: bool = False, **changes
 def numbers(model: ModelSpec, strategy: str) -> int:
     """Bytes of the optimizer's counts of steps, which are too small for the watch to see."""
     parameters = 9 * model.n_layers + (2 if model.tied else 3)
-    return 4 * (model.n_layers + 1 if strategy == "fsdp1" else parameters)
+    flat = {"fsdp1": model.n_layers + 2, "fsdp1-root": model.n_layers + 1}
+    return 4 * flat.get(strategy, parameters)
 
 
 def check(model: ModelSpec, strategy: str, **features: Any) -> None:
-    predicted = predict_memory(job(model, **features), None if strategy == "single" else RECIPES[strategy])
+    predicted = predict_memory(job(model, **features), None if strategy == "single" else STRATEGIES[strategy])
     measured = levels_of_a_step(model, strategy, sequences=2, seq_len=24, **features)
     counts = numbers(model, strategy)
-    assert sum(predicted.between_steps.values()) - counts == measured[0], "between steps"
-    assert predicted.peak - counts == max(measured), "at the peak"
+    # FSDP1 makes no unit of two modules: the final norm's few weights are in a unit of the root's.
+    apart = 8 * MASTER_BYTES * model.dim if strategy == "fsdp1" else 0
+    assert sum(predicted.between_steps.values()) - counts == pytest.approx(measured[0], abs=apart), "between steps"
+    assert predicted.peak - counts == pytest.approx(max(measured), abs=apart), "at the peak"
 
 
 TWICE = {"microbatches": 2, "policy": "full"}
 BF16 = {"bf16": True, "microbatches": 2}
 HYBRID = {"replicas": 2, "microbatches": 2, "policy": "every-2"}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *((strategy, {}) for strategy in ("single", *RECIPES)),
-    *((strategy, TWICE) for strategy in ("single", "ddp", "fsdp1", "fsdp2", "replicate")),
-    *((strategy, BF16) for strategy in ("fsdp1", "fsdp2-tuned", "zero1", "yafsdp")),
+    *((strategy, {}) for strategy in ("single", *STRATEGIES)),
+    *((strategy, TWICE) for strategy in ("single", "ddp", "fsdp1-root", "fsdp2", "replicate")),
+    *((strategy, BF16) for strategy in ("fsdp1-root", "fsdp2-tuned", "zero1", "yafsdp")),
     *((strategy, HYBRID) for strategy in ("fsdp", "yafsdp", "zero2")),
     *((strategy, {"tied": True, "bf16": True}) for strategy in ("fsdp2-tuned", "fsdp", "yafsdp")),
-    *((strategy, {"vocab": 97}) for strategy in ("fsdp1", "fsdp2", "yafsdp")),
+    *((strategy, {"vocab": 97}) for strategy in ("fsdp1-root", "fsdp2", "yafsdp")),
     ("fsdp2", {"replicas": 2, "bf16": True}),
     ("replicate", {"bf16": True, "policy": "full"}),
 ]
