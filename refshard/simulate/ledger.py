@@ -1,10 +1,8 @@
-"""Bytes by category while a step is walked, its peak, and what is there between steps."""
+"""Bytes by category while a step is walked."""
 
 from typing import NamedTuple
 
-import msgspec
-
-from refshard.simulate.tape import CATEGORIES, Category, Changes
+from refshard.simulate.tape import CATEGORIES, Category
 
 Bytes = dict[Category, int]
 
@@ -17,28 +15,16 @@ class MemoryEvent(NamedTuple):
     after: int
 
 
-class MemoryForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted memory of one rank, in bytes as they are allocated.
-
-    ``peak`` is the highest sum within a step, and ``at_peak`` what it is made of. ``between_steps`` is what is held
-    before the step and after it. ``events`` are the stretches of the step in the host's order.
-    """
-
-    peak: int
-    at_peak: Bytes
-    between_steps: Bytes
-    events: tuple[MemoryEvent, ...]
-
-
 class Ledger:
-    """What is allocated now. ``granule`` is what the allocator rounds a size to."""
+    """What is allocated now, and at the ``peak`` so far. ``granule`` is what the allocator rounds a size to."""
 
     def __init__(self, granule: int = 1) -> None:
         self._granule = granule
         self._now: Bytes = dict.fromkeys(CATEGORIES, 0)
-        self._total = self._peak = self._highest = 0
-        self._at_peak: Bytes = {}
-        self._events: list[MemoryEvent] = []
+        self._total = self._highest = 0
+        self.peak = 0
+        self.at_peak: Bytes = {}
+        self.events: list[MemoryEvent] = []
 
     def rounded(self, nbytes: int) -> int:
         """What a tensor of ``nbytes`` occupies."""
@@ -50,8 +36,8 @@ class Ledger:
         self._now[category] += nbytes
         self._total += nbytes
         self._highest = max(self._highest, self._total)
-        if self._total > self._peak:
-            self._peak, self._at_peak = self._total, self._now.copy()
+        if self._total > self.peak:
+            self.peak, self.at_peak = self._total, self._now.copy()
 
     def free(self, category: Category, nbytes: int) -> None:
         """Let go of one tensor."""
@@ -75,16 +61,10 @@ class Ledger:
 
     def close(self, name: str) -> None:
         """End a stretch of the step."""
-        self._events.append(MemoryEvent(name, self._highest, self._total))
+        self.events.append(MemoryEvent(name, self._highest, self._total))
         self._highest = self._total
 
     @property
     def now(self) -> Bytes:
         """Bytes by category."""
         return self._now.copy()
-
-    def forecast(self, between_steps: Bytes) -> MemoryForecast:
-        """What was seen so far, as a forecast."""
-        return MemoryForecast(
-            peak=self._peak, at_peak=self._at_peak, between_steps=between_steps, events=tuple(self._events)
-        )

@@ -8,19 +8,21 @@ One microbatch after the other is walked in the host's order: forward and backwa
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from refshard.errors import SpecError
 from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.placement import MODES
 from refshard.plan.recipe import Recipe
 from refshard.plan.units import ModelUnit, model_units
-from refshard.quantities import GIB, MIB
+from refshard.quantities import GIB
 from refshard.simulate.activations import Call, block_call, embedding_call, head_call, loss_call
 from refshard.simulate.flat_parameters import FlatParameters
 from refshard.simulate.forecast import Job
 from refshard.simulate.fully_shard import FullyShard
 from refshard.simulate.holdings import Holdings, Setting
 from refshard.simulate.kernels import Batch
-from refshard.simulate.ledger import Ledger, MemoryForecast
+from refshard.simulate.ledger import Bytes, Ledger, MemoryEvent
 from refshard.simulate.pricing import Recompute
 from refshard.simulate.slots import Slots
 from refshard.simulate.tape import Changes
@@ -67,9 +69,40 @@ class RankJob:
             )
 
 
-def forecast_memory(
-    job: Job, recipe: Recipe | None, checkpointing: Checkpointing = NO_CHECKPOINTING
-) -> MemoryForecast:
+class MemoryForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted memory of one rank, in bytes as torch's allocator hands them out.
+
+    ``peak`` is the highest sum within a step, and ``at_peak`` what it is made of. ``between_steps`` is what is held
+    before a step and after it. ``events`` are the stretches of the step in the host's order. ``warnings`` say where the
+    model is not what runs.
+    """
+
+    peak: int
+    at_peak: Bytes
+    between_steps: Bytes
+    events: tuple[MemoryEvent, ...]
+    warnings: tuple[str, ...] = ()
+
+
+OUTSIDE_BYTES = 2 * GIB
+"""What a GPU's memory holds beside torch's allocator: a CUDA context and loaded kernels, some 0.7 GiB (PyTorch forums,
+"High gpu memory overhead"), and two communicators of 0.5 to 0.7 GiB each (NVIDIA/nccl issue 964, "Question about GPU
+memory consumption of NCCL": 544 MB for 2 A100s, 688 MB for more).
+"""
+FRAGMENTATION = 0.05
+"""The share of the rest that lies unused between an allocator's blocks. A guess for expandable segments, not measured:
+it depends on shapes, and can be several times as much without them.
+"""
+
+
+def fits(
+    memory: MemoryForecast, available: int, *, outside: int = OUTSIDE_BYTES, fragmentation: float = FRAGMENTATION
+) -> bool:
+    """Whether a step fits in a device of ``available`` bytes, of which ``outside`` and then a share are no tensor's."""
+    return memory.peak <= (available - outside) * (1 - fragmentation)
+
+
+def forecast_memory(job: Job, recipe: Recipe | None, checkpointing: Checkpointing = NO_CHECKPOINTING) -> MemoryForecast:
     """The memory of one rank of a job on its cluster; see :func:`predict_memory`."""
     return predict_memory(
         RankJob(
@@ -90,8 +123,8 @@ def forecast_memory(
 def predict_memory(job: RankJob, recipe: Recipe | None) -> MemoryForecast:
     """What one rank allocates in a training step that is not its first; without a recipe, one rank alone.
 
-    Left out: what the data pipeline holds, what libraries keep for themselves, and what an allocator cannot use
-    between its blocks; see :data:`CONTEXT_BYTES` and :func:`fits`.
+    Beside the model and its optimizer (a fused AdamW) that is the tokens of the step. What libraries keep for
+    themselves is left out, gloo's buffers excepted.
     """
     recipe = recipe or ALONE
     everywhere = recipe.mode.optimizer == "replicate"
@@ -114,18 +147,29 @@ def predict_memory(job: RankJob, recipe: Recipe | None) -> MemoryForecast:
     ledger.close("between steps")
     tokens = 2 * job.microbatches * tensors.ids
     ledger.take("activations", tokens)  # of all microbatches: inputs and targets
-    walk = _Walk(setting.units, _parts(setting.units, tensors, job.checkpointing), tensors, holdings, ledger)
+    walk = _Walk(setting.units, _parts(setting.units, tensors, job.checkpointing), loss_call(tensors), holdings, ledger)
     for index in range(job.microbatches):
-        walk.microbatch(index, of=job.microbatches)
+        walk.microbatch(first=index == 0, last=index == job.microbatches - 1)
     holdings.drop_gradients()
     ledger.free("activations", tokens)
     ledger.close("optimizer")
     assert ledger.now == between_steps, "a step gives back what it takes"
-    return ledger.forecast(between_steps)
+    return MemoryForecast(
+        peak=ledger.peak,
+        at_peak=ledger.at_peak,
+        between_steps=between_steps,
+        events=tuple(ledger.events),
+        warnings=_warnings(job),
+    )
 
 
-CONTEXT_BYTES = 0
-FRAGMENTATION = 0.0
+def _warnings(job: RankJob) -> tuple[str, ...]:
+    warnings = []
+    if job.device == "cuda" and job.batch.dtype == "fp32":
+        warnings.append("attention in fp32 is counted as CUDA's flash kernel, which takes bf16 only")
+    if job.batch.compiled:
+        warnings.append("compiled blocks are counted as eager ones, which keep more")
+    return tuple(warnings)
 
 
 def _holdings(setting: Setting, ledger: Ledger) -> Holdings:
@@ -179,16 +223,16 @@ class _Walk:
     """Microbatch after microbatch, in the host's order."""
 
     def __init__(
-        self, units: Sequence[ModelUnit], parts: tuple[_Part, ...], t: Tensors, holdings: Holdings, ledger: Ledger
+        self, units: Sequence[ModelUnit], parts: tuple[_Part, ...], loss: Call, holdings: Holdings, ledger: Ledger
     ) -> None:
-        self._units, self._parts, self._loss = units, parts, loss_call(t)
+        self._units, self._parts, self._loss = units, parts, loss
         self._holdings, self._ledger = holdings, ledger
         self._missing: list[int] = []
 
-    def microbatch(self, index: int, *, of: int) -> None:
+    def microbatch(self, *, first: bool, last: bool) -> None:
         """Forward, loss and backward of one."""
         self._missing = [len(unit.parameters) for unit in self._units]
-        self._holdings.open_pass(first=index == 0, last=index == of - 1)
+        self._holdings.open_pass(first=first, last=last)
         for part in self._parts:
             if part.opens:
                 self._holdings.begin(part.unit, "forward")

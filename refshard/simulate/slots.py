@@ -6,6 +6,7 @@ need not be awaited. Sizes are those of ``engine/unit.py`` and ``engine/buffers.
 
 from collections import Counter
 from collections.abc import Hashable
+from functools import cache
 from typing import Literal, final
 
 from refshard.plan.layout import UnitLayout, lay_out
@@ -45,8 +46,7 @@ class Slots(Holdings):
             "parameters": dict(slots.parameters), "gradients": dict(slots.gradients)
         }  # fmt: skip
         self._legs = 2 if setting.shards > 1 and setting.replicas > 1 else 1
-        kinds = {PassKind(gather=g, reduce=r, legs=self._legs) for g in (True, False) for r in (True, False)}
-        self._streams = {kind: build(markers, slots, self._mode, facts, kind) for kind in kinds}
+        self._build = cache(lambda kind: build(markers, slots, self._mode, facts, kind))
         self._kind, self._stream = PassKind(), tuple[Op, ...]()
         self._position = 0
         self._fresh: dict[int, list[int]] = {}
@@ -55,7 +55,7 @@ class Slots(Holdings):
     def settle(self) -> None:
         """See :meth:`Holdings.settle`."""
         setting, ledger = self.setting, self.ledger
-        for index, layout in enumerate(self._layouts):
+        for layout in self._layouts:
             ledger.take("parameters", MASTER_BYTES * layout.shard_numel)
             if self._gradients_aliased:
                 ledger.take("gradients", MASTER_BYTES * layout.numel)
@@ -73,7 +73,7 @@ class Slots(Holdings):
         """See :meth:`Holdings.open_pass`."""
         kept, reduced_once = self._mode.parameters == "replicate", self._mode.gradients == "replicate"
         kind = PassKind(gather=first or not kept, reduce=last or not reduced_once, legs=self._legs)
-        self._kind, self._stream, self._position = kind, self._streams[kind], 0
+        self._kind, self._stream, self._position = kind, self._build(kind), 0
         self._go_on()
 
     def begin(self, unit: int, phase: Phase) -> None:
@@ -188,7 +188,7 @@ class Slots(Holdings):
         if not (self.setting.gloo and self.setting.recipe.exchanges_reductions and self.setting.shards > 1):
             return
         under_way, most = Counter[int](), Counter[int]()
-        for op in self._streams[PassKind(legs=self._legs)]:
+        for op in self._build(PassKind(legs=self._legs)):
             numel = self._layouts[op.unit].shard_numel
             if op.kind is OpKind.REDUCE:
                 under_way[numel] += 1

@@ -3,7 +3,8 @@
 Each function tells a tape what torch 2.13 does, op by op. On a CPU an RMSNorm is composed of ten ops, in fp32 whatever
 it is given; on CUDA it is one kernel. Attention is the flash kernel of either, which reads grouped keys and values as
 they are; CUDA's backward makes fp32 sums of the queries' gradient, and keys' and values' gradients for every query
-head, which it adds up (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``).
+head, which it adds up (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``). cuDNN's kernel, which
+torch prefers on some GPUs, keeps the same for backward; what it takes for itself is not known here.
 """
 
 from dataclasses import dataclass
@@ -243,7 +244,7 @@ def rotate_backward(tape: Tape, t: Tensors, gradient: str, nbytes: int, *, last:
 
 
 def attention_forward(tape: Tape, t: Tensors) -> str:
-    """Attention of ``query``, ``key`` and ``value``; the name of its output, which lies as the next product reads it."""
+    """Attention of ``query``, ``key`` and ``value``; the name of its output, laid out as the next product reads it."""
     tape.make("mixed", t.hidden)
     sums = tape.make("sums", t.sums)
     tape.save("query", "key", "value", "mixed", sums)

@@ -23,30 +23,40 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.levels: list[int] = []
         self.watching = watching
-        self._live: dict[int, tuple[StorageWeakRef, bool]] = {}
+        self._made: dict[int, StorageWeakRef] = {}
+        self._before: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.watching:
             self.levels.append(self.total())
-        for storage in _storages((args, kwargs)):  # unknown ones do not count: they were there before
-            self._live.setdefault(storage._cdata, (StorageWeakRef(storage), False))
+        for storage in _storages((args, kwargs)):
+            if self._unknown(storage):
+                self._before[storage._cdata] = StorageWeakRef(storage)
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            self._live.setdefault(storage._cdata, (StorageWeakRef(storage), True))
+            if self._unknown(storage):
+                self._made[storage._cdata] = StorageWeakRef(storage)
         if self.watching:
             self.levels.append(self.total())
         return result
 
     def total(self) -> int:
         """Bytes now. A storage's size may have changed since it was made."""
-        self._live = {key: known for key, known in self._live.items() if not known[0].expired()}
-        return sum(_size(ref) for ref, counts in self._live.values() if counts)
+        total, gone = 0, []
+        for key, ref in self._made.items():
+            storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                gone.append(key)
+            elif (size := storage.nbytes()) > NUMBER:
+                total += size
+        for key in gone:
+            del self._made[key]
+        return total
 
-
-def _size(ref: StorageWeakRef) -> int:
-    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-    size = 0 if storage is None else storage.nbytes()
-    return size if size > NUMBER else 0
+    def _unknown(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage has not been seen; another one may have been at its address."""
+        known = self._made.get(storage._cdata) or self._before.get(storage._cdata)
+        return known is None or known.expired()
 
 
 def _storages(values: object) -> Iterable[torch.UntypedStorage]:

@@ -24,6 +24,7 @@ from refshard.specs.model import ModelSpec
 from tests.simulate.live import LiveBytes
 
 BF16 = torch.bfloat16
+CPU = torch.device("cpu")
 
 
 def wrap(model: Llama, strategy: str, mesh: DeviceMesh, *, bf16: bool) -> nn.Module:
@@ -34,7 +35,7 @@ def wrap(model: Llama, strategy: str, mesh: DeviceMesh, *, bf16: bool) -> nn.Mod
         mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32) if bf16 else None
         policy = ModuleWrapPolicy({Block})
         return FullyShardedDataParallel(
-            model, process_group=mesh.get_group(), auto_wrap_policy=policy, mixed_precision=mixed, device_id="cpu"
+            model, process_group=mesh.get_group(), auto_wrap_policy=policy, mixed_precision=mixed, device_id=CPU
         )
     if strategy.startswith("fsdp2"):
         policy2 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
@@ -44,13 +45,14 @@ def wrap(model: Llama, strategy: str, mesh: DeviceMesh, *, bf16: bool) -> nn.Mod
             fully([model.model.norm, model.lm_head], reshard_after_forward=False)
         for layer in model.model.layers:
             fully(layer)
-        return fully(model)
+        fully(model)
+        return model
     wrapped = DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
     wrapped.register_comm_hook(None, _reduced_at_once)
     return wrapped
 
 
-def _reduced_at_once(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _reduced_at_once(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -71,7 +73,8 @@ def levels_of_a_step(
     world = dist.get_world_size()
     sizes = (world,) if replicas == 1 else (replicas, world // replicas)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
-    with LiveBytes(watching=False) as live:
+    live = LiveBytes(watching=False)
+    with live:
         model = Llama(spec)
         model.tie_weights()
         checkpoint_layers(model, policy)
