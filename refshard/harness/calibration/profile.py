@@ -7,7 +7,7 @@ from refshard.harness.calibration import fit
 from refshard.harness.calibration.fit import rounded
 from refshard.harness.calibration.samples import Calibration, RankSamples
 from refshard.specs.cluster import ClusterSpec, Library, LinkSpec, MeasuredCollective
-from refshard.specs.hardware import Dtype, HardwareSpec, Rate
+from refshard.specs.hardware import AttentionPoint, Dtype, HardwareSpec, Rate
 
 _IDLE = 0.95
 """A rank that had its core for less of the time shared it with other work."""
@@ -58,54 +58,60 @@ def _doubt(calibration: Calibration, ranks: Sequence[RankSamples]) -> str:
 
 
 def _hardware(ranks: Sequence[RankSamples], machine: str, source: str) -> HardwareSpec:
-    kernel_s = mean(rank.kernel_s for rank in ranks)
-    products = fit.mean_samples([rank.products for rank in ranks])
+    first, kernel_s = ranks[0], mean(rank.kernel_s for rank in ranks)
     points = fit.mean_points([rank.attention for rank in ranks])
-    moves = fit.mean_samples([rank.moves for rank in ranks])
-    memory = fit.bytes_per_s(moves, kernel_s)
-    exponentials = fit.transcendental_per_s(
-        fit.mean_samples([rank.transcendentals for rank in ranks]), kernel_s, memory
-    )
-    dtypes: list[Dtype] = list(dict.fromkeys(sample.dtype for sample in products))
-    fitted = {dtype: fit.fit_products([s for s in products if s.dtype == dtype], kernel_s) for dtype in dtypes}
-    matmul: dict[Dtype, Rate] = {dtype: one.rate for dtype, one in fitted.items()}
-    attention = {
-        dtype: fit.attention_rate([p for p in points if p.dtype == dtype], matmul[dtype].peak) for dtype in dtypes
+    memory = fit.bytes_per_s(fit.mean_samples([rank.moves for rank in ranks]), kernel_s)
+    silu = fit.mean_samples([rank.transcendentals for rank in ranks])
+    matmul, errors = _products(ranks, kernel_s)
+    # Where one of these is 0, it does not bind, and needs no source.
+    binding = {
+        "transcendental_per_s": rounded(fit.transcendental_per_s(silu, kernel_s, memory)),
+        "optimizer_bytes_per_s": rounded(mean(rank.optimizer_bytes_per_s for rank in ranks)),
+        "first_touch_bytes_per_s": rounded(mean(rank.first_touch_bytes_per_s for rank in ranks)),
     }
-    errors = ", ".join(f"{dtype} {one.typical_error:.0%}" for dtype, one in fitted.items())
-    touched = mean(rank.first_touch_bytes_per_s for rank in ranks)
-    first = ranks[0]
-    optional = {
-        "transcendental_per_s": (exponentials, "SiLU"),
-        "optimizer_bytes_per_s": (mean(rank.optimizer_bytes_per_s for rank in ranks), "fused AdamW"),
-        "first_touch_bytes_per_s": (touched, "64 MiB allocated and written, less 64 MiB written again"),
-        "multiprocessors": (first.multiprocessors, "the device's properties"),
+    said = {
+        "memory_bytes": "the system's, a rank's share of it",
+        "memory_bytes_per_s": f"{source}: additions, scalings and copies, all ranks at once",
+        "matmul": f"{source}: products of a linear layer, forward and backward; half of them within {errors}",
+        "attention": f"{source}: the longest and widest of attention_points",
+        "attention_points": f"{source}: scaled_dot_product_attention",
+        "kernel_s": f"{source}: a decoder layer too small to compute anything, per kernel",
+        "host_s": f"{source}: a decoder layer too small to compute anything, per kernel",
+        "transcendental_per_s": f"{source}: SiLU",
+        "optimizer_bytes_per_s": f"{source}: fused AdamW",
+        "first_touch_bytes_per_s": f"{source}: 64 MiB allocated and written, less 64 MiB written again",
+        "multiprocessors": "the device's properties",
     }
+    unbound = {field for field, value in {**binding, "multiprocessors": first.multiprocessors}.items() if not value}
     return HardwareSpec(
         device="cpu" if first.device == "cpu" else "cuda",
         memory_bytes=first.memory_bytes,
         memory_bytes_per_s=rounded(memory),
         matmul=matmul,
-        attention=attention,
+        attention=_attention(points, matmul),
         kernel_s=rounded(kernel_s),
         host_s=rounded(mean(rank.host_s for rank in ranks)),
         multiprocessors=first.multiprocessors,
-        transcendental_per_s=rounded(exponentials),
-        optimizer_bytes_per_s=rounded(optional["optimizer_bytes_per_s"][0]),
-        first_touch_bytes_per_s=rounded(touched),
         attention_points=points,
         about=machine,
-        sources={
-            "memory_bytes": "the system's, a rank's share of it",
-            "memory_bytes_per_s": f"{source}: additions, scalings and copies, all ranks at once",
-            "matmul": f"{source}: products of a linear layer, forward and backward; half of them within {errors}",
-            "attention": f"{source}: the longest and widest of attention_points",
-            "attention_points": f"{source}: scaled_dot_product_attention",
-            "kernel_s": f"{source}: tiny operations with autograd",
-            "host_s": f"{source}: tiny operations with autograd",
-            **{field: f"{source}: {how}" for field, (value, how) in optional.items() if value},
-        },
+        sources={field: words for field, words in said.items() if field not in unbound},
+        **binding,
     )
+
+
+def _products(ranks: Sequence[RankSamples], kernel_s: float) -> tuple[dict[Dtype, Rate], str]:
+    """Rates by dtype, and in words by how much their law misses the samples."""
+    samples = fit.mean_samples([rank.products for rank in ranks])
+    dtypes = dict.fromkeys(sample.dtype for sample in samples)
+    fitted = {dtype: fit.fit_products([s for s in samples if s.dtype == dtype], kernel_s) for dtype in dtypes}
+    errors = ", ".join(f"{dtype} {one.typical_error:.0%}" for dtype, one in fitted.items())
+    return {dtype: one.rate for dtype, one in fitted.items()}, errors
+
+
+def _attention(points: Sequence[AttentionPoint], matmul: dict[Dtype, Rate]) -> dict[Dtype, Rate]:
+    return {
+        dtype: fit.attention_rate([p for p in points if p.dtype == dtype], rate.peak) for dtype, rate in matmul.items()
+    }
 
 
 def _links(
