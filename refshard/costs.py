@@ -158,6 +158,8 @@ def collective_cost(cluster: ClusterSpec, op: CollectiveOp, nbytes: int, shape: 
     points = [m for m in cluster.measured if (m.op, m.ranks, m.nodes) == (op, shape.ranks, shape.nodes)]
     if points:
         return _measured(points, nbytes, "between" if shape.nodes > 1 else "within")
+    if cluster.library == "gloo" and op == "reduce_scatter":
+        op = "all_reduce"  # what gloo makes of it
     ways = [_Way.plain(cluster, shape)]
     if cluster.quick is not None and op not in _STRAIGHT:
         ways.append(_Way.quick(cluster, shape))

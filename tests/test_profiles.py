@@ -139,13 +139,14 @@ def test_wrong_clusters_are_refused_by_name(changes: dict[str, Any], message: st
     ("given_name", "message"),
     [
         ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (xN after it for N nodes)"),
-        ("dgx-a100x0", "cluster: must have at least one node, got 'dgx-a100x0'"),
+        ("dgx-a100x0", "cluster: must have at least one node, got 'dgx-a100x0'; write x1 for one"),
+        ("x" * 5000, f"cluster: no profile and no file '{'x' * 80}'; "),
     ],
 )
 def test_a_cluster_that_is_not_there(given_name: str, message: str) -> None:
     with pytest.raises(SpecError) as refused:
         load_cluster(given_name)
-    assert str(refused.value) == message
+    assert str(refused.value).startswith(message)
 
 
 def test_a_cluster_from_a_file_and_how_many_of_its_nodes(tmp_path: Path) -> None:

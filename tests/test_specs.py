@@ -296,3 +296,12 @@ def test_every_shipped_suite_expands() -> None:
 def test_an_unknown_preset_is_refused() -> None:
     with pytest.raises(SpecError, match=r"model: no preset 'llama-tniy'; did you mean 'llama-tiny'\?"):
         load_model("llama-tniy")
+
+
+def test_a_word_that_a_list_does_not_allow_is_refused_with_those_that_it_does(tmp_path: Path) -> None:
+    from refshard.specs.cluster import load_cluster
+
+    profile = (resources.root() / "profiles" / "clusters" / "dgx-a100.toml").read_text()
+    (tmp_path / "odd.toml").write_text(profile.replace('["ring", "tree"]', '["ring", "star"]'))
+    with pytest.raises(SpecError, match=r"algorithms.1: invalid enum value 'star'; known: ring, tree, hierarchical"):
+        load_cluster(str(tmp_path / "odd.toml"))

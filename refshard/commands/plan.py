@@ -21,6 +21,9 @@ from refshard.specs.hardware import Dtype
 from refshard.specs.model import ModelSpec, load_model
 from refshard.specs.reading import within
 
+MOST_MICROBATCHES = 256
+"""Each is simulated."""
+
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for, as the command line has it."""
@@ -46,8 +49,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             SpecError: one is out of range.
         """
         try:
-            for field in ("seq_len", "microbatch", "accumulate", "replicas"):
+            for field in ("seq_len", "microbatch", "replicas"):
                 within(field, getattr(self, field), 1)
+            within("accumulate", self.accumulate, 1, most=MOST_MICROBATCHES)
         except ValueError as error:
             raise SpecError(str(error)) from None
         if not 0 <= self.price_usd < float("inf"):
@@ -80,7 +84,9 @@ def plan(asked: Asked, *, as_json: bool = False, page: Path | None = None, trace
     title = _title(asked, job)
     if page is not None:
         _write_page(found, job, title, page)
-    return json.dumps(as_object(found, job, title), indent=2) if as_json else terminal_plan(found, job, title)
+    if as_json:
+        return json.dumps(as_object(found, job, model=asked.model, cluster=asked.cluster), indent=2)
+    return terminal_plan(found, job, title)
 
 
 def _recipes(given: str | None) -> list[Recipe]:
@@ -113,7 +119,7 @@ def _known_dtype(field: str, given: str) -> Dtype:
     for dtype in known:
         if dtype == given:
             return dtype
-    raise SpecError(f"{field} must be {' or '.join(known)}, got '{given}'")
+    raise SpecError(f"{field} must be {' or '.join(known)}, got '{given}'; choose one of them")
 
 
 def _title(asked: Asked, job: Job) -> str:
@@ -140,9 +146,9 @@ def _write_page(found: Plan, job: Job, title: str, path: Path) -> None:
 def _write_traces(job: Job, found: Plan, folder: Path, asked: Asked) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for row in found.rows:
+            run = simulate(job, find_recipe(row.strategy), row.checkpointing)
+            text = as_kineto(run.items, run.times, job.cluster.world_size)
+            replace_file(folder / f"{row.strategy}-{asked.model}.json", [text])
     except OSError as error:
         raise SpecError(f"trace: {folder} cannot hold traces ({error.strerror}); name a folder that can") from None
-    for row in found.rows:
-        run = simulate(job, find_recipe(row.strategy), row.checkpointing)
-        text = as_kineto(run.items, run.times, job.cluster.world_size)
-        replace_file(folder / f"{row.strategy}-{asked.model}.json", [text])

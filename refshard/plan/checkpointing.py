@@ -58,7 +58,9 @@ def checkpointing_of(policy: str | int, n_layers: int) -> Checkpointing:
     """
     if isinstance(policy, int):
         if not 0 <= policy <= n_layers:
-            raise SpecError(f"checkpoint-layers must be from 0 to the model's {n_layers} layers, got {policy}")
+            raise SpecError(
+                f"checkpoint-layers must be from 0 to the model's {n_layers} layers, got {policy}; lower it"
+            )
         return Checkpointing(frozenset(range(policy)))
     if policy == "selective":
         return Checkpointing(frozenset(range(n_layers)), by_op=True)

@@ -25,11 +25,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     ``copies_out``: a gather lands in a buffer of its own, from which compute copies into the parameters; the buffer is
     kept until the next gather has been copied out. ``copies_in``: compute copies gradients into the buffer that is
     reduced. ``divides``: kernels beside compute divide and cast that buffer before it is reduced, and give way to
-    compute. ``flat``: units are flattened whole; else each parameter is padded to the ranks by its first dimension.
-    ``one_communicator``: gathers and reductions queue behind each other. ``bucket_bytes`` is the size of gradient
-    buckets, the first of ``first_bucket_bytes``. Over gloo, ``awaits_gathers`` and ``awaits_reductions`` say that a
-    collective is awaited where it is issued, and ``exchanges_gathers`` and ``exchanges_reductions`` that parts are
-    exchanged, and summed here, instead of what gloo would do.
+    compute. ``reduces_first``: a unit's reduction is issued before the gather that its backward's end allows.
+    ``awaits_second_leg``: compute waits for the all-reduce over replicas as for any reduction; else only at the end.
+    ``gathers_all``: units are gathered for backward whether that reads them or not. ``flat``: units are flattened
+    whole; else each parameter is padded to the ranks by its first dimension. ``one_communicator``: gathers and
+    reductions queue behind each other. ``bucket_bytes`` is the size of gradient buckets, the first of
+    ``first_bucket_bytes``. Over gloo, ``awaits_gathers`` and ``awaits_reductions`` say that a collective is awaited
+    where it is issued, and ``exchanges_gathers`` and ``exchanges_reductions`` that parts are exchanged, and summed
+    here, instead of what gloo would do.
     """
 
     name: str
@@ -39,6 +42,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     copies_out: bool = False
     copies_in: bool = True
     divides: bool = False
+    reduces_first: bool = False
+    awaits_second_leg: bool = True
+    gathers_all: bool = False
     one_communicator: bool = True
     bucket_bytes: int = 0
     first_bucket_bytes: int = 0
@@ -46,6 +52,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     awaits_reductions: bool = False
     exchanges_gathers: bool = False
     exchanges_reductions: bool = False
+
+
+NEVER_AWAITED = 1 << 20
+"""Gradient slots of which no model has as many units."""
 
 
 def _sharded(name: str, **changes: object) -> Mode:
@@ -60,13 +70,19 @@ RECIPES: dict[str, Recipe] = {
             name="ddp", mode=MODES["replicate"], grouping="buckets", copies_in=False,
             bucket_bytes=25 * MIB, first_bucket_bytes=1 * MIB,
         ),
-        Recipe(name="fsdp1", mode=_sharded("fsdp1"), grouping="ends", divides=True),
+        # Units as YaFSDP's migration guide wraps them; compute never waits for a reduction.
+        Recipe(
+            name="fsdp1", mode=_sharded("fsdp1", gradient_slots=NEVER_AWAITED), grouping="ends", divides=True,
+            reduces_first=True, awaits_second_leg=False, gathers_all=True,
+        ),
         Recipe(
             name="fsdp2", mode=_sharded("fsdp2"), grouping="root", flat=False, copies_out=True,
+            reduces_first=True, awaits_second_leg=False,
             awaits_gathers=True, awaits_reductions=True,
         ),
         Recipe(
             name="fsdp2-tuned", mode=_sharded("fsdp2-tuned"), grouping="ends", flat=False, copies_out=True,
+            reduces_first=True, awaits_second_leg=False,
             awaits_reductions=True, exchanges_reductions=True,
         ),
         *(
@@ -88,6 +104,6 @@ def find_recipe(name: str) -> Recipe:
         SpecError: there is none.
     """
     short = name.removeprefix("refshard-")
-    if short not in RECIPES:
+    if short not in RECIPES or (short != name and short not in MODES):
         raise SpecError(f"strategy: none is called '{name}' here; {nearest(name, list(RECIPES))}")
     return RECIPES[short]

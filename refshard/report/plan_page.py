@@ -20,7 +20,7 @@ def page(plan: Plan, job: Job, title: str, command: str) -> Iterable[str]:
         "title": title,
         "lead": lead,
         "more": more,
-        "warnings": plan_words.warnings(job),
+        "warnings": plan_words.warnings(plan, job),
         "summary": pd.DataFrame(plan_table.summary(plan)),
         "charts": [
             {"bars": Markup(draw(bars)), "legend": legend(bars), "title": bars.title, "table": pd.DataFrame(rows)}
@@ -53,5 +53,5 @@ def _memory(plan: Plan) -> Bars:
         parts=names,
         values=tuple(tuple(float(row.memory.at_peak.get(name, 0)) for name in names) for row in plan.rows),
         text=format_bytes,
-        limit=float(plan.available_bytes),
+        limit=float(plan.usable_bytes),
     )

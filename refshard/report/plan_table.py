@@ -15,18 +15,29 @@ _WIDTH = 120
 _NARROW = 14
 
 
-def as_object(plan: Plan, job: Job, title: str) -> dict[str, Any]:
+def as_object(plan: Plan, job: Job, *, model: str, cluster: str) -> dict[str, Any]:
     """The whole plan: seconds, bytes and fractions; ``strategies`` in the order of the ranking."""
     return {
-        "plan": title,
+        "model": model,
+        "cluster": cluster,
         "fidelity": "simulated",
         "world_size": plan.world_size,
         "available_bytes": plan.available_bytes,
+        "usable_bytes": plan.usable_bytes,
+        "job": {
+            "seq_len": job.seq_len,
+            "microbatch": job.sequences,
+            "accumulate": job.microbatches,
+            "replicas": job.replicas,
+            "dtype": job.dtype,
+            "reduction": job.reduction,
+            "compiled": job.compiled,
+        },
         "tokens_per_step": job.tokens_per_rank * plan.world_size,
         "price_usd_per_gpu_hour": plan.price_usd,
         "strategies": [_as_object(row) for row in plan.rows],
         "verdict": plan_words.verdict(plan),
-        "warnings": plan_words.warnings(job),
+        "warnings": plan_words.warnings(plan, job),
     }
 
 
@@ -37,9 +48,11 @@ def _as_object(row: PlanRow) -> dict[str, Any]:
         "strategy": row.strategy,
         "fits": row.fits,
         "checkpointed_layers": row.checkpointed,
+        "checkpointed": sorted(row.checkpointing.layers),
+        "checkpointed_by_op": row.checkpointing.by_op,
         **step,
         **account,
-        "exposed_total_s": row.step.account.waits_s,
+        "waits_s": row.step.account.waits_s,
         "peak_memory_bytes": row.memory.peak,
         "memory_bytes": msgspec.to_builtins(row.memory.at_peak),
         "gpu_hours_per_trillion_tokens": row.gpu_hours,
@@ -49,7 +62,7 @@ def _as_object(row: PlanRow) -> dict[str, Any]:
 
 def terminal_plan(plan: Plan, job: Job, title: str) -> str:
     """Tables of the strategies, of their time and their memory by part, and sentences."""
-    sentences = [_wrapped(s) for s in (*plan_words.verdict(plan), *plan_words.warnings(job))]
+    sentences = [_wrapped(s) for s in (*plan_words.verdict(plan), *plan_words.warnings(plan, job))]
     tables = [_table(summary(plan)), _table(time_by_part(plan)), _table(memory_by_part(plan))]
     return "\n\n".join([f"{title} (simulated)", *tables, "\n".join(sentences)])
 
@@ -63,7 +76,7 @@ def summary(plan: Plan) -> list[dict[str, str]]:
             "checkpointed layers": str(row.checkpointed),
             "peak memory": format_bytes(row.memory.peak),
             "step time": format_seconds(row.step.step_time_s),
-            "exposed comm. (of step)": _share(row.step.account.waits_s, row.step.step_time_s),
+            "exposed comm. (of step)": _share(row.step.exposed_comm_s, row.step.step_time_s),
             "tokens/s/GPU": format_rate(row.step.tokens_per_s_gpu),
             "TFLOPS": format_rate(row.step.tflops),
             "MFU": format_percent(row.step.mfu),

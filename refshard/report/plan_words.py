@@ -7,7 +7,7 @@ from refshard.simulate.account import Account
 from refshard.simulate.forecast import Job
 from refshard.simulate.ranking import Plan, PlanRow
 
-ALIKE = 0.01
+ALIKE = 0.03
 """Relative difference of step times below which the model cannot tell two strategies apart."""
 _SHOWN = 0.2
 """Part of the difference that a cause must make up to be named."""
@@ -22,39 +22,51 @@ LEFT_OUT = (
 def verdict(plan: Plan) -> list[str]:
     """Sentences: the recommendation, why it is ahead, and what does not fit."""
     fitting = [row for row in plan.rows if row.fits]
-    told = [] if not fitting else [_first(fitting), *_ahead(fitting)]
-    if not fitting:
-        least = min(plan.rows, key=lambda row: row.memory.peak)
-        told.append(
-            f"Nothing fits in {format_bytes(plan.available_bytes)}: {least.strategy}, the leanest, needs "
-            f"{format_bytes(least.memory.peak)} with {least.checkpointed} layers checkpointed; use more ranks, a "
-            "shorter sequence, or tensor parallelism beside it."
-        )
+    told = [_first(fitting), *_ahead(fitting)] if fitting else [_too_large(plan)]
     left = [row for row in plan.rows if not row.fits]
     if fitting and left:
         needs = ", ".join(f"{row.strategy} ({format_bytes(row.memory.peak)})" for row in left)
-        told.append(f"Too large for {format_bytes(plan.available_bytes)}: {needs}.")
+        told.append(f"Too large for {_room(plan)}: {needs}.")
     return told
 
 
-def warnings(job: Job) -> list[str]:
-    """What the model behind the figures leaves out, and assumes of this job."""
-    told = [f"The model leaves out: {'; '.join(LEFT_OUT)}."]
-    told.append(
+def warnings(plan: Plan, job: Job) -> list[str]:
+    """What the model behind the figures leaves out, assumes of this job, and does not know of it."""
+    doubts = dict.fromkeys(doubt for row in plan.rows for doubt in row.memory.warnings)
+    return [
+        f"The model leaves out: {'; '.join(LEFT_OUT)}.",
         f"It takes parameters in {job.dtype}, gradients reduced in {job.reduction}, fp32 masters, fused AdamW, flash "
-        f"attention, and {'compiled' if job.compiled else 'eager'} blocks."
+        f"attention, and {'compiled blocks and loss' if job.compiled else 'eager blocks'}.",
+        *(f"Of memory: {doubt}." for doubt in doubts),
+    ]
+
+
+def _room(plan: Plan) -> str:
+    return f"{format_bytes(plan.usable_bytes)}, which tensors can fill of {format_bytes(plan.available_bytes)}"
+
+
+def _too_large(plan: Plan) -> str:
+    """What is missing where nothing fits, and what would help the leanest strategy."""
+    least = min(plan.rows, key=lambda row: row.memory.peak)
+    remedies = ["shorter sequences", "tensor parallelism beside it"]
+    if least.sharded:
+        remedies.insert(0, "more ranks")
+    if least.checkpointed < least.layers:
+        remedies.insert(0, "more checkpointed layers")
+    return (
+        f"Nothing fits in {_room(plan)}: {least.strategy}, the leanest, needs {format_bytes(least.memory.peak)} with "
+        f"{least.checkpointed} of {least.layers} layers checkpointed; use {', '.join(remedies[:-1])} or {remedies[-1]}."
     )
-    return told
 
 
 def _first(fitting: Sequence[PlanRow]) -> str:
     best = fitting[0]
     layers = f", {best.checkpointed} layers checkpointed" if best.checkpointed else ""
-    waits = best.step.account.waits_s
+    exposed = best.step.exposed_comm_s
     return (
         f"{best.strategy} takes {format_seconds(best.step.step_time_s)} a step{layers}: MFU "
-        f"{format_percent(best.step.mfu)}, {format_percent(waits / best.step.step_time_s)} of the time waiting for "
-        f"collectives, {format_bytes(best.memory.peak)} at its peak."
+        f"{format_percent(best.step.mfu)}, {format_percent(exposed / best.step.step_time_s)} of the time exposed "
+        f"communication, {format_bytes(best.memory.peak)} at its peak."
     )
 
 
@@ -78,6 +90,9 @@ def _ahead(fitting: Sequence[PlanRow]) -> list[str]:
 def _because(best: PlanRow, other: PlanRow) -> str:
     more = other.step.step_time_s - best.step.step_time_s
     mine, theirs = parts(best.step.account), parts(other.step.account)
+    if best.checkpointed != other.checkpointed:
+        theirs["compute"], theirs["compute, of which more layers recompute"] = mine["compute"], theirs["compute"]
+        mine["compute, of which more layers recompute"] = mine["compute"]
     differences = sorted(((theirs[name] - mine[name], name) for name in mine), reverse=True)
     named = [f"{format_seconds(d)} more on {name}" for d, name in differences if d >= _SHOWN * more]
     return f": {' and '.join(named[:2])}" if named else ""
@@ -85,11 +100,11 @@ def _because(best: PlanRow, other: PlanRow) -> str:
 
 def parts(account: Account) -> dict[str, float]:
     """Seconds of a step by what they are spent on; they add up to the step."""
-    waits = {f"waiting for {_WAITS[cause]}": seconds for cause, seconds in account.exposed_s.items()}
+    waits = {f"waiting for {_WAITS[cause]}": seconds for cause, seconds in account.waits_by_cause_s.items()}
     return {
         "compute": account.compute_s,
         "copies": account.copies_s,
-        "compute slowed by collectives": account.contention_s,
+        "compute slowed by what runs beside it": account.contention_s,
         "the optimizer": account.optimizer_s,
         **waits,
     }

@@ -1,4 +1,4 @@
-"""Stacked bars as a drawing that needs no script: a bar a row, a colour and a pattern a part."""
+"""Stacked bars as a drawing that needs no script: a bar a row, a colour a part, the figures in it and beside it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

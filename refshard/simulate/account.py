@@ -18,20 +18,20 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one step. ``compute_s`` and ``optimizer_s`` are as long as undisturbed, ``contention_s`` is what
-    collectives beside them add; ``copies_s`` are copies that compute makes for collectives; ``exposed_s`` is what
-    compute waits, by cause.
+    collectives and the kernels that prepare them add by running beside; ``copies_s`` are copies that compute makes for
+    collectives; ``waits_by_cause_s`` is how long compute stands still for them.
     """
 
     compute_s: float
     optimizer_s: float
     copies_s: float
     contention_s: float
-    exposed_s: dict[str, float]
+    waits_by_cause_s: dict[str, float]
 
     @property
     def waits_s(self) -> float:
-        """Exposed communication in all."""
-        return sum(self.exposed_s.values())
+        """How long compute stands still in all."""
+        return sum(self.waits_by_cause_s.values())
 
 
 def account(items: Sequence[Item], times: Schedule) -> Account:
@@ -55,8 +55,8 @@ def account(items: Sequence[Item], times: Schedule) -> Account:
         compute_s=parts["compute"],
         optimizer_s=parts["optimizer"],
         copies_s=parts["copies"],
-        contention_s=busy / NS - sum(parts.values()),
-        exposed_s={cause: ns / NS for cause, ns in waits.items()},
+        contention_s=max(0.0, busy / NS - sum(parts.values())),
+        waits_by_cause_s={cause: ns / NS for cause, ns in waits.items()},
     )
 
 
@@ -67,6 +67,6 @@ def _cause(items: Sequence[Item], index: int, last: int | None) -> Cause:
     awaited = items[last] if last is not None else None
     if awaited is not None and awaited.call is not None and awaited.call.op != "all_gather":
         return "reduction in backward"
-    if not any(other.lane == "compute" for other in items[:index]):
+    if not any(other.kind is Kind.COMPUTE for other in items[:index]):
         return "first gather"
     return "gather in forward" if item.stage == "forward" else "gather in backward"

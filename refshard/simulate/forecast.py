@@ -14,6 +14,7 @@ from refshard.simulate.clock import NS, Rates, Schedule, schedule
 from refshard.simulate.kernels import Batch
 from refshard.simulate.pricing import Pricing
 from refshard.simulate.program import Item, StepShape, step_program
+from refshard.simulate.trace import as_timeline
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ModelSpec
@@ -51,10 +52,13 @@ class Job:
         """
         known = self.cluster.accelerator.matmul
         if self.dtype not in known:
-            raise SpecError(f"dtype: the hardware's profile knows {', '.join(known)}, got {self.dtype}")
+            raise SpecError(
+                f"dtype: the hardware's profile knows {', '.join(known)}, got {self.dtype}; choose one of them"
+            )
         if self.replicas < 1 or self.cluster.world_size % self.replicas:
             raise SpecError(
-                f"replicas must divide the {self.cluster.world_size} ranks of the cluster, got {self.replicas}"
+                f"replicas must divide the {self.cluster.world_size} ranks of the cluster, got {self.replicas}; choose "
+                "a number that does"
             )
 
     @property
@@ -76,12 +80,14 @@ class Job:
 
 class StepForecast(msgspec.Struct, frozen=True, kw_only=True):
     """One step's time. ``preparation_s`` is what it would save if the kernels that prepare reductions beside compute
-    took nothing. ``flops_convention`` is that of MFU, whose peak is the hardware's data sheet's for the dtype.
+    took nothing; ``exposed_comm_s`` is communication during which no compute runs. ``flops_convention`` is that of MFU,
+    whose peak is the hardware's data sheet's for the dtype.
     """
 
     step_time_s: float
     account: Account
     preparation_s: float
+    exposed_comm_s: float
     tokens_per_s_gpu: float
     tflops: float
     mfu: float
@@ -105,13 +111,14 @@ def simulate(job: Job, recipe: Recipe, checkpointing: Checkpointing = NO_CHECKPO
 def forecast_step(job: Job, recipe: Recipe, checkpointing: Checkpointing = NO_CHECKPOINTING) -> StepForecast:
     """One step's time and what it is spent on."""
     run = simulate(job, recipe, checkpointing)
-    step_time = run.times.length / NS
+    step_time, timeline = run.times.length / NS, as_timeline(run.items, run.times)
     tokens_per_s = job.tokens_per_rank / step_time
     flops = tokens_per_s * flops_per_token(job.model, job.seq_len, CONVENTION)
     return StepForecast(
         step_time_s=step_time,
         account=account(run.items, run.times),
         preparation_s=_preparation(job, run),
+        exposed_comm_s=(timeline.busy(Kind.COMM) - timeline.busy(Kind.COMPUTE)).length / NS,
         tokens_per_s_gpu=tokens_per_s,
         tflops=flops / 1e12,
         mfu=flops / job.cluster.accelerator.matmul[job.dtype].peak,

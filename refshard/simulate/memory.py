@@ -29,7 +29,7 @@ from refshard.simulate.tape import Changes
 from refshard.simulate.tensors import Device, Tensors
 from refshard.simulate.whole import Whole
 from refshard.specs.cluster import Library
-from refshard.specs.hardware import Dtype
+from refshard.specs.hardware import Dtype, HardwareSpec
 from refshard.specs.model import ModelSpec
 
 ALONE = Recipe(name="single", mode=MODES["replicate"], grouping="buckets")
@@ -97,11 +97,10 @@ it depends on shapes, and can be several times as much without them.
 """
 
 
-def fits(
-    memory: MemoryForecast, available: int, *, outside: int = OUTSIDE_BYTES, fragmentation: float = FRAGMENTATION
-) -> bool:
-    """Whether a step fits in a device of ``available`` bytes, of which ``outside`` and then a share are no tensor's."""
-    return memory.peak <= (available - outside) * (1 - fragmentation)
+def usable(hardware: HardwareSpec) -> int:
+    """What of a device's memory torch's allocator can fill with tensors; a CPU has nothing beside it to allow for."""
+    outside = OUTSIDE_BYTES if hardware.asynchronous else 0
+    return int((hardware.memory_bytes - outside) * (1 - FRAGMENTATION))
 
 
 def forecast_memory(job: Job, recipe: Recipe | None, checkpointing: Checkpointing = NO_CHECKPOINTING) -> MemoryForecast:

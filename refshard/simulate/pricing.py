@@ -1,9 +1,10 @@
 """What each part of a program takes on a cluster: compute by its kernels, copies by their bytes, collectives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from refshard.costs import CollectiveCost, GroupShape, collective_cost, move_seconds, optimizer_seconds
+from refshard.costs import CollectiveCost, GroupShape, collective_cost, group_shape, move_seconds, optimizer_seconds
 from refshard.plan.recipe import Recipe
 from refshard.plan.schedule import Phase
 from refshard.plan.units import ModelUnit, Role
@@ -52,10 +53,10 @@ class Pricing:
         self._hardware = cluster.accelerator
         self._reduction: Dtype = reduction
         self._element, self._reduced = batch.element_bytes, ELEMENT_BYTES[reduction]
-        per_node = min(cluster.ranks_per_node, self.shards)
-        self._shard_shape = GroupShape(self.shards, -(-self.shards // per_node))
-        across = min(self.replicas, cluster.nodes)
-        self._replica_shape = GroupShape(self.replicas, across if self.shards > 1 else cluster.nodes)
+        self._shard_shape = _widest(
+            cluster, [range(r * self.shards, (r + 1) * self.shards) for r in range(self.replicas)]
+        )
+        self._replica_shape = group_shape(cluster, range(0, world_size, self.shards))
         self._compute: dict[tuple[Role, Phase, Recompute], float] = {}
 
     @property
@@ -81,9 +82,17 @@ class Pricing:
 
     def own_part(self, unit: ModelUnit) -> float:
         """Seconds to bring this rank's shard where it is gathered from, in the dtype that it is gathered in."""
-        needed = self._element != MASTER_BYTES or not self._recipe.flat or (self._gloo and self.shards > 1)
-        moved = (MASTER_BYTES + self._element) * self._numel(unit) / self.shards
-        return self.move(moved) if needed and self.shards > 1 else 0.0
+        needed = self.casts or (self.shards > 1 and (self._gloo or not self._recipe.flat))
+        return self.cast(self._numel(unit) / self.shards) if needed else 0.0
+
+    @property
+    def casts(self) -> bool:
+        """Whether parameters are computed with in another dtype than their masters'."""
+        return self._element != MASTER_BYTES
+
+    def cast(self, numel: float) -> float:
+        """Seconds to copy as many elements from the masters' dtype to that of compute, or back."""
+        return self.move((MASTER_BYTES + self._element) * numel)
 
     def copy_out(self, unit: ModelUnit) -> float:
         """Seconds to copy a gathered unit into its parameters."""
@@ -96,7 +105,7 @@ class Pricing:
 
     def divide(self, unit: ModelUnit) -> float:
         """Seconds of the kernels that cast and divide that buffer beside compute."""
-        if not self._recipe.divides:
+        if not self._recipe.divides or self.shards == 1:
             return 0.0
         cast = self._element + self._reduced if self._element != self._reduced else 0
         return self.move((cast + 2 * self._reduced) * self._numel(unit))
@@ -148,6 +157,11 @@ class Pricing:
     def _call(self, op: CollectiveOp, numel: int, dtype: Dtype, shape: GroupShape, *, exchanged: bool = False) -> Call:
         cost = collective_cost(self._cluster, "exchange" if exchanged else op, numel * ELEMENT_BYTES[dtype], shape)
         return Call(op, numel, dtype, shape.ranks, cost)
+
+
+def _widest(cluster: ClusterSpec, groups: Sequence[range]) -> GroupShape:
+    """The shape of the group that lies on most nodes: where groups do not fill nodes evenly, it is the slowest."""
+    return max((group_shape(cluster, group) for group in groups), key=lambda shape: (shape.nodes, shape.ranks))
 
 
 def _kernels(model: ModelSpec, batch: Batch, role: Role, phase: Phase, recompute: Recompute) -> tuple[Kernel, ...]:

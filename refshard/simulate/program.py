@@ -6,13 +6,14 @@ them: on a device that the host runs ahead of, a gather waits for the release of
 everything is issued when the host gets there.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.placement import Mode
 from refshard.plan.recipe import Recipe
-from refshard.plan.schedule import Op, OpKind, PassKind, Phase, assign_slots, build, chain_markers
+from refshard.plan.schedule import MARKERS, Op, OpKind, PassKind, Phase, assign_slots, build, chain_markers
 from refshard.plan.units import ModelUnit
 from refshard.simulate.pricing import Call, Pricing, Recompute
 from refshard.timeline import Kind
@@ -104,19 +105,24 @@ class _Walk:
         self._recipe, self._units, self._pricing, self._shape, self._out = recipe, units, pricing, shape, writer
         self._gathering: dict[int, int] = {}
         self._reducing: dict[int, int] = {}
+        self._landed: set[int] = set()
 
     def microbatch(self, index: int) -> None:
         """Append what one microbatch does, the ``index``-th from 0."""
         mode, units = self._recipe.mode, self._units
         facts = [unit.facts for unit in units]
+        if self._recipe.gathers_all:
+            facts = [replace(fact, read_in_backward=True) for fact in facts]
         markers = chain_markers(len(units), enclosing=units[0].role == "around")
-        for op in build(markers, assign_slots(markers, facts, mode), mode, facts, self._kind(mode, index)):
+        stream = build(markers, assign_slots(markers, facts, mode), mode, facts, self._kind(mode, index))
+        for op in _reductions_first(stream) if self._recipe.reduces_first else stream:
             self._issue(op)
+        self._out.compute_after.update(self._reducing.values())
 
     def _kind(self, mode: Mode, index: int) -> PassKind:
         kept, last = mode.parameters == "replicate", index == self._shape.microbatches - 1
         return PassKind(
-            gather=mode.optimizer == "shard" and not (kept and index),
+            gather=not (kept and index) and (mode.optimizer == "shard" or self._pricing.casts),
             reduce=mode.gradients == "shard" or last,
             legs=2 if self._pricing.replicas > 1 and self._pricing.shards > 1 else 1,
         )
@@ -159,12 +165,17 @@ class _Walk:
         elif copy > 0:
             out.compute(Kind.COPY, "copy own part", unit.name, phase, copy)
             issued = out.so_far()
+        if self._pricing.shards == 1:
+            out.compute_after.update(issued)  # there is nothing to gather, only to cast
+            return
         self._gathering[index] = self._collective("gather", self._pricing.gather(unit), unit, phase, issued)
         if self._pricing.awaits("gather"):
             out.compute_after.add(self._gathering[index])
 
     def _wait(self, index: int, phase: Phase) -> None:
         unit = self._units[index]
+        if index not in self._gathering:
+            return
         self._out.compute_after.add(self._gathering.pop(index))
         copies = self._pricing.copy_out(unit)
         self._out.compute(Kind.COPY, "copy out", unit.name, phase, copies)
@@ -178,18 +189,28 @@ class _Walk:
             after = (out.add(_item("reduce", Kind.PREP, "divide", unit, "backward", prepared, after)),)
         self._reducing[index] = self._collective("reduce", self._pricing.reduce(unit), unit, "backward", after)
         if self._pricing.awaits("reduce"):
-            self._finish(index)
+            self._land(index)
 
     def _combine(self, index: int) -> None:
         unit, first = self._units[index], self._reducing[index]
-        self._out.compute_after.add(first)
+        self._land(index)
         self._reducing[index] = self._collective("combine", self._pricing.combine(unit), unit, "backward", (first,))
 
     def _finish(self, index: int) -> None:
-        if index not in self._reducing:
-            return  # it was awaited where it was issued
+        if self._pricing.replicas == 1 or self._pricing.shards == 1:
+            self._land(index)
+        elif self._recipe.awaits_second_leg:
+            self._out.compute_after.add(self._reducing.pop(index))
+
+    def _land(self, index: int) -> None:
+        """Await a reduction's first leg, once, and add up what an exchange brought."""
+        if index in self._landed or index not in self._reducing:
+            return
         unit = self._units[index]
-        self._out.compute_after.add(self._reducing.pop(index))
+        self._landed.add(index)
+        self._out.compute_after.add(self._reducing[index])
+        if self._pricing.replicas == 1 or self._pricing.shards == 1:
+            del self._reducing[index]
         summed = self._pricing.local_sum(unit)
         self._out.compute(Kind.COPY, "local sum", unit.name, "backward", summed)
 
@@ -197,6 +218,21 @@ class _Walk:
         # One communicator runs its collectives in the order in which they were issued.
         lane = "gather" if self._recipe.one_communicator and lane == "reduce" else lane
         return self._out.add(_collective(lane, call, unit, phase, after))
+
+
+def _reductions_first(stream: Sequence[Op]) -> list[Op]:
+    """The same stream, a reduction issued before the gathers that stand between it and the marker before."""
+    ordered: list[Op] = []
+    between = 0
+    for op in stream:
+        if op.kind is OpKind.REDUCE:
+            ordered.insert(between, op)
+            between += 1
+        else:
+            ordered.append(op)
+        if op.kind in MARKERS:
+            between = len(ordered)
+    return ordered
 
 
 class _Buckets:
@@ -214,6 +250,8 @@ class _Buckets:
     def microbatch(self, *, last: bool) -> None:
         """Append what one microbatch does; only the last one reduces."""
         for unit in self._units:
+            cast = self._pricing.cast(unit.numel) if self._pricing.casts else 0.0
+            self._out.compute(Kind.COPY, "copy own part", unit.name, "forward", cast)
             seconds = self._pricing.compute(unit.role, "forward")
             self._out.compute(Kind.COMPUTE, f"forward {unit.role}", unit.name, "forward", seconds)
         pending: list[int] = []
@@ -240,7 +278,8 @@ class _Buckets:
         self._out.compute(Kind.COMPUTE, f"backward {unit.role}", unit.name, "backward", whole * arrived / unit.numel)
 
     def _all_reduce(self, unit: ModelUnit, numel: int) -> int:
-        scaled = self._pricing.move(2 * self._pricing.gradient_bytes(numel))
+        cast = self._pricing.cast(numel) if self._pricing.casts else 0.0
+        scaled = cast + self._pricing.move(2 * self._pricing.gradient_bytes(numel))
         self._out.compute(Kind.PREP, "scale", unit.name, "backward", scaled)
         call = self._pricing.all_reduce(numel)
         return self._out.add(_collective("gather", call, unit, "backward", self._out.so_far()))

@@ -8,7 +8,7 @@ import msgspec
 from refshard.plan.checkpointing import Checkpointing
 from refshard.plan.recipe import Recipe
 from refshard.simulate.forecast import Job, StepForecast, forecast_step
-from refshard.simulate.memory import MemoryForecast, fits, forecast_memory
+from refshard.simulate.memory import MemoryForecast, forecast_memory, usable
 
 Checkpoint = Literal["auto"] | Checkpointing
 """Which layers are checkpointed, or as few as fit."""
@@ -17,12 +17,14 @@ HOUR = 3600.0
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy, and what of its layers recomputes.
+    """One strategy, whether it shards anything, and what of the model's ``layers`` recomputes.
 
     ``gpu_hours`` and ``cost_usd`` are those of a trillion tokens.
     """
 
     strategy: str
+    sharded: bool
+    layers: int
     fits: bool
     checkpointing: Checkpointing
     step: StepForecast
@@ -37,11 +39,14 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Every strategy's row, best first; ``available_bytes`` is the memory of each rank."""
+    """Every strategy's row, best first; ``available_bytes`` is the memory of each rank, ``usable_bytes`` what of it
+    tensors can fill.
+    """
 
     rows: tuple[PlanRow, ...]
     world_size: int
     available_bytes: int
+    usable_bytes: int
     price_usd: float
 
 
@@ -52,22 +57,23 @@ def rank_strategies(job: Job, recipes: Sequence[Recipe], checkpoint: Checkpoint,
         rows=tuple(sorted(rows, key=lambda row: (not row.fits, row.step.step_time_s if row.fits else row.memory.peak))),
         world_size=job.cluster.world_size,
         available_bytes=job.cluster.accelerator.memory_bytes,
+        usable_bytes=usable(job.cluster.accelerator),
         price_usd=price_usd,
     )
 
 
 def _row(job: Job, recipe: Recipe, checkpoint: Checkpoint, price_usd: float) -> PlanRow:
-    available = job.cluster.accelerator.memory_bytes
+    limit = usable(job.cluster.accelerator)
     if checkpoint == "auto":
-        checkpoint = _first(
-            fewest(job.model.n_layers, lambda n: fits(forecast_memory(job, recipe, _first(n)), available))
-        )
+        checkpoint = _first(fewest(job.model.n_layers, lambda n: forecast_memory(job, recipe, _first(n)).peak <= limit))
     memory = forecast_memory(job, recipe, checkpoint)
     step = forecast_step(job, recipe, checkpoint)
     hours = TRILLION / step.tokens_per_s_gpu / HOUR
     return PlanRow(
         strategy=recipe.name,
-        fits=fits(memory, available),
+        sharded=recipe.mode.optimizer == "shard",
+        layers=job.model.n_layers,
+        fits=memory.peak <= limit,
         checkpointing=checkpoint,
         step=step,
         memory=memory,

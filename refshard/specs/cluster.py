@@ -162,15 +162,23 @@ def load_cluster(given: str) -> ClusterSpec:
     """
     profiles = resources.cluster_profiles()
     base, nodes = given, None
-    if given not in profiles and not Path(given).is_file() and (counted := re.fullmatch(r"(.+)x(\d{1,7})", given)):
+    if given not in profiles and not _is_file(given) and (counted := re.fullmatch(r"(.+)x(\d{1,7})", given)):
         base, nodes = counted[1], int(counted[2])
     path = profiles.get(base) or Path(base)
-    if base not in profiles and not path.is_file():
+    if base not in profiles and not _is_file(base):
         raise SpecError(
-            f"cluster: no profile and no file '{base}'; {nearest(base, list(profiles))} (xN after it for N nodes)"
+            f"cluster: no profile and no file '{base[:80]}'; {nearest(base, list(profiles))} (xN after it for N nodes)"
         )
     if nodes == 0:
-        raise SpecError(f"cluster: must have at least one node, got '{given}'")
+        raise SpecError(f"cluster: must have at least one node, got '{given}'; write x1 for one")
     cluster = convert(read_toml(path), ClusterSpec, where=f"cluster {base}")
     cluster.accelerator  # noqa: B018  a profile that names no hardware is refused here
     return cluster if nodes is None else cluster.of_nodes(nodes)
+
+
+def _is_file(name: str) -> bool:
+    """Whether there is a file of this name; what can be no file's name is none."""
+    try:
+        return Path(name).is_file()
+    except OSError:
+        return False

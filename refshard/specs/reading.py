@@ -43,16 +43,24 @@ def _explain(message: str, data: Mapping[str, Any], to: type) -> str:
     for key in keys:
         value = value[int(key)] if isinstance(value, list) else value.get(key)
     if "enum value" in text:
-        text = f"{text}; known: {', '.join(map(str, get_args(get_type_hints(_struct_at(to, keys[:-1]))[keys[-1]])))}"
+        names = [key for key in keys if not key.isdigit()]
+        text = f"{text}; known: {', '.join(_choices(get_type_hints(_struct_at(to, names[:-1]))[names[-1]]))}"
     return f"{'.'.join(keys)}: {text[0].lower()}{text[1:]} (got {value!r})"
 
 
 def _struct_at(to: type, keys: list[str]) -> type:
     """The struct to which ``keys`` lead from the struct ``to``, by way of optional fields too."""
     for key in keys:
+        if key.isdigit():
+            continue  # a place in a list, of which there is one kind
         hint = get_type_hints(to)[key]
         to = next((t for t in (hint, *get_args(hint)) if isinstance(t, type) and issubclass(t, msgspec.Struct)), to)
     return to
+
+
+def _choices(hint: Any) -> list[str]:
+    """The words that a hint allows, wherever in it they stand."""
+    return [hint] if isinstance(hint, str) else [word for inner in get_args(hint) for word in _choices(inner)]
 
 
 def read_toml(path: Path) -> dict[str, Any]:

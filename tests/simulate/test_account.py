@@ -15,18 +15,18 @@ def waits(**found: float) -> dict[str, float]:
 def test_what_compute_waits_for_first_is_the_first_gather() -> None:
     items = [comm("gather", 3), item("compute", 2, 0)]
     spent = account(items, schedule(items))
-    assert spent.exposed_s == waits(first_gather=3)
+    assert spent.waits_by_cause_s == waits(first_gather=3)
     assert (spent.compute_s, spent.copies_s, spent.optimizer_s, spent.contention_s) == (2, 0, 0, 0)
 
 
 def test_a_later_gather_is_put_down_to_its_phase() -> None:
     items = [item("compute", 1), comm("gather", 3), item("compute", 2, 1)]
-    assert account(items, schedule(items)).exposed_s == waits(gather_in_forward=2)
+    assert account(items, schedule(items)).waits_by_cause_s == waits(gather_in_forward=2)
 
 
 def test_what_nothing_follows_is_the_last_reductions() -> None:
     items = [item("compute", 1), comm("reduce", 4, 0)]
-    assert account(items, schedule(items)).exposed_s == waits(last_reductions=4)
+    assert account(items, schedule(items)).waits_by_cause_s == waits(last_reductions=4)
 
 
 def test_copies_and_contention_are_told_apart_from_compute() -> None:

@@ -170,3 +170,60 @@ def test_a_checkpointed_layer_computes_again_up_to_its_last_product() -> None:
     forward = spent(plain, "forward block") / load_model("llama-mini").n_layers
     assert 0.7 * forward < more < forward
     assert spent(plain, "backward block") < spent(by_op, "backward block") < spent(again, "backward block")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-tuned", "fsdp", "yafsdp"])
+def test_over_gloo_a_hybrid_mesh_reduces_in_two_legs_too(strategy: str) -> None:
+    on = cluster(library="gloo", hardware=hardware(device="cpu")).of_world_size(16)
+    items = program(strategy, on, dtype="fp32", replicas=2, microbatches=2)
+    found = issued(items)
+    assert found["all_reduce"][0] == found["reduce_scatter"][0]
+    assert account(items, schedule(items)).waits_s > 0
+
+
+def test_torchs_fsdp_issues_a_units_reduction_before_the_gather_after_it() -> None:
+    """What both logged over a fake process group: reduce 4, gather 2, reduce 3, gather 1 of blocks in backward."""
+    on = cluster().of_world_size(16)
+
+    def backward(strategy: str) -> list[str]:
+        calls = [i for i in program(strategy, on) if i.call is not None and i.stage == "backward"]
+        return [f"{i.name[0]}{i.unit[-1]}" for i in calls if ".layers." in i.unit][2:6]
+
+    assert backward("fsdp1") == ["r7", "a5", "r6", "a4"]
+    assert backward("fsdp2") == ["r7", "a5", "r6", "a4"]
+    assert backward("yafsdp")[:1] != ["r7"]
+
+
+def test_fsdp1_gathers_the_embedding_for_backward_which_does_not_read_it() -> None:
+    on = cluster().of_world_size(16)
+
+    def gathers(strategy: str) -> int:
+        return sum(i.call is not None and i.name == "all_gather" and "embed" in i.unit for i in program(strategy, on))
+
+    assert (gathers("fsdp1"), gathers("fsdp")) == (2, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "replicate"])
+def test_what_replicates_casts_its_parameters_in_bf16_and_not_in_fp32(strategy: str) -> None:
+    on = cluster().of_world_size(8)
+
+    def cast(dtype: str) -> float:
+        return sum(i.seconds for i in program(strategy, on, dtype=dtype) if i.name == "copy own part")
+
+    assert cast("fp32") == 0
+    assert cast("bf16") == pytest.approx(6 * load_model("llama-mini").params / 1e12, rel=0.01)
+
+
+def test_one_rank_prepares_and_waits_for_nothing() -> None:
+    for strategy in RECIPES:
+        items = program(strategy, cluster().of_world_size(1), dtype="fp32")
+        spent = account(items, schedule(items))
+        assert (spent.waits_s, spent.contention_s) == pytest.approx((0, 0), abs=1e-6), strategy
+        assert not [i for i in items if i.lane != "compute" and i.seconds], strategy
+
+
+def test_groups_that_straddle_nodes_are_priced_as_such() -> None:
+    """Ranks 6 to 8 of nodes of 8 span two, so that groups of 3 are as slow as what joins the nodes."""
+    whole = program("fsdp", cluster().of_world_size(24), replicas=8)
+    link = {i.call.cost.link for i in whole if i.call is not None and i.call.op == "all_gather"}
+    assert link == {"between"}
