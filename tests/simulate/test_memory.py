@@ -14,13 +14,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from refshard.errors import SpecError
 from refshard.flops import parameter_count
 from refshard.plan.checkpointing import Checkpointing, checkpointing_of
-from refshard.plan.recipe import RECIPES
+from refshard.plan.recipe import RECIPES, find_recipe
 from refshard.plan.units import model_units
 from refshard.quantities import GIB
+from refshard.simulate.forecast import Job
 from refshard.simulate.holdings import MASTER_BYTES
 from refshard.simulate.kernels import Batch
-from refshard.simulate.memory import RankJob, fits, predict_memory
+from refshard.simulate.memory import RankJob, fits, forecast_memory, predict_memory
+from refshard.specs.cluster import load_cluster
 from refshard.specs.model import ModelSpec, load_model
+from refshard.specs.published import load_published
 from tests.simulate.pretended import levels_of_a_step
 from tests.simulate.test_activations import LAYERS, spec
 
@@ -169,3 +172,24 @@ def test_what_the_model_is_not_made_for_is_said() -> None:
     compiled = Batch(sequences=1, seq_len=8, dtype="fp32", compiled=True)
     told = predict_memory(RankJob(model=spec(), world_size=4, batch=compiled), RECIPES["fsdp"]).warnings
     assert [warning.split()[0] for warning in told] == ["attention", "compiled"]
+
+
+def test_what_others_have_run_is_predicted_to_fit() -> None:
+    """Each published run did, on the cluster that it names; several were tuned to fill it."""
+    peaks = []
+    for table in load_published().values():
+        for row in table.rows:
+            cluster = load_cluster(table.cluster).of_nodes(row.nodes)
+            model = load_model(row.model)
+            for strategy in row.results:
+                asked = Job(
+                    model=model, cluster=cluster, seq_len=row.seq_len, sequences=row.sequences,
+                    reduction=table.reduction.get(strategy, "fp32"), compiled=row.compiled,
+                    fused_norms=table.fused_norms,
+                )  # fmt: skip
+                forecast = forecast_memory(
+                    asked, find_recipe(strategy), checkpointing_of(row.checkpointing, model.n_layers)
+                )
+                assert fits(forecast, cluster.accelerator.memory_bytes), (table.cluster, row, strategy)
+                peaks.append(forecast.peak)
+    assert max(peaks) > 65 * GIB
