@@ -91,17 +91,3 @@ class Tape:
         """The changes since the last cut."""
         changes, self._changes = tuple(self._changes), []
         return changes
-
-
-def net(changes: Changes) -> int:
-    """Bytes that are there after the changes and were not before; gradients that arrived count as gone."""
-    return sum(-c.nbytes if c.arrived else c.nbytes for c in changes)
-
-
-def climb(changes: Changes) -> int:
-    """How far above its start the sum rises at most, were each gradient let go as it arrives."""
-    level = highest = 0
-    for change in changes:
-        level += -change.nbytes if change.arrived else change.nbytes
-        highest = max(highest, level)
-    return highest

@@ -16,7 +16,7 @@ from refshard.models.llama import Llama, next_token_loss
 from refshard.simulate.activations import block_call, embedding_call, head_call, loss_call
 from refshard.simulate.kernels import Batch
 from refshard.simulate.pricing import Recompute
-from refshard.simulate.tape import Change, net
+from refshard.simulate.tape import Change
 from refshard.simulate.tensors import Tensors
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ModelSpec
@@ -55,7 +55,7 @@ def changes(t: Tensors, policy: str) -> Iterator[Change]:
 
 def predicted(t: Tensors, policy: str) -> list[int]:
     """Levels as :class:`LiveBytes` takes them, where each parameter keeps its gradient."""
-    levels = [net(embedding_call(t).forward)]
+    levels = [sum(change.nbytes for change in embedding_call(t).forward)]
     for change in changes(t, policy):
         levels.append(levels[-1] + (0 if change.arrived else change.nbytes))
     return levels
