@@ -93,9 +93,11 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._all_reduce("allreduce_coalesced_", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: Tensors, opts: Any) -> dist.Work:
+        by = _reduction(opts)
+
         def move() -> None:
             for tensor in tensors:
-                traffic.multiply(tensor, _reduction(opts), self._size)
+                traffic.multiply(tensor, by, self._size)
 
         cost = self._cost("all_reduce", _bytes(tensors))
         return self._issue(name, "all_reduce", cost, move, list(tensors), shown=[list(tensors)], opts=opts)
@@ -108,10 +110,11 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce each tensor to the root; nobody else's changes."""
+        by, changed = _reduction(opts), tensors if opts.rootRank == self._rank else ()
 
         def move() -> None:
-            for tensor in tensors if opts.rootRank == self._rank else ():
-                traffic.multiply(tensor, _reduction(opts), self._size)
+            for tensor in changed:
+                traffic.multiply(tensor, by, self._size)
 
         cost = self._cost("broadcast", _bytes(tensors))
         return self._issue("reduce_", "reduce", cost, move, list(tensors), shown=[list(tensors)], opts=opts)
@@ -188,9 +191,11 @@ class EmulatedGroup(dist.ProcessGroup):
     def _scatter_lists(
         self, name: str, outputs: Tensors, given: Sequence[torch.Tensor | Tensors], flat: Tensors, opts: Any
     ) -> dist.Work:
+        by = _reduction(opts)
+
         def move() -> None:
             for output, parts in zip(outputs, given):
-                traffic.combine(output, parts, _reduction(opts))
+                traffic.combine(output, parts, by)
 
         return self._issue(
             name, "reduce_scatter", self._cost("reduce_scatter", _bytes(flat)), move, [*flat, *outputs],
