@@ -2,8 +2,11 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# How many processes share the tests; a file's tests stay in one, where they share what the file launches.
+JOBS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test check lint types slow matrix crosscheck full clean
 .DELETE_ON_ERROR:
@@ -21,11 +24,11 @@ types: $(VENV)/.test
 	$(BIN)/mypy
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Builds the wheel, installs it in an empty environment and runs the quickstart from there: minutes.
 slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $$(grep -rl 'mark\.slow' tests --include='*.py')
 
 # Every cell of the parity matrix, of which `make test` runs a pairwise cover: minutes.
 matrix: $(VENV)/.test
@@ -33,7 +36,7 @@ matrix: $(VENV)/.test
 
 # Holistic Trace Analysis beside refshard's figures; `make test` skips this, for HTA brings eighty packages with it.
 crosscheck: $(VENV)/.hta
-	$(BIN)/python -m pytest tests/tracing/test_hta.py
+	$(PYTEST) --dist load tests/tracing/test_hta.py
 
 full: check slow matrix crosscheck
 

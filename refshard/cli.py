@@ -5,6 +5,7 @@ what was asked, 130 when interrupted.
 """
 
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -102,9 +103,93 @@ def trace(
     )
 
 
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A model preset; `refshard list models` names them.")],
+    cluster: Annotated[str, typer.Option(help="A cluster's profile or TOML file, and xN after it for N nodes.")],
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 8192,
+    microbatch: Annotated[int, typer.Option(help="Sequences that a rank computes at once.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Microbatches of a rank in a step.")] = 1,
+    strategy: Annotated[str | None, typer.Option(help="Strategies, by commas; all by default.")] = None,
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            help="Layers that recompute: auto (as few as fit), none, full, every-K, or selective (all, by op)."
+        ),
+    ] = "auto",
+    checkpoint_layers: Annotated[int | None, typer.Option(help="As many layers recompute, from the first.")] = None,
+    replicas: Annotated[int, typer.Option(help="Groups of ranks that each hold the whole model (hybrid).")] = 1,
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16 or fp32, in compute; by default what the hardware has.")
+    ] = None,
+    reduction: Annotated[str, typer.Option(help="bf16 or fp32, of gradients over ranks.")] = "fp32",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Blocks under torch.compile.")] = False,
+    price: Annotated[float, typer.Option(help="USD per GPU and hour.")] = 2.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="A folder to write each simulated step to, as a Kineto trace.")
+    ] = None,
+) -> None:
+    """Forecast memory, step time and cost of every strategy on a cluster, without running anything."""
+    from refshard.commands import plan as command
+
+    asked = command.Asked(
+        model=model,
+        cluster=cluster,
+        seq_len=seq_len,
+        microbatch=microbatch,
+        accumulate=accumulate,
+        strategies=strategy,
+        checkpoint=checkpoint,
+        checkpoint_layers=checkpoint_layers,
+        replicas=replicas,
+        dtype=dtype,
+        reduction=reduction,
+        compiled=compiled,
+        price_usd=price,
+    )
+    print(command.plan(asked, as_json=as_json, page=html, traces=trace))
+
+
+@app.command()
+def calibrate(
+    out: _Output = None,
+    ranks: Annotated[int | None, typer.Option(help="How many; by default as many as cores or GPUs bear.")] = None,
+    threads: Annotated[int, typer.Option(help="Threads of each rank, on a CPU.")] = 1,
+    network: Annotated[
+        str | None, typer.Option(help="Join ranks by a real link of a limited rate: HOSTSxRATE, such as 2x2gbit.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A few shapes and sizes only: seconds, and coarse.")] = False,
+) -> None:
+    """Measure this machine's compute and collectives, and write a cluster's profile."""
+    from refshard.commands import calibrate as command
+
+    try:
+        table, path = command.calibrate(
+            out, ranks=ranks, threads=threads, network=network, device=command.device(device), quick=quick
+        )
+    except KeyboardInterrupt:
+        print("refshard: interrupted; nothing is written", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"{table}\n\nprofile: {path}")
+
+
+@app.command()
+def validate(
+    run: Annotated[Path | None, typer.Argument(help="A run's folder; without one, what others have published.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead of tables.")] = False,
+) -> None:
+    """Set predictions beside what was measured, or what others have published."""
+    from refshard.commands import validate as command
+
+    print(command.validate(run, as_json=as_json))
+
+
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(help="strategies, models, modes or suites")],
+    what: Annotated[str, typer.Argument(help="strategies, models, modes, suites, clusters or hardware")],
 ) -> None:
     """List what refshard knows, one name a line."""
     from refshard.commands import listing
@@ -112,10 +197,10 @@ def list_(
     print("\n".join(listing.names(what)))
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line on standard error."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, or ``arguments`` in its place; a user's mistake is one line on standard error."""
     try:
-        app()
+        app(arguments)
     except RefshardError as error:
         print(f"refshard: {error}", file=sys.stderr)
         sys.exit(2)

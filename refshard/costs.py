@@ -1,29 +1,42 @@
-"""How long a collective takes: latency and bandwidth of the algorithms that a library chooses from.
+"""How long a kernel and a collective take on given hardware.
 
-The model is Hockney's, per algorithm: a number of hops, each of which costs its link's latency, and a number of bytes
-that the slowest link carries (Thakur, Rabenseifner, Gropp: "Optimization of collective communication operations in
-MPICH", 2005). S is the size of the unsharded tensor in bytes, n the ranks, m the nodes they are on, k = n / m.
+Of a collective, the model is Hockney's, per algorithm: a number of hops, each of which costs its link's latency, and a
+number of bytes that the slowest link carries (Thakur, Rabenseifner, Gropp: "Optimization of collective communication
+operations in MPICH", 2005; NCCL's own tuning model counts alike). S is the size of the unsharded tensor in bytes, n the
+ranks, m the nodes they are on, k = n / m.
 
 - *ring*: one ring through all ranks, k side by side, one through each adapter; n - 1 hops, m - 1 of them between
   nodes; S (n-1)/n bytes over the slower of the links. An all-reduce goes round twice.
 - *tree* (all-reduce): up and down; 2 log2(m) hops between nodes and 2 (k-1) within.
 - *hierarchical*: all-gather between nodes, each rank with its like, then within the nodes (a reduce-scatter the other
   way round); few hops, but what the links carry adds up.
+- an all-to-all, and the engine's exchange, go straight to each other rank: S/n bytes to each, one hop.
 
-A library chooses what takes least. Where the cluster's profile holds measurements, these go first.
+A library chooses what takes least, of its algorithms and its protocols. Where the cluster's profile holds measurements,
+these go first.
 """
 
+import bisect
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from refshard.specs.cluster import Algorithm, ClusterSpec, CollectiveOp, LinkSpec, MeasuredCollective
+from refshard.specs.hardware import Dtype, HardwareSpec
 
 Link = Literal["within", "between"]
-_ROUNDS: dict[CollectiveOp, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+_ROUNDS: dict[CollectiveOp, int] = {
+    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "exchange": 1
+}  # fmt: skip
 """How often each byte goes round the ring, times (n-1)/n."""
 _LAYERED = ("all_gather", "reduce_scatter", "all_reduce")
+_STRAIGHT = ("all_to_all", "exchange")
+ADAMW_BYTES = 28
+"""Bytes that fused AdamW reads and writes for each fp32 parameter: four numbers read, three written."""
+BACKWARD_PRODUCTS = 2.5
+"""Products of attention's backward per product of its forward: it computes the scores again (FlashAttention)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +59,7 @@ class CollectiveCost:
     link: Link
     transfer_s: float
     latency_s: float
-    algorithm: Algorithm | Literal["measured", "none"]
+    algorithm: Algorithm | Literal["straight", "measured", "none"]
 
     @property
     def seconds(self) -> float:
@@ -54,14 +67,76 @@ class CollectiveCost:
         return self.transfer_s + self.latency_s
 
 
+def product_seconds(hardware: HardwareSpec, dtype: Dtype, flops: float, nbytes: float) -> float:
+    """What a matrix product takes whose operands and result are of ``nbytes`` in all."""
+    rate = hardware.matmul[dtype]
+    brought_in = nbytes / rate.bytes_per_s if rate.bytes_per_s else 0.0
+    longer = max(flops / rate.flops_per_s, nbytes / hardware.memory_bytes_per_s)
+    return hardware.kernel_s + rate.overhead_s + brought_in + longer
+
+
+def attention_seconds(
+    hardware: HardwareSpec, dtype: Dtype, *, heads: int, seq_len: int, head_dim: int, backward: bool = False
+) -> float:
+    """What causal attention takes, forward or backward; ``heads`` are query heads, of all sequences together."""
+    scores = heads * seq_len**2 / 2
+    rate = hardware.attention[dtype]
+    flops = 4 * head_dim * (BACKWARD_PRODUCTS if backward else 1)
+    measured = _score_seconds(hardware, dtype, seq_len, head_dim, backward=backward)
+    return hardware.kernel_s + rate.overhead_s + scores * (measured or flops / rate.flops_per_s)
+
+
+def _score_seconds(hardware: HardwareSpec, dtype: Dtype, seq_len: int, head_dim: int, *, backward: bool) -> float:
+    """Seconds per score between the measured lengths and head dimensions, 0 where none was measured.
+
+    Between two lengths by their logarithm, between two head dimensions in proportion; beyond the lengths as at the
+    nearest, beyond the head dimensions in proportion to them.
+    """
+    points = [p for p in hardware.attention_points if p.dtype == dtype]
+    by_width: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        seconds = point.backward_s if backward else point.forward_s
+        by_width.setdefault(point.head_dim, []).append((math.log(point.seq_len), seconds))
+    curve = [(float(width), _between_points(sorted(c), math.log(seq_len))) for width, c in sorted(by_width.items())]
+    if not curve:
+        return 0.0
+    nearest = min(max(float(head_dim), curve[0][0]), curve[-1][0])
+    return _between_points(curve, nearest) * head_dim / nearest
+
+
+def _between_points(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The value at ``x`` on the line through the points on either side of it, or that of the nearest one."""
+    place = bisect.bisect_left(points, (x, -math.inf))
+    if place == 0 or place == len(points):
+        return points[min(place, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    return y0 + (x - x0) / (x1 - x0) * (y1 - y0)
+
+
+def move_seconds(hardware: HardwareSpec, nbytes: float, transcendentals: float = 0.0) -> float:
+    """What an elementwise kernel takes that reads and writes ``nbytes`` and evaluates so many exponentials."""
+    evaluated = transcendentals / hardware.transcendental_per_s if hardware.transcendental_per_s else 0.0
+    return hardware.kernel_s + max(nbytes / hardware.memory_bytes_per_s, evaluated)
+
+
+def first_touch_seconds(hardware: HardwareSpec, nbytes: float) -> float:
+    """What it adds that a tensor is written to memory that the system has to provide first."""
+    return nbytes / hardware.first_touch_bytes_per_s if hardware.first_touch_bytes_per_s else 0.0
+
+
+def optimizer_seconds(hardware: HardwareSpec, parameters: float) -> float:
+    """What a step of fused AdamW over so many fp32 parameters takes."""
+    reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s
+    return hardware.kernel_s + ADAMW_BYTES * parameters / reached
+
+
 def group_shape(cluster: ClusterSpec, ranks: Sequence[int]) -> GroupShape:
     """The shape of a group of these ranks of the whole cluster; nodes hold consecutive ranks.
 
     A group that lies unevenly on its nodes is taken to have as many ranks on each as on the fullest.
     """
-    nodes = [rank // cluster.ranks_per_node for rank in ranks]
-    fullest = max(nodes.count(node) for node in set(nodes))
-    return GroupShape(ranks=fullest * len(set(nodes)), nodes=len(set(nodes)))
+    on_node = Counter(rank // cluster.ranks_per_node for rank in ranks)
+    return GroupShape(ranks=max(on_node.values()) * len(on_node), nodes=len(on_node))
 
 
 def bus_bandwidth(op: CollectiveOp, nbytes: int, ranks: int, seconds: float) -> float:
@@ -69,7 +144,7 @@ def bus_bandwidth(op: CollectiveOp, nbytes: int, ranks: int, seconds: float) -> 
 
     Source: nccl-tests' PERFORMANCE.md. A group of one rank moves nothing: 0.
     """
-    factor = _ROUNDS.get(op, 0) * (ranks - 1) / ranks if op in _ROUNDS else min(1, ranks - 1)
+    factor = _ROUNDS[op] * (ranks - 1) / ranks if op in _ROUNDS else min(1, ranks - 1)
     return factor * nbytes / seconds if seconds > 0 else 0.0
 
 
@@ -80,11 +155,13 @@ def collective_cost(cluster: ClusterSpec, op: CollectiveOp, nbytes: int, shape: 
     """
     if shape.ranks == 1:
         return CollectiveCost("within", 0.0, 0.0, "none")
-    link: Link = "between" if shape.nodes > 1 else "within"
     points = [m for m in cluster.measured if (m.op, m.ranks, m.nodes) == (op, shape.ranks, shape.nodes)]
     if points:
-        return _measured(points, nbytes, link)
-    return min((_modelled(cluster, a, op, nbytes, shape, link) for a in _applicable(cluster, op, shape)), key=_seconds)
+        return _measured(points, nbytes, "between" if shape.nodes > 1 else "within")
+    ways = [_Way.plain(cluster, shape)]
+    if cluster.quick is not None and op not in _STRAIGHT:
+        ways.append(_Way.quick(cluster, shape))
+    return min((way.cost(a, op, nbytes) for way in ways for a in _applicable(cluster, op, shape)), key=_seconds)
 
 
 def _seconds(cost: CollectiveCost) -> float:
@@ -92,19 +169,18 @@ def _seconds(cost: CollectiveCost) -> float:
 
 
 def _measured(points: list[MeasuredCollective], nbytes: int, link: Link) -> CollectiveCost:
-    """Between two measured sizes in proportion; beyond them on the line from the fastest to the slowest end."""
-    points = sorted(points, key=lambda p: p.bytes)
-    latency = min(p.seconds for p in points)
-    sizes, seconds = [p.bytes for p in points], [p.seconds for p in points]
-    if nbytes >= sizes[-1]:
-        total = seconds[-1] * nbytes / sizes[-1]
-    elif nbytes <= sizes[0]:
-        total = seconds[0]
-    else:
-        place = next(i for i, size in enumerate(sizes) if size > nbytes)
-        part = (nbytes - sizes[place - 1]) / (sizes[place] - sizes[place - 1])
-        total = seconds[place - 1] + part * (seconds[place] - seconds[place - 1])
-    return CollectiveCost(link, max(total - latency, 0.0), min(latency, total), "measured")
+    """Between two measured sizes in proportion, below the smallest as that, beyond the largest at its bandwidth.
+
+    What the smallest takes is all latency. Noise only ever adds, so no size takes longer than a larger one did.
+    """
+    fastest = math.inf
+    curve: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda p: p.bytes, reverse=True):
+        fastest = min(fastest, point.seconds)
+        curve.insert(0, (float(point.bytes), fastest))
+    latency = curve[0][1]
+    total = _between_points(curve, float(nbytes)) * max(1.0, nbytes / curve[-1][0])
+    return CollectiveCost(link, total - latency, latency, "measured")
 
 
 def _applicable(cluster: ClusterSpec, op: CollectiveOp, shape: GroupShape) -> list[Algorithm]:
@@ -116,38 +192,68 @@ def _applicable(cluster: ClusterSpec, op: CollectiveOp, shape: GroupShape) -> li
     return found
 
 
-def _modelled(
-    cluster: ClusterSpec, algorithm: Algorithm, op: CollectiveOp, nbytes: int, shape: GroupShape, link: Link
-) -> CollectiveCost:
-    n, m, k = shape.ranks, shape.nodes, shape.per_node
-    inner, outer = cluster.within, _between(cluster, shape)
-    if op == "all_to_all":
-        hops = cluster.launch_s + (outer.latency_s if m > 1 else inner.latency_s)
-        apart = nbytes / n * max((n - k) * k / outer.bytes_per_s if m > 1 else 0.0, (k - 1) / inner.bytes_per_s)
-        return CollectiveCost(link, apart, hops, algorithm)
-    if algorithm == "hierarchical":
-        return _hierarchical(cluster, op, nbytes, shape, outer)
-    slowest = min(outer.bytes_per_s, inner.bytes_per_s if k > 1 else math.inf) if m > 1 else inner.bytes_per_s
-    if algorithm == "tree":
-        hops = 2 * math.log2(m) * outer.latency_s + 2 * (k - 1) * inner.latency_s
-        return CollectiveCost(link, 2 * nbytes / slowest, cluster.launch_s + hops, algorithm)
-    hops = (m - 1) * outer.latency_s + (n - m) * inner.latency_s
-    if op == "broadcast":
-        return CollectiveCost(link, nbytes / slowest, cluster.launch_s + hops, algorithm)
-    rounds = _ROUNDS[op]
-    return CollectiveCost(link, rounds * nbytes * (n - 1) / n / slowest, cluster.launch_s + rounds * hops, algorithm)
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A group's links in one protocol: ``inner`` within a node, ``outer`` its share of what joins nodes, if it uses it.
 
+    ``launch_s`` is what any collective takes in this protocol.
+    """
 
-def _hierarchical(
-    cluster: ClusterSpec, op: CollectiveOp, nbytes: int, shape: GroupShape, outer: LinkSpec
-) -> CollectiveCost:
-    m, k = shape.nodes, shape.per_node
-    rounds, inner = _ROUNDS[op], cluster.within
-    hops = (m - 1) * outer.latency_s + (k - 1) * inner.latency_s
-    # The k ranks of a node gather a k-th each, side by side: together the node's adapters carry (m-1)/m of it all.
-    between = nbytes * (m - 1) / m / outer.bytes_per_s
-    within_node = nbytes * (k - 1) / k / inner.bytes_per_s
-    return CollectiveCost("between", rounds * (between + within_node), cluster.launch_s + rounds * hops, "hierarchical")
+    shape: GroupShape
+    inner: LinkSpec
+    outer: LinkSpec
+    launch_s: float
+
+    @classmethod
+    def plain(cls, cluster: ClusterSpec, shape: GroupShape) -> "_Way":
+        return cls(shape, cluster.within, _between(cluster, shape), cluster.launch_s)
+
+    @classmethod
+    def quick(cls, cluster: ClusterSpec, shape: GroupShape) -> "_Way":
+        protocol, plain = cluster.quick, cls.plain(cluster, shape)
+        assert protocol is not None
+        return cls(
+            shape,
+            LinkSpec(bytes_per_s=plain.inner.bytes_per_s * protocol.part, latency_s=protocol.within_latency_s),
+            LinkSpec(bytes_per_s=plain.outer.bytes_per_s * protocol.part, latency_s=protocol.between_latency_s),
+            protocol.launch_s,
+        )
+
+    def cost(self, algorithm: Algorithm, op: CollectiveOp, nbytes: int) -> CollectiveCost:
+        if op in _STRAIGHT:
+            return self._straight(nbytes)
+        if algorithm == "hierarchical":
+            return self._hierarchical(op, nbytes)
+        n, m, k = self.shape.ranks, self.shape.nodes, self.shape.per_node
+        rates = [self.inner.bytes_per_s] * (k > 1) + [self.outer.bytes_per_s] * (m > 1)
+        if algorithm == "tree":
+            hops = 2 * math.log2(m) * self.outer.latency_s + 2 * (k - 1) * self.inner.latency_s
+            return self._taking(2 * nbytes / min(rates), hops, algorithm)
+        hops = (m - 1) * self.outer.latency_s + (n - m) * self.inner.latency_s
+        if op == "broadcast":
+            return self._taking(nbytes / min(rates), hops, algorithm)
+        rounds = _ROUNDS[op]
+        return self._taking(rounds * nbytes * (n - 1) / n / min(rates), rounds * hops, algorithm)
+
+    def _straight(self, nbytes: int) -> CollectiveCost:
+        n, m, k = self.shape.ranks, self.shape.nodes, self.shape.per_node
+        inside = (k - 1) / self.inner.bytes_per_s
+        outside = (n - k) * k / self.outer.bytes_per_s
+        hop = self.outer.latency_s if m > 1 else self.inner.latency_s
+        return self._taking(nbytes / n * max(inside, outside), hop, "straight")
+
+    def _hierarchical(self, op: CollectiveOp, nbytes: int) -> CollectiveCost:
+        m, k = self.shape.nodes, self.shape.per_node
+        rounds = _ROUNDS[op]
+        hops = (m - 1) * self.outer.latency_s + (k - 1) * self.inner.latency_s
+        # The k ranks of a node gather a k-th each, side by side: together its adapters carry (m-1)/m of it all.
+        between = nbytes * (m - 1) / m / self.outer.bytes_per_s
+        within_node = nbytes * (k - 1) / k / self.inner.bytes_per_s
+        return self._taking(rounds * (between + within_node), rounds * hops, "hierarchical")
+
+    def _taking(self, transfer_s: float, hops_s: float, how: Algorithm | Literal["straight"]) -> CollectiveCost:
+        link: Link = "between" if self.shape.nodes > 1 else "within"
+        return CollectiveCost(link, transfer_s, self.launch_s + hops_s, how)
 
 
 def _between(cluster: ClusterSpec, shape: GroupShape) -> LinkSpec:

@@ -1,6 +1,6 @@
-"""Replace a folder as a whole: readers find the old content or the new, and a writer that dies leaves the old.
+"""Replace a folder or a file as a whole: readers find the old content or the new, and a dying writer leaves the old.
 
-The new content of ``name`` is written to ``.name.partial`` beside it. To commit, the old folder is renamed to
+The new content of a folder ``name`` is written to ``.name.partial`` beside it. To commit, the old one is renamed to
 ``.name.previous``, the new one to ``name``, and the old one is deleted. What a kill leaves behind, and who tidies it:
 
 - while writing: ``name`` as it was, and ``.name.partial``, which the next :func:`begin` deletes;
@@ -9,8 +9,9 @@ The new content of ``name`` is written to ``.name.partial`` beside it. To commit
 """
 
 import os
+import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -88,3 +89,23 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, pieces: Iterable[str]) -> None:
+    """Write ``pieces`` beside ``path`` and move them there once they are on disk.
+
+    A reader sees the old file or the new one, and a failure leaves the old one and nothing else.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with beside.open("x", encoding="utf-8", errors="replace", newline="\n") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

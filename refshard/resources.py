@@ -36,6 +36,11 @@ def cluster_profiles() -> dict[str, Path]:
     return {p.stem: p for p in sorted((root() / "profiles" / "clusters").glob("*.toml"))}
 
 
+def published() -> dict[str, Path]:
+    """Tables of published results, by name."""
+    return {p.stem: p for p in sorted((root() / "profiles" / "published").glob("*.toml"))}
+
+
 def suites() -> dict[str, Path]:
     """Suites that ship with refshard, by name."""
     return {p.stem: p for p in sorted((root() / "suites").glob("*.toml"))}

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from refshard.cli import app
 from refshard.specs.suite import load_suite
+from tests.distributed.ranks import run_script
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,7 +30,16 @@ def of_language(language: str) -> list[object]:
 def test_python_blocks_run_on_two_ranks(tmp_path: Path, language: str, code: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(code)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    assert "UserWarning" not in run_script(2, script)
+
+
+def test_the_readmes_first_python_block_starts_as_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "README.md").read_text()
+    block = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert block is not None
+    assert "Start it with `torchrun --nproc-per-node 2 train.py`" in page
+    (tmp_path / "train.py").write_text(block[1])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,8 @@ _KINDS: dict[str, Callable[[], list[str]]] = {
     "models": lambda: list(resources.model_profiles()),
     "modes": lambda: list(MODES),
     "suites": lambda: list(resources.suites()),
+    "clusters": lambda: list(resources.cluster_profiles()),
+    "hardware": lambda: list(resources.hardware_profiles()),
 }
 
 

@@ -107,8 +107,8 @@ class GroupCollectives(Collectives):
         # NCCL launches on the current stream, of high priority here, unless it is asked for a handle: then it hops to a
         # stream of its own, of ordinary priority, and back. A CPU that plays a part of a cluster has but handles.
         self._handles = "nccl" not in libraries or self._device.type == "cpu"
-        self._gather = None if shards is None else _all_gather(shards, handles=self._handles)
-        self._scatter = None if self._reducing is None else _reduce_scatter(self._reducing, handles=self._handles)
+        self._gather = None if shards is None else all_gather_call(shards, handles=self._handles)
+        self._scatter = None if self._reducing is None else reduce_scatter_call(self._reducing, handles=self._handles)
         self._receive: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
@@ -261,12 +261,14 @@ class _Call:
 
 
 # torch 2.13 deprecates the names on the right, torch 2.11 lacks those on the left.
-def _all_gather(group: dist.ProcessGroup, *, handles: bool) -> _Call:
+def all_gather_call(group: dist.ProcessGroup, *, handles: bool) -> _Call:
+    """The backend's own flat all-gather of ``group``; with ``handles`` it returns before it is done."""
     method = getattr(group, "all_gather_single", None) or group._allgather_base
     return _Call(method, AllgatherOptions(), handles=handles)
 
 
-def _reduce_scatter(group: dist.ProcessGroup, *, handles: bool) -> _Call:
+def reduce_scatter_call(group: dist.ProcessGroup, *, handles: bool) -> _Call:
+    """The backend's own flat reduce-scatter of ``group``; with ``handles`` it returns before it is done."""
     method = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return _Call(method, ReduceScatterOptions(), handles=handles)
 

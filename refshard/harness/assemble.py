@@ -12,7 +12,7 @@ from refshard.flops import FORMULAS, Convention, flops_per_token
 from refshard.harness.launchers.base import Launch
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import rank_file, trace_file
-from refshard.models.activation import checkpointed_layers
+from refshard.plan.checkpointing import checkpointed_layers
 from refshard.records import (
     DERIVED,
     METRICS,

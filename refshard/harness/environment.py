@@ -34,7 +34,7 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
         id="",
         hostname=platform.node(),
         os=f"{platform.system()} {platform.release()}",
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or 1,
         logical_cores=available_cores(),
         memory_bytes=psutil.virtual_memory().total,
@@ -81,7 +81,8 @@ def measure_gemm(threads: int, size: int = 1024, seconds: float = 0.5) -> float:
         torch.set_num_threads(before)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's model, as the system names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -171,7 +171,10 @@ def measure(
 
 
 def _import_lazy_parts() -> None:
-    """Let torch import what it puts off until a first optimizer step: tens of MiB of code are no strategy's memory."""
+    """Let torch import what it puts off until a first optimizer step, and the CPU's matrix library take the buffers
+    that it keeps from its first large product on: tens of MiB that are no strategy's memory.
+    """
+    torch.zeros(512, 512) @ torch.zeros(512, 8192)
     parameter = nn.Parameter(torch.zeros(1))
     parameter.sum().backward()
     optimizer = torch.optim.AdamW([parameter], fused=True)

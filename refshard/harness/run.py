@@ -16,11 +16,12 @@ import torch
 from refshard.errors import SpecError
 from refshard.harness.assemble import Peers, assemble
 from refshard.harness.environment import available_cores
-from refshard.harness.launchers.base import Launcher
+from refshard.harness.launchers.base import Job, Launcher
 from refshard.harness.rank import CASE_FILE, trace_file
+from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, read_run
-from refshard.models.activation import checkpointed_layers
 from refshard.models.data import open_source
+from refshard.plan.checkpointing import checkpointed_layers
 from refshard.records import CaseRecord, EndRecord, Environment, Run, RunRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
@@ -58,7 +59,8 @@ def check_suite(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...
         open_source(case.data, model.vocab, case.seed)
         checkpointed_layers(case.checkpointing, model.n_layers)
         _check_fidelity(case)
-        _check_fits_machine(case, oversubscribe=oversubscribe)
+        if case.processes:
+            _check_fits_machine(case, oversubscribe=oversubscribe)
     return cases
 
 
@@ -177,7 +179,10 @@ def _run_case(
     work.mkdir(parents=True)
     (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
     started = datetime.now(UTC)
-    launch = launcher.launch(case, work, on_progress)
+    launch = None
+    if case.processes:
+        job = Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
+        launch = launcher.launch(job, work, on_progress)
     blank = CaseRecord(
         run_id=header.run_id,
         environment=header.environment.id,
@@ -189,14 +194,20 @@ def _run_case(
         started_at=started.isoformat(timespec="seconds"),
         duration_s=(datetime.now(UTC) - started).total_seconds(),
     )
-    record = assemble(blank, launch, work, header.environment, peers)
+    if launch is None:
+        record = record_simulated(blank, trace_file(work, 0))
+    else:
+        record = assemble(blank, launch, work, header.environment, peers)
     return msgspec.structs.replace(record, traces=_keep_traces(case, name, work, folder))
 
 
 def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[str, ...]:
-    """Move the ranks' traces to the run's ``traces`` folder; paths relative to the run's folder."""
+    """Move the traces of the ranks, or of the one that was simulated, to the run's ``traces`` folder.
+
+    Returns their paths, relative to the run's folder.
+    """
     kept = []
-    for rank in range(case.processes):
+    for rank in range(max(case.processes, 1)):
         source = trace_file(work, rank)
         if source.exists():
             target = folder / "traces" / f"{name}-rank{rank}.json.gz"
@@ -208,7 +219,7 @@ def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[s
 
 def _check_fidelity(case: CaseSpec) -> None:
     if case.fidelity == "simulated":
-        raise SpecError("fidelity: simulated cases are planned, not run, got 'simulated'; see refshard plan --help")
+        check_simulated(case)
     if case.fidelity == "emulated":
         load_cluster(case.cluster).of_world_size(case.world_size)
 

@@ -1,4 +1,4 @@
-"""What a launcher starts for each rank: ``python -m refshard.harness.worker FOLDER LAUNCHER_PID``.
+"""What a launcher starts for each rank: ``python -m refshard.harness.worker PROGRAM FOLDER LAUNCHER_PID``.
 
 Before it imports anything that takes time, it asks the kernel to end it should its launcher be killed, so that no rank
 is ever left behind.
@@ -13,16 +13,20 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def main(folder: Path, launcher: int) -> int:
-    """Run this rank and return the process's exit status."""
+def main(program: str, folder: Path, launcher: int) -> int:
+    """Run this rank of the program, ``case`` or ``calibration``, and return the process's exit status."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:
             return 1  # it was killed before the kernel was asked
+    if program == "calibration":
+        from refshard.harness.calibration.rank import calibrate_rank
+
+        return calibrate_rank(folder)
     from refshard.harness.rank import run_rank
 
     return run_rank(folder)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))

@@ -6,9 +6,7 @@ Strategy names, errors and logs come from outside and are hostile until escaped:
 
 import base64
 import hashlib
-import os
 import re
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from refshard import resources
+from refshard.folders import replace_file
 from refshard.records import METRICS, Run
 from refshard.report import charts, origin, views
 from refshard.report.cases import Setting, contested, settings, trainings
@@ -67,7 +66,7 @@ def write_dashboard(run: Run, path: Path) -> None:
     Raises:
         OSError: the folder does not exist or cannot be written; what was at ``path`` stays.
     """
-    replace_atomically(path, page(run))
+    replace_file(path, page(run))
 
 
 def page(run: Run) -> Iterable[str]:
@@ -106,26 +105,6 @@ def unbroken(text: str) -> str:
 def resource(name: str) -> str:
     """The text of a file beside the templates."""
     return (resources.dashboards() / name).read_text(encoding="utf-8")
-
-
-def replace_atomically(path: Path, pieces: Iterable[str]) -> None:
-    """Write ``pieces`` beside ``path`` and move them there once they are on disk.
-
-    A reader sees the old file or the new one, and a failure leaves the old one and nothing else.
-
-    Raises:
-        OSError: the folder does not exist or cannot be written.
-    """
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with beside.open("x", encoding="utf-8", errors="replace", newline="\n") as file:
-            file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def _content(run: Run) -> dict[str, Any]:

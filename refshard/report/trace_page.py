@@ -18,6 +18,7 @@ import pandas as pd
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from refshard.folders import replace_file
 from refshard.quantities import MIB
 from refshard.report import trace_charts, trace_tables, trace_words
 from refshard.report.charts import Chart
@@ -25,7 +26,7 @@ from refshard.report.encode import encode
 from refshard.report.lanes import draw_step, drawn_windows
 from refshard.report.layer_svg import Layer, draw_layer
 from refshard.report.palette import LEGEND, STYLES
-from refshard.report.render import fill, replace_atomically, resource, script
+from refshard.report.render import fill, resource, script
 from refshard.report.trace_gaps import gap_table, gaps_of
 from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
@@ -100,7 +101,7 @@ def write_trace_page(traces: Sequence[AnalysedTrace], path: Path) -> None:
     """
     if not traces:
         raise ValueError("a page of traces needs one trace or more, got none")
-    replace_atomically(path, page(traces))
+    replace_file(path, page(traces))
 
 
 def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:

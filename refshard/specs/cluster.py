@@ -2,18 +2,21 @@
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from refshard import resources
 from refshard.errors import SpecError, nearest
 from refshard.specs.hardware import HardwareSpec, load_hardware
-from refshard.specs.reading import LARGEST, convert, read_toml, sourced, within
+from refshard.specs.reading import convert, finite, read_toml, sourced, within
 
 Library = Literal["nccl", "rccl", "gloo"]
 Algorithm = Literal["ring", "tree", "hierarchical"]
-CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"]
+_BESIDE = ("compute_beside_communication", "communication_beside_compute", "preparation_beside_compute")
+CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "exchange"]
+"""``exchange`` is the engine's over gloo: an all-to-all in pieces, each rank's part straight to each other rank."""
+COLLECTIVES: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 
 
 class LinkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,10 +30,27 @@ class LinkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     latency_s: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.bytes_per_s < float("inf"):
-            raise ValueError(f"bytes_per_s must be > 0 and finite, got {self.bytes_per_s}")
-        if not 0 <= self.latency_s < LARGEST:
-            raise ValueError(f"latency_s must be >= 0, got {self.latency_s}")
+        finite("bytes_per_s", self.bytes_per_s, above=0)
+        finite("latency_s", self.latency_s)
+
+
+class QuickProtocol(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A protocol that gives up bandwidth for latency, NCCL's LL128: the library takes it where it is faster.
+
+    ``part`` is what it reaches of a link's ``bytes_per_s``. The other fields replace those of the links and the
+    cluster, in seconds.
+    """
+
+    part: float
+    within_latency_s: float
+    between_latency_s: float
+    launch_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.part <= 1:
+            raise ValueError(f"part must lie in (0, 1], got {self.part}")
+        for field in ("within_latency_s", "between_latency_s", "launch_s"):
+            finite(field, getattr(self, field))
 
 
 class MeasuredCollective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,15 +62,23 @@ class MeasuredCollective(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     bytes: int
     seconds: float
 
+    def __post_init__(self) -> None:
+        within("ranks", self.ranks, 2)
+        within("nodes", self.nodes, 1, most=self.ranks)
+        within("bytes", self.bytes, 1)
+        finite("seconds", self.seconds, above=0)
+
 
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Nodes of ``ranks_per_node`` ranks each. ``sources`` says of each field where its value comes from.
 
     ``hardware`` names a profile, or is one. ``between`` is None where there is but one node. ``launch_s`` is what a
-    collective takes however little it moves. While one runs beside compute, compute goes at
-    ``compute_beside_communication`` of its rate (the collective's kernels hold multiprocessors; on a CPU its threads
-    hold cores) and the collective at ``communication_beside_compute`` of its own. ``measured`` are collectives timed
-    on this very cluster, which go before what ``within`` and ``between`` would say.
+    collective takes however little it moves, ``quick`` the library's other protocol, if it has one. While one runs
+    beside compute, compute goes at ``compute_beside_communication`` of its rate (the collective's kernels hold
+    multiprocessors; on a CPU its threads hold cores) and the collective at ``communication_beside_compute`` of its own.
+    Kernels that prepare a reduction beside compute get ``preparation_beside_compute`` of the device, and compute the
+    rest (YaFSDP's give-way effect). ``measured`` are collectives timed on this very cluster, which go before what
+    ``within`` and ``between`` would say.
     """
 
     hardware: str | HardwareSpec
@@ -61,8 +89,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     between: LinkSpec | None = None
     algorithms: tuple[Algorithm, ...] = ("ring",)
     launch_s: float = 0.0
+    quick: QuickProtocol | None = None
     compute_beside_communication: float = 1.0
     communication_beside_compute: float = 1.0
+    preparation_beside_compute: float = 0.5
     measured: tuple[MeasuredCollective, ...] = ()
     about: str = ""
     sources: dict[str, str]
@@ -74,11 +104,12 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"between must say what joins the {self.nodes} nodes, got none; add the table [between]")
         if "ring" not in self.algorithms:
             raise ValueError(f"algorithms must hold 'ring', which runs every collective, got {list(self.algorithms)}")
-        for field in ("compute_beside_communication", "communication_beside_compute"):
+        for field in _BESIDE:
             if not 0 < getattr(self, field) <= 1:
                 raise ValueError(f"{field} must lie in (0, 1], got {getattr(self, field)}")
-        if self.launch_s < 0:
-            raise ValueError(f"launch_s must be >= 0, got {self.launch_s}")
+        if self.preparation_beside_compute == 1:
+            raise ValueError("preparation_beside_compute must be < 1, since compute gets the rest, got 1")
+        finite("launch_s", self.launch_s)
         sourced(self, exempt=("hardware", "library", "nodes", "algorithms", "measured", "about", "sources"))
 
     @property

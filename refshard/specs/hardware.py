@@ -1,4 +1,4 @@
-"""What one accelerator, or one core of a CPU, can do, and the profiles that ship with refshard."""
+"""What one accelerator, or one rank's share of a CPU, can do, and the profiles that ship with refshard."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ import msgspec
 
 from refshard import resources
 from refshard.errors import SpecError, nearest
-from refshard.specs.reading import convert, read_toml, sourced
+from refshard.specs.reading import convert, finite, read_toml, sourced, within
 
 Dtype = Literal["fp32", "bf16"]
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
@@ -16,29 +16,60 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How fast one kind of kernel runs in one dtype, as far as it is known.
 
     ``peak`` is the data sheet's dense rate in FLOP/s (on a CPU: the best that was measured), and what MFU is held
-    against. A product of ``flops`` takes ``flops / (peak * efficiency) + overhead_s``, so small ones are slow.
+    against. ``peak * efficiency`` is what a large product reaches in training; small ones are slower by ``overhead_s``
+    each, and where operands are not brought in beside the computation, by their bytes at ``bytes_per_s`` (0: they are).
     """
 
     peak: float
     efficiency: float
     overhead_s: float = 0.0
+    bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.peak <= 0:
-            raise ValueError(f"peak must be > 0, got {self.peak}")
+        finite("peak", self.peak, above=0)
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency must lie in (0, 1], got {self.efficiency}")
-        if self.overhead_s < 0:
-            raise ValueError(f"overhead_s must be >= 0, got {self.overhead_s}")
+        finite("overhead_s", self.overhead_s)
+        finite("bytes_per_s", self.bytes_per_s)
+
+    @property
+    def flops_per_s(self) -> float:
+        """What a large product reaches."""
+        return self.peak * self.efficiency
+
+
+class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Causal attention as it was measured, since no single rate describes its kernels at all lengths.
+
+    ``forward_s`` and ``backward_s`` are seconds per score: a query head times a pair of tokens in the causal half, of
+    which a sequence of T tokens has T * T / 2.
+    """
+
+    dtype: Dtype
+    head_dim: int
+    seq_len: int
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        for field in ("head_dim", "seq_len"):
+            within(field, getattr(self, field), 1)
+        for field in ("forward_s", "backward_s"):
+            finite(field, getattr(self, field), above=0)
 
 
 class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accelerator, or one rank's share of a CPU. ``sources`` says of each field where its value comes from.
 
-    ``matmul`` and ``attention`` are by dtype (fp32, bf16). ``memory_bytes_per_s`` is what elementwise kernels reach,
-    bytes read and written. ``kernel_s`` is the least that any kernel takes, ``host_s`` what the host needs to launch
-    one. On hardware that is ``asynchronous`` the host runs ahead of the device (CUDA); elsewhere it is the device.
-    ``multiprocessors`` is 0 where there is no such thing.
+    ``matmul`` and ``attention`` are by dtype (fp32, bf16); attention's FLOPs are those of the causal half, backward
+    2.5 times forward, and ``attention_points`` go before its rate. ``memory_bytes_per_s`` is what elementwise kernels
+    reach, bytes read and written, on tensors that no cache holds. ``transcendental_per_s`` is how many exponentials a
+    second such a kernel gets done (0: memory is slower), ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as
+    any elementwise kernel), ``first_touch_bytes_per_s`` how fast the system provides memory that the process did not
+    have (0: at once, as a caching allocator does). ``kernel_s`` is what any kernel takes however little it does,
+    ``host_s`` what the host needs to launch one. On hardware that is ``asynchronous`` the host runs ahead of the device
+    (CUDA); elsewhere it is the device, and both are the cost of one eager operation. ``multiprocessors`` is 0 where
+    there is no such thing.
     """
 
     device: Literal["cuda", "cpu"]
@@ -49,21 +80,26 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kernel_s: float
     host_s: float
     multiprocessors: int = 0
+    transcendental_per_s: float = 0.0
+    optimizer_bytes_per_s: float = 0.0
+    first_touch_bytes_per_s: float = 0.0
+    attention_points: tuple[AttentionPoint, ...] = ()
+    about: str = ""
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
-        for field in ("memory_bytes", "memory_bytes_per_s"):
-            if getattr(self, field) <= 0:
-                raise ValueError(f"{field} must be > 0, got {getattr(self, field)}")
-        for field in ("kernel_s", "host_s", "multiprocessors"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} must be >= 0, got {getattr(self, field)}")
+        within("memory_bytes", self.memory_bytes, 1, most=2**60)
+        finite("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
+        optional = ("transcendental_per_s", "optimizer_bytes_per_s", "first_touch_bytes_per_s")
+        for field in ("kernel_s", "host_s", *optional):
+            finite(field, getattr(self, field))
+        within("multiprocessors", self.multiprocessors, 0)
         if self.matmul.keys() != self.attention.keys() or not self.matmul:
             raise ValueError(
                 f"matmul and attention must give the same dtypes, at least one, got {sorted(self.matmul)} and "
                 f"{sorted(self.attention)}"
             )
-        sourced(self, exempt=("device", "sources"))
+        sourced(self, exempt=("device", "about", "sources"))
 
     @property
     def asynchronous(self) -> bool:

@@ -1,5 +1,6 @@
 """From TOML and plain data to specs, with errors that name the field, the value and the remedy."""
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,18 @@ def within(field: str, value: int, least: int, *, most: int = LARGEST) -> None:
         raise ValueError(f"{field} must be >= {least}, got {value}")
     if value > most:
         raise ValueError(f"{field} must be <= {most}, got {value}")
+
+
+def finite(field: str, value: float, *, above: float | None = None) -> None:
+    """Check that ``value`` is a number >= 0, or > ``above`` where that is given, and not infinite.
+
+    Raises:
+        ValueError: it is not (NaN is none); the message names the field.
+    """
+    if above is None and not 0 <= value < math.inf:
+        raise ValueError(f"{field} must be >= 0 and finite, got {value}")
+    if above is not None and not above < value < math.inf:
+        raise ValueError(f"{field} must be > {above:g} and finite, got {value}")
 
 
 def sourced(spec: msgspec.Struct, *, exempt: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ from refshard.tracing.events import HOST, KERNEL, LAUNCH, TraceFile
 from refshard.tracing.labels import Labels
 from refshard.tracing.steps import step_at
 
-COMM_KERNEL = re.compile(r"nccl|rccl|msccl|nvshmem|deep_ep::|refshard_emulated", re.IGNORECASE)
-"""Names of kernels that communicate: NCCL 2.4 to 2.28, RCCL, MSCCL++, NVSHMEM, DeepEP, and emulated collectives."""
+COMM_KERNEL = re.compile(r"nccl|rccl|msccl|nvshmem|deep_ep::|refshard_(?:emulated|simulated)", re.IGNORECASE)
+"""Names of kernels that communicate: NCCL 2.4 to 2.28, RCCL, MSCCL++, NVSHMEM, DeepEP, and what is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,6 +22,7 @@ _OF_REFSHARD = {
     # A shard that has to be cast is copied to its place first.
     "all_gather": Meaning.ALL_GATHER | Meaning.COPY_IN,
     "copy_in": Meaning.REDUCE | Meaning.COPY_IN,
+    "copy_out": Meaning.COPY_OUT,
     # Over gloo it may wait for a place in which to receive.
     "reduce_scatter": Meaning.REDUCE | Meaning.WAIT,
     "all_reduce": Meaning.REDUCE,

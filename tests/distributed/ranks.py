@@ -1,17 +1,40 @@
-"""Run functions on several gloo ranks, each a process, and collect what they return."""
+"""Run functions on several gloo ranks, each a process, and collect what they return; or run a script on them."""
 
+import os
 import pickle
+import runpy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.multiprocessing.spawn import spawn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import start_processes
+
+from refshard.harness.launchers.ranks import rank_environment
+
+_HOST = "127.0.0.1"
+_IMPORTED_ONCE = (
+    "torch._dynamo",  # by an optimizer's first step
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "refshard.engine.checkpoint",
+    "refshard.harness.launchers.ranks",
+)
+
+
+def rank_processes() -> ForkServerContext:
+    """Starts fresh processes: forked from one that has imported torch, which takes seconds, and has run nothing."""
+    context: ForkServerContext = get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED_ONCE))
+    return context
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -24,20 +47,47 @@ def run_each(world_size: int, function: Callable[..., Any], calls: Sequence[tupl
 
     Each call has a process group of its own. Groups that are made within end with it: they hold sockets and a thread.
     """
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, args=(world_size, folder, function, calls), nprocs=world_size)
+        arguments = (world_size, store.port, folder, function, calls)
+        method = rank_processes().get_start_method()
+        start_processes(_rank, args=arguments, nprocs=world_size, start_method=method)
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
 def _rank(
-    rank: int, world_size: int, folder: str, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+    rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
 ) -> None:
     torch.set_num_threads(1)
-    store, results = FileStore(f"{folder}/store", world_size), []
+    store, results = TCPStore(_HOST, port), []
     for index, arguments in enumerate(calls):
         with _group(PrefixStore(str(index), store), rank, world_size):
             results.append(function(*arguments))
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(results))
+
+
+def run_script(world_size: int, script: Path) -> str:
+    """Run a script on every rank in the script's folder, with torchrun's variables; return what they wrote to stderr.
+
+    Raises:
+        ProcessRaisedException: a rank raised, with its traceback.
+    """
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    method = rank_processes().get_start_method()
+    start_processes(_script, args=(world_size, store.port, script), nprocs=world_size, start_method=method)
+    return "".join((script.parent / f"{rank}.stderr").read_text() for rank in range(world_size))
+
+
+def _script(rank: int, world_size: int, port: int, script: Path) -> None:
+    environment = rank_environment(
+        rank, rank, world_size=world_size, local_world_size=world_size, address=_HOST, port=port
+    )
+    os.environ.update(environment, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    torch.set_num_threads(1)
+    os.chdir(script.parent)
+    with Path(f"{rank}.stderr").open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @contextmanager

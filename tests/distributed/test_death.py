@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing import get_context
 
 import refshard
 from refshard.errors import EngineError
 from refshard.plan.placement import MODES
+from tests.distributed.ranks import rank_processes
 from tests.engine.fakes import Net, loss_of, make_batch, make_net
 
 TIMEOUT_S = 20
@@ -93,7 +93,7 @@ def told(
     timeout_s: int = TIMEOUT_S,
 ) -> dict[int, str]:
     """What each survivor was told; every process has ended by then."""
-    context = get_context("spawn")
+    context = rank_processes()
     arguments = (world_size, folder, mode, steps, when, die, timeout_s)
     processes = [context.Process(target=work, args=(rank, *arguments)) for rank in range(world_size)]
     try:

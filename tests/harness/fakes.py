@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from refshard.harness.launchers.base import Launch, Launcher
+from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.measure import RankResult
-from refshard.harness.rank import rank_file, trace_file
+from refshard.harness.rank import CASE_FILE, rank_file, trace_file
 from refshard.harness.run import Observer
 from refshard.records import CaseRecord, CollectiveCount, Environment
 from refshard.specs.case import CaseSpec
@@ -58,7 +58,9 @@ class FakeLauncher(Launcher):
         self.launched: list[CaseSpec] = []
         self._outcome = outcome or good
 
-    def launch(self, case: CaseSpec, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+        case = msgspec.json.decode((folder / CASE_FILE).read_bytes(), type=CaseSpec)
+        assert job == Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
         self.launched.append(case)
         on_progress("measure 1/1")
         return self._outcome(case, folder)

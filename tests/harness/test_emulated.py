@@ -74,7 +74,7 @@ def test_collectives_must_be_what_was_announced_all_the_same(tmp_path: Path, clu
         ({"cluster": "no-such"}, "cluster: no profile and no file 'no-such'"),
         ({"world_size": 6}, "on nodes of 4 ranks, got 6"),
         ({"resident_ranks": 512}, r"resident_ranks: 512 ranks x 1 thread\(s\) exceed the \d+ cores here; lower it"),
-        ({"fidelity": "simulated"}, "simulated cases are planned, not run, got 'simulated'"),
+        ({"fidelity": "simulated", "workload": "inference"}, "workload must be 'training' for simulated cases"),
     ],
 )
 def test_what_cannot_be_emulated_is_refused_before_anything_is_launched(
@@ -84,8 +84,13 @@ def test_what_cannot_be_emulated_is_refused_before_anything_is_launched(
         check_suite(suite(cluster, **changes), oversubscribe=False)
 
 
-def test_a_network_of_its_own_carries_no_emulated_case(cluster: str) -> None:
-    made = suite(cluster)
+def test_cases_that_are_not_measured_may_stand_beside_those_over_a_network(cluster: str) -> None:
+    made = suite(cluster, resident_ranks=2)
     networked = make_suite(matrix=made.matrix, case=made.case, launcher="netlab", network={"hosts": 2, "rate": "2gbit"})
-    with pytest.raises(SpecError, match="fidelity must be 'measured' with launcher 'netlab', got 'emulated'"):
-        check_suite(networked, oversubscribe=True)
+    assert {case.fidelity for case in check_suite(networked, oversubscribe=True)} == {"emulated"}
+    uneven = make_suite(
+        matrix=made.matrix, case={**made.case, "resident_ranks": 3}, launcher="netlab",
+        network={"hosts": 2, "rate": "2gbit"},
+    )  # fmt: skip
+    with pytest.raises(SpecError, match=r"multiple of network.hosts = 2, got 3"):
+        check_suite(uneven, oversubscribe=True)

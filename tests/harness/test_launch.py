@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from refshard.cli import main
 from refshard.harness.store import read_run
-from refshard.records import METRICS
+from refshard.records import METRICS, Run
 from tests.harness.commandline import SUITE, only_case, processes_of, refshard, start, wait_for, write_suite
 
 
@@ -34,41 +35,66 @@ def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
     assert not processes_of(tmp_path / "run")
 
 
-def test_a_case_that_fails_is_recorded_with_its_log(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens.npy"
+TROUBLE = """
+name = "trouble"
+[[matrix]]
+data = "{tokens}"
+[[matrix]]
+memory_limit_gib = 0.3
+[[matrix]]
+measured_steps = 100000
+time_limit_s = 4.0
+[case]
+strategy = "single"
+world_size = 1
+model = "llama-tiny"
+global_batch = 2
+seq_len = 16
+device = "cpu"
+"""
+
+
+@pytest.fixture(scope="module")
+def trouble(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of three cases of which none ends well; it goes on after each, and says so in its exit status only."""
+    folder = tmp_path_factory.mktemp("trouble")
+    tokens = folder / "tokens.npy"
     np.save(tokens, np.full(5000, 99_999))
-    suite = write_suite(tmp_path, "single", more=f'data = "{tokens}"')
-    done = refshard("run", suite, "--out", tmp_path / "run")
+    suite = folder / "suite.toml"
+    suite.write_text(TROUBLE.format(tokens=tokens))
+    done = refshard("run", suite, "--out", folder / "run")
     assert done.returncode == 1
-    state, error, log = only_case(read_run(tmp_path / "run"), "single")
-    assert state == "failed"
-    assert error is not None
-    assert "99999" in error
-    assert any("SpecError" in line for line in log)
     assert "Traceback" not in done.stderr
+    assert not processes_of(folder / "run")
+    return read_run(folder / "run")
 
 
-def test_a_case_that_runs_out_of_memory_is_oom(tmp_path: Path) -> None:
-    done = refshard("run", write_suite(tmp_path, "single", more="memory_limit_gib = 0.3"), "--out", tmp_path / "run")
-    assert done.returncode == 1
-    state, error, _ = only_case(read_run(tmp_path / "run"), "single")
-    assert state == "oom", error
+def test_a_case_that_fails_is_recorded_with_its_log(trouble: Run) -> None:
+    (record,) = (r for r in trouble.cases if r.case.data != "synthetic")
+    assert record.state == "failed"
+    assert record.error is not None
+    assert "99999" in record.error
+    assert any("SpecError" in line for line in record.log_tail)
 
 
-def test_a_case_that_hangs_is_ended_at_its_time_limit(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, "single", steps=100_000, more="time_limit_s = 6.0")
-    done = refshard("run", suite, "--out", tmp_path / "run")
-    assert done.returncode == 1
-    state, error, _ = only_case(read_run(tmp_path / "run"), "single")
-    assert (state, error) == ("timeout", "did not end within time_limit_s = 6; the ranks were ended")
-    assert not processes_of(tmp_path / "run")
+def test_a_case_that_runs_out_of_memory_is_oom(trouble: Run) -> None:
+    (record,) = (r for r in trouble.cases if r.case.memory_limit_gib is not None)
+    assert record.state == "oom", record.error
+
+
+def test_a_case_that_hangs_is_ended_at_its_time_limit(trouble: Run) -> None:
+    (record,) = (r for r in trouble.cases if r.case.time_limit_s == 4)
+    assert record.state == "timeout"
+    assert record.error == "did not end within time_limit_s = 4; the ranks were ended"
 
 
 def test_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, "single", "ddp", ranks=2, steps=300)
+    suite = write_suite(tmp_path, "single", "ddp", ranks=2, steps=50)
     run = tmp_path / "run"
     process = start("run", suite, "--out", run)
-    wait_for(lambda: [p for p in run.glob("cases/ddp*/progress") if p.read_text().startswith("measure")])
+    wait_for(
+        lambda: [p for p in run.glob("cases/ddp*/progress") if p.read_text().startswith(("warm-up", "measure"))], 120
+    )
     victim = max(p.pid for p in processes_of(run / "cases") if p.pid != process.pid)
     os.kill(victim, signal.SIGKILL)
     process.communicate(timeout=120)
@@ -99,6 +125,13 @@ def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path, numb
     assert "Traceback" not in err + out
 
 
+def status_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    """Exit status and standard error of the command line in this process, which has imported what it needs."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code, capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -112,14 +145,16 @@ def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path, numb
          "world_size: 512 ranks x 1 thread(s) exceed"),
     ],
 )  # fmt: skip
-def test_wrong_input_is_one_line_and_writes_nothing(tmp_path: Path, content: str, message: str) -> None:
+def test_wrong_input_is_one_line_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
     suite = tmp_path / "suite.toml"
     suite.write_text(content)
-    done = refshard("run", suite, "--out", tmp_path / "run")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("refshard: ")
-    assert message in done.stderr
+    status, err = status_of(["run", str(suite), "--out", str(tmp_path / "run")], capsys)
+    assert status == 2
+    assert len(err.splitlines()) == 1
+    assert err.startswith("refshard: ")
+    assert message in err
     assert not (tmp_path / "run").exists()
 
 
@@ -135,8 +170,17 @@ def test_wrong_input_is_one_line_and_writes_nothing(tmp_path: Path, content: str
         (["list", "strategy"], "list: nothing is called 'strategy'; did you mean 'strategies'?"),
     ],
 )
-def test_wrong_arguments_are_one_line(arguments: list[str], message: str) -> None:
-    done = refshard(*arguments)
+def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    status, err = status_of(arguments, capsys)
+    assert status == 2
+    assert err.startswith(f"refshard: {message}")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_mistake_is_one_line_of_a_real_process_too() -> None:
+    """What it imports is as silent as it is."""
+    done = refshard("run", "no-such-suite")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"refshard: {message}")
+    assert done.stdout == ""
+    assert done.stderr.startswith("refshard: suite: no file 'no-such-suite'")
     assert len(done.stderr.splitlines()) == 1

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from refshard.errors import LaunchError
+from refshard.harness.launchers.base import Job
 from refshard.harness.launchers.netlab import NetlabLauncher, placed
 from refshard.harness.launchers.network import (
     BURST_BYTES,
@@ -32,17 +33,8 @@ from tests.harness.commandline import processes_of, start, wait_for, write_suite
 TWO = NetworkSpec(hosts=2, rate="100mbit")
 
 
-def case(strategy: str, world_size: int, measured_steps: int = 3, time_limit_s: float = 120.0) -> CaseSpec:
-    return CaseSpec(
-        strategy=strategy,
-        world_size=world_size,
-        model="llama-tiny",
-        device="cpu",
-        global_batch=4,
-        seq_len=16,
-        measured_steps=measured_steps,
-        time_limit_s=time_limit_s,
-    )
+def job(processes: int, time_limit_s: float = 120.0) -> Job:
+    return Job(program="case", processes=processes, time_limit_s=time_limit_s)
 
 
 def netlab_suite(folder: Path, *strategies: str, rate: str, steps: int = 3) -> Path:
@@ -93,8 +85,8 @@ def test_the_commands_that_make_a_network() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="a network is named after a Linux process")
 def test_ranks_fill_one_host_after_the_other(tmp_path: Path) -> None:
     network = Network(TWO)
-    program, arguments, environments = placed(case("ddp", 4), tmp_path, network, TWO.ranks_per_host(4))
-    worker = (sys.executable, "-m", "refshard.harness.worker", str(tmp_path), str(os.getpid()))
+    program, arguments, environments = placed(job(processes=4), tmp_path, network, TWO.ranks_per_host(4))
+    worker = (sys.executable, "-m", "refshard.harness.worker", "case", str(tmp_path), str(os.getpid()))
     assert program == "ip"
     assert arguments == [(*network.inside(host), *worker) for host in (0, 0, 1, 1)]
     assert [name.rpartition("-")[2] for _, _, name, *_ in arguments] == ["host0", "host0", "host1", "host1"]
@@ -107,7 +99,7 @@ def test_ranks_fill_one_host_after_the_other(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="a network is named after a Linux process")
 def test_a_single_rank_runs_on_the_first_host(tmp_path: Path) -> None:
     network = Network(TWO)
-    _, (arguments,), _ = placed(case("single", 1), tmp_path, network, TWO.ranks_per_host(1))
+    _, (arguments,), _ = placed(job(processes=1), tmp_path, network, TWO.ranks_per_host(1))
     assert arguments[:3] == network.inside(0)
 
 
@@ -293,11 +285,20 @@ def test_a_suite_runs_over_the_network(tmp_path: Path) -> None:
     assert not processes_of(tmp_path / "run")
 
 
-def endless(folder: Path, strategy: str, world_size: int, time_limit_s: float = 120.0) -> CaseSpec:
+def endless(folder: Path, strategy: str, world_size: int, time_limit_s: float = 120.0) -> Job:
     """A case that does not end by itself, laid down for its ranks."""
-    found = case(strategy, world_size, measured_steps=100_000, time_limit_s=time_limit_s)
-    (folder / CASE_FILE).write_bytes(msgspec.json.encode(found))
-    return found
+    case = CaseSpec(
+        strategy=strategy,
+        world_size=world_size,
+        model="llama-tiny",
+        device="cpu",
+        global_batch=4,
+        seq_len=16,
+        measured_steps=100_000,
+        time_limit_s=time_limit_s,
+    )
+    (folder / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    return job(world_size, time_limit_s)
 
 
 # Elastic drops the log files of a rank that ended by itself without closing them.

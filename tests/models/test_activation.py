@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from refshard.errors import SpecError
-from refshard.models.activation import checkpoint_layers, checkpointed_layers
+from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
+from refshard.plan.checkpointing import checkpointed_layers
 from tests.models import small_spec
 
 

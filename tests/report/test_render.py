@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from plotly.offline import get_plotlyjs
 
+from refshard.folders import replace_file
 from refshard.records import Run
-from refshard.report.render import page, replace_atomically, write_dashboard
+from refshard.report.render import page, write_dashboard
 from tests.report.pages import Page
 from tests.report.runs import CASES, HOSTILE, run, with_record
 
@@ -167,7 +168,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / "dashboard.html"
     target.write_text("old")
     with pytest.raises(RuntimeError, match="the template broke"):
-        replace_atomically(target, failing())
+        replace_file(target, failing())
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
 
@@ -175,7 +176,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
 def test_a_target_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="taken"):
-        replace_atomically(tmp_path / "taken", ["page"])
+        replace_file(tmp_path / "taken", ["page"])
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
@@ -188,7 +189,7 @@ def test_the_old_file_stays_readable_until_the_new_one_is_whole(tmp_path: Path) 
         yield "new"
         seen_meanwhile.append(target.read_text())
 
-    replace_atomically(target, pieces())
+    replace_file(target, pieces())
     assert seen_meanwhile == ["old"]
     assert target.read_text() == "new"
 

@@ -4,8 +4,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from refshard.specs.case import CaseSpec
+Program = Literal["case", "calibration"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a launcher starts: ``processes`` ranks of one of the programs that ``harness/worker.py`` knows.
+
+    What they are to do lies in the folder that the launcher is given. They may take ``time_limit_s``.
+    """
+
+    program: Program
+    processes: int
+    time_limit_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +37,11 @@ class Launch:
 
 
 class Launcher(ABC):
-    """Starts the ranks of one case, waits for them, and leaves no process behind."""
+    """Starts the ranks of one job, waits for them, and leaves no process behind."""
 
     @abstractmethod
-    def launch(self, case: CaseSpec, folder: Path, on_progress: Callable[[str], None]) -> Launch:
-        """Run ``python -m refshard.harness.worker folder pid`` as ``case.processes`` ranks, from rank 0 on.
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+        """Run ``python -m refshard.harness.worker program folder pid`` on ``job.processes`` ranks.
 
         ``on_progress`` is called now and then with what rank 0 is at. KeyboardInterrupt passes through, after the
         ranks have ended.

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from refshard.harness.launchers.base import Launch, Launcher
+from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.ranks import Interruption, rank_environment, run_ranks, worker_arguments
-from refshard.specs.case import CaseSpec
 
 _ADDRESS = "127.0.0.1"
 
@@ -16,9 +15,9 @@ _ADDRESS = "127.0.0.1"
 class LocalLauncher(Launcher):
     """One worker process a rank; they meet at a store of this process, on a port that the kernel chose."""
 
-    def launch(self, case: CaseSpec, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
         """See :meth:`Launcher.launch`."""
-        ranks = case.processes
+        ranks = job.processes
         store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
         environments = [
             {
@@ -31,6 +30,6 @@ class LocalLauncher(Launcher):
             }
             for rank in range(ranks)
         ]
-        arguments = [worker_arguments(folder)] * ranks
+        arguments = [worker_arguments(job, folder)] * ranks
         with Interruption() as interruption:
-            return run_ranks(sys.executable, arguments, environments, case, folder, on_progress, interruption)
+            return run_ranks(sys.executable, arguments, environments, job, folder, on_progress, interruption)

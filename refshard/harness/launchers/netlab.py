@@ -4,10 +4,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from refshard.harness.launchers.base import Launch, Launcher
+from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.network import INTERFACE, Network
 from refshard.harness.launchers.ranks import Interruption, rank_environment, run_ranks, worker_arguments
-from refshard.specs.case import CaseSpec
 from refshard.specs.suite import NetworkSpec
 
 _PORT = 29500
@@ -17,13 +16,13 @@ _PORT = 29500
 class NetlabLauncher(Launcher):
     """Makes the network anew for each launch, and spreads the ranks evenly over its hosts, in order.
 
-    A case of world size 1 runs on host 0.
+    A single rank runs on host 0.
     """
 
     def __init__(self, spec: NetworkSpec) -> None:
         self._spec = spec
 
-    def launch(self, case: CaseSpec, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
         """See :meth:`Launcher.launch`.
 
         Raises:
@@ -31,23 +30,23 @@ class NetlabLauncher(Launcher):
             LaunchError: the network cannot be made.
         """
         network = Network(self._spec)
-        program, arguments, environments = placed(case, folder, network, self._spec.ranks_per_host(case.world_size))
+        program, arguments, environments = placed(job, folder, network, self._spec.ranks_per_host(job.processes))
         with Interruption() as interruption, network:
-            return run_ranks(program, arguments, environments, case, folder, on_progress, interruption)
+            return run_ranks(program, arguments, environments, job, folder, on_progress, interruption)
 
 
 def placed(
-    case: CaseSpec, folder: Path, network: Network, per_host: int
+    job: Job, folder: Path, network: Network, per_host: int
 ) -> tuple[str, list[tuple[str, ...]], list[dict[str, str]]]:
     """The program that all ranks begin with, and each rank's arguments and variables, ``per_host`` ranks to a host."""
     arguments, environments = [], []
-    for rank in range(case.world_size):
+    for rank in range(job.processes):
         host, local_rank = divmod(rank, per_host)
-        arguments.append((*network.inside(host), sys.executable, *worker_arguments(folder)))
+        arguments.append((*network.inside(host), sys.executable, *worker_arguments(job, folder)))
         place = rank_environment(
             rank,
             local_rank,
-            world_size=case.world_size,
+            world_size=job.processes,
             local_world_size=per_host,
             address=network.address(0),
             port=_PORT,

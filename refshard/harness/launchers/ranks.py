@@ -12,18 +12,17 @@ from types import FrameType
 import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, Std, start_processes
 
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import Job, Launch
 from refshard.harness.rank import PROGRESS_FILE
-from refshard.specs.case import CaseSpec
 
 _TAIL_LINES = 30
 _POLL_S = 0.1
 _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def worker_arguments(folder: Path) -> tuple[str, ...]:
+def worker_arguments(job: Job, folder: Path) -> tuple[str, ...]:
     """What follows the Python interpreter on a rank's command line. Its parent must be this process."""
-    return ("-m", "refshard.harness.worker", str(folder), str(os.getpid()))
+    return ("-m", "refshard.harness.worker", job.program, str(folder), str(os.getpid()))
 
 
 def rank_environment(
@@ -81,14 +80,14 @@ def run_ranks(
     program: str,
     arguments: Sequence[tuple[str, ...]],
     environments: Sequence[Mapping[str, str]],
-    case: CaseSpec,
+    job: Job,
     folder: Path,
     on_progress: Callable[[str], None],
     interruption: Interruption,
 ) -> Launch:
     """Run ``program`` with ``arguments[rank]`` and ``environments[rank]`` for each rank, and leave no process behind.
 
-    Ends the ranks when one fails, at ``case.time_limit_s`` (s), and when ``interruption`` noted a signal: then the
+    Ends the ranks when one fails, at ``job.time_limit_s``, and when ``interruption`` noted a signal: then the
     launch that is returned means nothing, and the end of ``interruption`` raises.
     """
     logs = folder / "logs"
@@ -106,7 +105,7 @@ def run_ranks(
         except SignalException as signalled:
             interruption.note(signalled.sigval)
             return Launch()
-        failures, timed_out = _watch(processes, case.time_limit_s, folder / PROGRESS_FILE, on_progress, interruption)
+        failures, timed_out = _watch(processes, job.time_limit_s, folder / PROGRESS_FILE, on_progress, interruption)
     if timed_out:
         return Launch(timed_out=True, failed_rank=0, log_tail=_log_tail(logs, 0))
     if not failures:
@@ -161,7 +160,7 @@ def _watch(
 
 @contextmanager
 def _no_leftovers(folder: Path) -> Iterator[None]:
-    """At the end, on every path, end those children that carry the case's folder in their command line."""
+    """At the end, on every path, end those children that carry the job's folder in their command line."""
     try:
         yield
     finally:

@@ -1,0 +1,100 @@
+"""A simulated case: no process, no tensor; record and trace come from the cluster's profile and the schedule."""
+
+import gzip
+from pathlib import Path
+
+import msgspec
+
+from refshard.errors import SpecError
+from refshard.flops import FORMULAS, flops_per_token
+from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
+from refshard.plan.recipe import find_recipe
+from refshard.records import DERIVED, METRICS, CaseRecord, StepTrace
+from refshard.simulate.clock import NS
+from refshard.simulate.forecast import CONVENTION, Job, Simulation, simulate
+from refshard.simulate.memory import forecast_memory
+from refshard.simulate.trace import as_kineto, as_timeline
+from refshard.specs.case import CaseSpec
+from refshard.specs.cluster import load_cluster
+from refshard.specs.model import load_model
+from refshard.tracing.overlap import step_breakdowns
+
+
+def job_of(case: CaseSpec) -> Job:
+    """What a case trains and where: in fp32, as measured cases do.
+
+    Raises:
+        SpecError: it cannot be simulated.
+    """
+    if case.workload != "training":
+        raise SpecError(f"workload must be 'training' for simulated cases, got '{case.workload}'; measure it instead")
+    return Job(
+        model=load_model(case.model),
+        cluster=load_cluster(case.cluster).of_world_size(case.world_size),
+        seq_len=case.seq_len,
+        sequences=case.global_batch // case.world_size // case.microbatches,
+        microbatches=case.microbatches,
+        dtype="fp32",
+    )
+
+
+def check_simulated(case: CaseSpec) -> None:
+    """Check that a case can be simulated.
+
+    Raises:
+        SpecError: it cannot; the message says why.
+    """
+    job_of(case)
+    find_recipe(case.strategy)
+
+
+def record_simulated(blank: CaseRecord, trace: Path) -> CaseRecord:
+    """Complete ``blank`` with what the simulation says, and write its trace (gzipped) to ``trace``."""
+    case = blank.case
+    job, recipe = job_of(case), find_recipe(case.strategy)
+    checkpointing = Checkpointing(checkpointed_layers(case.checkpointing, job.model.n_layers))
+    run = simulate(job, recipe, checkpointing)
+    with gzip.open(trace, "wt", encoding="utf-8") as file:
+        file.write(as_kineto(run.items, run.times, case.world_size))
+    rate = job.cluster.accelerator.matmul[job.dtype]
+    record = msgspec.structs.replace(
+        blank,
+        device=job.cluster.accelerator.device,
+        backend=job.cluster.library,
+        step_times_s=((run.times.length / NS,),),
+        flops_convention=f"{CONVENTION}: {FORMULAS[case.workload][CONVENTION]}",
+        flops_per_token=float(flops_per_token(job.model, case.seq_len, CONVENTION)),
+        peak_flops_per_s=rate.peak,
+        peak_source=job.cluster.accelerator.sources["matmul"],
+    )
+    peak = forecast_memory(job, recipe, checkpointing).peak
+    steps, metrics = _metrics(record, run, peak)
+    return msgspec.structs.replace(record, steps=steps, metrics=metrics)
+
+
+def _metrics(
+    record: CaseRecord, run: Simulation, peak_bytes: int
+) -> tuple[tuple[StepTrace, ...], dict[str, float | None]]:
+    case = record.case
+    (step,) = step_breakdowns(as_timeline(run.items, run.times))
+    seconds = run.times.length / NS
+    tokens_per_s = case.global_batch * case.seq_len / seconds / case.world_size
+    flops_per_s = tokens_per_s * (record.flops_per_token or 0)
+    idle_ns = step.span_ns - step.compute_ns - step.exposed_ns
+    found: dict[str, float | None] = {
+        "step_time_s": seconds,
+        "tokens_per_s_gpu": tokens_per_s,
+        "tflops": flops_per_s / 1e12,
+        "mfu": flops_per_s / record.peak_flops_per_s if record.peak_flops_per_s else None,
+        "peak_memory_bytes": float(peak_bytes),
+        "compute_s": step.compute_ns / NS,
+        "comm_s": step.comm_ns / NS,
+        "exposed_comm_s": step.exposed_ns / NS,
+        "overlap_ratio": step.overlap_ratio,
+        "idle_s": idle_ns / NS,
+    }
+    trace = StepTrace(
+        rank=0, step=0, span_ns=step.span_ns, compute_ns=step.compute_ns, comm_ns=step.comm_ns,
+        exposed_ns=step.exposed_ns, idle_ns=idle_ns,
+    )  # fmt: skip
+    return (trace,), {name: found.get(name) for name in METRICS.keys() - DERIVED}

@@ -1,0 +1,93 @@
+"""How each strategy trains, as data: a mode's op stream, which parameters form its units, and what it does beside it.
+
+The engine's modes are rows here, and so are torch's own ways. What a row says of FSDP1, FSDP2 and DDP was read in
+torch 2.13 (``distributed/fsdp/_flat_param.py``, ``_runtime_utils.py``, ``_fully_shard/_fsdp_collectives.py`` and
+``_fsdp_param_group.py``, ``nn/parallel/distributed.py``).
+"""
+
+from typing import Literal
+
+import msgspec
+
+from refshard.errors import SpecError, nearest
+from refshard.plan.placement import MODES, Mode
+from refshard.quantities import MIB
+
+Grouping = Literal["ends", "root", "buckets"]
+"""What lies beside the blocks: units of its own for what comes before and after them; one unit around them all; or no
+units at all, but buckets of gradients.
+"""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """One strategy.
+
+    ``copies_out``: a gather lands in a buffer of its own, from which compute copies into the parameters; the buffer is
+    kept until the next gather has been copied out. ``copies_in``: compute copies gradients into the buffer that is
+    reduced. ``divides``: kernels beside compute divide and cast that buffer before it is reduced, and give way to
+    compute. ``flat``: units are flattened whole; else each parameter is padded to the ranks by its first dimension.
+    ``one_communicator``: gathers and reductions queue behind each other. ``bucket_bytes`` is the size of gradient
+    buckets, the first of ``first_bucket_bytes``. Over gloo, ``awaits_gathers`` and ``awaits_reductions`` say that a
+    collective is awaited where it is issued, and ``exchanges_gathers`` and ``exchanges_reductions`` that parts are
+    exchanged, and summed here, instead of what gloo would do.
+    """
+
+    name: str
+    mode: Mode
+    grouping: Grouping
+    flat: bool = True
+    copies_out: bool = False
+    copies_in: bool = True
+    divides: bool = False
+    one_communicator: bool = True
+    bucket_bytes: int = 0
+    first_bucket_bytes: int = 0
+    awaits_gathers: bool = False
+    awaits_reductions: bool = False
+    exchanges_gathers: bool = False
+    exchanges_reductions: bool = False
+
+
+def _sharded(name: str, **changes: object) -> Mode:
+    """FSDP's own way with storage: transient, one unit ahead, one reduction under way."""
+    return msgspec.structs.replace(MODES["fsdp"], name=name, **changes)
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="ddp", mode=MODES["replicate"], grouping="buckets", copies_in=False,
+            bucket_bytes=25 * MIB, first_bucket_bytes=1 * MIB,
+        ),
+        Recipe(name="fsdp1", mode=_sharded("fsdp1"), grouping="ends", divides=True),
+        Recipe(
+            name="fsdp2", mode=_sharded("fsdp2"), grouping="root", flat=False, copies_out=True,
+            awaits_gathers=True, awaits_reductions=True,
+        ),
+        Recipe(
+            name="fsdp2-tuned", mode=_sharded("fsdp2-tuned"), grouping="ends", flat=False, copies_out=True,
+            awaits_reductions=True, exchanges_reductions=True,
+        ),
+        *(
+            Recipe(
+                name=mode.name, mode=mode, grouping="ends", one_communicator=False,
+                exchanges_gathers=True, exchanges_reductions=True,
+            )
+            for mode in MODES.values()
+        ),
+    )
+}  # fmt: skip
+"""Rows by name, the engine's under their modes' names."""
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of a strategy; the engine's modes also under the names that suites give them, ``refshard-<mode>``.
+
+    Raises:
+        SpecError: there is none.
+    """
+    short = name.removeprefix("refshard-")
+    if short not in RECIPES:
+        raise SpecError(f"strategy: none is called '{name}' here; {nearest(name, list(RECIPES))}")
+    return RECIPES[short]

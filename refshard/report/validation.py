@@ -1,0 +1,147 @@
+"""Predictions beside measurements, where a run holds both: cases that differ in fidelity and cluster only."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import msgspec
+from tabulate import tabulate
+
+from refshard.quantities import format_bytes, format_percent, format_seconds
+from refshard.records import Run
+from refshard.report.cases import Case, cases
+from refshard.specs.case import CaseSpec, Fidelity
+
+PREDICTED: tuple[Fidelity, ...] = ("emulated", "simulated")
+_WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validated:
+    """One measured case and a prediction of it."""
+
+    measured: Case
+    predicted: Case
+
+    @property
+    def step_time_error(self) -> float | None:
+        """Relative: above 0 where the prediction is larger."""
+        return self._error("step_time_s")
+
+    @property
+    def memory_error(self) -> float | None:
+        """As :attr:`step_time_error`, of the peak memory."""
+        return self._error("peak_memory_bytes")
+
+    def _error(self, metric: str) -> float | None:
+        mine, theirs = self.predicted.metrics.get(metric), self.measured.metrics.get(metric)
+        return mine / theirs - 1 if mine and theirs else None
+
+
+def validated(run: Run) -> tuple[Validated, ...]:
+    """Every prediction of a measured case of the same run, in the order of the run."""
+    found = [case for case in cases(run) if case.ok]
+    measured = {case.spec: case for case in found if case.fidelity == "measured"}
+    pairs = ((measured.get(_as_measured(case.spec)), case) for case in found if case.fidelity in PREDICTED)
+    return tuple(Validated(measured=mine, predicted=case) for mine, case in pairs if mine is not None)
+
+
+def _as_measured(spec: CaseSpec) -> CaseSpec:
+    return msgspec.structs.replace(spec, fidelity="measured", cluster="", resident_ranks=1)
+
+
+def errors(pairs: Sequence[Validated], fidelity: Fidelity, metric: str) -> list[float]:
+    """Absolute relative errors of ``"step_time_s"`` or ``"peak_memory_bytes"``, as far as both sides know it."""
+    of = [pair for pair in pairs if pair.predicted.fidelity == fidelity]
+    found = [pair.step_time_error if metric == "step_time_s" else pair.memory_error for pair in of]
+    return [abs(error) for error in found if error is not None]
+
+
+def in_order(pairs: Sequence[Validated], fidelity: Fidelity) -> tuple[int, int]:
+    """Of the pairs of strategies in one setting whose measured intervals do not meet, how many are predicted in their
+    order, and how many there are.
+    """
+    agreed = told = 0
+    of = [pair for pair in pairs if pair.predicted.fidelity == fidelity]
+    for one, other in combinations(of, 2):
+        if _setting(one) != _setting(other) or one.measured.step_time is None or other.measured.step_time is None:
+            continue
+        if one.measured.step_time.high < other.measured.step_time.low:
+            faster, slower = one, other
+        elif other.measured.step_time.high < one.measured.step_time.low:
+            faster, slower = other, one
+        else:
+            continue
+        told += 1
+        agreed += (faster.predicted.metrics["step_time_s"] or 0) < (slower.predicted.metrics["step_time_s"] or 0)
+    return agreed, told
+
+
+def _setting(pair: Validated) -> CaseSpec:
+    return msgspec.structs.replace(pair.predicted.spec, strategy="")
+
+
+def as_objects(pairs: Sequence[Validated]) -> list[dict[str, Any]]:
+    """One object a prediction: seconds, bytes and fractions."""
+    return [
+        {
+            "strategy": pair.measured.strategy,
+            "world_size": pair.measured.spec.world_size,
+            "model": pair.measured.spec.model,
+            "fidelity": pair.predicted.fidelity,
+            "cluster": pair.predicted.spec.cluster,
+            "measured_step_time_s": pair.measured.metrics["step_time_s"],
+            "predicted_step_time_s": pair.predicted.metrics["step_time_s"],
+            "step_time_error": pair.step_time_error,
+            "measured_peak_memory_bytes": pair.measured.metrics["peak_memory_bytes"],
+            "predicted_peak_memory_bytes": pair.predicted.metrics["peak_memory_bytes"],
+            "peak_memory_error": pair.memory_error,
+        }
+        for pair in pairs
+    ]
+
+
+def terminal_validation(pairs: Sequence[Validated]) -> str:
+    """A row a prediction, and what they come to by fidelity."""
+    rows = [
+        {
+            "case": pair.measured.label,
+            "model": pair.measured.spec.model,
+            "predicted": pair.predicted.fidelity,
+            "on": pair.predicted.spec.cluster,
+            "step time measured": format_seconds(pair.measured.metrics["step_time_s"]),
+            "step time predicted": format_seconds(pair.predicted.metrics["step_time_s"]),
+            "error": _signed(pair.step_time_error),
+            "peak memory measured": format_bytes(pair.measured.metrics["peak_memory_bytes"]),
+            "peak memory predicted": format_bytes(pair.predicted.metrics["peak_memory_bytes"]),
+            "of it": _signed(pair.memory_error),
+        }
+        for pair in pairs
+    ]
+    headers = {key: "\n".join(textwrap.wrap(key, 10)) for key in rows[0]}
+    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=["left"] * 4 + ["right"] * 6)
+    return "\n".join([table, *(f"* {sentence}" for sentence in findings(pairs))])
+
+
+def findings(pairs: Sequence[Validated]) -> list[str]:
+    """What the predictions come to, a sentence for each fidelity."""
+    told = []
+    for fidelity in PREDICTED:
+        times, memory = (errors(pairs, fidelity, metric) for metric in ("step_time_s", "peak_memory_bytes"))
+        if not times:
+            continue
+        agreed, all_ = in_order(pairs, fidelity)
+        sizes = f"; of peak memory at most {format_percent(max(memory))}" if memory else ""
+        ordered = f"; {agreed} of {all_} pairs that measurement tells apart are in its order" if all_ else ""
+        told.append(
+            f"{fidelity.capitalize()}: median error of the step time {format_percent(median(times))}, at most "
+            f"{format_percent(max(times))}{ordered}{sizes}."
+        )
+    return told
+
+
+def _signed(error: float | None) -> str:
+    return "-" if error is None else f"{100 * error:+.1f} %"

@@ -1,0 +1,266 @@
+"""A strategy's step as a list of items: what runs on which lane, for how long, and after what.
+
+The list is in the order in which the host issues it. Items of one lane run in that order; an item also waits for those
+it names. The waits are those of ``engine/effects.py``, and of torch's own wrappers as ``plan/recipe.py`` describes
+them: on a device that the host runs ahead of, a gather waits for the release of the storage it may write to; on a CPU
+everything is issued when the host gets there.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
+from refshard.plan.placement import Mode
+from refshard.plan.recipe import Recipe
+from refshard.plan.schedule import Op, OpKind, PassKind, Phase, assign_slots, build, chain_markers
+from refshard.plan.units import ModelUnit
+from refshard.simulate.pricing import Call, Pricing, Recompute
+from refshard.timeline import Kind
+
+Lane = Literal["compute", "gather", "reduce", "combine"]
+Stage = Literal["forward", "backward", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One piece of work. ``seconds`` is what it takes undisturbed; of a collective, how long it occupies its link.
+    ``after`` are indices of items that must have ended. ``call`` says what a collective is, None for all else.
+    """
+
+    lane: Lane
+    kind: Kind
+    name: str
+    unit: str
+    stage: Stage
+    seconds: float
+    after: tuple[int, ...] = ()
+    call: Call | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What one step does: microbatches, and the layers that compute their activations again in backward."""
+
+    microbatches: int = 1
+    checkpointing: Checkpointing = NO_CHECKPOINTING
+
+    def recomputes(self, unit: ModelUnit) -> Recompute:
+        """What of a unit's forward is computed again in backward."""
+        if unit.layer not in self.checkpointing.layers:
+            return "nothing"
+        return "some" if self.checkpointing.by_op else "all"
+
+
+@dataclass(slots=True)
+class _Writer:
+    """The program so far, and what the next item of compute must wait for."""
+
+    items: list[Item] = field(default_factory=list)
+    last_compute: int | None = None
+    released: int | None = None
+    compute_after: set[int] = field(default_factory=set)
+
+    def add(self, item: Item) -> int:
+        """Append; an item of compute takes up everything that compute was told to wait for."""
+        self.items.append(item)
+        return len(self.items) - 1
+
+    def compute(self, kind: Kind, name: str, unit: str, stage: Stage, seconds: float) -> None:
+        """Append an item of compute, unless it takes nothing."""
+        if seconds > 0:
+            after = tuple(sorted(self.compute_after))
+            self.compute_after.clear()
+            self.last_compute = self.add(
+                Item(lane="compute", kind=kind, name=name, unit=unit, stage=stage, seconds=seconds, after=after)
+            )
+
+    def so_far(self) -> tuple[int, ...]:
+        """What an item issued now must wait for if it needs all that compute has done, and was told to wait for."""
+        waited = set(self.compute_after)
+        if self.last_compute is not None:
+            waited.add(self.last_compute)
+        return tuple(sorted(waited))
+
+
+def step_program(recipe: Recipe, units: tuple[ModelUnit, ...], pricing: Pricing, shape: StepShape) -> tuple[Item, ...]:
+    """One training step of ``recipe``: forward and backward of each microbatch, and the optimizer."""
+    writer = _Writer()
+    issue = _Buckets(recipe, units, pricing, shape, writer) if recipe.grouping == "buckets" else None
+    for index in range(shape.microbatches):
+        if issue is not None:
+            issue.microbatch(last=index == shape.microbatches - 1)
+        else:
+            _Walk(recipe, units, pricing, shape, writer).microbatch(index)
+    writer.compute(Kind.COMPUTE, "optimizer", "", "optimizer", pricing.optimizer(units))
+    return tuple(writer.items)
+
+
+class _Walk:
+    """Turns the op stream of one microbatch into items."""
+
+    def __init__(
+        self, recipe: Recipe, units: tuple[ModelUnit, ...], pricing: Pricing, shape: StepShape, writer: _Writer
+    ) -> None:
+        self._recipe, self._units, self._pricing, self._shape, self._out = recipe, units, pricing, shape, writer
+        self._gathering: dict[int, int] = {}
+        self._reducing: dict[int, int] = {}
+
+    def microbatch(self, index: int) -> None:
+        """Append what one microbatch does, the ``index``-th from 0."""
+        mode, units = self._recipe.mode, self._units
+        facts = [unit.facts for unit in units]
+        markers = chain_markers(len(units), enclosing=units[0].role == "around")
+        for op in build(markers, assign_slots(markers, facts, mode), mode, facts, self._kind(mode, index)):
+            self._issue(op)
+
+    def _kind(self, mode: Mode, index: int) -> PassKind:
+        kept, last = mode.parameters == "replicate", index == self._shape.microbatches - 1
+        return PassKind(
+            gather=mode.optimizer == "shard" and not (kept and index),
+            reduce=mode.gradients == "shard" or last,
+            legs=2 if self._pricing.replicas > 1 and self._pricing.shards > 1 else 1,
+        )
+
+    def _issue(self, op: Op) -> None:
+        match op.kind:
+            case OpKind.GATHER:
+                self._gather(op.unit, op.phase)
+            case OpKind.WAIT:
+                self._wait(op.unit, op.phase)
+            case OpKind.BEGIN | OpKind.END:
+                self._compute(self._units[op.unit], op.phase, begins=op.kind is OpKind.BEGIN)
+            case OpKind.RELEASE:
+                self._out.released = self._out.last_compute
+            case OpKind.REDUCE:
+                self._reduce(op.unit)
+            case OpKind.COMBINE:
+                self._combine(op.unit)
+            case OpKind.FINISH:
+                self._finish(op.unit)
+
+    def _compute(self, unit: ModelUnit, phase: Phase, *, begins: bool) -> None:
+        role = unit.role
+        if role == "around":
+            # Such a unit computes at both ends of the pass: the embedding where forward begins and backward ends.
+            role = "embedding" if begins == (phase == "forward") else "head"
+        elif begins:
+            return
+        seconds = self._pricing.compute(role, phase, self._shape.recomputes(unit))
+        self._out.compute(Kind.COMPUTE, f"{phase} {role}", unit.name, phase, seconds)
+
+    def _gather(self, index: int, phase: Phase) -> None:
+        unit, out = self._units[index], self._out
+        issued = out.so_far()
+        if self._pricing.asynchronous:
+            issued = () if out.released is None else (out.released,)
+        copy = self._pricing.own_part(unit)
+        if copy > 0 and self._pricing.asynchronous:
+            issued = (out.add(_item("gather", Kind.COPY, "copy own part", unit, phase, copy, issued)),)
+        elif copy > 0:
+            out.compute(Kind.COPY, "copy own part", unit.name, phase, copy)
+            issued = out.so_far()
+        self._gathering[index] = self._collective("gather", self._pricing.gather(unit), unit, phase, issued)
+        if self._pricing.awaits("gather"):
+            out.compute_after.add(self._gathering[index])
+
+    def _wait(self, index: int, phase: Phase) -> None:
+        unit = self._units[index]
+        self._out.compute_after.add(self._gathering.pop(index))
+        copies = self._pricing.copy_out(unit)
+        self._out.compute(Kind.COPY, "copy out", unit.name, phase, copies)
+
+    def _reduce(self, index: int) -> None:
+        unit, out = self._units[index], self._out
+        out.compute(Kind.PREP, "copy in", unit.name, "backward", self._pricing.copy_in(unit))
+        after = out.so_far()
+        prepared = self._pricing.divide(unit)
+        if prepared > 0:
+            after = (out.add(_item("reduce", Kind.PREP, "divide", unit, "backward", prepared, after)),)
+        self._reducing[index] = self._collective("reduce", self._pricing.reduce(unit), unit, "backward", after)
+        if self._pricing.awaits("reduce"):
+            self._finish(index)
+
+    def _combine(self, index: int) -> None:
+        unit, first = self._units[index], self._reducing[index]
+        self._out.compute_after.add(first)
+        self._reducing[index] = self._collective("combine", self._pricing.combine(unit), unit, "backward", (first,))
+
+    def _finish(self, index: int) -> None:
+        if index not in self._reducing:
+            return  # it was awaited where it was issued
+        unit = self._units[index]
+        self._out.compute_after.add(self._reducing.pop(index))
+        summed = self._pricing.local_sum(unit)
+        self._out.compute(Kind.COPY, "local sum", unit.name, "backward", summed)
+
+    def _collective(self, lane: Lane, call: Call, unit: ModelUnit, phase: Phase, after: tuple[int, ...]) -> int:
+        # One communicator runs its collectives in the order in which they were issued.
+        lane = "gather" if self._recipe.one_communicator and lane == "reduce" else lane
+        return self._out.add(_collective(lane, call, unit, phase, after))
+
+
+class _Buckets:
+    """DDP: gradients are all-reduced in buckets, each as soon as its last gradient is there.
+
+    Parameters enter buckets in the reverse of their order; a block's gradients are taken to arrive evenly, by their
+    size, over its backward.
+    """
+
+    def __init__(
+        self, recipe: Recipe, units: tuple[ModelUnit, ...], pricing: Pricing, shape: StepShape, writer: _Writer
+    ) -> None:
+        self._recipe, self._units, self._pricing, self._shape, self._out = recipe, units, pricing, shape, writer
+
+    def microbatch(self, *, last: bool) -> None:
+        """Append what one microbatch does; only the last one reduces."""
+        for unit in self._units:
+            seconds = self._pricing.compute(unit.role, "forward")
+            self._out.compute(Kind.COMPUTE, f"forward {unit.role}", unit.name, "forward", seconds)
+        pending: list[int] = []
+        filled, limit = 0, self._recipe.first_bucket_bytes
+        for unit in reversed(self._units):
+            arrived = 0
+            for _, shape in reversed(unit.parameters):
+                numel = _product(shape)
+                filled, arrived = filled + numel, arrived + numel
+                if last and self._pricing.gradient_bytes(filled) >= limit:
+                    self._backward(unit, arrived)
+                    pending.append(self._all_reduce(unit, filled))
+                    filled, arrived, limit = 0, 0, self._recipe.bucket_bytes
+            self._backward(unit, arrived)
+        if last and filled:
+            pending.append(self._all_reduce(self._units[0], filled))
+        self._out.compute_after.update(pending)
+
+    def _backward(self, unit: ModelUnit, arrived: int) -> None:
+        """The part of the unit's backward in which gradients of ``arrived`` elements come."""
+        if not arrived:
+            return
+        whole = self._pricing.compute(unit.role, "backward", self._shape.recomputes(unit))
+        self._out.compute(Kind.COMPUTE, f"backward {unit.role}", unit.name, "backward", whole * arrived / unit.numel)
+
+    def _all_reduce(self, unit: ModelUnit, numel: int) -> int:
+        scaled = self._pricing.move(2 * self._pricing.gradient_bytes(numel))
+        self._out.compute(Kind.PREP, "scale", unit.name, "backward", scaled)
+        call = self._pricing.all_reduce(numel)
+        return self._out.add(_collective("gather", call, unit, "backward", self._out.so_far()))
+
+
+def _item(
+    lane: Lane, kind: Kind, name: str, unit: ModelUnit, stage: Stage, seconds: float, after: tuple[int, ...]
+) -> Item:
+    return Item(lane=lane, kind=kind, name=name, unit=unit.name, stage=stage, seconds=seconds, after=after)
+
+
+def _collective(lane: Lane, call: Call, unit: ModelUnit, stage: Stage, after: tuple[int, ...]) -> Item:
+    return Item(
+        lane=lane, kind=Kind.COMM, name=call.op, unit=unit.name, stage=stage, seconds=call.cost.transfer_s,
+        after=after, call=call,
+    )  # fmt: skip
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

@@ -1,0 +1,62 @@
+"""Predicted memory against CUDA's allocator, for one rank of a pretended world."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from refshard.models.activation import checkpoint_layers
+from refshard.models.llama import Llama, next_token_loss
+from refshard.plan.checkpointing import checkpointing_of
+from refshard.plan.recipe import RECIPES
+from refshard.simulate.kernels import Batch
+from refshard.simulate.memory import RankJob, predict_memory
+from refshard.specs.model import load_model
+from tests.simulate.pretended import wrap
+
+WORLD_SIZE, SEQUENCES, SEQ_LEN = 8, 4, 1024
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    yield
+    dist.destroy_process_group()
+
+
+def measured(strategy: str, policy: str) -> int:
+    """Bytes allocated at most in the third step, over what was there before the model."""
+    spec, device = load_model("llama-mini"), torch.device("cuda", torch.cuda.current_device())
+    torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)  # the library's workspace
+    start = torch.cuda.memory_allocated(device)
+    model = Llama(spec).to(device)
+    checkpoint_layers(model, policy)
+    module = wrap(model, strategy, init_device_mesh("cuda", (WORLD_SIZE,)), bf16=True)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    tokens = torch.randint(spec.vocab, (2, SEQUENCES, SEQ_LEN), device=device)
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats(device)
+        next_token_loss(module(tokens[0]), tokens[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak: int = torch.cuda.max_memory_allocated(device) - start
+    del model, module, optimizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    return peak
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-tuned", "zero2", "fsdp", "yafsdp"])
+def test_the_peak_is_predicted_within_3_percent(strategy: str, policy: str) -> None:
+    spec = load_model("llama-mini")
+    batch = Batch(sequences=SEQUENCES, seq_len=SEQ_LEN, dtype="bf16")
+    checkpointing = checkpointing_of(policy, spec.n_layers)
+    job = RankJob(model=spec, world_size=WORLD_SIZE, batch=batch, checkpointing=checkpointing)
+    assert predict_memory(job, RECIPES[strategy]).peak == pytest.approx(measured(strategy, policy), rel=0.03)

@@ -1,0 +1,67 @@
+"""Units and recipes as data: against the real model's parameters, and torch's real units."""
+
+import pytest
+import torch
+
+from refshard.engine.grouping import group_units
+from refshard.errors import SpecError
+from refshard.flops import parameter_count
+from refshard.models.llama import Llama
+from refshard.plan.placement import MODES
+from refshard.plan.recipe import RECIPES, find_recipe
+from refshard.plan.units import model_units
+from refshard.specs.model import load_model
+from refshard.strategies import names
+
+TIED, APART = "llama3.2-1b", "llama-mini"
+
+
+def on_meta(model: str) -> Llama:
+    with torch.device("meta"):
+        return Llama(load_model(model))
+
+
+@pytest.mark.parametrize("model", [APART, TIED])
+@pytest.mark.parametrize("grouping", ["ends", "root", "buckets"])
+def test_units_hold_every_parameter_once_under_its_own_name(model: str, grouping: str) -> None:
+    units = model_units(load_model(model), grouping)  # type: ignore[arg-type]
+    listed = [parameter for unit in units for parameter in unit.parameters]
+    assert len(dict(listed)) == len(listed)
+    assert dict(listed) == {name: tuple(p.shape) for name, p in on_meta(model).named_parameters()}
+    assert sum(unit.numel for unit in units) == parameter_count(load_model(model))
+
+
+@pytest.mark.parametrize("model", [APART, TIED])
+def test_the_engines_units_are_those_that_it_makes(model: str) -> None:
+    made = group_units(on_meta(model), None)
+    units = model_units(load_model(model), "ends")
+    assert [[m.name for m in group.parameters] for group in made] == [[n for n, _ in unit.parameters] for unit in units]
+
+
+def test_roles_tell_what_computes_when() -> None:
+    roles = {g: [u.role for u in model_units(load_model(APART), g)] for g in ("ends", "root")}
+    blocks = ["block"] * load_model(APART).n_layers
+    assert roles == {"ends": ["embedding", *blocks, "head"], "root": ["around", *blocks]}
+    assert next(u.role for u in model_units(load_model(TIED), "ends")) == "around"
+    assert [u.role for u in model_units(load_model(TIED), "buckets")][::17] == ["embedding", "head"]
+
+
+def test_padding_is_by_unit_where_that_is_flat_and_by_parameter_where_not() -> None:
+    block = model_units(load_model(APART), "ends")[1]
+    # 7 ranks divide neither 512 nor 1280: per parameter whole rows are added, of a flat unit but its end.
+    rows = {512: 518, 256: 259, 1280: 1281}
+    expected = sum(rows[shape[0]] * (shape[1] if len(shape) > 1 else 1) for _, shape in block.parameters)
+    assert block.gathered_numel(RECIPES["fsdp2"], 7) == expected
+    assert 0 <= block.gathered_numel(RECIPES["fsdp"], 7) - block.numel < 8 * 7 + 64 * 9
+
+
+def test_every_strategy_that_runs_has_a_recipe_and_every_mode_is_one() -> None:
+    for name in names():
+        if name != "single":
+            assert find_recipe(name).name == name.removeprefix("refshard-")
+    assert {name for name, recipe in RECIPES.items() if recipe.mode == MODES.get(name)} == MODES.keys()
+
+
+def test_an_unknown_recipe_is_refused_with_the_nearest() -> None:
+    with pytest.raises(SpecError, match="none is called 'yafdsp' here; did you mean 'yafsdp'"):
+        find_recipe("yafdsp")

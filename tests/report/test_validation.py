@@ -1,0 +1,82 @@
+"""Predictions beside the measured cases of one run."""
+
+import msgspec
+import pytest
+
+from refshard.records import CaseRecord, Run
+from refshard.report.validation import as_objects, errors, findings, in_order, terminal_validation, validated
+from refshard.specs.case import Fidelity
+from tests.report.runs import run
+
+
+def predicted(record: CaseRecord, fidelity: Fidelity, times: float, memory: float | None = 1.0) -> CaseRecord:
+    """The same case as predicted, its figures so many times the measured ones."""
+    replace = msgspec.structs.replace
+    peak = record.metrics["peak_memory_bytes"]
+    metrics = {
+        **record.metrics,
+        "step_time_s": (record.metrics["step_time_s"] or 0) * times,
+        "peak_memory_bytes": None if memory is None or peak is None else peak * memory,
+    }
+    samples = tuple(tuple(step * times for step in rank) for rank in record.step_times_s)
+    case = replace(record.case, fidelity=fidelity, cluster="lab")
+    return replace(record, case=case, spec_hash=case.hash, fidelity=fidelity, step_times_s=samples, metrics=metrics)
+
+
+def both(times: dict[str, float], memory: float | None = 1.0, fidelity: Fidelity = "simulated") -> Run:
+    """A measured run, and predictions of the strategies named."""
+    measured = run(failed=False)
+    more = [
+        predicted(record, fidelity, times[record.case.strategy], memory)
+        for record in measured.cases
+        if record.case.strategy in times
+    ]
+    return msgspec.structs.replace(measured, cases=(*measured.cases, *more))
+
+
+def test_errors_are_relative_and_signed_and_what_was_not_measured_is_left_out() -> None:
+    made = both({"ddp": 1.1, "fsdp2": 0.8})
+    alone = msgspec.structs.replace(made, cases=tuple(c for c in made.cases if c.fidelity == "simulated"))
+    assert validated(alone) == ()
+    pairs = validated(made)
+    assert {pair.measured.strategy: round(pair.step_time_error or 0, 6) for pair in pairs} == {
+        "ddp": 0.1,
+        "fsdp2": -0.2,
+    }
+    assert [pair.memory_error for pair in pairs] == [0.0, 0.0]
+    assert errors(pairs, "simulated", "step_time_s") == [pytest.approx(0.1), pytest.approx(0.2)]
+    assert errors(pairs, "emulated", "step_time_s") == []
+
+
+def test_a_prediction_that_knows_no_memory_has_no_error_of_it() -> None:
+    pairs = validated(both({"ddp": 1.0}, memory=None))
+    assert pairs[0].memory_error is None
+    assert "peak memory" not in findings(pairs)[0]
+
+
+def test_only_pairs_that_measurement_tells_apart_count_for_the_order() -> None:
+    # Measured, yafsdp is faster than fsdp2 beyond doubt; predicted the other way round, no pair agrees.
+    right = validated(both({"fsdp2": 1.0, "refshard-yafsdp": 1.0}))
+    wrong = validated(both({"fsdp2": 0.1, "refshard-yafsdp": 1.0}))
+    assert in_order(right, "simulated") == (1, 1)
+    assert in_order(wrong, "simulated") == (0, 1)
+    assert in_order(right, "emulated") == (0, 0)
+
+
+def test_the_findings_name_median_and_worst_of_each_fidelity() -> None:
+    pairs = validated(both({"ddp": 1.1, "fsdp2": 0.8, "refshard-yafsdp": 1.0}, memory=1.02, fidelity="emulated"))
+    (told,) = findings(pairs)
+    assert told.startswith("Emulated: median error of the step time 10.0 %, at most 20.0 %;")
+    assert told.endswith("; of peak memory at most 2.0 %.")
+    text = terminal_validation(pairs)
+    assert "+10.0 %" in text
+    assert "-20.0 %" in text
+    assert told in text
+
+
+def test_json_holds_both_sides_in_plain_units() -> None:
+    (row,) = as_objects(validated(both({"ddp": 1.1})))
+    assert row["strategy"] == "ddp"
+    assert row["fidelity"] == "simulated"
+    assert row["cluster"] == "lab"
+    assert row["predicted_step_time_s"] == pytest.approx(1.1 * row["measured_step_time_s"])

@@ -1,0 +1,58 @@
+"""Clusters and jobs made for tests, whose numbers are round."""
+
+from typing import Any
+
+from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
+from refshard.plan.recipe import Recipe, find_recipe
+from refshard.plan.units import model_units
+from refshard.simulate.kernels import Batch
+from refshard.simulate.pricing import Pricing
+from refshard.simulate.program import Item, StepShape, step_program
+from refshard.specs.cluster import ClusterSpec, LinkSpec
+from refshard.specs.hardware import HardwareSpec, Rate
+from refshard.specs.model import ModelSpec, load_model
+
+SOURCE = "made for a test"
+
+
+def hardware(**changes: Any) -> HardwareSpec:
+    """A device of 1 PFLOP/s and 1 TB/s that launches for nothing."""
+    rate = Rate(peak=1e15, efficiency=1.0)
+    fields: dict[str, Any] = {
+        "device": "cuda", "memory_bytes": 80 * 2**30, "memory_bytes_per_s": 1e12, "kernel_s": 0.0, "host_s": 0.0,
+        "matmul": {"bf16": rate, "fp32": rate}, "attention": {"bf16": rate, "fp32": rate}, "multiprocessors": 100,
+    }  # fmt: skip
+    fields |= changes
+    return HardwareSpec(**fields, sources=dict.fromkeys([f for f in fields if f != "device"], SOURCE))
+
+
+def cluster(**changes: Any) -> ClusterSpec:
+    """Nodes of 8 ranks, 100 GB/s within and 50 GB/s between them, without latency."""
+    fields: dict[str, Any] = {
+        "hardware": hardware(), "library": "nccl", "ranks_per_node": 8, "nodes": 1,
+        "within": LinkSpec(bytes_per_s=100e9, latency_s=0.0), "between": LinkSpec(bytes_per_s=50e9, latency_s=0.0),
+    }  # fmt: skip
+    fields |= changes
+    named = [f for f in fields if f not in ("hardware", "library", "nodes", "algorithms", "measured")]
+    return ClusterSpec(**fields, sources=dict.fromkeys(named, SOURCE))
+
+
+def program(
+    strategy: str | Recipe,
+    on: ClusterSpec,
+    *,
+    model: str | ModelSpec = "llama-mini",
+    sequences: int = 1,
+    seq_len: int = 512,
+    dtype: Any = "bf16",
+    replicas: int = 1,
+    microbatches: int = 1,
+    checkpointing: Checkpointing = NO_CHECKPOINTING,
+) -> tuple[Item, ...]:
+    """One step of a strategy on a cluster."""
+    recipe = find_recipe(strategy) if isinstance(strategy, str) else strategy
+    spec = load_model(model) if isinstance(model, str) else model
+    batch = Batch(sequences=sequences, seq_len=seq_len, dtype=dtype)
+    pricing = Pricing(recipe, spec, on, batch, "fp32", replicas)
+    shape = StepShape(microbatches=microbatches, checkpointing=checkpointing)
+    return step_program(recipe, model_units(spec, recipe.grouping), pricing, shape)

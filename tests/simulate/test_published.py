@@ -1,0 +1,107 @@
+"""Predictions against what others have published: the goals that docs/validation.md states."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from refshard.errors import SpecError
+from refshard.plan.checkpointing import Checkpointing, checkpointing_of
+from refshard.report.published_table import in_order, terminal_published, typical_error
+from refshard.simulate.published import Prediction, predict
+from refshard.specs.published import PublishedRow, PublishedTable, load_published
+
+
+@pytest.fixture(scope="module")
+def predictions() -> dict[str, tuple[Prediction, ...]]:
+    return {name: predict(table) for name, table in load_published().items()}
+
+
+def test_yafsdps_table_is_predicted_within_15_percent_where_it_was_not_fitted(
+    predictions: dict[str, tuple[Prediction, ...]],
+) -> None:
+    found = predictions["yafsdp"]
+    others = [one for one in found if not one.row.fitted]
+    assert len(found) == 32
+    assert len(others) >= len(found) / 2
+    median_error = typical_error(others)
+    assert median_error is not None
+    assert median_error < 0.15
+    assert max(abs(one.error) for one in found) < 0.2
+
+
+def test_the_speedups_of_yafsdps_table_are_mostly_in_its_order(
+    predictions: dict[str, tuple[Prediction, ...]],
+) -> None:
+    ordered = in_order(predictions["yafsdp"])
+    assert ordered is not None
+    agreed, pairs = ordered
+    assert pairs > 100
+    assert agreed / pairs > 0.75
+
+
+def test_torchtitans_rows_are_predicted_within_15_percent_and_none_was_fitted(
+    predictions: dict[str, tuple[Prediction, ...]],
+) -> None:
+    found = predictions["torchtitan"]
+    assert len(found) == 4
+    assert not any(one.row.fitted for one in found)
+    assert all(abs(one.error) < 0.15 for one in found)
+
+
+def test_published_mfu_is_replayed_within_rounding(predictions: dict[str, tuple[Prediction, ...]]) -> None:
+    replayed = [one for one in predictions["torchtitan"] if one.mfu is not None]
+    assert len(replayed) == 2
+    for one in replayed:
+        assert one.replayed_mfu == pytest.approx(one.mfu, abs=0.0005)
+
+
+def made(speedups: Sequence[tuple[float, float]]) -> list[Prediction]:
+    """Rows of two strategies whose published and predicted speed-ups are these."""
+    found = []
+    for published, predicted in speedups:
+        row = PublishedRow(model="m", nodes=1, seq_len=1, results={"a": 1.0, "b": published})
+        for strategy, theirs, ours in (("a", 1.0, 1.0), ("b", published, predicted)):
+            found.append(
+                Prediction(
+                    row=row, ranks=8, strategy=strategy, published=theirs, predicted=ours, mfu=None, replayed_mfu=None
+                )
+            )
+    return found
+
+
+def test_pairs_in_order_are_counted_and_ties_of_the_table_are_none() -> None:
+    assert in_order(made([(1.1, 1.2), (1.3, 1.4), (1.2, 1.1)])) == (2, 3)
+    assert in_order(made([(1.1, 1.2), (1.1, 1.4)])) is None
+    assert in_order(made([(1.1, 1.0), (1.3, 1.0)])) == (0, 1)
+
+
+def test_a_table_says_what_it_assumes_and_how_far_it_is_off() -> None:
+    table = PublishedTable(title="T", source="s", cluster="c", unit="seconds", assumed="much", rows=())
+    text = terminal_published({"t": (table, made([(2.0, 1.5), (1.0, 1.25)]))})
+    assert "T, seconds, on c" in text
+    assert "-25.0 %" in text
+    assert "* Median error 12.5 %; of rows not fitted 12.5 %." in text
+    assert "* Of 1 pairs of rows, 1 have their speed-ups in the published order." in text
+    assert "* Assumed: much" in text
+
+
+def test_a_policy_is_a_word_or_a_number_of_layers() -> None:
+    assert checkpointing_of(2, 4) == Checkpointing(frozenset({0, 1}))
+    assert checkpointing_of("every-2", 4) == Checkpointing(frozenset({1, 3}))
+    assert checkpointing_of("selective", 2) == Checkpointing(frozenset({0, 1}), by_op=True)
+    with pytest.raises(SpecError, match="must be from 0 to the model's 4 layers, got 5"):
+        checkpointing_of(5, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"results": {}}, "at least one strategy"),
+        ({"results": {"a": 0.0}}, "value > 0"),
+        ({"nodes": 0}, "nodes must be"),
+    ],
+)
+def test_a_row_that_says_nothing_is_refused(changes: dict[str, object], message: str) -> None:
+    fields: dict[str, object] = {"model": "m", "nodes": 1, "seq_len": 1, "results": {"a": 1.0}}
+    with pytest.raises(ValueError, match=message):
+        PublishedRow(**{**fields, **changes})  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""Profiles of hardware and clusters: those that ship, what is refused and in which words, and writing them."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from refshard import resources
+from refshard.commands import listing
+from refshard.costs import bus_bandwidth, collective_cost, group_shape
+from refshard.errors import SpecError
+from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective, load_cluster
+from refshard.specs.hardware import AttentionPoint, HardwareSpec, Rate, load_hardware
+from refshard.specs.reading import convert
+from refshard.specs.writing import to_toml
+
+HARDWARE = sorted(resources.hardware_profiles())
+CLUSTERS = sorted(resources.cluster_profiles())
+WANTED = {
+    "dgx-a100", "dgx-h100", "hgx-h200", "gb200-nvl72", "mi300x", "h100-roce", "h100-eth100", "torchtitan-h100",
+    "yafsdp-a100", "lab-2x2gbit",
+}  # fmt: skip
+
+
+def test_the_clusters_that_the_documentation_names_are_there() -> None:
+    assert set(CLUSTERS) >= WANTED
+
+
+def test_they_are_listed() -> None:
+    assert listing.names("clusters") == CLUSTERS
+    assert listing.names("hardware") == HARDWARE
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_an_accelerators_numbers_are_of_a_plausible_order(name: str) -> None:
+    found = load_hardware(name)
+    assert found.about
+    assert 64 * 2**30 < found.memory_bytes < 300 * 2**30
+    assert 1.5e12 < found.memory_bytes_per_s < 8e12
+    assert 150e12 < found.matmul["bf16"].flops_per_s < 2000e12
+    assert 15e12 < found.matmul["fp32"].flops_per_s < 100e12
+    # Attention is slower than a product, and not by an order of magnitude.
+    for dtype, rate in found.attention.items():
+        assert 0.2 < rate.flops_per_s / found.matmul[dtype].flops_per_s < 1
+    assert 1e-6 < found.kernel_s <= found.host_s < 2e-5
+    assert 100 < found.multiprocessors < 320
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_clusters_numbers_are_of_a_plausible_order(name: str) -> None:
+    found = load_cluster(name)
+    assert found.about
+    assert found.between is not None, "nodes are to be joined by something"
+    for nodes in (1, 8, 256, 2048):
+        made = found.of_nodes(nodes)
+        assert load_cluster(f"{name}x{nodes}") == made
+        cost = collective_cost(made, "all_gather", 2**28, group_shape(made, range(made.world_size)))
+        assert 1e-4 < cost.seconds < 20 or made.world_size == 1
+    if found.library == "gloo":
+        return
+    assert 200e9 < found.within.bytes_per_s < 900e9
+    assert 1e9 < found.between.bytes_per_s / found.ranks_per_node < 50e9
+    assert 0.5 < min(found.compute_beside_communication, found.communication_beside_compute) <= 1
+
+
+def test_the_hosts_of_the_lab_send_what_their_link_lets_through() -> None:
+    lab = load_cluster("lab-2x2gbit")
+    assert (lab.nodes, lab.ranks_per_node, lab.library, lab.accelerator.device) == (2, 1, "gloo", "cpu")
+    exchanges = [m for m in lab.measured if m.op == "exchange" and m.bytes >= 16 * 2**20]
+    assert exchanges
+    for one in exchanges:
+        assert 0.75 * 250e6 < bus_bandwidth(one.op, one.bytes, one.ranks, one.seconds) < 250e6
+    assert 2e10 < lab.accelerator.matmul["fp32"].flops_per_s < 2e11
+
+
+def plain_hardware(**changes: Any) -> dict[str, Any]:
+    rate = {"peak": 1e12, "efficiency": 0.5}
+    fields = {
+        "device": "cuda", "memory_bytes": 10**9, "memory_bytes_per_s": 1e12, "matmul": {"bf16": rate},
+        "attention": {"bf16": rate}, "kernel_s": 1e-6, "host_s": 1e-6,
+    }  # fmt: skip
+    fields |= changes
+    return {**fields, "sources": dict.fromkeys(fields.keys() - {"device", "about"}, "made up")}
+
+
+def plain_cluster(**changes: Any) -> dict[str, Any]:
+    link = {"bytes_per_s": 1e9, "latency_s": 1e-6}
+    fields = {"hardware": "a100-sxm-80gb", "library": "nccl", "ranks_per_node": 8, "within": link, "between": link}
+    return {**fields, "sources": dict.fromkeys(("ranks_per_node", "within", "between"), "made up"), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_bytes_per_s": 0}, "memory_bytes_per_s must be > 0 and finite, got 0"),
+        ({"kernel_s": float("nan")}, "kernel_s must be >= 0 and finite, got nan"),
+        ({"transcendental_per_s": -1.0}, "transcendental_per_s must be >= 0 and finite, got -1"),
+        ({"matmul": {"bf16": {"peak": 1e12, "efficiency": 1.5}}}, "efficiency must lie in (0, 1], got 1.5"),
+        ({"matmul": {"bf16": {"peak": -1, "efficiency": 0.5}}}, "peak must be > 0 and finite, got -1"),
+        ({"matmul": {"fp8": {"peak": 1, "efficiency": 0.5}}}, "fp8"),
+        ({"attention": {}}, "matmul and attention must give the same dtypes, at least one, got ['bf16'] and []"),
+        ({"memory_byte": 1}, "unknown key 'memory_byte'; did you mean 'memory_bytes'?"),
+        ({"sources": {}}, "sources must say where memory_bytes comes from, got nothing; add it"),
+    ],
+)
+def test_wrong_hardware_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        convert({**plain_hardware(), **changes}, HardwareSpec, where="hardware test")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks_per_node": 0}, "ranks_per_node must be >= 1, got 0"),
+        ({"between": None, "nodes": 2}, "between must say what joins the 2 nodes, got none; add the table [between]"),
+        ({"algorithms": ["tree"]}, "algorithms must hold 'ring', which runs every collective, got ['tree']"),
+        ({"within": {"bytes_per_s": 0, "latency_s": 0}}, "bytes_per_s must be > 0 and finite, got 0"),
+        ({"compute_beside_communication": 0.0}, "compute_beside_communication must lie in (0, 1], got 0.0"),
+        (
+            {"quick": {"part": 2, "within_latency_s": 0, "between_latency_s": 0, "launch_s": 0}},
+            "part must lie in (0, 1]",
+        ),
+        ({"measured": [{"op": "all_gather", "ranks": 1, "nodes": 1, "bytes": 1, "seconds": 1}]}, "ranks must be >= 2"),
+        ({"launch_s": 1e-6}, "sources must say where launch_s comes from, got nothing; add it"),
+    ],
+)
+def test_wrong_clusters_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        convert({**plain_cluster(), **changes}, ClusterSpec, where="cluster test")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given_name", "message"),
+    [
+        ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (xN after it for N nodes)"),
+        ("dgx-a100x0", "cluster: must have at least one node, got 'dgx-a100x0'"),
+    ],
+)
+def test_a_cluster_that_is_not_there(given_name: str, message: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        load_cluster(given_name)
+    assert str(refused.value) == message
+
+
+def test_a_cluster_from_a_file_and_how_many_of_its_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(convert(plain_cluster(), ClusterSpec, where="cluster")))
+    assert load_cluster(str(path)).nodes == 1
+    assert load_cluster(f"{path}x3").world_size == 24
+    path.write_text(path.read_text().replace("a100-sxm-80gb", "a100"))
+    with pytest.raises(SpecError, match="hardware: no profile 'a100'"):
+        load_cluster(str(path))
+
+
+def test_a_world_fills_nodes_or_a_part_of_one() -> None:
+    made = load_cluster("dgx-a100x32")
+    assert (made.of_world_size(4).ranks_per_node, made.of_world_size(4).nodes) == (4, 1)
+    assert made.of_world_size(64).nodes == 8
+    with pytest.raises(SpecError, match="world_size: must be at most 8, or a multiple of it"):
+        made.of_world_size(12)
+    alone = convert(plain_cluster(between=None), ClusterSpec, where="cluster")
+    with pytest.raises(SpecError, match="the profile joins no nodes, but 2 are asked for"):
+        alone.of_world_size(16)
+
+
+rates = st.builds(Rate, peak=st.floats(1, 1e18), efficiency=st.floats(0.001, 1), overhead_s=st.floats(0, 1))
+texts = st.text(min_size=1).filter(lambda text: text.strip())
+
+
+@given(rates, texts, st.lists(st.floats(1e-12, 1e3), max_size=3), st.integers(1, 2**40))
+def test_a_profile_reads_back_as_it_was_written(rate: Rate, words: str, seconds: list[float], size: int) -> None:
+    point = AttentionPoint(dtype="fp32", head_dim=64, seq_len=128, forward_s=0.1, backward_s=1e-9)
+    fields = plain_hardware(matmul={"fp32": rate}, attention={"fp32": rate}, attention_points=(point,), about=words)
+    made = ClusterSpec(
+        hardware=HardwareSpec(**fields),
+        library="gloo",
+        ranks_per_node=2,
+        within=LinkSpec(bytes_per_s=1.0, latency_s=0.0),
+        measured=tuple(MeasuredCollective(op="exchange", ranks=2, nodes=1, bytes=size, seconds=s) for s in seconds),
+        about=words,
+        sources={"ranks_per_node": words, "within": words},
+    )
+    written = tomllib.loads(to_toml(made))
+    assert convert(written, ClusterSpec, where="cluster") == made
+    assert "launch_s" not in written, "what is as by default need not be said"
