@@ -9,7 +9,7 @@ answers to the names that the flat collectives have in torch 2.11 and to those t
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -56,7 +56,9 @@ class EmulatedGroup(dist.ProcessGroup):
         super().__init__(self._rank, self._size)  # type: ignore[call-arg]
         self.world, self._ranks, self._group_name = world, tuple(ranks), group_name
         self._delays: dict[torch.device, Delay] = {}
-        self._cost = cache(self._cost_among)
+        self._cost = lru_cache(maxsize=4096)(self._cost_among)
+        self._piece: dist.Work | None = None
+        self._exchanged = 0
 
     def name(self) -> str:
         """The library whose part this group plays."""
@@ -93,9 +95,11 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._all_reduce("allreduce_coalesced_", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: Tensors, opts: Any) -> dist.Work:
+        by = _reduction(opts)
+
         def move() -> None:
             for tensor in tensors:
-                traffic.multiply(tensor, _reduction(opts), self._size)
+                traffic.multiply(tensor, by, self._size)
 
         cost = self._cost("all_reduce", _bytes(tensors))
         return self._issue(name, "all_reduce", cost, move, list(tensors), shown=[list(tensors)], opts=opts)
@@ -108,10 +112,11 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce each tensor to the root; nobody else's changes."""
+        by, changed = _reduction(opts), tensors if opts.rootRank == self._rank else ()
 
         def move() -> None:
-            for tensor in tensors if opts.rootRank == self._rank else ():
-                traffic.multiply(tensor, _reduction(opts), self._size)
+            for tensor in changed:
+                traffic.multiply(tensor, by, self._size)
 
         cost = self._cost("broadcast", _bytes(tensors))
         return self._issue("reduce_", "reduce", cost, move, list(tensors), shown=[list(tensors)], opts=opts)
@@ -188,9 +193,11 @@ class EmulatedGroup(dist.ProcessGroup):
     def _scatter_lists(
         self, name: str, outputs: Tensors, given: Sequence[torch.Tensor | Tensors], flat: Tensors, opts: Any
     ) -> dist.Work:
+        by = _reduction(opts)
+
         def move() -> None:
             for output, parts in zip(outputs, given):
-                traffic.combine(output, parts, _reduction(opts))
+                traffic.combine(output, parts, by)
 
         return self._issue(
             name, "reduce_scatter", self._cost("reduce_scatter", _bytes(flat)), move, [*flat, *outputs],
@@ -209,11 +216,17 @@ class EmulatedGroup(dist.ProcessGroup):
         sent, received = (
             _leaving(*pair, self._rank, self._size) for pair in ((given, given_splits), (output, output_splits))
         )
+        unsharded = self._unsharded(max(sent, received))
+        is_piece = self.world.library == "gloo" and sum(map(bool, given_splits)) == 1
+        cost = self._piece_cost(unsharded) if is_piece else self._cost("all_to_all", unsharded)
         move = partial(traffic.exchange, output, given)
-        return self._issue(
-            "alltoall_base_", "all_to_all", self._exchange_cost(max(sent, received)), move, [given, output],
+        work = self._issue(
+            "alltoall_base_", "all_to_all", cost, move, [given, output],
             results=[output], shown=[output, given], opts=opts,
         )  # fmt: skip
+        if is_piece:
+            self._piece = work
+        return work
 
     alltoall_base = all_to_all_single
 
@@ -226,7 +239,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
         leaving = max(_bytes(tensors) - tensors[self._rank].nbytes for tensors in (given, outputs))
         return self._issue(
-            "alltoall_", "all_to_all", self._exchange_cost(leaving), move, [*given, *outputs],
+            "alltoall_", "all_to_all", self._cost("all_to_all", self._unsharded(leaving)), move, [*given, *outputs],
             results=list(outputs), shown=[list(outputs), list(given)], opts=opts,
         )  # fmt: skip
 
@@ -296,9 +309,21 @@ class EmulatedGroup(dist.ProcessGroup):
     def _cost_among(self, op: CollectiveOp, nbytes: int) -> CollectiveCost:
         return collective_cost(self.world.cluster, op, nbytes, group_shape(self.world.cluster, self._ranks))
 
-    def _exchange_cost(self, leaving: int) -> CollectiveCost:
-        """``leaving`` bytes go from this rank to others: to whom does not matter here, as ranks take turns."""
-        return self._cost("all_to_all", round(leaving * self._size / max(self._size - 1, 1)))
+    def _unsharded(self, leaving: int) -> int:
+        """Bytes of the tensor of which ``leaving`` go from this rank to others; whom they go to does not matter."""
+        return round(leaving * self._size / max(self._size - 1, 1))
+
+    def _piece_cost(self, nbytes: int) -> CollectiveCost:
+        """What a piece of the engine's exchange over gloo takes: what the exchange does, less what it did without it.
+
+        An exchange lasts for as long as a piece is issued before the last one has ended.
+        """
+        before = 0 if self._piece is None or self._piece.is_completed() else self._exchanged
+        self._exchanged = before + nbytes
+        whole, part = self._cost("exchange", self._exchanged), self._cost("exchange", before)
+        return CollectiveCost(
+            whole.link, max(whole.transfer_s - part.transfer_s, 0.0), whole.latency_s, whole.algorithm
+        )
 
     def _pair_cost(self, peer: int, nbytes: int) -> CollectiveCost:
         cluster = self.world.cluster

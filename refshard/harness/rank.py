@@ -103,9 +103,10 @@ def _meeting(processes: int) -> Callable[[], None] | None:
     def meet() -> None:
         arrived = store.add("arrived", 1)
         turn = f"turn {(arrived - 1) // processes}"
-        if arrived % processes == 0:
+        if arrived % processes:
+            store.wait([turn])
+        else:  # the last one asks for nothing more: the process that holds the store may be gone
             store.set(turn, "")
-        store.wait([turn])
 
     return meet
 

@@ -45,14 +45,17 @@ class FakeClock(Clock):
     def __init__(self, tick: int = 0) -> None:
         self.now, self._tick = 0, tick
         self.slept: list[int] = []
+        self._lock = threading.Lock()
 
     def now_ns(self) -> int:
-        self.now += self._tick
-        return self.now
+        with self._lock:
+            self.now += self._tick
+            return self.now
 
     def sleep_until(self, moment_ns: int, waking: threading.Event) -> None:
-        self.slept.append(moment_ns)
-        self.now = max(self.now, moment_ns)
+        with self._lock:
+            self.slept.append(moment_ns)
+            self.now = max(self.now, moment_ns)
 
 
 def write_cluster(path: Path, cluster: ClusterSpec) -> Path:

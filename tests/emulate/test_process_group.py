@@ -17,6 +17,7 @@ from refshard.emulate.process_group import EmulatedGroup, emulated_world
 from refshard.emulate.world import EmulatedWorld
 from refshard.engine.collectives import GroupCollectives, library_of
 from refshard.errors import SpecError
+from refshard.specs.cluster import MeasuredCollective
 from tests.emulate import FAST, FakeClock, make_cluster
 
 # torch 2.13 deprecates names that 2.11 has no other for.
@@ -237,6 +238,32 @@ def test_collectives_take_what_the_cost_model_says_of_the_unsharded_tensor() -> 
         cost("all_to_all", 32),
     ]  # fmt: skip
     assert took[5] == cost("all_reduce", 1000, node)
+
+
+def test_the_pieces_of_an_exchange_take_together_what_the_whole_was_measured_to_take() -> None:
+    """Three of 1000 bytes each, of 6000 in all on two ranks: the first takes 200 us and a latency of 100, others 100.
+
+    One that is issued when all have ended is an exchange of its own.
+    """
+    points = {1: 1e-4, 2000: 3e-4, 6000: 5e-4}
+    measured = tuple(
+        MeasuredCollective(op="exchange", ranks=2, nodes=1, bytes=nbytes, seconds=seconds)
+        for nbytes, seconds in points.items()
+    )
+    clock = Gate()
+    world = EmulatedWorld(make_cluster("gloo", measured=measured), rank=0, world_size=2, clock=clock)
+
+    def piece() -> Any:
+        return dist.all_to_all_single(torch.ones(250), torch.ones(250), [0, 250], [0, 250], async_op=True)
+
+    with emulated_world(world):
+        pieces = [piece() for _ in range(3)]
+        clock.opened.set()
+        for work in pieces:
+            work.wait()
+        piece().wait()
+    starts_and_ends = [(0, 300), (200, 400), (300, 500), (500, 800)]
+    assert sorted(round(moment / 1000) for moment in clock.slept) == sorted(sum(starts_and_ends, ()))
 
 
 def test_a_barrier_is_where_processes_of_one_world_meet() -> None:
