@@ -91,9 +91,9 @@ OUTSIDE_BYTES = 2 * GIB
 "High gpu memory overhead"), and two communicators of 0.5 to 0.7 GiB each (NVIDIA/nccl issue 964, "Question about GPU
 memory consumption of NCCL": 544 MB for 2 A100s, 688 MB for more).
 """
-FRAGMENTATION = 0.05
+FRAGMENTATION = 0.04
 """The share of the rest that lies unused between an allocator's blocks: a guess, which published runs bound. YaFSDP's
-on A100s of 80 GB are predicted to allocate up to 71 GiB, and ran. torchtitan's eager ones, which report what is
+on A100s of 80 GB are predicted to allocate up to 74 GiB, and ran. torchtitan's eager ones, which report what is
 reserved, have 16 to 20 % more of that than is predicted to be allocated; they had room, and what one stream has freed
 another cannot use at once.
 """

@@ -43,10 +43,10 @@ def test_strategies_that_the_model_cannot_tell_apart_are_not_ranked() -> None:
 
 def test_what_does_not_fit_is_said_and_where_nothing_does_what_would_help() -> None:
     plan, _ = made("fsdp", "ddp", memory=20 * GIB)
-    assert plan_words.verdict(plan)[-1].startswith("Too large for 17.1 GiB, which tensors can fill of 20.0 GiB: ddp (")
+    assert plan_words.verdict(plan)[-1].startswith("Too large for 17.3 GiB, which tensors can fill of 20.0 GiB: ddp (")
     plan, _ = made("fsdp", "ddp", memory=3 * GIB)
     (told,) = plan_words.verdict(plan)
-    assert told.startswith("Nothing fits in 973 MiB, which tensors can fill of 3.00 GiB: fsdp, the leanest, needs ")
+    assert told.startswith("Nothing fits in 983 MiB, which tensors can fill of 3.00 GiB: fsdp, the leanest, needs ")
     assert "with 0 of 16 layers checkpointed; use more checkpointed layers, more ranks, shorter sequences or" in told
 
 
