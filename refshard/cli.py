@@ -162,13 +162,22 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     quick: Annotated[bool, typer.Option("--quick", help="A few shapes and sizes only: seconds, and coarse.")] = False,
+    sweeps: Annotated[
+        int | None, typer.Option(help="How often to measure everything: 3, or more where the machine's speed drifts.")
+    ] = None,
 ) -> None:
     """Measure this machine's compute and collectives, and write a cluster's profile."""
     from refshard.commands import calibrate as command
 
     try:
         table, path = command.calibrate(
-            out, ranks=ranks, threads=threads, network=network, device=command.device(device), quick=quick
+            out,
+            ranks=ranks,
+            threads=threads,
+            network=network,
+            device=command.device(device),
+            quick=quick,
+            sweeps=sweeps,
         )
     except KeyboardInterrupt:
         print("refshard: interrupted; nothing is written", file=sys.stderr)

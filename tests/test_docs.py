@@ -73,3 +73,28 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+PRINTED = {
+    "README.md": [
+        "refshard plan --model llama3-70b --cluster dgx-h100x32 --seq-len 8192",
+        "refshard trace profiles/recorded/epyc-2-cores/engine_network",
+    ],
+    "validation.md": ["refshard validate"],
+}
+"""Commands whose output a page shows, in blocks of text, from their first line on."""
+
+
+@pytest.mark.parametrize(("page", "command"), [(page, c) for page, commands in PRINTED.items() for c in commands])
+def test_a_page_shows_what_its_command_prints(page: str, command: str) -> None:
+    """Every table and every finding on the page that stands in a block of text; the command may print more."""
+    path = next(path for path in PAGES if path.name == page)
+    done = CliRunner().invoke(app, command.split()[1:])
+    assert done.exit_code == 0, done.output
+    printed = done.stdout.splitlines()
+    shown: list[str] = re.findall(r"^```text\n(.*?)^```", path.read_text(), re.M | re.S)
+    of_it = [block for block in shown if block.splitlines()[0] in printed]
+    assert of_it, f"{page} shows nothing of what {command} prints"
+    for block in of_it:
+        for line in filter(None, block.splitlines()):
+            assert line in printed, line

@@ -21,7 +21,14 @@ from refshard.specs.writing import to_toml
 
 
 def calibrate(
-    output: Path | None, *, ranks: int | None, threads: int, network: str | None, device: Device, quick: bool
+    output: Path | None,
+    *,
+    ranks: int | None,
+    threads: int,
+    network: str | None,
+    device: Device,
+    quick: bool,
+    sweeps: int | None = None,
 ) -> tuple[str, Path]:
     """Measure; write the profile to ``output``, or to a new file under ``runs/``; return its tables and the path.
 
@@ -30,7 +37,7 @@ def calibrate(
         KeyboardInterrupt: it was cut short; nothing was written.
     """
     joined = None if network is None else _network(network)
-    plan = plan_calibration(ranks=ranks, threads=threads, network=joined, device=device, quick=quick)
+    plan = plan_calibration(ranks=ranks, threads=threads, network=joined, device=device, quick=quick, sweeps=sweeps)
     target = output or Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-cluster.toml"
     unfinished = target.with_name(f".{target.name}.partial")
     try:

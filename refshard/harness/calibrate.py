@@ -21,12 +21,20 @@ from refshard.specs.cluster import ClusterSpec
 from refshard.specs.suite import NetworkSpec
 
 _LIMIT_S = 1200.0
+_MOST_SWEEPS = 99
 
 
 def plan_calibration(
-    *, ranks: int | None, threads: int, network: NetworkSpec | None, device: Device, quick: bool
+    *,
+    ranks: int | None,
+    threads: int,
+    network: NetworkSpec | None,
+    device: Device,
+    quick: bool,
+    sweeps: int | None = None,
 ) -> Calibration:
-    """What to measure here: on a CPU as many ranks as its cores bear if not told, on GPUs one each.
+    """What to measure here: on a CPU as many ranks as its cores bear if not told, on GPUs one each; in three sweeps,
+    or a quick one.
 
     Raises:
         SpecError: the device is not there, or the ranks cannot be spread over the hosts.
@@ -34,6 +42,8 @@ def plan_calibration(
     chosen = _device(device, network)
     if threads < 1:
         raise SpecError(f"threads must be >= 1, got {threads}")
+    if sweeps is not None and not 1 <= sweeps <= _MOST_SWEEPS:
+        raise SpecError(f"sweeps must be from 1 to {_MOST_SWEEPS}, got {sweeps}")
     cores = available_cores()
     there = torch.cuda.device_count() if chosen == "cuda" else max(cores // threads, 1)
     hosts = network.hosts if network is not None else 1
@@ -50,6 +60,7 @@ def plan_calibration(
         nodes=hosts,
         device=chosen,
         quick=quick,
+        sweeps=sweeps or (1 if quick else 3),
         cpu_clock=chosen == "cpu" and threads == 1 and asked <= cores,
     )
 

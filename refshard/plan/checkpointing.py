@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from refshard.errors import SpecError
+
+Recompute = Literal["nothing", "some", "all"]
+"""What of a layer is computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +18,12 @@ class Checkpointing:
 
     layers: frozenset[int] = frozenset()
     by_op: bool = False
+
+    def recompute(self, layer: int | None) -> Recompute:
+        """What of a layer's forward is computed again in its backward; nothing of what is no layer (None)."""
+        if layer not in self.layers:
+            return "nothing"
+        return "some" if self.by_op else "all"
 
 
 NO_CHECKPOINTING = Checkpointing()

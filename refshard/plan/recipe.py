@@ -54,6 +54,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     exchanges_reductions: bool = False
 
 
+MASTER_BYTES = 4
+"""Masters, and the gradients and the state of the optimizer, are fp32 in every recipe."""
 NEVER_AWAITED = 1 << 20
 """Gradient slots of which no model has as many units."""
 

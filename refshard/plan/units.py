@@ -1,5 +1,6 @@
 """A Llama's parameters by unit: names and shapes in registration order, without a tensor."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,7 +25,7 @@ class ModelUnit:
     @property
     def numel(self) -> int:
         """Elements of all parameters, without padding."""
-        return sum(_numel(shape) for _, shape in self.parameters)
+        return sum(math.prod(shape) for _, shape in self.parameters)
 
     @property
     def facts(self) -> UnitFacts:
@@ -36,7 +37,7 @@ class ModelUnit:
         """Elements of the gathered unit with its padding, as ``recipe`` shards it over ``ranks``."""
         if recipe.flat:
             return lay_out(self.name, self.parameters, ranks).numel
-        return sum(-(-shape[0] // ranks) * ranks * _numel(shape[1:]) for _, shape in self.parameters)
+        return sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for _, shape in self.parameters)
 
 
 def model_units(model: ModelSpec, grouping: Grouping) -> tuple[ModelUnit, ...]:
@@ -71,10 +72,3 @@ def block_parameters(model: ModelSpec, layer: int) -> tuple[tuple[str, tuple[int
         "post_attention_layernorm": (dim,),
     }
     return tuple((f"model.layers.{layer}.{name}.weight", shape) for name, shape in shapes.items())
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

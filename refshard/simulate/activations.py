@@ -8,7 +8,7 @@ temporaries of the rotary tables, which come before anything else.
 
 from dataclasses import dataclass
 
-from refshard.simulate.pricing import Recompute
+from refshard.plan.checkpointing import Recompute
 from refshard.simulate.tape import Changes, Tape
 from refshard.simulate.tensors import (
     Tensors,

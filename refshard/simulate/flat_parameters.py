@@ -7,9 +7,9 @@ what is reduced is that, in the dtype of the reduction and padded where the rank
 
 from typing import final
 
+from refshard.plan.recipe import MASTER_BYTES
 from refshard.plan.schedule import Phase
 from refshard.simulate.holdings import (
-    MASTER_BYTES,
     Holdings,
     Setting,
     gloo_all_reduce,

@@ -6,16 +6,16 @@ Gradients wait where autograd puts them until the unit's last one, and are copie
 which stays until the next unit's. A unit whose input has no gradient is reduced when backward has ended.
 """
 
+import math
 from typing import final
 
+from refshard.plan.recipe import MASTER_BYTES
 from refshard.plan.schedule import Phase
 from refshard.simulate.holdings import (
-    MASTER_BYTES,
     Holdings,
     Setting,
     gloo_all_reduce,
     gloo_reduce_scatter,
-    product,
     take_optimizer,
 )
 from refshard.simulate.ledger import Ledger
@@ -204,7 +204,7 @@ class FullyShard(Holdings):
 
 def _rows_split(parameters: tuple[tuple[str, tuple[int, ...]], ...], shards: int) -> list[int]:
     """Elements of each parameter's shard: its first dimension, padded to a multiple of the ranks, is split."""
-    return [-(-shape[0] // shards) * product(shape[1:]) for _, shape in parameters]
+    return [-(-shape[0] // shards) * math.prod(shape[1:]) for _, shape in parameters]
 
 
 def _local_numels(parameters: tuple[tuple[str, tuple[int, ...]], ...], shards: int, rank: int) -> list[int]:
@@ -212,5 +212,5 @@ def _local_numels(parameters: tuple[tuple[str, tuple[int, ...]], ...], shards: i
     found = []
     for _, shape in parameters:
         rows = -(-shape[0] // shards)
-        found.append(min(rows, max(0, shape[0] - rank * rows)) * product(shape[1:]))
+        found.append(min(rows, max(0, shape[0] - rank * rows)) * math.prod(shape[1:]))
     return found

@@ -4,10 +4,11 @@ The order is the host's. On CUDA too an allocator counts by it: a tensor is ther
 call that lets it go, whatever the device has done by then.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from refshard.plan.recipe import Recipe
+from refshard.plan.recipe import MASTER_BYTES, Recipe
 from refshard.plan.schedule import Phase
 from refshard.plan.units import ModelUnit
 from refshard.quantities import MIB
@@ -15,8 +16,6 @@ from refshard.simulate.ledger import Ledger
 from refshard.specs.cluster import Library
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype
 
-MASTER_BYTES = 4
-"""Masters, and the gradients and the state of the optimizer, are fp32."""
 _STEP_BYTES = 4
 """AdamW counts steps in an fp32 number a parameter."""
 
@@ -102,7 +101,7 @@ def take_optimizer(ledger: Ledger, numels: list[int]) -> None:
 
 def numels(unit: ModelUnit) -> list[int]:
     """Elements of each parameter of a unit."""
-    return [product(shape) for _, shape in unit.parameters]
+    return [math.prod(shape) for _, shape in unit.parameters]
 
 
 def gloo_all_reduce(ledger: Ledger, nbytes: int, ranks: int) -> None:
@@ -118,11 +117,3 @@ def gloo_reduce_scatter(ledger: Ledger, nbytes: int, ranks: int) -> None:
     ledger.take("workspace", nbytes)
     gloo_all_reduce(ledger, nbytes, ranks)
     ledger.free("workspace", nbytes)
-
-
-def product(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of this shape."""
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

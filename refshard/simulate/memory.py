@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from refshard.errors import SpecError
-from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
+from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing, Recompute
 from refshard.plan.placement import MODES
 from refshard.plan.recipe import Recipe
 from refshard.plan.units import ModelUnit, model_units
@@ -23,7 +23,6 @@ from refshard.simulate.fully_shard import FullyShard
 from refshard.simulate.holdings import Holdings, Setting
 from refshard.simulate.kernels import Batch
 from refshard.simulate.ledger import Bytes, Ledger, MemoryEvent
-from refshard.simulate.pricing import Recompute
 from refshard.simulate.slots import Slots
 from refshard.simulate.tape import Changes
 from refshard.simulate.tensors import Device, Tensors
@@ -203,7 +202,7 @@ def _parts(units: Sequence[ModelUnit], t: Tensors, checkpointing: Checkpointing)
     calls: dict[tuple[Recompute, bool], Call] = {}
     parts = []
     for index, unit in blocks:
-        key = _recompute(checkpointing, unit), unit.layer == 0
+        key = checkpointing.recompute(unit.layer), unit.layer == 0
         if key not in calls:
             calls[key] = block_call(t, recompute=key[0], first=key[1])
         parts.append(_Part(unit.name, index, calls[key]))
@@ -214,12 +213,6 @@ def _parts(units: Sequence[ModelUnit], t: Tensors, checkpointing: Checkpointing)
         *parts,
         _Part("head", last, head_call(t), opens=not around),
     )
-
-
-def _recompute(checkpointing: Checkpointing, unit: ModelUnit) -> Recompute:
-    if unit.layer not in checkpointing.layers:
-        return "nothing"
-    return "some" if checkpointing.by_op else "all"
 
 
 class _Walk:

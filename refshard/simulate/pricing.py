@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from refshard.costs import CollectiveCost, GroupShape, collective_cost, group_shape, move_seconds, optimizer_seconds
-from refshard.plan.recipe import Recipe
+from refshard.plan.checkpointing import Recompute
+from refshard.plan.recipe import MASTER_BYTES, Recipe
 from refshard.plan.schedule import Phase
 from refshard.plan.units import ModelUnit, Role
 from refshard.simulate import kernels
@@ -13,10 +14,6 @@ from refshard.simulate.kernels import Batch, Kernel
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype
 from refshard.specs.model import ModelSpec
-
-Recompute = Literal["nothing", "some", "all"]
-MASTER_BYTES = 4
-"""Masters, and the gradients that the optimizer reads, are fp32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,18 @@ them: on a device that the host runs ahead of, a gather waits for the release of
 everything is issued when the host gets there.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from refshard.plan.buckets import Buckets
 from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.placement import Mode
 from refshard.plan.recipe import Recipe
 from refshard.plan.schedule import MARKERS, Op, OpKind, PassKind, Phase, assign_slots, build, chain_markers
 from refshard.plan.units import ModelUnit
-from refshard.simulate.pricing import Call, Pricing, Recompute
+from refshard.simulate.pricing import Call, Pricing
 from refshard.timeline import Kind
 
 Lane = Literal["compute", "gather", "reduce", "combine"]
@@ -44,12 +46,6 @@ class StepShape:
 
     microbatches: int = 1
     checkpointing: Checkpointing = NO_CHECKPOINTING
-
-    def recomputes(self, unit: ModelUnit) -> Recompute:
-        """What of a unit's forward is computed again in backward."""
-        if unit.layer not in self.checkpointing.layers:
-            return "nothing"
-        return "some" if self.checkpointing.by_op else "all"
 
 
 @dataclass(slots=True)
@@ -151,7 +147,7 @@ class _Walk:
             role = "embedding" if begins == (phase == "forward") else "head"
         elif begins:
             return
-        seconds = self._pricing.compute(role, phase, self._shape.recomputes(unit))
+        seconds = self._pricing.compute(role, phase, self._shape.checkpointing.recompute(unit.layer))
         self._out.compute(Kind.COMPUTE, f"{phase} {role}", unit.name, phase, seconds)
 
     def _gather(self, index: int, phase: Phase) -> None:
@@ -255,26 +251,25 @@ class _Buckets:
             seconds = self._pricing.compute(unit.role, "forward")
             self._out.compute(Kind.COMPUTE, f"forward {unit.role}", unit.name, "forward", seconds)
         pending: list[int] = []
-        filled, limit = 0, self._recipe.first_bucket_bytes
+        buckets = Buckets(self._recipe, self._pricing.gradient_bytes(1))
         for unit in reversed(self._units):
             arrived = 0
             for _, shape in reversed(unit.parameters):
-                numel = _product(shape)
-                filled, arrived = filled + numel, arrived + numel
-                if last and self._pricing.gradient_bytes(filled) >= limit:
+                arrived += math.prod(shape)
+                if last and (full := buckets.add(math.prod(shape))):
                     self._backward(unit, arrived)
-                    pending.append(self._all_reduce(unit, filled))
-                    filled, arrived, limit = 0, 0, self._recipe.bucket_bytes
+                    pending.append(self._all_reduce(unit, full))
+                    arrived = 0
             self._backward(unit, arrived)
-        if last and filled:
-            pending.append(self._all_reduce(self._units[0], filled))
+        if rest := buckets.take_rest():
+            pending.append(self._all_reduce(self._units[0], rest))
         self._out.compute_after.update(pending)
 
     def _backward(self, unit: ModelUnit, arrived: int) -> None:
         """The part of the unit's backward in which gradients of ``arrived`` elements come."""
         if not arrived:
             return
-        whole = self._pricing.compute(unit.role, "backward", self._shape.recomputes(unit))
+        whole = self._pricing.compute(unit.role, "backward", self._shape.checkpointing.recompute(unit.layer))
         self._out.compute(Kind.COMPUTE, f"backward {unit.role}", unit.name, "backward", whole * arrived / unit.numel)
 
     def _all_reduce(self, unit: ModelUnit, numel: int) -> int:
@@ -296,10 +291,3 @@ def _collective(lane: Lane, call: Call, unit: ModelUnit, stage: Stage, after: tu
         lane=lane, kind=Kind.COMM, name=call.op, unit=unit.name, stage=stage, seconds=call.cost.transfer_s,
         after=after, call=call,
     )  # fmt: skip
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Literal, final
 
 from refshard.plan.layout import UnitLayout, lay_out
+from refshard.plan.recipe import MASTER_BYTES
 from refshard.plan.schedule import (
     BLOCKING,
     MARKERS,
@@ -23,7 +24,7 @@ from refshard.plan.schedule import (
     chain_markers,
 )
 from refshard.plan.units import ModelUnit
-from refshard.simulate.holdings import MASTER_BYTES, Holdings, Setting, gloo_all_reduce, take_optimizer
+from refshard.simulate.holdings import Holdings, Setting, gloo_all_reduce, take_optimizer
 from refshard.simulate.ledger import Ledger
 
 

@@ -2,8 +2,10 @@
 
 from typing import final
 
+from refshard.plan.buckets import Buckets
+from refshard.plan.recipe import MASTER_BYTES
 from refshard.plan.schedule import Phase
-from refshard.simulate.holdings import MASTER_BYTES, Holdings, gloo_all_reduce, numels, take_optimizer
+from refshard.simulate.holdings import Holdings, gloo_all_reduce, numels, take_optimizer
 
 
 @final
@@ -17,8 +19,7 @@ class Whole(Holdings):
 
     _own: bool
     _buckets: bool
-    _filled: int
-    _limit: int
+    _open: Buckets
     _kept: int
 
     def settle(self) -> None:
@@ -30,7 +31,9 @@ class Whole(Holdings):
             if setting.element != MASTER_BYTES:
                 self.ledger.take("unsharded", setting.element * numel)
         if setting.recipe.bucket_bytes:
-            for numel in self._bucket_numels():
+            buckets = Buckets(setting.recipe, setting.reduced)
+            full = [buckets.add(numel) for unit in reversed(setting.units) for numel in reversed(numels(unit))]
+            for numel in filter(None, [*full, buckets.take_rest()]):
                 self.ledger.take("gradients", setting.reduced * numel)
         take_optimizer(self.ledger, every)
         self._kept = 0
@@ -39,7 +42,7 @@ class Whole(Holdings):
         """See :meth:`Holdings.open_pass`."""
         self._buckets = last and bool(self.setting.recipe.bucket_bytes)
         self._own = not first
-        self._filled, self._limit = 0, self.setting.recipe.first_bucket_bytes
+        self._open = Buckets(self.setting.recipe, self.setting.reduced)
 
     def begin(self, unit: int, phase: Phase) -> None:
         """See :meth:`Holdings.begin`: everything is there."""
@@ -61,36 +64,18 @@ class Whole(Holdings):
             if self._own:
                 self._kept -= nbytes
                 self.ledger.free("gradients", nbytes)
-            self._fill(nbytes // self.setting.element * self.setting.reduced)
+            self._reduce(self._open.add(nbytes // self.setting.element))
 
     def close_pass(self) -> None:
         """See :meth:`Holdings.close_pass`."""
-        if self._filled:
-            self._reduce()
+        self._reduce(self._open.take_rest())
 
     def drop_gradients(self) -> None:
         """See :meth:`Holdings.drop_gradients`: buckets stay."""
         self.ledger.free("gradients", self._kept)
         self._kept = 0
 
-    def _fill(self, nbytes: int) -> None:
-        self._filled += nbytes
-        if self._filled >= self._limit:
-            self._reduce()
-            self._limit = self.setting.recipe.bucket_bytes
-
-    def _reduce(self) -> None:
-        if self.setting.gloo and self.setting.replicas > 1:
-            gloo_all_reduce(self.ledger, self._filled, self.setting.replicas)
-        self._filled = 0
-
-    def _bucket_numels(self) -> list[int]:
-        """Elements of each bucket; parameters enter them in the reverse of their order."""
-        sizes, filled, limit = [], 0, self.setting.recipe.first_bucket_bytes
-        for unit in reversed(self.setting.units):
-            for numel in reversed(numels(unit)):
-                filled += numel
-                if filled * self.setting.reduced >= limit:
-                    sizes.append(filled)
-                    filled, limit = 0, self.setting.recipe.bucket_bytes
-        return [*sizes, filled] if filled else sizes
+    def _reduce(self, numel: int) -> None:
+        """Reduce a bucket of so many elements, if it has any."""
+        if numel and self.setting.gloo and self.setting.replicas > 1:
+            gloo_all_reduce(self.ledger, self.setting.reduced * numel, self.setting.replicas)

@@ -22,6 +22,7 @@ from refshard.harness.calibration.samples import (
     RankSamples,
     Timed,
     TimedCollective,
+    median_of,
     samples_file,
 )
 from refshard.harness.calibration.stopwatch import CpuStopwatch
@@ -94,7 +95,7 @@ def test_exponentials_bound_a_kernel_only_where_memory_does_not() -> None:
 
 def calibration(**changes: Any) -> Calibration:
     fields: dict[str, Any] = {
-        "ranks": 2, "threads": 1, "nodes": 1, "device": "cpu", "quick": True, "cpu_clock": True,
+        "ranks": 2, "threads": 1, "nodes": 1, "device": "cpu", "quick": True, "sweeps": 1, "cpu_clock": True,
     }  # fmt: skip
     return Calibration(**fields | changes)
 
@@ -113,8 +114,8 @@ def rank_samples(rank: int, ranks: int = 2, nodes: int = 1, **changes: Any) -> R
         "attention": (AttentionPoint(dtype="fp32", head_dim=64, seq_len=128, forward_s=1e-8, backward_s=3e-8),),
         "moves": (Timed(dtype="fp32", bytes=3e6, seconds=KERNEL_S + 1e-4),),
         "transcendentals": (Timed(dtype="fp32", bytes=2e6, transcendentals=2.5e5, seconds=KERNEL_S + 1e-3),),
-        "optimizer_bytes_per_s": 4e10,
-        "first_touch_bytes_per_s": 3e9,
+        "optimizer_s_per_parameter": 7e-10,
+        "first_touch_s_per_byte": 4e-10,
         "collectives": tuple(
             TimedCollective(op=op, ranks=ranks, nodes=nodes, bytes=size, seconds=(1e-3 + size * 1e-9,) * 3)
             for op in COLLECTIVES
@@ -133,6 +134,8 @@ def test_a_profile_says_what_was_measured() -> None:
     assert (profile.compute_beside_communication, profile.communication_beside_compute) == (0.75, 0.5)
     assert hardware.memory_bytes_per_s == pytest.approx(3e10)
     assert hardware.transcendental_per_s == pytest.approx(2.5e8)
+    assert hardware.optimizer_bytes_per_s == pytest.approx(28 / 7e-10)
+    assert hardware.first_touch_bytes_per_s == pytest.approx(2.5e9)
     for sample in products():
         taken = product_seconds(hardware, "fp32", sample.flops, sample.bytes)
         assert taken == pytest.approx(sample.seconds, rel=5e-3)
@@ -142,6 +145,51 @@ def test_a_profile_says_what_was_measured() -> None:
     assert cost.seconds == pytest.approx(1e-3 + 2**22 * 1e-9, rel=1e-3)
     assert profile.sources["within"].startswith("measured on a CPU, today: refshard")
     assert "other work" not in profile.about
+
+
+def slower(samples: RankSamples, by: float) -> RankSamples:
+    """The same, everything ``by`` times as slow."""
+    replace = msgspec.structs.replace
+    return replace(
+        samples,
+        kernel_s=samples.kernel_s * by,
+        host_s=samples.host_s * by,
+        products=tuple(replace(p, seconds=p.seconds * by) for p in samples.products),
+        attention=tuple(
+            replace(p, forward_s=p.forward_s * by, backward_s=p.backward_s * by) for p in samples.attention
+        ),
+        moves=tuple(replace(p, seconds=p.seconds * by) for p in samples.moves),
+        transcendentals=tuple(replace(p, seconds=p.seconds * by) for p in samples.transcendentals),
+        optimizer_s_per_parameter=samples.optimizer_s_per_parameter * by,
+        first_touch_s_per_byte=samples.first_touch_s_per_byte * by,
+        collectives=tuple(replace(c, seconds=tuple(s * by for s in c.seconds)) for c in samples.collectives),
+        beside=Beside(compute=samples.beside.compute / by, communication=samples.beside.communication / by),
+        busy=samples.busy / by,
+    )
+
+
+def test_a_sweep_that_other_work_hit_leaves_no_mark() -> None:
+    calm = rank_samples(0)
+    hit = median_of([calm, slower(calm, 3.0), calm])
+    profiles = [build_profile(calibration(ranks=1), [samples], "a CPU", "today") for samples in (calm, hit)]
+    assert profiles[0] == profiles[1]
+    assert {len(c.seconds) for c in hit.collectives} == {9}, "the repeats of all sweeps"
+    assert median_of([calm, slower(calm, 2.0), slower(calm, 3.0)]) != calm
+
+
+def test_a_link_that_lets_bursts_pass_has_the_bandwidth_of_what_is_large() -> None:
+    """Up to 256 KiB go at 4 GB/s, the rest at 250 MB/s."""
+    timed = [
+        TimedCollective(
+            op="all_gather", ranks=2, nodes=2, bytes=size,
+            seconds=(1e-4 + min(size / 2, 2**18) / 4e9 + max(size / 2 - 2**18, 0) / 2.5e8,),
+        )
+        for size in (2**10, 2**14, 2**18, 2**22, 2**26)
+    ]  # fmt: skip
+    link = fit.fit_link(fit.slowest_ranks([timed]), ranks=2, nodes=2)
+    assert link is not None
+    assert link.bytes_per_s == pytest.approx(2.5e8, rel=0.01)
+    assert link.latency_s == pytest.approx(1e-4, rel=0.05)
 
 
 def test_a_profile_says_that_other_work_disturbed_it() -> None:
@@ -209,7 +257,7 @@ TWO = NetworkSpec(hosts=2, rate="2gbit")
 def test_what_is_measured_by_default() -> None:
     cores = available_cores()
     plan = plan_calibration(ranks=None, threads=1, network=None, device="cpu", quick=False)
-    assert plan == calibration(ranks=cores, quick=False)
+    assert plan == calibration(ranks=cores, quick=False, sweeps=3)
     assert plan_calibration(ranks=4 * cores, threads=1, network=None, device="cpu", quick=True).cpu_clock is False
     over = plan_calibration(ranks=None, threads=1, network=TWO, device="auto", quick=True)
     assert (over.nodes, over.per_node) == (2, max(cores // 2, 1))
@@ -220,6 +268,7 @@ def test_what_is_measured_by_default() -> None:
     [
         ({"threads": 0}, "threads must be >= 1, got 0"),
         ({"ranks": 0}, "ranks must be >= 1, got 0"),
+        ({"sweeps": 0}, "sweeps must be from 1 to 99, got 0"),
         ({"ranks": 3, "network": TWO}, "ranks must be a multiple of the network's 2 hosts, got 3"),
         ({"device": "cuda", "network": TWO}, "device"),
     ],

@@ -14,11 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from refshard.errors import SpecError
 from refshard.flops import parameter_count
 from refshard.plan.checkpointing import Checkpointing, checkpointing_of
-from refshard.plan.recipe import RECIPES, find_recipe
+from refshard.plan.recipe import MASTER_BYTES, RECIPES, find_recipe
 from refshard.plan.units import model_units
 from refshard.quantities import GIB
 from refshard.simulate.forecast import Job
-from refshard.simulate.holdings import MASTER_BYTES
 from refshard.simulate.kernels import Batch
 from refshard.simulate.memory import RankJob, forecast_memory, predict_memory, usable
 from refshard.specs.cluster import load_cluster

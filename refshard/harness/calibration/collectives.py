@@ -56,7 +56,7 @@ def time_collectives(calibration: Calibration, group: Group, device: torch.devic
         for size in sizes(quick=calibration.quick):
             numel = max(group.ranks, size // 4 // group.ranks * group.ranks)
             issue = _issuer(op, numel, group.group, device)
-            seconds = tuple(_repeats(issue, group.group, device, budget_s=0.1 if calibration.quick else 0.4))
+            seconds = tuple(_repeats(issue, group.group, device, budget_s=0.1 if calibration.quick else 0.2))
             yield TimedCollective(op=op, ranks=group.ranks, nodes=group.nodes, bytes=4 * numel, seconds=seconds)
 
 
@@ -116,7 +116,7 @@ def measure_beside(calibration: Calibration, group: dist.ProcessGroup, device: t
     op: CollectiveOp = "all_gather" if device.type == "cuda" else "exchange"
     issue = _issuer(op, (256 if device.type == "cuda" else 4 if calibration.quick else 16) * MIB // 4, group, device)
     found = []
-    for _ in range(3 if calibration.quick else 7):
+    for _ in range(3):
         dist.barrier(group)
         communication_s = _run(issue, 2, device) / 2
         product_s = _products(a, b, 20) / 20

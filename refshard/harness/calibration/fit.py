@@ -121,12 +121,15 @@ def slowest_ranks(ranks: Sequence[Sequence[TimedCollective]]) -> tuple[MeasuredC
 
 
 def fit_link(measured: Sequence[MeasuredCollective], ranks: int, nodes: int) -> LinkSpec | None:
-    """Latency of a hop and bandwidth from the all-gathers of a group: ``hops * latency + S (n-1)/n / bandwidth``."""
+    """Latency of a hop and bandwidth from the all-gathers of a group: ``hops * latency + S (n-1)/n / bandwidth``.
+
+    The smallest and the largest decide, between which a link may well go faster: where it lets bursts pass, say.
+    """
     points = [m for m in measured if (m.op, m.ranks, m.nodes) == ("all_gather", ranks, nodes)]
     if not points:
         return None
-    share = (ranks - 1) / ranks
-    columns = [[float(ranks - 1)] * len(points), [p.bytes * share for p in points]]
-    (latency, per_byte), _ = least_relative(columns, [p.seconds for p in points])
-    fastest = max(p.bytes * share / p.seconds for p in points)
-    return LinkSpec(bytes_per_s=rounded(1 / per_byte if per_byte else fastest), latency_s=rounded(latency))
+    smallest, largest = (extreme(points, key=lambda p: p.bytes) for extreme in (min, max))
+    carried = (largest.bytes - smallest.bytes) * (ranks - 1) / ranks
+    bytes_per_s = carried / max(largest.seconds - smallest.seconds, 1e-9)
+    latency = max(smallest.seconds - smallest.bytes * (ranks - 1) / ranks / bytes_per_s, 0.0) / (ranks - 1)
+    return LinkSpec(bytes_per_s=rounded(bytes_per_s), latency_s=rounded(latency))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from statistics import mean
 
+from refshard.costs import ADAMW_BYTES
 from refshard.harness.calibration import fit
 from refshard.harness.calibration.fit import rounded
 from refshard.harness.calibration.samples import Calibration, RankSamples
@@ -35,7 +36,7 @@ def build_profile(calibration: Calibration, ranks: Sequence[RankSamples], machin
         within=within,
         between=between,
         measured=measured,
-        about=f"{_words(calibration)} on {machine}{_doubt(calibration, ranks)}",
+        about=f"{machine}: {_words(calibration)}{_doubt(calibration, ranks)}",
         compute_beside_communication=compute,
         communication_beside_compute=communication,
         sources=sources,
@@ -46,7 +47,8 @@ def _words(calibration: Calibration) -> str:
     ranks = "1 rank" if calibration.ranks == 1 else f"{calibration.ranks} ranks"
     nodes = f" on {calibration.nodes} hosts" if calibration.nodes > 1 else ""
     threads = f" of {calibration.threads} thread{'s' if calibration.threads > 1 else ''}"
-    return f"{ranks}{nodes}{threads if calibration.device == 'cpu' else ''}"
+    sweeps = f", medians of {calibration.sweeps} sweeps" if calibration.sweeps > 1 else ""
+    return f"{ranks}{nodes}{threads if calibration.device == 'cpu' else ''}{sweeps}"
 
 
 def _doubt(calibration: Calibration, ranks: Sequence[RankSamples]) -> str:
@@ -63,11 +65,12 @@ def _hardware(ranks: Sequence[RankSamples], machine: str, source: str) -> Hardwa
     memory = fit.bytes_per_s(fit.mean_samples([rank.moves for rank in ranks]), kernel_s)
     silu = fit.mean_samples([rank.transcendentals for rank in ranks])
     matmul, errors = _products(ranks, kernel_s)
+    first_touch_s = mean(rank.first_touch_s_per_byte for rank in ranks)
     # Where one of these is 0, it does not bind, and needs no source.
     binding = {
         "transcendental_per_s": rounded(fit.transcendental_per_s(silu, kernel_s, memory)),
-        "optimizer_bytes_per_s": rounded(mean(rank.optimizer_bytes_per_s for rank in ranks)),
-        "first_touch_bytes_per_s": rounded(mean(rank.first_touch_bytes_per_s for rank in ranks)),
+        "optimizer_bytes_per_s": rounded(ADAMW_BYTES / mean(rank.optimizer_s_per_parameter for rank in ranks)),
+        "first_touch_bytes_per_s": rounded(1 / first_touch_s) if first_touch_s else 0.0,
     }
     said = {
         "memory_bytes": "the system's, a rank's share of it",

@@ -14,7 +14,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from refshard.costs import ADAMW_BYTES
 from refshard.harness.calibration import kernels
 from refshard.harness.calibration.collectives import groups, measure_beside, time_collectives
 from refshard.harness.calibration.samples import (
@@ -23,6 +22,7 @@ from refshard.harness.calibration.samples import (
     Calibration,
     RankSamples,
     TimedCollective,
+    median_of,
     samples_file,
 )
 from refshard.harness.calibration.stopwatch import CpuStopwatch, CudaStopwatch, Stopwatch
@@ -42,7 +42,8 @@ def calibrate_rank(folder: Path) -> int:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if calibration.device == "cuda" else "gloo")
     try:
-        samples = _Measurement(calibration, folder, rank, device).samples()
+        measurement = _Measurement(calibration, folder, rank, device)
+        samples = median_of([measurement.sweep(number) for number in range(1, calibration.sweeps + 1)])
         samples_file(folder, rank).write_bytes(msgspec.json.encode(samples))
         dist.barrier()
         return 0
@@ -53,14 +54,17 @@ def calibrate_rank(folder: Path) -> int:
 class _Measurement:
     def __init__(self, calibration: Calibration, folder: Path, rank: int, device: torch.device) -> None:
         self._calibration, self._folder, self._rank, self._device = calibration, folder, rank, device
-        budget_s, least = (0.02, 3) if calibration.quick else (0.15, 5)
-        on_cpu = CpuStopwatch(budget_s, least, cpu_clock=calibration.cpu_clock)
-        self._on_cpu = on_cpu if device.type == "cpu" else None
-        self._watch: Stopwatch = self._on_cpu or CudaStopwatch(budget_s, least)
         self._shapes = kernels.shapes(device.type, quick=calibration.quick)
+        self._groups = list(groups(calibration, rank)) if calibration.ranks > 1 else []
+        self._sweep = 0
 
-    def samples(self) -> RankSamples:
-        watch, wanted, device = self._watch, self._shapes, self._device
+    def sweep(self, number: int) -> RankSamples:
+        """Measure everything once, for the ``number``-th time."""
+        self._sweep = number
+        wanted, device = self._shapes, self._device
+        budget_s, least = 0.02 if self._calibration.quick else 0.06, 3
+        on_cpu = CpuStopwatch(budget_s, least, cpu_clock=self._calibration.cpu_clock)
+        watch: Stopwatch = on_cpu if device.type == "cpu" else CudaStopwatch(budget_s, least)
         kernel_s, host_s = self._all_at_once("operations", lambda: kernels.time_operations(watch, wanted, device))
         products, attention = [], []
         for dtype in kernels.DTYPES:
@@ -71,8 +75,8 @@ class _Measurement:
                 f"{dtype} attention", partial(kernels.time_attention, watch, dtype, wanted, device)
             )
         moves, transcendentals = self._all_at_once("elementwise", lambda: kernels.time_moves(watch, wanted, device))
-        per_parameter = self._all_at_once("optimizer", lambda: kernels.time_optimizer(watch, wanted, device))
-        per_byte = self._all_at_once("new memory", lambda: kernels.time_first_touch(watch, device))
+        optimizer_s = self._all_at_once("optimizer", lambda: kernels.time_optimizer(watch, wanted, device))
+        first_touch_s = self._all_at_once("new memory", lambda: kernels.time_first_touch(watch, device))
         return RankSamples(
             rank=self._rank,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -84,24 +88,22 @@ class _Measurement:
             attention=tuple(attention),
             moves=tuple(moves),
             transcendentals=tuple(transcendentals),
-            optimizer_bytes_per_s=ADAMW_BYTES / per_parameter,
-            first_touch_bytes_per_s=1 / per_byte if per_byte else 0.0,
+            optimizer_s_per_parameter=optimizer_s,
+            first_touch_s_per_byte=first_touch_s,
             collectives=tuple(self._collectives()),
             beside=self._beside(),
-            busy=self._on_cpu.busy if self._on_cpu else 1.0,
+            busy=on_cpu.busy if device.type == "cpu" else 1.0,
         )
 
     def _all_at_once(self, phase: str, measure: Callable[[], T]) -> T:
         """Measure while all other ranks measure the same."""
         if self._rank == 0:
-            (self._folder / PROGRESS_FILE).write_text(phase)
+            (self._folder / PROGRESS_FILE).write_text(f"sweep {self._sweep} of {self._calibration.sweeps}: {phase}")
         dist.barrier()
         return measure()
 
     def _collectives(self) -> Iterator[TimedCollective]:
-        if self._calibration.ranks == 1:
-            return
-        for group in groups(self._calibration, self._rank):
+        for group in self._groups:
             phase = f"collectives of {group.ranks} ranks on {group.nodes} node{'s' if group.nodes > 1 else ''}"
             yield from self._all_at_once(phase, partial(time_collectives, self._calibration, group, self._device))
 
