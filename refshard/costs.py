@@ -173,7 +173,8 @@ def _seconds(cost: CollectiveCost) -> float:
 def _measured(points: list[MeasuredCollective], nbytes: int, link: Link) -> CollectiveCost:
     """Between two measured sizes in proportion, below the smallest as that, beyond the largest at its bandwidth.
 
-    What the smallest takes is all latency. Noise only ever adds, so no size takes longer than a larger one did.
+    What the smallest takes is all latency, which does not grow with the size. Noise only ever adds, so no size takes
+    longer than a larger one did.
     """
     fastest = math.inf
     curve: list[tuple[float, float]] = []
@@ -181,8 +182,8 @@ def _measured(points: list[MeasuredCollective], nbytes: int, link: Link) -> Coll
         fastest = min(fastest, point.seconds)
         curve.insert(0, (float(point.bytes), fastest))
     latency = curve[0][1]
-    total = _between_points(curve, float(nbytes)) * max(1.0, nbytes / curve[-1][0])
-    return CollectiveCost(link, total - latency, latency, "measured")
+    transfer = (_between_points(curve, float(nbytes)) - latency) * max(1.0, nbytes / curve[-1][0])
+    return CollectiveCost(link, transfer, latency, "measured")
 
 
 def _applicable(cluster: ClusterSpec, op: CollectiveOp, shape: GroupShape) -> list[Algorithm]:

@@ -39,6 +39,8 @@ def calibrate(
     joined = None if network is None else _network(network)
     plan = plan_calibration(ranks=ranks, threads=threads, network=joined, device=device, quick=quick, sweeps=sweeps)
     target = output or Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-cluster.toml"
+    if target.is_dir():
+        raise SpecError(f"out: {target} is a folder; name the file to write")
     unfinished = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

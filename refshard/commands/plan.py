@@ -1,6 +1,7 @@
 """``refshard plan``: what every strategy would take on a cluster, simulated."""
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -66,6 +67,8 @@ def plan(asked: Asked, *, as_json: bool = False, page: Path | None = None, trace
     Raises:
         SpecError: the model, the cluster, a strategy or another value does not exist, or they do not fit each other.
     """
+    if page is not None and page.is_dir():
+        raise SpecError(f"html: {page} is a folder; name the file to write")
     model, cluster = load_model(asked.model), load_cluster(asked.cluster)
     job = Job(
         model=model,
@@ -104,7 +107,15 @@ def _checkpoint(asked: Asked, model: ModelSpec) -> Checkpoint:
         raise SpecError(f"checkpoint-layers and checkpoint both name layers, got {layers} and '{policy}'; give one")
     if layers is None and policy == "auto":
         return "auto"
-    return checkpointing_of(policy if layers is None else layers, model.n_layers)
+    try:
+        return checkpointing_of(policy if layers is None else layers, model.n_layers)
+    except SpecError as error:
+        if layers is None and re.fullmatch(r"none|full|selective|every-\d+", policy) is None:
+            raise SpecError(
+                f"checkpoint must be auto, none, full, selective or every-K, got '{policy}'; for a number of layers "
+                "give --checkpoint-layers"
+            ) from None
+        raise error
 
 
 def _dtype_of(asked: Asked, cluster: ClusterSpec) -> Dtype:
@@ -148,7 +159,7 @@ def _write_traces(job: Job, found: Plan, folder: Path, asked: Asked) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for row in found.rows:
             run = simulate(job, find_recipe(row.strategy), row.checkpointing)
-            text = as_kineto(run.items, run.times, job.cluster.world_size)
+            text = as_kineto(run.items, run.times, job.cluster)
             replace_file(folder / f"{row.strategy}-{asked.model}.json", [text])
     except OSError as error:
         raise SpecError(f"trace: {folder} cannot hold traces ({error.strerror}); name a folder that can") from None

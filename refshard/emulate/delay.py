@@ -82,6 +82,10 @@ class Clock(ABC):
     def sleep_until(self, moment_ns: int, waking: threading.Event) -> None:
         """Return at that moment, at once if it has passed, or as soon as ``waking`` is set."""
 
+    def hold_until(self, moment_ns: int, waking: threading.Event) -> None:
+        """As :meth:`sleep_until`, for the thread that runs a collective until then."""
+        self.sleep_until(moment_ns, waking)
+
 
 class HostClock(Clock):
     """The kernel's monotonic clock."""
@@ -158,7 +162,7 @@ class HostDelay(Delay):
             except BaseException as raised:
                 error = raised
             late_ns = max(self._clock.now_ns() - window.end_ns, 0)
-            self._clock.sleep_until(window.end_ns, self._closing)
+            self._clock.hold_until(window.end_ns, self._closing)
         with self._counting:
             self._tally += Tally(1, int(late_ns > 0), late_ns)
         work.end(error)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from refshard.emulate.cores import SharedClock
 from refshard.emulate.delay import Clock, Delay, HostClock, HostDelay, Tally
 from refshard.emulate.links import Links
 from refshard.emulate.streams import CudaDevice, Device, StreamDelay
@@ -38,7 +39,7 @@ class EmulatedWorld:
     ) -> None:
         self.cluster = cluster.of_world_size(world_size)
         self.rank, self.world_size, self.meet = rank, world_size, meet
-        self._clock, self._multiprocessors = clock or HostClock(), multiprocessors
+        self._clock, self._multiprocessors = clock or self._host_clock(), multiprocessors
         self._links = Links()
         self._devices: dict[torch.device, Device] = {}
         self._delays: list[Delay] = []
@@ -61,6 +62,10 @@ class EmulatedWorld:
             made = HostDelay(self._links, self._clock, at_once=_AT_ONCE[self.cluster.library])
         self._delays.append(made)
         return made
+
+    def _host_clock(self) -> Clock:
+        compute, communication = self.cluster.compute_beside_communication, self.cluster.communication_beside_compute
+        return HostClock() if compute == communication == 1 else SharedClock(compute, communication)
 
     def _held(self) -> int:
         if self._multiprocessors is not None:

@@ -77,7 +77,7 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         losses=losses,
         flops_convention=f"{CONVENTION}: {FORMULAS[case.workload][CONVENTION]}",
         flops_per_token=float(flops_per_token(model, case.seq_len, CONVENTION, case.workload)),
-        recompute=_recompute(case, model),
+        recompute=recompute_words(case, model),
         steps=traces.steps,
         proof=proof,
         warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
@@ -223,7 +223,7 @@ def _counts(issued: Sequence[CollectiveCount]) -> str:
     return ", ".join(f"{c.count} {c.op} of {c.bytes} B" for c in issued) or "no collectives"
 
 
-def _recompute(case: CaseSpec, model: ModelSpec) -> str:
+def recompute_words(case: CaseSpec, model: ModelSpec) -> str:
     """Which layers ran forward a second time. Model FLOPs, and so MFU, never count that."""
     layers = len(checkpointed_layers(case.checkpointing, model.n_layers))
     return f"forward of {layers} of {model.n_layers} layers, not counted" if layers else "none"

@@ -20,7 +20,7 @@ from refshard.specs.case import Device
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.suite import NetworkSpec
 
-_LIMIT_S = 1200.0
+_SWEEP_LIMIT_S = 600.0
 _MOST_SWEEPS = 99
 
 
@@ -75,11 +75,11 @@ def calibrate(calibration: Calibration, launcher: Launcher, on_progress: Callabl
     with tempfile.TemporaryDirectory(prefix="refshard-calibration-") as name:
         folder = Path(name)
         (folder / CALIBRATION_FILE).write_bytes(msgspec.json.encode(calibration))
-        job = Job(program="calibration", processes=calibration.ranks, time_limit_s=_LIMIT_S)
+        job = Job(program="calibration", processes=calibration.ranks, time_limit_s=_limit_s(calibration))
         launch = launcher.launch(job, folder, on_progress)
         found = [samples_file(folder, rank) for rank in range(calibration.ranks)]
         if launch.timed_out or launch.error or not all(path.exists() for path in found):
-            raise LaunchError(_failure(launch))
+            raise LaunchError(_failure(launch, _limit_s(calibration)))
         ranks = [msgspec.json.decode(path.read_bytes(), type=RankSamples) for path in found]
     machine = ranks[0].device if calibration.device == "cuda" else cpu_name()
     command = shlex.join(["refshard", *sys.argv[1:]])
@@ -87,9 +87,13 @@ def calibrate(calibration: Calibration, launcher: Launcher, on_progress: Callabl
     return build_profile(calibration, ranks, machine, when)
 
 
-def _failure(launch: Launch) -> str:
+def _limit_s(calibration: Calibration) -> float:
+    return _SWEEP_LIMIT_S * (1 + calibration.sweeps)
+
+
+def _failure(launch: Launch, limit_s: float) -> str:
     if launch.timed_out:
-        return f"calibrate: the ranks did not end within {_LIMIT_S:g} s and were ended; try --quick"
+        return f"calibrate: the ranks did not end within {limit_s:g} s and were ended; try fewer --sweeps, or --quick"
     last = next((line.strip() for line in reversed(launch.log_tail) if line.strip()), "it wrote nothing")
     return f"calibrate: {launch.error or 'a rank left no result'} ({last}); correct that, or lower --ranks"
 

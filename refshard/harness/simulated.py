@@ -7,6 +7,7 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.flops import FORMULAS, flops_per_token
+from refshard.harness.assemble import recompute_words
 from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
 from refshard.plan.recipe import find_recipe
 from refshard.records import DERIVED, METRICS, CaseRecord, StepTrace
@@ -55,7 +56,7 @@ def record_simulated(blank: CaseRecord, trace: Path) -> CaseRecord:
     checkpointing = Checkpointing(checkpointed_layers(case.checkpointing, job.model.n_layers))
     run = simulate(job, recipe, checkpointing)
     with gzip.open(trace, "wt", encoding="utf-8") as file:
-        file.write(as_kineto(run.items, run.times, case.world_size))
+        file.write(as_kineto(run.items, run.times, job.cluster))
     rate = job.cluster.accelerator.matmul[job.dtype]
     record = msgspec.structs.replace(
         blank,
@@ -63,6 +64,7 @@ def record_simulated(blank: CaseRecord, trace: Path) -> CaseRecord:
         backend=job.cluster.library,
         step_times_s=((run.times.length / NS,),),
         flops_convention=f"{CONVENTION}: {FORMULAS[case.workload][CONVENTION]}",
+        recompute=recompute_words(case, job.model),
         flops_per_token=float(flops_per_token(job.model, case.seq_len, CONVENTION)),
         peak_flops_per_s=rate.peak,
         peak_source=job.cluster.accelerator.sources["matmul"],

@@ -15,7 +15,7 @@ from refshard.simulate.ranking import Plan
 
 def page(plan: Plan, job: Job, title: str, command: str) -> Iterable[str]:
     """The page's HTML in pieces; ``command`` is what prints the same plan."""
-    lead, *more = plan_words.verdict(plan)
+    lead, *more = plan_words.verdict(plan, job)
     content = {
         "title": title,
         "lead": lead,

@@ -36,7 +36,7 @@ def as_object(plan: Plan, job: Job, *, model: str, cluster: str) -> dict[str, An
         "tokens_per_step": job.tokens_per_rank * plan.world_size,
         "price_usd_per_gpu_hour": plan.price_usd,
         "strategies": [_as_object(row) for row in plan.rows],
-        "verdict": plan_words.verdict(plan),
+        "verdict": plan_words.verdict(plan, job),
         "warnings": plan_words.warnings(plan, job),
     }
 
@@ -62,7 +62,7 @@ def _as_object(row: PlanRow) -> dict[str, Any]:
 
 def terminal_plan(plan: Plan, job: Job, title: str) -> str:
     """Tables of the strategies, of their time and their memory by part, and sentences."""
-    sentences = [_wrapped(s) for s in (*plan_words.verdict(plan), *plan_words.warnings(plan, job))]
+    sentences = [_wrapped(s) for s in (*plan_words.verdict(plan, job), *plan_words.warnings(plan, job))]
     tables = [_table(summary(plan)), _table(time_by_part(plan)), _table(memory_by_part(plan))]
     return "\n\n".join([f"{title} (simulated)", *tables, "\n".join(sentences)])
 

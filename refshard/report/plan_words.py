@@ -19,10 +19,10 @@ LEFT_OUT = (
 )
 
 
-def verdict(plan: Plan) -> list[str]:
+def verdict(plan: Plan, job: Job) -> list[str]:
     """Sentences: the recommendation, why it is ahead, and what does not fit."""
     fitting = [row for row in plan.rows if row.fits]
-    told = [_first(fitting), *_ahead(fitting)] if fitting else [_too_large(plan)]
+    told = [_first(fitting), *_ahead(fitting)] if fitting else [_too_large(plan, job)]
     left = [row for row in plan.rows if not row.fits]
     if fitting and left:
         needs = ", ".join(f"{row.strategy} ({format_bytes(row.memory.peak)})" for row in left)
@@ -37,6 +37,11 @@ def warnings(plan: Plan, job: Job) -> list[str]:
         f"The model leaves out: {'; '.join(LEFT_OUT)}.",
         f"It takes parameters in {job.dtype}, gradients reduced in {job.reduction}, fp32 masters, fused AdamW, flash "
         f"attention, and {'compiled blocks and loss' if job.compiled else 'eager blocks'}.",
+        f"Tensors can fill {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}: the rest is "
+        "allowed for what else lies there, and for fragmentation.",
+        f"USD are at {plan.price_usd:g} per GPU and hour (--price).",
+        "Step times were 4 to 9 % off in the median where results are published, strategies less reliably in order: "
+        "see docs/validation.md.",
         *(f"Of memory: {doubt}." for doubt in doubts),
     ]
 
@@ -45,14 +50,20 @@ def _room(plan: Plan) -> str:
     return f"{format_bytes(plan.usable_bytes)}, which tensors can fill of {format_bytes(plan.available_bytes)}"
 
 
-def _too_large(plan: Plan) -> str:
+def _too_large(plan: Plan, job: Job) -> str:
     """What is missing where nothing fits, and what would help the leanest strategy."""
     least = min(plan.rows, key=lambda row: row.memory.peak)
     remedies = ["shorter sequences", "tensor parallelism beside it"]
     if least.sharded:
         remedies.insert(0, "more ranks")
+    if job.replicas > 1:
+        remedies.insert(0, "fewer replicas")
+    if job.sequences > 1:
+        remedies.insert(0, "a smaller microbatch, accumulated")
     if least.checkpointed < least.layers:
         remedies.insert(0, "more checkpointed layers")
+    elif least.checkpointing.by_op:
+        remedies.insert(0, "whole layers checkpointed")
     return (
         f"Nothing fits in {_room(plan)}: {least.strategy}, the leanest, needs {format_bytes(least.memory.peak)} with "
         f"{least.checkpointed} of {least.layers} layers checkpointed; use {', '.join(remedies[:-1])} or {remedies[-1]}."

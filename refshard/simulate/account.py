@@ -38,18 +38,19 @@ def account(items: Sequence[Item], times: Schedule) -> Account:
     """Split the step's time. A wait is put down to what ended last of all that was waited for."""
     waits, end = dict.fromkeys(CAUSES, 0), 0
     parts = {"compute": 0.0, "optimizer": 0.0, "copies": 0.0}
-    busy = 0
+    busy, computed = 0, False
     for index, item in enumerate(items):
         if item.lane != "compute":
             continue
         start = int(times.starts[index])
         if start > end:
             last = max((other for other in item.after), key=lambda other: times.ends[other], default=None)
-            waits[_cause(items, index, last)] += start - end
+            waits[_cause(item, items[last] if last is not None else None, first=not computed)] += start - end
         end = int(times.ends[index])
         busy += end - start
         part = "optimizer" if item.stage == "optimizer" else "compute" if item.kind is Kind.COMPUTE else "copies"
         parts[part] += item.seconds
+        computed |= item.kind is Kind.COMPUTE
     waits["last reductions"] += times.length - end
     return Account(
         compute_s=parts["compute"],
@@ -60,13 +61,12 @@ def account(items: Sequence[Item], times: Schedule) -> Account:
     )
 
 
-def _cause(items: Sequence[Item], index: int, last: int | None) -> Cause:
-    item = items[index]
+def _cause(item: Item, awaited: Item | None, *, first: bool) -> Cause:
+    """What ``item`` waited for; ``first``, nothing was computed before it."""
     if item.stage == "optimizer":
         return "last reductions"
-    awaited = items[last] if last is not None else None
     if awaited is not None and awaited.call is not None and awaited.call.op != "all_gather":
         return "reduction in backward"
-    if not any(other.kind is Kind.COMPUTE for other in items[:index]):
+    if first:
         return "first gather"
     return "gather in forward" if item.stage == "forward" else "gather in backward"

@@ -124,14 +124,14 @@ class Pricing:
     def gather(self, unit: ModelUnit) -> Call:
         """The all-gather of a unit over the shard axis."""
         exchanged = self._gloo and self._recipe.exchanges_gathers
-        return self._call("all_gather", self._numel(unit), self._batch.dtype, self._shard_shape, exchanged=exchanged)
+        return self._call("all_gather", self._numel(unit), self._batch.dtype, self.shards, exchanged=exchanged)
 
     def reduce(self, unit: ModelUnit) -> Call:
         """The reduction of a unit's gradients over the shard axis, or over all replicas where nothing is sharded."""
         if self.shards == 1:
             return self.all_reduce(self._numel(unit))
         exchanged = self._gloo and self._recipe.exchanges_reductions
-        return self._call("reduce_scatter", self._numel(unit), self._reduction, self._shard_shape, exchanged=exchanged)
+        return self._call("reduce_scatter", self._numel(unit), self._reduction, self.shards, exchanged=exchanged)
 
     def combine(self, unit: ModelUnit) -> Call:
         """The all-reduce of a unit's reduced shard over the replicate axis."""
@@ -139,7 +139,7 @@ class Pricing:
 
     def all_reduce(self, numel: int) -> Call:
         """An all-reduce of gradients over the replicate axis."""
-        return self._call("all_reduce", numel, self._reduction, self._replica_shape)
+        return self._call("all_reduce", numel, self._reduction, self.replicas)
 
     @property
     def _gloo(self) -> bool:
@@ -151,9 +151,10 @@ class Pricing:
     def _seconds(self, listed: tuple[Kernel, ...]) -> float:
         return kernels.seconds(listed, self._hardware, self._batch.dtype)
 
-    def _call(self, op: CollectiveOp, numel: int, dtype: Dtype, shape: GroupShape, *, exchanged: bool = False) -> Call:
+    def _call(self, op: CollectiveOp, numel: int, dtype: Dtype, ranks: int, *, exchanged: bool = False) -> Call:
+        shape = self._replica_shape if op == "all_reduce" else self._shard_shape
         cost = collective_cost(self._cluster, "exchange" if exchanged else op, numel * ELEMENT_BYTES[dtype], shape)
-        return Call(op, numel, dtype, shape.ranks, cost)
+        return Call(op, numel, dtype, ranks, cost)
 
 
 def _widest(cluster: ClusterSpec, groups: Sequence[range]) -> GroupShape:

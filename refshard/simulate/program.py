@@ -190,7 +190,11 @@ class _Walk:
     def _combine(self, index: int) -> None:
         unit, first = self._units[index], self._reducing[index]
         self._land(index)
-        self._reducing[index] = self._collective("combine", self._pricing.combine(unit), unit, "backward", (first,))
+        # A host that does not run ahead issues it when the first leg, and a sum of its parts, are done.
+        after = (first,) if self._pricing.asynchronous else self._out.so_far()
+        self._reducing[index] = self._collective("combine", self._pricing.combine(unit), unit, "backward", after)
+        if self._pricing.awaits("reduce"):
+            self._out.compute_after.add(self._reducing[index])
 
     def _finish(self, index: int) -> None:
         if self._pricing.replicas == 1 or self._pricing.shards == 1:

@@ -13,6 +13,7 @@ import numpy as np
 from refshard.simulate.clock import Schedule
 from refshard.simulate.pricing import Call
 from refshard.simulate.program import Item, Lane
+from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import Dtype
 from refshard.timeline import KINDS, UNKNOWN, Collective, Meaning, Spans, Timeline, Window
 
@@ -72,13 +73,13 @@ def as_timeline(items: Sequence[Item], times: Schedule) -> Timeline:
     )
 
 
-def as_kineto(items: Sequence[Item], times: Schedule, world_size: int) -> str:
+def as_kineto(items: Sequence[Item], times: Schedule, cluster: ClusterSpec) -> str:
     """The same step as the text of a Kineto trace."""
     lead = len(items) * LAUNCH_NS
     events = [_event("user_annotation", "ProfilerStep#0", 0, lead + times.length)]
     for index, item in enumerate(items):
         events += _events(item, index, lead + int(times.starts[index]), int(times.ends[index] - times.starts[index]))
-    about = {"rank": 0, "world_size": world_size, "backend": "nccl"}
+    about = {"rank": 0, "world_size": cluster.world_size, "backend": cluster.library}
     trace = {"schemaVersion": 1, "distributedInfo": about, "refshard": "simulated", "traceEvents": events}
     return msgspec.json.encode(trace).decode()
 

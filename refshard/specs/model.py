@@ -1,5 +1,7 @@
 """The dimensions of a Llama-family model, and the presets that ship with refshard."""
 
+from pathlib import Path
+
 import msgspec
 
 from refshard import resources
@@ -57,12 +59,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def load_model(name: str) -> ModelSpec:
-    """Read the model preset ``name`` from ``profiles/models/``.
+    """Read the model preset ``name`` from ``profiles/models/``, or a file of that name that ends in ``.toml``.
 
     Raises:
-        SpecError: there is no such preset.
+        SpecError: there is no such preset, or the file breaks the schema.
     """
     presets = resources.model_profiles()
+    if name.endswith(".toml"):
+        return convert(read_toml(Path(name)), ModelSpec, where=f"model {name}")
     if name not in presets:
         raise SpecError(f"model: no preset '{name}'; {nearest(name, list(presets))}")
     return convert(read_toml(presets[name]), ModelSpec, where=f"model {name}")

@@ -95,7 +95,7 @@ def test_a_page_can_be_written_and_a_folder_that_is_not_there_is_refused(tmp_pat
         ({"reduction": "int8"}, "reduction must be fp32 or bf16, got 'int8'"),
         ({"checkpoint_layers": 33}, "must be from 0 to the model's 32 layers, got 33"),
         ({"checkpoint_layers": 3, "checkpoint": "full"}, "both name layers, got 3 and 'full'; give one"),
-        ({"checkpoint": "some"}, "checkpointing must be 'none', 'full', 'every-K'"),
+        ({"checkpoint": "some"}, "checkpoint must be auto, none, full, selective or every-K, got 'some'"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:

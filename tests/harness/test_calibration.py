@@ -14,6 +14,7 @@ from refshard.costs import attention_seconds, collective_cost, group_shape, prod
 from refshard.errors import LaunchError, SpecError
 from refshard.harness.calibrate import calibrate, plan_calibration
 from refshard.harness.calibration import fit, kernels
+from refshard.harness.calibration.collectives import divisible, sizes
 from refshard.harness.calibration.profile import build_profile
 from refshard.harness.calibration.samples import (
     CALIBRATION_FILE,
@@ -236,7 +237,11 @@ def test_the_driver_builds_a_profile_of_what_ranks_left() -> None:
 @pytest.mark.parametrize(
     ("launch", "left", "message"),
     [
-        (Launch(timed_out=True), 2, "calibrate: the ranks did not end within 1200 s and were ended; try --quick"),
+        (
+            Launch(timed_out=True),
+            2,
+            "calibrate: the ranks did not end within 1200 s and were ended; try fewer --sweeps, or --quick",
+        ),
         (
             Launch(failed_rank=1, error="rank 1 ended with exit status 1", log_tail=("Traceback", "ValueError: no")),
             1,
@@ -288,6 +293,16 @@ def test_a_stopwatch_gives_the_median_of_calls_on_other_operands_each_time() -> 
     assert 0 < watch.busy <= 1
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5, 7])
+def test_whatever_the_ranks_share_is_shared_evenly(ranks: int) -> None:
+    for device in ("cpu", "cuda"):
+        for size in (*sizes(device, quick=False), *sizes(device, quick=True)):
+            numel = divisible(size // 4, ranks)
+            assert numel % ranks == 0
+            assert numel >= ranks
+    assert max(sizes("cuda", quick=False)) == 2**30, "as large as a gathered layer"
+
+
 def test_shapes_are_those_that_training_meets() -> None:
     for device in ("cpu", "cuda"):
         quick, thorough = (kernels.shapes(device, quick=q) for q in (True, False))
@@ -319,6 +334,8 @@ def test_calibrate_measures_this_machine_and_writes_a_profile(tmp_path: Path) ->
         ({"network": "2gbit"}, "network must be hosts, 'x' and what each can send, such as 2x2gbit, got '2gbit'"),
         ({"network": "2x2gb"}, "network: rate must be a whole number from 1 to 9999 and 'mbit' or 'gbit'"),
         ({"output": Path("/proc/no/such.toml")}, "out: /proc/no/such.toml cannot be written"),
+        ({"output": Path("/tmp")}, "out: /tmp is a folder; name the file to write"),
+        ({"output": Path()}, "out: . is a folder; name the file to write"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_measured(changes: dict[str, Any], message: str) -> None:

@@ -5,14 +5,19 @@ from typing import Any
 
 import pytest
 
+from refshard.commands.show import show
+from refshard.commands.validate import validate
 from refshard.errors import SpecError
 from refshard.harness.launchers.base import Launch
 from refshard.harness.run import check_suite, run_suite
 from refshard.records import CaseRecord, CollectiveCount
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
+from refshard.tracing.kineto import read_timeline
+from refshard.tracing.overlap import step_breakdowns
 from tests.emulate import make_cluster, write_cluster
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
+from tests.simulate import made
 
 
 @pytest.fixture
@@ -94,3 +99,33 @@ def test_cases_that_are_not_measured_may_stand_beside_those_over_a_network(clust
     )  # fmt: skip
     with pytest.raises(SpecError, match=r"multiple of network.hosts = 2, got 3"):
         check_suite(uneven, oversubscribe=True)
+
+
+def test_a_simulated_case_is_a_record_like_any_other(tmp_path: Path) -> None:
+    """From suite to record, table, and comparison with the same case as if it had been measured."""
+    cluster = str(write_cluster(tmp_path / "cpus.toml", made.cluster(library="gloo", hardware=made.hardware())))
+    matrix = {"strategy": ["ddp", "refshard-yafsdp"], "model": ["llama-tiny"]}
+    case = {
+        "batch_per_rank": 1, "seq_len": 64, "device": "cpu", "world_size": 4, "checkpointing": "full",
+        "measured_steps": 3, "traced_steps": 1,
+    }  # fmt: skip
+    both = make_suite(matrix=[matrix, {**matrix, "fidelity": "simulated", "cluster": cluster}], case=case)
+    launcher = FakeLauncher()
+    run = run_suite(both, tmp_path / "run", launcher, Silent(), ENVIRONMENT, oversubscribe=True)
+    simulated = [record for record in run.cases if record.fidelity == "simulated"]
+    assert len(simulated) == 2
+    assert all(case.fidelity == "measured" for case in launcher.launched)
+    for record in simulated:
+        assert (record.state, record.backend) == ("ok", "gloo")
+        assert record.recompute == "forward of 6 of 6 layers, not counted"
+        timeline = read_timeline(tmp_path / "run" / record.traces[0])
+        (step,) = step_breakdowns(timeline)
+        assert record.metrics["step_time_s"] == pytest.approx(step.span_ns * 1e-9)
+        assert record.metrics["exposed_comm_s"] == pytest.approx(step.exposed_ns * 1e-9)
+        assert record.metrics["mfu"] is not None
+        assert record.metrics["tokens_per_s_gpu"] == pytest.approx(64 / record.metrics["step_time_s"])  # type: ignore[operator]
+    shown = " ".join(show(tmp_path / "run", as_json=False, against=None).split())
+    assert "is no measurement: every duration is modelled" in shown
+    told = validate(tmp_path / "run", as_json=False)
+    assert "refshard-yafsdp, 4 ranks" in told
+    assert "* Simulated: median error of the step time " in told

@@ -1,10 +1,11 @@
 """What a plan looks like: sentences, tables, JSON and the page."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from refshard.plan.checkpointing import NO_CHECKPOINTING
+from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.recipe import find_recipe
 from refshard.report import plan_page, plan_table, plan_words
 from refshard.report.stacked_bars import Bars, alternative, draw, legend
@@ -23,8 +24,8 @@ def made(*strategies: str, memory: int = 80 * GIB) -> tuple[Plan, Job]:
 
 
 def test_the_verdict_names_the_fastest_and_what_the_next_loses() -> None:
-    plan, _ = made("fsdp", "zero2")
-    first, second = plan_words.verdict(plan)
+    plan, job = made("fsdp", "zero2")
+    first, second = plan_words.verdict(plan, job)
     assert first.startswith(f"{plan.rows[0].strategy} takes ")
     more = plan.rows[1].step.step_time_s / plan.rows[0].step.step_time_s - 1
     assert second.startswith(f"The next, {plan.rows[1].strategy}, takes {100 * more:.1f} % longer: ")
@@ -32,22 +33,36 @@ def test_the_verdict_names_the_fastest_and_what_the_next_loses() -> None:
 
 
 def test_strategies_that_the_model_cannot_tell_apart_are_not_ranked() -> None:
-    plan, _ = made("fsdp", "yafsdp")
+    plan, job = made("fsdp", "yafsdp")
     gap = plan.rows[1].step.step_time_s / plan.rows[0].step.step_time_s - 1
     assert gap < plan_words.ALIKE
     leanest = min(plan.rows, key=lambda row: row.memory.peak)
-    told = plan_words.verdict(plan)[1]
+    told = plan_words.verdict(plan, job)[1]
     assert told.startswith(f"The model cannot tell it from {plan.rows[1].strategy} in time")
     assert f"{leanest.strategy} needs least memory" in told
 
 
 def test_what_does_not_fit_is_said_and_where_nothing_does_what_would_help() -> None:
-    plan, _ = made("fsdp", "ddp", memory=20 * GIB)
-    assert plan_words.verdict(plan)[-1].startswith("Too large for 17.3 GiB, which tensors can fill of 20.0 GiB: ddp (")
-    plan, _ = made("fsdp", "ddp", memory=3 * GIB)
-    (told,) = plan_words.verdict(plan)
+    plan, job = made("fsdp", "ddp", memory=20 * GIB)
+    assert plan_words.verdict(plan, job)[-1].startswith(
+        "Too large for 17.3 GiB, which tensors can fill of 20.0 GiB: ddp ("
+    )
+    plan, job = made("fsdp", "ddp", memory=3 * GIB)
+    (told,) = plan_words.verdict(plan, job)
     assert told.startswith("Nothing fits in 983 MiB, which tensors can fill of 3.00 GiB: fsdp, the leanest, needs ")
     assert "with 0 of 16 layers checkpointed; use more checkpointed layers, more ranks, shorter sequences or" in told
+    hybrid = replace(job, replicas=2, sequences=4)
+    recomputing = Checkpointing(frozenset(range(16)), by_op=True)
+    (told,) = plan_words.verdict(rank_strategies(hybrid, [find_recipe("fsdp")], recomputing, 2.0), hybrid)
+    assert "use whole layers checkpointed, a smaller microbatch, accumulated, fewer replicas, more ranks," in told
+
+
+def test_warnings_say_what_the_figures_rest_on() -> None:
+    plan, job = made("fsdp", memory=20 * GIB)
+    told = plan_words.warnings(plan, job)
+    assert "USD are at 2 per GPU and hour (--price)." in told
+    assert any(sentence.startswith("Tensors can fill 17.3 GiB of 20.0 GiB: ") for sentence in told)
+    assert any("see docs/validation.md" in sentence for sentence in told)
 
 
 def test_the_parts_of_every_row_add_up_to_its_step() -> None:

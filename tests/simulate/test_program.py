@@ -91,7 +91,7 @@ def test_the_parts_of_a_step_add_up_and_its_trace_says_the_same(strategy: str, m
     parts = spent.compute_s + spent.optimizer_s + spent.copies_s + spent.contention_s + spent.waits_s
     assert parts == pytest.approx(times.length / NS, rel=1e-9)
     path = tmp_path / "trace.json"
-    path.write_text(as_kineto(items, times, 16))
+    path.write_text(as_kineto(items, times, cluster().of_world_size(16)))
     ours, read = as_timeline(items, times), read_timeline(path)
     assert step_breakdowns(read) == step_breakdowns(ours)
     assert step_breakdowns(read)[0].span_ns == times.length
@@ -179,6 +179,12 @@ def test_over_gloo_a_hybrid_mesh_reduces_in_two_legs_too(strategy: str) -> None:
     found = issued(items)
     assert found["all_reduce"][0] == found["reduce_scatter"][0]
     assert account(items, schedule(items)).waits_s > 0
+    times = schedule(items)
+    for index, item in enumerate(items):
+        if item.name == "all_reduce":
+            first_leg = ("reduce_scatter", "local sum")
+            last = max(i for i in range(index) if items[i].unit == item.unit and items[i].name in first_leg)
+            assert times.starts[index] >= times.ends[last], "the second leg needs what the first one brought"
 
 
 def test_torchs_fsdp_issues_a_units_reduction_before_the_gather_after_it() -> None:
@@ -225,5 +231,5 @@ def test_one_rank_prepares_and_waits_for_nothing() -> None:
 def test_groups_that_straddle_nodes_are_priced_as_such() -> None:
     """Ranks 6 to 8 of nodes of 8 span two, so that groups of 3 are as slow as what joins the nodes."""
     whole = program("fsdp", cluster().of_world_size(24), replicas=8)
-    link = {i.call.cost.link for i in whole if i.call is not None and i.call.op == "all_gather"}
-    assert link == {"between"}
+    gathers = [i.call for i in whole if i.call is not None and i.call.op == "all_gather"]
+    assert {(call.cost.link, call.ranks) for call in gathers} == {("between", 3)}

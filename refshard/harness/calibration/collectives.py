@@ -42,9 +42,16 @@ def groups(calibration: Calibration, rank: int) -> Iterator[Group]:
         yield Group(made[mine], len(members[mine]), on_nodes)
 
 
-def sizes(*, quick: bool) -> tuple[int, ...]:
-    """Bytes of the unsharded tensor."""
-    return (KIB, 64 * KIB, 4 * MIB) if quick else tuple(KIB * 4**power for power in range(9))
+def sizes(device: str, *, quick: bool) -> tuple[int, ...]:
+    """Bytes of the unsharded tensor, up to what training moves at once."""
+    if quick:
+        return (KIB, 64 * KIB, 256 * MIB if device == "cuda" else 4 * MIB)
+    return tuple(KIB * 4**power for power in range(11 if device == "cuda" else 9))
+
+
+def divisible(numel: int, ranks: int) -> int:
+    """The most elements up to ``numel``, but at least one a rank, that ``ranks`` share evenly."""
+    return max(ranks, numel // ranks * ranks)
 
 
 def time_collectives(calibration: Calibration, group: Group, device: torch.device) -> Iterator[TimedCollective]:
@@ -53,15 +60,18 @@ def time_collectives(calibration: Calibration, group: Group, device: torch.devic
     for op in COLLECTIVES if whole else _OF_SUBGROUPS:
         if op == "exchange" and device.type == "cuda":
             continue  # the engine exchanges over gloo only
-        for size in sizes(quick=calibration.quick):
-            numel = max(group.ranks, size // 4 // group.ranks * group.ranks)
+        for size in sizes(device.type, quick=calibration.quick):
+            numel = divisible(size // 4, group.ranks)
             issue = _issuer(op, numel, group.group, device)
             seconds = tuple(_repeats(issue, group.group, device, budget_s=0.1 if calibration.quick else 0.2))
             yield TimedCollective(op=op, ranks=group.ranks, nodes=group.nodes, bytes=4 * numel, seconds=seconds)
 
 
 def _issuer(op: CollectiveOp, numel: int, group: dist.ProcessGroup, device: torch.device) -> Issue:
-    """A call that starts ``op`` on ``numel`` fp32 elements of the unsharded tensor, and returns at once."""
+    """A call that starts ``op`` on ``numel`` fp32 elements of the unsharded tensor, and returns at once.
+
+    The ranks of the group must divide ``numel``.
+    """
     full, other = torch.randn(numel, device=device), torch.empty(numel, device=device)
     part = numel // group.size()
     own = full[group.rank() * part : (group.rank() + 1) * part]
@@ -114,7 +124,8 @@ def measure_beside(calibration: Calibration, group: dist.ProcessGroup, device: t
     width = 4096 if device.type == "cuda" else 256
     a, b = torch.randn(2 * width, width, device=device), torch.randn(width, width, device=device)
     op: CollectiveOp = "all_gather" if device.type == "cuda" else "exchange"
-    issue = _issuer(op, (256 if device.type == "cuda" else 4 if calibration.quick else 16) * MIB // 4, group, device)
+    size = (256 if device.type == "cuda" else 4 if calibration.quick else 16) * MIB
+    issue = _issuer(op, divisible(size // 4, group.size()), group, device)
     found = []
     for _ in range(3):
         dist.barrier(group)
