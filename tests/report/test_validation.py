@@ -66,7 +66,9 @@ def test_only_pairs_that_measurement_tells_apart_count_for_the_order() -> None:
 def test_the_findings_name_median_and_worst_of_each_fidelity() -> None:
     pairs = validated(both({"ddp": 1.1, "fsdp2": 0.8, "refshard-yafsdp": 1.0}, memory=1.02, fidelity="emulated"))
     (told,) = findings(pairs)
-    assert told.startswith("Emulated: median error of the step time 10.0 %, at most 20.0 %;")
+    assert told.startswith(
+        "Emulated: median error of the step time 10.0 % (of each case's quickest launch 10.0 %), at most 20.0 %;"
+    )
     assert told.endswith("; of peak memory at most 2.0 %.")
     text = terminal_validation(pairs)
     assert "+10.0 %" in text
@@ -80,3 +82,20 @@ def test_json_holds_both_sides_in_plain_units() -> None:
     assert row["fidelity"] == "simulated"
     assert row["cluster"] == "lab"
     assert row["predicted_step_time_s"] == pytest.approx(1.1 * row["measured_step_time_s"])
+
+
+def test_of_several_launches_the_quickest_is_named_beside_the_median() -> None:
+    made = both({"ddp": 1.1})
+
+    def slowed(record: CaseRecord) -> CaseRecord:
+        if record.fidelity != "measured" or record.round:
+            return record
+        time = 1.5 * (record.metrics["step_time_s"] or 0)
+        return msgspec.structs.replace(record, metrics={**record.metrics, "step_time_s": time})
+
+    (pair,) = validated(msgspec.structs.replace(made, cases=tuple(map(slowed, made.cases))))
+    assert len(pair.measured.launches) > 1
+    assert pair.quickest_error == pytest.approx(0.1, rel=1e-3)
+    assert "(of each case's quickest launch 10.0 %)" in findings([pair])[0]
+    one = msgspec.structs.replace(made, cases=tuple(record for record in made.cases if not record.round))
+    assert "quickest" not in findings(validated(one))[0]
