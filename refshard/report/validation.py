@@ -67,6 +67,15 @@ def errors(pairs: Sequence[Validated], fidelity: Fidelity, metric: str) -> list[
     return [abs(error) for error in found if error is not None]
 
 
+def scaled(pairs: Sequence[Validated], fidelity: Fidelity) -> tuple[float, list[float]]:
+    """One factor on all predictions of step times, the median of what each would need, and the absolute relative errors
+    that it leaves: a machine that was faster when it was calibrated than when it was measured is faster for all.
+    """
+    found = [p.step_time_error for p in pairs if p.predicted.fidelity == fidelity and p.step_time_error is not None]
+    factor = median(1 / (1 + error) for error in found)
+    return factor, [abs(factor * (1 + error) - 1) for error in found]
+
+
 def in_order(pairs: Sequence[Validated], fidelity: Fidelity) -> tuple[int, int]:
     """Of the pairs of strategies in one setting whose measured intervals do not meet, how many are predicted in their
     order, and how many there are.
@@ -131,7 +140,8 @@ def terminal_validation(pairs: Sequence[Validated]) -> str:
     ]
     headers = {key: "\n".join(textwrap.wrap(key, 10)) for key in rows[0]}
     table = tabulate(rows, headers=headers, disable_numparse=True, colalign=["left"] * 4 + ["right"] * 6)
-    return "\n".join([table, *(f"* {sentence}" for sentence in findings(pairs))])
+    told = [textwrap.fill(f"* {sentence}", _WIDTH, subsequent_indent="  ") for sentence in findings(pairs)]
+    return "\n".join([table, *told])
 
 
 def findings(pairs: Sequence[Validated]) -> list[str]:
@@ -145,11 +155,16 @@ def findings(pairs: Sequence[Validated]) -> list[str]:
         alone = all(len(pair.measured.launches) == 1 for pair in pairs)
         quickest = [abs(p.quickest_error or 0) for p in pairs if p.predicted.fidelity == fidelity]
         least = "" if alone else f" (of each case's quickest launch {format_percent(median(quickest))})"
+        factor, left = scaled(pairs, fidelity)
+        common = (
+            f"; one factor on all, {factor:.2f}, leaves {format_percent(median(left))}, at most "
+            f"{format_percent(max(left))}"
+        )
         sizes = f"; of peak memory at most {format_percent(max(memory))}" if memory else ""
         ordered = f"; {agreed} of {all_} pairs that measurement tells apart are in its order" if all_ else ""
         told.append(
             f"{fidelity.capitalize()}: median error of the step time {format_percent(median(times))}{least}, at most "
-            f"{format_percent(max(times))}{ordered}{sizes}."
+            f"{format_percent(max(times))}{common if len(times) > 2 else ''}{ordered}{sizes}."
         )
     return told
 

@@ -3,7 +3,8 @@
 Read in torch 2.13, ``distributed/fsdp/_fully_shard/_fsdp_param_group.py`` and ``_fsdp_collectives.py``. A gather has an
 output of its own, from which parameters are copied out; in forward that stays until the next one has been copied out.
 Gradients wait where autograd puts them until the unit's last one, and are copied into the input of a reduce-scatter,
-which stays until the next unit's. A unit whose input has no gradient is reduced when backward has ended.
+which stays until the next unit's; the last parameter's gradient stays while they are reduced. A unit whose input has no
+gradient is reduced when backward has ended.
 """
 
 import math
@@ -16,6 +17,7 @@ from refshard.simulate.holdings import (
     Setting,
     gloo_all_reduce,
     gloo_reduce_scatter,
+    numels,
     take_optimizer,
 )
 from refshard.simulate.ledger import Ledger
@@ -180,7 +182,9 @@ class FullyShard(Holdings):
         numel = sum(self._shards[unit])
         self._reduced_last = unit
         ledger.take("unsharded", setting.reduced * numel * setting.shards)
-        ledger.free("workspace", self._fresh[unit])
+        # A loop in torch's foreach_reduce still names the last parameter's gradient when the others are let go.
+        named = setting.element * numels(setting.units[unit])[-1] if setting.shards > 1 else 0
+        ledger.free("workspace", self._fresh[unit] - named)
         self._fresh[unit] = 0
         ledger.take("workspace", setting.reduced * numel)
         if setting.gloo and not setting.recipe.exchanges_reductions:
@@ -194,6 +198,7 @@ class FullyShard(Holdings):
             ledger.free("workspace", MASTER_BYTES * numel)
         else:
             ledger.rename(MASTER_BYTES * numel, "workspace", "gradients")
+        ledger.free("workspace", named)
 
     def _let_go_of_reduced(self) -> None:
         if self._reduced_last is not None:

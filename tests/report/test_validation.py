@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from refshard.records import CaseRecord, Run
-from refshard.report.validation import as_objects, errors, findings, in_order, terminal_validation, validated
+from refshard.report.validation import as_objects, errors, findings, in_order, scaled, terminal_validation, validated
 from refshard.specs.case import Fidelity
 from tests.report.runs import run
 
@@ -73,7 +73,7 @@ def test_the_findings_name_median_and_worst_of_each_fidelity() -> None:
     text = terminal_validation(pairs)
     assert "+10.0 %" in text
     assert "-20.0 %" in text
-    assert told in text
+    assert told in " ".join(text.split())
 
 
 def test_json_holds_both_sides_in_plain_units() -> None:
@@ -99,3 +99,12 @@ def test_of_several_launches_the_quickest_is_named_beside_the_median() -> None:
     assert "(of each case's quickest launch 10.0 %)" in findings([pair])[0]
     one = msgspec.structs.replace(made, cases=tuple(record for record in made.cases if not record.round))
     assert "quickest" not in findings(validated(one))[0]
+
+
+def test_one_factor_on_all_is_told_from_what_is_wrong_with_each() -> None:
+    """All 20 % too quick, one of them by 10 % more than that."""
+    pairs = validated(both({"ddp": 0.8, "fsdp2": 0.8, "refshard-yafsdp": 0.72}))
+    factor, left = scaled(pairs, "simulated")
+    assert factor == pytest.approx(1.25, rel=1e-3)
+    assert sorted(left) == pytest.approx([0, 0, 0.1], abs=1e-3)
+    assert "; one factor on all, 1.25, leaves 0.0 %, at most 10.0 %;" in findings(pairs)[0]
