@@ -183,7 +183,8 @@ class FullyShard(Holdings):
         self._reduced_last = unit
         ledger.take("unsharded", setting.reduced * numel * setting.shards)
         # A loop in torch's foreach_reduce still names the last parameter's gradient when the others are let go.
-        named = setting.element * numels(setting.units[unit])[-1] if setting.shards > 1 else 0
+        last = setting.element * numels(setting.units[unit])[-1]
+        named = ledger.rounded(last) if setting.shards > 1 else 0
         ledger.free("workspace", self._fresh[unit] - named)
         self._fresh[unit] = 0
         ledger.take("workspace", setting.reduced * numel)
