@@ -105,7 +105,7 @@ def trace(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="A model preset; `refshard list models` names them.")],
+    model: Annotated[str, typer.Option(help="A model preset (`refshard list models` names them) or TOML file.")],
     cluster: Annotated[str, typer.Option(help="A cluster's profile or TOML file, and xN after it for N nodes.")],
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 8192,
     microbatch: Annotated[int, typer.Option(help="Sequences that a rank computes at once.")] = 1,

@@ -92,6 +92,11 @@ def plan(asked: Asked, *, as_json: bool = False, page: Path | None = None, trace
     return terminal_plan(found, job, title)
 
 
+def _name_of(model: str) -> str:
+    """A preset's own name, or a file's without its folder and ending."""
+    return Path(model).stem if model.endswith(".toml") else model
+
+
 def _recipes(given: str | None) -> list[Recipe]:
     if given is None:
         return list(RECIPES.values())
@@ -107,15 +112,12 @@ def _checkpoint(asked: Asked, model: ModelSpec) -> Checkpoint:
         raise SpecError(f"checkpoint-layers and checkpoint both name layers, got {layers} and '{policy}'; give one")
     if layers is None and policy == "auto":
         return "auto"
-    try:
-        return checkpointing_of(policy if layers is None else layers, model.n_layers)
-    except SpecError as error:
-        if layers is None and re.fullmatch(r"none|full|selective|every-\d+", policy) is None:
-            raise SpecError(
-                f"checkpoint must be auto, none, full, selective or every-K, got '{policy}'; for a number of layers "
-                "give --checkpoint-layers"
-            ) from None
-        raise error
+    if layers is None and not re.fullmatch(r"none|full|selective|every-\d+", policy):
+        raise SpecError(
+            f"checkpoint must be auto, none, full, selective or every-K, got '{policy}'; for a number of layers give "
+            "--checkpoint-layers"
+        )
+    return checkpointing_of(policy if layers is None else layers, model.n_layers)
 
 
 def _dtype_of(asked: Asked, cluster: ClusterSpec) -> Dtype:
@@ -160,6 +162,6 @@ def _write_traces(job: Job, found: Plan, folder: Path, asked: Asked) -> None:
         for row in found.rows:
             run = simulate(job, find_recipe(row.strategy), row.checkpointing)
             text = as_kineto(run.items, run.times, job.cluster)
-            replace_file(folder / f"{row.strategy}-{asked.model}.json", [text])
+            replace_file(folder / f"{row.strategy}-{_name_of(asked.model)}.json", [text])
     except OSError as error:
         raise SpecError(f"trace: {folder} cannot hold traces ({error.strerror}); name a folder that can") from None

@@ -46,6 +46,19 @@ def test_every_strategy_of_405b_on_16384_gpus_takes_seconds_and_no_torch() -> No
     assert spent < 60, "a bound that only a mistake in the order of growth would break"
 
 
+def test_a_model_may_be_a_file_of_ones_own(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text((Path(__file__).parents[2] / "profiles/models/llama3-8b.toml").read_text())
+    own, preset = (
+        json.loads(plan(asked(model=model, strategies="fsdp"), as_json=True, traces=tmp_path / "traces"))
+        for model in (str(mine), "llama3-8b")
+    )
+    assert own["strategies"] == preset["strategies"]
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["fsdp-llama3-8b.json", "fsdp-mine.json"]
+    with pytest.raises(SpecError, match=r"none\.toml: cannot be read"):
+        plan(asked(model=str(tmp_path / "none.toml")))
+
+
 def test_names_of_suites_are_taken_too_and_each_strategy_comes_once() -> None:
     told = json.loads(plan(asked(strategies="refshard-yafsdp, yafsdp,ddp"), as_json=True))
     assert sorted(row["strategy"] for row in told["strategies"]) == ["ddp", "yafsdp"]

@@ -7,8 +7,14 @@ from msgspec.structs import replace
 
 from refshard.errors import SpecError
 from refshard.plan.checkpointing import Checkpointing, checkpointing_of
+from refshard.plan.recipe import find_recipe
+from refshard.report.plan_words import warnings
 from refshard.report.published_table import in_order, terminal_published, typical_error
+from refshard.simulate.forecast import Job
 from refshard.simulate.published import Prediction, predict
+from refshard.simulate.ranking import rank_strategies
+from refshard.specs.cluster import load_cluster
+from refshard.specs.model import load_model
 from refshard.specs.published import PublishedRow, PublishedTable, load_published
 
 
@@ -74,6 +80,16 @@ def test_a_table_says_what_it_assumes_and_how_far_it_is_off() -> None:
     assert "* Median error 12.5 %; of rows not fitted 12.5 %." in text
     assert "* Of 1 pairs of rows, 1 have their speed-ups in the published order." in text
     assert "* Assumed: much" in text
+
+
+def test_a_plan_says_by_how_much_published_step_times_were_missed(
+    predictions: dict[str, tuple[Prediction, ...]],
+) -> None:
+    """The range in report/plan_words.py."""
+    found = sorted(round(100 * (typical_error(of) or 0)) for of in predictions.values())
+    job = Job(model=load_model("llama-tiny"), cluster=load_cluster("dgx-h100"), seq_len=64)
+    plan = rank_strategies(job, [find_recipe("fsdp")], Checkpointing(), 1.0)
+    assert any(f"were {found[0]} to {found[-1]} % off in the median" in told for told in warnings(plan, job))
 
 
 def test_with_reductions_in_bf16_yafsdps_speed_ups_would_be_mostly_in_order() -> None:
