@@ -28,8 +28,11 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def run(
-    suite: Annotated[str, typer.Argument(help="A suite's TOML file, or the name of one that ships with refshard.")],
+    suite: Annotated[
+        str | None, typer.Argument(help="A suite's TOML file, or the name of one that ships with refshard.")
+    ] = None,
     out: _Output = None,
+    resume: Annotated[Path | None, typer.Option(help="A run's folder: measure only what is missing there.")] = None,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
 ) -> None:
     """Measure every case of a suite and compare them."""
@@ -37,9 +40,9 @@ def run(
     from refshard.report.views import terminal_table, terminal_verdict
 
     try:
-        finished, dashboard = command.run(suite, out, oversubscribe=oversubscribe)
+        finished, dashboard = command.run(suite, out, oversubscribe=oversubscribe, resume=resume)
     except KeyboardInterrupt:
-        print("refshard: interrupted; what had ended is written", file=sys.stderr)
+        print("refshard: interrupted; what had ended is written; --resume goes on", file=sys.stderr)
         raise typer.Exit(130) from None
     print(f"\n{terminal_table(finished)}\n\n{terminal_verdict(finished)}\n\ndashboard: {dashboard}")
     if any(case.state != "ok" for case in finished.cases):
@@ -183,6 +186,53 @@ def calibrate(
         print("refshard: interrupted; nothing is written", file=sys.stderr)
         raise typer.Exit(130) from None
     print(f"{table}\n\nprofile: {path}")
+
+
+@app.command()
+def gate(
+    suite: Annotated[str, typer.Option(help="A suite's TOML file, or the name of one that ships.")] = "gate",
+    baseline: Annotated[
+        str | None, typer.Option(help="A revision or a checkout; without one, the accepted exact metrics.")
+    ] = None,
+    candidate: Annotated[str, typer.Option(help="A revision or a checkout.")] = ".",
+    exact: Annotated[bool, typer.Option("--exact", help="Exact metrics only: one launch of each case.")] = False,
+    oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
+    baselines: Annotated[Path, typer.Option(help="Where accepted baselines lie.")] = Path("profiles/baselines"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
+    markdown: Annotated[Path | None, typer.Option(help="Write tables for a pull request.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML.")] = None,
+    annotate: Annotated[
+        bool, typer.Option("--annotate", help="Print workflow commands that mark a job's page.")
+    ] = False,
+) -> None:
+    """Compare two revisions, or one with what was accepted. Exit status: 0 pass, 1 regression, 2 harness error,
+    3 inconclusive, 4 no comparable baseline.
+    """
+    from refshard.commands import gate as command
+
+    asked = command.Asked(
+        suite=suite, baseline=baseline, candidate=candidate, exact=exact, oversubscribe=oversubscribe,
+        baselines=baselines,
+    )  # fmt: skip
+    try:
+        text, status = command.gate(asked, as_json=as_json, markdown=markdown, junit=junit, annotate=annotate)
+    except KeyboardInterrupt:
+        print("refshard: interrupted; what had ended is written", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(text)
+    raise typer.Exit(status)
+
+
+@app.command()
+def accept(
+    run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
+    reason: Annotated[str, typer.Option(help="Why these metrics are what they should be.")],
+    baselines: Annotated[Path, typer.Option(help="Where accepted baselines lie.")] = Path("profiles/baselines"),
+) -> None:
+    """Make a run's exact metrics the baseline that `refshard gate` holds changes against."""
+    from refshard.commands import gate as command
+
+    print(command.accept(run, reason, baselines))
 
 
 @app.command()

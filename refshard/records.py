@@ -191,7 +191,11 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="end"):
-    """Last line of a run that ended by itself; a run without it was cut off."""
+    """Last line of a run that ended by itself; a run without it was cut off, and one that was resumed holds several.
+
+    ``cases`` and ``states`` count its launches, a repeated one once. ``sha256`` is that of all lines before, in
+    hexadecimal; empty where an older refshard wrote it.
+    """
 
     schema: int = SCHEMA
     run_id: str
@@ -199,6 +203,7 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     cases: int
     states: dict[str, int]
     interrupted: bool = False
+    sha256: str = ""
 
 
 Record = RunRecord | CaseRecord | EndRecord

@@ -7,12 +7,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from refshard.errors import SpecError
 from refshard.harness.environment import capture_environment
 from refshard.harness.launchers import network
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.launchers.netlab import NetlabLauncher
-from refshard.harness.run import Observer, check_suite, mark_latest, new_run_folder, run_suite
+from refshard.harness.run import Observer, check_suite, mark_latest, new_run_folder, resume_run, run_suite
+from refshard.harness.store import read_run
 from refshard.quantities import format_seconds
 from refshard.records import CaseRecord, Run
 from refshard.report.render import write_dashboard
@@ -20,25 +22,36 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 
 
-def run(suite: str, output: Path | None, *, oversubscribe: bool) -> tuple[Run, Path]:
+def run(suite: str | None, output: Path | None, *, oversubscribe: bool, resume: Path | None = None) -> tuple[Run, Path]:
     """Measure ``suite`` (a path, or the name of one that ships) and return the run and its dashboard's path.
+
+    With ``resume``, a run's folder, only what is missing there is measured; the suite, if given, must be the run's.
 
     Raises:
         RefshardError: the suite or the folder cannot be used; nothing was launched.
         KeyboardInterrupt: the run was cut short; what had ended is written.
     """
-    spec = load_suite(find_suite(suite))
+    given = load_suite(find_suite(suite)) if suite is not None else None
+    if resume is not None and output is not None:
+        raise SpecError("out: a resumed run stays in its folder; leave out --out")
+    if given is None and resume is None:
+        raise SpecError("suite: none given; name one, or a run to --resume")
+    spec = read_run(resume).header.suite if resume is not None else given
+    assert spec is not None
     cases = check_suite(spec, oversubscribe=oversubscribe)
     launcher = _launcher(spec)
-    folder = output or new_run_folder(spec)
+    folder = resume or output or new_run_folder(spec)
     print(f"run folder: {folder}", file=sys.stderr, flush=True)
     environment = capture_environment(
         cases[0].threads_per_rank, spec.network.description if spec.network is not None else ""
     )
-    if output is None:
-        mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
-    with _observer() as observer:
-        finished = run_suite(spec, folder, launcher, observer, environment, oversubscribe=oversubscribe)
+    with observer() as shown:
+        if resume is not None:
+            finished = resume_run(folder, launcher, shown, environment, suite=given, oversubscribe=oversubscribe)
+        else:
+            if output is None:
+                mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
+            finished = run_suite(spec, folder, launcher, shown, environment, oversubscribe=oversubscribe)
     dashboard = folder / "dashboard.html"
     write_dashboard(finished, dashboard)
     return finished, dashboard
@@ -52,7 +65,8 @@ def _launcher(suite: SuiteSpec) -> Launcher:
     return NetlabLauncher(suite.network)
 
 
-def _observer() -> "_Bars | _Lines":
+def observer() -> "_Bars | _Lines":
+    """What shows progress: bars on a terminal, lines elsewhere. Use it as a context."""
     return _Bars() if sys.stderr.isatty() else _Lines()
 
 

@@ -57,6 +57,16 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
     return msgspec.structs.replace(environment, id=digest[:12])
 
 
+def changes(before: Environment, now: Environment) -> list[str]:
+    """In words, what differs between two environments that must not within one run: machine, software and code."""
+    fields = (*_COMPARABLE, "memory_bytes", "network", "packages", "git_commit")
+    return [
+        f"{field} was {was!r} and is {is_!r}"
+        for field in fields
+        if (was := getattr(before, field)) != (is_ := getattr(now, field))
+    ]
+
+
 def available_cores() -> int:
     """Logical cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

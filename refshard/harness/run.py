@@ -15,7 +15,7 @@ import torch
 
 from refshard.errors import SpecError
 from refshard.harness.assemble import Peers, assemble
-from refshard.harness.environment import available_cores
+from refshard.harness.environment import available_cores, changes
 from refshard.harness.launchers.base import Job, Launcher
 from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.simulated import check_simulated, record_simulated
@@ -84,7 +84,6 @@ def run_suite(
         LaunchError: the launcher cannot make what the ranks are to run on.
     """
     check_suite(suite, oversubscribe=oversubscribe)
-    plan = [(round_, c) for round_ in range(suite.most_rounds) for c in round_order(suite.cases(round_), round_)]
     with RunWriter(folder) as writer:
         header = RunRecord(
             run_id=folder.name,
@@ -92,27 +91,89 @@ def run_suite(
             started_at=_now(),
             suite=suite,
             environment=environment,
-            planned=len(plan),
+            planned=len(_plan(suite)),
         )
         writer.append(header)
-        states: Counter[str] = Counter()
-        interrupted = True
-        try:
-            for record in _records(plan, header, folder, launcher, observer):
-                writer.append(record)
-                states[record.state] += 1
-                observer.case_ended(record)
-            interrupted = False
-        finally:
-            end = EndRecord(
-                run_id=header.run_id,
+        _run_missing(Run(header=header, cases=()), folder, writer, launcher, observer)
+    return read_run(folder)
+
+
+def resume_run(
+    folder: Path,
+    launcher: Launcher,
+    observer: Observer,
+    environment: Environment,
+    *,
+    suite: SuiteSpec | None = None,
+    oversubscribe: bool = False,
+) -> Run:
+    """Run what the run in ``folder`` lacks: launches that never ended, and those that failed; and return all of it.
+
+    Out of memory, out of time and unsupported are results, which are kept. ``suite`` and ``environment`` are what the
+    launches would be of; if ``suite`` is not given, that of the run.
+
+    Raises:
+        SpecError: they are not those of the run; the message says what changed. Or see :func:`check_suite`.
+        StoreError: there is no run, it is damaged, or another process writes it.
+        LaunchError: the launcher cannot make what the ranks are to run on.
+    """
+    header = read_run(folder).header
+    check_resumable(header, environment, suite)
+    check_suite(header.suite, oversubscribe=oversubscribe)
+    with RunWriter(folder, reopen=True) as writer:
+        _run_missing(read_run(folder), folder, writer, launcher, observer)
+    return read_run(folder)
+
+
+def check_resumable(header: RunRecord, environment: Environment, suite: SuiteSpec | None) -> None:
+    """Refuse to mix what cannot be compared.
+
+    Raises:
+        SpecError: the suite or the environment is not the run's.
+    """
+    changed = changes(header.environment, environment)
+    if header.refshard != version("refshard"):
+        changed.append(f"refshard was {header.refshard} and is {version('refshard')}")
+    if suite is not None and suite != header.suite:
+        given, kept = msgspec.to_builtins(suite), msgspec.to_builtins(header.suite)
+        changed += [
+            f"the suite's {field} was {kept[field]!r} and is {value!r}"
+            for field, value in given.items()
+            if value != kept[field]
+        ]
+    if changed:
+        raise SpecError(f"run {header.run_id} cannot be resumed: {'; '.join(changed)}; start a new run")
+
+
+def _plan(suite: SuiteSpec) -> list[tuple[int, CaseSpec]]:
+    """Round and case of every launch, in their order."""
+    return [(round_, c) for round_ in range(suite.most_rounds) for c in round_order(suite.cases(round_), round_)]
+
+
+def _run_missing(run: Run, folder: Path, writer: RunWriter, launcher: Launcher, observer: Observer) -> None:
+    """Launch what ``run`` lacks, and close it; a run that lacks nothing and is closed stays as it is."""
+    kept = {(record.spec_hash, record.round): record for record in run.cases if record.state != "failed"}
+    plan = [(round_, case) for round_, case in _plan(run.header.suite) if (case.hash, round_) not in kept]
+    if not plan and run.end is not None and not run.end.interrupted:
+        return
+    states = Counter[str](record.state for record in kept.values())
+    interrupted = True
+    try:
+        for record in _records(plan, run, folder, launcher, observer):
+            writer.append(record)
+            states[record.state] += 1
+            observer.case_ended(record)
+        interrupted = False
+    finally:
+        writer.close(
+            EndRecord(
+                run_id=run.header.run_id,
                 ended_at=_now(),
                 cases=states.total(),
                 states=dict(states),
                 interrupted=interrupted,
             )
-            writer.append(end)
-    return read_run(folder)
+        )
 
 
 def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
@@ -148,10 +209,10 @@ def mark_latest(folder: Path) -> None:
 
 
 def _records(
-    plan: list[tuple[int, CaseSpec]], header: RunRecord, folder: Path, launcher: Launcher, observer: Observer
+    plan: list[tuple[int, CaseSpec]], run: Run, folder: Path, launcher: Launcher, observer: Observer
 ) -> Iterator[CaseRecord]:
     """Launch the planned cases one after the other. The latest ok record of each spec serves as a peer."""
-    ended: dict[str, CaseRecord] = {}
+    ended = {record.spec_hash: record for record in sorted(run.cases, key=lambda record: record.state == "ok")}
     for index, (round_, case) in enumerate(plan):
         observer.case_started(case, round_, index, len(plan))
         held = case.fidelity == "measured"
@@ -159,13 +220,13 @@ def _records(
             reference=ended.get(case.reference().hash) if held else None,
             ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if held and case.world_size > 1 else None,
         )
-        record = _run_case(case, round_, header, folder, launcher, observer.case_progressed, peers)
+        record = launch_case(case, round_, run.header, folder, launcher, observer.case_progressed, peers)
         if record.state == "ok" or case.hash not in ended:
             ended[case.hash] = record
         yield record
 
 
-def _run_case(
+def launch_case(
     case: CaseSpec,
     round_: int,
     header: RunRecord,
@@ -174,8 +235,11 @@ def _run_case(
     on_progress: Callable[[str], None],
     peers: Peers,
 ) -> CaseRecord:
+    """Run one case in processes of its own, in a folder of its own under ``folder``, and return its record."""
     name = f"{case.name}-{case.hash}-round{round_}"
     work = (folder / "cases" / name).absolute()
+    if work.exists():  # of a launch that did not end, or failed
+        shutil.rmtree(work)
     work.mkdir(parents=True)
     (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
     started = datetime.now(UTC)

@@ -1,13 +1,19 @@
 """A run's folder: ``records.jsonl``, one record a line, appended and synced as each case ends.
 
-One writer appends; a line is complete or, after a crash, the torn last one, which readers leave out.
+One writer at a time appends, under a lock of the kernel's that ends with its process. A line is complete or, after a
+crash, the torn last one, which readers leave out and the next writer cuts off. Each line ends in a check of its own
+bytes, so that no flipped one is taken for a result, and the closing record holds the SHA-256 of all lines before it, so
+that none can be missing.
 """
 
+import fcntl
+import hashlib
 import os
+import re
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 import msgspec
 
@@ -15,39 +21,75 @@ from refshard.errors import StoreError
 from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord
 
 RECORDS = "records.jsonl"
+_CHECK = re.compile(rb',"check":"([0-9a-f]{16})"}$')
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 class RunWriter:
-    """Appends records to a new run's folder. Use it as a context: the file is closed on every path."""
+    """Appends records to a run's folder. Use it as a context: the file is closed on every path."""
 
-    def __init__(self, folder: Path) -> None:
-        """Create ``folder``.
+    def __init__(self, folder: Path, *, reopen: bool = False) -> None:
+        """Create ``folder``; or ``reopen`` the run that is in it, to append to what is whole there.
 
         Raises:
-            StoreError: it exists and is not empty.
+            StoreError: it exists and is not empty; or holds no run, is damaged, or is being written.
         """
+        self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise StoreError(f"{folder}: the folder is not empty; name a new one, or remove it")
-            self._file: IO[bytes] = (folder / RECORDS).open("xb")
+            if not reopen:
+                folder.mkdir(parents=True, exist_ok=True)
+                if any(folder.iterdir()):
+                    raise StoreError(f"{folder}: the folder is not empty; name a new one, or resume the run in it")
+            self._file: FileIO = (folder / RECORDS).open("r+b" if reopen else "x+b", buffering=0)
         except OSError as error:
             raise StoreError(f"{folder}: cannot hold a run ({error.strerror}); name a folder that can") from None
-        self.folder = folder
+        try:
+            self._lock()
+            if reopen:
+                read_run(folder)
+            written, _, _ = self._file.read().rpartition(b"\n")
+            self._digest = hashlib.sha256(written + b"\n" if written else b"")
+            self._file.truncate(self._file.seek(len(written) + bool(written)))
+        except BaseException:
+            self._file.close()
+            raise
 
-    def append(self, record: Record) -> None:
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreError(f"{self.folder}: another process writes this run; wait for its end, or end it") from None
+
+    def append(self, record: RunRecord | CaseRecord) -> None:
         """Write one record so that it outlives a crash of this process or machine.
 
         Raises:
             StoreError: the disk does not take it.
         """
+        self._write(record)
+
+    def close(self, end: EndRecord) -> None:
+        """Write the closing record, to which the digest of what is before it is added.
+
+        Raises:
+            StoreError: the disk does not take it.
+        """
+        self._write(msgspec.structs.replace(end, sha256=self._digest.hexdigest()))
+
+    def _write(self, record: Record) -> None:
+        line = _checked(msgspec.json.encode(record)) + b"\n"
+        whole, left = self._file.tell(), memoryview(line)
         try:
-            self._file.write(msgspec.json.encode(record) + b"\n")
-            self._file.flush()
+            while left:
+                left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise StoreError(f"{self.folder}: cannot be written ({error.strerror}); make room") from None
+            with suppress(OSError):  # what was written of the line is no record
+                self._file.truncate(self._file.seek(whole))
+            raise StoreError(
+                f"{self.folder}: cannot be written ({error.strerror}); make room and resume the run"
+            ) from None
+        self._digest.update(line)
 
     def __enter__(self) -> "RunWriter":
         return self
@@ -60,29 +102,52 @@ class RunWriter:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run back; a torn last line is left out.
+    """Read a run back; a torn last line is left out, and of a launch that was repeated, all but the last record.
+
+    A newer refshard's fields that this one does not know do not disturb it.
 
     Raises:
-        StoreError: there is no run in ``folder``, a line is damaged, or a newer refshard wrote it.
+        StoreError: there is no run in ``folder``, a line is damaged, or a refshard with a newer schema wrote it.
     """
     path = folder / RECORDS
     try:
-        *lines, torn = path.read_bytes().split(b"\n")
+        data = path.read_bytes()
     except OSError as error:
         raise StoreError(f"{folder}: holds no run ({error.strerror}: {RECORDS}); give a folder under runs/") from None
+    *lines, torn = data.split(b"\n")
     records = [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
     headers = [r for r in records if isinstance(r, RunRecord)]
     if len(headers) != 1 or records[0] is not headers[0]:
         raise StoreError(f"{path}: does not begin with one run record; it is no run, or was cut at its start")
-    ends = [r for r in records if isinstance(r, EndRecord)]
+    _check_digests(path, lines, records)
+    launches = {(r.spec_hash, r.round): r for r in records if isinstance(r, CaseRecord)}
+    last = records[-1]
     return Run(
         header=headers[0],
-        cases=tuple(r for r in records if isinstance(r, CaseRecord)),
-        end=ends[-1] if ends and not torn else None,
+        cases=tuple(r for r in records if isinstance(r, CaseRecord) and launches[r.spec_hash, r.round] is r),
+        end=last if isinstance(last, EndRecord) and not torn else None,
     )
 
 
+def _check_digests(path: Path, lines: list[bytes], records: list[Record]) -> None:
+    digest = hashlib.sha256()
+    for number, (line, record) in enumerate(zip(lines, records), start=1):
+        if isinstance(record, EndRecord) and record.sha256 and record.sha256 != digest.hexdigest():
+            raise StoreError(
+                f"{path}:{number}: the lines before this closing record are not those that it closed (SHA-256); "
+                "restore the file"
+            )
+        digest.update(line + b"\n")
+
+
+def _checked(encoded: bytes) -> bytes:
+    """The JSON object with one more field: the first 16 hexadecimal digits of the SHA-256 of what it was without."""
+    return encoded[:-1] + b',"check":"%s"}' % hashlib.sha256(encoded).hexdigest()[:16].encode()
+
+
 def _decode(path: Path, number: int, line: bytes) -> Record:
+    if (check := _CHECK.search(line)) and line != _checked(line[: check.start()] + b"}"):
+        raise StoreError(f"{path}:{number}: damaged record (its check does not match); the lines before it are good")
     try:
         record = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -11,6 +11,7 @@ import msgspec
 from refshard import resources
 from refshard.errors import SpecError, nearest
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.gate import GateSpec
 from refshard.specs.reading import convert, is_count, read_toml, within
 
 LauncherName = Literal["local", "netlab"]
@@ -64,8 +65,8 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     for all its cases; ``case`` holds what the cases of every table share, and a table's own values go before it. The
     keys are the fields of :class:`CaseSpec`, and ``batch_per_rank`` (sequences) in place of ``global_batch``; a table
     may have ``rounds`` of its own. Each round launches every case afresh, in an order of its own, so that drift of the
-    machine does not favour one strategy. ``network`` says what the launcher ``netlab`` joins the ranks with, and is for
-    it alone.
+    machine does not favour one strategy. ``gate`` holds the limits of ``refshard gate``. ``network`` says what the
+    launcher ``netlab`` joins the ranks with, and is for it alone.
     """
 
     name: str
@@ -75,6 +76,7 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     network: NetworkSpec | None = None
     matrix: dict[str, Any] | list[dict[str, Any]]
     case: dict[str, Any] = {}
+    gate: GateSpec = GateSpec()
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]{0,63}", self.name):

@@ -19,7 +19,7 @@ def write(made: Run, folder: Path) -> Path:
         writer.append(made.header)
         for record in made.cases:
             writer.append(record)
-        writer.append(made.end)
+        writer.close(made.end)
     return folder
 
 

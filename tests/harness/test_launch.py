@@ -116,7 +116,7 @@ def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path, numb
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert err.rstrip().endswith("refshard: interrupted; what had ended is written")
+    assert err.rstrip().endswith("refshard: interrupted; what had ended is written; --resume goes on")
     found = read_run(run)
     assert found.end is not None
     assert found.end.interrupted

@@ -9,8 +9,8 @@ from refshard.errors import SpecError, StoreError
 from refshard.flops import flops_per_token
 from refshard.harness.launchers.base import Launch
 from refshard.harness.rank import rank_file, trace_file
-from refshard.harness.run import check_suite, mark_latest, round_order, run_suite
-from refshard.harness.store import read_run
+from refshard.harness.run import check_suite, mark_latest, resume_run, round_order, run_suite
+from refshard.harness.store import RECORDS, read_run
 from refshard.records import DERIVED, METRICS, CaseRecord, CollectiveCount, Run
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
@@ -353,7 +353,7 @@ def test_a_folder_that_holds_something_is_refused_untouched(tmp_path: Path) -> N
     kept.parent.mkdir()
     kept.write_text("x")
     launcher = FakeLauncher()
-    with pytest.raises(StoreError, match="the folder is not empty; name a new one, or remove it"):
+    with pytest.raises(StoreError, match="the folder is not empty; name a new one, or resume the run in it"):
         run(tmp_path, launcher)
     assert kept.read_text() == "x"
     assert not launcher.launched
@@ -396,3 +396,62 @@ def test_records_survive_a_round_trip(tmp_path: Path) -> None:
     found = run(tmp_path, FakeLauncher())
     again = msgspec.json.decode(msgspec.json.encode(found), type=Run)
     assert again == found
+
+
+def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) -> None:
+    """Killed while the fourth of six launches ran; the second had failed."""
+
+    def dying(case: CaseSpec, folder: Path) -> Launch:
+        if len(launcher.launched) == 2:
+            return Launch(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
+        if len(launcher.launched) == 4:
+            raise RuntimeError("killed")
+        return good(case, folder)
+
+    launcher = FakeLauncher(dying)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path, launcher, make_suite(rounds=2))
+    folder = tmp_path / "run"
+    path = folder / RECORDS
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))  # no closing record: it was killed
+    before = read_run(folder)
+    assert [record.state for record in before.cases] == ["ok", "failed", "ok"]
+
+    second, observer = FakeLauncher(), Silent()
+    after = resume_run(folder, second, observer, ENVIRONMENT)
+    assert second.launched[0].strategy == "ddp", "what failed comes first, as it did"
+    assert len(second.launched) == 4
+    assert observer.told[0] == "start 1/4 ddp 0"
+    assert len({(record.spec_hash, record.round) for record in after.cases}) == len(after.cases) == 6
+    assert all(record.state == "ok" for record in after.cases)
+    kept = [record for record in before.cases if record in after.cases]
+    assert kept == [before.cases[0], before.cases[2]], "what had ended well is kept as it was"
+    assert after.end is not None
+    assert (after.end.cases, after.end.states, after.end.interrupted) == (6, {"ok": 6}, False)
+
+    data = path.read_bytes()
+    assert resume_run(folder, FakeLauncher(), Silent(), ENVIRONMENT) == after
+    assert path.read_bytes() == data, "nothing was missing"
+
+
+def test_results_that_are_no_success_are_kept(tmp_path: Path) -> None:
+    def timing_out(_case: CaseSpec, _folder: Path) -> Launch:
+        return Launch(timed_out=True)
+
+    run(tmp_path, FakeLauncher(timing_out))
+    launcher = FakeLauncher()
+    assert {r.state for r in resume_run(tmp_path / "run", launcher, Silent(), ENVIRONMENT).cases} == {"timeout"}
+    assert not launcher.launched
+
+
+def test_a_run_is_not_resumed_where_something_changed(tmp_path: Path) -> None:
+    run(tmp_path, FakeLauncher())
+    folder, launcher = tmp_path / "run", FakeLauncher()
+    for environment, suite, message in (
+        (msgspec.structs.replace(ENVIRONMENT, torch="2.14.0"), None, "torch was '2.13.0' and is '2.14.0'"),
+        (ENVIRONMENT, make_suite(rounds=3), "the suite's rounds was 1 and is 3"),
+    ):
+        with pytest.raises(SpecError, match=f"run run cannot be resumed: {message}; start a new run"):
+            resume_run(folder, launcher, Silent(), environment, suite=suite)
+    assert not launcher.launched
+    assert resume_run(folder, launcher, Silent(), ENVIRONMENT, suite=make_suite()).end is not None

@@ -13,7 +13,14 @@ _ADDRESS = "127.0.0.1"
 
 
 class LocalLauncher(Launcher):
-    """One worker process a rank; they meet at a store of this process, on a port that the kernel chose."""
+    """One worker process a rank; they meet at a store of this process, on a port that the kernel chose.
+
+    With ``source``, a checkout, ranks run the refshard that is in it instead of this one.
+    """
+
+    def __init__(self, source: Path | None = None) -> None:
+        # Without the last, Python looks in the current folder first.
+        self._source = {} if source is None else {"PYTHONPATH": str(source), "PYTHONSAFEPATH": "1"}
 
     def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
         """See :meth:`Launcher.launch`."""
@@ -27,6 +34,7 @@ class LocalLauncher(Launcher):
                 # Rank 0 must not open a store of its own there; torch then reads the count too.
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": "0",
+                **self._source,
             }
             for rank in range(ranks)
         ]

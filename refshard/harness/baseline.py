@@ -1,0 +1,84 @@
+"""Accepted baselines: what exact metrics are meant to be, one file for each fingerprint and suite, made for diffs."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from refshard.errors import SpecError, StoreError
+from refshard.folders import replace_file
+from refshard.records import Environment, Run
+from refshard.stats.exact import Value, exact_metrics
+
+_SCHEMA = 1
+_MACHINE = ("os", "cpu", "logical_cores", "python", "torch")
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """Exact metrics of a suite's cases by name, who made them (machine, software, code), and why they were accepted."""
+
+    schema: int = _SCHEMA
+    suite: str
+    fingerprint: str
+    machine: dict[str, str]
+    refshard: str
+    git_commit: str | None
+    accepted_at: str
+    reason: str
+    cases: dict[str, dict[str, Value]]
+
+
+def baseline_file(folder: Path, environment: Environment, suite: str) -> Path:
+    """Where the baseline of ``suite`` lies for machines of this fingerprint."""
+    return folder / environment.id / f"{suite}.json"
+
+
+def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
+    """Make the run's exact metrics the baseline of its suite; return the file, and the baseline that it replaces.
+
+    Raises:
+        SpecError: no reason is given, or a run that did not end well cannot be a baseline.
+        OSError: the file cannot be written.
+    """
+    if not reason.strip():
+        raise SpecError("reason: none given; say in a few words why these metrics are what they should be")
+    if run.end is None or run.end.interrupted:
+        raise SpecError(f"run {run.header.run_id} did not end, so it is no baseline; finish it with --resume")
+    if bad := [record for record in run.cases if record.state != "ok"]:
+        raise SpecError(f"run {run.header.run_id}: {bad[0].case.name} ended {bad[0].state}; all must end ok")
+    environment = run.header.environment
+    cases: dict[str, dict[str, Value]] = {}
+    for record in run.cases:
+        if record.fidelity != "simulated":
+            cases.setdefault(record.case.name, exact_metrics(record))
+    path = baseline_file(folder, environment, run.header.suite.name)
+    before = read_baseline(path) if path.exists() else None
+    made = Baseline(
+        suite=run.header.suite.name,
+        fingerprint=environment.id,
+        machine={field: str(getattr(environment, field)) for field in _MACHINE},
+        refshard=run.header.refshard,
+        git_commit=environment.git_commit,
+        accepted_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        reason=reason.strip(),
+        cases=dict(sorted(cases.items())),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, [json.dumps(msgspec.to_builtins(made), indent=1), "\n"])
+    return path, before
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read a baseline.
+
+    Raises:
+        StoreError: it is damaged, or a newer refshard wrote it.
+    """
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Baseline)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StoreError(f"{path}: damaged baseline ({error}); restore it, or accept a new one") from None
+    if found.schema > _SCHEMA:
+        raise StoreError(f"{path}: schema {found.schema} is newer than {_SCHEMA}; update refshard")
+    return found

@@ -1,0 +1,221 @@
+"""What a gate found, for a terminal, a pull request, JUnit's readers, and machines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from xml.etree import ElementTree
+
+from tabulate import tabulate
+
+from refshard.quantities import format_percent
+from refshard.report.cases import plain
+from refshard.stats.exact import Change
+from refshard.stats.gate import TimeVerdict, Verdict
+
+PASS, REGRESSION, HARNESS_ERROR, INCONCLUSIVE, NOT_COMPARABLE = range(5)
+"""Exit statuses of ``refshard gate``."""
+_WORST: tuple[Verdict, ...] = (
+    "not comparable", "regressed", "removed", "inconclusive", "improved", "new", "pass",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateCase:
+    """One case: what changed exactly, what its time says, and what went wrong with its launches, if anything."""
+
+    name: str
+    changes: tuple[Change, ...] = ()
+    time: TimeVerdict | None = None
+    trouble: str = ""
+    comparable: bool = True
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all that was found."""
+        if not self.comparable:
+            return "not comparable"
+        found: list[Verdict] = [change.verdict for change in self.changes]
+        if self.trouble:
+            found.append("regressed")
+        if self.time is not None:
+            found.append(self.time.verdict)
+        return min(found, key=_WORST.index, default="pass")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateReport:
+    """All cases of one gate. Beside an accepted baseline (``must_accept``) an improvement fails too: someone has to
+    accept it. ``error`` and ``mismatch`` say why there is no comparison.
+    """
+
+    baseline: str
+    candidate: str
+    cases: tuple[GateCase, ...] = ()
+    must_accept: bool = False
+    error: str = ""
+    mismatch: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        verdicts = {case.verdict for case in self.cases}
+        if self.error:
+            return HARNESS_ERROR
+        if self.mismatch:
+            return NOT_COMPARABLE
+        failing = {"regressed", "removed", *(("improved", "new") if self.must_accept else ())}
+        if verdicts & failing:
+            return REGRESSION
+        if "not comparable" in verdicts:
+            return NOT_COMPARABLE
+        return INCONCLUSIVE if "inconclusive" in verdicts else PASS
+
+
+def terminal(report: GateReport) -> str:
+    """Table, changes, and the verdict in a sentence."""
+    return _text(report, "simple")
+
+
+def markdown(report: GateReport) -> str:
+    """The same for a pull request or a job's summary."""
+    return f"### refshard gate: {_words(report.status)}\n\n{_text(report, 'github')}\n"
+
+
+def _text(report: GateReport, style: str) -> str:
+    parts = []
+    if report.cases:
+        rows = [_row(case) for case in report.cases]
+        parts.append(tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True))
+    changed = [
+        [plain(c.case), c.metric or "the case", _value(c.before), _value(c.after), c.verdict]
+        for case in report.cases
+        for c in case.changes
+    ]
+    if changed:
+        headers = ["case", "metric", report.baseline, report.candidate, "verdict"]
+        parts.append(tabulate(changed, headers=headers, tablefmt=style, disable_numparse=True))
+    parts += [f"* {plain(case.name)}: {plain(case.trouble)}" for case in report.cases if case.trouble]
+    parts += [f"* {plain(note)}" for note in report.notes]
+    parts.append(f"{_words(report.status).upper()}: {_sentence(report)}")
+    return "\n\n".join(parts)
+
+
+def _row(case: GateCase) -> dict[str, str]:
+    time = case.time
+    return {
+        "case": plain(case.name),
+        "verdict": case.verdict,
+        "exact changes": str(len(case.changes)),
+        "time, candidate / baseline": "-"
+        if time is None
+        else f"{time.effect.ratio:.3f} ({time.effect.low:.3f} to {time.effect.high:.3f})",
+        "rounds": "-" if time is None else str(time.effect.rounds),
+        "smallest visible": "-" if time is None else format_percent(time.smallest_visible),
+    }
+
+
+def _value(value: object) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _words(status: int) -> str:
+    return ("pass", "regression", "harness error", "inconclusive", "not comparable")[status]
+
+
+def _sentence(report: GateReport) -> str:
+    if report.error or report.mismatch:
+        return plain(report.error or report.mismatch)
+    counts = {verdict: sum(case.verdict == verdict for case in report.cases) for verdict in _WORST}
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    accept = ""
+    if report.must_accept and report.status == REGRESSION:
+        accept = "; `refshard accept --reason ...` takes what is meant as the new baseline"
+    return f"of {len(report.cases)} cases {told}{accept}"
+
+
+def as_object(report: GateReport) -> dict[str, Any]:
+    """Everything, for machines."""
+    return {
+        "status": report.status,
+        "verdict": _words(report.status),
+        "baseline": report.baseline,
+        "candidate": report.candidate,
+        "error": report.error,
+        "mismatch": report.mismatch,
+        "notes": list(report.notes),
+        "cases": [
+            {
+                "case": case.name,
+                "verdict": case.verdict,
+                "trouble": case.trouble,
+                "changes": [
+                    {"metric": c.metric, "before": c.before, "after": c.after, "verdict": c.verdict}
+                    for c in case.changes
+                ],
+                "time": None
+                if case.time is None
+                else {
+                    "verdict": case.time.verdict,
+                    "ratio": case.time.effect.ratio,
+                    "low": case.time.effect.low,
+                    "high": case.time.effect.high,
+                    "p_slower": case.time.effect.p_slower,
+                    "p_faster": case.time.effect.p_faster,
+                    "rounds": case.time.effect.rounds,
+                    "smallest_visible": case.time.smallest_visible,
+                    "suspect": case.time.suspect,
+                },
+            }
+            for case in report.cases
+        ],
+    }
+
+
+def junit(report: GateReport) -> str:
+    """A test case for each case of the suite, as CI systems read them."""
+    failing = [case for case in report.cases if case.verdict in ("regressed", "removed")]
+    root = ElementTree.Element(
+        "testsuite", name="refshard gate", tests=str(len(report.cases)), failures=str(len(failing)),
+        errors=str(int(bool(report.error))),
+    )  # fmt: skip
+    for case in report.cases:
+        node = ElementTree.SubElement(root, "testcase", classname="refshard.gate", name=plain(case.name))
+        told = _told(case)
+        if case in failing:
+            ElementTree.SubElement(node, "failure", message=told)
+        elif case.verdict in ("inconclusive", "not comparable"):
+            ElementTree.SubElement(node, "skipped", message=told)
+    if report.error:
+        node = ElementTree.SubElement(root, "testcase", classname="refshard.gate", name="harness")
+        ElementTree.SubElement(node, "error", message=plain(report.error))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
+
+
+def annotations(report: GateReport) -> Sequence[str]:
+    """Workflow commands that mark a job's page: an error for each case that fails, a warning where it is unclear."""
+    levels = {"regressed": "error", "removed": "error", "inconclusive": "warning", "not comparable": "warning"}
+    return [
+        f"::{levels[case.verdict]} title=refshard gate::{_escaped(f'{plain(case.name)}: {_told(case)}')}"
+        for case in report.cases
+        if case.verdict in levels
+    ]
+
+
+def _told(case: GateCase) -> str:
+    """Why a case has its verdict, in a line."""
+    words = [
+        f"{change.metric or 'the case'}: {_value(change.before)} -> {_value(change.after)} ({change.verdict})"
+        for change in case.changes
+    ]
+    if case.time is not None and case.time.verdict != "pass":
+        effect = case.time.effect
+        words.append(
+            f"time {case.time.verdict}: {effect.ratio:.3f} times the baseline's ({effect.low:.3f} to {effect.high:.3f})"
+        )
+    return plain("; ".join([*words, *([case.trouble] if case.trouble else [])]) or case.verdict)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

@@ -1,0 +1,72 @@
+"""What a gate lets pass: rounds and limits for times, and for which metrics what change is a regression."""
+
+from typing import Literal
+
+import msgspec
+
+from refshard.specs.reading import within
+
+Direction = Literal["lower", "higher"]
+
+
+class TimeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How times are compared, in two stages of paired rounds. Effects are relative: 0.01 is 1 %.
+
+    ``screen_rounds`` single out suspects: cases whose estimated effect exceeds ``screen_effect`` with a one-sided p
+    below ``screen_p``. As many as ``confirm_rounds`` fresh ones decide: a suspect has regressed if Holm's procedure
+    over all cases rejects at ``significance`` and the effect exceeds ``relevant``. A case passes only if an effect of
+    ``visible`` is outside of its 95 % interval; else the noise was too large to tell.
+    """
+
+    screen_rounds: int = 16
+    screen_effect: float = 0.01
+    screen_p: float = 0.25
+    confirm_rounds: int = 48
+    significance: float = 0.01
+    relevant: float = 0.025
+    visible: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field in ("screen_rounds", "confirm_rounds"):
+            within(field, getattr(self, field), 6, most=50)  # from 6 on there is an interval, to 50 exact p-values
+        for field in ("screen_effect", "screen_p", "significance", "relevant", "visible"):
+            if not 0 < (given := getattr(self, field)) < 1:
+                raise ValueError(f"{field} must lie between 0 and 1, got {given}")
+        if not self.screen_effect <= self.relevant < self.visible:
+            raise ValueError(
+                f"screen_effect, relevant and visible must ascend, got {self.screen_effect}, {self.relevant} and "
+                f"{self.visible}"
+            )
+
+
+class MetricRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When an exact metric has changed: by more than ``tolerance`` of what it was. ``better`` is the direction that is
+    an improvement; none where every change needs a word.
+    """
+
+    better: Direction | None = None
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance must be at least 0 and below 1, got {self.tolerance}")
+
+
+RULES: dict[str, MetricRule] = {
+    "count": MetricRule(better="lower"),
+    "bytes": MetricRule(better="lower"),
+    "peak memory": MetricRule(better="lower", tolerance=0.02),
+}
+"""Rules by metric, or by the last word of its name; any other metric must stay as it is."""
+
+
+class GateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A suite's table ``gate``: limits for times, and rules for exact metrics beside those of :data:`RULES`."""
+
+    times: TimeLimits = TimeLimits()
+    metrics: dict[str, MetricRule] = {}
+
+    @property
+    def rules(self) -> dict[str, MetricRule]:
+        """The rule of every metric that has one."""
+        return {**RULES, **self.metrics}

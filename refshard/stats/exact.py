@@ -1,0 +1,88 @@
+"""Metrics that must not vary between two runs of the same code, compared without statistics.
+
+They gate without a GPU and without noise: one launch tells. What a change in code changes here is a fact, for the
+better too, and has to be accepted by someone.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from refshard.records import CaseRecord
+from refshard.specs.gate import Direction, MetricRule
+from refshard.stats.gate import Verdict
+
+Value = int | float | str
+Exact = Mapping[str, Value]
+"""Exact metrics of one case, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One metric of one case that is not what it was; None where it was not there, or is not any more."""
+
+    case: str
+    metric: str
+    before: Value | None
+    after: Value | None
+    verdict: Verdict
+
+
+def exact_metrics(record: CaseRecord) -> dict[str, Value]:
+    """What one launch that ended ok says exactly.
+
+    Number and bytes of each kind of collective per rank and step, FLOPs per token, all losses and the final parameters
+    to the bit, and the peak of memory, which varies by some KiB with the moment at which threads allocate.
+    """
+    proof = record.proof
+    if proof is None:
+        raise ValueError(f"{record.case.name}: ended {record.state}, so nothing of it is exact; it must end ok")
+    found: dict[str, Value] = {}
+    for collective in proof.traced:
+        found[f"{collective.op} count"] = collective.count
+        found[f"{collective.op} bytes"] = collective.bytes
+    if record.flops_per_token is not None:
+        found["FLOPs per token"] = record.flops_per_token
+    if record.case.fidelity == "measured":
+        found["last loss"] = record.losses[-1]
+        found["losses"] = hashlib.sha256(msgspec.json.encode(record.losses)).hexdigest()[:16]
+        found["parameters"] = proof.parameters_sha256[:16]
+    if (peak := record.metrics.get("peak_memory_bytes")) is not None:
+        found["peak memory"] = int(peak)
+    return found
+
+
+def changes(
+    before: Mapping[str, Exact], after: Mapping[str, Exact], rules: Mapping[str, MetricRule]
+) -> tuple[Change, ...]:
+    """What differs, by case and metric; a case that is only in ``after`` is new, one that is only in ``before`` removed."""
+    found: list[Change] = []
+    for case in [*before, *(case for case in after if case not in before)]:
+        if case not in after or case not in before:
+            verdict: Verdict = "removed" if case in before else "new"
+            found.append(Change(case=case, metric="", before=None, after=None, verdict=verdict))
+            continue
+        mine, theirs = before[case], after[case]
+        for metric in [*mine, *(metric for metric in theirs if metric not in mine)]:
+            rule = rules.get(metric.rpartition(" ")[2] if metric not in rules else metric, MetricRule())
+            was, is_ = mine.get(metric), theirs.get(metric)
+            if was != is_ and not _within(was, is_, rule.tolerance):
+                verdict = _verdict(was, is_, rule.better)
+                found.append(Change(case=case, metric=metric, before=was, after=is_, verdict=verdict))
+    return tuple(found)
+
+
+def _within(was: Value | None, is_: Value | None, tolerance: float) -> bool:
+    if not isinstance(was, int | float) or not isinstance(is_, int | float):
+        return False
+    return abs(is_ - was) <= tolerance * abs(was)
+
+
+def _verdict(was: Value | None, is_: Value | None, better: Direction | None) -> Verdict:
+    """Something that has no better direction has regressed if it changed at all."""
+    if better is None or isinstance(was, str) or isinstance(is_, str):
+        return "regressed"
+    fewer = (is_ or 0) < (was or 0)
+    return "improved" if fewer == (better == "lower") else "regressed"

@@ -1,0 +1,88 @@
+"""What a gate's report says, in all its forms, and the exit status that it comes to."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from refshard.report.gate import GateCase, GateReport, annotations, as_object, junit, markdown, terminal
+from refshard.stats.exact import Change
+from refshard.stats.gate import Effect, TimeVerdict, Verdict
+
+
+def timed(verdict: Verdict, ratio: float = 1.0) -> TimeVerdict:
+    effect = Effect(ratio=ratio, low=ratio - 0.01, high=ratio + 0.01, p_slower=0.5, p_faster=0.5, rounds=16)
+    return TimeVerdict(verdict=verdict, effect=effect, smallest_visible=0.035, suspect=verdict == "regressed")
+
+
+def case(name: str, verdict: Verdict = "pass", **changes: object) -> GateCase:
+    return GateCase(name=name, time=timed(verdict), **changes)  # type: ignore[arg-type]
+
+
+def changed(verdict: Verdict) -> GateCase:
+    change = Change(case="c", metric="all_gather count", before=4, after=5, verdict=verdict)
+    return GateCase(name="c", changes=(change,), time=timed("pass"))
+
+
+def report(*cases: GateCase, **changes: object) -> GateReport:
+    return GateReport(baseline="v1", candidate=".", cases=cases, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        (report(case("a"), case("b")), 0),
+        (report(case("a"), case("b", "improved")), 0),
+        (report(case("a"), case("b", "regressed")), 1),
+        (report(changed("regressed")), 1),
+        (report(changed("improved")), 0),
+        (report(changed("improved"), must_accept=True), 1),
+        (report(case("a", trouble="the candidate ended failed: no")), 1),
+        (report(case("a"), case("b", "inconclusive")), 3),
+        (report(case("a", "regressed"), case("b", "inconclusive")), 1),
+        (report(case("a"), case("b", trouble="the baseline ended failed", comparable=False)), 4),
+        (report(mismatch="no baseline for this machine"), 4),
+        (report(case("a"), error="the disk is full"), 2),
+    ],
+)
+def test_the_exit_status(found: GateReport, status: int) -> None:
+    assert found.status == status
+    assert as_object(found)["status"] == status
+    assert (
+        terminal(found)
+        .splitlines()[-1]
+        .startswith(("PASS:", "REGRESSION:", "HARNESS ERROR:", "INCONCLUSIVE:", "NOT COMPARABLE:")[status])
+    )
+
+
+def test_the_table_says_ratio_interval_and_what_could_have_been_seen() -> None:
+    found = terminal(report(case("ddp-w2", "regressed"), changed("regressed")))
+    assert "1.000 (0.990 to 1.010)" in found
+    assert "3.5 %" in found
+    assert "all_gather count" in found
+    assert "REGRESSION: of 2 cases 2 regressed" in found
+    assert "`refshard accept --reason ...`" in terminal(report(changed("improved"), must_accept=True))
+
+
+def test_a_pull_request_gets_a_table_of_its_own_kind() -> None:
+    text = markdown(report(case("ddp-w2"), changed("regressed")))
+    assert text.startswith("### refshard gate: regression\n")
+    assert "| ddp-w2 " in text
+
+
+def test_junit_counts_failures_and_names_reasons() -> None:
+    root = ElementTree.fromstring(junit(report(case("a"), changed("regressed"), case("b", "inconclusive"))))
+    assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("3", "1", "0")
+    failure = root.find("testcase/failure")
+    assert failure is not None
+    assert failure.get("message") == "all_gather count: 4 -> 5 (regressed)"
+    assert len(root.findall("testcase/skipped")) == 1
+    broken = ElementTree.fromstring(junit(report(error="the disk is full")))
+    assert broken.get("errors") == "1"
+
+
+def test_annotations_are_one_line_each_whatever_a_name_holds() -> None:
+    bad = GateCase(name="50%\nx", time=timed("regressed", 1.1))
+    (line,) = annotations(report(bad, case("a")))
+    assert line.startswith("::error title=refshard gate::50%25")
+    assert "\n" not in line
+    assert "1.100 times the baseline's (1.090 to 1.110)" in line

@@ -1,0 +1,77 @@
+"""Exact metrics: what one launch says, and what counts as a change."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from refshard.harness.run import run_suite
+from refshard.records import CaseRecord
+from refshard.specs.gate import RULES, GateSpec, MetricRule
+from refshard.stats.exact import Exact, changes, exact_metrics
+from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> CaseRecord:
+    found = run_suite(make_suite(), tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
+    return next(record for record in found.cases if record.case.strategy == "ddp")
+
+
+def test_exact_metrics_of_a_launch(record: CaseRecord) -> None:
+    found = exact_metrics(record)
+    assert found["all_reduce count"] == 1
+    assert found["all_reduce bytes"] == 400
+    assert found["FLOPs per token"] == record.flops_per_token
+    assert found["last loss"] == record.losses[-1]
+    assert found["parameters"] == "same"
+    assert found["peak memory"] == 2000
+    other = msgspec.structs.replace(record, losses=(*record.losses[:3], 1.0, *record.losses[4:]))
+    assert [change.metric for change in changes({"a": found}, {"a": exact_metrics(other)}, RULES)] == ["losses"]
+    with pytest.raises(ValueError, match="nothing of it is exact; it must end ok"):
+        exact_metrics(msgspec.structs.replace(record, state="failed", proof=None))
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "verdict"),
+    [
+        ("all_gather count", 4, 5, "regressed"),
+        ("all_gather bytes", 400, 300, "improved"),
+        ("FLOPs per token", 10.0, 9.0, "regressed"),
+        ("losses", "abc", "abd", "regressed"),
+        ("peak memory", 1000, 1021, "regressed"),
+        ("peak memory", 1000, 979, "improved"),
+        ("peak memory", 1000, 1019, None),
+        ("last loss", 5.0, 5.0, None),
+    ],
+)
+def test_what_is_a_change_and_which(metric: str, before: object, after: object, verdict: str | None) -> None:
+    one: dict[str, Exact] = {"case": {metric: before}}  # type: ignore[dict-item]
+    other: dict[str, Exact] = {"case": {metric: after}}  # type: ignore[dict-item]
+    assert [change.verdict for change in changes(one, other, RULES)] == ([verdict] if verdict else [])
+
+
+def test_an_extra_collective_is_a_regression_and_a_lost_one_an_improvement() -> None:
+    plain: dict[str, Exact] = {"case": {"all_gather count": 4}}
+    more: dict[str, Exact] = {"case": {"all_gather count": 4, "broadcast count": 1}}
+    assert [(c.metric, c.before, c.after, c.verdict) for c in changes(plain, more, RULES)] == [
+        ("broadcast count", None, 1, "regressed")
+    ]
+    assert [c.verdict for c in changes(more, plain, RULES)] == ["improved"]
+
+
+def test_cases_that_come_and_go() -> None:
+    both: dict[str, Exact] = {"a": {"x": 1}, "b": {"x": 1}}
+    one: dict[str, Exact] = {"a": {"x": 1}}
+    assert [(c.case, c.verdict) for c in changes(both, one, RULES)] == [("b", "removed")]
+    assert [(c.case, c.verdict) for c in changes(one, both, RULES)] == [("b", "new")]
+
+
+def test_a_suite_may_have_rules_of_its_own() -> None:
+    spec = GateSpec(metrics={"peak memory": MetricRule(better="lower", tolerance=0.1)})
+    one: dict[str, Exact] = {"case": {"peak memory": 100}}
+    other: dict[str, Exact] = {"case": {"peak memory": 109}}
+    assert changes(one, other, RULES)
+    assert not changes(one, other, spec.rules)
+    with pytest.raises(ValueError, match="tolerance must be at least 0 and below 1, got 2"):
+        MetricRule(tolerance=2)

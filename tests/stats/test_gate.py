@@ -1,0 +1,186 @@
+"""The gate's statistics: exact where theory is exact, and as rarely wrong as is claimed where noise decides."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from refshard.specs.gate import TimeLimits
+from refshard.stats.gate import LogRatios, effect_of, holm, is_suspect, judge, smallest_visible
+from refshard.stats.rehearsal import Draw, Rounds, rehearse, relabelled
+
+LIMITS = TimeLimits()
+STAGES = (LIMITS.screen_rounds, LIMITS.confirm_rounds)
+
+
+def rounds(seed: int, n: int, *, shift: float = 0.0, spread: float = 0.03) -> LogRatios:
+    drawn = np.random.default_rng(seed).normal(shift, spread, n)
+    return np.asarray(drawn, dtype=np.float64)
+
+
+def test_the_estimate_is_the_median_of_pairwise_means() -> None:
+    """Pairwise means of 0, 2 and 10: 0, 1, 2, 5, 6, 10."""
+    assert math.log(effect_of(np.array([0.0, 2.0, 10.0])).ratio) == pytest.approx(3.5)
+
+
+def test_an_example_of_a_textbook() -> None:
+    """Hamilton's depression scores of nine patients before and after a drug (Hollander, Wolfe, Chicken, table 3.1)."""
+    before = np.array([1.83, 0.50, 1.62, 2.48, 1.68, 1.88, 1.55, 3.06, 1.30])
+    after = np.array([0.878, 0.647, 0.598, 2.05, 1.06, 1.29, 1.06, 3.14, 1.29])
+    found = effect_of(before - after)
+    assert found.p_slower == pytest.approx(0.019531, abs=1e-6)
+    assert math.log(found.ratio) == pytest.approx(0.46)
+    assert math.log(found.low) == pytest.approx(0.010)
+    assert math.log(found.high) == pytest.approx(0.786)
+
+
+@pytest.mark.parametrize("n", [6, 9, 16, 48])
+def test_the_interval_holds_what_the_exact_test_does_not_reject(n: int) -> None:
+    d = rounds(n, n, shift=0.01)
+    found = effect_of(d)
+    sides: list[tuple[float, Literal["greater", "less"], int]] = [
+        (found.low, "greater", 1),
+        (found.high, "less", -1),
+    ]
+    for bound, alternative, inwards in sides:
+        for step, rejected in ((1e-6, False), (-1e-6, True)):
+            shifted = d - (math.log(bound) + inwards * step)
+            assert (stats.wilcoxon(shifted, alternative=alternative).pvalue <= 0.025) == rejected
+
+
+def test_too_few_rounds_have_no_interval_and_swapped_sides_invert() -> None:
+    few = effect_of(rounds(0, 5))
+    assert (few.low, few.high) == (0.0, math.inf)
+    one, other = effect_of(rounds(1, 16)), effect_of(-rounds(1, 16))
+    assert one.ratio == pytest.approx(1 / other.ratio)
+    assert (one.low, one.p_slower) == pytest.approx((1 / other.high, other.p_faster))
+
+
+def test_equal_times_are_no_evidence() -> None:
+    found = effect_of(np.zeros(16))
+    assert (found.ratio, found.low, found.high, found.p_slower, found.p_faster) == (1, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="rounds must be finite"):
+        effect_of(np.array([0.0, math.nan]))
+
+
+def test_holm_rejects_step_by_step() -> None:
+    """Limits for four hypotheses at 0.04: 0.01, 0.0133, 0.02, 0.04; the second fails, so the third does too."""
+    assert holm({"a": 0.009, "b": 0.014, "c": 0.015, "d": 1.0}, 0.04) == {"a"}
+    assert holm({"a": 0.009, "b": 0.013, "c": 0.019, "d": 0.04}, 0.04) == {"a", "b", "c", "d"}
+    assert holm({}, 0.04) == set()
+
+
+def test_verdicts_on_effects_that_are_beyond_doubt() -> None:
+    screened = {
+        name: rounds(seed, 16, shift=shift, spread=spread)
+        for seed, (name, shift, spread) in enumerate(
+            [("slower", 0.08, 0.01), ("faster", -0.08, 0.01), ("same", 0.0, 0.01), ("wild", 0.0, 0.3)]
+        )
+    }
+    suspects = {name for name, d in screened.items() if is_suspect(effect_of(d), LIMITS)}
+    assert {"slower", "faster"} <= suspects <= {"slower", "faster", "wild"}
+    confirmed = {
+        name: rounds(9, 48, shift=screened[name].mean() if name != "wild" else 0.0, spread=screened[name].std())
+        for name in suspects
+    }
+    found = judge(screened, confirmed, LIMITS)
+    assert {name: verdict.verdict for name, verdict in found.items()} == {
+        "slower": "regressed", "faster": "improved", "same": "pass", "wild": "inconclusive",
+    }  # fmt: skip
+    assert found["slower"].effect.rounds == 48, "fresh rounds decide"
+    assert found["wild"].smallest_visible > LIMITS.visible > found["same"].smallest_visible
+
+
+def test_what_is_significant_but_small_passes() -> None:
+    """2 % slower beyond doubt: under the limit of 2.5 %."""
+    screened, confirmed = rounds(1, 16, shift=0.02, spread=0.002), rounds(2, 48, shift=0.02, spread=0.002)
+    assert judge({"case": screened}, {"case": confirmed}, LIMITS)["case"].verdict == "pass"
+
+
+def test_fresh_rounds_are_for_suspects_and_for_all_of_them() -> None:
+    slow = rounds(1, 16, shift=0.1)
+    with pytest.raises(ValueError, match=r"fresh rounds must be those of the suspects \['case'\], got \[\]"):
+        judge({"case": slow}, {}, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"screen_rounds": 3}, "screen_rounds must be >= 6, got 3"),
+        ({"relevant": 0.0}, "relevant must lie between 0 and 1"),
+        ({"visible": 0.02}, "screen_effect, relevant and visible must ascend"),
+    ],
+)
+def test_limits_that_cannot_be_meant_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TimeLimits(**changes)  # type: ignore[arg-type]
+
+
+def calm(drawn: np.random.Generator, n: int) -> LogRatios:
+    """Ln of launches whose times scatter by 3 %."""
+    return np.asarray(drawn.normal(0, 0.03, n), dtype=np.float64)
+
+
+def harsh(drawn: np.random.Generator, n: int, start: float) -> LogRatios:
+    """3 % noise on a machine that drifts by 4 % over a gate, where every twentieth launch takes 5 to 50 % longer."""
+    drift = 0.02 * np.sin(start + np.linspace(0, 2 * math.pi, n))
+    bursts = np.where(drawn.random(n) < 0.05, np.log1p(drawn.uniform(0.05, 0.5, n)), 0.0)
+    return np.asarray(calm(drawn, n) + drift + bursts, dtype=np.float64)
+
+
+def gates(*, is_harsh: bool, slower: float = 0.0, cases: int = 10) -> Draw:
+    """A and B launched one after the other in each round; the first ``cases`` // 10 cases of B are ``slower``."""
+
+    def draw(drawn: np.random.Generator) -> Mapping[str, Rounds]:
+        found = {}
+        for case in range(cases):
+            stages = []
+            for n in STAGES:
+                launches = harsh(drawn, 2 * n, drawn.uniform(0, 6)) if is_harsh else calm(drawn, 2 * n)
+                pairs = launches.reshape(n, 2)
+                swapped = drawn.random(n) < 0.5
+                d = np.where(swapped, pairs[:, 0] - pairs[:, 1], pairs[:, 1] - pairs[:, 0])
+                stages.append(d + (math.log1p(slower) if case == 0 else 0.0))
+            found[f"case {case}"] = (stages[0], stages[1])
+        return found
+
+    return draw
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_harsh", [False, True], ids=["3 % noise", "bursts and drift"])
+def test_false_alarms_are_rare_and_a_slow_down_of_5_percent_is_found(is_harsh: bool) -> None:
+    """The aims: at most 4 failing gates of 1,000 without a change, and 95 % of slow-downs of 5 % found."""
+    nothing = rehearse(gates(is_harsh=is_harsh), LIMITS, gates=1000)
+    planted = rehearse(gates(is_harsh=is_harsh, slower=0.05), LIMITS, gates=300)
+    print(f"\n{nothing}\n{planted}")
+    assert nothing.failing_gates <= 4
+    assert nothing.inconclusive <= 0.02 * nothing.judged
+    assert planted.failing_gates >= 0.95 * planted.gates
+
+
+def test_labels_that_are_permuted_fail_seldom_and_show_what_was_planted() -> None:
+    recorded = {f"case {seed}": rounds(seed, 150) for seed in range(4)}
+    nothing = rehearse(relabelled(recorded, LIMITS), LIMITS, gates=50)
+    planted = rehearse(relabelled(recorded, LIMITS, slower=0.08), LIMITS, gates=20)
+    assert nothing.judged == 200
+    assert nothing.regressed == 0
+    assert planted.regressed == planted.judged
+    with pytest.raises(ValueError, match="case 0: a gate needs 64 rounds, 63 are recorded; record more"):
+        relabelled({"case 0": rounds(0, 63)}, LIMITS)
+
+
+def test_the_smallest_visible_effect_is_found_as_often_as_it_says() -> None:
+    """Planted at a spread of 6 %, which makes it the decisive stage's affair, in a gate of one case."""
+    planted = smallest_visible(rounds(3, 4000, spread=0.06), LIMITS, cases=1)
+
+    def draw(drawn: np.random.Generator) -> Mapping[str, Rounds]:
+        screen, confirm = (drawn.normal(math.log1p(planted), 0.06, n) for n in STAGES)
+        return {"case": (np.asarray(screen), np.asarray(confirm))}
+
+    found = rehearse(draw, LIMITS, gates=300)
+    assert 0.9 <= found.regressed / found.judged <= 0.99
+    assert smallest_visible(rounds(0, 1), LIMITS, cases=1) == math.inf
