@@ -57,7 +57,7 @@ def exact_metrics(record: CaseRecord) -> dict[str, Value]:
 def changes(
     before: Mapping[str, Exact], after: Mapping[str, Exact], rules: Mapping[str, MetricRule]
 ) -> tuple[Change, ...]:
-    """What differs, by case and metric; a case that is only in ``after`` is new, one that is only in ``before`` removed."""
+    """What differs, by case and metric; a case only in ``after`` is new, one only in ``before`` removed."""
     found: list[Change] = []
     for case in [*before, *(case for case in after if case not in before)]:
         if case not in after or case not in before:
