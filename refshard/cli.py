@@ -195,7 +195,12 @@ def gate(
         str | None, typer.Option(help="A revision or a checkout; without one, the accepted exact metrics.")
     ] = None,
     candidate: Annotated[str, typer.Option(help="A revision or a checkout.")] = ".",
+    strategies: Annotated[str | None, typer.Option(help="Compare two strategies instead: BASELINE,CANDIDATE.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Exact metrics only: one launch of each case.")] = False,
+    portable: Annotated[
+        bool,
+        typer.Option("--portable", help="Where this machine has no baseline, take another's, as far as that can hold."),
+    ] = False,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
     baselines: Annotated[Path, typer.Option(help="Where accepted baselines lie.")] = Path("profiles/baselines"),
     as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
@@ -211,11 +216,12 @@ def gate(
     from refshard.commands import gate as command
 
     asked = command.Asked(
-        suite=suite, baseline=baseline, candidate=candidate, exact=exact, oversubscribe=oversubscribe,
-        baselines=baselines,
+        suite=suite, baseline=baseline, candidate=candidate, strategies=command.two_strategies(strategies),
+        exact=exact, portable=portable, oversubscribe=oversubscribe, baselines=baselines,
     )  # fmt: skip
+    outputs = command.Outputs(as_json=as_json, markdown=markdown, junit=junit, annotate=annotate)
     try:
-        text, status = command.gate(asked, as_json=as_json, markdown=markdown, junit=junit, annotate=annotate)
+        text, status = command.gate(asked, outputs)
     except KeyboardInterrupt:
         print("refshard: interrupted; what had ended is written", file=sys.stderr)
         raise typer.Exit(130) from None

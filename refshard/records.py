@@ -122,6 +122,17 @@ class CollectiveCount(msgspec.Struct, frozen=True, kw_only=True, order=True):
     bytes: int
 
 
+class Census(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step of one rank asked of torch: how many operators, how many of their results lie in memory that is
+    new, of how many bytes in all; and the SHA-256 of the operators' names in order, in hexadecimal.
+    """
+
+    operators: int
+    allocations: int
+    allocated_bytes: int
+    order_sha256: str
+
+
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """Evidence that the strategy did what its plan announced.
 
@@ -158,7 +169,8 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
     ``step_times_s[rank][step]`` are the raw samples. ``metrics`` has a key for every entry of :data:`METRICS` that is
     not :data:`DERIVED`, None where the quantity does not exist. ``recompute`` says which layers computed their forward
-    twice, which no FLOPs here count. ``traces`` are paths relative to the run's folder.
+    twice, which no FLOPs here count. ``census`` and ``planned_peak_bytes`` (what the memory model says; none where it
+    knows no such case) are rank 0's. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA
@@ -185,6 +197,8 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     peak_flops_per_s: float | None = None
     peak_source: str = ""
     steps: tuple[StepTrace, ...] = ()
+    census: Census | None = None
+    planned_peak_bytes: int | None = None
     traces: tuple[str, ...] = ()
     proof: Proof | None = None
     warnings: tuple[str, ...] = ()

@@ -79,6 +79,8 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         flops_per_token=float(flops_per_token(model, case.seq_len, CONVENTION, case.workload)),
         recompute=recompute_words(case, model),
         steps=traces.steps,
+        census=ranks[0].census,
+        planned_peak_bytes=ranks[0].planned_peak_bytes,
         proof=proof,
         warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
         **_peak(case, ranks[0].device, environment),

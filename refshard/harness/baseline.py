@@ -9,10 +9,12 @@ import msgspec
 from refshard.errors import SpecError, StoreError
 from refshard.folders import replace_file
 from refshard.records import Environment, Run
-from refshard.stats.exact import Value, exact_metrics
+from refshard.specs.gate import RULES
+from refshard.stats.exact import Value, changes, exact_metrics
 
 _SCHEMA = 1
-_MACHINE = ("os", "cpu", "logical_cores", "python", "torch")
+MACHINE = ("os", "cpu", "logical_cores", "gpus", "python", "torch")
+"""What a baseline says of the machine that made it."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,14 @@ def baseline_file(folder: Path, environment: Environment, suite: str) -> Path:
     return folder / environment.id / f"{suite}.json"
 
 
+def machine_of(environment: Environment) -> dict[str, str]:
+    """The machine in words, by the fields of :data:`MACHINE`."""
+    return {
+        field: ", ".join(value) if isinstance(value := getattr(environment, field), tuple) else str(value)
+        for field in MACHINE
+    }
+
+
 def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
     """Make the run's exact metrics the baseline of its suite; return the file, and the baseline that it replaces.
 
@@ -51,13 +61,20 @@ def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
     cases: dict[str, dict[str, Value]] = {}
     for record in run.cases:
         if record.fidelity != "simulated":
-            cases.setdefault(record.case.name, exact_metrics(record))
+            found = exact_metrics(record)
+            first = cases.setdefault(record.case.name, found)
+            if differing := changes({"": first}, {"": found}, RULES):
+                change = differing[0]
+                raise SpecError(
+                    f"run {run.header.run_id}: {record.case.name} has {change.metric} {change.before} and, in another "
+                    f"round, {change.after}, so it is not exact; find out why, or leave the case out"
+                )
     path = baseline_file(folder, environment, run.header.suite.name)
     before = read_baseline(path) if path.exists() else None
     made = Baseline(
         suite=run.header.suite.name,
         fingerprint=environment.id,
-        machine={field: str(getattr(environment, field)) for field in _MACHINE},
+        machine=machine_of(environment),
         refshard=run.header.refshard,
         git_commit=environment.git_commit,
         accepted_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -67,6 +84,15 @@ def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, [json.dumps(msgspec.to_builtins(made), indent=1), "\n"])
     return path, before
+
+
+def read_others(folder: Path, suite: str) -> tuple[Baseline, ...]:
+    """What was accepted for ``suite`` on any machine.
+
+    Raises:
+        StoreError: see :func:`read_baseline`.
+    """
+    return tuple(read_baseline(path) for path in sorted(folder.glob(f"*/{suite}.json")))
 
 
 def read_baseline(path: Path) -> Baseline:

@@ -4,7 +4,7 @@ A step of training is forward and backward of each microbatch and one optimizer 
 loss under ``no_grad``, on weights that stay as they were initialised.
 
 Nothing watches while steps are timed. The allocator's peak is taken over one early step, after the optimizer's state
-and the engine's slots exist; the trace is recorded last.
+and the engine's slots exist, and operators are counted in the next; the trace is recorded last.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -20,20 +20,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from refshard.errors import RefshardError
+from refshard.errors import RefshardError, SpecError
 from refshard.models.activation import checkpoint_layers
 from refshard.models.data import TokenSource, open_source, rank_batch
 from refshard.models.llama import Llama, initialise, next_token_loss
-from refshard.records import CollectiveCount, State
+from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
+from refshard.plan.recipe import find_recipe
+from refshard.records import Census, CollectiveCount, State
+from refshard.simulate.kernels import Batch
+from refshard.simulate.memory import RankJob, predict_memory
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec, load_model
 from refshard.strategies import make_strategy
 from refshard.strategies.base import Strategy
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
+from refshard.tracing.census import OperatorCensus
 from refshard.tracing.memory import AllocatorPeak
 
 MEMORY_STEP = 2
 """The step whose allocator peak is recorded: the first whose every buffer was there before."""
+CENSUS_STEP = MEMORY_STEP + 1
+"""The step whose operators are counted."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the step and the number of steps of that phase."""
@@ -42,7 +49,8 @@ Progress = Callable[[str, int, int], None]
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank reports. ``losses`` are this rank's, one per step; times are in seconds, sizes in bytes.
 
-    An emulated rank has no ``parameters_sha256``: what it would gather from others is made up.
+    An emulated rank has no ``parameters_sha256``: what it would gather from others is made up. Rank 0 names its
+    ``operators``, in order, of the step that its ``census`` is of.
     """
 
     rank: int
@@ -58,6 +66,9 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
     parameters_sha256: str = ""
+    census: Census | None = None
+    operators: tuple[str, ...] = ()
+    planned_peak_bytes: int | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -142,8 +153,10 @@ def measure(
     _import_lazy_parts()
     allocator = AllocatorPeak(device)
     trainer = Trainer(case, load_model(case.model), strategy, group, device)
+    census = OperatorCensus()
+    watching: dict[int, AbstractContextManager[object]] = {MEMORY_STEP: allocator.window(), CENSUS_STEP: census}
     for step in warmup:
-        with allocator.window() if step == MEMORY_STEP else nullcontext():
+        with watching.get(step, nullcontext()):
             trainer.timed_step(aligned=True)
     times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -167,7 +180,33 @@ def measure(
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(case.workload, case.microbatches),
         parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",
+        census=census.census,
+        operators=census.operators if group.rank() == 0 else (),
+        planned_peak_bytes=_planned_peak(case, device) if group.rank() == 0 else None,
     )
+
+
+def _planned_peak(case: CaseSpec, device: torch.device) -> int | None:
+    """What the memory model says of this rank, None where it knows no such case."""
+    try:
+        recipe = find_recipe(case.strategy)
+    except SpecError:
+        return None
+    if case.workload != "training":
+        return None
+    spec = load_model(case.model)
+    job = RankJob(
+        model=spec,
+        world_size=case.world_size,
+        batch=Batch(
+            sequences=case.global_batch // case.world_size // case.microbatches, seq_len=case.seq_len, dtype="fp32"
+        ),
+        microbatches=case.microbatches,
+        checkpointing=Checkpointing(checkpointed_layers(case.checkpointing, spec.n_layers)),
+        device="cuda" if device.type == "cuda" else "cpu",
+        library="nccl" if device.type == "cuda" else "gloo",
+    )
+    return predict_memory(job, recipe).peak
 
 
 def _import_lazy_parts() -> None:

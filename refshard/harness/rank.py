@@ -1,14 +1,18 @@
-"""One rank of one case.
+"""One rank of one case, or of a series of them.
 
 It reads ``FOLDER/case.json``, runs the case and leaves ``FOLDER/rank<r>.json``, whatever happens short of being killed.
-It imports torch, numpy and msgspec and nothing heavier, so it runs on a bare cluster image.
+Of a series, ``FOLDER/series.json`` lists the cases, and each has a folder of its own within, named by its place. It
+imports torch, numpy and msgspec and nothing heavier, so it runs on a bare cluster image.
 """
 
+import gc
 import os
 import resource
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,13 +21,14 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from refshard.errors import RefshardError, UnsupportedError
-from refshard.harness.measure import RankResult, measure
+from refshard.harness.measure import Progress, RankResult, measure
 from refshard.quantities import GIB
 from refshard.records import State
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 
 CASE_FILE = "case.json"
+SERIES_FILE = "series.json"
 PROGRESS_FILE = "progress"
 
 
@@ -39,18 +44,46 @@ def trace_file(folder: Path, rank: int) -> Path:
 
 def run_rank(folder: Path) -> int:
     """Run this rank and return the process's exit status."""
-    rank = int(os.environ["RANK"])
     case = msgspec.json.decode((folder / CASE_FILE).read_bytes(), type=CaseSpec)
+    return 0 if _leave_result(folder, lambda: _run(case, folder, int(os.environ["RANK"]))) else 1
+
+
+def run_series_rank(folder: Path) -> int:
+    """Run this rank through the cases of a series, in one process group, and return the process's exit status.
+
+    The first case that does not end well is the last: peers may wait in a collective that never comes.
+    """
+    cases = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=list[CaseSpec])
+    torch.set_num_threads(cases[0].threads_per_rank)
+    device = _device(cases[0])
+    with _process_group(device) as group:
+        for index, case in enumerate(cases):
+            own = series_folder(folder, index)
+            progress = _progress(folder, group, f"case {index + 1}/{len(cases)}, ")
+            if not _leave_result(own, partial(_measure, case, own, group, device, progress)):
+                return 1
+            gc.collect()  # a model may be part of a cycle, and its memory is not the next one's
+    return 0
+
+
+def series_folder(folder: Path, index: int) -> Path:
+    """Where the ranks of a series leave what they know of the case at ``index``."""
+    return folder / str(index)
+
+
+def _leave_result(folder: Path, run: Callable[[], RankResult]) -> bool:
+    """Leave this rank's result, or the error that it met; whether it ended well."""
+    rank = int(os.environ["RANK"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            result = _run(case, folder, rank)
+            result = run()
         except BaseException as error:
             traceback.print_exc()
             result = RankResult(rank=rank, state=_state_of(error), error=_describe(error))
     notes = dict.fromkeys([*result.warnings, *(str(w.message) for w in caught if "refshard" in str(w.message))])
     _replace(rank_file(folder, rank), msgspec.json.encode(msgspec.structs.replace(result, warnings=tuple(notes))))
-    return 0 if result.state == "ok" else 1
+    return result.state == "ok"
 
 
 def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
@@ -61,11 +94,17 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
     device = _device(case)
     if case.fidelity == "emulated":
         return _emulate(case, folder, rank, device)
+    with _process_group(device) as group:
+        return _measure(case, folder, group, device, _progress(folder, group))
+
+
+@contextmanager
+def _process_group(device: torch.device) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         group = dist.group.WORLD
         assert group is not None
-        return _measure(case, folder, group, device)
+        yield group
     finally:
         dist.destroy_process_group()
 
@@ -79,16 +118,24 @@ def _emulate(case: CaseSpec, folder: Path, rank: int, device: torch.device) -> R
         load_cluster(case.cluster), rank=rank, world_size=case.world_size, meet=_meeting(case.processes)
     )
     with emulated_world(world) as group:
-        result = _measure(case, folder, group, device)
+        result = _measure(case, folder, group, device, _progress(folder, group))
         remark = world.remark()
     return msgspec.structs.replace(result, warnings=(remark,) if remark else ())
 
 
-def _measure(case: CaseSpec, folder: Path, group: dist.ProcessGroup, device: torch.device) -> RankResult:
-    def progress(phase: str, step: int, steps: int) -> None:
-        if group.rank() == 0:
-            (folder / PROGRESS_FILE).write_text(f"{phase} {step + 1}/{steps}")
+def _progress(folder: Path, group: dist.ProcessGroup, within: str = "") -> Progress:
+    """Rank 0 says what it is at."""
 
+    def tell(phase: str, step: int, steps: int) -> None:
+        if group.rank() == 0:
+            (folder / PROGRESS_FILE).write_text(f"{within}{phase} {step + 1}/{steps}")
+
+    return tell
+
+
+def _measure(
+    case: CaseSpec, folder: Path, group: dist.ProcessGroup, device: torch.device, progress: Progress
+) -> RankResult:
     result = measure(case, group, device, trace_file(folder, group.rank()), progress)
     dist.barrier()
     return result

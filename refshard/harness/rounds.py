@@ -1,10 +1,13 @@
-"""Paired rounds: both sides of a case launched one right after the other, in random order, each in fresh processes.
+"""Paired rounds: both sides launched one right after the other, in random order, each in fresh processes.
 
-Each side is a run of its own in a folder of its own, which every other command reads.
+A round's launch takes all cases of one world size through the same processes, since starting them costs more than a
+case does; both sides take them in the same order, which is another one in each round. Each side is a run of its own in
+a folder of its own, which every other command reads.
 """
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,7 +19,10 @@ import numpy as np
 
 from refshard.harness.assemble import Peers
 from refshard.harness.launchers.base import Launcher
-from refshard.harness.run import Observer, launch_case
+from refshard.harness.measure import RankResult
+from refshard.harness.rank import rank_file
+from refshard.harness.run import Observer, launch_case, launch_name
+from refshard.harness.series import launch_series
 from refshard.harness.store import RunWriter
 from refshard.records import CaseRecord, EndRecord, Environment, RunRecord
 from refshard.specs.case import CaseSpec
@@ -35,9 +41,12 @@ class Side:
 
     def case(self, case: CaseSpec) -> CaseSpec:
         """What this side launches for a case of the suite; the reference stays what it is."""
-        if self.strategy is None or case == case.reference():
-            return case
-        return msgspec.structs.replace(case, strategy=self.strategy)
+        return case if self.strategy is None or case == case.reference() else of_strategy(case, self.strategy)
+
+
+def of_strategy(case: CaseSpec, strategy: str) -> CaseSpec:
+    """The same case under another strategy."""
+    return msgspec.structs.replace(case, strategy=strategy)
 
 
 @dataclass(slots=True)
@@ -52,14 +61,34 @@ class _Held:
     def latest_ok(self, case: CaseSpec) -> CaseRecord | None:
         return next((r for r in reversed(self.records) if r.spec_hash == case.hash and r.state == "ok"), None)
 
+    def peers(self, case: CaseSpec) -> Peers:
+        """What this side's case is held against."""
+        return Peers(
+            reference=self.latest_ok(case.reference()),
+            ddp=self.latest_ok(msgspec.structs.replace(case, strategy="ddp")) if case.world_size > 1 else None,
+        )
+
+    def keep(self, record: CaseRecord) -> None:
+        """Write a record, and remember it."""
+        self.writer.append(record)
+        self.records.append(record)
+
 
 class PairedRounds:
     """Holds rounds and keeps every record, baseline first. Use it as a context: both runs are closed on every path."""
 
     def __init__(
-        self, suite: SuiteSpec, folder: Path, sides: tuple[Side, Side], observer: Observer, *, seed: int = 0
+        self,
+        suite: SuiteSpec,
+        folder: Path,
+        sides: tuple[Side, Side],
+        observer: Observer,
+        tell: Callable[[str], None],
+        *,
+        seed: int = 0,
     ) -> None:
-        self._suite, self._folder, self._sides, self._observer = suite, folder, sides, observer
+        """``tell`` is told of each round in a line, ``observer`` of every launch of a single case."""
+        self._suite, self._folder, self._sides, self._observer, self._tell = suite, folder, sides, observer, tell
         self._drawn = random.Random(seed)
         self._round = 0
         self._held: list[_Held] = []
@@ -95,45 +124,56 @@ class PairedRounds:
                     )
                 )
 
+    def apart(self, cases: Sequence[CaseSpec]) -> None:
+        """Launch each case once on each side, in processes of its own: for what is exact, or what others need."""
+        for index, case in enumerate(cases):
+            for held in self._held:
+                mine = held.side.case(case)
+                self._observer.case_started(mine, self._round, index, len(cases))
+                record = launch_case(
+                    mine, self._round, held.header, self._folder / held.side.name, held.side.launcher,
+                    self._observer.case_progressed, held.peers(mine),
+                )  # fmt: skip
+                held.keep(record)
+                self._observer.case_ended(record)
+        self._round += 1
+
     def hold(self, cases: Sequence[CaseSpec], rounds: int) -> None:
-        """Hold ``rounds`` more rounds of ``cases``, in an order of its own each."""
-        for _ in range(rounds):
-            for index, case in enumerate(self._drawn.sample(cases, len(cases))):
-                for held in self._drawn.sample(self._held, len(self._held)):
-                    self._launch(held, case, index, len(cases))
+        """Hold ``rounds`` more rounds of ``cases``."""
+        worlds = sorted({(case.world_size, case.threads_per_rank, case.device) for case in cases})
+        started = time.monotonic()
+        for index in range(rounds):
+            for world in worlds:
+                together = [case for case in cases if (case.world_size, case.threads_per_rank, case.device) == world]
+                self._hold_one(self._drawn.sample(together, len(together)))
             self._round += 1
+            left_s = (time.monotonic() - started) / (index + 1) * (rounds - index - 1)
+            self._tell(f"round {index + 1}/{rounds} of {len(cases)} cases; {left_s / 60:.0f} min left")
 
-    def references(self, cases: Sequence[CaseSpec]) -> None:
-        """Launch once what the others are held against."""
-        for held in self._held:
-            for index, case in enumerate(cases):
-                self._launch(held, case, index, len(cases))
-
-    def _launch(self, held: _Held, case: CaseSpec, index: int, total: int) -> None:
-        mine = held.side.case(case)
-        self._observer.case_started(mine, self._round, index, total)
-        peers = Peers(
-            reference=held.latest_ok(mine.reference()),
-            ddp=held.latest_ok(msgspec.structs.replace(mine, strategy="ddp")) if mine.world_size > 1 else None,
-        )
-        record = launch_case(
-            mine,
-            self._round,
-            held.header,
-            self._folder / held.side.name,
-            held.side.launcher,
-            self._observer.case_progressed,
-            peers,
-        )
-        held.writer.append(record)
-        held.records.append(record)
-        self._observer.case_ended(record)
+    def _hold_one(self, cases: Sequence[CaseSpec]) -> None:
+        for held in self._drawn.sample(self._held, len(self._held)):
+            records = launch_series(
+                [held.side.case(case) for case in cases], self._round, held.header, self._folder / held.side.name,
+                held.side.launcher, self._observer.case_progressed, held.peers,
+            )  # fmt: skip
+            for record in records:
+                held.keep(record)
 
     def last(self, case: CaseSpec) -> tuple[CaseRecord, CaseRecord]:
         """The last record of each side, baseline first."""
         found = [
             next(r for r in reversed(held.records) if r.spec_hash == held.side.case(case).hash) for held in self._held
         ]
+        return found[0], found[1]
+
+    def operators(self, case: CaseSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What rank 0 of each side asked of torch in a step, baseline first; of the launch of ``case`` alone."""
+        found = []
+        for held in self._held:
+            mine = held.side.case(case)
+            record = next(r for r in held.records if r.spec_hash == mine.hash)
+            work = self._folder / held.side.name / "cases" / launch_name(mine, record.round)
+            found.append(msgspec.json.decode(rank_file(work, 0).read_bytes(), type=RankResult).operators)
         return found[0], found[1]
 
     def log_ratios(self, case: CaseSpec, first_round: int = 0) -> LogRatios:

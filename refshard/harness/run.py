@@ -236,18 +236,38 @@ def launch_case(
     peers: Peers,
 ) -> CaseRecord:
     """Run one case in processes of its own, in a folder of its own under ``folder``, and return its record."""
-    name = f"{case.name}-{case.hash}-round{round_}"
-    work = (folder / "cases" / name).absolute()
-    if work.exists():  # of a launch that did not end, or failed
-        shutil.rmtree(work)
-    work.mkdir(parents=True)
+    name = launch_name(case, round_)
+    work = fresh_folder(folder / "cases" / name)
     (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
     started = datetime.now(UTC)
     launch = None
     if case.processes:
         job = Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
         launch = launcher.launch(job, work, on_progress)
-    blank = CaseRecord(
+    blank = blank_record(case, round_, header, started)
+    if launch is None:
+        record = record_simulated(blank, trace_file(work, 0))
+    else:
+        record = assemble(blank, launch, work, header.environment, peers)
+    return msgspec.structs.replace(record, traces=_keep_traces(case, name, work, folder))
+
+
+def launch_name(case: CaseSpec, round_: int) -> str:
+    """What a launch's folder and its traces are called."""
+    return f"{case.name}-{case.hash}-round{round_}"
+
+
+def fresh_folder(work: Path) -> Path:
+    """Make a launch's folder, in place of that of a launch that did not end, or failed; return its absolute path."""
+    if work.exists():
+        shutil.rmtree(work)
+    work.mkdir(parents=True)
+    return work.absolute()
+
+
+def blank_record(case: CaseSpec, round_: int, header: RunRecord, started: datetime) -> CaseRecord:
+    """The record of a launch that has just ended, without what came of it; its state is preset to ok."""
+    return CaseRecord(
         run_id=header.run_id,
         environment=header.environment.id,
         case=case,
@@ -258,11 +278,6 @@ def launch_case(
         started_at=started.isoformat(timespec="seconds"),
         duration_s=(datetime.now(UTC) - started).total_seconds(),
     )
-    if launch is None:
-        record = record_simulated(blank, trace_file(work, 0))
-    else:
-        record = assemble(blank, launch, work, header.environment, peers)
-    return msgspec.structs.replace(record, traces=_keep_traces(case, name, work, folder))
 
 
 def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[str, ...]:

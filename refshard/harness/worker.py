@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(program: str, folder: Path, launcher: int) -> int:
-    """Run this rank of the program, ``case`` or ``calibration``, and return the process's exit status."""
+    """Run this rank of the program, ``case``, ``series`` or ``calibration``, and return the process's exit status."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:
@@ -23,9 +23,9 @@ def main(program: str, folder: Path, launcher: int) -> int:
         from refshard.harness.calibration.rank import calibrate_rank
 
         return calibrate_rank(folder)
-    from refshard.harness.rank import run_rank
+    from refshard.harness.rank import run_rank, run_series_rank
 
-    return run_rank(folder)
+    return run_series_rank(folder) if program == "series" else run_rank(folder)
 
 
 if __name__ == "__main__":

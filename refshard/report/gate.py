@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 from tabulate import tabulate
 
 from refshard.quantities import format_percent
 from refshard.report.cases import plain
 from refshard.stats.exact import Change
 from refshard.stats.gate import TimeVerdict, Verdict
+from refshard.stats.rehearsal import CaseNoise, Noise
 
 PASS, REGRESSION, HARNESS_ERROR, INCONCLUSIVE, NOT_COMPARABLE = range(5)
 """Exit statuses of ``refshard gate``."""
@@ -27,6 +29,7 @@ class GateCase:
     changes: tuple[Change, ...] = ()
     time: TimeVerdict | None = None
     trouble: str = ""
+    remark: str = ""
     comparable: bool = True
 
     @property
@@ -45,7 +48,8 @@ class GateCase:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateReport:
     """All cases of one gate. Beside an accepted baseline (``must_accept``) an improvement fails too: someone has to
-    accept it. ``error`` and ``mismatch`` say why there is no comparison.
+    accept it. ``error`` and ``mismatch`` say why there is no comparison. ``noise`` is what gates on this machine are
+    worth, if that was measured.
     """
 
     baseline: str
@@ -55,6 +59,7 @@ class GateReport:
     error: str = ""
     mismatch: str = ""
     notes: tuple[str, ...] = field(default=())
+    noise: Noise | None = None
 
     @property
     def status(self) -> int:
@@ -85,7 +90,7 @@ def markdown(report: GateReport) -> str:
 def _text(report: GateReport, style: str) -> str:
     parts = []
     if report.cases:
-        rows = [_row(case) for case in report.cases]
+        rows = [_row(case, report.noise) for case in report.cases]
         parts.append(tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True))
     changed = [
         [plain(c.case), c.metric or "the case", _value(c.before), _value(c.after), c.verdict]
@@ -95,14 +100,38 @@ def _text(report: GateReport, style: str) -> str:
     if changed:
         headers = ["case", "metric", report.baseline, report.candidate, "verdict"]
         parts.append(tabulate(changed, headers=headers, tablefmt=style, disable_numparse=True))
-    parts += [f"* {plain(case.name)}: {plain(case.trouble)}" for case in report.cases if case.trouble]
+    parts += [
+        f"* {plain(case.name)}: {plain(told)}" for case in report.cases for told in (case.trouble, case.remark) if told
+    ]
+    if report.noise is not None:
+        parts.append(f"* {noise_words(report.noise)}")
     parts += [f"* {plain(note)}" for note in report.notes]
     parts.append(f"{_words(report.status).upper()}: {_sentence(report)}")
     return "\n\n".join(parts)
 
 
-def _row(case: GateCase) -> dict[str, str]:
+def noise_words(noise: Noise) -> str:
+    """What a machine's own noise does to gates, in a sentence."""
+    judged = noise.gates * len(noise.cases)
+    alarms = sum(case.false_alarms for case in noise.cases.values())
+    return (
+        f"This machine's noise, from {noise.launches} launches of the same code: of {noise.gates:,} gates with "
+        f"permuted labels {noise.failing_gates:,} failed, and {format_percent(alarms / judged)} of all cases."
+    )
+
+
+def _of_noise(case: CaseNoise | None, gates: int) -> dict[str, str]:
+    if case is None:
+        return {"false alarms here": "unknown", "found here": "unknown"}
+    return {
+        "false alarms here": format_percent(case.false_alarms / gates),
+        "found here": f"{format_percent(case.found / gates)} of +{format_percent(case.planted)}",
+    }
+
+
+def _row(case: GateCase, noise: Noise | None) -> dict[str, str]:
     time = case.time
+    of_noise = {} if noise is None else _of_noise(noise.cases.get(case.name), noise.gates)
     return {
         "case": plain(case.name),
         "verdict": case.verdict,
@@ -112,6 +141,7 @@ def _row(case: GateCase) -> dict[str, str]:
         else f"{time.effect.ratio:.3f} ({time.effect.low:.3f} to {time.effect.high:.3f})",
         "rounds": "-" if time is None else str(time.effect.rounds),
         "smallest visible": "-" if time is None else format_percent(time.smallest_visible),
+        **of_noise,
     }
 
 
@@ -144,11 +174,13 @@ def as_object(report: GateReport) -> dict[str, Any]:
         "error": report.error,
         "mismatch": report.mismatch,
         "notes": list(report.notes),
+        "noise": None if report.noise is None else msgspec.to_builtins(report.noise),
         "cases": [
             {
                 "case": case.name,
                 "verdict": case.verdict,
                 "trouble": case.trouble,
+                "remark": case.remark,
                 "changes": [
                     {"metric": c.metric, "before": c.before, "after": c.after, "verdict": c.verdict}
                     for c in case.changes

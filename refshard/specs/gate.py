@@ -15,7 +15,8 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``screen_rounds`` single out suspects: cases whose estimated effect exceeds ``screen_effect`` with a one-sided p
     below ``screen_p``. As many as ``confirm_rounds`` fresh ones decide: a suspect has regressed if Holm's procedure
     over all cases rejects at ``significance`` and the effect exceeds ``relevant``. A case passes only if an effect of
-    ``visible`` is outside of its 95 % interval; else the noise was too large to tell.
+    ``visible`` is outside of its 95 % interval, of fresh rounds where that of the screening holds it; else the noise
+    was too large to tell.
     """
 
     screen_rounds: int = 16
@@ -41,11 +42,12 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class MetricRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When an exact metric has changed: by more than ``tolerance`` of what it was. ``better`` is the direction that is
-    an improvement; none where every change needs a word.
+    an improvement; none where every change needs a word. One that does not gate is told, and fails nothing.
     """
 
     better: Direction | None = None
     tolerance: float = 0.0
+    gates: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
@@ -55,6 +57,9 @@ class MetricRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 RULES: dict[str, MetricRule] = {
     "count": MetricRule(better="lower"),
     "bytes": MetricRule(better="lower"),
+    "operators": MetricRule(better="lower"),
+    "allocations": MetricRule(better="lower"),
+    "planned peak": MetricRule(better="lower"),
     "peak memory": MetricRule(better="lower", tolerance=0.02),
 }
 """Rules by metric, or by the last word of its name; any other metric must stay as it is."""

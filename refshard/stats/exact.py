@@ -5,8 +5,9 @@ better too, and has to be accepted by someone.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import msgspec
 
@@ -17,6 +18,9 @@ from refshard.stats.gate import Verdict
 Value = int | float | str
 Exact = Mapping[str, Value]
 """Exact metrics of one case, by name."""
+OPERATORS, ORDER, PEAK = "operators", "operator order", "peak memory"
+OF_THE_MACHINE = frozenset({"last loss", "losses", "parameters", PEAK})
+"""Metrics that another processor may change: sums of floats in another order, memory in other pieces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +37,12 @@ class Change:
 def exact_metrics(record: CaseRecord) -> dict[str, Value]:
     """What one launch that ended ok says exactly.
 
-    Number and bytes of each kind of collective per rank and step, FLOPs per token, all losses and the final parameters
-    to the bit, and the peak of memory, which varies by some KiB with the moment at which threads allocate.
+    Number and bytes of each kind of collective per rank and step, FLOPs per token, operators of a step, their order
+    and what they allocate, the peak of memory that the plan has, all losses and the final parameters to the bit; and
+    the measured peak of memory, which varies by some KiB with the moment at which threads allocate.
+
+    Raises:
+        ValueError: it did not end ok.
     """
     proof = record.proof
     if proof is None:
@@ -45,13 +53,38 @@ def exact_metrics(record: CaseRecord) -> dict[str, Value]:
         found[f"{collective.op} bytes"] = collective.bytes
     if record.flops_per_token is not None:
         found["FLOPs per token"] = record.flops_per_token
+    if (census := record.census) is not None:
+        found |= {
+            OPERATORS: census.operators,
+            ORDER: census.order_sha256[:16],
+            "allocations": census.allocations,
+            "allocated bytes": census.allocated_bytes,
+        }
+    if record.planned_peak_bytes is not None:
+        found["planned peak"] = record.planned_peak_bytes
     if record.case.fidelity == "measured":
         found["last loss"] = record.losses[-1]
         found["losses"] = hashlib.sha256(msgspec.json.encode(record.losses)).hexdigest()[:16]
         found["parameters"] = proof.parameters_sha256[:16]
     if (peak := record.metrics.get("peak_memory_bytes")) is not None:
-        found["peak memory"] = int(peak)
+        found[PEAK] = int(peak)
     return found
+
+
+def first_difference(before: Sequence[str], after: Sequence[str]) -> str:
+    """In words, where two steps first ask torch for something else.
+
+    >>> first_difference(["aten.mm", "aten.add"], ["aten.mm", "aten.clone", "aten.add"])
+    'operator 2 is aten.clone and was aten.add'
+    """
+    pairs = enumerate(zip_longest(before, after, fillvalue="none"), start=1)
+    place, was, is_ = next((place, was, is_) for place, (was, is_) in pairs if was != is_)
+    return f"operator {place} is {is_} and was {was}"
+
+
+def portable(metrics: Exact) -> dict[str, Value]:
+    """Those that any machine with the same software finds the same."""
+    return {metric: value for metric, value in metrics.items() if metric not in OF_THE_MACHINE}
 
 
 def changes(
@@ -66,10 +99,12 @@ def changes(
             continue
         mine, theirs = before[case], after[case]
         for metric in [*mine, *(metric for metric in theirs if metric not in mine)]:
+            if metric == ORDER and mine.get(OPERATORS) != theirs.get(OPERATORS):
+                continue  # other operators have another order
             rule = rules.get(metric.rpartition(" ")[2] if metric not in rules else metric, MetricRule())
             was, is_ = mine.get(metric), theirs.get(metric)
             if was != is_ and not _within(was, is_, rule.tolerance):
-                verdict = _verdict(was, is_, rule.better)
+                verdict = _verdict(metric, was, is_, rule.better) if rule.gates else "pass"
                 found.append(Change(case=case, metric=metric, before=was, after=is_, verdict=verdict))
     return tuple(found)
 
@@ -80,8 +115,12 @@ def _within(was: Value | None, is_: Value | None, tolerance: float) -> bool:
     return abs(is_ - was) <= tolerance * abs(was)
 
 
-def _verdict(was: Value | None, is_: Value | None, better: Direction | None) -> Verdict:
-    """Something that has no better direction has regressed if it changed at all."""
+def _verdict(metric: str, was: Value | None, is_: Value | None, better: Direction | None) -> Verdict:
+    """Something that has no better direction has regressed if it changed at all. Collectives that are not there are
+    none; any other metric is not there where another refshard measured.
+    """
+    if None in (was, is_) and not metric.endswith((" count", " bytes")):
+        return "new" if was is None else "removed"
     if better is None or isinstance(was, str) or isinstance(is_, str):
         return "regressed"
     fewer = (is_ or 0) < (was or 0)

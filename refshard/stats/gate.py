@@ -8,7 +8,8 @@ Hodges-Lehmann median of all pairwise means, and its interval inverts that test 
 
 Testing many cases, some look slow by chance. So a cheap screening singles out suspects, and only fresh rounds, which
 the screening has not selected by their noise, decide; Holm's procedure holds the chance that any innocent case fails to
-``significance``. Passing must be earned too: what noise could hide is inconclusive.
+``significance``. Passing must be earned too: what noise could hide gets fresh rounds as well, which can clear it but
+not condemn it, and is inconclusive where they do not.
 """
 
 import math
@@ -50,7 +51,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeVerdict:
-    """The verdict on one case's time, and the effect that decided: of the fresh rounds where it was a suspect.
+    """The verdict on one case's time, and the effect that decided: of the fresh rounds where there were some.
 
     ``smallest_visible`` is the relative slow-down that this gate finds with a probability of 95 % at this noise.
     """
@@ -90,21 +91,34 @@ def is_suspect(effect: Effect, limits: TimeLimits) -> bool:
     return slower or faster
 
 
+def is_unclear(effect: Effect, limits: TimeLimits) -> bool:
+    """Whether a slow-down that must be visible lies within the interval."""
+    return effect.high >= 1 + limits.visible
+
+
+def needs_fresh(screened: LogRatios, limits: TimeLimits) -> bool:
+    """Whether a case's screening leaves something to decide."""
+    effect = effect_of(screened)
+    return is_suspect(effect, limits) or is_unclear(effect, limits)
+
+
 def judge(
     screened: Mapping[str, LogRatios], confirmed: Mapping[str, LogRatios], limits: TimeLimits
 ) -> dict[str, TimeVerdict]:
-    """The verdict on each case, by name: all were screened, suspects have fresh rounds in ``confirmed``.
+    """The verdict on each case, by name: all were screened, those that :func:`needs_fresh` names have fresh rounds in
+    ``confirmed``. Only suspects can have become slower or faster.
 
     Raises:
-        ValueError: a suspect has no fresh rounds, or another case has some.
+        ValueError: a case that needs fresh rounds has none, or another case has some.
     """
     screening = {name: effect_of(log_ratios) for name, log_ratios in screened.items()}
-    suspects = {name for name, effect in screening.items() if is_suspect(effect, limits)}
-    if suspects != confirmed.keys():
-        raise ValueError(f"fresh rounds must be those of the suspects {sorted(suspects)}, got {sorted(confirmed)}")
+    needed = {name for name, log_ratios in screened.items() if needs_fresh(log_ratios, limits)}
+    if needed != confirmed.keys():
+        raise ValueError(f"fresh rounds must be those of {sorted(needed)}, got {sorted(confirmed)}")
     fresh = {name: effect_of(log_ratios) for name, log_ratios in confirmed.items()}
-    slower = holm({name: fresh[name].p_slower if name in fresh else 1.0 for name in screened}, limits.significance)
-    faster = holm({name: fresh[name].p_faster if name in fresh else 1.0 for name in screened}, limits.significance)
+    suspects = {name for name, effect in screening.items() if is_suspect(effect, limits)}
+    slower = holm({name: fresh[name].p_slower if name in suspects else 1.0 for name in screened}, limits.significance)
+    faster = holm({name: fresh[name].p_faster if name in suspects else 1.0 for name in screened}, limits.significance)
     return {
         name: TimeVerdict(
             verdict=_verdict(fresh.get(name, screening[name]), name in slower, name in faster, limits),
@@ -121,7 +135,7 @@ def _verdict(effect: Effect, slower: bool, faster: bool, limits: TimeLimits) -> 
         return "regressed"
     if faster and effect.ratio < 1 / (1 + limits.relevant):
         return "improved"
-    return "pass" if effect.high < 1 + limits.visible else "inconclusive"
+    return "inconclusive" if is_unclear(effect, limits) else "pass"
 
 
 def holm(p_values: Mapping[str, float], level: float) -> set[str]:

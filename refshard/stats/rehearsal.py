@@ -1,13 +1,16 @@
 """How often a gate errs on given noise: false alarms where nothing changed, and misses where something did."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
+from scipy import stats
 
 from refshard.specs.gate import TimeLimits
-from refshard.stats.gate import LogRatios, effect_of, is_suspect, judge
+from refshard.stats.gate import LogRatios, Verdict, judge, needs_fresh, smallest_visible
 
 Rounds = tuple[LogRatios, LogRatios]
 """The rounds that screen a case, and those that would confirm it."""
@@ -17,43 +20,35 @@ Draw = Callable[[np.random.Generator], Mapping[str, Rounds]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What ``gates`` gates of ``cases`` cases each came to: gates with a regressed case, and cases by verdict."""
+    """What ``gates`` gates came to: how many had a regressed case, and how often each case got which verdict."""
 
     gates: int
-    cases: int
     failing_gates: int
-    regressed: int
-    improved: int
-    inconclusive: int
+    verdicts: Mapping[str, Mapping[Verdict, int]]
+
+    def count(self, verdict: Verdict) -> int:
+        """Cases of all gates that got ``verdict``."""
+        return sum(of_case.get(verdict, 0) for of_case in self.verdicts.values())
 
     @property
     def judged(self) -> int:
         """Cases of all gates."""
-        return self.gates * self.cases
+        return self.gates * len(self.verdicts)
 
 
 def rehearse(draw: Draw, limits: TimeLimits, *, gates: int, seed: int = 0) -> Rehearsal:
     """Hold as many gates on rounds that ``draw`` invents or chooses, and count their verdicts."""
     drawn = np.random.default_rng(seed)
-    failing, cases = 0, 0
-    counts = {"regressed": 0, "improved": 0, "inconclusive": 0, "pass": 0}
+    failing, counts = 0, dict[str, Counter[Verdict]]()
     for _ in range(gates):
         rounds = draw(drawn)
         screened = {name: screen for name, (screen, _) in rounds.items()}
-        confirmed = {name: fresh for name, (screen, fresh) in rounds.items() if is_suspect(effect_of(screen), limits)}
-        verdicts = [verdict.verdict for verdict in judge(screened, confirmed, limits).values()]
-        for verdict in verdicts:
-            counts[verdict] += 1
-        failing += "regressed" in verdicts
-        cases = len(verdicts)
-    return Rehearsal(
-        gates=gates,
-        cases=cases,
-        failing_gates=failing,
-        regressed=counts["regressed"],
-        improved=counts["improved"],
-        inconclusive=counts["inconclusive"],
-    )
+        confirmed = {name: fresh for name, (screen, fresh) in rounds.items() if needs_fresh(screen, limits)}
+        verdicts = judge(screened, confirmed, limits)
+        for name, found in verdicts.items():
+            counts.setdefault(name, Counter())[found.verdict] += 1
+        failing += any(found.verdict == "regressed" for found in verdicts.values())
+    return Rehearsal(gates=gates, failing_gates=failing, verdicts=counts)
 
 
 def relabelled(recorded: Mapping[str, LogRatios], limits: TimeLimits, *, slower: float = 0.0) -> Draw:
@@ -78,3 +73,60 @@ def relabelled(recorded: Mapping[str, LogRatios], limits: TimeLimits, *, slower:
         return found
 
     return draw
+
+
+class CaseNoise(msgspec.Struct, frozen=True, kw_only=True):
+    """How one case fares in gates of A against A, of ``rounds`` recorded ones.
+
+    ``spread`` is the robust standard deviation of ln(B / A) of a round. Of the gates with permuted labels
+    ``false_alarms`` regressed and ``inconclusive`` could not tell; with a slow-down of ``planted`` (relative),
+    ``found`` did. ``smallest_visible`` as in :class:`~refshard.stats.gate.TimeVerdict`.
+    """
+
+    rounds: int
+    spread: float
+    false_alarms: int
+    inconclusive: int
+    planted: float
+    found: int
+    smallest_visible: float
+
+
+class Noise(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine's own noise does to gates of one suite: ``gates`` with permuted labels, and as many with a
+    slow-down planted in every case. ``launches`` is how many were recorded, each of several cases.
+    """
+
+    launches: int
+    gates: int
+    failing_gates: int
+    cases: dict[str, CaseNoise]
+
+
+def noise_of(
+    recorded: Mapping[str, LogRatios], limits: TimeLimits, *, launches: int, gates: int, planted: float = 0.05
+) -> Noise:
+    """Rehearse gates on rounds of A against A.
+
+    Raises:
+        ValueError: a case has fewer rounds than a gate needs.
+    """
+    nothing = rehearse(relabelled(recorded, limits), limits, gates=gates)
+    slower = rehearse(relabelled(recorded, limits, slower=planted), limits, gates=gates, seed=1)
+    return Noise(
+        launches=launches,
+        gates=gates,
+        failing_gates=nothing.failing_gates,
+        cases={
+            name: CaseNoise(
+                rounds=len(log_ratios),
+                spread=float(stats.median_abs_deviation(log_ratios, scale="normal")),
+                false_alarms=nothing.verdicts[name].get("regressed", 0),
+                inconclusive=nothing.verdicts[name].get("inconclusive", 0),
+                planted=planted,
+                found=slower.verdicts[name].get("regressed", 0),
+                smallest_visible=smallest_visible(log_ratios, limits, cases=len(recorded)),
+            )
+            for name, log_ratios in recorded.items()
+        },
+    )

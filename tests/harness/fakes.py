@@ -8,7 +8,7 @@ import msgspec
 
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.measure import RankResult
-from refshard.harness.rank import CASE_FILE, rank_file, trace_file
+from refshard.harness.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
 from refshard.harness.run import Observer
 from refshard.records import CaseRecord, CollectiveCount, Environment
 from refshard.specs.case import CaseSpec
@@ -56,14 +56,23 @@ class FakeLauncher(Launcher):
 
     def __init__(self, outcome: Callable[[CaseSpec, Path], Launch] | None = None) -> None:
         self.launched: list[CaseSpec] = []
+        self.series: list[list[CaseSpec]] = []
         self._outcome = outcome or good
 
     def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+        on_progress("measure 1/1")
+        if job.program == "series":
+            return self._series(job, folder)
         case = msgspec.json.decode((folder / CASE_FILE).read_bytes(), type=CaseSpec)
         assert job == Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
         self.launched.append(case)
-        on_progress("measure 1/1")
         return self._outcome(case, folder)
+
+    def _series(self, job: Job, folder: Path) -> Launch:
+        cases = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=list[CaseSpec])
+        assert job.time_limit_s == sum(case.time_limit_s for case in cases)
+        self.series.append(cases)
+        return [self._outcome(case, series_folder(folder, index)) for index, case in enumerate(cases)][-1]
 
 
 def good(case: CaseSpec, folder: Path) -> Launch:

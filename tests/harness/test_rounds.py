@@ -17,14 +17,14 @@ from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_su
 
 
 def scaled(factor: float, *, failing_in: frozenset[int] = frozenset()) -> FakeLauncher:
-    """Every step takes ``factor`` times as long; launches whose number is in ``failing_in`` fail."""
+    """Every step takes ``factor`` times as long; series whose number is in ``failing_in`` fail."""
 
     def outcome(case: CaseSpec, folder: Path) -> Launch:
         good(case, folder)
         for rank in range(case.processes):
             times = tuple(factor * t for t in rank_result(case, rank).step_times_s)
             write_rank(case, folder, rank, step_times_s=times)
-        if len(launcher.launched) in failing_in:
+        if len(launcher.series) in failing_in:
             write_rank(case, folder, 0, state="failed", error="ValueError: no")
         return Launch()
 
@@ -44,7 +44,7 @@ def split(suite: SuiteSpec) -> tuple[list[CaseSpec], list[CaseSpec]]:
     return references, [case for case in suite.cases() if case not in references]
 
 
-def test_each_round_launches_both_sides_of_each_case_in_random_order(tmp_path: Path) -> None:
+def test_each_round_launches_both_sides_in_random_order_and_cases_in_the_same(tmp_path: Path) -> None:
     order: list[str] = []
 
     def noting(name: str) -> FakeLauncher:
@@ -54,31 +54,47 @@ def test_each_round_launches_both_sides_of_each_case_in_random_order(tmp_path: P
 
         return FakeLauncher(outcome)
 
-    suite = make_suite()
+    suite, told = make_suite(), list[str]()
     references, timed = split(suite)
-    with PairedRounds(suite, tmp_path, sides(noting("a"), noting("b")), Silent()) as held:
-        held.references(references)
+    a, b = noting("a"), noting("b")
+    with PairedRounds(suite, tmp_path, sides(a, b), Silent(), told.append) as held:
+        held.apart(references)
         order.clear()
         held.hold(timed, 12)
-    pairs = [tuple(order[index : index + 2]) for index in range(0, len(order), 2)]
-    assert len(pairs) == 24
-    assert {tuple(sorted(pair)) for pair in pairs} == {("a", "b")}
-    assert 4 <= pairs.count(("a", "b")) <= 20, "neither side always comes first"
+    assert a.launched == b.launched == references
+    assert a.series == b.series, "both sides take the cases in the same order"
+    assert {tuple(case.strategy for case in series) for series in a.series} == {
+        ("ddp", "refshard-yafsdp"), ("refshard-yafsdp", "ddp"),
+    }, "which is another one in other rounds"  # fmt: skip
+    rounds = [tuple(order[index : index + 4]) for index in range(0, len(order), 4)]
+    assert len(rounds) == 12
+    assert set(rounds) == {("a", "a", "b", "b"), ("b", "b", "a", "a")}, "neither side always comes first"
+    assert told[0].startswith("round 1/12 of 2 cases; ")
+    assert not list(tmp_path.glob("*/cases/series*")), "only records are kept"
+
+
+def test_cases_of_other_world_sizes_are_launched_apart(tmp_path: Path) -> None:
+    suite = make_suite(matrix={"strategy": ["ddp", "fsdp2"], "world_size": [2, 4], "model": ["llama-tiny"]})
+    references, timed = split(suite)
+    launcher = FakeLauncher()
+    with PairedRounds(suite, tmp_path, sides(launcher, FakeLauncher()), Silent(), print) as held:
+        held.apart(references)
+        held.hold(timed, 1)
+    assert [[case.world_size for case in series] for series in launcher.series] == [[2, 2], [4, 4]]
 
 
 def test_log_ratios_are_those_of_rounds_that_both_sides_ended_well(tmp_path: Path) -> None:
     suite = make_suite(matrix={"strategy": ["ddp"], "world_size": [2], "model": ["llama-tiny"]})
     references, timed = split(suite)
-    # The candidate's launches: the reference, then rounds 0, 1, 2, 3 as launches 2, 3, 4, 5.
-    pair = sides(scaled(1.0), scaled(1.1, failing_in=frozenset({3})))
-    with PairedRounds(suite, tmp_path, pair, Silent()) as held:
-        held.references(references)
+    pair = sides(scaled(1.0), scaled(1.1, failing_in=frozenset({2})))
+    with PairedRounds(suite, tmp_path, pair, Silent(), print) as held:
+        held.apart(references)
         held.hold(timed, 4)
-        assert held.rounds == 4
+        assert held.rounds == 5
         assert held.log_ratios(timed[0]) == pytest.approx(np.full(3, math.log(1.1)))
-        assert len(held.log_ratios(timed[0], first_round=2)) == 2
+        assert len(held.log_ratios(timed[0], first_round=3)) == 2
         before, after = held.last(timed[0])
-    assert (before.state, after.state, before.round) == ("ok", "ok", 3)
+    assert (before.state, after.state, before.round) == ("ok", "ok", 4)
     for side, states in (("baseline", {"ok": 5}), ("candidate", {"ok": 4, "failed": 1})):
         run = read_run(tmp_path / side)
         assert run.end is not None
@@ -95,8 +111,8 @@ def test_sides_may_be_two_strategies(tmp_path: Path) -> None:
     references, timed = split(suite)
     mine, theirs = sides(FakeLauncher(), FakeLauncher())
     other = Side(name="candidate", launcher=theirs.launcher, environment=ENVIRONMENT, strategy="refshard-yafsdp")
-    with PairedRounds(suite, tmp_path, (mine, other), Silent()) as held:
-        held.references(references)
+    with PairedRounds(suite, tmp_path, (mine, other), Silent(), print) as held:
+        held.apart(references)
         held.hold(timed, 1)
         assert [record.case.strategy for record in held.last(timed[0])] == ["ddp", "refshard-yafsdp"]
         assert held.log_ratios(timed[0]) == pytest.approx([0.0])
@@ -106,7 +122,7 @@ def test_sides_may_be_two_strategies(tmp_path: Path) -> None:
 
 def test_an_exception_closes_both_runs_as_interrupted(tmp_path: Path) -> None:
     suite, pair = make_suite(), sides(scaled(1), scaled(1))
-    with pytest.raises(RuntimeError, match="enough"), PairedRounds(suite, tmp_path, pair, Silent()):
+    with pytest.raises(RuntimeError, match="enough"), PairedRounds(suite, tmp_path, pair, Silent(), print):
         raise RuntimeError("enough")
     for side in ("baseline", "candidate"):
         end = read_run(tmp_path / side).end

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Program = Literal["case", "calibration"]
+Program = Literal["case", "series", "calibration"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,56 @@
+"""Several cases in one launch, one after the other in the same processes: for times, since a launch costs more.
+
+A record of a series is complete: it has its own proof, from its own trace. What it cannot have is a fresh process, so
+states such as oom, and exact metrics, are those of launches of one case each.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from refshard.harness.assemble import Peers, assemble
+from refshard.harness.launchers.base import Job, Launcher
+from refshard.harness.rank import SERIES_FILE, series_folder
+from refshard.harness.run import blank_record, fresh_folder
+from refshard.records import CaseRecord, RunRecord
+from refshard.specs.case import CaseSpec
+
+
+def launch_series(
+    cases: Sequence[CaseSpec],
+    round_: int,
+    header: RunRecord,
+    folder: Path,
+    launcher: Launcher,
+    on_progress: Callable[[str], None],
+    peers_of: Callable[[CaseSpec], Peers],
+) -> list[CaseRecord]:
+    """Run measured cases of one world size in one launch, and return their records; only records are kept.
+
+    Where one ends the launch, those after it end as it did.
+    """
+    assert len({(case.world_size, case.threads_per_rank, case.device) for case in cases}) == 1
+    assert all(case.fidelity == "measured" and case.memory_limit_gib is None for case in cases)
+    work = fresh_folder(folder / "cases" / f"series-round{round_}")
+    for index in range(len(cases)):
+        series_folder(work, index).mkdir()
+    (work / SERIES_FILE).write_bytes(msgspec.json.encode(cases))
+    started = datetime.now(UTC)
+    limit_s = sum(case.time_limit_s for case in cases)
+    job = Job(program="series", processes=cases[0].processes, time_limit_s=limit_s)
+    launch = launcher.launch(job, work, on_progress)
+    records = [
+        assemble(
+            blank_record(case, round_, header, started),
+            launch,
+            series_folder(work, index),
+            header.environment,
+            peers_of(case),
+        )
+        for index, case in enumerate(cases)
+    ]
+    shutil.rmtree(work)
+    return records
