@@ -168,8 +168,23 @@ def calibrate(
     sweeps: Annotated[
         int | None, typer.Option(help="How often to measure everything: 3, or more where the machine's speed drifts.")
     ] = None,
+    aa: Annotated[
+        bool,
+        typer.Option("--aa", help="Launch the same code against itself: how often gates here would err. For it alone:"),
+    ] = False,
+    suite: Annotated[str, typer.Option(help="A suite's TOML file, or the name of one that ships.")] = "gate",
+    launches: Annotated[int, typer.Option(help="How many, each of all cases.", min=2)] = 300,
+    permutations: Annotated[int, typer.Option(help="Gates to rehearse on them.", min=1)] = 1000,
+    rounds_of: Annotated[
+        Path | None, typer.Option("--from", help="The folder of an earlier --aa: take its launches.")
+    ] = None,
+    oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
 ) -> None:
-    """Measure this machine's compute and collectives, and write a cluster's profile."""
+    """Measure this machine's compute and collectives, and write a cluster's profile; or, with --aa, its noise."""
+    if aa:
+        _calibrate_noise(suite, launches, permutations, rounds_of, as_json, oversubscribe)
+        return
     from refshard.commands import calibrate as command
 
     try:
@@ -186,6 +201,22 @@ def calibrate(
         print("refshard: interrupted; nothing is written", file=sys.stderr)
         raise typer.Exit(130) from None
     print(f"{table}\n\nprofile: {path}")
+
+
+def _calibrate_noise(
+    suite: str, launches: int, permutations: int, recorded: Path | None, as_json: bool, oversubscribe: bool
+) -> None:
+    from refshard.commands import noise as command
+
+    try:
+        text = command.calibrate_noise(
+            suite, launches=launches, permutations=permutations, recorded=recorded, as_json=as_json,
+            oversubscribe=oversubscribe,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        print("refshard: interrupted; rounds that ended are kept; --from takes them", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(text)
 
 
 @app.command()
@@ -239,6 +270,19 @@ def accept(
     from refshard.commands import gate as command
 
     print(command.accept(run, reason, baselines))
+
+
+@app.command()
+def history(
+    runs: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
+    metric: Annotated[str, typer.Option(help="A metric, as `refshard show --json` names it.")] = "step_time_s",
+    suite: Annotated[str | None, typer.Option(help="Runs of the suite of this name only.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per case.")] = False,
+) -> None:
+    """Print how each case went from run to run, and where its level changed: advice only."""
+    from refshard.commands import history as command
+
+    print(command.history(runs, metric=metric, suite=suite, as_json=as_json))
 
 
 @app.command()

@@ -147,7 +147,7 @@ def accept(run: Path, reason: str, baselines: Path = BASELINES) -> str:
 
 
 def _beside_accepted(asked: Asked, suite: SuiteSpec, environment: Environment, folder: Path) -> GateReport:
-    accepted = _find_accepted(asked, suite, environment)
+    accepted = find_accepted(asked, suite, environment)
     if isinstance(accepted, str):
         return GateReport(baseline="accepted", candidate=asked.candidate, mismatch=accepted)
     own = accepted.fingerprint == environment.id
@@ -179,7 +179,7 @@ def _beside_accepted(asked: Asked, suite: SuiteSpec, environment: Environment, f
     )
 
 
-def _find_accepted(asked: Asked, suite: SuiteSpec, environment: Environment) -> Baseline | str:
+def find_accepted(asked: Asked, suite: SuiteSpec, environment: Environment) -> Baseline | str:
     """What was accepted for this machine, or, if that may be, for another with the same software; or why nothing."""
     path = baseline_file(asked.baselines, environment, suite.name)
     if path.exists():

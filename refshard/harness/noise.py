@@ -11,9 +11,10 @@ import msgspec
 from refshard.errors import StoreError
 from refshard.folders import replace_file
 from refshard.harness.launchers.base import Launcher
-from refshard.harness.rounds import PairedRounds, Side
+from refshard.harness.rounds import PairedRounds, Side, log_ratios
 from refshard.harness.run import Observer
-from refshard.records import Environment
+from refshard.harness.store import read_run
+from refshard.records import Environment, Run
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
@@ -39,6 +40,10 @@ def noise_file(folder: Path, environment: Environment, suite: str) -> Path:
     return folder / environment.id / f"{suite}.noise.json"
 
 
+A, B = "a", "b"
+"""The two sides, as their folders are called."""
+
+
 def record_rounds(
     suite: SuiteSpec,
     cases: Sequence[CaseSpec],
@@ -49,15 +54,32 @@ def record_rounds(
     tell: Callable[[str], None],
     *,
     rounds: int,
-) -> dict[str, LogRatios]:
-    """Hold ``rounds`` rounds of the same code against itself; ln(B / A) of each case, by name, [rounds]."""
-    a, b = (Side(name=name, launcher=launcher, environment=environment) for name in ("a", "b"))
+) -> None:
+    """Hold ``rounds`` rounds of the same code against itself, and keep them in ``folder``."""
+    sides = (
+        Side(name=A, launcher=launcher, environment=environment),
+        Side(name=B, launcher=launcher, environment=environment),
+    )
     references = [case for case in cases if case == case.reference()]
-    timed = [case for case in cases if case not in references]
-    with PairedRounds(suite, folder, (a, b), observer, tell) as held:
+    with PairedRounds(suite, folder, sides, observer, tell) as held:
         held.apart(references)
-        held.hold(timed, rounds)
-        return {case.name: held.log_ratios(case) for case in timed}
+        held.hold([case for case in cases if case not in references], rounds)
+
+
+def read_rounds(folder: Path) -> tuple[Run, dict[str, LogRatios], int]:
+    """What :func:`record_rounds` kept, ended or cut short: a run, ln(B / A) of each case by name, and the launches.
+
+    Raises:
+        StoreError: there are no such rounds in ``folder``, or they are damaged.
+    """
+    a, b = read_run(folder / A), read_run(folder / B)
+    timed = [[record for record in run.cases if record.case != record.case.reference()] for run in (a, b)]
+    found: dict[str, LogRatios] = {}
+    for name in dict.fromkeys(record.case.name for record in timed[0]):
+        before, after = ([record for record in side if record.case.name == name] for side in timed)
+        found[name] = log_ratios(before, after)
+    launches = sum(len({(record.round, record.case.world_size) for record in side}) for side in timed)
+    return a, found, launches
 
 
 def keep_noise(noise: Noise, suite: SuiteSpec, environment: Environment, folder: Path) -> Path:

@@ -178,21 +178,23 @@ class PairedRounds:
 
     def log_ratios(self, case: CaseSpec, first_round: int = 0) -> LogRatios:
         """ln(candidate / baseline) of each round from ``first_round`` on in which both sides ended ok, [rounds]."""
-        times = [
-            {
-                r.round: r.metrics["step_time_s"]
-                for r in held.records
-                if r.spec_hash == held.side.case(case).hash and r.round >= first_round and r.state == "ok"
-            }
+        before, after = (
+            [r for r in held.records if r.spec_hash == held.side.case(case).hash and r.round >= first_round]
             for held in self._held
-        ]
-        common = sorted(times[0].keys() & times[1].keys())
-        return np.log([(times[1][r] or 0) / (times[0][r] or 1) for r in common], dtype=np.float64)
+        )
+        return log_ratios(before, after)
 
     @property
     def rounds(self) -> int:
         """How many rounds were held."""
         return self._round
+
+
+def log_ratios(before: Sequence[CaseRecord], after: Sequence[CaseRecord]) -> LogRatios:
+    """ln(after / before) of the step time of each round in which both ended ok, [rounds]."""
+    times = [{r.round: r.metrics["step_time_s"] for r in side if r.state == "ok"} for side in (before, after)]
+    common = sorted(times[0].keys() & times[1].keys())
+    return np.log([(times[1][r] or 0) / (times[0][r] or 1) for r in common], dtype=np.float64)
 
 
 def _now() -> str:

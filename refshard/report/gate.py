@@ -120,6 +120,22 @@ def noise_words(noise: Noise) -> str:
     )
 
 
+def noise_table(noise: Noise) -> str:
+    """A row a case: how gates would judge it."""
+    rows = [
+        {
+            "case": plain(name),
+            "rounds": str(case.rounds),
+            "spread of a round": format_percent(case.spread),
+            "smallest visible": format_percent(case.smallest_visible),
+            "inconclusive": format_percent(case.inconclusive / noise.gates),
+            **_of_noise(case, noise.gates),
+        }
+        for name, case in noise.cases.items()
+    ]
+    return f"{tabulate(rows, headers='keys', disable_numparse=True)}\n\n{noise_words(noise)}"
+
+
 def _of_noise(case: CaseNoise | None, gates: int) -> dict[str, str]:
     if case is None:
         return {"false alarms here": "unknown", "found here": "unknown"}

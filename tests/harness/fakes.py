@@ -10,13 +10,14 @@ from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
 from refshard.harness.run import Observer
-from refshard.records import CaseRecord, CollectiveCount, Environment
+from refshard.records import CaseRecord, Census, CollectiveCount, Environment
 from refshard.specs.case import CaseSpec
 from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec
 from tests.tracing.handmade import event, shaped, step, write
 
 ANNOUNCED = (CollectiveCount(op="all_reduce", count=1, bytes=400),)
+CENSUS = Census(operators=10, allocations=4, allocated_bytes=640, order_sha256="0123456789abcdef" * 4)
 
 
 def rank_result(case: CaseSpec, rank: int, **changes: Any) -> RankResult:
@@ -35,6 +36,8 @@ def rank_result(case: CaseSpec, rank: int, **changes: Any) -> RankResult:
         "wrapped_units": () if alone else ("layers.0",),
         "announced": () if alone else ANNOUNCED,
         "parameters_sha256": "same",
+        "census": CENSUS,
+        "planned_peak_bytes": 900,
     }
     return RankResult(**{**fields, **changes})
 

@@ -8,7 +8,7 @@ import pytest
 from refshard.harness.run import run_suite
 from refshard.records import CaseRecord
 from refshard.specs.gate import RULES, GateSpec, MetricRule
-from refshard.stats.exact import Exact, changes, exact_metrics
+from refshard.stats.exact import Exact, changes, exact_metrics, portable
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
 
@@ -26,6 +26,9 @@ def test_exact_metrics_of_a_launch(record: CaseRecord) -> None:
     assert found["last loss"] == record.losses[-1]
     assert found["parameters"] == "same"
     assert found["peak memory"] == 2000
+    assert (found["operators"], found["operator order"]) == (10, "0123456789abcdef")
+    assert (found["allocations"], found["allocated bytes"], found["planned peak"]) == (4, 640, 900)
+    assert found.keys() - portable(found).keys() == {"last loss", "losses", "parameters", "peak memory"}
     other = msgspec.structs.replace(record, losses=(*record.losses[:3], 1.0, *record.losses[4:]))
     assert [change.metric for change in changes({"a": found}, {"a": exact_metrics(other)}, RULES)] == ["losses"]
     with pytest.raises(ValueError, match="nothing of it is exact; it must end ok"):
@@ -43,6 +46,11 @@ def test_exact_metrics_of_a_launch(record: CaseRecord) -> None:
         ("peak memory", 1000, 979, "improved"),
         ("peak memory", 1000, 1019, None),
         ("last loss", 5.0, 5.0, None),
+        ("operators", 10, 11, "regressed"),
+        ("operators", 10, 9, "improved"),
+        ("operator order", "abc", "abd", "regressed"),
+        ("planned peak", None, 900, "new"),
+        ("planned peak", 900, None, "removed"),
     ],
 )
 def test_what_is_a_change_and_which(metric: str, before: object, after: object, verdict: str | None) -> None:
@@ -58,6 +66,18 @@ def test_an_extra_collective_is_a_regression_and_a_lost_one_an_improvement() -> 
         ("broadcast count", None, 1, "regressed")
     ]
     assert [c.verdict for c in changes(more, plain, RULES)] == ["improved"]
+
+
+def test_other_operators_have_another_order() -> None:
+    one: dict[str, Exact] = {"case": {"operators": 10, "operator order": "abc"}}
+    other: dict[str, Exact] = {"case": {"operators": 11, "operator order": "abd"}}
+    assert [change.metric for change in changes(one, other, RULES)] == ["operators"]
+
+
+def test_a_metric_that_does_not_gate_is_told_and_fails_nothing() -> None:
+    rules = {**RULES, "losses": MetricRule(gates=False)}
+    (found,) = changes({"case": {"losses": "abc"}}, {"case": {"losses": "abd"}}, rules)
+    assert (found.metric, found.verdict) == ("losses", "pass")
 
 
 def test_cases_that_come_and_go() -> None:

@@ -1,0 +1,32 @@
+"""``refshard history``: how cases went over all runs of a folder."""
+
+import json
+import sys
+from pathlib import Path
+
+from refshard.errors import SpecError, StoreError, nearest
+from refshard.harness.store import RECORDS, read_run
+from refshard.records import METRICS, Run
+from refshard.report.history import as_object, history_table, series_of
+
+
+def history(folder: Path, *, metric: str, suite: str | None, as_json: bool) -> str:
+    """The runs in ``folder``, one folder each; of ``suite`` only, if given. What cannot be read is told and left out.
+
+    Raises:
+        SpecError: there is no such metric, or no run of which it is known.
+    """
+    if metric not in METRICS:
+        raise SpecError(f"metric: none is called '{metric}'; {nearest(metric, list(METRICS))}")
+    runs: list[Run] = []
+    for path in sorted(folder.glob(f"*/{RECORDS}")):
+        if path.parent.is_symlink():  # latest
+            continue
+        try:
+            runs.append(read_run(path.parent))
+        except StoreError as error:
+            print(f"refshard: left out: {error}", file=sys.stderr)
+    found = series_of((run for run in runs if suite in (None, run.header.suite.name)), metric)
+    if not found:
+        raise SpecError(f"{folder}: no run there has a case with {metric}; give a folder of runs, such as runs/")
+    return json.dumps(as_object(found, metric), indent=2) if as_json else history_table(found, metric)

@@ -1,0 +1,68 @@
+"""``refshard calibrate --aa``: how often gates on this machine would err, from launches of the same code."""
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from refshard.commands.gate import BASELINES, check_gated
+from refshard.commands.run import observer as make_observer
+from refshard.errors import SpecError
+from refshard.harness.environment import capture_environment
+from refshard.harness.launchers.local import LocalLauncher
+from refshard.harness.noise import keep_noise, read_rounds, record_rounds
+from refshard.report.gate import noise_table
+from refshard.specs.suite import find_suite, load_suite
+from refshard.stats.rehearsal import noise_of
+
+
+def calibrate_noise(
+    suite: str,
+    *,
+    launches: int,
+    permutations: int,
+    recorded: Path | None,
+    as_json: bool,
+    oversubscribe: bool = False,
+    baselines: Path = BASELINES,
+) -> str:
+    """Launch ``suite`` against itself as often, or take rounds that were ``recorded``; rehearse gates; return the text.
+
+    Raises:
+        RefshardError: the suite cannot be launched, or what is recorded is too little; nothing was written.
+        KeyboardInterrupt: it was cut short; the rounds that ended are kept.
+    """
+    if recorded is None:
+        recorded = _record(suite, launches, oversubscribe=oversubscribe)
+    run, rounds, counted = read_rounds(recorded)
+    header = run.header
+    try:
+        noise = noise_of(rounds, header.suite.gate.times, launches=counted, gates=permutations)
+    except ValueError as error:
+        raise SpecError(f"launches: {error}") from None
+    path = keep_noise(noise, header.suite, header.environment, baselines)
+    if as_json:
+        return json.dumps({"file": str(path), **msgspec.to_builtins(noise)}, indent=2)
+    return f"{noise_table(noise)}\n\nkept: {path}"
+
+
+def _record(name: str, launches: int, *, oversubscribe: bool) -> Path:
+    suite = load_suite(find_suite(name))
+    cases = check_gated(suite, oversubscribe=oversubscribe)
+    worlds = len({case.world_size for case in cases if case != case.reference()})
+    folder = Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-aa-{suite.name}"
+    print(f"run folder: {folder}", file=sys.stderr, flush=True)
+    with make_observer() as observer:
+        record_rounds(
+            suite,
+            cases,
+            folder,
+            LocalLauncher(),
+            capture_environment(cases[0].threads_per_rank),
+            observer,
+            lambda text: print(text, file=sys.stderr, flush=True),
+            rounds=-(-launches // (2 * worlds)),
+        )
+    return folder

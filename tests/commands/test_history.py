@@ -1,0 +1,79 @@
+"""``refshard history``: cases over the runs of a folder."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from refshard.commands.history import history
+from refshard.errors import SpecError
+from refshard.harness.launchers.base import Launch
+from refshard.harness.run import run_suite
+from refshard.harness.store import RunWriter, read_run
+from refshard.specs.case import CaseSpec
+from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, rank_result, write_rank
+
+
+def write_run(folder: Path, day: int, factor: float) -> None:
+    """A run that started on a day of its own, every step of which took ``factor`` times as long."""
+
+    def outcome(case: CaseSpec, work: Path) -> Launch:
+        for rank in range(case.processes):
+            times = tuple(factor * t for t in rank_result(case, rank).step_times_s)
+            write_rank(case, work, rank, step_times_s=times)
+        return Launch()
+
+    made = run_suite(make_suite(), folder / "made", FakeLauncher(outcome), Silent(), ENVIRONMENT)
+    started = (datetime(2026, 1, 1, tzinfo=UTC) + timedelta(days=day)).isoformat()
+    header = msgspec.structs.replace(made.header, run_id=f"run{day}", started_at=started)
+    with RunWriter(folder / f"run{day}") as writer:
+        writer.append(header)
+        for record in made.cases:
+            writer.append(record)
+    for path in sorted((folder / "made").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    (folder / "made").rmdir()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fourteen runs, of which the last seven are 1.2 times as slow; written in another order."""
+    folder = tmp_path_factory.mktemp("runs")
+    for day in (13, 9, 0, 5, 1, 12, 6, 2, 11, 7, 3, 8, 10, 4):
+        write_run(folder, day, (1.2 if day >= 7 else 1.0) * (1 + day / 1000))
+    return folder
+
+
+def test_a_change_of_level_is_told_with_its_run(runs: Path) -> None:
+    told = history(runs, metric="step_time_s", suite=None, as_json=False)
+    assert "ddp-w2-llama-tiny-b4x256 on e: 1.208 times as much from run run7 on (2026-01-08, commit unknown;" in told
+    assert told.endswith("Worth a look; nothing fails by it.")
+
+
+def test_the_json_has_every_point_in_order_of_time(runs: Path) -> None:
+    series = json.loads(history(runs, metric="step_time_s", suite="fake", as_json=True))
+    assert len(series) == 3
+    assert [point["run"] for point in series[0]["points"]] == [f"run{day}" for day in range(14)]
+    assert [change["run"] for change in series[0]["changes"]] == ["run7"]
+
+
+def test_what_cannot_be_read_is_left_out_and_told(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good").symlink_to(runs / "run0")
+    write_run(tmp_path, 1, 1.0)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "records.jsonl").write_text("no\n")
+    series = json.loads(history(tmp_path, metric="step_time_s", suite=None, as_json=True))
+    assert [len(one["points"]) for one in series] == [1, 1, 1], "a link is the run that it points to, not another"
+    assert "left out:" in capsys.readouterr().err
+    assert len(read_run(tmp_path / "run1").cases) == 3
+
+
+def test_no_such_metric_and_no_run_are_one_line(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="metric: none is called 'step_time'; did you mean 'step_time_s'"):
+        history(runs, metric="step_time", suite=None, as_json=False)
+    with pytest.raises(SpecError, match="no run there has a case with step_time_s"):
+        history(tmp_path, metric="step_time_s", suite=None, as_json=False)
