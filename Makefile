@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test check lint types slow matrix crosscheck full clean
+.PHONY: quickstart test check lint types slow matrix crosscheck gate full clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.run
@@ -38,7 +38,11 @@ matrix: $(VENV)/.test
 crosscheck: $(VENV)/.hta
 	$(PYTEST) --dist load tests/tracing/test_hta.py
 
-full: check slow matrix crosscheck
+# Operators, collectives, bytes and losses of the engine beside what was accepted: one launch of each case.
+gate: $(VENV)/.run
+	$(BIN)/refshard gate --portable
+
+full: check slow matrix crosscheck gate
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,11 +2,13 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from refshard.cli import app
@@ -65,8 +67,20 @@ def test_console_blocks_name_what_exists(language: str, code: str) -> None:
             assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
 
 
+@pytest.mark.parametrize(("language", "code"), of_language("yaml"))
+def test_workflows_call_what_exists(language: str, code: str) -> None:
+    workflow = yaml.safe_load(code)
+    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    calls = [shlex.split(step) for step in steps if step.startswith("refshard")]
+    assert calls
+    for _, command, *arguments in calls:
+        known = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+        for option in (argument for argument in arguments if argument.startswith("--")):
+            assert option in known
+
+
 def test_no_other_kind_of_block_goes_untested() -> None:
-    assert {block.values[0] for block in BLOCKS} <= {"python", "toml", "console", "text"}
+    assert {block.values[0] for block in BLOCKS} <= {"python", "toml", "console", "text", "yaml"}
 
 
 def test_links_lead_somewhere() -> None:
