@@ -19,5 +19,7 @@ def report(run: Path, output: Path | None) -> Path:
     try:
         write_dashboard(finished, target)
     except OSError as error:
-        raise SpecError(f"out: {target} cannot be written ({error.strerror}); name a file that can") from None
+        raise SpecError(
+            f"out: {target} cannot be written ({error.strerror}); have `refshard report` write a file that can, with --out"
+        ) from None
     return target

@@ -42,12 +42,14 @@ Progress = Callable[[str, int, int], None]
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank reports. ``losses`` are this rank's, one per step; times are in seconds, sizes in bytes.
 
-    An emulated rank has no ``parameters_sha256``: what it would gather from others is made up.
+    An emulated rank has no ``parameters_sha256``: what it would gather from others is made up. ``failed_at_s`` is the
+    wall clock's time: other ranks' errors are later, if they are but echoes.
     """
 
     rank: int
     state: State
     error: str | None = None
+    failed_at_s: float = 0.0
     device: str = ""
     backend: str = ""
     step_times_s: tuple[float, ...] = ()

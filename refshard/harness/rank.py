@@ -6,9 +6,11 @@ It imports torch, numpy and msgspec and nothing heavier, so it runs on a bare cl
 
 import os
 import resource
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -46,8 +48,7 @@ def run_rank(folder: Path) -> int:
         try:
             result = _run(case, folder, rank)
         except BaseException as error:
-            traceback.print_exc()
-            result = RankResult(rank=rank, state=_state_of(error), error=_describe(error))
+            result = _failed(rank, error)
     notes = dict.fromkeys([*result.warnings, *(str(w.message) for w in caught if "refshard" in str(w.message))])
     _replace(rank_file(folder, rank), msgspec.json.encode(msgspec.structs.replace(result, warnings=tuple(notes))))
     return 0 if result.state == "ok" else 1
@@ -66,6 +67,8 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
         group = dist.group.WORLD
         assert group is not None
         return _measure(case, folder, group, device)
+    except BaseException as error:
+        return _failed(rank, error)  # before the group goes, by which the other ranks fail in turn
     finally:
         dist.destroy_process_group()
 
@@ -118,6 +121,13 @@ def _device(case: CaseSpec) -> torch.device:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
+
+
+def _failed(rank: int, error: BaseException) -> RankResult:
+    failed_at_s = time.time()
+    with suppress(OSError):  # a full disk takes no log, but perhaps a result
+        traceback.print_exception(error)
+    return RankResult(rank=rank, state=_state_of(error), error=_describe(error), failed_at_s=failed_at_s)
 
 
 def _state_of(error: BaseException) -> State:

@@ -18,7 +18,7 @@ from refshard.harness.assemble import Peers
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.run import Observer, launch_case
 from refshard.harness.store import RunWriter
-from refshard.records import CaseRecord, EndRecord, Environment, RunRecord
+from refshard.records import CaseRecord, Environment, RunRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
@@ -84,16 +84,7 @@ class PairedRounds:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._open:
             for held in self._held:
-                states = [record.state for record in held.records]
-                held.writer.close(
-                    EndRecord(
-                        run_id=held.header.run_id,
-                        ended_at=_now(),
-                        cases=len(states),
-                        states={state: states.count(state) for state in dict.fromkeys(states)},
-                        interrupted=kind is not None,
-                    )
-                )
+                held.writer.close(held.header.run_id, interrupted=kind is not None)
 
     def hold(self, cases: Sequence[CaseSpec], rounds: int) -> None:
         """Hold ``rounds`` more rounds of ``cases``, in an order of its own each."""

@@ -1,20 +1,24 @@
 """What a launcher starts for each rank: ``python -m refshard.harness.worker PROGRAM FOLDER LAUNCHER_PID``.
 
 Before it imports anything that takes time, it asks the kernel to end it should its launcher be killed, so that no rank
-is ever left behind.
+is ever left behind, and makes ready to write down where it stands when it is asked.
 """
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 from pathlib import Path
+
+from refshard.harness.launchers.stacks import ASK, stack_file
 
 _PR_SET_PDEATHSIG = 1
 
 
 def main(program: str, folder: Path, launcher: int) -> int:
     """Run this rank of the program, ``case`` or ``calibration``, and return the process's exit status."""
+    faulthandler.register(ASK, stack_file(folder, int(os.environ["RANK"])).open("w"))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:
