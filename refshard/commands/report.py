@@ -20,6 +20,6 @@ def report(run: Path, output: Path | None) -> Path:
         write_dashboard(finished, target)
     except OSError as error:
         raise SpecError(
-            f"out: {target} cannot be written ({error.strerror}); have `refshard report` write a file that can, with --out"
+            f"out: {target} cannot be written ({error.strerror}); let `refshard report --out` name a file that can"
         ) from None
     return target

@@ -11,9 +11,15 @@ import signal
 import sys
 from pathlib import Path
 
-from refshard.harness.launchers.stacks import ASK, stack_file
+ASK = signal.SIGUSR1
+"""The signal that asks a rank where it stands."""
 
 _PR_SET_PDEATHSIG = 1
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its stack when it is asked; it makes the file as it starts."""
+    return folder / f"stack{rank}"
 
 
 def main(program: str, folder: Path, launcher: int) -> int:

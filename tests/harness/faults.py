@@ -49,7 +49,7 @@ def record_of(run: Run, strategy: str) -> CaseRecord:
 
 
 def launches(run: Run) -> list[tuple[str, int]]:
-    return sorted((record.case.name, record.round) for record in run.cases)
+    return sorted((record.spec_hash, record.round) for record in run.cases)
 
 
 def check_left(run: Path) -> Run:

@@ -1,7 +1,9 @@
-"""Real processes: cases that end well, fail, hang and run out of memory; interruptions that leave nothing behind."""
+"""Real processes: cases that end well, fail, hang and run out of memory; interruptions that leave nothing behind.
+
+What is worse is in ``test_faults.py``.
+"""
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from refshard.cli import main
 from refshard.harness.store import read_run
 from refshard.records import METRICS, Run
-from tests.harness.commandline import SUITE, only_case, processes_of, refshard, start, wait_for, write_suite
+from tests.harness.commandline import SUITE, processes_of, refshard, start, wait_for, write_suite
 
 
 def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
@@ -85,27 +87,8 @@ def test_a_case_that_runs_out_of_memory_is_oom(trouble: Run) -> None:
 def test_a_case_that_hangs_is_ended_at_its_time_limit(trouble: Run) -> None:
     (record,) = (r for r in trouble.cases if r.case.time_limit_s == 4)
     assert record.state == "timeout"
-    assert record.error == "did not end within time_limit_s = 4; the ranks were ended"
-
-
-def test_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, "single", "ddp", ranks=2, steps=50)
-    run = tmp_path / "run"
-    process = start("run", suite, "--out", run)
-    wait_for(
-        lambda: [p for p in run.glob("cases/ddp*/progress") if p.read_text().startswith(("warm-up", "measure"))], 120
-    )
-    victim = max(p.pid for p in processes_of(run / "cases") if p.pid != process.pid)
-    os.kill(victim, signal.SIGKILL)
-    process.communicate(timeout=120)
-    assert process.returncode == 1
-    found = read_run(run)
-    state, error, _ = only_case(found, "ddp")
-    assert state == "failed"
-    assert error is not None
-    assert "ended with signal 9 (SIGKILL)" in error
-    assert only_case(found, "single")[0] == "ok"
-    assert not processes_of(run)
+    assert record.error is not None
+    assert record.error.startswith("did not end within time_limit_s = 4; the ranks were ended: rank 0 ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

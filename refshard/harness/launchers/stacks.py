@@ -2,22 +2,19 @@
 
 import os
 import re
-import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-ASK = signal.SIGUSR1
+import psutil
+
+from refshard.harness.worker import ASK, stack_file
+
 _ANSWER_S = 5.0
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _COLLECTIVES = ("/torch/distributed/", "/refshard/engine/collectives.py")
 _BACKWARD = "/torch/autograd/graph.py"
-
-
-def stack_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stack when it is asked; it makes the file as it starts."""
-    return folder / f"stack{rank}"
 
 
 def ask_for_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, tuple[str, ...]]:
@@ -33,11 +30,15 @@ def ask_for_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, tuple[str
     deadline = time.monotonic() + _ANSWER_S
     while time.monotonic() < deadline:
         texts = {rank: file.read_text(errors="replace") if file.exists() else "" for rank, file in files.items()}
-        if texts == before and all(texts.values()):
+        if texts == before and all(text or _has_ended(pids[rank]) for rank, text in texts.items()):
             break
         before = texts
         time.sleep(0.1)
     return {rank: _main_thread(text) for rank, text in before.items()}
+
+
+def _has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def _main_thread(text: str) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ def _place(stack: tuple[str, ...]) -> tuple[int, str]:
     """How surely the others are not being waited for here, and the place in words."""
     innermost = _FRAME.fullmatch(stack[0]) if stack else None
     if innermost is None:
-        return 0, "without an answer"
+        return 0, "without an answer, stopped or at its very end"
     file, words = innermost["file"], f"{innermost['function']} ({Path(innermost['file']).name}:{innermost['line']})"
     if any(place in file for place in _COLLECTIVES):
         return 2, f"waiting in {words}"
