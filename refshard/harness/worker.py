@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 ASK = signal.SIGUSR1
@@ -24,7 +25,8 @@ def stack_file(folder: Path, rank: int) -> Path:
 
 def main(program: str, folder: Path, launcher: int) -> int:
     """Run this rank of the program, ``case`` or ``calibration``, and return the process's exit status."""
-    faulthandler.register(ASK, stack_file(folder, int(os.environ["RANK"])).open("w"))
+    with suppress(OSError):  # on a full disk: a rank that cannot be asked runs all the same
+        faulthandler.register(ASK, stack_file(folder, int(os.environ.get("RANK", "0"))).open("w"))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:

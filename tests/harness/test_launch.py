@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from refshard.cli import main
 from refshard.harness.store import read_run
 from refshard.records import METRICS, Run
-from tests.harness.commandline import SUITE, processes_of, refshard, start, wait_for, write_suite
+from tests.harness.commandline import SUITE, processes_of, refshard, start, status_of, wait_for, write_suite
 
 
 def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
@@ -106,13 +105,6 @@ def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path, numb
     assert not found.cases
     assert not processes_of(run)
     assert "Traceback" not in err + out
-
-
-def status_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
-    """Exit status and standard error of the command line in this process, which has imported what it needs."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return ended.value.code, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
