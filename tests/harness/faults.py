@@ -1,14 +1,17 @@
 """What a run must survive, and what must hold after each fault."""
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 import psutil
 
 from refshard.harness.launchers.stacks import ask_for_stacks
 from refshard.harness.store import read_run
 from refshard.records import CaseRecord, Run
-from tests.harness.commandline import processes_of, wait_for
+from tests.harness.commandline import processes_of, start, wait_for
 from tests.harness.planted.sitecustomize import HANGING
 
 PLANTED = Path(__file__).parent / "planted"
@@ -18,6 +21,16 @@ def planting(*faults: str) -> dict[str, str]:
     """The environment in which ranks meet ``faults``, each "STRATEGY RANK PLACE DEED"; see ``planted``."""
     paths = [str(PLANTED), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PLANTED": ",".join(faults)}
+
+
+@contextmanager
+def running(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Iterator["Popen[str]"]:
+    """``refshard`` with ``arguments``; killed if the test fails before it ends."""
+    with start(*arguments, env=env) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def case_folder(run: Path, strategy: str) -> Path:

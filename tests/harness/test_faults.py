@@ -14,7 +14,7 @@ import pytest
 
 from refshard.harness.store import RECORDS, read_run
 from refshard.records import Run
-from tests.harness.commandline import processes_of, refshard, start, status_of, wait_for, write_suite
+from tests.harness.commandline import processes_of, refshard, status_of, wait_for, write_suite
 from tests.harness.faults import (
     check_left,
     check_mended,
@@ -23,6 +23,7 @@ from tests.harness.faults import (
     planting,
     ranks_of,
     record_of,
+    running,
 )
 from tests.harness.planted.sitecustomize import HANGING
 
@@ -67,9 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, taken_port: int) -> Path:
     (base / "suite.toml").write_text(SUITE)
     run = base / "run"
     env = {**planting(*FAULTS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken_port), "WORLD_SIZE": "7"}
-    process = start("run", base / "suite.toml", "--out", run, env=env)
-    kill_within_collective(run, "refshard-fsdp", victim=1)
-    out, err = process.communicate(timeout=400)
+    with running("run", base / "suite.toml", "--out", run, env=env) as process:
+        kill_within_collective(run, "refshard-fsdp", victim=1)
+        out, err = process.communicate(timeout=400)
     assert process.returncode == 1, err
     assert "Traceback" not in out + err
     return run
@@ -170,8 +171,9 @@ def test_changed_code_is_refused(folder: Path, mended: Run, tmp_path: Path) -> N
         shutil.copytree(source / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "refshard" / "strategies" / "ddp.py").open("a") as file:
         file.write("# changed\n")
-    process = start("run", "--resume", folder, env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"})
-    _, err = process.communicate(timeout=120)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    with running("run", "--resume", folder, env=env) as process:
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
     assert "cannot be resumed: code_sha256 was '" in err
 
@@ -179,17 +181,14 @@ def test_changed_code_is_refused(folder: Path, mended: Run, tmp_path: Path) -> N
 def test_a_killed_run_is_resumed_and_has_one_writer(tmp_path: Path) -> None:
     """Killed in its second launch; and as if in the midst of a line."""
     suite, run = write_suite(tmp_path, "single", "ddp", ranks=2), tmp_path / "run"
-    process = start("run", suite, "--out", run, env=planting("ddp 1 forward hang"))
-    try:
+    with running("run", suite, "--out", run, env=planting("ddp 1 forward hang")) as process:
         wait_for(lambda: list(run.glob(f"cases/ddp-*/{HANGING}")), 120)
         ranks = ranks_of(run, "ddp")
         assert "the folder is not empty; name a new one, or resume the run in it" in refused("run", suite, "--out", run)
         assert "another process writes this run; wait for its end, or end it" in refused("run", "--resume", run)
         assert process.poll() is None
         assert ranks_of(run, "ddp") == ranks
-    finally:
         process.kill()
-        process.communicate()
     wait_for(lambda: not processes_of(run))
     with (run / RECORDS).open("ab") as file:
         file.write(b'{"type":"case","schema":1,"run_id":"run"')
@@ -237,10 +236,10 @@ def fill(disk: Path) -> None:
 def test_a_full_disk(tmp_path: Path, disk: Path) -> None:
     """At first as a rank writes its trace; then for everybody."""
     run = disk / "run"
-    process = start("run", write_suite(tmp_path, "single", steps=20, head="rounds = 2"), "--out", run)
-    wait_for(lambda: list(run.glob("cases/*round1/progress")), 120)
-    fill(disk)
-    _, err = process.communicate(timeout=120)
+    with running("run", write_suite(tmp_path, "single", steps=20, head="rounds = 2"), "--out", run) as process:
+        wait_for(lambda: list(run.glob("cases/*round1/progress")), 120)
+        fill(disk)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
     assert "No space left on device" in err.splitlines()[-1]
     assert "Traceback" not in err
@@ -265,13 +264,13 @@ def interrupt(
 ) -> Path:
     """Start a run, wait until it is ``ready`` and ``delay_s`` longer, send the signals; check what is left."""
     suite, run = write_suite(tmp_path, "single", steps=20, head=f"rounds = {rounds}"), tmp_path / "run"
-    process = start("run", suite, "--out", run)
-    wait_for(lambda: ready(run) or process.poll() is not None, 120)
-    time.sleep(delay_s)
-    for number in signals:
-        process.send_signal(number)
-        time.sleep(0.01)
-    out, err = process.communicate(timeout=120)
+    with running("run", suite, "--out", run) as process:
+        wait_for(lambda: ready(run) or process.poll() is not None, 120)
+        time.sleep(delay_s)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.01)
+        out, err = process.communicate(timeout=120)
     assert not processes_of(run)
     if (run / RECORDS).exists():
         # It may have been at its end; or has nothing but a file.
@@ -323,12 +322,12 @@ def test_what_ignores_a_hang_up_goes_on(tmp_path: Path) -> None:
     suite, run = write_suite(tmp_path, "single"), tmp_path / "run"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        process = start("run", suite, "--out", run)
+        with running("run", suite, "--out", run) as process:
+            wait_for(lambda: has_launched(run), 120)
+            process.send_signal(signal.SIGHUP)
+            _, err = process.communicate(timeout=120)
     finally:
         signal.signal(signal.SIGHUP, before)
-    wait_for(lambda: has_launched(run), 120)
-    process.send_signal(signal.SIGHUP)
-    _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
 
 
