@@ -5,7 +5,8 @@ what was asked, 130 when interrupted.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,22 @@ from typing import Annotated
 import typer
 
 from refshard.errors import RefshardError
+from refshard.harness.interruption import ignore_more, interruptible, mortal
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 _Output = Annotated[Path | None, typer.Option("--out", "-o", help="Where to write; a new place by default.")]
+
+
+@contextmanager
+def _interruptible(left: str) -> Iterator[None]:
+    """A signal that asks this process to end does so in order, with one line that says what is ``left``."""
+    try:
+        with interruptible():
+            yield
+    except KeyboardInterrupt:
+        ignore_more()
+        print(f"refshard: interrupted; {left}", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @app.callback(invoke_without_command=True)
@@ -36,14 +50,12 @@ def run(
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
 ) -> None:
     """Measure every case of a suite and compare them."""
-    from refshard.commands import run as command
-    from refshard.report.views import terminal_table, terminal_verdict
+    with mortal():
+        from refshard.commands import run as command
+        from refshard.report.views import terminal_table, terminal_verdict
 
-    try:
+    with _interruptible("what had ended is written; --resume goes on"):
         finished, dashboard = command.run(suite, out, oversubscribe=oversubscribe, resume=resume)
-    except KeyboardInterrupt:
-        print("refshard: interrupted; what had ended is written; --resume goes on", file=sys.stderr)
-        raise typer.Exit(130) from None
     print(f"\n{terminal_table(finished)}\n\n{terminal_verdict(finished)}\n\ndashboard: {dashboard}")
     if any(case.state != "ok" for case in finished.cases):
         raise typer.Exit(1)
@@ -185,9 +197,10 @@ def calibrate(
     if aa:
         _calibrate_noise(suite, launches, permutations, rounds_of, as_json, oversubscribe)
         return
-    from refshard.commands import calibrate as command
+    with mortal():
+        from refshard.commands import calibrate as command
 
-    try:
+    with _interruptible("nothing is written"):
         table, path = command.calibrate(
             out,
             ranks=ranks,
@@ -197,25 +210,20 @@ def calibrate(
             quick=quick,
             sweeps=sweeps,
         )
-    except KeyboardInterrupt:
-        print("refshard: interrupted; nothing is written", file=sys.stderr)
-        raise typer.Exit(130) from None
     print(f"{table}\n\nprofile: {path}")
 
 
 def _calibrate_noise(
     suite: str, launches: int, permutations: int, recorded: Path | None, as_json: bool, oversubscribe: bool
 ) -> None:
-    from refshard.commands import noise as command
+    with mortal():
+        from refshard.commands import noise as command
 
-    try:
+    with _interruptible("rounds that ended are kept; --from takes them"):
         text = command.calibrate_noise(
             suite, launches=launches, permutations=permutations, recorded=recorded, as_json=as_json,
             oversubscribe=oversubscribe,
         )  # fmt: skip
-    except KeyboardInterrupt:
-        print("refshard: interrupted; rounds that ended are kept; --from takes them", file=sys.stderr)
-        raise typer.Exit(130) from None
     print(text)
 
 
@@ -244,18 +252,16 @@ def gate(
     """Compare two revisions, or one with what was accepted. Exit status: 0 pass, 1 regression, 2 harness error,
     3 inconclusive, 4 no comparable baseline.
     """
-    from refshard.commands import gate as command
+    with mortal():
+        from refshard.commands import gate as command
 
     asked = command.Asked(
         suite=suite, baseline=baseline, candidate=candidate, strategies=command.two_strategies(strategies),
         exact=exact, portable=portable, oversubscribe=oversubscribe, baselines=baselines,
     )  # fmt: skip
     outputs = command.Outputs(as_json=as_json, markdown=markdown, junit=junit, annotate=annotate)
-    try:
+    with _interruptible("what had ended is written"):
         text, status = command.gate(asked, outputs)
-    except KeyboardInterrupt:
-        print("refshard: interrupted; what had ended is written", file=sys.stderr)
-        raise typer.Exit(130) from None
     print(text)
     raise typer.Exit(status)
 

@@ -79,6 +79,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     comparable runs; the git state, the command line and the time are not part of it.
 
     ``gemm_flops_per_s`` is this machine's measured fp32 matrix-multiplication rate with ``gemm_threads`` threads.
+    ``code_sha256`` is that of refshard's own code and profiles, whatever git says; empty in older records.
     ``network`` says in words what joins the hosts; empty where all ranks run on one.
     """
 
@@ -98,6 +99,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     gemm_threads: int
     git_commit: str | None
     git_dirty: bool | None
+    code_sha256: str = ""
     argv: tuple[str, ...]
     network: str = ""
 

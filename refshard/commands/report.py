@@ -19,5 +19,7 @@ def report(run: Path, output: Path | None) -> Path:
     try:
         write_dashboard(finished, target)
     except OSError as error:
-        raise SpecError(f"out: {target} cannot be written ({error.strerror}); name a file that can") from None
+        raise SpecError(
+            f"out: {target} cannot be written ({error.strerror}); let `refshard report --out` name a file that can"
+        ) from None
     return target

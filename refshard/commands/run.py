@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from refshard.commands.report import report
 from refshard.errors import SpecError
 from refshard.harness.environment import capture_environment
 from refshard.harness.launchers import network
@@ -17,7 +18,6 @@ from refshard.harness.run import Observer, check_suite, mark_latest, new_run_fol
 from refshard.harness.store import read_run
 from refshard.quantities import format_seconds
 from refshard.records import CaseRecord, Run
-from refshard.report.render import write_dashboard
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 
@@ -28,7 +28,7 @@ def run(suite: str | None, output: Path | None, *, oversubscribe: bool, resume: 
     With ``resume``, a run's folder, only what is missing there is measured; the suite, if given, must be the run's.
 
     Raises:
-        RefshardError: the suite or the folder cannot be used; nothing was launched.
+        RefshardError: the suite or the folder cannot be used, and nothing was launched; or the disk is full.
         KeyboardInterrupt: the run was cut short; what had ended is written.
     """
     given = load_suite(find_suite(suite)) if suite is not None else None
@@ -52,9 +52,7 @@ def run(suite: str | None, output: Path | None, *, oversubscribe: bool, resume: 
             if output is None:
                 mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
             finished = run_suite(spec, folder, launcher, shown, environment, oversubscribe=oversubscribe)
-    dashboard = folder / "dashboard.html"
-    write_dashboard(finished, dashboard)
-    return finished, dashboard
+    return finished, report(folder, None)
 
 
 def _launcher(suite: SuiteSpec) -> Launcher:

@@ -100,7 +100,8 @@ def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tup
     if launch.out_of_memory:
         return "oom", f"{launch.error}: the kernel's out-of-memory killer chose it"
     if launch.timed_out:
-        return "timeout", f"did not end within time_limit_s = {case.time_limit_s:g}; the ranks were ended"
+        stood = f": {launch.error}" if launch.error else ""
+        return "timeout", f"did not end within time_limit_s = {case.time_limit_s:g}; the ranks were ended{stood}"
     unwell = [rank for rank in ranks if rank.state != "ok"]
     for rank in unwell:
         if rank.state == "oom":
@@ -108,7 +109,7 @@ def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tup
     if launch.failed_rank is not None and launch.failed_rank not in {rank.rank for rank in ranks}:
         return "failed", launch.error or f"rank {launch.failed_rank} ended without a result"
     # The other ranks' errors are but echoes of the first.
-    for rank in sorted(unwell, key=lambda rank: rank.rank != launch.failed_rank):
+    for rank in sorted(unwell, key=lambda rank: (rank.failed_at_s, rank.rank != launch.failed_rank)):
         return rank.state, f"rank {rank.rank}: {rank.error}"
     return "failed", launch.error or "a rank ended without a result"
 

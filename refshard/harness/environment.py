@@ -22,6 +22,8 @@ _COMPARABLE = (
     "os", "cpu", "physical_cores", "logical_cores", "gpus", "python", "torch", "backends", "gemm_threads"
 )  # fmt: skip
 """Fields that must match between two runs before their times can be compared."""
+_SAME_MEMORY = 0.01
+"""What the kernel keeps to itself differs a little from boot to boot."""
 
 
 def capture_environment(threads_per_rank: int, network: str = "") -> Environment:
@@ -47,6 +49,7 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
         gemm_threads=threads_per_rank,
         git_commit=commit,
         git_dirty=dirty,
+        code_sha256=code_sha256(),
         argv=("refshard", *sys.argv[1:]),
         network=network,
     )
@@ -58,13 +61,30 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
 
 
 def changes(before: Environment, now: Environment) -> list[str]:
-    """In words, what differs between two environments that must not within one run: machine, software and code."""
-    fields = (*_COMPARABLE, "memory_bytes", "network", "packages", "git_commit")
-    return [
+    """In words, what differs between two environments that must not within one run: machine, software and code.
+
+    Code counts, not commits: of two commits that differ in a page of documentation, one resumes what the other began;
+    and an edit that is not committed is a change. Only a record from before code was recorded has but its commit.
+    """
+    code = "code_sha256" if before.code_sha256 else "git_commit"
+    found = [
         f"{field} was {was!r} and is {is_!r}"
-        for field in fields
+        for field in (*_COMPARABLE, "network", "packages", code)
         if (was := getattr(before, field)) != (is_ := getattr(now, field))
     ]
+    if abs(now.memory_bytes - before.memory_bytes) > _SAME_MEMORY * before.memory_bytes:
+        found.append(f"memory_bytes was {before.memory_bytes} and is {now.memory_bytes}")
+    return found
+
+
+def code_sha256() -> str:
+    """SHA-256 over what decides what a rank does: the package's sources, and the profiles that they read."""
+    package = Path(resources.__file__).parent
+    profiles = (resources.model_profiles(), resources.cluster_profiles(), resources.hardware_profiles())
+    digest = hashlib.sha256()
+    for path in [*sorted(package.rglob("*.py")), *(path for found in profiles for path in found.values())]:
+        digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()};".encode())
+    return digest.hexdigest()
 
 
 def available_cores() -> int:

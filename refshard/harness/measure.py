@@ -50,12 +50,14 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank reports. ``losses`` are this rank's, one per step; times are in seconds, sizes in bytes.
 
     An emulated rank has no ``parameters_sha256``: what it would gather from others is made up. Rank 0 names its
-    ``operators``, in order, of the step that its ``census`` is of.
+    ``operators``, in order, of the step that its ``census`` is of. ``failed_at_s`` is the wall clock's time: other
+    ranks' errors are later, if they are but echoes.
     """
 
     rank: int
     state: State
     error: str | None = None
+    failed_at_s: float = 0.0
     device: str = ""
     backend: str = ""
     step_times_s: tuple[float, ...] = ()

@@ -8,10 +8,11 @@ imports torch, numpy and msgspec and nothing heavier, so it runs on a bare clust
 import gc
 import os
 import resource
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -79,8 +80,7 @@ def _leave_result(folder: Path, run: Callable[[], RankResult]) -> bool:
         try:
             result = run()
         except BaseException as error:
-            traceback.print_exc()
-            result = RankResult(rank=rank, state=_state_of(error), error=_describe(error))
+            result = _failed(rank, error)
     notes = dict.fromkeys([*result.warnings, *(str(w.message) for w in caught if "refshard" in str(w.message))])
     _replace(rank_file(folder, rank), msgspec.json.encode(msgspec.structs.replace(result, warnings=tuple(notes))))
     return result.state == "ok"
@@ -95,7 +95,10 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
     if case.fidelity == "emulated":
         return _emulate(case, folder, rank, device)
     with _process_group(device) as group:
-        return _measure(case, folder, group, device, _progress(folder, group))
+        try:
+            return _measure(case, folder, group, device, _progress(folder, group))
+        except BaseException as error:
+            return _failed(rank, error)  # before the group goes, by which the other ranks fail in turn
 
 
 @contextmanager
@@ -165,6 +168,13 @@ def _device(case: CaseSpec) -> torch.device:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
+
+
+def _failed(rank: int, error: BaseException) -> RankResult:
+    failed_at_s = time.time()
+    with suppress(OSError):  # a full disk takes no log, but perhaps a result
+        traceback.print_exception(error)
+    return RankResult(rank=rank, state=_state_of(error), error=_describe(error), failed_at_s=failed_at_s)
 
 
 def _state_of(error: BaseException) -> State:

@@ -24,7 +24,7 @@ from refshard.harness.rank import rank_file
 from refshard.harness.run import Observer, launch_case, launch_name
 from refshard.harness.series import launch_series
 from refshard.harness.store import RunWriter
-from refshard.records import CaseRecord, EndRecord, Environment, RunRecord
+from refshard.records import CaseRecord, Environment, RunRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
@@ -113,16 +113,7 @@ class PairedRounds:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._open:
             for held in self._held:
-                states = [record.state for record in held.records]
-                held.writer.close(
-                    EndRecord(
-                        run_id=held.header.run_id,
-                        ended_at=_now(),
-                        cases=len(states),
-                        states={state: states.count(state) for state in dict.fromkeys(states)},
-                        interrupted=kind is not None,
-                    )
-                )
+                held.writer.close(held.header.run_id, interrupted=kind is not None)
 
     def apart(self, cases: Sequence[CaseSpec]) -> None:
         """Launch each case once on each side, in processes of its own: for what is exact, or what others need."""

@@ -4,8 +4,8 @@ import os
 import random
 import shutil
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from refshard.errors import SpecError
+from refshard.errors import LaunchError, SpecError
 from refshard.harness.assemble import Peers, assemble
 from refshard.harness.environment import available_cores, changes
 from refshard.harness.launchers.base import Job, Launcher
@@ -22,7 +22,7 @@ from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, read_run
 from refshard.models.data import open_source
 from refshard.plan.checkpointing import checkpointed_layers
-from refshard.records import CaseRecord, EndRecord, Environment, Run, RunRecord
+from refshard.records import CaseRecord, Environment, Run, RunRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model
@@ -81,7 +81,7 @@ def run_suite(
     Raises:
         SpecError: see :func:`check_suite`.
         StoreError: the folder cannot hold a run.
-        LaunchError: the launcher cannot make what the ranks are to run on.
+        LaunchError: the launcher cannot make what the ranks are to run on, or the disk is full.
     """
     check_suite(suite, oversubscribe=oversubscribe)
     with RunWriter(folder) as writer:
@@ -152,28 +152,18 @@ def _plan(suite: SuiteSpec) -> list[tuple[int, CaseSpec]]:
 
 def _run_missing(run: Run, folder: Path, writer: RunWriter, launcher: Launcher, observer: Observer) -> None:
     """Launch what ``run`` lacks, and close it; a run that lacks nothing and is closed stays as it is."""
-    kept = {(record.spec_hash, record.round): record for record in run.cases if record.state != "failed"}
+    kept = {(record.spec_hash, record.round) for record in run.cases if record.state != "failed"}
     plan = [(round_, case) for round_, case in _plan(run.header.suite) if (case.hash, round_) not in kept]
     if not plan and run.end is not None and not run.end.interrupted:
         return
-    states = Counter[str](record.state for record in kept.values())
     interrupted = True
     try:
         for record in _records(plan, run, folder, launcher, observer):
             writer.append(record)
-            states[record.state] += 1
             observer.case_ended(record)
         interrupted = False
     finally:
-        writer.close(
-            EndRecord(
-                run_id=run.header.run_id,
-                ended_at=_now(),
-                cases=states.total(),
-                states=dict(states),
-                interrupted=interrupted,
-            )
-        )
+        writer.close(run.header.run_id, interrupted=interrupted)
 
 
 def round_order(cases: tuple[CaseSpec, ...], round_: int) -> list[CaseSpec]:
@@ -198,14 +188,12 @@ def new_run_folder(suite: SuiteSpec) -> Path:
 
 def mark_latest(folder: Path) -> None:
     """Let ``latest`` beside the run's folder point to it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    link = folder.parent / "latest"
     unfinished = folder.parent / f".latest-{os.getpid()}"
-    unfinished.symlink_to(folder.name)
-    try:
-        unfinished.replace(link)
-    except OSError:  # something else is called "latest": the run matters more than the link
-        unfinished.unlink()
+    with suppress(OSError), ExitStack() as made:  # full, or something else is called so: the run matters more
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made.callback(unfinished.unlink, missing_ok=True)
+        unfinished.symlink_to(folder.name)
+        unfinished.replace(folder.parent / "latest")
 
 
 def _records(
@@ -220,7 +208,10 @@ def _records(
             reference=ended.get(case.reference().hash) if held else None,
             ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if held and case.world_size > 1 else None,
         )
-        record = launch_case(case, round_, run.header, folder, launcher, observer.case_progressed, peers)
+        try:
+            record = launch_case(case, round_, run.header, folder, launcher, observer.case_progressed, peers)
+        except OSError as error:  # of this process: what a rank met is its result
+            raise LaunchError(f"{case.name} cannot be launched ({error}); correct that and resume {folder}") from None
         if record.state == "ok" or case.hash not in ended:
             ended[case.hash] = record
         yield record

@@ -10,7 +10,9 @@ import fcntl
 import hashlib
 import os
 import re
+from collections import Counter
 from contextlib import suppress
+from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +20,8 @@ from types import TracebackType
 import msgspec
 
 from refshard.errors import StoreError
-from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord
+from refshard.harness.interruption import Interruption
+from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord, State
 
 RECORDS = "records.jsonl"
 _CHECK = re.compile(rb',"check":"([0-9a-f]{16})"}$')
@@ -45,8 +48,8 @@ class RunWriter:
             raise StoreError(f"{folder}: cannot hold a run ({error.strerror}); name a folder that can") from None
         try:
             self._lock()
-            if reopen:
-                read_run(folder)
+            found = read_run(folder).cases if reopen else ()
+            self._states: dict[tuple[str, int], State] = {(r.spec_hash, r.round): r.state for r in found}
             written, _, _ = self._file.read().rpartition(b"\n")
             self._digest = hashlib.sha256(written + b"\n" if written else b"")
             self._file.truncate(self._file.seek(len(written) + bool(written)))
@@ -66,15 +69,28 @@ class RunWriter:
         Raises:
             StoreError: the disk does not take it.
         """
-        self._write(record)
+        with Interruption():  # the line is written and counted, or neither
+            self._write(record)
+            if isinstance(record, CaseRecord):
+                self._states[record.spec_hash, record.round] = record.state
 
-    def close(self, end: EndRecord) -> None:
-        """Write the closing record, to which the digest of what is before it is added.
+    def close(self, run_id: str, *, interrupted: bool) -> None:
+        """Write the closing record, which counts the launches that are in the file.
 
         Raises:
             StoreError: the disk does not take it.
         """
-        self._write(msgspec.structs.replace(end, sha256=self._digest.hexdigest()))
+        states = Counter[str](self._states.values())
+        end = EndRecord(
+            run_id=run_id,
+            ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            cases=states.total(),
+            states=dict(states),
+            interrupted=interrupted,
+            sha256=self._digest.hexdigest(),
+        )
+        with Interruption():
+            self._write(end)
 
     def _write(self, record: Record) -> None:
         line = _checked(msgspec.json.encode(record)) + b"\n"
@@ -118,7 +134,10 @@ def read_run(folder: Path) -> Run:
     records = [_decode(path, number, line) for number, line in enumerate(lines, start=1)]
     headers = [r for r in records if isinstance(r, RunRecord)]
     if len(headers) != 1 or records[0] is not headers[0]:
-        raise StoreError(f"{path}: does not begin with one run record; it is no run, or was cut at its start")
+        raise StoreError(
+            f"{path}: does not begin with one run record; it is no run, or was cut before anything was measured: "
+            "remove the folder and start a new one"
+        )
     _check_digests(path, lines, records)
     launches = {(r.spec_hash, r.round): r for r in records if isinstance(r, CaseRecord)}
     last = records[-1]

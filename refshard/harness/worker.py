@@ -1,20 +1,32 @@
 """What a launcher starts for each rank: ``python -m refshard.harness.worker PROGRAM FOLDER LAUNCHER_PID``.
 
 Before it imports anything that takes time, it asks the kernel to end it should its launcher be killed, so that no rank
-is ever left behind.
+is ever left behind, and makes ready to write down where it stands when it is asked.
 """
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+ASK = signal.SIGUSR1
+"""The signal that asks a rank where it stands."""
 
 _PR_SET_PDEATHSIG = 1
 
 
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its stack when it is asked; it makes the file as it starts."""
+    return folder / f"stack{rank}"
+
+
 def main(program: str, folder: Path, launcher: int) -> int:
     """Run this rank of the program, ``case``, ``series`` or ``calibration``, and return the process's exit status."""
+    with suppress(OSError):  # on a full disk: a rank that cannot be asked runs all the same
+        faulthandler.register(ASK, stack_file(folder, int(os.environ.get("RANK", "0"))).open("w"))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:

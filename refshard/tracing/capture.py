@@ -23,8 +23,11 @@ def capture_steps(path: Path, steps: int, *, all_threads: bool = False) -> Itera
     def write(profiler: profile) -> None:
         # torch picks gzip by the suffix; a torn file never stands under the final name.
         unfinished = path.with_name(f"unfinished-{path.name}")
-        profiler.export_chrome_trace(str(unfinished))
-        unfinished.replace(path)
+        try:
+            profiler.export_chrome_trace(str(unfinished))
+            unfinished.replace(path)
+        finally:  # on a full disk it would take the room in which to say so
+            unfinished.unlink(missing_ok=True)
 
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():

@@ -19,7 +19,7 @@ def write(made: Run, folder: Path) -> Path:
         writer.append(made.header)
         for record in made.cases:
             writer.append(record)
-        writer.close(made.end)
+        writer.close(made.header.run_id, interrupted=made.end.interrupted)
     return folder
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
+import pytest
 
+from refshard.cli import main
 from refshard.records import Run
 
 SUITE = """
@@ -45,6 +47,13 @@ def refshard(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     process = start(*arguments)
     out, err = process.communicate(timeout=240)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def status_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
+    """Exit status and standard error of the command line in this process, which has imported what it needs."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code, capsys.readouterr().err
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

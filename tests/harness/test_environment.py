@@ -3,9 +3,12 @@
 import platform
 import sys
 
+import pytest
 import torch
+from msgspec.structs import replace
 
-from refshard.harness.environment import available_cores, capture_environment, measure_gemm
+from refshard.harness.environment import available_cores, capture_environment, changes, measure_gemm
+from tests.harness.fakes import ENVIRONMENT
 
 
 def test_environment_describes_this_machine() -> None:
@@ -35,3 +38,37 @@ def test_gemm_leaves_the_number_of_threads_as_it_was() -> None:
     before = torch.get_num_threads()
     measure_gemm(1, size=64, seconds=0.01)
     assert torch.get_num_threads() == before
+
+
+BEFORE = replace(ENVIRONMENT, memory_bytes=10**9, git_commit="aa", git_dirty=False, code_sha256="c0")
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"git_commit": "bb", "git_dirty": True},  # a page of documentation
+        {"hostname": "other", "argv": ("refshard", "run", "--resume", "x"), "gemm_flops_per_s": 2e11},
+        {"memory_bytes": 10**9 - 10**6},  # another boot of the same machine
+    ],
+)
+def test_what_changes_no_measurement_is_no_change(now: dict[str, object]) -> None:
+    assert changes(BEFORE, replace(BEFORE, **now)) == []
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({"code_sha256": "c1"}, "code_sha256 was 'c0' and is 'c1'"),  # an edit, committed or not
+        ({"memory_bytes": 2 * 10**9}, "memory_bytes was 1000000000 and is 2000000000"),
+        ({"network": "2 hosts"}, "network was '' and is '2 hosts'"),
+        ({"packages": {"numpy": "2"}}, "packages was {} and is {'numpy': '2'}"),
+    ],
+)
+def test_what_changes_a_measurement_is_told(now: dict[str, object], words: str) -> None:
+    assert changes(BEFORE, replace(BEFORE, **now)) == [words]
+
+
+def test_a_record_from_before_code_was_recorded_has_but_its_commit() -> None:
+    older = replace(BEFORE, code_sha256="")
+    assert changes(older, BEFORE) == []
+    assert changes(older, replace(BEFORE, git_commit="bb")) == ["git_commit was 'aa' and is 'bb'"]

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from refshard.errors import LaunchError
+from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job
 from refshard.harness.launchers.netlab import NetlabLauncher, placed
 from refshard.harness.launchers.network import (
@@ -23,7 +24,6 @@ from refshard.harness.launchers.network import (
     obstacle,
     remove_leftovers,
 )
-from refshard.harness.launchers.ranks import Interruption
 from refshard.harness.rank import CASE_FILE
 from refshard.harness.store import read_run
 from refshard.specs.case import CaseSpec

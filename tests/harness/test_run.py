@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from refshard.errors import SpecError, StoreError
+from refshard.errors import LaunchError, SpecError, StoreError
 from refshard.flops import flops_per_token
 from refshard.harness.launchers.base import Launch
 from refshard.harness.rank import rank_file, trace_file
@@ -432,6 +432,48 @@ def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) 
     data = path.read_bytes()
     assert resume_run(folder, FakeLauncher(), Silent(), ENVIRONMENT) == after
     assert path.read_bytes() == data, "nothing was missing"
+
+
+def test_a_resumption_that_is_cut_short_counts_what_it_has_not_repeated_yet(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        return good(case, folder) if case.strategy == "single" else Launch(failed_rank=1, error="rank 1 failed")
+
+    def interrupted(_case: CaseSpec, _folder: Path) -> Launch:
+        raise KeyboardInterrupt
+
+    before = run(tmp_path, FakeLauncher(outcome))
+    with pytest.raises(KeyboardInterrupt):
+        resume_run(tmp_path / "run", FakeLauncher(interrupted), Silent(), ENVIRONMENT)
+    found = read_run(tmp_path / "run")
+    assert found.cases == before.cases
+    assert found.end is not None
+    assert (found.end.cases, found.end.states, found.end.interrupted) == (3, {"ok": 1, "failed": 2}, True)
+
+
+def test_what_this_process_cannot_write_ends_the_run_with_the_cause(tmp_path: Path) -> None:
+    def outcome(_case: CaseSpec, _folder: Path) -> Launch:
+        raise OSError(28, "No space left on device", "logs")
+
+    with pytest.raises(
+        LaunchError, match=r"cannot be launched \(\[Errno 28\] No space left on device: 'logs'\); correct"
+    ):
+        run(tmp_path, FakeLauncher(outcome))
+    found = read_run(tmp_path / "run")
+    assert found.end is not None
+    assert found.end.interrupted
+
+
+def test_the_error_that_came_first_is_the_cause(tmp_path: Path) -> None:
+    """Whichever rank's process ended first."""
+
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        if case.strategy == "single":
+            return good(case, folder)
+        write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer", failed_at_s=9.2)
+        write_rank(case, folder, 1, state="failed", error="ValueError: no", failed_at_s=9.1)
+        return Launch(failed_rank=0, error="rank 0 ended with exit status 1")
+
+    assert by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"].error == "rank 1: ValueError: no"
 
 
 def test_results_that_are_no_success_are_kept(tmp_path: Path) -> None:

@@ -4,58 +4,135 @@ import re
 import resource
 import signal
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from refshard.errors import StoreError
-from refshard.harness.run import run_suite
+from refshard.harness.launchers.base import Launch
+from refshard.harness.run import resume_run, run_suite
 from refshard.harness.store import RECORDS, RunWriter, read_run
-from refshard.records import SCHEMA, Run, RunRecord
-from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
+from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord
+from refshard.specs.case import CaseSpec
+from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite
+
+SUITE = make_suite(matrix={"strategy": ["single", "ddp"], "world_size": [2], "model": ["llama-tiny"]})
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    suite = make_suite(matrix={"strategy": ["single", "ddp"], "world_size": [2], "model": ["llama-tiny"]})
-    run_suite(suite, tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
+    run_suite(SUITE, tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
     return tmp_path / "run"
 
 
-def is_prefix(found: Run, whole: Run) -> bool:
-    return (
-        found.header == whole.header
-        and found.cases == whole.cases[: len(found.cases)]
-        and found.end in (None, whole.end if found.cases == whole.cases else None)
-    )
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in which one launch failed, was repeated once it was resumed, and failed again: two closing records."""
+    folder = tmp_path_factory.mktemp("store") / "run"
+
+    def failing(case: CaseSpec, work: Path) -> Launch:
+        return good(case, work) if case.strategy == "single" else Launch(failed_rank=1, error="rank 1 failed")
+
+    run_suite(SUITE, folder, FakeLauncher(failing), Silent(), ENVIRONMENT)
+    resume_run(folder, FakeLauncher(failing), Silent(), ENVIRONMENT)
+    assert (folder / RECORDS).read_bytes().count(b'{"type":"end"') == 2
+    return folder
 
 
-def test_cut_at_any_byte_it_is_a_prefix_or_an_error(folder: Path) -> None:
-    path = folder / RECORDS
-    whole, data = read_run(folder), path.read_bytes()
-    header = data.index(b"\n") + 1
-    for length in range(len(data)):
-        path.write_bytes(data[:length])
-        if length < header:
-            with pytest.raises(StoreError):
-                read_run(folder)
-        else:
-            found = read_run(folder)
-            assert is_prefix(found, whole)
-            assert found.end is None
+def states(data: bytes) -> list[Run | None]:
+    """What a reader may see: the run as it was after each of its lines; None before the first."""
+    found: list[Run | None] = [None]
+    launches: dict[tuple[str, int], CaseRecord] = {}
+    for line in data.splitlines():
+        record = msgspec.json.decode(line, type=Record)
+        if isinstance(record, RunRecord):
+            header = record
+        if isinstance(record, CaseRecord):
+            launches.pop((record.spec_hash, record.round), None)  # the later one stands later
+            launches[record.spec_hash, record.round] = record
+        end = record if isinstance(record, EndRecord) else None
+        found.append(Run(header=header, cases=tuple(launches.values()), end=end))
+    return found
+
+
+def read(folder: Path, data: bytes) -> Run | None:
+    """What is read back of ``data``; None where that is an error."""
+    (folder / RECORDS).write_bytes(data)
+    try:
+        return read_run(folder)
+    except StoreError:
+        return None
+
+
+def test_each_state_is_what_the_writer_meant(resumed: Path) -> None:
+    """The reference that the following tests hold the store against."""
+    found = states((resumed / RECORDS).read_bytes())
+    counts = [(len(run.cases), run.end and run.end.states) for run in found if run]
+    ended = {"ok": 1, "failed": 1}
+    assert counts == [(0, None), (1, None), (2, None), (2, ended), (2, None), (2, ended)]
+    assert found[-1] == read_run(resumed)
+
+
+def test_cut_at_any_byte_it_is_a_prefix_or_an_error(resumed: Path, tmp_path: Path) -> None:
+    data = (resumed / RECORDS).read_bytes()
+    expected = states(data)
+    for length in range(len(data) + 1):
+        whole = expected[data[:length].count(b"\n")]
+        torn = length and data[length - 1 : length] != b"\n"
+        assert read(tmp_path, data[:length]) == (whole and msgspec.structs.replace(whole, end=None) if torn else whole)
 
 
 @pytest.mark.parametrize("flip", [0x01, 0x80, ord("\n") ^ ord(" ")])
-def test_with_any_byte_changed_it_is_a_prefix_or_an_error(folder: Path, flip: int) -> None:
-    path = folder / RECORDS
-    whole, data = read_run(folder), path.read_bytes()
-    errors = 0
+def test_with_any_byte_changed_it_is_a_prefix_or_an_error(resumed: Path, tmp_path: Path, flip: int) -> None:
+    data = (resumed / RECORDS).read_bytes()
+    expected, errors = states(data), 0
     for place in range(len(data)):
-        path.write_bytes(data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :])
-        try:
-            assert is_prefix(read_run(folder), whole), place
-        except StoreError:
-            errors += 1
+        found = read(tmp_path, data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :])
+        errors += found is None
+        assert is_one_of(found, expected), place
     assert errors > 0.9 * len(data)
+
+
+def is_one_of(found: Run | None, expected: list[Run | None]) -> bool:
+    """Whether it is one of the states, perhaps with a torn line after it."""
+    return found in expected or found in [run and msgspec.structs.replace(run, end=None) for run in expected]
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_with_any_piece_replaced_it_is_a_prefix_or_an_error(resumed: Path, draw: st.DataObject) -> None:
+    """Lost, repeated or overwritten: bytes of any length, or whole lines."""
+    data = (resumed / RECORDS).read_bytes()
+    lines = [0, *(place + 1 for place, byte in enumerate(data) if byte == ord("\n"))]
+    places = st.one_of(st.integers(0, len(data)), st.sampled_from(lines))
+    (start, stop), (from_, to) = (sorted([draw.draw(places), draw.draw(places)]) for _ in range(2))
+    piece = draw.draw(st.one_of(st.just(data[from_:to]), st.binary(max_size=200)))
+    with TemporaryDirectory() as name:
+        found = read(Path(name), data[:start] + piece + data[stop:])
+    assert is_one_of(found, states(data))
+
+
+def test_whatever_a_kill_left_the_next_writer_goes_on_from_there(resumed: Path, tmp_path: Path) -> None:
+    """Cut in each line at its start, in its midst, and before its end; then the last record once more, and closed."""
+    data = (resumed / RECORDS).read_bytes()
+    expected, record = states(data), read_run(resumed).cases[-1]
+    lines = data.splitlines(keepends=True)
+    for number in range(1, len(lines) + 1):
+        following = lines[number] if number < len(lines) else b'{"type":'
+        for torn in (b"", following[:1], following[: len(following) // 2], following[:-1]):
+            (tmp_path / RECORDS).write_bytes(b"".join(lines[:number]) + torn)
+            with RunWriter(tmp_path, reopen=True) as writer:
+                writer.append(record)
+                writer.close("run", interrupted=False)
+            found, before = read_run(tmp_path), expected[number]
+            assert before is not None
+            others = [r for r in before.cases if r.spec_hash != record.spec_hash]
+            assert found.cases == (*others, record)
+            assert found.end is not None
+            assert (found.end.cases, found.end.interrupted) == (len(found.cases), False)
 
 
 def test_a_line_that_is_missing_is_noticed_once_the_run_is_closed(folder: Path) -> None:

@@ -25,8 +25,9 @@ class Job:
 class Launch:
     """How a launch ended.
 
-    ``failed_rank`` is the rank that failed first, ``error`` what the launcher can tell of it (how its process ended),
-    ``log_tail`` the last lines that it wrote. ``out_of_memory`` says that the kernel killed it for want of memory.
+    ``failed_rank`` is the rank that failed first, ``error`` what the launcher can tell of it: how its process ended;
+    or, if it timed out, where each rank stood. ``log_tail`` are the last lines that failed ranks wrote, that one's
+    first; or all, with their stacks. ``out_of_memory`` says that the kernel killed it for want of memory.
     """
 
     timed_out: bool = False

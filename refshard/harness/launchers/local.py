@@ -6,8 +6,9 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, Launch, Launcher
-from refshard.harness.launchers.ranks import Interruption, rank_environment, run_ranks, worker_arguments
+from refshard.harness.launchers.ranks import rank_environment, run_ranks, worker_arguments
 
 _ADDRESS = "127.0.0.1"
 

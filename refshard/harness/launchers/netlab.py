@@ -4,9 +4,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.network import INTERFACE, Network
-from refshard.harness.launchers.ranks import Interruption, rank_environment, run_ranks, worker_arguments
+from refshard.harness.launchers.ranks import rank_environment, run_ranks, worker_arguments
 from refshard.specs.suite import NetworkSpec
 
 _PORT = 29500

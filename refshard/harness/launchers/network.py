@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from refshard.errors import LaunchError
+from refshard.harness.interruption import Interruption
 from refshard.specs.suite import NetworkSpec
 
 INTERFACE = "eth0"
@@ -60,7 +61,7 @@ class Names:
 class Network:
     """The hosts of a :class:`NetworkSpec`, as a context: made on entry and removed on every path out.
 
-    A signal that raises in this process could cut the removal short: enter it within ``ranks.Interruption``.
+    A signal that raises in this process could cut the removal short: enter it within an ``Interruption``.
 
     Raises:
         LaunchError: on entry, where a command fails; what it made by then is removed.
@@ -162,7 +163,7 @@ def check(spec: NetworkSpec) -> None:
     found = obstacle(sys.platform, os.geteuid(), shutil.which)
     if found is not None:
         raise LaunchError(found)
-    with Network(spec):
+    with Interruption(), Network(spec):
         pass
 
 

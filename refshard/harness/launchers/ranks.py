@@ -2,22 +2,25 @@
 
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import psutil
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, Std, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
 
+from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, Launch
+from refshard.harness.launchers.stacks import ask_for_stacks, standing
 from refshard.harness.rank import PROGRESS_FILE
 
-_TAIL_LINES = 30
+_TAIL_LINES, _LEAST_LINES = 30, 8
 _POLL_S = 0.1
-_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ROOM_BYTES = 2**20
+_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def worker_arguments(job: Job, folder: Path) -> tuple[str, ...]:
@@ -39,43 +42,6 @@ def rank_environment(
     }
 
 
-class Interruption:
-    """Notes signals that ask this process to end, for as long as it lasts, and raises KeyboardInterrupt at its end.
-
-    Nothing is raised in between, so what was made meanwhile (processes, a network) is removed by its own ``with``,
-    undisturbed, whenever a signal comes and however many. Signals can be noted in the main thread only.
-    """
-
-    def __init__(self) -> None:
-        self._received: list[int] = []
-        self._kept: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
-
-    @property
-    def received(self) -> bool:
-        """Whether this process was asked to end."""
-        return bool(self._received)
-
-    def note(self, number: int) -> None:
-        """Remember that the signal came."""
-        self._received.append(number)
-
-    def install(self) -> None:
-        """Handle the signals from here on; also takes them back from whoever handled them since."""
-        for number in _INTERRUPTIONS:
-            signal.signal(number, lambda received, _frame: self.note(received))
-
-    def __enter__(self) -> "Interruption":
-        self._kept = {number: signal.getsignal(number) for number in _INTERRUPTIONS}
-        self.install()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for number, handler in self._kept.items():
-            signal.signal(number, handler)
-        if self._received:
-            raise KeyboardInterrupt(signal.Signals(self._received[0]).name)
-
-
 def run_ranks(
     program: str,
     arguments: Sequence[tuple[str, ...]],
@@ -93,7 +59,7 @@ def run_ranks(
     logs = folder / "logs"
     kills_before = _out_of_memory_kills()
     with _quiet_elastic(), _no_leftovers(folder):
-        try:
+        with _no_handlers_of_elastic():
             processes = start_processes(
                 name="rank",
                 entrypoint=program,
@@ -101,21 +67,17 @@ def run_ranks(
                 envs={rank: dict(environment) for rank, environment in enumerate(environments)},
                 logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
             )
-            interruption.install()  # elastic installed handlers that raise, and leaves them there
-        except SignalException as signalled:
-            interruption.note(signalled.sigval)
-            return Launch()
-        failures, timed_out = _watch(processes, job.time_limit_s, folder / PROGRESS_FILE, on_progress, interruption)
-    if timed_out:
-        return Launch(timed_out=True, failed_rank=0, log_tail=_log_tail(logs, 0))
+        failures, stacks = _watch(processes, job.time_limit_s, folder, on_progress, interruption)
+    if stacks:
+        return Launch(timed_out=True, error=standing(stacks), log_tail=_tails(logs, tuple(stacks), stacks))
     if not failures:
         return Launch()
     rank, exit_code = first_to_fail(failures)
     return Launch(
         out_of_memory=exit_code == -signal.SIGKILL and _out_of_memory_kills() > kills_before,
         failed_rank=rank,
-        error=f"rank {rank} ended with {_cause(exit_code)}",
-        log_tail=_log_tail(logs, rank),
+        error=f"rank {rank} ended with {_cause(exit_code)}{_want_of_room(folder)}",
+        log_tail=_tails(logs, (rank, *(other for other in failures if other != rank))),
     )
 
 
@@ -137,25 +99,28 @@ def first_to_fail(exit_codes: Mapping[int, int]) -> tuple[int, int]:
 def _watch(
     processes: PContext,
     limit_s: float,
-    progress: Path,
+    folder: Path,
     on_progress: Callable[[str], None],
     interruption: Interruption,
-) -> tuple[dict[int, int], bool]:
-    """Wait for the end: exit codes other than 0 by rank, in the order of their end, and whether time ran out."""
+) -> tuple[dict[int, int], dict[int, tuple[str, ...]]]:
+    """Wait for the end: exit codes other than 0 by rank, in the order of their end; and if time ran out, where each
+    rank stood then.
+    """
     deadline = time.monotonic() + limit_s
-    shown = ""
+    progress, shown = folder / PROGRESS_FILE, ""
     while (result := processes.wait(timeout=0)) is None:
         if interruption.received:
             processes.close(signal.SIGTERM)
-            return {}, False
+            return {}, {}
         if time.monotonic() > deadline:
+            stacks = ask_for_stacks(processes.pids(), folder)
             processes.close(signal.SIGKILL)
-            return {}, True
+            return {}, stacks
         if progress.exists() and (text := progress.read_text()) != shown:
             shown = text
             on_progress(text)
         time.sleep(_POLL_S)
-    return {rank: failure.exitcode for rank, failure in result.failures.items()}, False
+    return {rank: failure.exitcode for rank, failure in result.failures.items()}, {}
 
 
 @contextmanager
@@ -176,6 +141,20 @@ def _no_leftovers(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _no_handlers_of_elastic() -> Iterator[None]:
+    """Elastic installs handlers that raise, and leaves them there, for the signals that this variable names: none."""
+    before = os.environ.get(_HANDLED)
+    os.environ[_HANDLED] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_HANDLED]
+        else:
+            os.environ[_HANDLED] = before
+
+
+@contextmanager
 def _quiet_elastic() -> Iterator[None]:
     """Elastic logs every failure at length through many loggers; the record holds what a reader needs."""
     before = logging.root.manager.disable
@@ -192,6 +171,12 @@ def _cause(exit_code: int) -> str:
     return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
 
 
+def _want_of_room(folder: Path) -> str:
+    """A rank on a full disk can neither leave a result nor say why; this can."""
+    free = shutil.disk_usage(folder).free
+    return f"; the disk of {folder} is full ({free} bytes are free)" if free < _ROOM_BYTES else ""
+
+
 def _out_of_memory_kills() -> int:
     """How many processes the kernel's out-of-memory killer has ended since boot; 0 where it does not tell."""
     try:
@@ -201,9 +186,22 @@ def _out_of_memory_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _log_tail(logs: Path, rank: int) -> tuple[str, ...]:
+def _tails(logs: Path, ranks: Sequence[int], stacks: Mapping[int, tuple[str, ...]] | None = None) -> tuple[str, ...]:
+    """The last lines of each of ``ranks`` and, if given, the innermost frames of its stack; headed by the rank's number
+    where several have any, which then share the space.
+    """
+    share = max(_TAIL_LINES // len(ranks), _LEAST_LINES)
+    parts = {f"rank {rank} wrote:": _log_tail(logs, rank, share) for rank in ranks}
+    parts |= {f"rank {rank}, most recent call first:": stack[:share] for rank, stack in (stacks or {}).items()}
+    parts = {head: lines for head, lines in parts.items() if lines}
+    if len(parts) == 1 and not stacks:
+        return next(iter(parts.values()))
+    return tuple(line for head, lines in parts.items() for line in (head, *lines))
+
+
+def _log_tail(logs: Path, rank: int, most: int) -> tuple[str, ...]:
     lines: list[str] = []
     for stream in ("stdout", "stderr"):
         for path in sorted(logs.glob(f"**/{rank}/{stream}.log")):
             lines += path.read_text(errors="replace").splitlines()
-    return tuple(lines[-_TAIL_LINES:])
+    return tuple(lines[-most:])

@@ -1,0 +1,75 @@
+"""Where each rank of a launch stands: the stack that a worker writes when it is sent a signal."""
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from refshard.harness.worker import ASK, stack_file
+
+_ANSWER_S = 5.0
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_COLLECTIVES = ("/torch/distributed/", "/refshard/engine/collectives.py")
+_BACKWARD = "/torch/autograd/graph.py"
+
+
+def ask_for_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, tuple[str, ...]]:
+    """Each rank's stack of its main thread, innermost frame first; empty of a rank that does not answer.
+
+    A rank that cannot write it yet ends by the signal: ask those only that are to be ended.
+    """
+    files = {rank: stack_file(folder, rank) for rank in pids}
+    for pid in pids.values():
+        with suppress(ProcessLookupError):
+            os.kill(pid, ASK)
+    before: dict[int, str] = {}
+    deadline = time.monotonic() + _ANSWER_S
+    while time.monotonic() < deadline:
+        texts = {rank: file.read_text(errors="replace") if file.exists() else "" for rank, file in files.items()}
+        if texts == before and all(text or _has_ended(pids[rank]) for rank, text in texts.items()):
+            break
+        before = texts
+        time.sleep(0.1)
+    return {rank: _main_thread(text) for rank, text in before.items()}
+
+
+def _has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def _main_thread(text: str) -> tuple[str, ...]:
+    """The frames of the thread that was there first, which faulthandler writes last."""
+    _, _, last = text.rpartition("(most recent call first):\n")
+    return tuple(line for line in last.splitlines() if _FRAME.fullmatch(line))
+
+
+def standing(stacks: Mapping[int, tuple[str, ...]]) -> str:
+    """Where all ranks are, in words; those first that the others may be waiting for.
+
+    >>> standing({0: ('  File "/torch/distributed/c.py", line 5 in barrier',), 1: ('  File "/a/b.py", line 7 in f',)})
+    'rank 1 in f (b.py:7), rank 0 waiting in barrier (c.py:5)'
+    """
+    places: dict[tuple[int, str], list[int]] = {}
+    for rank, stack in sorted(stacks.items()):
+        places.setdefault(_place(stack), []).append(rank)
+    return ", ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} {words}"
+        for (_, words), ranks in sorted(places.items())
+    )
+
+
+def _place(stack: tuple[str, ...]) -> tuple[int, str]:
+    """How surely the others are not being waited for here, and the place in words."""
+    innermost = _FRAME.fullmatch(stack[0]) if stack else None
+    if innermost is None:
+        return 0, "without an answer, stopped or at its very end"
+    file, words = innermost["file"], f"{innermost['function']} ({Path(innermost['file']).name}:{innermost['line']})"
+    if any(place in file for place in _COLLECTIVES):
+        return 2, f"waiting in {words}"
+    if file.endswith(_BACKWARD):  # torch's own code, which waits there for DDP's all-reduces
+        return 1, "in backward, or waiting for a collective of it"
+    return 0, f"in {words}"
