@@ -34,13 +34,22 @@ def run(
     out: _Output = None,
     resume: Annotated[Path | None, typer.Option(help="A run's folder: measure only what is missing there.")] = None,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
+    launcher: Annotated[
+        str | None, typer.Option(help="What starts ranks: local, torchrun or slurm; by default what the suite says.")
+    ] = None,
+    sbatch: Annotated[str | None, typer.Option(help="Options for sbatch, with launcher slurm.")] = None,
 ) -> None:
     """Measure every case of a suite and compare them."""
     from refshard.commands import run as command
     from refshard.report.views import terminal_table, terminal_verdict
 
+    if command.serves(launcher):
+        return
+    asked = command.Asked(
+        suite=suite, output=out, resume=resume, oversubscribe=oversubscribe, launcher=launcher, sbatch=sbatch
+    )
     try:
-        finished, dashboard = command.run(suite, out, oversubscribe=oversubscribe, resume=resume)
+        finished, dashboard = command.run(asked)
     except KeyboardInterrupt:
         print("refshard: interrupted; what had ended is written; --resume goes on", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -61,7 +61,9 @@ def gate(
     suite = load_suite(find_suite(asked.suite))
     if suite.network is not None:
         raise SpecError("suite: a gate launches ranks on this machine only; leave out 'network'")
-    cases = tuple(case for case in check_suite(suite, oversubscribe=asked.oversubscribe) if case.processes)
+    cases = tuple(
+        case for case in check_suite(suite, LocalLauncher(), oversubscribe=asked.oversubscribe) if case.processes
+    )
     environment = capture_environment(cases[0].threads_per_rank)
     folder = Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-gate-{suite.name}"
     print(f"run folder: {folder}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -59,7 +60,15 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
 
 def changes(before: Environment, now: Environment) -> list[str]:
     """In words, what differs between two environments that must not within one run: machine, software and code."""
-    fields = (*_COMPARABLE, "memory_bytes", "network", "packages", "git_commit")
+    return _changed(before, now, (*_COMPARABLE, "memory_bytes", "network", "packages", "git_commit"))
+
+
+def differences(one: Environment, other: Environment) -> list[str]:
+    """In words, what differs between two hosts of one run that must not. Their memory does, by what firmware keeps."""
+    return _changed(one, other, (*_COMPARABLE, "packages", "git_commit"))
+
+
+def _changed(before: Environment, now: Environment, fields: Iterable[str]) -> list[str]:
     return [
         f"{field} was {was!r} and is {is_!r}"
         for field in fields

@@ -13,12 +13,26 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
+def end_with_parent(parent: int, number: signal.Signals) -> bool:
+    """Ask the kernel for a signal when ``parent`` ends; False if it has ended already."""
+    if sys.platform != "linux":
+        return True
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
 def main(program: str, folder: Path, launcher: int) -> int:
-    """Run this rank of the program, ``case`` or ``calibration``, and return the process's exit status."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:
-            return 1  # it was killed before the kernel was asked
+    """Run this rank of one of the programs that ``launchers/base.py`` lists; return the process's exit status."""
+    if not end_with_parent(launcher, signal.SIGKILL):
+        return 1
+    if program == "environment":
+        from refshard.harness.describe import describe_rank
+
+        return describe_rank(folder)
+    if "MASTER_PORT" not in os.environ:
+        from refshard.harness.meeting import meet
+
+        meet(folder)
     if program == "calibration":
         from refshard.harness.calibration.rank import calibrate_rank
 

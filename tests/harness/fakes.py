@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import CASE_FILE, rank_file, trace_file
 from refshard.harness.run import Observer
@@ -64,6 +65,12 @@ class FakeLauncher(Launcher):
         self.launched.append(case)
         on_progress("measure 1/1")
         return self._outcome(case, folder)
+
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
+
+    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+        return ENVIRONMENT
 
 
 def good(case: CaseSpec, folder: Path) -> Launch:

@@ -4,19 +4,24 @@ import logging
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, SignalException, Std, start_processes
 
 from refshard.harness.launchers.base import Job, Launch
 from refshard.harness.rank import PROGRESS_FILE
 
+POLL_S = 0.1
+"""How often ranks are looked after: rarely enough to leave them the cores."""
+STORE_IS_HELD = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+"""Variables of ranks whose store is not held by rank 0, which must open none there; torch then reads the count too."""
 _TAIL_LINES = 30
-_POLL_S = 0.1
 _INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -76,6 +81,30 @@ class Interruption:
             raise KeyboardInterrupt(signal.Signals(self._received[0]).name)
 
 
+class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank ended: its exit code, or minus the signal that ended it, and the last lines that it wrote.
+
+    ``out_of_memory`` says that the kernel killed it for want of memory.
+    """
+
+    rank: int
+    exit_code: int
+    out_of_memory: bool = False
+    log_tail: tuple[str, ...] = ()
+
+
+class Ranks(ABC):
+    """Ranks that were started."""
+
+    @abstractmethod
+    def poll(self) -> tuple[RankEnd, ...] | None:
+        """How they ended, in the order of their end; None while they run. When one fails, the others are ended."""
+
+    @abstractmethod
+    def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
+        """End with this signal those that run, and return how all ended."""
+
+
 def run_ranks(
     program: str,
     arguments: Sequence[tuple[str, ...]],
@@ -90,32 +119,104 @@ def run_ranks(
     Ends the ranks when one fails, at ``job.time_limit_s``, and when ``interruption`` noted a signal: then the
     launch that is returned means nothing, and the end of ``interruption`` raises.
     """
-    logs = folder / "logs"
-    kills_before = _out_of_memory_kills()
+    with started(program, arguments, environments, folder, folder / "logs", interruption) as ranks:
+        return watch(ranks, job, folder, on_progress, interruption)
+
+
+@contextmanager
+def started(
+    program: str,
+    arguments: Sequence[tuple[str, ...]],
+    environments: Sequence[Mapping[str, str]],
+    folder: Path,
+    logs: Path,
+    interruption: Interruption,
+    first_rank: int = 0,
+) -> Iterator[Ranks]:
+    """Processes of this one, a rank each from ``first_rank`` on; none that works in ``folder`` outlives the context."""
+    kills_before = out_of_memory_kills()
     with _quiet_elastic(), _no_leftovers(folder):
+        processes = None
         try:
             processes = start_processes(
                 name="rank",
                 entrypoint=program,
                 args=dict(enumerate(arguments)),
-                envs={rank: dict(environment) for rank, environment in enumerate(environments)},
+                envs={index: dict(environment) for index, environment in enumerate(environments)},
                 logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
             )
             interruption.install()  # elastic installed handlers that raise, and leaves them there
         except SignalException as signalled:
             interruption.note(signalled.sigval)
+        yield _Processes(processes, first_rank, logs, kills_before)
+
+
+class _Processes(Ranks):
+    """Without ``processes``, a signal came before all had started."""
+
+    def __init__(self, processes: PContext | None, first_rank: int, logs: Path, kills_before: int) -> None:
+        self._processes, self._first_rank, self._logs = processes, first_rank, logs
+        self._kills_before = kills_before
+
+    def poll(self) -> tuple[RankEnd, ...] | None:
+        """See :class:`Ranks`."""
+        if self._processes is None:
+            return ()
+        result = self._processes.wait(timeout=0)
+        if result is None:
+            return None
+        failed = {index: failure.exitcode for index, failure in result.failures.items()}
+        exit_codes = {**failed, **{index: 0 for index in self._processes.pids() if index not in failed}}
+        killed = out_of_memory_kills() > self._kills_before
+        return tuple(
+            RankEnd(
+                rank=self._first_rank + index,
+                exit_code=exit_code,
+                out_of_memory=killed and exit_code == -signal.SIGKILL,
+                log_tail=log_tail(self._logs, index),
+            )
+            for index, exit_code in exit_codes.items()
+        )
+
+    def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
+        """See :class:`Ranks`."""
+        if self._processes is not None:
+            self._processes.close(number)
+        return self.poll() or ()
+
+
+def watch(
+    ranks: Ranks, job: Job, folder: Path, on_progress: Callable[[str], None], interruption: Interruption
+) -> Launch:
+    """Wait for the end of ``ranks``, and end them at the job's time limit or once ``interruption`` noted a signal."""
+    deadline = time.monotonic() + job.time_limit_s
+    progress, shown = folder / PROGRESS_FILE, ""
+    while (ends := ranks.poll()) is None:
+        if interruption.received:
+            ranks.end(signal.SIGTERM)
             return Launch()
-        failures, timed_out = _watch(processes, job.time_limit_s, folder / PROGRESS_FILE, on_progress, interruption)
-    if timed_out:
-        return Launch(timed_out=True, failed_rank=0, log_tail=_log_tail(logs, 0))
-    if not failures:
+        if time.monotonic() > deadline:
+            ends = ranks.end(signal.SIGKILL)
+            first = next((end.log_tail for end in ends if end.rank == 0), ())
+            return Launch(timed_out=True, failed_rank=0, log_tail=first)
+        if progress.exists() and (text := progress.read_text()) != shown:
+            shown = text
+            on_progress(text)
+        time.sleep(POLL_S)
+    return launch_of(ends)
+
+
+def launch_of(ends: Sequence[RankEnd]) -> Launch:
+    """What the ends of ranks, in their order, say of their launch."""
+    failed = {end.rank: end for end in ends if end.exit_code}
+    if not failed:
         return Launch()
-    rank, exit_code = first_to_fail(failures)
+    rank, exit_code = first_to_fail({rank: end.exit_code for rank, end in failed.items()})
     return Launch(
-        out_of_memory=exit_code == -signal.SIGKILL and _out_of_memory_kills() > kills_before,
+        out_of_memory=failed[rank].out_of_memory,
         failed_rank=rank,
         error=f"rank {rank} ended with {_cause(exit_code)}",
-        log_tail=_log_tail(logs, rank),
+        log_tail=failed[rank].log_tail,
     )
 
 
@@ -132,30 +233,6 @@ def first_to_fail(exit_codes: Mapping[int, int]) -> tuple[int, int]:
     """
     killed = [(rank, code) for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]
     return min(killed, default=next(iter(exit_codes.items())))
-
-
-def _watch(
-    processes: PContext,
-    limit_s: float,
-    progress: Path,
-    on_progress: Callable[[str], None],
-    interruption: Interruption,
-) -> tuple[dict[int, int], bool]:
-    """Wait for the end: exit codes other than 0 by rank, in the order of their end, and whether time ran out."""
-    deadline = time.monotonic() + limit_s
-    shown = ""
-    while (result := processes.wait(timeout=0)) is None:
-        if interruption.received:
-            processes.close(signal.SIGTERM)
-            return {}, False
-        if time.monotonic() > deadline:
-            processes.close(signal.SIGKILL)
-            return {}, True
-        if progress.exists() and (text := progress.read_text()) != shown:
-            shown = text
-            on_progress(text)
-        time.sleep(_POLL_S)
-    return {rank: failure.exitcode for rank, failure in result.failures.items()}, False
 
 
 @contextmanager
@@ -192,7 +269,7 @@ def _cause(exit_code: int) -> str:
     return f"signal {-exit_code} ({signal.Signals(-exit_code).name})"
 
 
-def _out_of_memory_kills() -> int:
+def out_of_memory_kills() -> int:
     """How many processes the kernel's out-of-memory killer has ended since boot; 0 where it does not tell."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
@@ -201,7 +278,8 @@ def _out_of_memory_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _log_tail(logs: Path, rank: int) -> tuple[str, ...]:
+def log_tail(logs: Path, rank: int) -> tuple[str, ...]:
+    """The last lines that a rank wrote, to its standard output and then to its standard error."""
     lines: list[str] = []
     for stream in ("stdout", "stderr"):
         for path in sorted(logs.glob(f"**/{rank}/{stream}.log")):
