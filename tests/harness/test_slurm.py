@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 
@@ -98,100 +99,71 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield made
 
 
-def submitted(cluster: Slurm, suite: Path, run: Path, options: str = "--partition=main"):
+def submitted(cluster: Slurm, suite: Path, run: Path, options: str = "--partition=main") -> Popen[str]:
     return start("run", suite, "--launcher", "slurm", "--sbatch", options, "--out", run, env=cluster.environment)
 
 
-def at_measuring(run: Path, strategy: str) -> bool:
+def measures(run: Path, strategy: str) -> bool:
     return any(p.read_text().startswith("measure") for p in run.glob(f"cases/{strategy}*/progress"))
 
 
 @pytest.mark.slurm
-def test_a_suite_runs_as_jobs(tmp_path: Path, cluster: Slurm) -> None:
+def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Path, cluster: Slurm) -> None:
     run = tmp_path / "a run"
-    process = submitted(cluster, write_suite(tmp_path, "single", "ddp", ranks=2), run, "-p main '--comment=a b'")
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err + out
-    found = read_run(run)
-    assert [(r.case.strategy, r.state, len(r.step_times_s)) for r in found.cases] == [
-        ("single", "ok", 1),
-        ("ddp", "ok", 2),
-    ]
-    assert found.header.environment.argv[:2] == ("refshard", "run")
-    assert [path.name for path in tmp_path.iterdir()] == ["suite.toml", "a run"], "the environment's folder is gone"
-    assert not cluster.jobs()
-
-
-@pytest.mark.slurm
-def test_a_killed_rank_fails_its_case_only(tmp_path: Path, cluster: Slurm) -> None:
-    run = tmp_path / "run"
-    process = submitted(cluster, write_suite(tmp_path, "single", "ddp", ranks=2, steps=200), run)
-    wait_for(lambda: at_measuring(run, "ddp"), 240)
+    suite = write_suite(tmp_path, "single", "ddp", "refshard-fsdp", ranks=2, steps=30)
+    process = submitted(cluster, suite, run, "-p main '--comment=a b'")
+    wait_for(lambda: measures(run, "ddp"), 240)
     ranks = [p for p in processes_of(run / "cases") if p.cmdline()[1:3] == ["-m", "refshard.harness.worker"]]
     assert len(ranks) == 2
     (victim,) = (p for p in ranks if p.environ()["RANK"] == "1")
     victim.kill()
-    process.communicate(timeout=240)
-    assert process.returncode == 1
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 1, err + out
     found = read_run(run)
     assert only_case(found, "ddp")[:2] == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
-    assert only_case(found, "single")[0] == "ok"
-    assert not processes_of(run)
-
-
-@pytest.mark.slurm
-def test_the_time_limit_ends_the_job(tmp_path: Path, cluster: Slurm) -> None:
-    run = tmp_path / "run"
-    suite = write_suite(tmp_path, "single", steps=100_000, more="time_limit_s = 15.0")
-    process = submitted(cluster, suite, run)
-    process.communicate(timeout=240)
-    assert process.returncode == 1
-    assert only_case(read_run(run), "single")[0] == "timeout"
-    assert not processes_of(run)
+    ok = {r.case.strategy: len(r.step_times_s) for r in found.cases if r.state == "ok"}
+    assert ok == {"single": 1, "refshard-fsdp": 2}
+    assert found.header.environment.argv[:2] == ("refshard", "run")
+    assert {path.name for path in tmp_path.iterdir()} == {"suite.toml", "a run"}, "the environment's folder is gone"
     assert not cluster.jobs()
+    assert not processes_of(run)
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("how", ["requeued", "preempted"])
-def test_a_job_that_slurm_takes_back_starts_afresh(tmp_path: Path, cluster: Slurm, how: str) -> None:
+def test_a_job_that_slurm_takes_back_starts_afresh(tmp_path: Path, cluster: Slurm) -> None:
+    """First it is requeued, then preempted; all the while its controller is out of reach now and then."""
     run = tmp_path / "run"
     process = submitted(cluster, write_suite(tmp_path, "single", steps=200), run)
-    wait_for(lambda: at_measuring(run, "single"), 240)
+    wait_for(lambda: measures(run, "single"), 240)
     (first,) = cluster.jobs()
     (case,) = run.glob("cases/single*")
     (case / "rank7.json").touch()
-    if how == "requeued":
-        cluster.ask("scontrol", "requeue", first)
-    else:
-        script = "--wrap=sleep 5"
-        assert cluster.ask("sbatch", "--parsable", "-p", "urgent", "--exclusive", "--output=/dev/null", script)
-    process.communicate(timeout=400)
-    assert process.returncode == 0
-    assert only_case(read_run(run), "single")[0] == "ok"
-    assert not (case / "rank7.json").exists()
-    outputs = {path.stem for path in (case / "slurm").glob("*.out")}
-    assert (first in outputs, len(outputs)) == (True, {"requeued": 1, "preempted": 2}[how])
-
-
-@pytest.mark.slurm
-def test_an_absent_controller_is_waited_for(tmp_path: Path, cluster: Slurm) -> None:
-    run = tmp_path / "run"
-    process = submitted(cluster, write_suite(tmp_path, "single", steps=100), run)
-    wait_for(lambda: at_measuring(run, "single"), 240)
     os.kill(cluster.controller, signal.SIGSTOP)
     try:
         assert not cluster.ask("scontrol", "show", "jobs")
     finally:
         os.kill(cluster.controller, signal.SIGCONT)
-    _, err = process.communicate(timeout=240)
+    cluster.ask("scontrol", "requeue", first)
+    wait_for(lambda: not (case / "rank7.json").exists(), 240)
+    wait_for(lambda: measures(run, "single"), 240)
+    assert cluster.jobs() == [first]
+    urgent = ["sbatch", "--parsable", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"]
+    assert cluster.ask(*urgent)
+    _, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
+    assert only_case(read_run(run), "single")[0] == "ok"
+    outputs = {path.stem for path in (case / "slurm").glob("*.out")}
+    assert (first in outputs, len(outputs)) == (True, 2)
 
 
 @pytest.mark.slurm
-def test_an_interruption_cancels_the_job_and_resuming_goes_on(tmp_path: Path, cluster: Slurm) -> None:
+def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed(
+    tmp_path: Path, cluster: Slurm
+) -> None:
     run = tmp_path / "run"
-    process = submitted(cluster, write_suite(tmp_path, "single", steps=200), run)
-    wait_for(lambda: at_measuring(run, "single"), 240)
+    suite = write_suite(tmp_path, "single", steps=100_000, more="time_limit_s = 30.0")
+    process = submitted(cluster, suite, run)
+    wait_for(lambda: measures(run, "single"), 240)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
@@ -200,8 +172,40 @@ def test_an_interruption_cancels_the_job_and_resuming_goes_on(tmp_path: Path, cl
     assert not processes_of(run)
     resumed = start("run", "--resume", run, "--launcher", "slurm", env=cluster.environment)
     _, err = resumed.communicate(timeout=240)
-    assert resumed.returncode == 0, err
-    assert only_case(read_run(run), "single")[0] == "ok"
+    assert resumed.returncode == 1, err
+    state, error, _ = only_case(read_run(run), "single")
+    assert (state, error) == ("timeout", "did not end within time_limit_s = 30; the ranks were ended")
+    assert not cluster.jobs()
+    assert not processes_of(run)
+
+
+@pytest.mark.slurm
+def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_path: Path, cluster: Slurm) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
+    script = page.partition("```sbatch\n")[2].partition("```")[0]
+    smaller = [
+        ("--nodes=4", "--nodes=1"),
+        (" --gpus-per-node=8", ""),
+        ("per-node 8", "per-node 2"),
+        ("/shared", tmp_path),
+    ]
+    for said, here in smaller:
+        assert said in script
+        script = script.replace(said, str(here))
+    (tmp_path / "job.sh").write_text(script)
+    write_suite(tmp_path, "ddp", ranks=2, steps=100).rename(tmp_path / "mine.toml")
+    run, path = tmp_path / "runs" / "mine", f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run.parent.mkdir()
+    options = [f"--chdir={tmp_path}", f"--export=ALL,PATH={path}", f"--output={tmp_path}/out", "--ntasks=1"]
+    number = cluster.ask("sbatch", "--parsable", *options, str(tmp_path / "job.sh")).strip()
+    wait_for(lambda: measures(run, "ddp"), 240)
+    (before,) = read_run(run).cases
+    cluster.ask("scontrol", "requeue", number)
+    wait_for(lambda: "JobState=COMPLETED" in cluster.ask("scontrol", "show", "job", number), 400)
+    found = read_run(run)
+    assert [(r.case.strategy, r.state) for r in found.cases] == [("single", "ok"), ("ddp", "ok")]
+    assert found.cases[0] == before
+    assert not processes_of(run)
 
 
 @pytest.mark.slurm
