@@ -43,8 +43,8 @@ def run(
     from refshard.commands import run as command
     from refshard.report.views import terminal_table, terminal_verdict
 
-    if command.serves(launcher):
-        return
+    if (status := command.serve_harness(launcher)) is not None:
+        raise typer.Exit(status)
     asked = command.Asked(
         suite=suite, output=out, resume=resume, oversubscribe=oversubscribe, launcher=launcher, sbatch=sbatch
     )

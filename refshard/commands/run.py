@@ -47,15 +47,11 @@ class Asked:
     sbatch: str | None = None
 
 
-def serves(launcher: str | None) -> bool:
-    """Whether this process is none of its own but a rank of torchrun's that served rank 0, until that ended."""
-    if launcher != "torchrun":
-        return False
-    place = place_of(os.environ)
-    if place.rank == 0:
-        return False
-    serve(place)
-    return True
+def serve_harness(launcher: str | None) -> int | None:
+    """If rank 0 of torchrun is the harness and this process another rank, serve it and return the exit status."""
+    if launcher != "torchrun" or (place := place_of(os.environ)).rank == 0:
+        return None
+    return 0 if serve(place) else 1
 
 
 def run(asked: Asked) -> tuple[Run, Path]:
@@ -73,7 +69,10 @@ def run(asked: Asked) -> tuple[Run, Path]:
     suite = read_run(asked.resume).header.suite if asked.resume is not None else given
     assert suite is not None
     with _launcher(suite, asked) as launcher:
-        return _run(suite, given, asked, launcher)
+        finished, dashboard = _run(suite, given, asked, launcher)
+        if isinstance(launcher, TorchrunLauncher):
+            launcher.dismiss(well=all(case.state == "ok" for case in finished.cases))
+        return finished, dashboard
 
 
 def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Launcher) -> tuple[Run, Path]:

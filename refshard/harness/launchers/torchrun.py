@@ -37,6 +37,7 @@ class TorchrunLauncher(Launcher):
         self._place = place
         self._others = range(1, place.world_size)
         self._jobs = 0
+        self._dismissed = False
 
     def __enter__(self) -> "TorchrunLauncher":
         end_with_parent(os.getppid(), signal.SIGTERM)
@@ -53,7 +54,15 @@ class TorchrunLauncher(Launcher):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._store.set(Key.job(self._jobs), "")
+        if not self._dismissed:
+            self.dismiss(well=False)
+
+    def dismiss(self, *, well: bool) -> None:
+        """Send the other ranks home. They end as this process will: a host where all ended well waits for the others,
+        which torchrun lets a host that failed not tell.
+        """
+        self._dismissed = True
+        self._store.set(Key.job(self._jobs), msgspec.json.encode(well).decode())
         gone, deadline = [Key.gone(rank) for rank in self._others], time.monotonic() + _LEAVE_S
         while gone and not self._store.check(gone) and time.monotonic() < deadline:  # some may be lost
             time.sleep(POLL_S)

@@ -89,7 +89,7 @@ class Key:
 
     @staticmethod
     def job(number: int) -> str:
-        """The job of this number; empty if there are no more."""
+        """The job of this number; if there are no more, whether all went well."""
         return f"job/{number}"
 
     @staticmethod
@@ -146,16 +146,17 @@ def start_rank(announced: Announced, place: Place, interruption: Interruption) -
     )
 
 
-def serve(place: Place) -> None:
-    """Start this process's rank of every job, until rank 0 ends or torchrun says so."""
+def serve(place: Place) -> bool:
+    """Start this process's rank of every job, until rank 0 ends or torchrun says so; return whether all went well."""
     end_with_parent(os.getppid(), signal.SIGTERM)
     with suppress(KeyboardInterrupt, DistError), Interruption() as interruption:
         agents = agents_store()
         while not agents.check([Key.PORT]):
             if interruption.received:
-                return
+                return False
             time.sleep(_IDLE_S)
-        _Server(place, TCPStore(place.address, int(agents.get(Key.PORT))), interruption).serve()
+        return _Server(place, TCPStore(place.address, int(agents.get(Key.PORT))), interruption).serve()
+    return False
 
 
 class _Server:
@@ -163,22 +164,22 @@ class _Server:
         self._place, self._store, self._interruption = place, store, interruption
         self._last_beat = float("-inf")
 
-    def serve(self) -> None:
+    def serve(self) -> bool:
         number = 0
-        while (announced := self._next(number)) is not None:
+        while isinstance(announced := self._next(number), Announced):
             if self._place.rank < announced.job.processes:
                 self._report(number, self._run(number, announced))
             number += 1
         self._store.set(Key.gone(self._place.rank), "")
+        return announced
 
-    def _next(self, number: int) -> Announced | None:
+    def _next(self, number: int) -> Announced | bool:
         while not self._store.check([Key.job(number)]):
             if self._interruption.received:
-                return None
+                return False
             self._beat()
             time.sleep(_IDLE_S)
-        said = self._store.get(Key.job(number))
-        return msgspec.json.decode(said, type=Announced) if said else None
+        return msgspec.json.decode(self._store.get(Key.job(number)), type=Announced | bool)
 
     def _run(self, number: int, announced: Announced) -> Report:
         rank, asked = self._place.rank, Path(announced.folder) / announced.job.asked
