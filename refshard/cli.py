@@ -48,14 +48,23 @@ def run(
     out: _Output = None,
     resume: Annotated[Path | None, typer.Option(help="A run's folder: measure only what is missing there.")] = None,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
+    launcher: Annotated[
+        str | None, typer.Option(help="What starts ranks: local, torchrun or slurm; by default what the suite says.")
+    ] = None,
+    sbatch: Annotated[str | None, typer.Option(help="Options for sbatch, with launcher slurm.")] = None,
 ) -> None:
     """Measure every case of a suite and compare them."""
     with mortal():
         from refshard.commands import run as command
         from refshard.report.views import terminal_table, terminal_verdict
 
+    if (status := command.serve_harness(launcher)) is not None:
+        raise typer.Exit(status)
+    asked = command.Asked(
+        suite=suite, output=out, resume=resume, oversubscribe=oversubscribe, launcher=launcher, sbatch=sbatch
+    )
     with _interruptible("what had ended is written; --resume goes on"):
-        finished, dashboard = command.run(suite, out, oversubscribe=oversubscribe, resume=resume)
+        finished, dashboard = command.run(asked)
     print(f"\n{terminal_table(finished)}\n\n{terminal_verdict(finished)}\n\ndashboard: {dashboard}")
     if any(case.state != "ok" for case in finished.cases):
         raise typer.Exit(1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 from typer.testing import CliRunner
 
 from refshard.cli import app
@@ -59,12 +60,22 @@ def test_toml_blocks_are_suites(tmp_path: Path, language: str, code: str) -> Non
 def test_console_blocks_name_what_exists(language: str, code: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for line in code.splitlines():
-        program, command, *_ = line.split()
+        program, command, *rest = line.split()
         if program == "make":
             assert re.search(rf"^{command}:", makefile, re.M)
-        else:
-            assert program == "refshard"
-            assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+            continue
+        if program == "torchrun":
+            given = get_args_parser().parse_args([command, *rest])
+            assert given.no_python
+            program, command = given.training_script, given.training_script_args[0]
+        assert program == "refshard"
+        assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(("language", "code"), of_language("sbatch"))
+def test_sbatch_blocks_are_a_shells(language: str, code: str) -> None:
+    """A real Slurm runs them in ``tests/harness/test_slurm.py``."""
+    assert subprocess.run(["sh", "-n"], input=code, capture_output=True, text=True).stderr == ""
 
 
 @pytest.mark.parametrize(("language", "code"), of_language("yaml"))
@@ -80,7 +91,7 @@ def test_workflows_call_what_exists(language: str, code: str) -> None:
 
 
 def test_no_other_kind_of_block_goes_untested() -> None:
-    assert {block.values[0] for block in BLOCKS} <= {"python", "toml", "console", "text", "yaml"}
+    assert {block.values[0] for block in BLOCKS} <= {"python", "toml", "console", "sbatch", "text", "yaml"}
 
 
 def test_links_lead_somewhere() -> None:

@@ -116,7 +116,11 @@ def check_gated(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...
     """
     if suite.network is not None:
         raise SpecError("suite: a gate launches ranks on this machine only; leave out 'network'")
-    if not (cases := tuple(case for case in check_suite(suite, oversubscribe=oversubscribe) if case.processes)):
+    if not (
+        cases := tuple(
+            case for case in check_suite(suite, LocalLauncher(), oversubscribe=oversubscribe) if case.processes
+        )
+    ):
         raise SpecError("suite: all cases are simulated, so there is nothing to launch; add measured ones")
     return cases
 

@@ -1,19 +1,24 @@
 """``refshard run``: measure a suite, show progress, print the table, draw the dashboard."""
 
+import os
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from refshard.commands.report import report
-from refshard.errors import SpecError
-from refshard.harness.environment import capture_environment
+from refshard.errors import SpecError, nearest
 from refshard.harness.launchers import network
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.launchers.netlab import NetlabLauncher
+from refshard.harness.launchers.slurm import SlurmLauncher
+from refshard.harness.launchers.torchrun import TorchrunLauncher
+from refshard.harness.launchers.torchrun_server import place_of, serve
 from refshard.harness.run import Observer, check_suite, mark_latest, new_run_folder, resume_run, run_suite
 from refshard.harness.store import read_run
 from refshard.quantities import format_seconds
@@ -21,46 +26,102 @@ from refshard.records import CaseRecord, Run
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 
+LAUNCHERS = ("local", "torchrun", "slurm")
+"""Those that the command line chooses from; ``netlab`` comes with what a suite says of its network."""
 
-def run(suite: str | None, output: Path | None, *, oversubscribe: bool, resume: Path | None = None) -> tuple[Run, Path]:
-    """Measure ``suite`` (a path, or the name of one that ships) and return the run and its dashboard's path.
 
-    With ``resume``, a run's folder, only what is missing there is measured; the suite, if given, must be the run's.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What to measure, and where.
+
+    ``suite`` is a path, or the name of one that ships; ``resume`` a run's folder, of which only what is missing is
+    measured; then the suite, if given, must be the run's. ``launcher`` replaces the suite's; ``sbatch`` are options for
+    the launcher ``slurm``.
+    """
+
+    suite: str | None
+    output: Path | None = None
+    resume: Path | None = None
+    oversubscribe: bool = False
+    launcher: str | None = None
+    sbatch: str | None = None
+
+
+def serve_harness(launcher: str | None) -> int | None:
+    """If rank 0 of torchrun is the harness and this process another rank, serve it and return the exit status."""
+    if launcher != "torchrun" or (place := place_of(os.environ)).rank == 0:
+        return None
+    return 0 if serve(place) else 1
+
+
+def run(asked: Asked) -> tuple[Run, Path]:
+    """Measure, and return the run and its dashboard's path.
 
     Raises:
-        RefshardError: the suite or the folder cannot be used, and nothing was launched; or the disk is full.
+        RefshardError: the suite, the folder or the launcher cannot be used, and nothing was launched; or the disk is
+            full.
         KeyboardInterrupt: the run was cut short; what had ended is written.
     """
-    given = load_suite(find_suite(suite)) if suite is not None else None
-    if resume is not None and output is not None:
+    given = load_suite(find_suite(asked.suite)) if asked.suite is not None else None
+    if asked.resume is not None and asked.output is not None:
         raise SpecError("out: a resumed run stays in its folder; leave out --out")
-    if given is None and resume is None:
+    if given is None and asked.resume is None:
         raise SpecError("suite: none given; name one, or a run to --resume")
-    spec = read_run(resume).header.suite if resume is not None else given
-    assert spec is not None
-    cases = check_suite(spec, oversubscribe=oversubscribe)
-    launcher = _launcher(spec)
-    folder = resume or output or new_run_folder(spec)
+    suite = read_run(asked.resume).header.suite if asked.resume is not None else given
+    assert suite is not None
+    with _launcher(suite, asked) as launcher:
+        finished, dashboard = _run(suite, given, asked, launcher)
+        if isinstance(launcher, TorchrunLauncher):
+            launcher.dismiss(well=all(case.state == "ok" for case in finished.cases))
+        return finished, dashboard
+
+
+def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Launcher) -> tuple[Run, Path]:
+    cases = check_suite(suite, launcher, oversubscribe=asked.oversubscribe)
+    folder = asked.resume or asked.output or new_run_folder(suite)
     print(f"run folder: {folder}", file=sys.stderr, flush=True)
-    environment = capture_environment(
-        cases[0].threads_per_rank, spec.network.description if spec.network is not None else ""
+    environment = launcher.environment(
+        cases[0].threads_per_rank, folder, lambda text: print(f"  {text}", file=sys.stderr, flush=True)
     )
     with observer() as shown:
-        if resume is not None:
-            finished = resume_run(folder, launcher, shown, environment, suite=given, oversubscribe=oversubscribe)
+        if asked.resume is not None:
+            finished = resume_run(folder, launcher, shown, environment, suite=given, oversubscribe=asked.oversubscribe)
         else:
-            if output is None:
+            if asked.output is None:
                 mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
-            finished = run_suite(spec, folder, launcher, shown, environment, oversubscribe=oversubscribe)
+            finished = run_suite(suite, folder, launcher, shown, environment, oversubscribe=asked.oversubscribe)
     return finished, report(folder, None)
 
 
-def _launcher(suite: SuiteSpec) -> Launcher:
-    """The launcher that the suite names, once it is known to work here."""
+def _launcher(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launcher]:
+    """The launcher that is asked for, or the suite's, once it is known to work here.
+
+    Raises:
+        RefshardError: there is no such launcher, or it does not work here.
+    """
+    name = asked.launcher or suite.launcher
+    if name not in LAUNCHERS and asked.launcher is not None:
+        raise SpecError(f"launcher: none is called '{name}'; {nearest(name, list(LAUNCHERS))}")
+    if suite.network is not None and asked.launcher is not None:
+        raise SpecError(
+            f"launcher: '{name}' asked for, but this suite makes its own hosts (launcher = \"netlab\"); leave out "
+            "--launcher, or measure a suite without [network]"
+        )
+    if asked.sbatch is not None and name != "slurm":
+        raise SpecError(f"sbatch: options for launcher 'slurm', got launcher '{name}'; add --launcher slurm")
+    if name == "torchrun":
+        return TorchrunLauncher(place_of(os.environ))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise SpecError(
+            f"launcher: torchrun started this process, and with launcher '{name}' each of its processes would "
+            "measure on its own; add --launcher torchrun, or start refshard without torchrun"
+        )
+    if name == "slurm":
+        return nullcontext(SlurmLauncher(asked.sbatch or ""))
     if suite.network is None:
-        return LocalLauncher()
+        return nullcontext(LocalLauncher())
     network.check(suite.network)
-    return NetlabLauncher(suite.network)
+    return nullcontext(NetlabLauncher(suite.network))
 
 
 def observer() -> "_Bars | _Lines":

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -66,15 +67,24 @@ def changes(before: Environment, now: Environment) -> list[str]:
     Code counts, not commits: of two commits that differ in a page of documentation, one resumes what the other began;
     and an edit that is not committed is a change. Only a record from before code was recorded has but its commit.
     """
-    code = "code_sha256" if before.code_sha256 else "git_commit"
-    found = [
-        f"{field} was {was!r} and is {is_!r}"
-        for field in (*_COMPARABLE, "network", "packages", code)
-        if (was := getattr(before, field)) != (is_ := getattr(now, field))
-    ]
+    found = [*differences(before, now), *_changed(before, now, ("network",))]
     if abs(now.memory_bytes - before.memory_bytes) > _SAME_MEMORY * before.memory_bytes:
         found.append(f"memory_bytes was {before.memory_bytes} and is {now.memory_bytes}")
     return found
+
+
+def differences(one: Environment, other: Environment) -> list[str]:
+    """In words, what differs between two hosts of one run that must not. Their memory does, by what firmware keeps."""
+    code = "code_sha256" if one.code_sha256 else "git_commit"
+    return _changed(one, other, (*_COMPARABLE, "packages", code))
+
+
+def _changed(before: Environment, now: Environment, fields: Iterable[str]) -> list[str]:
+    return [
+        f"{field} was {was!r} and is {is_!r}"
+        for field in fields
+        if (was := getattr(before, field)) != (is_ := getattr(now, field))
+    ]
 
 
 def code_sha256() -> str:

@@ -11,11 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
-import torch
 
 from refshard.errors import LaunchError, SpecError
 from refshard.harness.assemble import Peers, assemble
-from refshard.harness.environment import available_cores, changes
+from refshard.harness.environment import changes
 from refshard.harness.launchers.base import Job, Launcher
 from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.simulated import check_simulated, record_simulated
@@ -46,11 +45,11 @@ class Observer(ABC):
         """A launch ended and its record is written."""
 
 
-def check_suite(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
+def check_suite(suite: SuiteSpec, launcher: Launcher, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
     """Expand a suite and check what can be known before anything is launched.
 
     Raises:
-        SpecError: a strategy, preset, cluster or data file does not exist, or the machine is too small.
+        SpecError: a strategy, preset, cluster or data file does not exist, or a case has no room.
     """
     cases = suite.cases()
     for case in cases:
@@ -60,7 +59,7 @@ def check_suite(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...
         checkpointed_layers(case.checkpointing, model.n_layers)
         _check_fidelity(case)
         if case.processes:
-            _check_fits_machine(case, oversubscribe=oversubscribe)
+            launcher.check(case, oversubscribe=oversubscribe)
     return cases
 
 
@@ -83,7 +82,7 @@ def run_suite(
         StoreError: the folder cannot hold a run.
         LaunchError: the launcher cannot make what the ranks are to run on, or the disk is full.
     """
-    check_suite(suite, oversubscribe=oversubscribe)
+    check_suite(suite, launcher, oversubscribe=oversubscribe)
     with RunWriter(folder) as writer:
         header = RunRecord(
             run_id=folder.name,
@@ -119,7 +118,7 @@ def resume_run(
     """
     header = read_run(folder).header
     check_resumable(header, environment, suite)
-    check_suite(header.suite, oversubscribe=oversubscribe)
+    check_suite(header.suite, launcher, oversubscribe=oversubscribe)
     with RunWriter(folder, reopen=True) as writer:
         _run_missing(read_run(folder), folder, writer, launcher, observer)
     return read_run(folder)
@@ -292,23 +291,6 @@ def _check_fidelity(case: CaseSpec) -> None:
         check_simulated(case)
     if case.fidelity == "emulated":
         load_cluster(case.cluster).of_world_size(case.world_size)
-
-
-def _check_fits_machine(case: CaseSpec, *, oversubscribe: bool) -> None:
-    gpus = torch.cuda.device_count()
-    field = "resident_ranks" if case.fidelity == "emulated" else "world_size"
-    if case.device == "cuda" and not gpus:
-        raise SpecError('device: \'cuda\' asked for, but torch sees no GPU; set device = "cpu" or "auto"')
-    if gpus and case.device != "cpu":
-        if case.processes > gpus:
-            raise SpecError(f"{field}: {case.processes} ranks need as many GPUs, here are {gpus}; lower it")
-        return
-    wanted, cores = case.processes * case.threads_per_rank, available_cores()
-    if wanted > cores and not oversubscribe:
-        raise SpecError(
-            f"{field}: {case.processes} ranks x {case.threads_per_rank} thread(s) exceed the {cores} cores here; "
-            "lower it, or pass --oversubscribe to measure contention too"
-        )
 
 
 def _now() -> str:

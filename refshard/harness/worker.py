@@ -23,14 +23,28 @@ def stack_file(folder: Path, rank: int) -> Path:
     return folder / f"stack{rank}"
 
 
+def end_with_parent(parent: int, number: signal.Signals) -> bool:
+    """Ask the kernel for a signal when ``parent`` ends; False if it has ended already."""
+    if sys.platform != "linux":
+        return True
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    return os.getppid() == parent
+
+
 def main(program: str, folder: Path, launcher: int) -> int:
-    """Run this rank of the program, ``case``, ``series`` or ``calibration``, and return the process's exit status."""
+    """Run this rank of one of the programs that ``launchers/base.py`` lists; return the process's exit status."""
     with suppress(OSError):  # on a full disk: a rank that cannot be asked runs all the same
         faulthandler.register(ASK, stack_file(folder, int(os.environ.get("RANK", "0"))).open("w"))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:
-            return 1  # it was killed before the kernel was asked
+    if not end_with_parent(launcher, signal.SIGKILL):
+        return 1
+    if program == "environment":
+        from refshard.harness.describe import describe_rank
+
+        return describe_rank(folder)
+    if "MASTER_PORT" not in os.environ:
+        from refshard.harness.meeting import meet
+
+        meet(folder)
     if program == "calibration":
         from refshard.harness.calibration.rank import calibrate_rank
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
 from refshard.harness.run import Observer
@@ -76,6 +77,12 @@ class FakeLauncher(Launcher):
         assert job.time_limit_s == sum(case.time_limit_s for case in cases)
         self.series.append(cases)
         return [self._outcome(case, series_folder(folder, index)) for index, case in enumerate(cases)][-1]
+
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
+
+    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+        return ENVIRONMENT
 
 
 def good(case: CaseSpec, folder: Path) -> Launch:

@@ -29,7 +29,9 @@ from refshard.harness.calibration.samples import (
 from refshard.harness.calibration.stopwatch import CpuStopwatch
 from refshard.harness.environment import available_cores
 from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.records import Environment
 from refshard.report.calibration import terminal_profile
+from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import COLLECTIVES, load_cluster
 from refshard.specs.hardware import AttentionPoint
 from refshard.specs.suite import NetworkSpec
@@ -226,6 +228,12 @@ class Scripted(Launcher):
         for rank in range(self._ranks):
             samples_file(folder, rank).write_bytes(msgspec.json.encode(rank_samples(rank)))
         return self._launch
+
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        raise AssertionError("a calibration has no case")
+
+    def environment(self, threads: int, beside: Path, on_progress: Any) -> Environment:
+        raise AssertionError("a calibration is of what it runs on")
 
 
 def test_the_driver_builds_a_profile_of_what_ranks_left() -> None:

@@ -86,19 +86,19 @@ def test_what_cannot_be_emulated_is_refused_before_anything_is_launched(
     cluster: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SpecError, match=message):
-        check_suite(suite(cluster, **changes), oversubscribe=False)
+        check_suite(suite(cluster, **changes), FakeLauncher(), oversubscribe=False)
 
 
 def test_cases_that_are_not_measured_may_stand_beside_those_over_a_network(cluster: str) -> None:
     made = suite(cluster, resident_ranks=2)
     networked = make_suite(matrix=made.matrix, case=made.case, launcher="netlab", network={"hosts": 2, "rate": "2gbit"})
-    assert {case.fidelity for case in check_suite(networked, oversubscribe=True)} == {"emulated"}
+    assert {case.fidelity for case in check_suite(networked, FakeLauncher(), oversubscribe=True)} == {"emulated"}
     uneven = make_suite(
         matrix=made.matrix, case={**made.case, "resident_ranks": 3}, launcher="netlab",
         network={"hosts": 2, "rate": "2gbit"},
     )  # fmt: skip
     with pytest.raises(SpecError, match=r"multiple of network.hosts = 2, got 3"):
-        check_suite(uneven, oversubscribe=True)
+        check_suite(uneven, FakeLauncher(), oversubscribe=True)
 
 
 def test_a_simulated_case_is_a_record_like_any_other(tmp_path: Path) -> None:

@@ -376,13 +376,13 @@ def test_wrong_suites_are_refused_before_anything_is_launched(
     whole = {"strategy": ["ddp"], "world_size": [2], "model": ["llama-tiny"], **matrix}
     suite = make_suite(matrix=whole, case={"device": "cpu", **(shared or {"global_batch": 4})})
     with pytest.raises(SpecError, match=message):
-        check_suite(suite, oversubscribe=False)
+        check_suite(suite, FakeLauncher(), oversubscribe=False)
 
 
 def test_oversubscription_is_allowed_when_asked_for() -> None:
     matrix = {"strategy": ["ddp"], "world_size": [64], "model": ["llama-tiny"]}
     suite = make_suite(matrix=matrix, case={"batch_per_rank": 1, "device": "cpu"})
-    assert len(check_suite(suite, oversubscribe=True)) == 2
+    assert len(check_suite(suite, FakeLauncher(), oversubscribe=True)) == 2
 
 
 def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:

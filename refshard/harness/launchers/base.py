@@ -6,19 +6,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Program = Literal["case", "series", "calibration"]
+from refshard.records import Environment
+from refshard.specs.case import CaseSpec
+
+Program = Literal["case", "series", "calibration", "environment"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What a launcher starts: ``processes`` ranks of one of the programs that ``harness/worker.py`` knows.
 
-    What they are to do lies in the folder that the launcher is given. They may take ``time_limit_s``.
+    What they are to do lies in the folder that the launcher is given, in the file :attr:`asked`. They may take
+    ``time_limit_s``.
     """
 
     program: Program
     processes: int
     time_limit_s: float
+
+    @property
+    def asked(self) -> str:
+        """Name of the file that says what is to be done."""
+        return f"{self.program}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,4 +58,22 @@ class Launcher(ABC):
 
         Raises:
             LaunchError: this machine cannot make what the ranks are to run on.
+        """
+
+    @abstractmethod
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        """Refuse a case that has no room where this launcher starts ranks, as far as that can be known before.
+
+        Raises:
+            SpecError: there are too few cores (unless ``oversubscribe``), GPUs or processes.
+        """
+
+    @abstractmethod
+    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+        """Describe where ranks run, with the rate of a matrix product on ``threads`` threads.
+
+        What takes a launch uses a folder of its own beside the run's folder, ``beside``.
+
+        Raises:
+            LaunchError: it cannot be told, or the ranks would run on machines that differ.
         """

@@ -6,9 +6,13 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from refshard.harness.environment import capture_environment
 from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, Launch, Launcher
-from refshard.harness.launchers.ranks import rank_environment, run_ranks, worker_arguments
+from refshard.harness.launchers.machine import check_fits_machine
+from refshard.harness.launchers.ranks import STORE_IS_HELD, rank_environment, run_ranks, worker_arguments
+from refshard.records import Environment
+from refshard.specs.case import CaseSpec
 
 _ADDRESS = "127.0.0.1"
 
@@ -32,9 +36,7 @@ class LocalLauncher(Launcher):
                 **rank_environment(
                     rank, rank, world_size=ranks, local_world_size=ranks, address=_ADDRESS, port=store.port
                 ),
-                # Rank 0 must not open a store of its own there; torch then reads the count too.
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
+                **STORE_IS_HELD,
                 **self._source,
             }
             for rank in range(ranks)
@@ -42,3 +44,11 @@ class LocalLauncher(Launcher):
         arguments = [worker_arguments(job, folder)] * ranks
         with Interruption() as interruption:
             return run_ranks(sys.executable, arguments, environments, job, folder, on_progress, interruption)
+
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        """See :meth:`Launcher.check`."""
+        check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
+
+    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+        """See :meth:`Launcher.environment`."""
+        return capture_environment(threads)

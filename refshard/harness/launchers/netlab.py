@@ -4,10 +4,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from refshard.harness.environment import capture_environment
 from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.launchers.network import INTERFACE, Network
 from refshard.harness.launchers.ranks import rank_environment, run_ranks, worker_arguments
+from refshard.records import Environment
+from refshard.specs.case import CaseSpec
 from refshard.specs.suite import NetworkSpec
 
 _PORT = 29500
@@ -34,6 +38,14 @@ class NetlabLauncher(Launcher):
         program, arguments, environments = placed(job, folder, network, self._spec.ranks_per_host(job.processes))
         with Interruption() as interruption, network:
             return run_ranks(program, arguments, environments, job, folder, on_progress, interruption)
+
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        """See :meth:`Launcher.check`."""
+        check_fits_machine(case, case.processes, oversubscribe=oversubscribe)
+
+    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+        """See :meth:`Launcher.environment`."""
+        return capture_environment(threads, self._spec.description)
 
 
 def placed(

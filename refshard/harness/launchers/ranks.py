@@ -5,10 +5,12 @@ import os
 import shutil
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
 
@@ -18,7 +20,10 @@ from refshard.harness.launchers.stacks import ask_for_stacks, standing
 from refshard.harness.rank import PROGRESS_FILE
 
 _TAIL_LINES, _LEAST_LINES = 30, 8
-_POLL_S = 0.1
+POLL_S = 0.1
+"""How often ranks are looked after: rarely enough to leave them the cores."""
+STORE_IS_HELD = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+"""Variables of ranks whose store is not held by rank 0, which must open none there; torch then reads the count too."""
 _ROOM_BYTES = 2**20
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
@@ -42,6 +47,34 @@ def rank_environment(
     }
 
 
+class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How a rank ended: its exit code, or minus the signal that ended it, and the last lines that it wrote.
+
+    ``out_of_memory`` says that the kernel killed it for want of memory. ``stack`` is where it stood when its time was
+    over, innermost frame first.
+    """
+
+    rank: int
+    exit_code: int
+    out_of_memory: bool = False
+    log_tail: tuple[str, ...] = ()
+    stack: tuple[str, ...] = ()
+
+
+class Ranks(ABC):
+    """Ranks that were started."""
+
+    @abstractmethod
+    def poll(self) -> tuple[RankEnd, ...] | None:
+        """How they ended, in the order of their end; None while they run. When one fails, the others are ended."""
+
+    @abstractmethod
+    def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
+        """End with this signal those that run, and return how all ended; SIGKILL says that their time is over, and
+        those that run are asked before where they stand.
+        """
+
+
 def run_ranks(
     program: str,
     arguments: Sequence[tuple[str, ...]],
@@ -56,28 +89,106 @@ def run_ranks(
     Ends the ranks when one fails, at ``job.time_limit_s``, and when ``interruption`` noted a signal: then the
     launch that is returned means nothing, and the end of ``interruption`` raises.
     """
-    logs = folder / "logs"
-    kills_before = _out_of_memory_kills()
+    with started(program, arguments, environments, folder, folder / "logs") as ranks:
+        return watch(ranks, job, folder, on_progress, interruption)
+
+
+@contextmanager
+def started(
+    program: str,
+    arguments: Sequence[tuple[str, ...]],
+    environments: Sequence[Mapping[str, str]],
+    folder: Path,
+    logs: Path,
+    first_rank: int = 0,
+) -> Iterator[Ranks]:
+    """Processes of this one, a rank each from ``first_rank`` on; none that works in ``folder`` outlives the context."""
+    kills_before = out_of_memory_kills()
     with _quiet_elastic(), _no_leftovers(folder):
         with _no_handlers_of_elastic():
             processes = start_processes(
                 name="rank",
                 entrypoint=program,
                 args=dict(enumerate(arguments)),
-                envs={rank: dict(environment) for rank, environment in enumerate(environments)},
+                envs={index: dict(environment) for index, environment in enumerate(environments)},
                 logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
             )
-        failures, stacks = _watch(processes, job.time_limit_s, folder, on_progress, interruption)
-    if stacks:
-        return Launch(timed_out=True, error=standing(stacks), log_tail=_tails(logs, tuple(stacks), stacks))
-    if not failures:
+        yield _Processes(processes, folder, logs, first_rank, kills_before)
+
+
+class _Processes(Ranks):
+    """Children of this process."""
+
+    def __init__(self, processes: PContext, folder: Path, logs: Path, first_rank: int, kills_before: int) -> None:
+        self._processes, self._folder, self._logs, self._first_rank = processes, folder, logs, first_rank
+        self._kills_before = kills_before
+        self._stacks: dict[int, tuple[str, ...]] = {}
+
+    def poll(self) -> tuple[RankEnd, ...] | None:
+        """See :class:`Ranks`."""
+        result = self._processes.wait(timeout=0)
+        if result is None:
+            return None
+        failed = {index: failure.exitcode for index, failure in result.failures.items()}
+        exit_codes = {**failed, **{index: 0 for index in self._processes.pids() if index not in failed}}
+        killed = out_of_memory_kills() > self._kills_before
+        return tuple(
+            RankEnd(
+                rank=self._first_rank + index,
+                exit_code=exit_code,
+                out_of_memory=killed and exit_code == -signal.SIGKILL,
+                log_tail=log_tail(self._logs, index),
+                stack=self._stacks.get(self._first_rank + index, ()),
+            )
+            for index, exit_code in exit_codes.items()
+        )
+
+    def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
+        """See :class:`Ranks`."""
+        if number == signal.SIGKILL:
+            pids = {self._first_rank + index: pid for index, pid in self._processes.pids().items()}
+            self._stacks = ask_for_stacks(pids, self._folder)
+        self._processes.close(number)
+        return self.poll() or ()
+
+
+def watch(
+    ranks: Ranks, job: Job, folder: Path, on_progress: Callable[[str], None], interruption: Interruption
+) -> Launch:
+    """Wait for the end of ``ranks``, and end them at the job's time limit or once ``interruption`` noted a signal."""
+    deadline = time.monotonic() + job.time_limit_s
+    progress, shown = folder / PROGRESS_FILE, ""
+    while (ends := ranks.poll()) is None:
+        if interruption.received:
+            ranks.end(signal.SIGTERM)
+            return Launch()
+        if time.monotonic() > deadline:
+            return timed_out(ranks.end(signal.SIGKILL))
+        if progress.exists() and (text := progress.read_text()) != shown:
+            shown = text
+            on_progress(text)
+        time.sleep(POLL_S)
+    return launch_of(ends, folder)
+
+
+def timed_out(ends: Sequence[RankEnd]) -> Launch:
+    """A launch whose time was over, and where its ranks stood then, as far as they were asked."""
+    ends = sorted(ends, key=lambda end: end.rank)
+    stacks = {end.rank: end.stack for end in ends}
+    return Launch(timed_out=True, error=standing(stacks) if any(stacks.values()) else None, log_tail=_tails(ends))
+
+
+def launch_of(ends: Sequence[RankEnd], folder: Path) -> Launch:
+    """What the ends of ranks, in their order, say of their launch in ``folder``."""
+    failed = {end.rank: end for end in ends if end.exit_code}
+    if not failed:
         return Launch()
-    rank, exit_code = first_to_fail(failures)
+    rank, exit_code = first_to_fail({rank: end.exit_code for rank, end in failed.items()})
     return Launch(
-        out_of_memory=exit_code == -signal.SIGKILL and _out_of_memory_kills() > kills_before,
+        out_of_memory=failed[rank].out_of_memory,
         failed_rank=rank,
         error=f"rank {rank} ended with {_cause(exit_code)}{_want_of_room(folder)}",
-        log_tail=_tails(logs, (rank, *(other for other in failures if other != rank))),
+        log_tail=_tails([failed.pop(rank), *failed.values()]),
     )
 
 
@@ -94,33 +205,6 @@ def first_to_fail(exit_codes: Mapping[int, int]) -> tuple[int, int]:
     """
     killed = [(rank, code) for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]
     return min(killed, default=next(iter(exit_codes.items())))
-
-
-def _watch(
-    processes: PContext,
-    limit_s: float,
-    folder: Path,
-    on_progress: Callable[[str], None],
-    interruption: Interruption,
-) -> tuple[dict[int, int], dict[int, tuple[str, ...]]]:
-    """Wait for the end: exit codes other than 0 by rank, in the order of their end; and if time ran out, where each
-    rank stood then.
-    """
-    deadline = time.monotonic() + limit_s
-    progress, shown = folder / PROGRESS_FILE, ""
-    while (result := processes.wait(timeout=0)) is None:
-        if interruption.received:
-            processes.close(signal.SIGTERM)
-            return {}, {}
-        if time.monotonic() > deadline:
-            stacks = ask_for_stacks(processes.pids(), folder)
-            processes.close(signal.SIGKILL)
-            return {}, stacks
-        if progress.exists() and (text := progress.read_text()) != shown:
-            shown = text
-            on_progress(text)
-        time.sleep(_POLL_S)
-    return {rank: failure.exitcode for rank, failure in result.failures.items()}, {}
 
 
 @contextmanager
@@ -177,7 +261,7 @@ def _want_of_room(folder: Path) -> str:
     return f"; the disk of {folder} is full ({free} bytes are free)" if free < _ROOM_BYTES else ""
 
 
-def _out_of_memory_kills() -> int:
+def out_of_memory_kills() -> int:
     """How many processes the kernel's out-of-memory killer has ended since boot; 0 where it does not tell."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
@@ -186,22 +270,23 @@ def _out_of_memory_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def _tails(logs: Path, ranks: Sequence[int], stacks: Mapping[int, tuple[str, ...]] | None = None) -> tuple[str, ...]:
-    """The last lines of each of ``ranks`` and, if given, the innermost frames of its stack; headed by the rank's number
-    where several have any, which then share the space.
+def _tails(ends: Sequence[RankEnd]) -> tuple[str, ...]:
+    """The last lines of each rank, and the innermost frames of its stack where it was asked; headed by the rank's
+    number where several have any, which then share the space.
     """
-    share = max(_TAIL_LINES // len(ranks), _LEAST_LINES)
-    parts = {f"rank {rank} wrote:": _log_tail(logs, rank, share) for rank in ranks}
-    parts |= {f"rank {rank}, most recent call first:": stack[:share] for rank, stack in (stacks or {}).items()}
+    share = max(_TAIL_LINES // max(len(ends), 1), _LEAST_LINES)
+    parts = {f"rank {end.rank} wrote:": end.log_tail[-share:] for end in ends}
+    parts |= {f"rank {end.rank}, most recent call first:": end.stack[:share] for end in ends}
     parts = {head: lines for head, lines in parts.items() if lines}
-    if len(parts) == 1 and not stacks:
+    if len(parts) == 1 and not any(end.stack for end in ends):
         return next(iter(parts.values()))
     return tuple(line for head, lines in parts.items() for line in (head, *lines))
 
 
-def _log_tail(logs: Path, rank: int, most: int) -> tuple[str, ...]:
+def log_tail(logs: Path, rank: int) -> tuple[str, ...]:
+    """The last lines that a rank wrote, to its standard output and then to its standard error."""
     lines: list[str] = []
     for stream in ("stdout", "stderr"):
         for path in sorted(logs.glob(f"**/{rank}/{stream}.log")):
             lines += path.read_text(errors="replace").splitlines()
-    return tuple(lines[-most:])
+    return tuple(lines[-_TAIL_LINES:])

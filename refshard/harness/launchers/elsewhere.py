@@ -1,0 +1,48 @@
+"""What the machines are that a launcher's ranks run on, asked of ranks there."""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from refshard.errors import LaunchError
+from refshard.harness.describe import ASKED, Asked, described_file
+from refshard.harness.environment import differences
+from refshard.harness.launchers.base import Job, Launcher
+from refshard.records import Environment
+
+_LIMIT_S = 600.0
+
+
+def environment_elsewhere(
+    launcher: Launcher, processes: int, threads: int, beside: Path, on_progress: Callable[[str], None]
+) -> Environment:
+    """Launch ``processes`` ranks that describe their machines, in a folder beside the run's, and return rank 0's.
+
+    Raises:
+        LaunchError: a rank could not, or its machine is of another kind than rank 0's.
+    """
+    beside.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=beside.absolute().parent, prefix=f".{beside.name}-environment-") as name:
+        folder = Path(name)
+        (folder / ASKED).write_bytes(msgspec.json.encode(Asked(threads=threads)))
+        job = Job(program="environment", processes=processes, time_limit_s=_LIMIT_S)
+        launch = launcher.launch(job, folder, on_progress)
+        if launch.timed_out or launch.error or not described_file(folder, 0).exists():
+            cause = f"no answer within {_LIMIT_S:g} s" if launch.timed_out else launch.error or "no answer"
+            last = next((line.strip() for line in reversed(launch.log_tail) if line.strip()), "it wrote nothing")
+            raise LaunchError(f"the ranks could not describe their machines: {cause} ({last}); correct that")
+        found = {
+            rank: msgspec.json.decode(path.read_bytes(), type=Environment)
+            for rank in range(processes)
+            if (path := described_file(folder, rank)).exists()
+        }
+    for rank, other in found.items():
+        if differing := differences(found[0], other):
+            raise LaunchError(
+                f"hosts must be of one kind for one run: from {found[0].hostname} (rank 0) to {other.hostname} "
+                f"(rank {rank}), {'; '.join(differing)}; choose hosts that are alike"
+            )
+    return msgspec.structs.replace(found[0], argv=("refshard", *sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Ranks as tasks of a Slurm job: one job for each launch, submitted here and run wherever Slurm finds room."""
+
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from refshard.errors import LaunchError, SpecError
+from refshard.harness.interruption import Interruption
+from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.elsewhere import environment_elsewhere
+from refshard.harness.launchers.ranks import RankEnd, launch_of, log_tail, timed_out
+from refshard.harness.launchers.slurm_job import GONE, OWN, Status, ask, ends_of, scripts, status_of
+from refshard.harness.rank import PROGRESS_FILE
+from refshard.records import Environment
+from refshard.specs.case import CaseSpec
+
+_POLL_S = 1.0
+_PATIENCE_S = 600.0
+"""How long Slurm's controller may be out of reach."""
+_CANCEL_S = 180.0
+_LOST = frozenset(("PREEMPTED", "NODE_FAIL", "BOOT_FAIL"))
+"""States of jobs that ended through no fault of theirs: they are submitted again."""
+_SUBMISSIONS = 4
+
+
+class SlurmLauncher(Launcher):
+    """Submits with ``sbatch`` from a login node; ``options`` are the user's, as in a shell."""
+
+    def __init__(self, options: str) -> None:
+        try:
+            self._options = tuple(shlex.split(options))
+        except ValueError as error:
+            raise SpecError(f"sbatch: {error} in {options!r}; correct it") from None
+
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+        """See :meth:`Launcher.launch`. A job that is preempted, or loses its node, is submitted again.
+
+        Raises:
+            LaunchError: sbatch refuses the job, or Slurm is out of reach for long.
+        """
+        lost: list[str] = []
+        with Interruption() as interruption:
+            while len(lost) < _SUBMISSIONS and not interruption.received:
+                submitted = _Submitted(_submit(job, folder, self._options), job, folder)
+                status = submitted.wait(on_progress, interruption)
+                if status is None:
+                    return submitted.cancelled(interruption)
+                if status.state not in _LOST:
+                    return launch_of_job(status, submitted.number, folder)
+                lost.append(f"job {submitted.number}: {status.state}")
+        return Launch(
+            error=f"Slurm ended the job each of {len(lost)} times ({', '.join(lost)}); ask --sbatch for nodes that last"
+        )
+
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        """See :meth:`Launcher.check`. Slurm knows its nodes: it refuses what has no room on any."""
+
+    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+        """See :meth:`Launcher.environment`. One job tells, for all nodes that ``options`` may lead to."""
+        return environment_elsewhere(self, 1, threads, beside, on_progress)
+
+
+class _Submitted:
+    """A job that Slurm has."""
+
+    def __init__(self, number: str, job: Job, folder: Path) -> None:
+        self.number = number
+        self._limit_s, self._progress = job.time_limit_s, folder / PROGRESS_FILE
+        self._folder = folder
+        self._began: tuple[int, float] | None = None
+        self._shown = ""
+
+    def wait(self, on_progress: Callable[[str], None], interruption: Interruption) -> Status | None:
+        """Its status at its end; None once its time is over or this process is to end.
+
+        Raises:
+            LaunchError: Slurm is out of reach for long.
+        """
+        answered = time.monotonic()
+        while not interruption.received:
+            status, trouble = status_of(self.number)
+            now = time.monotonic()
+            if status is None:
+                if now > answered + _PATIENCE_S:
+                    raise LaunchError(
+                        f"launcher 'slurm': no word of job {self.number} for {_PATIENCE_S:g} s ({trouble}); cancel it "
+                        "if it runs, and --resume the run"
+                    )
+                time.sleep(_POLL_S)
+                continue
+            answered = now
+            if status.ended or status == GONE:
+                return status
+            if self._is_over(status, now):
+                return None
+            self._show(status, on_progress)
+            time.sleep(_POLL_S)
+        return None
+
+    def cancelled(self, interruption: Interruption) -> Launch:
+        """End it, and wait until it has ended."""
+        deadline = time.monotonic() + _CANCEL_S
+        while True:
+            _, trouble = ask("scancel", self.number)
+            status, _ = status_of(self.number)
+            if status is not None and (status.ended or status == GONE):
+                break
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"launcher 'slurm': job {self.number} does not end when cancelled ({trouble}); see to it"
+                )
+            time.sleep(_POLL_S)
+        if interruption.received:
+            return Launch()
+        return timed_out((RankEnd(rank=0, exit_code=1, log_tail=log_tail(self._folder / "logs", 0)),))
+
+    def _is_over(self, status: Status, now: float) -> bool:
+        """Whether it has run for its time; what it waits counts for nothing, and one that is requeued starts afresh."""
+        if status.state != "RUNNING":
+            return False
+        if self._began is None or self._began[0] != status.restarts:
+            self._began = status.restarts, now
+        return now > self._began[1] + self._limit_s
+
+    def _show(self, status: Status, on_progress: Callable[[str], None]) -> None:
+        text = f"job {self.number} {status.state.lower()}"
+        if status.state == "PENDING":
+            text += f": {status.reason}"
+        elif self._progress.exists():
+            text = self._progress.read_text()
+        if text != self._shown:
+            self._shown = text
+            on_progress(text)
+
+
+def _submit(job: Job, folder: Path, options: tuple[str, ...]) -> str:
+    own = folder / OWN
+    own.mkdir(exist_ok=True)
+    batch, rank = scripts(job, folder, options)
+    (own / "batch.sh").write_text(batch)
+    (own / "rank.sh").write_text(rank)
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        failed, said = ask("sbatch", "--parsable", str(own / "batch.sh"))
+        if not failed:
+            return said.split(";")[0]
+        if "Unable to contact slurm controller" not in said or time.monotonic() > deadline:
+            raise LaunchError(f"launcher 'slurm': sbatch did not take the job ({said}); correct --sbatch")
+        time.sleep(_POLL_S)
+
+
+def launch_of_job(status: Status, number: str, folder: Path) -> Launch:
+    """What became of a job that ended by itself: its ranks tell, or Slurm."""
+    found = launch_of(ends_of(folder), folder)
+    if status.state == "OUT_OF_MEMORY":
+        error = found.error or f"Slurm ended job {number} in state OUT_OF_MEMORY"
+        return replace(found, out_of_memory=True, error=error)
+    if found.error is not None or status.state in ("COMPLETED", GONE.state):
+        return found
+    tail = (folder / OWN / f"{number}.out").read_text(errors="replace").splitlines()[-30:]
+    return Launch(error=f"Slurm ended job {number} in state {status.state} ({status.reason})", log_tail=tuple(tail))

@@ -1,0 +1,171 @@
+"""Ranks that a real torchrun started: on one host, and on two that this one plays."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from refshard.cli import main
+from refshard.errors import SpecError
+from refshard.harness.launchers.torchrun import TorchrunLauncher
+from refshard.harness.launchers.torchrun_server import Place, place_of
+from refshard.harness.store import read_run
+from refshard.specs.case import CaseSpec
+from tests.harness.commandline import only_case, processes_of, start, wait_for, write_suite
+
+PLACE = Place(rank=0, local_rank=0, world_size=2, local_world_size=1, address="127.0.0.1")
+ALONE = ("--standalone", "--nproc-per-node", "2")
+
+
+def torchrun(agent: Sequence[str], suite: Path, run: Path, *, before: Sequence[str] = ()) -> "subprocess.Popen[str]":
+    """``refshard run`` under torchrun, with its options ``agent``; ``before`` is what the command line begins with."""
+    measure = [sys.executable, "-m", "refshard", "run", str(suite), "--launcher", "torchrun", "--out", str(run)]
+    command = [*before, sys.executable, "-m", "torch.distributed.run", *agent, "--no-python", *measure]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def two_nodes() -> list[str]:
+    """Torchrun's options on each of two nodes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    return ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=test"]
+
+
+def measures(run: Path, strategy: str) -> bool:
+    return any(p.read_text().startswith("measure") for p in run.glob(f"cases/{strategy}*/progress"))
+
+
+def workers(run: Path) -> dict[str, psutil.Process]:
+    """The processes of a case's ranks, by rank."""
+    found = [p for p in processes_of(run / "cases") if "refshard.harness.worker" in p.cmdline()]
+    return {process.environ()["RANK"]: process for process in found}
+
+
+def test_one_host(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = torchrun(ALONE, write_suite(tmp_path, "single", "ddp", ranks=2), run)
+    wait_for(lambda: len(workers(run)) == 2, 240)
+    assert workers(run)["1"].environ()["LOCAL_RANK"] == "1"
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert out.count("dashboard: ") == 1, "rank 0 prints, and no other"
+    assert err.count("run folder: ") == 1
+    assert "recvValue" not in err, "servers leave before rank 0's store does"
+    ok = {r.case.strategy: len(r.step_times_s) for r in read_run(run).cases if r.state == "ok"}
+    assert ok == {"single": 1, "ddp": 2}
+    assert not processes_of(run)
+
+
+def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None:
+    run, options = tmp_path / "run", two_nodes()
+    suite = write_suite(tmp_path, "single", "ddp", "refshard-fsdp", ranks=2, steps=30)
+    agents = [torchrun(options, suite, run) for _ in range(2)]
+    wait_for(lambda: measures(run, "ddp"), 240)
+    found = workers(run)
+    assert [found[rank].environ()["LOCAL_RANK"] for rank in ("0", "1")] == ["0", "0"]
+    found["1"].kill()
+    said = [agent.communicate(timeout=240) for agent in agents]
+    assert [agent.returncode for agent in agents] == [1, 1], said
+    assert sorted(out.count("dashboard: ") for out, _ in said) == [0, 1]
+    records = read_run(run)
+    assert only_case(records, "ddp")[:2] == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
+    ok = {r.case.strategy: len(r.step_times_s) for r in records.cases if r.state == "ok"}
+    assert ok == {"single": 1, "refshard-fsdp": 2}
+    assert not processes_of(run)
+
+
+def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = torchrun(ALONE, write_suite(tmp_path, "ddp", ranks=2, steps=100_000), run)
+    wait_for(lambda: measures(run, "single"), 240)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    found = read_run(run)
+    assert found.end is not None
+    assert found.end.interrupted
+    assert not processes_of(run)
+
+
+def test_the_end_of_rank_0s_agent_ends_all(tmp_path: Path) -> None:
+    run, options = tmp_path / "run", two_nodes()
+    suite = write_suite(tmp_path, "ddp", ranks=2, steps=2000)
+    agents = [torchrun(options, suite, run) for _ in range(2)]
+    wait_for(lambda: len(workers(run)) == 2 and measures(run, "ddp"), 400)
+    harness = psutil.Process(workers(run)["0"].ppid())
+    agent = next(agent for agent in agents if agent.pid == harness.ppid())
+    agent.kill()
+    for each in agents:
+        each.communicate(timeout=240)
+    wait_for(lambda: not processes_of(run), 120)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="hiding a folder from a process needs root")
+def test_a_folder_that_a_node_does_not_share_is_told(tmp_path: Path) -> None:
+    run, options, suite = tmp_path / "private" / "run", two_nodes(), write_suite(tmp_path, "ddp", ranks=2)
+    run.parent.mkdir()
+    hide = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{run.parent}" && exec "$@"', "sh"]
+    agents = [torchrun(options, suite, run, before=before) for before in ([], hide)]
+    said = "".join(err for agent in agents for err in (agent.communicate(timeout=240)[1],))
+    assert f"refshard: rank 1 on {socket.gethostname()} does not see {run.parent}/." in said
+    assert "let --out name a folder that all nodes share" in said
+    assert not processes_of(run)
+
+
+def case(**changes: object) -> CaseSpec:
+    fields = {"strategy": "ddp", "model": "llama-tiny", "world_size": 2, "global_batch": 4, "device": "cpu"}
+    return CaseSpec(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_torchrun_started_are_refused() -> None:
+    launcher = TorchrunLauncher(PLACE)
+    launcher.check(case(), oversubscribe=False)
+    with pytest.raises(SpecError, match=r"world_size: 4 ranks asked for, torchrun started 2; lower it, or raise torch"):
+        launcher.check(case(world_size=4), oversubscribe=True)
+
+
+def test_a_process_that_torchrun_did_not_start_is_told_how() -> None:
+    with pytest.raises(SpecError, match=r"needs processes that torchrun started, this is none; start it as: torchrun "):
+        place_of({"RANK": "0"})
+
+
+def test_torchrun_must_not_start_several_harnesses(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
+    process = start("run", write_suite(tmp_path, "single"), "--out", tmp_path / "run", env=environment)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("refshard: launcher: torchrun started this process, and with launcher 'local' each of its")
+    assert not (tmp_path / "run").exists()
+
+
+NETLAB = 'launcher = "netlab"\nnetwork = { hosts = 2, rate = "1gbit" }'
+
+
+@pytest.mark.parametrize(
+    ("head", "arguments", "message"),
+    [
+        ("", ["--launcher", "slrum"], "launcher: none is called 'slrum'; did you mean 'slurm'?"),
+        (
+            "",
+            ["--sbatch", "-p main"],
+            "sbatch: options for launcher 'slurm', got launcher 'local'; add --launcher slurm",
+        ),
+        (NETLAB, ["--launcher", "slurm"], "launcher: 'slurm' asked for, but this suite makes its own hosts"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], head: str, arguments: list[str], message: str
+) -> None:
+    suite = write_suite(tmp_path, "ddp", ranks=2, head=head)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(suite), "--out", str(tmp_path / "run"), *arguments])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"refshard: {message}")
+    assert not (tmp_path / "run").exists()
