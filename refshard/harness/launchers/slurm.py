@@ -43,7 +43,10 @@ class SlurmLauncher(Launcher):
         lost: list[str] = []
         with Interruption() as interruption:
             while len(lost) < _SUBMISSIONS and not interruption.received:
-                submitted = _Submitted(_submit(job, folder, self._options), job, folder)
+                number = _submit(job, folder, self._options, on_progress, interruption)
+                if number is None:
+                    return Launch()
+                submitted = _Submitted(number, job, folder)
                 status = submitted.wait(on_progress, interruption)
                 if status is None:
                     return submitted.cancelled(interruption)
@@ -135,20 +138,29 @@ class _Submitted:
             on_progress(text)
 
 
-def _submit(job: Job, folder: Path, options: tuple[str, ...]) -> str:
+def _submit(
+    job: Job,
+    folder: Path,
+    options: tuple[str, ...],
+    on_progress: Callable[[str], None],
+    interruption: Interruption,
+) -> str | None:
+    """The job's number; None if this process is to end before Slurm's controller answers."""
     own = folder / OWN
     own.mkdir(exist_ok=True)
     batch, rank = scripts(job, folder, options)
     (own / "batch.sh").write_text(batch)
     (own / "rank.sh").write_text(rank)
     deadline = time.monotonic() + _PATIENCE_S
-    while True:
+    while not interruption.received:
         failed, said = ask("sbatch", "--parsable", str(own / "batch.sh"))
         if not failed:
             return said.split(";")[0]
         if "Unable to contact slurm controller" not in said or time.monotonic() > deadline:
             raise LaunchError(f"launcher 'slurm': sbatch did not take the job ({said}); correct --sbatch")
+        on_progress(said)
         time.sleep(_POLL_S)
+    return None
 
 
 def launch_of_job(status: Status, number: str, folder: Path) -> Launch:
