@@ -19,6 +19,8 @@ from refshard.report.cases import plain
 from refshard.specs.case import CaseSpec
 
 _STEP = re.compile(r"(?P<phase>.+) (?P<step>\d+)/\d+")
+_WIDTHS = (0, len("warm-up 10/10"), len("0.123 steps/s"), len("about 12 min 34 s left"))
+"""Of launches, step, rate and remaining time, so that nothing jumps from one to the next."""
 _REFRESHES_PER_S = 2  # the ranks need the cores
 
 
@@ -110,7 +112,8 @@ class Bars(Observer):
         self._console = console or Console(stderr=True)
         self._course = course or Course()
         self._live = Live(
-            get_renderable=lambda: bars(self._course),
+            # An echoed ^C still fits into the last line; were that one broken, the two could not be erased.
+            get_renderable=lambda: bars(self._course, self._console.width - len("^C")),
             console=self._console,
             refresh_per_second=_REFRESHES_PER_S,
             transient=True,
@@ -143,23 +146,25 @@ def observer() -> Bars | Lines:
     return Bars() if sys.stderr.isatty() else Lines()
 
 
-def bars(course: Course) -> RenderableType:
-    """What stays at the bottom: the running case; launches, rank 0's step, steps per second and remaining time."""
+def bars(course: Course, width: int) -> RenderableType:
+    """What stays at the bottom: the running case; and in ``width`` columns launches, rank 0's step, steps per second
+    and remaining time.
+    """
     if not course.total:
         return Text("")
-    figures = Table.grid(padding=(0, 2), expand=True)
-    figures.add_column(ratio=1)
     rate = course.steps_per_s
-    words = [
+    figures = Table.grid(padding=(0, 2), expand=True)
+    figures.width = width
+    figures.add_column(ratio=1)
+    for width in _WIDTHS:
+        figures.add_column(min_width=width, no_wrap=True)
+    figures.add_row(
+        ProgressBar(total=course.total, completed=course.index),
         f"{course.index}/{course.total}",
         course.at,
         "" if rate is None else f"{format_rate(rate)} steps/s",
         _left(course),
-    ]
-    shown = [word for word in words if word]
-    for _ in shown:
-        figures.add_column(no_wrap=True)
-    figures.add_row(ProgressBar(total=course.total, completed=course.index), *shown)
+    )
     return Group(Text(course.label, no_wrap=True, overflow="ellipsis"), figures)
 
 
