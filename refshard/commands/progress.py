@@ -53,7 +53,7 @@ class Course:
     def end(self) -> float:
         """The launch ended; return the seconds that it took."""
         self._took_s.append(self._clock() - self._started_s)
-        self.index, self.at = self.index + 1, ""
+        self.index, self.label, self.at = self.index + 1, "", ""
         return self._took_s[-1]
 
     @property
@@ -64,12 +64,15 @@ class Course:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the end if what is left takes as long as what has ended took on average; None before that."""
-        if not self._took_s:
+        """Seconds until the end if what is left takes as long as what has ended took on average; None before that, and
+        at the end.
+        """
+        left = self.total - self.index
+        if not self._took_s or not left:
             return None
-        mean, left = sum(self._took_s) / len(self._took_s), self.total - self.index
+        mean = sum(self._took_s) / len(self._took_s)
         running = max(0.0, mean - (self._clock() - self._started_s)) if self.at else mean
-        return mean * (left - 1) + running if left else 0.0
+        return mean * (left - 1) + running
 
 
 class Lines(Observer):
@@ -98,7 +101,7 @@ class Lines(Observer):
         told = plain(record.error or "") if step_time is None else f"step time {format_seconds(step_time)}"
         left = f", {_left(course)}" if course.index < course.total else ""
         print(
-            f"[{course.index}/{course.total}] {record.state:<8} {course.label}: {told}  "
+            f"[{course.index}/{course.total}] {record.state:<8} {_label(record.case, record.round)}: {told}  "
             f"(took {format_seconds(took_s)}{left})",
             file=sys.stderr,
             flush=True,
@@ -173,7 +176,8 @@ def ended(record: CaseRecord, course: Course) -> RenderableType:
     place = f"{course.index:>{len(str(course.total))}}/{course.total}"
     step_time = _step_time_s(record)
     told = "" if step_time is None else f"{format_seconds(step_time):>8} a step  "
-    line = Text(f"{place}  {record.state:<8} {told}{course.label}", no_wrap=True, overflow="ellipsis")
+    label = _label(record.case, record.round)
+    line = Text(f"{place}  {record.state:<8} {told}{label}", no_wrap=True, overflow="ellipsis")
     if record.state != "ok":
         line.stylize("red")
     error = [] if record.error is None else [Padding(Text(plain(record.error)), (0, 0, 0, len(place) + 2))]
