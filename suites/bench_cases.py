@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         suite = suite_of(metafunc.config)
         launches = [(case, at) for at in range(suite.most_rounds) for case in round_order(suite.cases(at), at)]
     except RefshardError as error:
-        raise pytest.UsageError(str(error)) from None
+        pytest.fail(str(error), pytrace=False)
     ids = [f"{case.name}-round{at}" if suite.most_rounds > 1 else case.name for case, at in launches]
     metafunc.parametrize("launch", launches, ids=ids)
 

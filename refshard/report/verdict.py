@@ -94,11 +94,15 @@ def modelled(run: Run) -> tuple[str, ...]:
 
 
 def unfinished(run: Run) -> tuple[str, ...]:
-    """A sentence for a run that did not end by itself: what is missing may change the verdict."""
+    """A sentence for a run that did not end by itself: what is missing may change the verdict.
+
+    A gate's run does not know how many launches it will need.
+    """
     if run.end is not None and not run.end.interrupted:
-        return ()
+        return () if run.cases else ("Nothing was launched.",)
     why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
-    return (f"Not finished: {len(run.cases)} of {run.header.planned} launches are done; {why}.",)
+    done = f"{len(run.cases)} of {run.header.planned}" if run.header.planned else f"{len(run.cases)}"
+    return (f"Not finished: {done} launches are done; {why}.",)
 
 
 def caveats(run: Run) -> list[str]:
