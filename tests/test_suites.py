@@ -1,6 +1,7 @@
 """The benchmarks under ``suites/``: each runs once, and a record that is replayed is what pytest-benchmark reports."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,44 +17,72 @@ from tests.harness.commandline import write_suite
 from tests.report.runs import FAILED, run
 
 ROOT = Path(__file__).parents[1]
-pytest_plugins = ["pytester"]
 CONFTEST = """
 from pathlib import Path
+
 import pytest
+
 from refshard.harness.store import read_run
 from refshard.replay import replay, replay_clock
+
 
 @pytest.fixture
 def records():
     return read_run(Path(__file__).parent / "run").cases
 """
+REPLAYED = """
+import pytest
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_good(replay, records, place):
+    replay(records[place])
+
+
+@pytest.mark.benchmark(group="marked")
+def test_marked(replay, records):
+    replay(records[0])
+
+
+def test_failed(replay, records):
+    replay(records[-1])
+
+
+def test_timed(benchmark, replay, records):
+    replay(records[0])
+"""
 
 
 def run_pytest(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Pytest in a process of its own, with this checkout's settings."""
+    """One in a process of its own, with this checkout's settings, which does not take itself for a part of xdist."""
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
-    return subprocess.run([*command, *map(str, arguments)], cwd=folder, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run([*command, *map(str, arguments)], cwd=folder, capture_output=True, text=True, env=environment)
 
 
-@pytest.fixture
-def folder(pytester: pytest.Pytester) -> Path:
-    """Where pytest is run: a run, and a ``conftest.py`` that has the fixtures and the run's records."""
-    made = run()
-    with RunWriter(pytester.path / "run") as writer:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, a ``conftest.py`` that has the fixtures and the run's records, and tests that replay some."""
+    made, folder = run(), tmp_path_factory.mktemp("replayed")
+    with RunWriter(folder / "run") as writer:
         writer.append(made.header)
         for record in made.cases:
             writer.append(record)
-    pytester.makeconftest(CONFTEST)
-    return pytester.path
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_replayed.py").write_text(REPLAYED)
+    return folder
 
 
-def replayed(pytester: pytest.Pytester, test: str, *arguments: str) -> tuple[pytest.RunResult, list[Any]]:
-    """What pytest says of a file of tests, and the benchmarks that it left."""
-    pytester.makepyfile(test)
-    done = pytester.runpytest_inprocess("--benchmark-json=b.json", *arguments)
-    left = pytester.path / "b.json"
-    text = left.read_text() if left.exists() else ""
-    return done, json.loads(text)["benchmarks"] if text else []
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> str:
+    """What pytest says of those tests; ``--benchmark-only`` runs what asks for ``benchmark``, and nothing else."""
+    return run_pytest(folder, "test_replayed.py", "--benchmark-only", "--benchmark-json=b.json").stdout
+
+
+@pytest.fixture(scope="module")
+def benchmarks(folder: Path, printed: str) -> dict[str, Any]:
+    """The benchmarks that were left, by name."""
+    return {left["name"]: left for left in json.loads((folder / "b.json").read_text())["benchmarks"]}
 
 
 def slowest(record: CaseRecord) -> list[float]:
@@ -61,53 +90,45 @@ def slowest(record: CaseRecord) -> list[float]:
     return [max(step) for step in zip(*record.step_times_s)]
 
 
-def test_a_replayed_record_is_reported_to_the_bit_and_in_order(pytester: pytest.Pytester, folder: Path) -> None:
-    test = "import pytest\n@pytest.mark.parametrize('i', [1, 2])\ndef test_it(replay, records, i): replay(records[i])"
-    done, found = replayed(pytester, test, "--benchmark-only")  # which runs what asks for `benchmark`, and nothing else
-    done.assert_outcomes(passed=2)
-    assert len(found) == 2
-    for record, benchmark in zip(read_run(folder / "run").cases[1:], found):
-        samples, stats = slowest(record), benchmark["stats"]
-        assert len(set(samples)) > 10
-        assert stats["data"] == samples
-        assert (stats["min"], stats["max"], stats["rounds"]) == (min(samples), max(samples), len(samples))
-        assert (stats["median"], stats["mean"], stats["iterations"]) == (median(samples), mean(samples), 1)
-        assert benchmark["options"]["timer"] == "refshard.replay"
-        assert benchmark["extra_info"] == {
-            "fidelity": "measured",
-            "spec_hash": record.spec_hash,
-            "environment": record.environment,
-            "run_id": "made",
-            "round": 0,
-            "exact_metrics": dict(exact_metrics(record)),
-        }
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_replayed_record_is_reported_to_the_bit_and_in_order(benchmarks: dict[str, Any], place: int) -> None:
+    record, benchmark = run().cases[place], benchmarks[f"test_good[{place}]"]
+    samples, stats = slowest(record), benchmark["stats"]
+    assert len(set(samples)) > 10
+    assert stats["data"] == samples
+    assert (stats["min"], stats["max"], stats["rounds"]) == (min(samples), max(samples), len(samples))
+    assert (stats["median"], stats["mean"], stats["iterations"]) == (median(samples), mean(samples), 1)
+    assert benchmark["options"]["timer"] == "refshard.replay"
+    assert benchmark["extra_info"] == {
+        "fidelity": "measured",
+        "spec_hash": record.spec_hash,
+        "environment": record.environment,
+        "run_id": "made",
+        "round": 0,
+        "exact_metrics": exact_metrics(record),
+    }
 
 
-def test_a_case_that_did_not_end_ok_fails_with_its_error(pytester: pytest.Pytester, folder: Path) -> None:
-    done, found = replayed(pytester, "def test_it(replay, records): replay(records[-1])")
-    done.assert_outcomes(failed=1)
-    done.stdout.fnmatch_lines([f"{FAILED}-w2-llama-mini-b8x256: failed: RuntimeError: mat1 and mat2 shapes differ*"])
-    done.stdout.no_fnmatch_line("*Traceback*")
-    assert not found
+def test_marks_of_a_test_stay_beside_the_clock(benchmarks: dict[str, Any]) -> None:
+    found = benchmarks["test_marked"]
+    assert found["group"] == "marked"
+    assert found["stats"]["data"] == slowest(run().cases[0])
 
 
-def test_marks_of_a_test_stay_beside_the_clock(pytester: pytest.Pytester, folder: Path) -> None:
-    test = "import pytest\n@pytest.mark.benchmark(group='g')\ndef test_it(replay, records): replay(records[0])"
-    _, (found,) = replayed(pytester, test)
-    assert found["group"] == "g"
-    assert found["stats"]["data"] == slowest(read_run(folder / "run").cases[0])
+def test_a_case_that_did_not_end_ok_fails_with_its_error(printed: str, benchmarks: dict[str, Any]) -> None:
+    assert "2 failed, 3 passed" in printed
+    assert f"\n{FAILED}-w2-llama-mini-b8x256: failed: RuntimeError: mat1 and mat2 shapes differ" in printed
+    assert "Traceback" not in printed
+    assert "test_failed" not in benchmarks
 
 
-def test_a_benchmark_with_a_timer_of_its_own_is_refused(pytester: pytest.Pytester, folder: Path) -> None:
-    done, _ = replayed(pytester, "def test_it(benchmark, replay, records): replay(records[0])")
-    done.assert_outcomes(failed=1)
-    done.stdout.fnmatch_lines(["*ask for `replay` alone*"])
+def test_a_benchmark_with_a_timer_of_its_own_is_refused(printed: str) -> None:
+    assert "ask for `replay` alone" in printed
 
 
-def test_without_measuring_nothing_is_replayed_but_states_count(pytester: pytest.Pytester, folder: Path) -> None:
-    test = "import pytest\n@pytest.mark.parametrize('i', [0, -1])\ndef test_it(replay, records, i): replay(records[i])"
-    done, _ = replayed(pytester, test, "--benchmark-disable")
-    done.assert_outcomes(failed=1, passed=1)
+def test_without_measuring_nothing_is_replayed_but_states_count(folder: Path) -> None:
+    done = run_pytest(folder, "test_replayed.py", "--benchmark-disable")
+    assert "1 failed, 4 passed" in done.stdout
 
 
 def test_selected_cases_are_launched_and_their_steps_are_the_benchmarks_rounds(tmp_path: Path) -> None:
