@@ -74,12 +74,21 @@ def run(
 def show(
     run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per case.")] = False,
+    as_csv: Annotated[
+        bool,
+        typer.Option(
+            "--csv",
+            help="Print CSV (RFC 4180): a header, a row per case, the columns of --json. Null is empty, and the parts "
+            "of a list (warnings, checkpointed layers) are joined by ' | '.",
+        ),
+    ] = False,
     against: Annotated[str | None, typer.Option(help="Compare every strategy with this one: ratios.")] = None,
 ) -> None:
     """Print a run's verdict and tables."""
     from refshard.commands import show as command
 
-    print(command.show(run, as_json=as_json, against=against))
+    # Lines of CSV have their own ends, the last one too.
+    print(command.show(run, as_json=as_json, as_csv=as_csv, against=against), end="" if as_csv else "\n")
 
 
 @app.command()

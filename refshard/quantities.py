@@ -47,6 +47,21 @@ def format_ns(ns: float | None) -> str:
     return "-" if ns is None else format_seconds(ns / 1e9)
 
 
+def format_duration(s: float) -> str:
+    """Seconds as a person would say them, to the second or the minute.
+
+    >>> format_duration(41.7), format_duration(130), format_duration(3900)
+    ('42 s', '2 min 10 s', '1 h 05 min')
+    """
+    whole = round(s)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(s / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 def format_rate(x: float | None) -> str:
     """A plain number with three significant digits and thousands separated.
 

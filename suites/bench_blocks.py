@@ -11,7 +11,9 @@ the C library takes it from the system anew for each large tensor, where CUDA's 
 Step times are taken without activation checkpointing and in turns, so that drift of the machine favours none. Peak
 memory is taken with every layer checkpointed, of one model after another.
 
-    pytest suites/bench_blocks.py -s --benchmark-json=blocks.json
+    pytest suites/bench_blocks.py --long -s --benchmark-json=blocks.json
+
+It takes minutes and, on a CPU, 10 GB; `pytest suites` leaves it out unless told ``--long``.
 
 With ``--benchmark-disable`` a tiny model only shows that everything runs.
 """
@@ -39,6 +41,8 @@ from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import INIT_STD, Llama, next_token_loss
 from refshard.specs.model import ModelSpec, load_model
 from refshard.tracing.memory import AllocatorPeak
+
+pytestmark = pytest.mark.long
 
 WORLD_SIZE = 8
 BARE, FSDP2, TUNED, YAFSDP = "bare", "fsdp2", "fsdp2-tuned", "yafsdp"

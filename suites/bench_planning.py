@@ -5,7 +5,9 @@ The first test predicts every strategy's step of a 405B model on 16,384 ranks. T
 tensors, of a 70B model as one of 256 ranks, which takes minutes; and with real ones, of a model that a CPU holds. Ranks
 are pretended. Two steps are taken, since the first one makes the optimizer's state. On a CPU all is fp32.
 
-    pytest suites/bench_planning.py --benchmark-json=planning.json
+    pytest suites/bench_planning.py --long --benchmark-json=planning.json
+
+Without ``--long``, the tracker is asked about real tensors only.
 
 With ``--benchmark-disable`` small models only show that everything runs.
 """
@@ -47,7 +49,7 @@ def test_every_strategy(benchmark: Any) -> None:
     benchmark.extra_info.update(model=model, ranks=ranks, seq_len=8192, peak_bytes=peaks)
 
 
-@pytest.mark.parametrize("tensors", ["fake", "real"])
+@pytest.mark.parametrize("tensors", [pytest.param("fake", marks=pytest.mark.long), "real"])
 def test_beside_torchs_tracker(benchmark: Any, tensors: str) -> None:
     """FSDP2's peak as the tracker finds it and as it is predicted, and the time that each takes."""
     large = tensors == "fake" and not benchmark.disabled

@@ -8,7 +8,7 @@ later, with ids and step numbers of their own. What is replicated is a trace of 
 
 The first test analyses 1 GB in a process of its own, on one core, and records its peak resident set. The second gives
 the same 200 MB to ``refshard trace`` and to Holistic Trace Analysis (extra ``hta``) in turn, in processes of their own:
-breakdown and overlap are what is asked of both.
+breakdown and overlap are what is asked of both. With ``--benchmark-disable`` both are small.
 """
 
 import gzip
@@ -32,7 +32,7 @@ CANDIDATES = (
     *sorted((ROOT / "profiles" / "recorded").glob("*/*/traces/refshard-yafsdp*.json.gz")),
 )
 SOURCE = next(path for path in CANDIDATES if path.is_file())
-LARGE, SMALL = 1_000_000_000, 200_000_000
+LARGE, SMALL, SMOKE = 1_000_000_000, 200_000_000, 4_000_000
 ROUNDS = 3
 _SHIFTED = re.compile(rb'"(ts)": (\d+)|"(External id|external id|correlation|Ev Idx|id)": (\d+)|(ProfilerStep#)(\d+)')
 
@@ -68,20 +68,21 @@ def _shift(match: "re.Match[bytes]", by: int, span: int, ids: int, stride: int) 
     return b"ProfilerStep#%d" % (int(match[6]) + by * stride)
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture
+def large(benchmark: Any, tmp_path: Path) -> Iterator[Path]:
     """A trace of 1 GB, gone afterwards."""
-    yield from _made(tmp_path_factory, LARGE)
+    yield from _made(tmp_path, SMOKE if benchmark.disabled else LARGE)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture
+def small(benchmark: Any, tmp_path: Path) -> Iterator[Path]:
     """A trace of 200 MB, gone afterwards."""
-    yield from _made(tmp_path_factory, SMALL)
+    pytest.importorskip("hta", reason='HTA is not here; pip install "refshard[hta]"')
+    yield from _made(tmp_path, SMOKE if benchmark.disabled else SMALL)
 
 
-def _made(factory: pytest.TempPathFactory, size: int) -> Iterator[Path]:
-    path = factory.mktemp("traces") / f"{size // 1_000_000}MB.json"
+def _made(folder: Path, size: int) -> Iterator[Path]:
+    path = folder / f"{size // 1_000_000}MB.json"
     replicate(SOURCE, path, size)
     yield path
     path.unlink()
@@ -129,7 +130,6 @@ def test_one_gigabyte(benchmark: Any, large: Path) -> None:
 
 def test_beside_hta(benchmark: Any, small: Path) -> None:
     """The same 200 MB to both, in turn: refshard's time, and how many times as long HTA takes."""
-    pytest.importorskip("hta", reason='HTA is not here; pip install "refshard[hta]"')
     times: dict[str, list[float]] = {"refshard": [], "hta": []}
     peaks = {"refshard": 0, "hta": 0}
 

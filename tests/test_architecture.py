@@ -16,7 +16,7 @@ FLOORS = {
     "costs": 3, "flops": 3, "records": 3,
     "plan": 4,
     "engine": 5, "emulate": 5, "models": 5, "simulate": 5, "stats": 5, "tracing": 5,
-    "strategies": 6, "report": 6,
+    "strategies": 6, "report": 6, "replay": 6,
     "harness": 7,
     "commands": 8,
     "cli": 9, "__init__": 9,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from refshard.commands.run import observer as make_observer
+from refshard.commands.progress import observer as make_observer
 from refshard.errors import LaunchError, RefshardError, SpecError
 from refshard.folders import replace_file
 from refshard.harness.baseline import MACHINE, Baseline, baseline_file, machine_of, read_baseline, read_others

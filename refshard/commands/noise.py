@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from refshard.commands.gate import BASELINES, check_gated
-from refshard.commands.run import observer as make_observer
+from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.harness.environment import capture_environment
 from refshard.harness.launchers.local import LocalLauncher

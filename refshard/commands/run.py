@@ -2,14 +2,11 @@
 
 import os
 import sys
-import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
+from refshard.commands.progress import observer
 from refshard.commands.report import report
 from refshard.errors import SpecError, nearest
 from refshard.harness.launchers import network
@@ -19,11 +16,9 @@ from refshard.harness.launchers.netlab import NetlabLauncher
 from refshard.harness.launchers.slurm import SlurmLauncher
 from refshard.harness.launchers.torchrun import TorchrunLauncher
 from refshard.harness.launchers.torchrun_server import place_of, serve
-from refshard.harness.run import Observer, check_suite, mark_latest, new_run_folder, resume_run, run_suite
+from refshard.harness.run import check_suite, mark_latest, new_run_folder, resume_run, run_suite
 from refshard.harness.store import read_run
-from refshard.quantities import format_seconds
-from refshard.records import CaseRecord, Run
-from refshard.specs.case import CaseSpec
+from refshard.records import Run
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 
 LAUNCHERS = ("local", "torchrun", "slurm")
@@ -69,7 +64,7 @@ def run(asked: Asked) -> tuple[Run, Path]:
         raise SpecError("suite: none given; name one, or a run to --resume")
     suite = read_run(asked.resume).header.suite if asked.resume is not None else given
     assert suite is not None
-    with _launcher(suite, asked) as launcher:
+    with make_launcher(suite, asked) as launcher:
         finished, dashboard = _run(suite, given, asked, launcher)
         if isinstance(launcher, TorchrunLauncher):
             launcher.dismiss(well=all(case.state == "ok" for case in finished.cases))
@@ -93,7 +88,7 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Laun
     return finished, report(folder, None)
 
 
-def _launcher(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launcher]:
+def make_launcher(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launcher]:
     """The launcher that is asked for, or the suite's, once it is known to work here.
 
     Raises:
@@ -124,80 +119,6 @@ def _launcher(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launcher
     return nullcontext(NetlabLauncher(suite.network))
 
 
-def observer() -> "_Bars | _Lines":
-    """What shows progress: bars on a terminal, lines elsewhere. Use it as a context."""
-    return _Bars() if sys.stderr.isatty() else _Lines()
-
-
-def _label(case: CaseSpec, round_: int) -> str:
-    ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
-    return ", ".join([case.strategy, case.model, ranks, *case.axes, f"round {round_ + 1}"])
-
-
-def _outcome(record: CaseRecord) -> str:
-    label = _label(record.case, record.round)
-    if record.state != "ok":
-        return f"{record.state:<8} {label}: {record.error}"
-    return f"ok       {label}: step time {format_seconds(record.metrics['step_time_s'])}"
-
-
-class _Lines(Observer):
-    """One line a case, for logs and pipes."""
-
-    def __enter__(self) -> "_Lines":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Nothing is held."""
-
-    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
-        """See :class:`Observer`."""
-        self._prefix, self._started = f"[{index + 1}/{total}]", time.monotonic()
-
-    def case_progressed(self, text: str) -> None:
-        """A log needs no steps."""
-
-    def case_ended(self, record: CaseRecord) -> None:
-        """See :class:`Observer`."""
-        took = format_seconds(time.monotonic() - self._started)
-        print(f"{self._prefix} {_outcome(record)}  (took {took})", file=sys.stderr, flush=True)
-
-
-class _Bars(Observer):
-    """A bar over the run's launches, with what the running case is at."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[at]}"),
-            console=Console(stderr=True),
-            refresh_per_second=2,  # the ranks need the cores
-        )
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> "_Bars":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._progress.stop()
-
-    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
-        """See :class:`Observer`."""
-        if self._task is None:
-            self._task = self._progress.add_task("", total=total, at="")
-        self._progress.update(self._task, description=_label(case, round_), completed=index, at="starting")
-
-    def case_progressed(self, text: str) -> None:
-        """See :class:`Observer`."""
-        assert self._task is not None
-        self._progress.update(self._task, at=text)
-
-    def case_ended(self, record: CaseRecord) -> None:
-        """See :class:`Observer`."""
-        assert self._task is not None
-        self._progress.console.print(_outcome(record), highlight=False, markup=False)
-        self._progress.update(self._task, advance=1, at="")
+def network_words(suite: SuiteSpec) -> str:
+    """What joins the hosts of the suite's ranks, in words; empty where all run on one."""
+    return suite.network.description if suite.network is not None else ""

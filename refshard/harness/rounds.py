@@ -117,16 +117,16 @@ class PairedRounds:
 
     def apart(self, cases: Sequence[CaseSpec]) -> None:
         """Launch each case once on each side, in processes of its own: for what is exact, or what others need."""
-        for index, case in enumerate(cases):
-            for held in self._held:
-                mine = held.side.case(case)
-                self._observer.case_started(mine, self._round, index, len(cases))
-                record = launch_case(
-                    mine, self._round, held.header, self._folder / held.side.name, held.side.launcher,
-                    self._observer.case_progressed, held.peers(mine),
-                )  # fmt: skip
-                held.keep(record)
-                self._observer.case_ended(record)
+        launches = [(case, held) for case in cases for held in self._held]
+        for index, (case, held) in enumerate(launches):
+            mine = held.side.case(case)
+            self._observer.case_started(mine, self._round, index, len(launches))
+            record = launch_case(
+                mine, self._round, held.header, self._folder / held.side.name, held.side.launcher,
+                self._observer.case_progressed, held.peers(mine),
+            )  # fmt: skip
+            held.keep(record)
+            self._observer.case_ended(record)
         self._round += 1
 
     def hold(self, cases: Sequence[CaseSpec], rounds: int) -> None:

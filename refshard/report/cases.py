@@ -209,6 +209,8 @@ def _join(launches: list[CaseRecord], varying: list[str]) -> Case:
     if step_time:
         metrics["step_time_s"] = step_time.median
     stated = [warning for launch in launches for warning in launch.warnings]
+    if step_time and launches[0].fidelity != "simulated":  # whose times are no samples: more of them say no more
+        stated += step_time.warnings
     return Case(
         spec=launches[0].case,
         fidelity=launches[0].fidelity,
@@ -218,7 +220,7 @@ def _join(launches: list[CaseRecord], varying: list[str]) -> Case:
         samples=samples,
         step_time=step_time,
         metrics=metrics,
-        warnings=tuple(dict.fromkeys([*stated, *(step_time.warnings if step_time else ())])),
+        warnings=tuple(dict.fromkeys(stated)),
         variant="".join(f", {field} {getattr(launches[0].case, field)}" for field in varying),
     )
 

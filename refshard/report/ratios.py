@@ -46,12 +46,18 @@ def check_peer(run: Run, peer: str) -> None:
         SpecError: it has none.
     """
     present = sorted({case.strategy for case in cases(run)})
+    if not present:
+        raise SpecError(f"--against: this run has no case yet, so none of strategy '{peer}'; leave it out, or wait")
     if peer not in present:
         raise SpecError(f"--against: this run has no case of strategy '{peer}'; {nearest(peer, present)}")
 
 
+RATIO_COLUMNS = ("against", "step_time_ratio", "step_time_ratio_low", "step_time_ratio_high", "peak_memory_ratio")
+"""What programs get beside each case that is compared."""
+
+
 def ratio_columns(run: Run, peer: str) -> list[dict[str, float | str | None]]:
-    """What JSON has beside each case of :func:`refshard.report.cases.cases`, in its order."""
+    """The values of :data:`RATIO_COLUMNS` beside each case of :func:`refshard.report.cases.cases`, in its order."""
     every = (ratio for setting in settings(run) for ratio in ratios(setting, peer))
     found = {(ratio.case.spec, ratio.case.fidelity): ratio for ratio in every}
     return [{"against": peer, **_columns(found.get((case.spec, case.fidelity)))} for case in cases(run)]
@@ -60,18 +66,20 @@ def ratio_columns(run: Run, peer: str) -> list[dict[str, float | str | None]]:
 def _columns(ratio: Ratio | None) -> dict[str, float | str | None]:
     time = ratio.step_time if ratio else None
     bounded = time if time and math.isfinite(time.high) else None
-    return {
-        "step_time_ratio": time.ratio if time else None,
-        "step_time_ratio_low": bounded.low if bounded else None,
-        "step_time_ratio_high": bounded.high if bounded else None,
-        "peak_memory_ratio": ratio.peak_memory if ratio else None,
-    }
+    found = (
+        time.ratio if time else None,
+        bounded.low if bounded else None,
+        bounded.high if bounded else None,
+        ratio.peak_memory if ratio else None,
+    )
+    return dict(zip(RATIO_COLUMNS[1:], found))
 
 
 def terminal_ratios(run: Run, peer: str) -> str:
-    """A table per setting in which ``peer`` has an equal to be compared with."""
+    """A table per setting in which ``peer`` has an equal to be compared with, or a sentence if there is none."""
     tables = [_table(setting, peer) for setting in settings(run)]
-    return "\n\n".join(table for table in tables if table)
+    nothing = f"* Nothing to compare: no other case ended ok beside one of {peer} that did, with as many ranks."
+    return "\n\n".join(table for table in tables if table) or nothing
 
 
 def _table(setting: Setting, peer: str) -> str:

@@ -4,12 +4,14 @@ A *contest* is held per setting and world size, among strategies whose every lau
 reference does not compete: it answers another question on another number of GPUs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
 from refshard.report.cases import FIDELITY, Case, Setting, cases, contested, plain, ranks
+from refshard.report.plan_words import ALIKE
 from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.stats.compare import Comparison, compare
 
@@ -41,7 +43,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rival:
-    """A contender that lost, and how its step time compares with the winner's, if samples can tell."""
+    """A contender that lost, and how its step time compares with the winner's, if samples can tell.
+
+    What is simulated takes the same time always, and is tied if the model cannot tell the two apart.
+    """
 
     case: Case
     comparison: Comparison | None
@@ -49,7 +54,9 @@ class _Rival:
 
     @property
     def tied(self) -> bool:
-        return self.comparison is not None and not self.comparison.significant
+        if self.comparison is None:
+            return self.case.fidelity == "simulated" and self.ratio < 1 + ALIKE
+        return not self.comparison.significant
 
 
 def findings(run: Run) -> tuple[Finding, ...]:
@@ -87,11 +94,15 @@ def modelled(run: Run) -> tuple[str, ...]:
 
 
 def unfinished(run: Run) -> tuple[str, ...]:
-    """A sentence for a run that did not end by itself: what is missing may change the verdict."""
+    """A sentence for a run that did not end by itself: what is missing may change the verdict.
+
+    A gate's run does not know how many launches it will need.
+    """
     if run.end is not None and not run.end.interrupted:
-        return ()
+        return () if run.cases else ("Nothing was launched.",)
     why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
-    return (f"Not finished: {len(run.cases)} of {run.header.planned} launches are done; {why}.",)
+    done = f"{len(run.cases)} of {run.header.planned}" if run.header.planned else f"{len(run.cases)}"
+    return (f"Not finished: {done} launches are done; {why}.",)
 
 
 def caveats(run: Run) -> list[str]:
@@ -134,7 +145,7 @@ def _step_time(case: Case) -> float:
 
 
 def _rival(winner: Case, case: Case) -> _Rival:
-    if not (winner.samples and case.samples):
+    if not (winner.samples and case.samples) or case.fidelity == "simulated":
         return _Rival(case=case, comparison=None, ratio=_step_time(case) / _step_time(winner))
     comparison = compare(winner.samples, case.samples)
     return _Rival(case=case, comparison=comparison, ratio=comparison.ratio)
@@ -174,14 +185,23 @@ def _margin(rivals: Sequence[_Rival]) -> str:
     beaten = _first_beaten(rivals)
     tied = [rival for rival in rivals if rival.tied]
     told = []
-    if tied and (widest := tied[-1].comparison):
+    if tied:
+        last = tied[-1]
         told.append(
-            f"{tied[-1].case.strategy} takes {widest.ratio:.3f} times as long as the first, "
-            f"but the {_interval(widest, as_ratio=True)} includes 1; more rounds narrow it."
+            f"{last.case.strategy} takes {last.ratio:.3f} times as long as the first, {_tied(last.comparison)}."
         )
     if beaten:
         told.append(_behind("The next" if tied else "The runner-up", beaten))
     return " ".join(told)
+
+
+def _tied(comparison: Comparison | None) -> str:
+    """Why a ratio does not count."""
+    if comparison is None:
+        return f"and under {1 + ALIKE:g} times the model cannot tell them apart"
+    if not math.isfinite(comparison.high):
+        return "but one step of each gives no interval; more steps or rounds do"
+    return f"but the {_interval(comparison, as_ratio=True)} includes 1; more rounds narrow it"
 
 
 def _first_beaten(rivals: Sequence[_Rival]) -> _Rival | None:
@@ -192,7 +212,8 @@ def _behind(place: str, rival: _Rival) -> str:
     time = format_seconds(_step_time(rival.case))
     sentence = f"{place}, {rival.case.strategy}, takes {time}, {_longer(rival.ratio)}"
     if rival.comparison is None:
-        return f"{sentence} (without samples there is no interval)."
+        simulated = rival.case.fidelity == "simulated"
+        return f"{sentence} ({'simulated, so' if simulated else 'without samples'} there is no interval)."
     interval = _interval(rival.comparison, as_ratio=rival.ratio >= _TIMES)
     size = "significant" if abs(rival.ratio - 1) >= RELEVANT else f"significant, but under {RELEVANT:.0%}"
     return f"{sentence} ({interval}; {size})."

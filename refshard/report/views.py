@@ -7,7 +7,7 @@ exist.
 
 import math
 import textwrap
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 from tabulate import tabulate
@@ -23,6 +23,7 @@ from refshard.quantities import (
 )
 from refshard.records import METRICS, CaseRecord, CollectiveCount, Run
 from refshard.report.cases import BREAKDOWN, Case, Setting, cases, plain, ranks, settings
+from refshard.report.columns import Row, values
 from refshard.report.proof import bit_identical, bits_note, parity_note, proof_summary
 from refshard.report.verdict import verdict
 from refshard.specs.case import REFERENCE_STRATEGY
@@ -43,67 +44,16 @@ _TERMINAL_HEADERS = {
 
 _LOPSIDED = 0.1  # relative half-width from which "±" misleads: the interval is symmetric in logarithms
 
-_Row = dict[str, Any]
-
 
 def rows(run: Run) -> pd.DataFrame:
     """One row per case, with the columns of :func:`as_json`; what does not exist is None or NaN."""
     return pd.DataFrame(as_json(run))
 
 
-def as_json(run: Run) -> list[_Row]:
+def as_json(run: Run) -> list[Row]:
     """One flat object per case, safe for JSON: seconds, bytes and fractions, None for what does not exist."""
     network = run.header.environment.network or None
-    return [{**_values(case), "network": network} for case in cases(run)]
-
-
-def _values(case: Case) -> _Row:
-    spec, first = case.spec, case.launches[0]
-    low, high = _interval(case.step_time)
-    return {
-        "case": case.name,
-        "spec_hash": first.spec_hash,
-        "environment": first.environment,
-        "strategy": spec.strategy,
-        "world_size": spec.world_size,
-        "model": spec.model,
-        "global_batch": spec.global_batch,
-        "seq_len": spec.seq_len,
-        "workload": spec.workload,
-        "microbatches": spec.microbatches,
-        "checkpointing": spec.checkpointing if isinstance(spec.checkpointing, str) else list(spec.checkpointing),
-        "fidelity": case.fidelity,
-        "cluster": spec.cluster or None,
-        "device": first.device,
-        "backend": first.backend,
-        "state": case.state,
-        "rounds": len(case.launches),
-        "samples": case.step_time.n if case.step_time else 0,
-        **{name: _finite(value) for name, value in case.metrics.items()},
-        "step_time_low_s": low,
-        "step_time_high_s": high,
-        "flops_convention": first.flops_convention,
-        "recompute": first.recompute,
-        "peak_flops_per_s": first.peak_flops_per_s,
-        "peak_source": first.peak_source,
-        "proof": proof_summary(case),
-        "bit_identical_to_ddp": bit_identical(case),
-        "bits_note": bits_note(case),
-        "parity_note": parity_note(case),
-        "warnings": list(case.warnings),
-        "error": case.error,
-    }
-
-
-def _interval(summary: Summary | None) -> tuple[float, float] | tuple[None, None]:
-    """Both ends, or none where nothing bounds them."""
-    if summary is None or not math.isfinite(summary.high):
-        return None, None
-    return summary.low, summary.high
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    return [{**values(case), "network": network} for case in cases(run)]
 
 
 def pivot(setting: Setting, value: str) -> pd.DataFrame:
@@ -113,7 +63,7 @@ def pivot(setting: Setting, value: str) -> pd.DataFrame:
         setting: cases that may be compared.
         value: a key of :func:`as_json`.
     """
-    table = pd.DataFrame([_values(case) for case in setting.cases if case.ok])
+    table = pd.DataFrame([values(case) for case in setting.cases if case.ok])
     if table.empty:
         return pd.DataFrame(index=list(setting.strategies), columns=list(setting.world_sizes), dtype=float)
     wide = table.astype({value: float}).pivot(index="strategy", columns="world_size", values=value)
@@ -209,7 +159,7 @@ def knows_efficiency(members: tuple[Case, ...]) -> bool:
     return any(case.metrics["overlap_efficiency"] is not None for case in members)
 
 
-def _summary_row(case: Case) -> _Row:
+def _summary_row(case: Case) -> Row:
     return {
         "strategy": case.strategy,
         "ranks": f"{case.spec.world_size:,}",
@@ -289,7 +239,7 @@ def proof_table(run: Run) -> pd.DataFrame:
     return pd.DataFrame([_proof_row(case) for case in cases(run)])
 
 
-def _proof_row(case: Case) -> _Row:
+def _proof_row(case: Case) -> Row:
     proof = next((launch.proof for launch in case.launches if launch.proof), None)
     return {
         "case": case.full_label,
@@ -333,7 +283,7 @@ def state_table(run: Run) -> pd.DataFrame:
     return pd.DataFrame([_state_row(case, launch) for case, launch in found], columns=columns)
 
 
-def _state_row(case: Case, launch: CaseRecord) -> _Row:
+def _state_row(case: Case, launch: CaseRecord) -> Row:
     return {
         "case": case.full_label,
         "round": str(launch.round + 1),

@@ -1,26 +1,65 @@
 """``refshard show`` and ``refshard report`` on a run that was written by hand."""
 
+import csv
+import io
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from refshard import resources
+from refshard.cli import app
 from refshard.commands.report import report
 from refshard.commands.show import show
 from refshard.errors import SpecError, StoreError
 from refshard.harness.store import RunWriter
-from refshard.records import Run
-from tests.report.runs import over_network, run
+from refshard.records import EndRecord, Run
+from refshard.specs.case import Fidelity
+from tests.report.runs import CASES, over_network, run
+
+RECORDED = sorted(path.parent for path in (resources.root() / "profiles" / "recorded").glob("*/*/records.jsonl"))
 
 
 def write(made: Run, folder: Path) -> Path:
-    assert made.end is not None
     with RunWriter(folder) as writer:
         writer.append(made.header)
         for record in made.cases:
             writer.append(record)
-        writer.close(made.header.run_id, interrupted=made.end.interrupted)
+        if made.end is not None:
+            writer.close(made.header.run_id, interrupted=made.end.interrupted)
     return folder
+
+
+def unfinished(launches: int, *, interrupted: bool = False, planned: int = 12) -> Run:
+    """What a run of twelve launches, or of who knows how many, has written when it stops short of its end."""
+    made = run()
+    end = EndRecord(run_id="made", ended_at="", cases=launches, states={}, interrupted=True) if interrupted else None
+    header = msgspec.structs.replace(made.header, planned=planned)
+    return Run(header=header, cases=made.cases[:launches], end=end)
+
+
+def modelled(fidelity: Fidelity, steps: int | None = None) -> Run:
+    """The cases that end ok, on a cluster; each with its first ``steps`` alone."""
+    made = run(CASES, rounds=1, failed=False, fidelity=fidelity)
+    cases = tuple(
+        msgspec.structs.replace(record, step_times_s=tuple(times[:steps] for times in record.step_times_s))
+        for record in made.cases
+    )
+    return msgspec.structs.replace(made, cases=cases)
+
+
+def read_csv(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
+
+
+def as_text(value: Any) -> str:
+    """A value of JSON as CSV has it."""
+    if isinstance(value, list):
+        return " | ".join(map(str, value))
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 @pytest.fixture
@@ -57,6 +96,101 @@ def test_against_a_strategy_json_has_ratios_beside_each_case(folder: Path) -> No
     assert (ddp["step_time_ratio"], ddp["peak_memory_ratio"]) == pytest.approx((1.25, 440 / 240), rel=1e-4)
     for name in ("single", "refshard-yafsdp", "fsdp2-tuned"):
         assert found[name]["step_time_ratio"] is found[name]["peak_memory_ratio"] is None, name
+
+
+@pytest.mark.parametrize("against", [None, "refshard-yafsdp"])
+def test_csv_is_the_json_with_a_row_per_case(folder: Path, against: str | None) -> None:
+    """Errors with line breaks and commas in them, and numbers to the last digit."""
+    rows = json.loads(show(folder, as_json=True, against=against))
+    text = show(folder, as_json=False, as_csv=True, against=against)
+    assert text.endswith("\r\n")
+    assert read_csv(text) == [{name: as_text(value) for name, value in row.items()} for row in rows]
+    found = {row["strategy"]: row for row in read_csv(text)}
+    assert float(found["ddp"]["step_time_s"]) == rows[1]["step_time_s"]
+    assert found["fsdp2-tuned"]["error"].endswith("\nsecond line")
+    assert found["ddp"]["bit_identical_to_ddp"] == "true"
+    assert found["single"]["overlap_ratio"] == found["single"]["error"] == ""
+
+
+def test_csv_of_a_run_without_cases_is_its_header(folder: Path, tmp_path: Path) -> None:
+    none = write(unfinished(0), tmp_path / "none")
+    (header,) = show(none, as_json=False, as_csv=True).splitlines()
+    assert header.split(",") == list(json.loads(show(folder, as_json=True))[0])
+    assert json.loads(show(none, as_json=True)) == []
+
+
+def test_json_and_csv_at_once_are_refused_in_one_line(folder: Path) -> None:
+    with pytest.raises(SpecError, match=r"--csv: --json is asked for too, .*; leave out either"):
+        show(folder, as_json=True, as_csv=True)
+
+
+def test_the_command_prints_csv_as_it_is(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["show", str(folder), "--csv"])
+    assert done.stdout_bytes.decode() == show(folder, as_json=False, as_csv=True)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (unfinished(0), "* Not finished: 0 of 12 launches are done; the run was cut off, or is still under way."),
+        (unfinished(3), "* Not finished: 3 of 12 launches are done; the run was cut off, or is still under way.\n"),
+        (unfinished(3, interrupted=True), "* Not finished: 3 of 12 launches are done; the run was interrupted.\n"),
+        (unfinished(3, planned=0), "* Not finished: 3 launches are done; the run was cut off, or is still under way."),
+        (msgspec.structs.replace(run(), cases=()), "* Nothing was launched."),
+    ],
+)
+def test_a_run_that_stopped_short_says_so_first(tmp_path: Path, made: Run, words: str) -> None:
+    text = show(write(made, tmp_path / "run"), as_json=False)
+    assert text.startswith(words)
+    assert text == text.strip()
+
+
+def test_what_is_simulated_has_neither_samples_nor_doubts_about_them(tmp_path: Path) -> None:
+    folder = write(modelled("simulated", 1), tmp_path / "run")
+    text = show(folder, as_json=False)
+    assert text.startswith("* refshard-yafsdp is fastest at ")
+    assert "% longer (simulated, so there is no interval)." in text
+    assert "Caution" not in text
+    assert {tuple(row["warnings"]) for row in json.loads(show(folder, as_json=True))} == {()}
+
+
+def test_what_the_model_cannot_tell_apart_is_no_order(tmp_path: Path) -> None:
+    """The cases' step times are 1.25 and more apart, but for one that is put at 1.02 times the fastest's."""
+    made = modelled("simulated", 1)
+    fastest = made.cases[-1]
+    close = [tuple(1.02 * time for time in times) for times in fastest.step_times_s]
+    other = msgspec.structs.replace(made.cases[-2], step_times_s=tuple(close))
+    folder = write(msgspec.structs.replace(made, cases=(*made.cases[:-2], other, fastest)), tmp_path / "run")
+    first, second = show(folder, as_json=False).splitlines()[:2]
+    assert first.startswith("* refshard-yafsdp and refshard-fsdp cannot be told apart as the fastest: ")
+    assert second.startswith("* refshard-fsdp takes 1.020 times as long as the first, and under 1.03 times the model ")
+
+
+def test_one_step_of_each_gives_no_interval(tmp_path: Path) -> None:
+    text = show(write(modelled("measured", 1), tmp_path / "run"), as_json=False)
+    assert "times as long as the first, but one step of each gives no interval; more steps or rounds do." in text
+    assert "inf" not in text
+
+
+@pytest.mark.parametrize("folder", RECORDED, ids=lambda path: path.name)
+def test_every_recorded_run_is_shown_in_every_form(folder: Path) -> None:
+    shown = show(folder, as_json=False)
+    assert shown.startswith("* ")
+    rows = json.loads(show(folder, as_json=True, against="ddp"))
+    assert len(read_csv(show(folder, as_json=False, as_csv=True))) == len(rows) > 0
+    assert "step time / ddp's" in show(folder, as_json=False, against="ddp")
+
+
+def test_against_a_strategy_of_a_run_without_cases_says_why(tmp_path: Path) -> None:
+    with pytest.raises(
+        SpecError, match=r"--against: this run has no case yet, so none of strategy 'ddp'; leave it out"
+    ):
+        show(write(unfinished(0), tmp_path / "run"), as_json=False, against="ddp")
+
+
+def test_against_a_strategy_that_is_alone_there_is_nothing_to_compare(folder: Path) -> None:
+    text = show(folder, as_json=False, against="single")
+    assert text == "* Nothing to compare: no other case ended ok beside one of single that did, with as many ranks."
 
 
 def test_against_a_strategy_that_the_run_lacks_names_the_nearest(folder: Path) -> None:
