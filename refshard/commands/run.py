@@ -117,8 +117,3 @@ def make_launcher(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Laun
         return nullcontext(LocalLauncher())
     network.check(suite.network)
     return nullcontext(NetlabLauncher(suite.network))
-
-
-def network_words(suite: SuiteSpec) -> str:
-    """What joins the hosts of the suite's ranks, in words; empty where all run on one."""
-    return suite.network.description if suite.network is not None else ""
