@@ -206,14 +206,15 @@ def calibrate(
     launches: Annotated[int, typer.Option(help="How many, each of all cases.", min=2)] = 300,
     permutations: Annotated[int, typer.Option(help="Gates to rehearse on them.", min=1)] = 1000,
     rounds_of: Annotated[
-        Path | None, typer.Option("--from", help="The folder of an earlier --aa: take its launches.")
+        list[Path] | None,
+        typer.Option("--from", help="Launch nothing: the folder of an earlier --aa. May be repeated."),
     ] = None,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
 ) -> None:
     """Measure this machine's compute and collectives, and write a cluster's profile; or, with --aa, its noise."""
     if aa:
-        _calibrate_noise(suite, launches, permutations, rounds_of, as_json, oversubscribe)
+        _calibrate_noise(suite, launches, permutations, rounds_of or [], as_json, oversubscribe)
         return
     with mortal():
         from refshard.commands import calibrate as command
@@ -232,7 +233,7 @@ def calibrate(
 
 
 def _calibrate_noise(
-    suite: str, launches: int, permutations: int, recorded: Path | None, as_json: bool, oversubscribe: bool
+    suite: str, launches: int, permutations: int, recorded: list[Path], as_json: bool, oversubscribe: bool
 ) -> None:
     with mortal():
         from refshard.commands import noise as command

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,21 +24,19 @@ def calibrate_noise(
     *,
     launches: int,
     permutations: int,
-    recorded: Path | None,
+    recorded: Sequence[Path],
     as_json: bool,
     oversubscribe: bool = False,
     baselines: Path = BASELINES,
 ) -> str:
-    """Launch ``suite`` against itself as often, or take rounds that were ``recorded``; rehearse gates; return the text.
+    """Launch ``suite`` against itself as often, or take rounds that were ``recorded`` in some folders; rehearse gates;
+    return the text.
 
     Raises:
         RefshardError: the suite cannot be launched, or what is recorded is too little; nothing was written.
         KeyboardInterrupt: it was cut short; the rounds that ended are kept.
     """
-    if recorded is None:
-        recorded = _record(suite, launches, oversubscribe=oversubscribe)
-    run, rounds, counted = read_rounds(recorded)
-    header = run.header
+    header, rounds, counted = read_rounds(recorded or [_record(suite, launches, oversubscribe=oversubscribe)])
     try:
         noise = noise_of(rounds, header.suite.gate.times, launches=counted, gates=permutations)
     except ValueError as error:

@@ -7,14 +7,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from refshard.errors import StoreError
+from refshard.errors import SpecError, StoreError
 from refshard.folders import replace_file
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.rounds import PairedRounds, Side, log_ratios
 from refshard.harness.run import Observer
 from refshard.harness.store import read_run
-from refshard.records import Environment, Run
+from refshard.records import Environment, RunRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
@@ -66,20 +67,31 @@ def record_rounds(
         held.hold([case for case in cases if case not in references], rounds)
 
 
-def read_rounds(folder: Path) -> tuple[Run, dict[str, LogRatios], int]:
-    """What :func:`record_rounds` kept, ended or cut short: a run, ln(B / A) of each case by name, and the launches.
+def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios], int]:
+    """What :func:`record_rounds` kept in each of ``folders``, ended or cut short: the header of the last, ln(B / A) of
+    each case by name, and how many launches they were.
 
     Raises:
-        StoreError: there are no such rounds in ``folder``, or they are damaged.
+        StoreError: there are no such rounds in a folder, or they are damaged.
+        SpecError: they are not of one suite and one machine.
     """
-    a, b = read_run(folder / A), read_run(folder / B)
-    timed = [[record for record in run.cases if record.case != record.case.reference()] for run in (a, b)]
-    found: dict[str, LogRatios] = {}
-    for name in dict.fromkeys(record.case.name for record in timed[0]):
-        before, after = ([record for record in side if record.case.name == name] for side in timed)
-        found[name] = log_ratios(before, after)
-    launches = sum(len({(record.round, record.case.world_size) for record in side}) for side in timed)
-    return a, found, launches
+    rounds: dict[str, list[LogRatios]] = {}
+    launches = 0
+    headers = [read_run(folder / A).header for folder in folders]
+    for folder, header in zip(folders, headers):
+        if (header.suite, header.environment.id) != (headers[-1].suite, headers[-1].environment.id):
+            raise SpecError(
+                f"from: {folder} and {folders[-1]} are not of one suite on one machine; name folders that are"
+            )
+        sides = [
+            [record for record in read_run(folder / side).cases if record.case != record.case.reference()]
+            for side in (A, B)
+        ]
+        launches += sum(len({(record.round, record.case.world_size) for record in side}) for side in sides)
+        for name in dict.fromkeys(record.case.name for record in sides[0]):
+            before, after = ([record for record in side if record.case.name == name] for side in sides)
+            rounds.setdefault(name, []).append(log_ratios(before, after))
+    return headers[-1], {name: np.concatenate(parts) for name, parts in rounds.items()}, launches
 
 
 def keep_noise(noise: Noise, suite: SuiteSpec, environment: Environment, folder: Path) -> Path:

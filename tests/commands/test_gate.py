@@ -137,6 +137,9 @@ def test_noise_is_measured_kept_and_told(accepted: tuple[Path, Path], tmp_path: 
     (recorded,) = (tmp_path / "runs").iterdir()
     again = refshard(tmp_path, *aa, "--from", recorded)
     assert json.loads(again.stdout) == noise, "the same launches, the same permutations"
+    twice = json.loads(refshard(tmp_path, *aa, "--from", recorded, "--from", recorded).stdout)
+    (more,) = twice["cases"].values()
+    assert (twice["launches"], more["rounds"]) == (48, 24)
     few = refshard(tmp_path, *aa, "--launches", "2")
     assert few.returncode == 2
     assert "a gate needs 12 rounds, 1 are recorded; record more" in few.stderr
