@@ -5,6 +5,7 @@ what was asked, 130 when interrupted.
 """
 
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -13,10 +14,11 @@ from typing import Annotated
 
 import typer
 
-from refshard.errors import RefshardError
+from refshard.errors import RefshardError, SpecError
 from refshard.harness.interruption import ignore_more, interruptible, mortal
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+_Baselines = Annotated[Path, typer.Option(help="Where accepted baselines lie, and the noise of machines.")]
 _Output = Annotated[Path | None, typer.Option("--out", "-o", help="Where to write; a new place by default.")]
 
 
@@ -30,6 +32,18 @@ def _interruptible(left: str) -> Iterator[None]:
         ignore_more()
         print(f"refshard: interrupted; {left}", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def _harness_errors() -> Iterator[None]:
+    """An error that nobody foresaw must not end as a regression does, with status 1."""
+    try:
+        yield
+    except (RefshardError, typer.Exit):
+        raise
+    except Exception:
+        traceback.print_exc()
+        raise typer.Exit(2) from None
 
 
 @app.callback(invoke_without_command=True)
@@ -210,11 +224,14 @@ def calibrate(
         typer.Option("--from", help="Launch nothing: the folder of an earlier --aa. May be repeated."),
     ] = None,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
+    baselines: _Baselines = Path("profiles/baselines"),
     as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
 ) -> None:
     """Measure this machine's compute and collectives, and write a cluster's profile; or, with --aa, its noise."""
     if aa:
-        _calibrate_noise(suite, launches, permutations, rounds_of or [], as_json, oversubscribe)
+        if out or ranks or network or quick or sweeps:
+            raise SpecError("aa: it takes --suite, --launches, --permutations, --from, --baselines and --json alone")
+        _calibrate_noise(suite, launches, permutations, rounds_of or [], as_json, oversubscribe, baselines)
         return
     with mortal():
         from refshard.commands import calibrate as command
@@ -233,7 +250,13 @@ def calibrate(
 
 
 def _calibrate_noise(
-    suite: str, launches: int, permutations: int, recorded: list[Path], as_json: bool, oversubscribe: bool
+    suite: str,
+    launches: int,
+    permutations: int,
+    recorded: list[Path],
+    as_json: bool,
+    oversubscribe: bool,
+    baselines: Path,
 ) -> None:
     with mortal():
         from refshard.commands import noise as command
@@ -241,7 +264,7 @@ def _calibrate_noise(
     with _interruptible("rounds that ended are kept; --from takes them"):
         text = command.calibrate_noise(
             suite, launches=launches, permutations=permutations, recorded=recorded, as_json=as_json,
-            oversubscribe=oversubscribe,
+            oversubscribe=oversubscribe, baselines=baselines,
         )  # fmt: skip
     print(text)
 
@@ -260,7 +283,7 @@ def gate(
         typer.Option("--portable", help="Where this machine has no baseline, take another's, as far as that can hold."),
     ] = False,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
-    baselines: Annotated[Path, typer.Option(help="Where accepted baselines lie.")] = Path("profiles/baselines"),
+    baselines: _Baselines = Path("profiles/baselines"),
     as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
     markdown: Annotated[Path | None, typer.Option(help="Write tables for a pull request.")] = None,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML.")] = None,
@@ -279,7 +302,7 @@ def gate(
         exact=exact, portable=portable, oversubscribe=oversubscribe, baselines=baselines,
     )  # fmt: skip
     outputs = command.Outputs(as_json=as_json, markdown=markdown, junit=junit, annotate=annotate)
-    with _interruptible("what had ended is written"):
+    with _interruptible("what had ended is written"), _harness_errors():
         text, status = command.gate(asked, outputs)
     print(text)
     raise typer.Exit(status)
@@ -289,7 +312,7 @@ def gate(
 def accept(
     run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
     reason: Annotated[str, typer.Option(help="Why these metrics are what they should be.")],
-    baselines: Annotated[Path, typer.Option(help="Where accepted baselines lie.")] = Path("profiles/baselines"),
+    baselines: _Baselines = Path("profiles/baselines"),
 ) -> None:
     """Make a run's exact metrics the baseline that `refshard gate` holds changes against."""
     from refshard.commands import gate as command

@@ -1,19 +1,18 @@
 """``refshard calibrate --aa``: how often gates on this machine would err, from launches of the same code."""
 
 import json
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from refshard.commands.gate import BASELINES, check_gated
+from refshard.commands.asked import BASELINES, check_gated, run_folder, tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.harness.environment import capture_environment
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.noise import keep_noise, read_rounds, record_rounds
+from refshard.harness.series import kind, serial
 from refshard.report.gate import noise_table
 from refshard.specs.suite import find_suite, load_suite
 from refshard.stats.rehearsal import noise_of
@@ -50,18 +49,18 @@ def calibrate_noise(
 def _record(name: str, launches: int, *, oversubscribe: bool) -> Path:
     suite = load_suite(find_suite(name))
     cases = check_gated(suite, oversubscribe=oversubscribe)
-    worlds = len({case.world_size for case in cases if case != case.reference()})
-    folder = Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-aa-{suite.name}"
-    print(f"run folder: {folder}", file=sys.stderr, flush=True)
+    references = [case for case in cases if case == case.reference()]
+    timed = [case for case in cases if case not in references and serial(case)]
+    if not timed:
+        raise SpecError(f"suite: '{name}' has no measured case that is compared by time; add one")
+    kinds = len({kind(case) for case in timed})
+    rounds, needed = launches // (2 * kinds), suite.gate.times.screen_rounds + suite.gate.times.confirm_rounds
+    if rounds < needed:
+        raise SpecError(f"launches must be >= {2 * kinds * needed}, got {launches}: a gate needs {needed} rounds")
+    folder = run_folder(f"aa-{suite.name}")
+    environment = capture_environment(cases[0].threads_per_rank)
     with make_observer() as observer:
         record_rounds(
-            suite,
-            cases,
-            folder,
-            LocalLauncher(),
-            capture_environment(cases[0].threads_per_rank),
-            observer,
-            lambda text: print(text, file=sys.stderr, flush=True),
-            rounds=-(-launches // (2 * worlds)),
-        )
+            suite, references, timed, folder, LocalLauncher(), environment, observer, tell, rounds=rounds
+        )  # fmt: skip
     return folder

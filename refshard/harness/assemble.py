@@ -8,9 +8,9 @@ from statistics import fmean, median
 import msgspec
 
 from refshard.errors import TraceError
-from refshard.flops import FORMULAS, Convention, flops_per_token
+from refshard.flops import FORMULAS
 from refshard.harness.launchers.base import Launch
-from refshard.harness.measure import RankResult
+from refshard.harness.measure import CONVENTION, RankResult
 from refshard.harness.rank import rank_file, trace_file
 from refshard.plan.checkpointing import checkpointed_layers
 from refshard.records import (
@@ -30,7 +30,6 @@ from refshard.tracing.figures import Breakdown
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import collectives_per_step, mean_ratio, step_breakdowns
 
-CONVENTION: Convention = "A"
 NS = 1e-9
 NOT_COMPARABLE = "emulated: what the other ranks send is made up, so losses and parameters compare with nothing"
 
@@ -76,7 +75,7 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         traced_step_times_s=tuple(r.traced_step_times_s for r in ranks),
         losses=losses,
         flops_convention=f"{CONVENTION}: {FORMULAS[case.workload][CONVENTION]}",
-        flops_per_token=float(flops_per_token(model, case.seq_len, CONVENTION, case.workload)),
+        flops_per_token=ranks[0].flops_per_token,
         recompute=recompute_words(case, model),
         steps=traces.steps,
         census=ranks[0].census,

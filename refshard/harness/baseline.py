@@ -8,13 +8,11 @@ import msgspec
 
 from refshard.errors import SpecError, StoreError
 from refshard.folders import replace_file
+from refshard.harness.environment import COMPARABLE
 from refshard.records import Environment, Run
-from refshard.specs.gate import RULES
 from refshard.stats.exact import Value, changes, exact_metrics
 
 _SCHEMA = 1
-MACHINE = ("os", "cpu", "logical_cores", "gpus", "python", "torch")
-"""What a baseline says of the machine that made it."""
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,10 +35,10 @@ def baseline_file(folder: Path, environment: Environment, suite: str) -> Path:
 
 
 def machine_of(environment: Environment) -> dict[str, str]:
-    """The machine in words, by the fields of :data:`MACHINE`."""
+    """The machine in words, by the fields that its fingerprint is made of."""
     return {
         field: ", ".join(value) if isinstance(value := getattr(environment, field), tuple) else str(value)
-        for field in MACHINE
+        for field in (*COMPARABLE, "network")
     }
 
 
@@ -49,7 +47,7 @@ def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
 
     Raises:
         SpecError: no reason is given, or a run that did not end well cannot be a baseline.
-        OSError: the file cannot be written.
+        StoreError: the file cannot be written.
     """
     if not reason.strip():
         raise SpecError("reason: none given; say in a few words why these metrics are what they should be")
@@ -63,7 +61,7 @@ def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
         if record.fidelity != "simulated":
             found = exact_metrics(record)
             first = cases.setdefault(record.case.name, found)
-            if differing := changes({"": first}, {"": found}, RULES):
+            if differing := changes({"": first}, {"": found}, run.header.suite.gate.rules):
                 change = differing[0]
                 raise SpecError(
                     f"run {run.header.run_id}: {record.case.name} has {change.metric} {change.before} and, in another "
@@ -81,9 +79,21 @@ def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
         reason=reason.strip(),
         cases=dict(sorted(cases.items())),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, [json.dumps(msgspec.to_builtins(made), indent=1), "\n"])
+    write_json(path, made)
     return path, before
+
+
+def write_json(path: Path, content: msgspec.Struct) -> None:
+    """Write a file that is kept under version control: a field a line.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, [json.dumps(msgspec.to_builtins(content), indent=1), "\n"])
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written ({error.strerror}); make room, or name another folder") from None
 
 
 def read_others(folder: Path, suite: str) -> tuple[Baseline, ...]:

@@ -6,14 +6,33 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from refshard.errors import SpecError
+from refshard.harness.environment import code_sha256, git_state
+from refshard.records import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """A folder that holds a refshard."""
+
+    folder: Path
+
+    def of(self, environment: Environment) -> Environment:
+        """This machine's environment for ranks that run the code here."""
+        commit, dirty = git_state(self.folder)
+        return msgspec.structs.replace(
+            environment, git_commit=commit, git_dirty=dirty, code_sha256=code_sha256(self.folder / "refshard")
+        )
 
 
 @contextmanager
-def checked_out(revision: str, repository: Path) -> Iterator[Path]:
-    """The folder of ``revision``: a folder as it is, or what git has under that name, in a worktree that is removed.
+def checked_out(revision: str, repository: Path) -> Iterator[Checkout]:
+    """Where ``revision`` lies: a folder as it is, or what git has under that name, in a worktree that is removed.
 
     Raises:
         SpecError: it is neither, or holds no refshard that can be imported.
@@ -21,7 +40,7 @@ def checked_out(revision: str, repository: Path) -> Iterator[Path]:
     if Path(revision).is_dir():
         source = Path(revision).resolve()
         _check_importable(revision, source)
-        yield source
+        yield Checkout(source)
         return
     commit = _git(repository, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").stdout.strip()
     if not commit:
@@ -33,7 +52,7 @@ def checked_out(revision: str, repository: Path) -> Iterator[Path]:
             raise SpecError(f"'{revision}' cannot be checked out ({made.stderr.strip()}); correct that")
         try:
             _check_importable(revision, source)
-            yield source
+            yield Checkout(source)
         finally:
             _git(repository, "worktree", "remove", "--force", str(source))
 

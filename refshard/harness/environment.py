@@ -19,7 +19,7 @@ from refshard import resources
 from refshard.records import Environment
 
 _PACKAGES = ("torch", "numpy", "msgspec", "transformers")
-_COMPARABLE = (
+COMPARABLE = (
     "os", "cpu", "physical_cores", "logical_cores", "gpus", "python", "torch", "backends", "gemm_threads"
 )  # fmt: skip
 """Fields that must match between two runs before their times can be compared."""
@@ -32,7 +32,7 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
 
     Takes about a second, most of it to measure matrix multiplication.
     """
-    commit, dirty = _git_state()
+    commit, dirty = git_state(resources.checkout())
     environment = Environment(
         id="",
         hostname=platform.node(),
@@ -54,7 +54,7 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
         argv=("refshard", *sys.argv[1:]),
         network=network,
     )
-    comparable = {field: getattr(environment, field) for field in _COMPARABLE}
+    comparable = {field: getattr(environment, field) for field in COMPARABLE}
     if network:  # one host keeps the id that it had before there were networks
         comparable["network"] = network
     digest = hashlib.sha256(msgspec.json.encode(comparable, order="sorted")).hexdigest()
@@ -76,7 +76,7 @@ def changes(before: Environment, now: Environment) -> list[str]:
 def differences(one: Environment, other: Environment) -> list[str]:
     """In words, what differs between two hosts of one run that must not. Their memory does, by what firmware keeps."""
     code = "code_sha256" if one.code_sha256 else "git_commit"
-    return _changed(one, other, (*_COMPARABLE, "packages", code))
+    return _changed(one, other, (*COMPARABLE, "packages", code))
 
 
 def _changed(before: Environment, now: Environment, fields: Iterable[str]) -> list[str]:
@@ -87,9 +87,8 @@ def _changed(before: Environment, now: Environment, fields: Iterable[str]) -> li
     ]
 
 
-def code_sha256() -> str:
-    """SHA-256 over what decides what a rank does: the package's sources, and the profiles that they read."""
-    package = Path(resources.__file__).parent
+def code_sha256(package: Path = Path(resources.__file__).parent) -> str:
+    """SHA-256 over what decides what a rank does: the package's sources, and the profiles that are read here."""
     profiles = (resources.model_profiles(), resources.cluster_profiles(), resources.hardware_profiles())
     digest = hashlib.sha256()
     for path in [*sorted(package.rglob("*.py")), *(path for found in profiles for path in found.values())]:
@@ -137,9 +136,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _git_state() -> tuple[str | None, bool | None]:
+def git_state(checkout: Path | None) -> tuple[str | None, bool | None]:
     """Commit and whether files differ from it; (None, None) where this is no checkout."""
-    checkout = resources.checkout()
     if checkout is None:
         return None, None
     try:

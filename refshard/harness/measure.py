@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard.errors import RefshardError, SpecError
+from refshard.flops import Convention, flops_per_token
 from refshard.models.activation import checkpoint_layers
 from refshard.models.data import TokenSource, open_source, rank_batch
 from refshard.models.llama import Llama, initialise, next_token_loss
@@ -37,6 +38,8 @@ from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.census import OperatorCensus
 from refshard.tracing.memory import AllocatorPeak
 
+CONVENTION: Convention = "A"
+"""By which FLOPs are counted."""
 MEMORY_STEP = 2
 """The step whose allocator peak is recorded: the first whose every buffer was there before."""
 CENSUS_STEP = MEMORY_STEP + 1
@@ -71,6 +74,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     census: Census | None = None
     operators: tuple[str, ...] = ()
     planned_peak_bytes: int | None = None
+    flops_per_token: float | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -185,6 +189,7 @@ def measure(
         census=census.census,
         operators=census.operators if group.rank() == 0 else (),
         planned_peak_bytes=_planned_peak(case, device) if group.rank() == 0 else None,
+        flops_per_token=float(flops_per_token(load_model(case.model), case.seq_len, CONVENTION, case.workload)),
     )
 
 

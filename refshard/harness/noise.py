@@ -1,6 +1,5 @@
 """This machine's own noise: the same code against itself, launched again and again, and kept beside its baselines."""
 
-import json
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -10,13 +9,14 @@ import msgspec
 import numpy as np
 
 from refshard.errors import SpecError, StoreError
-from refshard.folders import replace_file
+from refshard.harness.baseline import write_json
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.rounds import PairedRounds, Side, log_ratios
 from refshard.harness.run import Observer
 from refshard.harness.store import read_run
 from refshard.records import Environment, RunRecord
 from refshard.specs.case import CaseSpec
+from refshard.specs.gate import TimeLimits
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
 from refshard.stats.rehearsal import Noise
@@ -33,6 +33,7 @@ class RecordedNoise(msgspec.Struct, frozen=True, kw_only=True):
     refshard: str
     git_commit: str | None
     measured_at: str
+    limits: TimeLimits
     noise: Noise
 
 
@@ -47,7 +48,8 @@ A, B = "a", "b"
 
 def record_rounds(
     suite: SuiteSpec,
-    cases: Sequence[CaseSpec],
+    references: Sequence[CaseSpec],
+    timed: Sequence[CaseSpec],
     folder: Path,
     launcher: Launcher,
     environment: Environment,
@@ -61,10 +63,9 @@ def record_rounds(
         Side(name=A, launcher=launcher, environment=environment),
         Side(name=B, launcher=launcher, environment=environment),
     )
-    references = [case for case in cases if case == case.reference()]
     with PairedRounds(suite, folder, sides, observer, tell) as held:
         held.apart(references)
-        held.hold([case for case in cases if case not in references], rounds)
+        held.hold(timed, rounds)
 
 
 def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios], int]:
@@ -75,6 +76,8 @@ def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios
         StoreError: there are no such rounds in a folder, or they are damaged.
         SpecError: they are not of one suite and one machine.
     """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise SpecError("from: a folder is named twice; its launches count once, so name others beside it")
     rounds: dict[str, list[LogRatios]] = {}
     launches = 0
     headers = [read_run(folder / A).header for folder in folders]
@@ -98,7 +101,7 @@ def keep_noise(noise: Noise, suite: SuiteSpec, environment: Environment, folder:
     """Write what was found; return the file.
 
     Raises:
-        OSError: it cannot be written.
+        StoreError: it cannot be written.
     """
     made = RecordedNoise(
         suite=suite.name,
@@ -106,11 +109,11 @@ def keep_noise(noise: Noise, suite: SuiteSpec, environment: Environment, folder:
         refshard=version("refshard"),
         git_commit=environment.git_commit,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        limits=suite.gate.times,
         noise=noise,
     )
     path = noise_file(folder, environment, suite.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, [json.dumps(msgspec.to_builtins(made), indent=1), "\n"])
+    write_json(path, made)
     return path
 
 

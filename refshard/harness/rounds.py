@@ -5,6 +5,7 @@ case does; both sides take them in the same order, which is another one in each 
 a folder of its own, which every other command reads.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ from refshard.harness.assemble import Peers
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import rank_file
-from refshard.harness.run import Observer, launch_case, launch_name
-from refshard.harness.series import launch_series
+from refshard.harness.run import Observer, launch_case, launch_name, launching
+from refshard.harness.series import kind, launch_series
 from refshard.harness.store import RunWriter
 from refshard.records import CaseRecord, Environment, RunRecord
 from refshard.specs.case import CaseSpec
@@ -85,9 +86,11 @@ class PairedRounds:
         observer: Observer,
         tell: Callable[[str], None],
         *,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
-        """``tell`` is told of each round in a line, ``observer`` of every launch of a single case."""
+        """``tell`` is told of each round in a line, ``observer`` of every launch of a single case. Orders are drawn
+        anew each time, unless there is a ``seed``.
+        """
         self._suite, self._folder, self._sides, self._observer, self._tell = suite, folder, sides, observer, tell
         self._drawn = random.Random(seed)
         self._round = 0
@@ -116,39 +119,64 @@ class PairedRounds:
                 held.writer.close(held.header.run_id, interrupted=kind is not None)
 
     def apart(self, cases: Sequence[CaseSpec]) -> None:
-        """Launch each case once on each side, in processes of its own: for what is exact, or what others need."""
+        """Launch each case once on each side, in processes of its own: for what is exact, or what others need.
+
+        Raises:
+            LaunchError: this process cannot launch it.
+        """
         launches = [(case, held) for case in cases for held in self._held]
         for index, (case, held) in enumerate(launches):
             mine = held.side.case(case)
             self._observer.case_started(mine, self._round, index, len(launches))
-            record = launch_case(
-                mine, self._round, held.header, self._folder / held.side.name, held.side.launcher,
-                self._observer.case_progressed, held.peers(mine),
-            )  # fmt: skip
+            with launching(mine.name, self._folder):
+                record = launch_case(
+                    mine, self._round, held.header, self._folder / held.side.name, held.side.launcher,
+                    self._observer.case_progressed, held.peers(mine),
+                )  # fmt: skip
             held.keep(record)
             self._observer.case_ended(record)
         self._round += 1
 
     def hold(self, cases: Sequence[CaseSpec], rounds: int) -> None:
-        """Hold ``rounds`` more rounds of ``cases``."""
-        worlds = sorted({(case.world_size, case.threads_per_rank, case.device) for case in cases})
-        started = time.monotonic()
+        """Hold ``rounds`` more rounds of ``cases``. Which side is first is drawn for every other round; the one after
+        it has the other order, so that each side comes first as often.
+
+        Raises:
+            LaunchError: this process cannot launch them.
+        """
+        if not cases:
+            return
+        started, order = time.monotonic(), self._held
         for index in range(rounds):
-            for world in worlds:
-                together = [case for case in cases if (case.world_size, case.threads_per_rank, case.device) == world]
-                self._hold_one(self._drawn.sample(together, len(together)))
+            order = order[::-1] if index % 2 else self._drawn.sample(self._held, len(self._held))
+            for alike in sorted({kind(case) for case in cases}):
+                together = [case for case in cases if kind(case) == alike]
+                self._hold_one(self._drawn.sample(together, len(together)), order)
             self._round += 1
             left_s = (time.monotonic() - started) / (index + 1) * (rounds - index - 1)
             self._tell(f"round {index + 1}/{rounds} of {len(cases)} cases; {left_s / 60:.0f} min left")
 
-    def _hold_one(self, cases: Sequence[CaseSpec]) -> None:
-        for held in self._drawn.sample(self._held, len(self._held)):
-            records = launch_series(
-                [held.side.case(case) for case in cases], self._round, held.header, self._folder / held.side.name,
-                held.side.launcher, self._observer.case_progressed, held.peers,
-            )  # fmt: skip
+    def _hold_one(self, cases: Sequence[CaseSpec], order: Sequence[_Held]) -> None:
+        for held in order:
+            with launching(f"a round of {len(cases)} cases", self._folder):
+                records = launch_series(
+                    [held.side.case(case) for case in cases], self._round, held.header, self._folder / held.side.name,
+                    held.side.launcher, self._observer.case_progressed, held.peers,
+                )  # fmt: skip
             for record in records:
                 held.keep(record)
+
+    def failures(self, case: CaseSpec, first_round: int) -> tuple[list[CaseRecord], list[CaseRecord]]:
+        """Records of each side from ``first_round`` on that did not end ok, baseline first."""
+        before, after = ([r for r in side if r.state != "ok"] for side in self._since(case, first_round))
+        return before, after
+
+    def _since(self, case: CaseSpec, first_round: int) -> tuple[list[CaseRecord], list[CaseRecord]]:
+        before, after = (
+            [r for r in held.records if r.spec_hash == held.side.case(case).hash and r.round >= first_round]
+            for held in self._held
+        )
+        return before, after
 
     def last(self, case: CaseSpec) -> tuple[CaseRecord, CaseRecord]:
         """The last record of each side, baseline first."""
@@ -169,11 +197,7 @@ class PairedRounds:
 
     def log_ratios(self, case: CaseSpec, first_round: int = 0) -> LogRatios:
         """ln(candidate / baseline) of each round from ``first_round`` on in which both sides ended ok, [rounds]."""
-        before, after = (
-            [r for r in held.records if r.spec_hash == held.side.case(case).hash and r.round >= first_round]
-            for held in self._held
-        )
-        return log_ratios(before, after)
+        return log_ratios(*self._since(case, first_round))
 
     @property
     def rounds(self) -> int:
@@ -183,9 +207,10 @@ class PairedRounds:
 
 def log_ratios(before: Sequence[CaseRecord], after: Sequence[CaseRecord]) -> LogRatios:
     """ln(after / before) of the step time of each round in which both ended ok, [rounds]."""
-    times = [{r.round: r.metrics["step_time_s"] for r in side if r.state == "ok"} for side in (before, after)]
-    common = sorted(times[0].keys() & times[1].keys())
-    return np.log([(times[1][r] or 0) / (times[0][r] or 1) for r in common], dtype=np.float64)
+    a, b = (
+        {r.round: r.metrics["step_time_s"] or math.nan for r in side if r.state == "ok"} for side in (before, after)
+    )
+    return np.log([b[r] / a[r] for r in sorted(a.keys() & b.keys())], dtype=np.float64)
 
 
 def _now() -> str:

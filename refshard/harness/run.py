@@ -5,7 +5,7 @@ import random
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -207,13 +207,24 @@ def _records(
             reference=ended.get(case.reference().hash) if held else None,
             ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if held and case.world_size > 1 else None,
         )
-        try:
+        with launching(case.name, folder):
             record = launch_case(case, round_, run.header, folder, launcher, observer.case_progressed, peers)
-        except OSError as error:  # of this process: what a rank met is its result
-            raise LaunchError(f"{case.name} cannot be launched ({error}); correct that and resume {folder}") from None
         if record.state == "ok" or case.hash not in ended:
             ended[case.hash] = record
         yield record
+
+
+@contextmanager
+def launching(what: str, folder: Path) -> Iterator[None]:
+    """An error of this process's, such as a full disk, is no result: what a rank met is.
+
+    Raises:
+        LaunchError: the system refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(f"{what} cannot be launched ({error}); correct that and resume {folder}") from None
 
 
 def launch_case(

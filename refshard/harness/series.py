@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from refshard.harness.assemble import Peers, assemble
-from refshard.harness.launchers.base import Job, Launcher
+from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.rank import SERIES_FILE, series_folder
 from refshard.harness.run import blank_record, fresh_folder
 from refshard.records import CaseRecord, RunRecord
@@ -28,12 +28,12 @@ def launch_series(
     on_progress: Callable[[str], None],
     peers_of: Callable[[CaseSpec], Peers],
 ) -> list[CaseRecord]:
-    """Run measured cases of one world size in one launch, and return their records; only records are kept.
+    """Run cases that are alike (see :func:`kind`) in one launch, and return their records; only records are kept.
 
-    Where one ends the launch, those after it end as it did.
+    One that does not end well is the last: those after it have none.
     """
-    assert len({(case.world_size, case.threads_per_rank, case.device) for case in cases}) == 1
-    assert all(case.fidelity == "measured" and case.memory_limit_gib is None for case in cases)
+    assert len({kind(case) for case in cases}) == 1
+    assert all(serial(case) for case in cases)
     work = fresh_folder(folder / "cases" / f"series-round{round_}")
     for index in range(len(cases)):
         series_folder(work, index).mkdir()
@@ -42,15 +42,22 @@ def launch_series(
     limit_s = sum(case.time_limit_s for case in cases)
     job = Job(program="series", processes=cases[0].processes, time_limit_s=limit_s)
     launch = launcher.launch(job, work, on_progress)
-    records = [
-        assemble(
-            blank_record(case, round_, header, started),
-            launch,
-            series_folder(work, index),
-            header.environment,
-            peers_of(case),
-        )
-        for index, case in enumerate(cases)
-    ]
+    records: list[CaseRecord] = []
+    for index, case in enumerate(cases):
+        blank = blank_record(case, round_, header, started)
+        own = series_folder(work, index)
+        records.append(assemble(blank, launch, own, header.environment, peers_of(case)))
+        if records[-1].state != "ok" and launch != Launch():
+            break
     shutil.rmtree(work)
     return records
+
+
+def serial(case: CaseSpec) -> bool:
+    """Whether a case can be part of a series: it is measured, and needs no limit of its own on its processes."""
+    return case.fidelity == "measured" and case.memory_limit_gib is None
+
+
+def kind(case: CaseSpec) -> tuple[int, int, str]:
+    """What the processes of a series have in common."""
+    return case.world_size, case.threads_per_rank, case.device

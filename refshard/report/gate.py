@@ -1,7 +1,7 @@
 """What a gate found, for a terminal, a pull request, JUnit's readers, and machines."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
@@ -29,17 +29,15 @@ class GateCase:
     changes: tuple[Change, ...] = ()
     time: TimeVerdict | None = None
     trouble: str = ""
+    trouble_is: Verdict = "regressed"
     remark: str = ""
-    comparable: bool = True
 
     @property
     def verdict(self) -> Verdict:
         """The worst of all that was found."""
-        if not self.comparable:
-            return "not comparable"
         found: list[Verdict] = [change.verdict for change in self.changes]
         if self.trouble:
-            found.append("regressed")
+            found.append(self.trouble_is)
         if self.time is not None:
             found.append(self.time.verdict)
         return min(found, key=_WORST.index, default="pass")
@@ -58,7 +56,7 @@ class GateReport:
     must_accept: bool = False
     error: str = ""
     mismatch: str = ""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     noise: Noise | None = None
 
     @property
@@ -69,12 +67,17 @@ class GateReport:
             return HARNESS_ERROR
         if self.mismatch:
             return NOT_COMPARABLE
-        failing = {"regressed", "removed", *(("improved", "new") if self.must_accept else ())}
-        if verdicts & failing:
+        if not self.cases:
+            return HARNESS_ERROR
+        if any(self.fails(case) for case in self.cases):
             return REGRESSION
         if "not comparable" in verdicts:
             return NOT_COMPARABLE
         return INCONCLUSIVE if "inconclusive" in verdicts else PASS
+
+    def fails(self, case: GateCase) -> bool:
+        """Whether this case alone makes the gate fail."""
+        return case.verdict in ("regressed", "removed", *(("improved", "new") if self.must_accept else ()))
 
 
 def terminal(report: GateReport) -> str:
@@ -126,6 +129,7 @@ def noise_table(noise: Noise) -> str:
         {
             "case": plain(name),
             "rounds": str(case.rounds),
+            "B / A": f"{case.ratio:.3f} ({case.low:.3f} to {case.high:.3f})",
             "spread of a round": format_percent(case.spread),
             "smallest visible": format_percent(case.smallest_visible),
             "inconclusive": format_percent(case.inconclusive / noise.gates),
@@ -141,7 +145,7 @@ def _of_noise(case: CaseNoise | None, gates: int) -> dict[str, str]:
         return {"false alarms here": "unknown", "found here": "unknown"}
     return {
         "false alarms here": format_percent(case.false_alarms / gates),
-        "found here": f"{format_percent(case.found / gates)} of +{format_percent(case.planted)}",
+        f"+{format_percent(case.planted)} found here": format_percent(case.found / case.tried),
     }
 
 
@@ -170,14 +174,11 @@ def _words(status: int) -> str:
 
 
 def _sentence(report: GateReport) -> str:
-    if report.error or report.mismatch:
-        return plain(report.error or report.mismatch)
+    if report.error or report.mismatch or not report.cases:
+        return plain(report.error or report.mismatch or "there was no case to compare")
     counts = {verdict: sum(case.verdict == verdict for case in report.cases) for verdict in _WORST}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    accept = ""
-    if report.must_accept and report.status == REGRESSION:
-        accept = "; `refshard accept --reason ...` takes what is meant as the new baseline"
-    return f"of {len(report.cases)} cases {told}{accept}"
+    return f"of {len(report.cases)} case{'' if len(report.cases) == 1 else 's'} {told}"
 
 
 def as_object(report: GateReport) -> dict[str, Any]:
@@ -222,10 +223,11 @@ def as_object(report: GateReport) -> dict[str, Any]:
 
 def junit(report: GateReport) -> str:
     """A test case for each case of the suite, as CI systems read them."""
-    failing = [case for case in report.cases if case.verdict in ("regressed", "removed")]
+    failing = [case for case in report.cases if report.fails(case)]
+    amiss = report.status in (HARNESS_ERROR, NOT_COMPARABLE)
     root = ElementTree.Element(
-        "testsuite", name="refshard gate", tests=str(len(report.cases)), failures=str(len(failing)),
-        errors=str(int(bool(report.error))),
+        "testsuite", name="refshard gate", tests=str(len(report.cases) + amiss), failures=str(len(failing)),
+        errors=str(int(amiss)),
     )  # fmt: skip
     for case in report.cases:
         node = ElementTree.SubElement(root, "testcase", classname="refshard.gate", name=plain(case.name))
@@ -234,21 +236,23 @@ def junit(report: GateReport) -> str:
             ElementTree.SubElement(node, "failure", message=told)
         elif case.verdict in ("inconclusive", "not comparable"):
             ElementTree.SubElement(node, "skipped", message=told)
-    if report.error:
-        node = ElementTree.SubElement(root, "testcase", classname="refshard.gate", name="harness")
-        ElementTree.SubElement(node, "error", message=plain(report.error))
+    if amiss:
+        node = ElementTree.SubElement(root, "testcase", classname="refshard.gate", name="gate")
+        ElementTree.SubElement(node, "error", message=_sentence(report))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
 
 
 def annotations(report: GateReport) -> Sequence[str]:
     """Workflow commands that mark a job's page: an error for each case that fails, a warning where it is unclear."""
-    levels = {"regressed": "error", "removed": "error", "inconclusive": "warning", "not comparable": "warning"}
-    return [
-        f"::{levels[case.verdict]} title=refshard gate::{_escaped(f'{plain(case.name)}: {_told(case)}')}"
-        for case in report.cases
-        if case.verdict in levels
-    ]
+    found = []
+    for case in report.cases:
+        if report.fails(case) or case.verdict in ("inconclusive", "not comparable"):
+            level = "error" if report.fails(case) else "warning"
+            found.append(f"::{level} title=refshard gate::{_escaped(f'{plain(case.name)}: {_told(case)}')}")
+    if report.status in (HARNESS_ERROR, NOT_COMPARABLE):
+        found.append(f"::error title=refshard gate::{_escaped(_sentence(report))}")
+    return found
 
 
 def _told(case: GateCase) -> str:

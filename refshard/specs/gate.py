@@ -4,9 +4,14 @@ from typing import Literal
 
 import msgspec
 
+from refshard.errors import nearest
 from refshard.specs.reading import within
 
 Direction = Literal["lower", "higher"]
+
+
+FEWEST_ROUNDS = 6
+"""From six rounds on there is a 95 % interval."""
 
 
 class TimeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,7 +34,7 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         for field in ("screen_rounds", "confirm_rounds"):
-            within(field, getattr(self, field), 6, most=50)  # from 6 on there is an interval, to 50 exact p-values
+            within(field, getattr(self, field), FEWEST_ROUNDS, most=50)  # to 50 p-values are exact
         for field in ("screen_effect", "screen_p", "significance", "relevant", "visible"):
             if not 0 < (given := getattr(self, field)) < 1:
                 raise ValueError(f"{field} must lie between 0 and 1, got {given}")
@@ -59,10 +64,13 @@ RULES: dict[str, MetricRule] = {
     "bytes": MetricRule(better="lower"),
     "operators": MetricRule(better="lower"),
     "allocations": MetricRule(better="lower"),
+    "allocated memory": MetricRule(better="lower"),
     "planned peak": MetricRule(better="lower"),
     "peak memory": MetricRule(better="lower", tolerance=0.02),
 }
 """Rules by metric, or by the last word of its name; any other metric must stay as it is."""
+UNRULED = ("FLOPs per token", "operator order", "last loss", "losses", "parameters")
+"""The metrics that have no better direction."""
 
 
 class GateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,6 +78,14 @@ class GateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     times: TimeLimits = TimeLimits()
     metrics: dict[str, MetricRule] = {}
+
+    def __post_init__(self) -> None:
+        known = [*(name for name in RULES if name not in ("count", "bytes")), *UNRULED]
+        for name in self.metrics:
+            if name not in known and not name.endswith(("count", "bytes")):
+                raise ValueError(
+                    f"metrics: none is called '{name}'; {nearest(name, known)}, or of a collective's count"
+                )
 
     @property
     def rules(self) -> dict[str, MetricRule]:

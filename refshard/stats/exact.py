@@ -58,7 +58,7 @@ def exact_metrics(record: CaseRecord) -> dict[str, Value]:
             OPERATORS: census.operators,
             ORDER: census.order_sha256[:16],
             "allocations": census.allocations,
-            "allocated bytes": census.allocated_bytes,
+            "allocated memory": census.allocated_bytes,
         }
     if record.planned_peak_bytes is not None:
         found["planned peak"] = record.planned_peak_bytes

@@ -29,6 +29,8 @@ LogRatios: TypeAlias = npt.NDArray[np.float64]
 Verdict = Literal["pass", "regressed", "improved", "inconclusive", "new", "removed", "not comparable"]
 CONFIDENCE = 0.95
 _POWER = 0.95
+_OF_A_STAGE = _POWER**0.5
+"""Both stages must find it."""
 _EFFICIENCY = 3 / math.pi
 """Of the Hodges-Lehmann estimate beside the mean, where noise is normal; for heavier tails it is above 1."""
 
@@ -149,7 +151,7 @@ def holm(p_values: Mapping[str, float], level: float) -> set[str]:
 
 
 def smallest_visible(log_ratios: LogRatios, limits: TimeLimits, cases: int) -> float:
-    """The relative slow-down that both stages find with a probability of 95 %, if rounds scatter as these do.
+    """The relative slow-down that both stages find with a probability of about 95 %, if rounds scatter as these do.
 
     By the normal approximation, from a robust spread; infinite for a single round.
     """
@@ -159,7 +161,7 @@ def smallest_visible(log_ratios: LogRatios, limits: TimeLimits, cases: int) -> f
     screen, confirm = (
         spread / math.sqrt(_EFFICIENCY * rounds) for rounds in (limits.screen_rounds, limits.confirm_rounds)
     )
-    found, rare = stats.norm.ppf(_POWER), -stats.norm.ppf(limits.significance / cases)
+    found, rare = stats.norm.ppf(_OF_A_STAGE), -stats.norm.ppf(limits.significance / cases)
     needed = (
         math.log1p(limits.screen_effect) + found * screen,
         (found - stats.norm.ppf(limits.screen_p)) * screen,

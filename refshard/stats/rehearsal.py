@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 from refshard.specs.gate import TimeLimits
-from refshard.stats.gate import LogRatios, Verdict, judge, needs_fresh, smallest_visible
+from refshard.stats.gate import LogRatios, Verdict, effect_of, judge, needs_fresh, smallest_visible
 
 Rounds = tuple[LogRatios, LogRatios]
 """The rounds that screen a case, and those that would confirm it."""
@@ -25,15 +25,6 @@ class Rehearsal:
     gates: int
     failing_gates: int
     verdicts: Mapping[str, Mapping[Verdict, int]]
-
-    def count(self, verdict: Verdict) -> int:
-        """Cases of all gates that got ``verdict``."""
-        return sum(of_case.get(verdict, 0) for of_case in self.verdicts.values())
-
-    @property
-    def judged(self) -> int:
-        """Cases of all gates."""
-        return self.gates * len(self.verdicts)
 
 
 def rehearse(draw: Draw, limits: TimeLimits, *, gates: int, seed: int = 0) -> Rehearsal:
@@ -51,10 +42,12 @@ def rehearse(draw: Draw, limits: TimeLimits, *, gates: int, seed: int = 0) -> Re
     return Rehearsal(gates=gates, failing_gates=failing, verdicts=counts)
 
 
-def relabelled(recorded: Mapping[str, LogRatios], limits: TimeLimits, *, slower: float = 0.0) -> Draw:
+def relabelled(
+    recorded: Mapping[str, LogRatios], limits: TimeLimits, *, slower: Mapping[str, float] | None = None
+) -> Draw:
     """Rounds chosen from ``recorded`` ones of A against A, whose two launches change labels at random.
 
-    With ``slower`` (0.05 is 5 %) B is made to take that much longer.
+    Cases that ``slower`` names take that much longer in B: 0.05 is 5 %.
 
     Raises:
         ValueError: a case has fewer rounds than both stages need.
@@ -68,7 +61,7 @@ def relabelled(recorded: Mapping[str, LogRatios], limits: TimeLimits, *, slower:
         found = {}
         for name, log_ratios in recorded.items():
             chosen = drawn.choice(log_ratios, needed, replace=False) * drawn.choice((-1.0, 1.0), needed)
-            chosen += math.log1p(slower)
+            chosen += math.log1p((slower or {}).get(name, 0.0))
             found[name] = (chosen[: limits.screen_rounds], chosen[limits.screen_rounds :])
         return found
 
@@ -78,23 +71,28 @@ def relabelled(recorded: Mapping[str, LogRatios], limits: TimeLimits, *, slower:
 class CaseNoise(msgspec.Struct, frozen=True, kw_only=True):
     """How one case fares in gates of A against A, of ``rounds`` recorded ones.
 
-    ``spread`` is the robust standard deviation of ln(B / A) of a round. Of the gates with permuted labels
-    ``false_alarms`` regressed and ``inconclusive`` could not tell; with a slow-down of ``planted`` (relative),
+    ``ratio`` is B over A as it was recorded, with its exact 95 % interval from ``low`` to ``high``; ``spread`` is the
+    robust standard deviation of ln(B / A) of a round. Of the gates with permuted labels ``false_alarms`` regressed and
+    ``inconclusive`` could not tell. Of ``tried`` gates in which this case alone was slower, by ``planted`` (relative),
     ``found`` did. ``smallest_visible`` as in :class:`~refshard.stats.gate.TimeVerdict`.
     """
 
     rounds: int
+    ratio: float
+    low: float
+    high: float
     spread: float
     false_alarms: int
     inconclusive: int
     planted: float
+    tried: int
     found: int
     smallest_visible: float
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine's own noise does to gates of one suite: ``gates`` with permuted labels, and as many with a
-    slow-down planted in every case. ``launches`` is how many were recorded, each of several cases.
+    """What a machine's own noise does to gates of one suite: ``gates`` with permuted labels, of which
+    ``failing_gates`` failed. ``launches`` is how many were recorded, each of several cases.
     """
 
     launches: int
@@ -112,21 +110,22 @@ def noise_of(
         ValueError: a case has fewer rounds than a gate needs.
     """
     nothing = rehearse(relabelled(recorded, limits), limits, gates=gates)
-    slower = rehearse(relabelled(recorded, limits, slower=planted), limits, gates=gates, seed=1)
-    return Noise(
-        launches=launches,
-        gates=gates,
-        failing_gates=nothing.failing_gates,
-        cases={
-            name: CaseNoise(
-                rounds=len(log_ratios),
-                spread=float(stats.median_abs_deviation(log_ratios, scale="normal")),
-                false_alarms=nothing.verdicts[name].get("regressed", 0),
-                inconclusive=nothing.verdicts[name].get("inconclusive", 0),
-                planted=planted,
-                found=slower.verdicts[name].get("regressed", 0),
-                smallest_visible=smallest_visible(log_ratios, limits, cases=len(recorded)),
-            )
-            for name, log_ratios in recorded.items()
-        },
-    )
+    tried = -(-gates // len(recorded))
+    cases = {}
+    for seed, (name, log_ratios) in enumerate(recorded.items(), start=1):
+        slower = rehearse(relabelled(recorded, limits, slower={name: planted}), limits, gates=tried, seed=seed)
+        effect, verdicts = effect_of(log_ratios), nothing.verdicts[name]
+        cases[name] = CaseNoise(
+            rounds=len(log_ratios),
+            ratio=effect.ratio,
+            low=effect.low,
+            high=effect.high,
+            spread=float(stats.median_abs_deviation(log_ratios, scale="normal")),
+            false_alarms=verdicts.get("regressed", 0),
+            inconclusive=verdicts.get("inconclusive", 0),
+            planted=planted,
+            tried=tried,
+            found=slower.verdicts[name].get("regressed", 0),
+            smallest_visible=smallest_visible(log_ratios, limits, cases=len(recorded)),
+        )
+    return Noise(launches=launches, gates=gates, failing_gates=nothing.failing_gates, cases=cases)

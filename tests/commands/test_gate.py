@@ -92,7 +92,7 @@ def test_what_makes_the_engine_worse_is_caught_by_one_launch(
     assert worse["single"]["verdict"] == "pass", "what shards nothing is as it was"
     changed = {change["metric"] for change in worse["refshard-yafsdp"]["changes"]}
     if planted == "one extra copy per block":
-        assert changed == {"operators", "allocations", "allocated bytes"}
+        assert changed == {"operators", "allocations", "allocated memory"}
     elif planted == "one lost prefetch":
         assert changed == {"operator order"}
     else:
@@ -137,9 +137,13 @@ def test_noise_is_measured_kept_and_told(accepted: tuple[Path, Path], tmp_path: 
     (recorded,) = (tmp_path / "runs").iterdir()
     again = refshard(tmp_path, *aa, "--from", recorded)
     assert json.loads(again.stdout) == noise, "the same launches, the same permutations"
-    twice = json.loads(refshard(tmp_path, *aa, "--from", recorded, "--from", recorded).stdout)
-    (more,) = twice["cases"].values()
-    assert (twice["launches"], more["rounds"]) == (48, 24)
+    shutil.copytree(recorded, tmp_path / "other")
+    both = json.loads(refshard(tmp_path, *aa, "--from", recorded, "--from", "other").stdout)
+    (more,) = both["cases"].values()
+    assert (both["launches"], more["rounds"]) == (48, 24)
+    twice = refshard(tmp_path, *aa, "--from", recorded, "--from", recorded)
+    assert (twice.returncode, twice.stdout) == (2, "")
+    assert "a folder is named twice" in twice.stderr
     few = refshard(tmp_path, *aa, "--launches", "2")
     assert few.returncode == 2
     assert "a gate needs 12 rounds, 1 are recorded; record more" in few.stderr

@@ -6,13 +6,15 @@ from typing import Any
 
 import msgspec
 
+from refshard.flops import flops_per_token
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.machine import check_fits_machine
-from refshard.harness.measure import RankResult
+from refshard.harness.measure import CONVENTION, RankResult
 from refshard.harness.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
 from refshard.harness.run import Observer
 from refshard.records import CaseRecord, Census, CollectiveCount, Environment
 from refshard.specs.case import CaseSpec
+from refshard.specs.model import load_model
 from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec
 from tests.tracing.handmade import event, shaped, step, write
@@ -39,6 +41,7 @@ def rank_result(case: CaseSpec, rank: int, **changes: Any) -> RankResult:
         "parameters_sha256": "same",
         "census": CENSUS,
         "planned_peak_bytes": 900,
+        "flops_per_token": float(flops_per_token(load_model(case.model), case.seq_len, CONVENTION, case.workload)),
     }
     return RankResult(**{**fields, **changes})
 

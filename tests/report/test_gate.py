@@ -39,7 +39,9 @@ def report(*cases: GateCase, **changes: object) -> GateReport:
         (report(case("a", trouble="the candidate ended failed: no")), 1),
         (report(case("a"), case("b", "inconclusive")), 3),
         (report(case("a", "regressed"), case("b", "inconclusive")), 1),
-        (report(case("a"), case("b", trouble="the baseline ended failed", comparable=False)), 4),
+        (report(case("a"), case("b", trouble="the baseline ended failed", trouble_is="not comparable")), 4),
+        (report(case("a"), case("b", trouble="only 3 of 16 rounds", trouble_is="inconclusive")), 3),
+        (report(), 2),
         (report(mismatch="no baseline for this machine"), 4),
         (report(case("a"), error="the disk is full"), 2),
     ],
@@ -60,7 +62,6 @@ def test_the_table_says_ratio_interval_and_what_could_have_been_seen() -> None:
     assert "3.5 %" in found
     assert "all_gather count" in found
     assert "REGRESSION: of 2 cases 2 regressed" in found
-    assert "`refshard accept --reason ...`" in terminal(report(changed("improved"), must_accept=True))
 
 
 def test_a_pull_request_gets_a_table_of_its_own_kind() -> None:
@@ -76,8 +77,12 @@ def test_junit_counts_failures_and_names_reasons() -> None:
     assert failure is not None
     assert failure.get("message") == "all_gather count: 4 -> 5 (regressed)"
     assert len(root.findall("testcase/skipped")) == 1
-    broken = ElementTree.fromstring(junit(report(error="the disk is full")))
-    assert broken.get("errors") == "1"
+    for amiss in (report(error="the disk is full"), report(mismatch="no baseline"), report()):
+        broken = ElementTree.fromstring(junit(amiss))
+        assert (broken.get("tests"), broken.get("errors")) == ("1", "1")
+        assert broken.find("testcase/error") is not None
+    unaccepted = ElementTree.fromstring(junit(report(changed("improved"), must_accept=True)))
+    assert unaccepted.get("failures") == "1", "what the status says"
 
 
 def test_annotations_are_one_line_each_whatever_a_name_holds() -> None:
@@ -86,3 +91,7 @@ def test_annotations_are_one_line_each_whatever_a_name_holds() -> None:
     assert line.startswith("::error title=refshard gate::50%25")
     assert "\n" not in line
     assert "1.100 times the baseline's (1.090 to 1.110)" in line
+    assert annotations(report(changed("improved"), must_accept=True))[0].startswith("::error ")
+    assert not annotations(report(changed("improved")))
+    assert annotations(report(case("a", "inconclusive")))[0].startswith("::warning ")
+    assert annotations(report(mismatch="no baseline")) == ["::error title=refshard gate::no baseline"]

@@ -1,0 +1,43 @@
+"""What commands that launch a suite have in common."""
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from refshard.errors import SpecError
+from refshard.harness.launchers.local import LocalLauncher
+from refshard.harness.run import check_suite
+from refshard.specs.case import CaseSpec
+from refshard.specs.suite import SuiteSpec
+
+BASELINES = Path("profiles/baselines")
+"""Where accepted baselines lie, and the noise of machines."""
+
+
+def tell(text: str) -> None:
+    """Say something of a long command's progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run_folder(name: str) -> Path:
+    """A fresh folder name under ``runs/`` of the current directory, which is told."""
+    folder = Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{name}"
+    tell(f"run folder: {folder}")
+    return folder
+
+
+def check_gated(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
+    """The cases of ``suite`` that have processes.
+
+    Raises:
+        SpecError: a gate cannot launch them, or could not tell them apart.
+    """
+    if suite.network is not None:
+        raise SpecError("suite: a gate launches ranks on this machine only; leave out 'network'")
+    checked = check_suite(suite, LocalLauncher(), oversubscribe=oversubscribe)
+    if not (cases := tuple(case for case in checked if case.processes)):
+        raise SpecError("suite: all cases are simulated, so there is nothing to launch; add measured ones")
+    names = [case.name for case in cases]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise SpecError(f"suite: two cases are called {twice}, and a gate tells them by name; put one in another suite")
+    return cases
