@@ -27,7 +27,7 @@ from tests.harness.faults import (
 )
 from tests.harness.planted.sitecustomize import HANGING
 
-LIMIT_S = 30.0
+LIMIT_S = 20.0
 SUITE = f"""
 name = "beaten"
 [[matrix]]
@@ -331,25 +331,37 @@ def test_what_ignores_a_hang_up_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 0, err
 
 
-def moments() -> list[tuple[int, float, tuple[signal.Signals, ...]]]:
-    """A seeded sample over the whole of a run: after which event, how long after it, and which signals."""
+EVENTS: tuple[Callable[[Path], object], ...] = (
+    lambda _run: True,
+    lambda run: (run / RECORDS).exists(),
+    has_launched,
+    lambda run: list(run.glob("cases/*round1")),
+)
+"""What a signal follows; the run goes on for seconds after each."""
+
+
+def moments() -> list[object]:
+    """A seeded sample over the whole of a run: after which event, how long after it, and which signals.
+
+    Each event once among the slow tests; the others are for an hour that can be spared.
+    """
     drawn = random.Random(5)
     kinds = [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)]
-    return [(index % 5, drawn.uniform(0, 4), drawn.choice(kinds)) for index in range(15)]
+    return [
+        pytest.param(
+            index % len(EVENTS),
+            drawn.uniform(0, 4),
+            drawn.choice(kinds),
+            marks=pytest.mark.slow if index < len(EVENTS) else pytest.mark.full,
+        )
+        for index in range(15)
+    ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("event", "delay_s", "signals"), moments())
 def test_an_interruption_at_any_moment(
     tmp_path: Path, event: int, delay_s: float, signals: tuple[signal.Signals, ...]
 ) -> None:
-    events: list[Callable[[Path], object]] = [
-        lambda _run: True,
-        lambda run: (run / RECORDS).exists(),
-        has_launched,
-        lambda run: list(run.glob("cases/*round1")),
-        has_ended,
-    ]
-    run = interrupt(tmp_path, events[event], delay_s, *signals, rounds=2)
+    run = interrupt(tmp_path, EVENTS[event], delay_s, *signals, rounds=2)
     if (run / RECORDS).exists() and (run / RECORDS).read_bytes().count(b"\n"):
         resume(run)
