@@ -1,4 +1,4 @@
-"""The wheel, installed in an empty environment outside of the checkout, runs a round of the quickstart and gives known answers."""
+"""The wheel, in an empty environment outside of the checkout, runs a round of the quickstart: known answers."""
 
 import json
 import re
@@ -15,6 +15,7 @@ from refshard.records import METRICS
 ROOT = Path(__file__).parents[1]
 ROUNDS = "rounds = 3"
 """Of the quickstart: the wheel needs one to show that it works."""
+
 pytestmark = pytest.mark.slow
 
 

@@ -134,14 +134,20 @@ def test_a_resumed_run_repeats_what_failed_and_only_that(beaten: Run, mended: Ru
     assert mended.end.states == {"ok": 7, "timeout": 1}
 
 
-def refused(*arguments: str | Path) -> str:
-    done = refshard(*arguments)
-    assert done.returncode == 2
-    assert len([line for line in done.stderr.splitlines() if not line.startswith("run folder: ")]) == 1
-    return done.stderr.splitlines()[-1]
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command line says, in this process, as it refuses its arguments."""
+
+    def refused(*arguments: str | Path) -> str:
+        status, err = status_of([str(argument) for argument in arguments], capsys)
+        assert status == 2
+        assert len([line for line in err.splitlines() if not line.startswith("run folder: ")]) == 1
+        return err.splitlines()[-1]
+
+    return refused
 
 
-def test_a_changed_suite_is_refused(folder: Path, mended: Run) -> None:
+def test_a_changed_suite_is_refused(folder: Path, mended: Run, refused: Callable[..., str]) -> None:
     before = (folder / RECORDS).read_bytes()
     other = folder.parent / "other.toml"
     other.write_text(SUITE.replace("[[matrix]]", "rounds = 2\n[[matrix]]", 1))
@@ -152,7 +158,7 @@ def test_a_changed_suite_is_refused(folder: Path, mended: Run) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="takes all cores but one away")
-def test_a_changed_machine_is_refused(folder: Path, mended: Run) -> None:
+def test_a_changed_machine_is_refused(folder: Path, mended: Run, refused: Callable[..., str]) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -178,7 +184,7 @@ def test_changed_code_is_refused(folder: Path, mended: Run, tmp_path: Path) -> N
     assert "cannot be resumed: code_sha256 was '" in err
 
 
-def test_a_killed_run_is_resumed_and_has_one_writer(tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_and_has_one_writer(tmp_path: Path, refused: Callable[..., str]) -> None:
     """Killed in its second launch; and as if in the midst of a line."""
     suite, run = write_suite(tmp_path, "single", "ddp", ranks=2), tmp_path / "run"
     with running("run", suite, "--out", run, env=planting("ddp 1 forward hang")) as process:
