@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -230,13 +230,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def fill(disk: Path) -> None:
+def fill(disk: Path, process: "subprocess.Popen[str]") -> None:
+    """Take what room there is, and what becomes free, until the process has ended."""
     with (disk / "filler").open("wb", buffering=0) as file:
-        while True:
+        while process.poll() is None:
             try:
                 file.write(bytes(512))
             except OSError:
-                return
+                time.sleep(0.005)
 
 
 def test_a_full_disk(tmp_path: Path, disk: Path) -> None:
@@ -244,7 +245,7 @@ def test_a_full_disk(tmp_path: Path, disk: Path) -> None:
     run = disk / "run"
     with running("run", write_suite(tmp_path, "single", steps=20, head="rounds = 2"), "--out", run) as process:
         wait_for(lambda: list(run.glob("cases/*round1/progress")), 120)
-        fill(disk)
+        fill(disk, process)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
     assert "No space left on device" in err.splitlines()[-1]
@@ -266,11 +267,16 @@ INTERRUPTED = "refshard: interrupted; what had ended is written; --resume goes o
 
 
 def interrupt(
-    tmp_path: Path, ready: Callable[[Path], object], delay_s: float, *signals: signal.Signals, rounds: int = 1
+    tmp_path: Path,
+    ready: Callable[[Path], object],
+    delay_s: float,
+    *signals: signal.Signals,
+    rounds: int = 1,
+    env: Mapping[str, str] | None = None,
 ) -> Path:
     """Start a run, wait until it is ``ready`` and ``delay_s`` longer, send the signals; check what is left."""
     suite, run = write_suite(tmp_path, "single", steps=20, head=f"rounds = {rounds}"), tmp_path / "run"
-    with running("run", suite, "--out", run) as process:
+    with running("run", suite, "--out", run, env=env) as process:
         wait_for(lambda: ready(run) or process.poll() is not None, 120)
         time.sleep(delay_s)
         for number in signals:
@@ -299,10 +305,6 @@ def has_launched(run: Path) -> object:
     return list(run.glob("cases/*/progress"))
 
 
-def has_ended(run: Path) -> bool:
-    return (run / RECORDS).exists() and b'"type":"end"' in (run / RECORDS).read_bytes()
-
-
 def test_ctrl_c_twice_in_a_launch(tmp_path: Path) -> None:
     run = interrupt(tmp_path, has_launched, 0.0, signal.SIGINT, signal.SIGINT)
     found = read_run(run)
@@ -313,7 +315,8 @@ def test_ctrl_c_twice_in_a_launch(tmp_path: Path) -> None:
 
 def test_an_end_that_is_asked_for_while_the_dashboard_is_drawn(tmp_path: Path) -> None:
     """The run itself is whole; resuming it draws the page."""
-    run = interrupt(tmp_path, has_ended, 0.0, signal.SIGTERM)
+    hung = planting("single 0 dashboard hang")
+    run = interrupt(tmp_path, lambda run: (run / HANGING).exists(), 0.0, signal.SIGTERM, env=hung)
     found = read_run(run)
     assert found.end is not None
     assert not found.end.interrupted
