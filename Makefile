@@ -26,11 +26,11 @@ types: $(VENV)/.test
 test: $(VENV)/.test
 	$(PYTEST)
 
-# Builds the wheel, installs it in an empty environment and runs the quickstart from there: minutes.
+# Builds the wheel, installs it in an empty environment and runs a round of the quickstart; the slower faults: minutes.
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow $$(grep -rl 'mark\.slow' tests --include='*.py')
 
-# Every cell of the parity matrix, of which `make test` runs a pairwise cover: minutes.
+# Every cell of the parity matrix, of which `make test` runs a pairwise cover, and more of what `make slow` samples.
 matrix: $(VENV)/.test
 	$(BIN)/python -m pytest -m full
 

@@ -159,7 +159,7 @@ def test_what_takes_long_is_skipped_with_the_option_that_runs_it(tmp_path: Path)
 
 @pytest.mark.slow
 def test_every_benchmark_runs_once(tmp_path: Path) -> None:
-    """Two or three minutes; each at a size that only shows that it works."""
+    """A minute or two; each at a size that only shows that it works."""
     done = run_pytest(tmp_path, ROOT / "suites", "--benchmark-disable")
     assert done.returncode == 0, done.stdout
     last = done.stdout.splitlines()[-1]

@@ -94,7 +94,8 @@ def _limit_s(calibration: Calibration) -> float:
 def _failure(launch: Launch, limit_s: float) -> str:
     if launch.timed_out:
         stood = f" ({launch.error})" if launch.error else ""
-        return f"calibrate: the ranks did not end within {limit_s:g} s and were ended{stood}; try fewer --sweeps"
+        told = f"the ranks did not end within {limit_s:g} s and were ended{stood}"
+        return f"calibrate: {told}; try fewer --sweeps, or --quick"
     last = next((line.strip() for line in reversed(launch.log_tail) if line.strip()), "it wrote nothing")
     return f"calibrate: {launch.error or 'a rank left no result'} ({last}); correct that, or lower --ranks"
 

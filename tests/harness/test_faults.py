@@ -7,9 +7,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from refshard.harness.store import RECORDS, read_run
@@ -27,7 +28,7 @@ from tests.harness.faults import (
 )
 from tests.harness.planted.sitecustomize import HANGING
 
-LIMIT_S = 30.0
+LIMIT_S = 20.0
 SUITE = f"""
 name = "beaten"
 [[matrix]]
@@ -134,14 +135,20 @@ def test_a_resumed_run_repeats_what_failed_and_only_that(beaten: Run, mended: Ru
     assert mended.end.states == {"ok": 7, "timeout": 1}
 
 
-def refused(*arguments: str | Path) -> str:
-    done = refshard(*arguments)
-    assert done.returncode == 2
-    assert len([line for line in done.stderr.splitlines() if not line.startswith("run folder: ")]) == 1
-    return done.stderr.splitlines()[-1]
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the command line says, in this process, as it refuses its arguments."""
+
+    def refused(*arguments: str | Path) -> str:
+        status, err = status_of([str(argument) for argument in arguments], capsys)
+        assert status == 2
+        assert len([line for line in err.splitlines() if not line.startswith("run folder: ")]) == 1
+        return err.splitlines()[-1]
+
+    return refused
 
 
-def test_a_changed_suite_is_refused(folder: Path, mended: Run) -> None:
+def test_a_changed_suite_is_refused(folder: Path, mended: Run, refused: Callable[..., str]) -> None:
     before = (folder / RECORDS).read_bytes()
     other = folder.parent / "other.toml"
     other.write_text(SUITE.replace("[[matrix]]", "rounds = 2\n[[matrix]]", 1))
@@ -152,7 +159,7 @@ def test_a_changed_suite_is_refused(folder: Path, mended: Run) -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="takes all cores but one away")
-def test_a_changed_machine_is_refused(folder: Path, mended: Run) -> None:
+def test_a_changed_machine_is_refused(folder: Path, mended: Run, refused: Callable[..., str]) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -178,7 +185,7 @@ def test_changed_code_is_refused(folder: Path, mended: Run, tmp_path: Path) -> N
     assert "cannot be resumed: code_sha256 was '" in err
 
 
-def test_a_killed_run_is_resumed_and_has_one_writer(tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_and_has_one_writer(tmp_path: Path, refused: Callable[..., str]) -> None:
     """Killed in its second launch; and as if in the midst of a line."""
     suite, run = write_suite(tmp_path, "single", "ddp", ranks=2), tmp_path / "run"
     with running("run", suite, "--out", run, env=planting("ddp 1 forward hang")) as process:
@@ -224,41 +231,32 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def fill(disk: Path) -> None:
+def fill(disk: Path, process: "subprocess.Popen[str]") -> None:
+    """Take what room there is, and what becomes free, until the process has ended."""
     with (disk / "filler").open("wb", buffering=0) as file:
-        while True:
+        while process.poll() is None:
             try:
                 file.write(bytes(512))
             except OSError:
-                return
-
-
-LOUD = """
-import sys
-
-if "refshard.harness.worker" in sys.orig_argv:
-    print(*["x" * 600] * 15, sep="\\n", flush=True)
-"""
+                time.sleep(0.005)
 
 
 def test_a_full_disk(tmp_path: Path, disk: Path) -> None:
-    """At first as a rank writes its trace; then for everybody. Ranks say much, so that a record, which has their last
-    lines, is larger than what may be left of its file's last page.
-    """
+    """At first as a rank writes its trace; then for everybody."""
+    np.save(tmp_path / "tokens.npy", np.zeros(5000, dtype=np.int64))
+    # So long a path that a record takes more than a page: it does not fit into what is left of the last one.
+    data = f"{tmp_path}{'/.' * 1900}/tokens.npy"
+    suite = write_suite(tmp_path, "single", steps=20, head="rounds = 2", more=f'data = "{data}"')
     run = disk / "run"
-    (tmp_path / "loud").mkdir()
-    (tmp_path / "loud" / "sitecustomize.py").write_text(LOUD)
-    loud = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "loud"), os.environ.get("PYTHONPATH", "")])}
-    suite = write_suite(tmp_path, "single", steps=20, head="rounds = 2")
-    with running("run", suite, "--out", run, env=loud) as process:
+    with running("run", suite, "--out", run) as process:
         wait_for(lambda: list(run.glob("cases/*round1/progress")), 120)
-        fill(disk)
+        fill(disk, process)
         _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
     assert "No space left on device" in err.splitlines()[-1]
     assert "Traceback" not in err
     before = check_left(run)
-    assert before.end is None or before.end.interrupted, "the short closing line may just have had room"
+    assert before.end is None or before.end.interrupted, "a closing record may fit where none of a case does"
     (record,) = before.cases
     assert (record.state, record.error) == ("failed", "rank 0: OSError: [Errno 28] No space left on device")
     assert any("Traceback" in line for line in record.log_tail)
@@ -274,11 +272,16 @@ INTERRUPTED = "refshard: interrupted; what had ended is written; --resume goes o
 
 
 def interrupt(
-    tmp_path: Path, ready: Callable[[Path], object], delay_s: float, *signals: signal.Signals, rounds: int = 1
+    tmp_path: Path,
+    ready: Callable[[Path], object],
+    delay_s: float,
+    *signals: signal.Signals,
+    rounds: int = 1,
+    env: Mapping[str, str] | None = None,
 ) -> Path:
     """Start a run, wait until it is ``ready`` and ``delay_s`` longer, send the signals; check what is left."""
     suite, run = write_suite(tmp_path, "single", steps=20, head=f"rounds = {rounds}"), tmp_path / "run"
-    with running("run", suite, "--out", run) as process:
+    with running("run", suite, "--out", run, env=env) as process:
         wait_for(lambda: ready(run) or process.poll() is not None, 120)
         time.sleep(delay_s)
         for number in signals:
@@ -307,10 +310,6 @@ def has_launched(run: Path) -> object:
     return list(run.glob("cases/*/progress"))
 
 
-def has_ended(run: Path) -> bool:
-    return (run / RECORDS).exists() and b'"type":"end"' in (run / RECORDS).read_bytes()
-
-
 def test_ctrl_c_twice_in_a_launch(tmp_path: Path) -> None:
     run = interrupt(tmp_path, has_launched, 0.0, signal.SIGINT, signal.SIGINT)
     found = read_run(run)
@@ -321,7 +320,8 @@ def test_ctrl_c_twice_in_a_launch(tmp_path: Path) -> None:
 
 def test_an_end_that_is_asked_for_while_the_dashboard_is_drawn(tmp_path: Path) -> None:
     """The run itself is whole; resuming it draws the page."""
-    run = interrupt(tmp_path, has_ended, 0.0, signal.SIGTERM)
+    hung = planting("single 0 dashboard hang")
+    run = interrupt(tmp_path, lambda run: (run / HANGING).exists(), 0.0, signal.SIGTERM, env=hung)
     found = read_run(run)
     assert found.end is not None
     assert not found.end.interrupted
@@ -345,25 +345,37 @@ def test_what_ignores_a_hang_up_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 0, err
 
 
-def moments() -> list[tuple[int, float, tuple[signal.Signals, ...]]]:
-    """A seeded sample over the whole of a run: after which event, how long after it, and which signals."""
+EVENTS: tuple[Callable[[Path], object], ...] = (
+    lambda _run: True,
+    lambda run: (run / RECORDS).exists(),
+    has_launched,
+    lambda run: list(run.glob("cases/*round1")),
+)
+"""What a signal follows; the run goes on for seconds after each."""
+
+
+def moments() -> list[object]:
+    """A seeded sample over the whole of a run: after which event, how long after it, and which signals.
+
+    Each event once among the slow tests; the others are for an hour that can be spared.
+    """
     drawn = random.Random(5)
     kinds = [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)]
-    return [(index % 5, drawn.uniform(0, 4), drawn.choice(kinds)) for index in range(15)]
+    return [
+        pytest.param(
+            index % len(EVENTS),
+            drawn.uniform(0, 4),
+            drawn.choice(kinds),
+            marks=pytest.mark.slow if index < len(EVENTS) else pytest.mark.full,
+        )
+        for index in range(15)
+    ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("event", "delay_s", "signals"), moments())
 def test_an_interruption_at_any_moment(
     tmp_path: Path, event: int, delay_s: float, signals: tuple[signal.Signals, ...]
 ) -> None:
-    events: list[Callable[[Path], object]] = [
-        lambda _run: True,
-        lambda run: (run / RECORDS).exists(),
-        has_launched,
-        lambda run: list(run.glob("cases/*round1")),
-        has_ended,
-    ]
-    run = interrupt(tmp_path, events[event], delay_s, *signals, rounds=2)
+    run = interrupt(tmp_path, EVENTS[event], delay_s, *signals, rounds=2)
     if (run / RECORDS).exists() and (run / RECORDS).read_bytes().count(b"\n"):
         resume(run)

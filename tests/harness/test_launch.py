@@ -12,7 +12,8 @@ import pytest
 
 from refshard.harness.store import read_run
 from refshard.records import METRICS, Run
-from tests.harness.commandline import SUITE, processes_of, refshard, start, status_of, wait_for, write_suite
+from tests.harness.commandline import SUITE, processes_of, refshard, status_of, wait_for, write_suite
+from tests.harness.faults import running
 
 
 def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
@@ -90,13 +91,13 @@ def test_a_case_that_hangs_is_ended_at_its_time_limit(trouble: Run) -> None:
     assert record.error.startswith("did not end within time_limit_s = 4; the ranks were ended: rank 0 ")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path) -> None:
+    """By SIGTERM; ``test_faults.py`` has SIGINT."""
     run = tmp_path / "run"
-    process = start("run", write_suite(tmp_path, "single", steps=100_000), "--out", run)
-    wait_for(lambda: list(run.glob("cases/single*/progress")))
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    with running("run", write_suite(tmp_path, "single", steps=100_000), "--out", run) as process:
+        wait_for(lambda: list(run.glob("cases/single*/progress")), 120)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert err.rstrip().endswith("refshard: interrupted; what had ended is written; --resume goes on")
     found = read_run(run)

@@ -129,6 +129,7 @@ def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Pa
     assert not processes_of(run)
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_job_that_slurm_takes_back_starts_afresh(tmp_path: Path, cluster: Slurm) -> None:
     """First it is requeued, then preempted; all the while its controller is out of reach now and then."""
@@ -179,6 +180,7 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
     assert not processes_of(run)
 
 
+@pytest.mark.full
 @pytest.mark.slurm
 def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_path: Path, cluster: Slurm) -> None:
     page = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()

@@ -5,7 +5,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,18 +18,30 @@ from refshard.harness.launchers.torchrun import TorchrunLauncher
 from refshard.harness.launchers.torchrun_server import Place, place_of
 from refshard.harness.store import read_run
 from refshard.specs.case import CaseSpec
-from tests.harness.commandline import only_case, processes_of, start, wait_for, write_suite
+from tests.harness.commandline import only_case, processes_of, wait_for, write_suite
+from tests.harness.faults import planting, running
+from tests.harness.planted.sitecustomize import HANGING
 
 PLACE = Place(rank=0, local_rank=0, world_size=2, local_world_size=1, address="127.0.0.1")
 ALONE = ("--standalone", "--nproc-per-node", "2")
 
 
-def torchrun(agent: Sequence[str], suite: Path, run: Path, *, before: Sequence[str] = ()) -> "subprocess.Popen[str]":
-    """``refshard run`` under torchrun, with its options ``agent``; ``before`` is what the command line begins with."""
+@contextmanager
+def torchrun(
+    agent: Sequence[str], suite: Path, run: Path, *, before: Sequence[str] = (), planted: Sequence[str] = ()
+) -> "Iterator[subprocess.Popen[str]]":
+    """``refshard run`` under torchrun, with its options ``agent``; ``before`` is what the command line begins with, and
+    its ranks meet the faults ``planted``. It is killed if the test fails before it ends.
+    """
     measure = [sys.executable, "-m", "refshard", "run", str(suite), "--launcher", "torchrun", "--out", str(run)]
     command = [*before, sys.executable, "-m", "torch.distributed.run", *agent, "--no-python", *measure]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    environment = {**planting(*planted), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def two_nodes() -> list[str]:
@@ -49,12 +62,13 @@ def workers(run: Path) -> dict[str, psutil.Process]:
     return {process.environ()["RANK"]: process for process in found}
 
 
+@pytest.mark.full  # but for the local rank, two hosts show as much
 def test_one_host(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = torchrun(ALONE, write_suite(tmp_path, "single", "ddp", ranks=2), run)
-    wait_for(lambda: len(workers(run)) == 2, 240)
-    assert workers(run)["1"].environ()["LOCAL_RANK"] == "1"
-    out, err = process.communicate(timeout=240)
+    with torchrun(ALONE, write_suite(tmp_path, "single", "ddp", ranks=2), run) as process:
+        wait_for(lambda: len(workers(run)) == 2, 240)
+        assert workers(run)["1"].environ()["LOCAL_RANK"] == "1"
+        out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert out.count("dashboard: ") == 1, "rank 0 prints, and no other"
     assert err.count("run folder: ") == 1
@@ -66,13 +80,14 @@ def test_one_host(tmp_path: Path) -> None:
 
 def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None:
     run, options = tmp_path / "run", two_nodes()
-    suite = write_suite(tmp_path, "single", "ddp", "refshard-fsdp", ranks=2, steps=30)
-    agents = [torchrun(options, suite, run) for _ in range(2)]
-    wait_for(lambda: measures(run, "ddp"), 240)
-    found = workers(run)
-    assert [found[rank].environ()["LOCAL_RANK"] for rank in ("0", "1")] == ["0", "0"]
-    found["1"].kill()
-    said = [agent.communicate(timeout=240) for agent in agents]
+    suite = write_suite(tmp_path, "single", "ddp", "refshard-fsdp", ranks=2)
+    with ExitStack() as ended:
+        started = [torchrun(options, suite, run, planted=["ddp 1 forward kill"]) for _ in range(2)]
+        agents = [ended.enter_context(agent) for agent in started]
+        wait_for(lambda: len(workers(run)) == 2, 240)
+        found = workers(run)
+        assert [found[rank].environ()["LOCAL_RANK"] for rank in ("0", "1")] == ["0", "0"]
+        said = [agent.communicate(timeout=240) for agent in agents]
     assert [agent.returncode for agent in agents] == [1, 1], said
     assert sorted(out.count("dashboard: ") for out, _ in said) == [0, 1]
     records = read_run(run)
@@ -84,10 +99,10 @@ def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None
 
 def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = torchrun(ALONE, write_suite(tmp_path, "ddp", ranks=2, steps=100_000), run)
-    wait_for(lambda: measures(run, "single"), 240)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
+    with torchrun(ALONE, write_suite(tmp_path, "ddp", ranks=2, steps=100_000), run) as process:
+        wait_for(lambda: measures(run, "single"), 240)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
     found = read_run(run)
     assert found.end is not None
     assert found.end.interrupted
@@ -96,24 +111,28 @@ def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
 
 def test_the_end_of_rank_0s_agent_ends_all(tmp_path: Path) -> None:
     run, options = tmp_path / "run", two_nodes()
-    suite = write_suite(tmp_path, "ddp", ranks=2, steps=2000)
-    agents = [torchrun(options, suite, run) for _ in range(2)]
-    wait_for(lambda: len(workers(run)) == 2 and measures(run, "ddp"), 400)
-    harness = psutil.Process(workers(run)["0"].ppid())
-    agent = next(agent for agent in agents if agent.pid == harness.ppid())
-    agent.kill()
-    for each in agents:
-        each.communicate(timeout=240)
+    suite = write_suite(tmp_path, "ddp", ranks=2)
+    with ExitStack() as ended:
+        started = [torchrun(options, suite, run, planted=["ddp 1 forward hang"]) for _ in range(2)]
+        agents = [ended.enter_context(agent) for agent in started]
+        wait_for(lambda: list(run.glob(f"cases/ddp-*/{HANGING}")), 400)
+        harness = psutil.Process(workers(run)["0"].ppid())
+        agent = next(agent for agent in agents if agent.pid == harness.ppid())
+        agent.kill()
+        for each in agents:
+            each.communicate(timeout=240)
     wait_for(lambda: not processes_of(run), 120)
 
 
+@pytest.mark.slow  # it waits for half a minute
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="hiding a folder from a process needs root")
 def test_a_folder_that_a_node_does_not_share_is_told(tmp_path: Path) -> None:
     run, options, suite = tmp_path / "private" / "run", two_nodes(), write_suite(tmp_path, "ddp", ranks=2)
     run.parent.mkdir()
     hide = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{run.parent}" && exec "$@"', "sh"]
-    agents = [torchrun(options, suite, run, before=before) for before in ([], hide)]
-    said = "".join(err for agent in agents for err in (agent.communicate(timeout=240)[1],))
+    with ExitStack() as ended:
+        agents = [ended.enter_context(torchrun(options, suite, run, before=before)) for before in ([], hide)]
+        said = "".join(err for agent in agents for err in (agent.communicate(timeout=240)[1],))
     assert f"refshard: rank 1 on {socket.gethostname()} does not see {run.parent}/." in said
     assert "let --out name a folder that all nodes share" in said
     assert not processes_of(run)
@@ -138,8 +157,8 @@ def test_a_process_that_torchrun_did_not_start_is_told_how() -> None:
 
 def test_torchrun_must_not_start_several_harnesses(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
-    process = start("run", write_suite(tmp_path, "single"), "--out", tmp_path / "run", env=environment)
-    out, err = process.communicate(timeout=120)
+    with running("run", write_suite(tmp_path, "single"), "--out", tmp_path / "run", env=environment) as process:
+        out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
     assert err.startswith("refshard: launcher: torchrun started this process, and with launcher 'local' each of its")
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,8 @@
-"""Python runs this at the start of every process on whose PYTHONPATH this folder is: it plants faults in ranks.
+"""Python runs this at the start of every process on whose PYTHONPATH this folder is: it plants faults.
 
 ``PLANTED`` is "STRATEGY RANK PLACE DEED, ...": the rank with that number of a case of that strategy does the deed when
-it gets to the place. It uses what Python and torch offer for the purpose: audit events and global module hooks.
+it gets to the place; at ``dashboard`` the harness itself does it, whatever strategy and rank. It uses what Python and
+torch offer for the purpose: audit events and global module hooks.
 """
 
 import os
@@ -15,7 +16,9 @@ STEP = 2
 """The step, from 0, in which forward and backward meet their fault."""
 
 HANGING = "hangs"
-"""The file in the case's folder that tells that a rank hangs."""
+"""The file in the case's folder that tells that a rank hangs; in the run's, that the harness does."""
+
+IS_RANK = "refshard.harness.worker" in sys.orig_argv
 
 
 def kill() -> None:
@@ -25,7 +28,7 @@ def kill() -> None:
 
 def hang() -> None:
     """Live on, and do nothing more."""
-    (Path(sys.orig_argv[-2]) / HANGING).touch()
+    (Path(sys.orig_argv[-2 if IS_RANK else -1]) / HANGING).touch()
     time.sleep(3600)
 
 
@@ -39,6 +42,16 @@ def in_result(rank: str, deed: Callable[[], None]) -> None:
 
     def on_event(event: str, arguments: tuple[object, ...]) -> None:
         if event == "os.rename" and str(arguments[1]).endswith(f"rank{rank}.json"):
+            deed()
+
+    sys.addaudithook(on_event)
+
+
+def in_dashboard(deed: Callable[[], None]) -> None:
+    """Do it as the page is begun, before any of it is drawn."""
+
+    def on_event(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and Path(str(arguments[0])).name.startswith(".dashboard.html."):
             deed()
 
     sys.addaudithook(on_event)
@@ -81,10 +94,10 @@ def hook(place: str, deed: Callable[[], None]) -> None:
 
 for planted in filter(None, os.environ.get("PLANTED", "").split(",")):
     strategy, rank, place, deed = planted.split()
-    if "refshard.harness.worker" not in sys.orig_argv or os.environ.get("RANK") != rank:
-        continue
-    if Path(sys.orig_argv[-2]).name.startswith(f"{strategy}-"):
-        done = {"kill": kill, "hang": hang, "fail": fail}[deed]
+    done = {"kill": kill, "hang": hang, "fail": fail}[deed]
+    if place == "dashboard":
+        in_dashboard(done)
+    elif IS_RANK and os.environ.get("RANK") == rank and Path(sys.orig_argv[-2]).name.startswith(f"{strategy}-"):
         if place == "result":
             in_result(rank, done)
         else:
