@@ -4,7 +4,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import Popen
 
@@ -15,6 +15,7 @@ from refshard.harness.launchers.base import Job, Launch
 from refshard.harness.launchers.ranks import launch_of
 from refshard.harness.launchers.slurm import SlurmLauncher, launch_of_job
 from refshard.harness.launchers.slurm_job import Status, ask, ends_of, scripts
+from refshard.harness.launchers.slurm_submit import job_name
 from refshard.harness.store import read_run
 from tests.harness.commandline import only_case, processes_of, start, wait_for, write_suite
 from tests.harness.slurm import Slurm, obstacle, running_slurm
@@ -35,7 +36,6 @@ def test_a_batch_script_holds_the_users_options_before_what_must_hold(tmp_path: 
     batch, rank = scripts(JOB, tmp_path / "a b", ["--partition=main", "--comment=two words", "--ntasks=7"])
     options = [line.removeprefix("#SBATCH ") for line in batch.splitlines() if line.startswith("#SBATCH ")]
     assert options == [
-        "--job-name=refshard",
         "--requeue",
         "--time=20",
         "--partition=main '--comment=two words' --ntasks=7",
@@ -89,6 +89,115 @@ def test_options_must_be_a_shells() -> None:
 def test_a_machine_without_slurm_is_told_so() -> None:
     with pytest.raises(LaunchError, match="needs the program 'no-such-sbatch', not found on PATH; run on a login node"):
         ask("no-such-sbatch")
+
+
+class FakeSlurm:
+    """Slurm's commands, from memory: states of jobs by number, and what the next calls of sbatch say.
+
+    A line that starts with ``!`` is a complaint about a job that it took all the same. ``shown`` are the states that
+    scontrol tells of the running job, poll by poll.
+    """
+
+    def __init__(self, folder: Path, *sbatch: str, shown: Sequence[str] = ("COMPLETED",)) -> None:
+        self.folder, self.jobs, self.sbatch, self.shown = folder, dict[str, str](), list(sbatch), list(shown)
+        self.asked: list[str] = []
+        self.name = ""
+
+    def __call__(self, *command: str) -> tuple[int, str]:
+        self.asked.append(" ".join((command[0], *(part for part in command[1:] if part.isdecimal() or "SIG" in part))))
+        (name,) = [part for part in command if part.startswith("--job-name=")] or [self.name]
+        self.name = name
+        return {"squeue": self._squeue, "sbatch": self._sbatch, "scancel": self._scancel, "scontrol": self._scontrol}[
+            command[0]
+        ](*command[1:])
+
+    def _squeue(self, *_: str) -> tuple[int, str]:
+        return 0, " ".join(f"{number}={state}" for number, state in self.jobs.items())
+
+    def _sbatch(self, *_: str) -> tuple[int, str]:
+        said = self.sbatch.pop(0) if self.sbatch else ""
+        if said and not said.startswith("!"):
+            return 1, said
+        number = str(max(map(int, self.jobs), default=40) + 1)
+        self.jobs[number] = "PENDING"
+        return (1, said) if said else (0, number)
+
+    def _scancel(self, *options: str) -> tuple[int, str]:
+        named = [option for option in options if option.isdecimal()]
+        for number in named or self.jobs:
+            self.jobs[number] = "CANCELLED"
+        return 0, ""
+
+    def _scontrol(self, *options: str) -> tuple[int, str]:
+        number = options[-1]
+        if self.jobs[number] == "PENDING":
+            state = self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
+        else:
+            state = self.jobs[number]
+        return 0, f"JobId={number} JobState={state} Reason=None Restarts=0"
+
+
+def launched(
+    slurm: FakeSlurm, on_progress: Callable[[str], None] = lambda _: None, time_limit_s: float = 600.0
+) -> Launch:
+    job = Job(program="case", processes=2, time_limit_s=time_limit_s)
+    return SlurmLauncher("", slurm).launch(job, slurm.folder, on_progress)
+
+
+def test_a_job_is_called_after_its_folder(tmp_path: Path) -> None:
+    slurm = FakeSlurm(tmp_path)
+    assert launched(slurm) == Launch()
+    assert slurm.name == f"--job-name={job_name(tmp_path)}"
+    assert job_name(tmp_path) != job_name(tmp_path / "a")
+    assert slurm.asked == ["squeue", "sbatch", "squeue", "scontrol 41"]
+
+
+def test_what_an_earlier_harness_left_ends_before_the_next_job_comes(tmp_path: Path) -> None:
+    slurm, told = FakeSlurm(tmp_path), list[str]()
+    slurm.jobs = {"7": "RUNNING", "8": "FAILED"}
+    assert launched(slurm, told.append) == Launch()
+    assert slurm.asked == ["squeue", "scancel 7", "squeue", "sbatch", "squeue", "scontrol 9"]
+    assert told == ["ending job 7, left by an earlier run"]
+
+
+LOST_ANSWER = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+def test_a_job_that_was_taken_though_the_answer_was_lost_is_the_one(tmp_path: Path) -> None:
+    slurm = FakeSlurm(tmp_path, "!" + LOST_ANSWER)
+    assert launched(slurm) == Launch()
+    assert slurm.asked == ["squeue", "sbatch", "squeue", "scontrol 41"]
+
+
+@pytest.mark.parametrize("said", [LOST_ANSWER, "no answer within 60 s", "Unable to contact slurm controller (x)"])
+def test_a_job_that_was_not_taken_for_a_while_is_submitted_again(tmp_path: Path, said: str) -> None:
+    slurm, told = FakeSlurm(tmp_path, said), list[str]()
+    assert launched(slurm, told.append) == Launch()
+    assert slurm.asked == ["squeue", "sbatch", "squeue", "sbatch", "squeue", "scontrol 41"]
+    assert told == [said]
+
+
+def test_what_goes_wrong_here_leaves_no_job(tmp_path: Path) -> None:
+    def broken(_: str) -> None:
+        raise BrokenPipeError
+
+    slurm = FakeSlurm(tmp_path, shown=["RUNNING"])
+    (tmp_path / "progress").write_text("measure 1/2")
+    with pytest.raises(BrokenPipeError):
+        launched(slurm, broken)
+    assert slurm.jobs == {"41": "CANCELLED"}
+
+
+def test_progress_may_go_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "progress").mkdir()  # cannot be read, as what another host has just removed
+    told: list[str] = []
+    assert launched(FakeSlurm(tmp_path, shown=["RUNNING", "COMPLETED"]), told.append) == Launch()
+    assert told == ["job 41 running"]
+
+
+def test_a_job_that_never_ran_wrote_nothing(tmp_path: Path) -> None:
+    found = launched(FakeSlurm(tmp_path, shown=["PENDING", "CANCELLED"]))
+    assert found == Launch(error="Slurm ended job 41 in state CANCELLED (None)")
 
 
 @pytest.fixture(scope="module")
