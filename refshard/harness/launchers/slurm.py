@@ -86,7 +86,8 @@ class _Submitted:
         self._ask = ask
         self._limit_s, self._progress = job.time_limit_s, folder / PROGRESS_FILE
         self._folder = folder
-        self._began: tuple[int, float] | None = None
+        self._ran_s, self._restarts = 0.0, 0
+        self._seen: float | None = None
         self._shown = ""
 
     def wait(self, on_progress: Callable[[str], None], interruption: Interruption) -> Status | None:
@@ -134,12 +135,15 @@ class _Submitted:
         return timed_out((RankEnd(rank=0, exit_code=1, log_tail=log_tail(self._folder / "logs", 0)),))
 
     def _is_over(self, status: Status, now: float) -> bool:
-        """Whether it has run for its time; what it waits counts for nothing, and one that is requeued starts afresh."""
-        if status.state != "RUNNING":
-            return False
-        if self._began is None or self._began[0] != status.restarts:
-            self._began = status.restarts, now
-        return now > self._began[1] + self._limit_s
+        """Whether it has run for its time. What it waits, or is suspended, counts for nothing; one that is requeued
+        starts afresh.
+        """
+        if status.restarts != self._restarts:
+            self._restarts, self._ran_s, self._seen = status.restarts, 0.0, None
+        if status.state == "RUNNING" and self._seen is not None:
+            self._ran_s += now - self._seen
+        self._seen = now if status.state == "RUNNING" else None
+        return self._ran_s > self._limit_s
 
     def _show(self, status: Status, on_progress: Callable[[str], None]) -> None:
         text = f"job {self.number} {status.state.lower()}"
