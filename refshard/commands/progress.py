@@ -93,7 +93,7 @@ class Lines(Observer):
 
     def case_progressed(self, text: str) -> None:
         """A log needs no steps; but what is waited for."""
-        if _STEP.fullmatch(text) is None:
+        if text and _STEP.fullmatch(text) is None:  # it may be read while it is written
             print(f"  {text}", file=sys.stderr, flush=True)
 
     def case_ended(self, record: CaseRecord) -> None:

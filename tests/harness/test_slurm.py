@@ -124,6 +124,8 @@ class FakeSlurm:
 
     def _scancel(self, *options: str) -> tuple[int, str]:
         named = [option for option in options if option.isdecimal()]
+        if "--signal=SIGUSR1" in options:
+            return 0, ""
         for number in named or self.jobs:
             self.jobs[number] = "CANCELLED"
         return 0, ""
@@ -198,6 +200,22 @@ def test_progress_may_go_while_it_is_read(tmp_path: Path) -> None:
 def test_a_job_that_never_ran_wrote_nothing(tmp_path: Path) -> None:
     found = launched(FakeSlurm(tmp_path, shown=["PENDING", "CANCELLED"]))
     assert found == Launch(error="Slurm ended job 41 in state CANCELLED (None)")
+
+
+def test_what_a_job_is_suspended_counts_not_for_its_time(tmp_path: Path) -> None:
+    shown = ["RUNNING", "SUSPENDED", "SUSPENDED", "SUSPENDED", "RUNNING", "COMPLETED"]
+    assert launched(FakeSlurm(tmp_path, shown=shown), time_limit_s=0.5) == Launch()
+
+
+def test_ranks_tell_where_they_stand_before_their_job_is_cancelled(tmp_path: Path) -> None:
+    slurm = FakeSlurm(tmp_path, shown=["RUNNING"])
+    leave_end(tmp_path, 1, 20.5, 0)
+    (tmp_path / "stack0").write_text('Thread 0x1 (most recent call first):\n  File "/a/b.py", line 7 in f\n')
+    found = launched(slurm, time_limit_s=0.5)
+    assert found.timed_out
+    assert found.error == "rank 0 in f (b.py:7)"
+    assert found.log_tail[:2] == ("rank 1 wrote:", "rank 1 wrote this")
+    assert slurm.asked[-4:-1] == ["scontrol 41", "scancel --signal=SIGUSR1 41", "scancel 41"]
 
 
 @pytest.fixture(scope="module")
@@ -282,8 +300,12 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
     resumed = start("run", "--resume", run, "--launcher", "slurm", env=cluster.environment)
     _, err = resumed.communicate(timeout=240)
     assert resumed.returncode == 1, err
-    state, error, _ = only_case(read_run(run), "single")
-    assert (state, error) == ("timeout", "did not end within time_limit_s = 30; the ranks were ended")
+    state, error, log_tail = only_case(read_run(run), "single")
+    assert state == "timeout"
+    assert error is not None
+    assert error.startswith("did not end within time_limit_s = 30; the ranks were ended: rank 0 ")
+    assert "without an answer" not in error
+    assert "rank 0, most recent call first:" in log_tail
     assert not cluster.jobs()
     assert not processes_of(run)
 

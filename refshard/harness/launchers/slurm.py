@@ -15,7 +15,9 @@ from refshard.harness.launchers.elsewhere import environment_elsewhere
 from refshard.harness.launchers.ranks import RankEnd, launch_of, log_tail, timed_out
 from refshard.harness.launchers.slurm_job import GONE, OWN, Ask, Status, ask, ends_of, status_of
 from refshard.harness.launchers.slurm_submit import PATIENCE_S, POLL_S, cancel_named, submit
+from refshard.harness.launchers.stacks import stacks
 from refshard.harness.rank import PROGRESS_FILE
+from refshard.harness.worker import ASK
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
 
@@ -23,6 +25,10 @@ _CANCEL_S = 180.0
 _LOST = frozenset(("PREEMPTED", "NODE_FAIL", "BOOT_FAIL"))
 """States of jobs that ended through no fault of theirs: they are submitted again."""
 _SUBMISSIONS = 4
+_ASKED_RANKS = 8
+"""How many ranks tell where they stand when their time is over: the first."""
+_ANSWER_S = 15.0
+"""How long what they tell may take to be seen here."""
 
 
 class SlurmLauncher(Launcher):
@@ -84,6 +90,7 @@ class _Submitted:
     def __init__(self, number: str, job: Job, folder: Path, ask: Ask) -> None:
         self.number = number
         self._ask = ask
+        self._processes = job.processes
         self._limit_s, self._progress = job.time_limit_s, folder / PROGRESS_FILE
         self._folder = folder
         self._ran_s, self._restarts = 0.0, 0
@@ -118,7 +125,8 @@ class _Submitted:
         return None
 
     def cancelled(self, interruption: Interruption) -> Launch:
-        """End it, and wait until it has ended."""
+        """End it, and wait until it has ended; if its time is over, ask before where its ranks stand."""
+        ends = () if interruption.received else self._standing()
         deadline = time.monotonic() + _CANCEL_S
         while True:
             _, trouble = self._ask("scancel", self.number)
@@ -132,7 +140,24 @@ class _Submitted:
             time.sleep(POLL_S)
         if interruption.received:
             return Launch()
-        return timed_out((RankEnd(rank=0, exit_code=1, log_tail=log_tail(self._folder / "logs", 0)),))
+        return timed_out(ends)
+
+    def _standing(self) -> tuple[RankEnd, ...]:
+        """The first ranks, as they are."""
+        ended = {end.rank: end for end in ends_of(self._folder)}
+        asked = range(min(self._processes, _ASKED_RANKS))
+        failed, _ = self._ask("scancel", f"--signal={ASK.name}", self.number)
+        found = stacks(asked, self._folder, 0.0 if failed else _ANSWER_S, ended.__contains__)
+        return tuple(
+            ended.get(rank)
+            or RankEnd(
+                rank=rank,
+                exit_code=1,
+                log_tail=log_tail(self._folder / "logs", rank),
+                stack=found.get(rank, ()),
+            )
+            for rank in asked
+        )
 
     def _is_over(self, status: Status, now: float) -> bool:
         """Whether it has run for its time. What it waits, or is suspended, counts for nothing; one that is requeued
