@@ -16,8 +16,10 @@ from refshard.harness.launchers.ranks import launch_of
 from refshard.harness.launchers.slurm import SlurmLauncher, launch_of_job
 from refshard.harness.launchers.slurm_job import Status, ask, ends_of, scripts
 from refshard.harness.launchers.slurm_submit import job_name
-from refshard.harness.store import read_run
-from tests.harness.commandline import only_case, processes_of, start, wait_for, write_suite
+from refshard.harness.run import run_suite
+from refshard.harness.store import RunWriter, read_run
+from tests.harness.commandline import only_case, processes_of, start, status_of, wait_for, write_suite
+from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 from tests.harness.slurm import Slurm, obstacle, running_slurm
 
 JOB = Job(program="case", processes=2, time_limit_s=600.0)
@@ -218,6 +220,30 @@ def test_ranks_tell_where_they_stand_before_their_job_is_cancelled(tmp_path: Pat
     assert slurm.asked[-4:-1] == ["scontrol 41", "scancel --signal=SIGUSR1 41", "scancel 41"]
 
 
+def test_a_folder_that_cannot_be_made_beside_the_runs_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    slurm = FakeSlurm(tmp_path)
+    with pytest.raises(LaunchError, match=r"cannot describe their machines beside .*file/run \(.*\); correct that"):
+        SlurmLauncher("", slurm).environment(1, tmp_path / "file" / "run", lambda _: None)
+    assert not slurm.asked
+
+
+def test_what_can_be_refused_at_once_waits_for_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else this machine, which runs no Slurm, or has none, would be told first."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    run_suite(make_suite(), run, FakeLauncher(), Silent(), ENVIRONMENT)
+    other.mkdir()
+    suite = str(write_suite(other, "ddp"))
+    slurm = ["--launcher", "slurm"]
+    status, said = status_of(["run", suite, *slurm, "--out", str(run)], capsys)
+    assert (status, "the folder is not empty; name a new one" in said) == (2, True)
+    status, said = status_of(["run", suite, *slurm, "--resume", str(run)], capsys)
+    assert (status, "run run cannot be resumed: the suite's name was" in said) == (2, True)
+    with RunWriter(run, reopen=True):
+        status, said = status_of(["run", *slurm, "--resume", str(run)], capsys)
+    assert (status, "another process writes this run" in said) == (2, True)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     if found := obstacle():
@@ -306,6 +332,28 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
     assert error.startswith("did not end within time_limit_s = 30; the ranks were ended: rank 0 ")
     assert "without an answer" not in error
     assert "rank 0, most recent call first:" in log_tail
+    assert not cluster.jobs()
+    assert not processes_of(run)
+
+
+@pytest.mark.slurm
+def test_a_job_that_a_killed_harness_left_ends_before_the_run_goes_on(tmp_path: Path, cluster: Slurm) -> None:
+    run = tmp_path / "run"
+    killed = submitted(cluster, write_suite(tmp_path, "single", steps=100_000), run)
+    wait_for(lambda: measures(run, "single"), 240)
+    killed.kill()
+    killed.communicate(timeout=240)
+    (left,) = cluster.jobs()
+    resumed = start("run", "--resume", run, "--launcher", "slurm", env=cluster.environment)
+    wait_for(lambda: left not in cluster.jobs() and measures(run, "single"), 240)
+    (work,) = run.glob("cases/single*")
+    assert {p.environ()["SLURM_JOB_ID"] for p in processes_of(work) if "refshard.harness.worker" in p.cmdline()} == set(
+        cluster.jobs()
+    )
+    resumed.send_signal(signal.SIGTERM)
+    _, err = resumed.communicate(timeout=240)
+    assert resumed.returncode == 130, err
+    assert f"  ending job {left}, left by an earlier run\n" in err
     assert not cluster.jobs()
     assert not processes_of(run)
 
