@@ -265,8 +265,11 @@ def launch_name(case: CaseSpec, round_: int) -> str:
 
 def fresh_folder(work: Path) -> Path:
     """Make a launch's folder, in place of that of a launch that did not end, or failed; return its absolute path."""
+    aside = work.with_name(f".{work.name}")
+    shutil.rmtree(aside, ignore_errors=True)
     if work.exists():
-        shutil.rmtree(work)
+        work.rename(aside)  # who still writes to the one that is removed cannot hold that up
+        shutil.rmtree(aside)
     work.mkdir(parents=True)
     return work.absolute()
 

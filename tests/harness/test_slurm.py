@@ -9,6 +9,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from psutil import Process
 
 from refshard.errors import LaunchError, SpecError
 from refshard.harness.launchers.base import Job, Launch
@@ -192,6 +193,21 @@ def test_what_goes_wrong_here_leaves_no_job(tmp_path: Path) -> None:
     assert slurm.jobs == {"41": "CANCELLED"}
 
 
+def test_what_goes_wrong_as_an_interrupted_job_is_cancelled_is_told_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = FakeSlurm(tmp_path, shown=["RUNNING"])
+
+    def stubborn(*command: str) -> tuple[int, str]:
+        if command[0] == "scancel":
+            raise LaunchError("job 41 does not end")
+        return slurm(*command)
+
+    with pytest.raises(KeyboardInterrupt):
+        SlurmLauncher("", stubborn).launch(JOB, tmp_path, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert capsys.readouterr().err == "refshard: job 41 does not end\n"
+
+
 def test_progress_may_go_while_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "progress").mkdir()  # cannot be read, as what another host has just removed
     told: list[str] = []
@@ -260,13 +276,18 @@ def measures(run: Path, strategy: str) -> bool:
     return any(p.read_text().startswith("measure") for p in run.glob(f"cases/{strategy}*/progress"))
 
 
+def workers(run: Path) -> list[Process]:
+    """The processes of a case's ranks."""
+    return [p for p in processes_of(run / "cases") if p.cmdline()[1:3] == ["-m", "refshard.harness.worker"]]
+
+
 @pytest.mark.slurm
 def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Path, cluster: Slurm) -> None:
     run = tmp_path / "a run"
     suite = write_suite(tmp_path, "single", "ddp", "refshard-fsdp", ranks=2, steps=30)
     process = submitted(cluster, suite, run, "-p main '--comment=a b'")
     wait_for(lambda: measures(run, "ddp"), 240)
-    ranks = [p for p in processes_of(run / "cases") if p.cmdline()[1:3] == ["-m", "refshard.harness.worker"]]
+    ranks = workers(run)
     assert len(ranks) == 2
     (victim,) = (p for p in ranks if p.environ()["RANK"] == "1")
     victim.kill()
@@ -345,11 +366,8 @@ def test_a_job_that_a_killed_harness_left_ends_before_the_run_goes_on(tmp_path: 
     killed.communicate(timeout=240)
     (left,) = cluster.jobs()
     resumed = start("run", "--resume", run, "--launcher", "slurm", env=cluster.environment)
-    wait_for(lambda: left not in cluster.jobs() and measures(run, "single"), 240)
-    (work,) = run.glob("cases/single*")
-    assert {p.environ()["SLURM_JOB_ID"] for p in processes_of(work) if "refshard.harness.worker" in p.cmdline()} == set(
-        cluster.jobs()
-    )
+    wait_for(lambda: left not in cluster.jobs() and workers(run), 240)
+    assert {p.environ()["SLURM_JOB_ID"] for p in workers(run)} == set(cluster.jobs())
     resumed.send_signal(signal.SIGTERM)
     _, err = resumed.communicate(timeout=240)
     assert resumed.returncode == 130, err
