@@ -176,9 +176,9 @@ def test_a_job_that_was_taken_though_the_answer_was_lost_is_the_one(tmp_path: Pa
 
 @pytest.mark.parametrize("said", [LOST_ANSWER, "no answer within 60 s", "Unable to contact slurm controller (x)"])
 def test_a_job_that_was_not_taken_for_a_while_is_submitted_again(tmp_path: Path, said: str) -> None:
-    slurm, told = FakeSlurm(tmp_path, said), list[str]()
+    slurm, told = FakeSlurm(tmp_path, said, said), list[str]()
     assert launched(slurm, told.append) == Launch()
-    assert slurm.asked == ["squeue", "sbatch", "squeue", "sbatch", "squeue", "scontrol 41"]
+    assert slurm.asked == [*["squeue", "sbatch"] * 3, "squeue", "scontrol 41"]
     assert told == [said]
 
 

@@ -49,6 +49,7 @@ def submit(
     """
     script = _write(job, folder, options)
     before: frozenset[str] | None = None
+    shown = ""
     deadline = time.monotonic() + PATIENCE_S
     while not interruption.received:
         jobs, said = _named(folder, ask)
@@ -73,7 +74,9 @@ def submit(
             raise LaunchError(
                 f"launcher 'slurm': no job within {PATIENCE_S:g} s ({said}); --resume the run once Slurm answers"
             )
-        on_progress(said)
+        if said != shown:
+            shown = said
+            on_progress(said)
         time.sleep(POLL_S)
     return None
 
