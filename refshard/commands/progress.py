@@ -92,7 +92,9 @@ class Lines(Observer):
         self._course.start(case, round_, index, total)
 
     def case_progressed(self, text: str) -> None:
-        """A log needs no steps."""
+        """A log needs no steps; but what is waited for."""
+        if text and _STEP.fullmatch(text) is None:  # it may be read while it is written
+            print(f"  {text}", file=sys.stderr, flush=True)
 
     def case_ended(self, record: CaseRecord) -> None:
         """See :class:`Observer`."""

@@ -16,7 +16,7 @@ from refshard.harness.launchers.netlab import NetlabLauncher
 from refshard.harness.launchers.slurm import SlurmLauncher
 from refshard.harness.launchers.torchrun import TorchrunLauncher
 from refshard.harness.launchers.torchrun_server import place_of, serve
-from refshard.harness.run import check_suite, mark_latest, new_run_folder, resume_run, run_suite
+from refshard.harness.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
 from refshard.harness.store import read_run
 from refshard.records import Run
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
@@ -75,6 +75,7 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Laun
     cases = check_suite(suite, launcher, oversubscribe=asked.oversubscribe)
     folder = asked.resume or asked.output or new_run_folder(suite)
     print(f"run folder: {folder}", file=sys.stderr, flush=True)
+    check_folder(folder, given, resume=asked.resume is not None)
     environment = launcher.environment(
         cases[0].threads_per_rank, folder, lambda text: print(f"  {text}", file=sys.stderr, flush=True)
     )

@@ -18,7 +18,7 @@ from refshard.harness.environment import changes
 from refshard.harness.launchers.base import Job, Launcher
 from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.simulated import check_simulated, record_simulated
-from refshard.harness.store import RunWriter, read_run
+from refshard.harness.store import RunWriter, check_unused, read_run
 from refshard.models.data import open_source
 from refshard.plan.checkpointing import checkpointed_layers
 from refshard.records import CaseRecord, Environment, Run, RunRecord
@@ -124,13 +124,29 @@ def resume_run(
     return read_run(folder)
 
 
-def check_resumable(header: RunRecord, environment: Environment, suite: SuiteSpec | None) -> None:
-    """Refuse to mix what cannot be compared.
+def check_folder(folder: Path, suite: SuiteSpec | None, *, resume: bool) -> None:
+    """Refuse early, before anything is launched to learn the environment, what would be refused later.
+
+    Raises:
+        SpecError: the run in ``folder`` is to be resumed, and ``suite`` or this refshard is not its.
+        StoreError: the folder is to hold a new run and holds something; or there is no run, or another process writes
+            it.
+    """
+    if not resume:
+        check_unused(folder)
+        return
+    check_resumable(read_run(folder).header, None, suite)
+    with RunWriter(folder, reopen=True):
+        """Nothing is written: it could be."""
+
+
+def check_resumable(header: RunRecord, environment: Environment | None, suite: SuiteSpec | None) -> None:
+    """Refuse to mix what cannot be compared; ``environment`` is None while it is not known.
 
     Raises:
         SpecError: the suite or the environment is not the run's.
     """
-    changed = changes(header.environment, environment)
+    changed = [] if environment is None else changes(header.environment, environment)
     if header.refshard != version("refshard"):
         changed.append(f"refshard was {header.refshard} and is {version('refshard')}")
     if suite is not None and suite != header.suite:
@@ -260,8 +276,11 @@ def launch_name(case: CaseSpec, round_: int) -> str:
 
 def fresh_folder(work: Path) -> Path:
     """Make a launch's folder, in place of that of a launch that did not end, or failed; return its absolute path."""
+    aside = work.with_name(f".{work.name}")
+    shutil.rmtree(aside, ignore_errors=True)
     if work.exists():
-        shutil.rmtree(work)
+        work.rename(aside)  # who still writes to the one that is removed cannot hold that up
+        shutil.rmtree(aside)
     work.mkdir(parents=True)
     return work.absolute()
 

@@ -28,6 +28,20 @@ _CHECK = re.compile(rb',"check":"([0-9a-f]{16})"}$')
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
+def check_unused(folder: Path) -> None:
+    """Refuse a folder that holds something; one that does not exist holds nothing.
+
+    Raises:
+        StoreError: it does, or is no folder.
+    """
+    try:
+        used = folder.exists() and any(folder.iterdir())
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot hold a run ({error.strerror}); name a folder that can") from None
+    if used:
+        raise StoreError(f"{folder}: the folder is not empty; name a new one, or resume the run in it")
+
+
 class RunWriter:
     """Appends records to a run's folder. Use it as a context: the file is closed on every path."""
 
@@ -41,8 +55,7 @@ class RunWriter:
         try:
             if not reopen:
                 folder.mkdir(parents=True, exist_ok=True)
-                if any(folder.iterdir()):
-                    raise StoreError(f"{folder}: the folder is not empty; name a new one, or resume the run in it")
+                check_unused(folder)
             self._file: FileIO = (folder / RECORDS).open("r+b" if reopen else "x+b", buffering=0)
         except OSError as error:
             raise StoreError(f"{folder}: cannot hold a run ({error.strerror}); name a folder that can") from None

@@ -144,6 +144,13 @@ def test_in_a_log_it_is_a_line_a_launch(tmp_path: Path, capsys: pytest.CaptureFi
     assert re.fullmatch(r"\[3/3\] ok       refshard-yafsdp, .*: step time 250 ms  \(took [^,]+\)", lines[2])
 
 
+def test_a_log_tells_what_is_waited_for_and_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with Lines() as observer:
+        for text in ("job 7 pending: Resources", "", "warm-up 1/2", "measure 10/20"):
+            observer.case_progressed(text)
+    assert capsys.readouterr().err == "  job 7 pending: Resources\n"
+
+
 def test_on_a_real_terminal_it_ends_with_lines_that_fit_and_a_cursor(tmp_path: Path) -> None:
     """Of 80 columns; what it wrote is read as a terminal would, line by line."""
     controller, terminal = pty.openpty()

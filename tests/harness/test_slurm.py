@@ -4,19 +4,23 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from psutil import Process
 
 from refshard.errors import LaunchError, SpecError
 from refshard.harness.launchers.base import Job, Launch
 from refshard.harness.launchers.ranks import launch_of
 from refshard.harness.launchers.slurm import SlurmLauncher, launch_of_job
 from refshard.harness.launchers.slurm_job import Status, ask, ends_of, scripts
-from refshard.harness.store import read_run
-from tests.harness.commandline import only_case, processes_of, start, wait_for, write_suite
+from refshard.harness.launchers.slurm_submit import job_name
+from refshard.harness.run import run_suite
+from refshard.harness.store import RunWriter, read_run
+from tests.harness.commandline import only_case, processes_of, start, status_of, wait_for, write_suite
+from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 from tests.harness.slurm import Slurm, obstacle, running_slurm
 
 JOB = Job(program="case", processes=2, time_limit_s=600.0)
@@ -35,7 +39,6 @@ def test_a_batch_script_holds_the_users_options_before_what_must_hold(tmp_path: 
     batch, rank = scripts(JOB, tmp_path / "a b", ["--partition=main", "--comment=two words", "--ntasks=7"])
     options = [line.removeprefix("#SBATCH ") for line in batch.splitlines() if line.startswith("#SBATCH ")]
     assert options == [
-        "--job-name=refshard",
         "--requeue",
         "--time=20",
         "--partition=main '--comment=two words' --ntasks=7",
@@ -91,6 +94,172 @@ def test_a_machine_without_slurm_is_told_so() -> None:
         ask("no-such-sbatch")
 
 
+class FakeSlurm:
+    """Slurm's commands, from memory: states of jobs by number, and what the next calls of sbatch say.
+
+    A line that starts with ``!`` is a complaint about a job that it took all the same. ``shown`` are the states that
+    scontrol tells of the running job, poll by poll.
+    """
+
+    def __init__(self, folder: Path, *sbatch: str, shown: Sequence[str] = ("COMPLETED",)) -> None:
+        self.folder, self.jobs, self.sbatch, self.shown = folder, dict[str, str](), list(sbatch), list(shown)
+        self.asked: list[str] = []
+        self.name = ""
+
+    def __call__(self, *command: str) -> tuple[int, str]:
+        self.asked.append(" ".join((command[0], *(part for part in command[1:] if part.isdecimal() or "SIG" in part))))
+        (name,) = [part for part in command if part.startswith("--job-name=")] or [self.name]
+        self.name = name
+        return {"squeue": self._squeue, "sbatch": self._sbatch, "scancel": self._scancel, "scontrol": self._scontrol}[
+            command[0]
+        ](*command[1:])
+
+    def _squeue(self, *_: str) -> tuple[int, str]:
+        return 0, " ".join(f"{number}={state}" for number, state in self.jobs.items())
+
+    def _sbatch(self, *_: str) -> tuple[int, str]:
+        said = self.sbatch.pop(0) if self.sbatch else ""
+        if said and not said.startswith("!"):
+            return 1, said
+        number = str(max(map(int, self.jobs), default=40) + 1)
+        self.jobs[number] = "PENDING"
+        return (1, said) if said else (0, number)
+
+    def _scancel(self, *options: str) -> tuple[int, str]:
+        named = [option for option in options if option.isdecimal()]
+        if "--signal=SIGUSR1" in options:
+            return 0, ""
+        for number in named or self.jobs:
+            self.jobs[number] = "CANCELLED"
+        return 0, ""
+
+    def _scontrol(self, *options: str) -> tuple[int, str]:
+        number = options[-1]
+        if self.jobs[number] == "PENDING":
+            state = self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
+        else:
+            state = self.jobs[number]
+        return 0, f"JobId={number} JobState={state} Reason=None Restarts=0"
+
+
+def launched(
+    slurm: FakeSlurm, on_progress: Callable[[str], None] = lambda _: None, time_limit_s: float = 600.0
+) -> Launch:
+    job = Job(program="case", processes=2, time_limit_s=time_limit_s)
+    return SlurmLauncher("", slurm).launch(job, slurm.folder, on_progress)
+
+
+def test_a_job_is_called_after_its_folder(tmp_path: Path) -> None:
+    slurm = FakeSlurm(tmp_path)
+    assert launched(slurm) == Launch()
+    assert slurm.name == f"--job-name={job_name(tmp_path)}"
+    assert job_name(tmp_path) != job_name(tmp_path / "a")
+    assert slurm.asked == ["squeue", "sbatch", "squeue", "scontrol 41"]
+
+
+def test_what_an_earlier_harness_left_ends_before_the_next_job_comes(tmp_path: Path) -> None:
+    slurm, told = FakeSlurm(tmp_path), list[str]()
+    slurm.jobs = {"7": "RUNNING", "8": "FAILED"}
+    assert launched(slurm, told.append) == Launch()
+    assert slurm.asked == ["squeue", "scancel 7", "squeue", "sbatch", "squeue", "scontrol 9"]
+    assert told == ["ending job 7, left by an earlier run"]
+
+
+LOST_ANSWER = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+def test_a_job_that_was_taken_though_the_answer_was_lost_is_the_one(tmp_path: Path) -> None:
+    slurm = FakeSlurm(tmp_path, "!" + LOST_ANSWER)
+    assert launched(slurm) == Launch()
+    assert slurm.asked == ["squeue", "sbatch", "squeue", "scontrol 41"]
+
+
+@pytest.mark.parametrize("said", [LOST_ANSWER, "no answer within 60 s", "Unable to contact slurm controller (x)"])
+def test_a_job_that_was_not_taken_for_a_while_is_submitted_again(tmp_path: Path, said: str) -> None:
+    slurm, told = FakeSlurm(tmp_path, said, said), list[str]()
+    assert launched(slurm, told.append) == Launch()
+    assert slurm.asked == [*["squeue", "sbatch"] * 3, "squeue", "scontrol 41"]
+    assert told == [said]
+
+
+def test_what_goes_wrong_here_leaves_no_job(tmp_path: Path) -> None:
+    def broken(_: str) -> None:
+        raise BrokenPipeError
+
+    slurm = FakeSlurm(tmp_path, shown=["RUNNING"])
+    (tmp_path / "progress").write_text("measure 1/2")
+    with pytest.raises(BrokenPipeError):
+        launched(slurm, broken)
+    assert slurm.jobs == {"41": "CANCELLED"}
+
+
+def test_what_goes_wrong_as_an_interrupted_job_is_cancelled_is_told_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = FakeSlurm(tmp_path, shown=["RUNNING"])
+
+    def stubborn(*command: str) -> tuple[int, str]:
+        if command[0] == "scancel":
+            raise LaunchError("job 41 does not end")
+        return slurm(*command)
+
+    with pytest.raises(KeyboardInterrupt):
+        SlurmLauncher("", stubborn).launch(JOB, tmp_path, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert capsys.readouterr().err == "refshard: job 41 does not end\n"
+
+
+def test_progress_may_go_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "progress").mkdir()  # cannot be read, as what another host has just removed
+    told: list[str] = []
+    assert launched(FakeSlurm(tmp_path, shown=["RUNNING", "COMPLETED"]), told.append) == Launch()
+    assert told == ["job 41 running"]
+
+
+def test_a_job_that_never_ran_wrote_nothing(tmp_path: Path) -> None:
+    found = launched(FakeSlurm(tmp_path, shown=["PENDING", "CANCELLED"]))
+    assert found == Launch(error="Slurm ended job 41 in state CANCELLED (None)")
+
+
+def test_what_a_job_is_suspended_counts_not_for_its_time(tmp_path: Path) -> None:
+    shown = ["RUNNING", "SUSPENDED", "SUSPENDED", "SUSPENDED", "RUNNING", "COMPLETED"]
+    assert launched(FakeSlurm(tmp_path, shown=shown), time_limit_s=0.5) == Launch()
+
+
+def test_ranks_tell_where_they_stand_before_their_job_is_cancelled(tmp_path: Path) -> None:
+    slurm = FakeSlurm(tmp_path, shown=["RUNNING"])
+    leave_end(tmp_path, 1, 20.5, 0)
+    (tmp_path / "stack0").write_text('Thread 0x1 (most recent call first):\n  File "/a/b.py", line 7 in f\n')
+    found = launched(slurm, time_limit_s=0.5)
+    assert found.timed_out
+    assert found.error == "rank 0 in f (b.py:7)"
+    assert found.log_tail[:2] == ("rank 1 wrote:", "rank 1 wrote this")
+    assert slurm.asked[-4:-1] == ["scontrol 41", "scancel --signal=SIGUSR1 41", "scancel 41"]
+
+
+def test_a_folder_that_cannot_be_made_beside_the_runs_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    slurm = FakeSlurm(tmp_path)
+    with pytest.raises(LaunchError, match=r"cannot describe their machines beside .*file/run \(.*\); correct that"):
+        SlurmLauncher("", slurm).environment(1, tmp_path / "file" / "run", lambda _: None)
+    assert not slurm.asked
+
+
+def test_what_can_be_refused_at_once_waits_for_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else this machine, which runs no Slurm, or has none, would be told first."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    run_suite(make_suite(), run, FakeLauncher(), Silent(), ENVIRONMENT)
+    other.mkdir()
+    suite = str(write_suite(other, "ddp"))
+    slurm = ["--launcher", "slurm"]
+    status, said = status_of(["run", suite, *slurm, "--out", str(run)], capsys)
+    assert (status, "the folder is not empty; name a new one" in said) == (2, True)
+    status, said = status_of(["run", suite, *slurm, "--resume", str(run)], capsys)
+    assert (status, "run run cannot be resumed: the suite's name was" in said) == (2, True)
+    with RunWriter(run, reopen=True):
+        status, said = status_of(["run", *slurm, "--resume", str(run)], capsys)
+    assert (status, "another process writes this run" in said) == (2, True)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     if found := obstacle():
@@ -107,13 +276,18 @@ def measures(run: Path, strategy: str) -> bool:
     return any(p.read_text().startswith("measure") for p in run.glob(f"cases/{strategy}*/progress"))
 
 
+def workers(run: Path) -> list[Process]:
+    """The processes of a case's ranks."""
+    return [p for p in processes_of(run / "cases") if p.cmdline()[1:3] == ["-m", "refshard.harness.worker"]]
+
+
 @pytest.mark.slurm
 def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Path, cluster: Slurm) -> None:
     run = tmp_path / "a run"
     suite = write_suite(tmp_path, "single", "ddp", "refshard-fsdp", ranks=2, steps=30)
     process = submitted(cluster, suite, run, "-p main '--comment=a b'")
     wait_for(lambda: measures(run, "ddp"), 240)
-    ranks = [p for p in processes_of(run / "cases") if p.cmdline()[1:3] == ["-m", "refshard.harness.worker"]]
+    ranks = workers(run)
     assert len(ranks) == 2
     (victim,) = (p for p in ranks if p.environ()["RANK"] == "1")
     victim.kill()
@@ -174,8 +348,31 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
     resumed = start("run", "--resume", run, "--launcher", "slurm", env=cluster.environment)
     _, err = resumed.communicate(timeout=240)
     assert resumed.returncode == 1, err
-    state, error, _ = only_case(read_run(run), "single")
-    assert (state, error) == ("timeout", "did not end within time_limit_s = 30; the ranks were ended")
+    state, error, log_tail = only_case(read_run(run), "single")
+    assert state == "timeout"
+    assert error is not None
+    assert error.startswith("did not end within time_limit_s = 30; the ranks were ended: rank 0 ")
+    assert "without an answer" not in error
+    assert "rank 0, most recent call first:" in log_tail
+    assert not cluster.jobs()
+    assert not processes_of(run)
+
+
+@pytest.mark.slurm
+def test_a_job_that_a_killed_harness_left_ends_before_the_run_goes_on(tmp_path: Path, cluster: Slurm) -> None:
+    run = tmp_path / "run"
+    killed = submitted(cluster, write_suite(tmp_path, "single", steps=100_000), run)
+    wait_for(lambda: measures(run, "single"), 240)
+    killed.kill()
+    killed.communicate(timeout=240)
+    (left,) = cluster.jobs()
+    resumed = start("run", "--resume", run, "--launcher", "slurm", env=cluster.environment)
+    wait_for(lambda: left not in cluster.jobs() and workers(run), 240)
+    assert {p.environ()["SLURM_JOB_ID"] for p in workers(run)} == set(cluster.jobs())
+    resumed.send_signal(signal.SIGTERM)
+    _, err = resumed.communicate(timeout=240)
+    assert resumed.returncode == 130, err
+    assert f"  ending job {left}, left by an earlier run\n" in err
     assert not cluster.jobs()
     assert not processes_of(run)
 

@@ -7,15 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from refshard.cli import main
 from refshard.errors import SpecError
+from refshard.harness.interruption import Interruption
+from refshard.harness.launchers.base import Job
+from refshard.harness.launchers.ranks import RankEnd, children, timed_out
 from refshard.harness.launchers.torchrun import TorchrunLauncher
-from refshard.harness.launchers.torchrun_server import Place, place_of
+from refshard.harness.launchers.torchrun_server import Announced, Key, Place, Report, Server, place_of
 from refshard.harness.store import read_run
 from refshard.specs.case import CaseSpec
 from tests.harness.commandline import only_case, processes_of, wait_for, write_suite
@@ -136,6 +142,65 @@ def test_a_folder_that_a_node_does_not_share_is_told(tmp_path: Path) -> None:
     assert f"refshard: rank 1 on {socket.gethostname()} does not see {run.parent}/." in said
     assert "let --out name a folder that all nodes share" in said
     assert not processes_of(run)
+
+
+def test_a_time_limit_asks_all_ranks_before_it_ends_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    suite = write_suite(tmp_path, "ddp", ranks=2, steps=100_000, more="time_limit_s = 20.0")
+    with torchrun(ALONE, suite, run) as process:
+        _, err = process.communicate(timeout=400)
+    assert process.returncode == 1, err
+    state, error, log_tail = only_case(read_run(run), "ddp")
+    assert state == "timeout"
+    assert error is not None
+    assert error.startswith("did not end within time_limit_s = 20; the ranks were ended: rank")
+    assert "without an answer" not in error
+    assert [line for line in log_tail if line.endswith("most recent call first:")] == [
+        "rank 0, most recent call first:",
+        "rank 1, most recent call first:",
+    ]
+    assert not processes_of(run)
+
+
+def served(store: HashStore, folder: Path) -> Report:
+    """The report of rank 1's server on the first job, which is to work in ``folder``, and on no more."""
+    job = Job(program="case", processes=2, time_limit_s=60.0)
+    announced = Announced(job=job, folder=str(folder), port=1)
+    store.set(Key.job(0), msgspec.json.encode(announced).decode())
+    store.set(Key.job(1), "true")
+    place = replace(PLACE, rank=1)
+    assert Server(place, store, Interruption()).serve()
+    return msgspec.json.decode(store.get(Key.end(0, 0)), type=Report)
+
+
+def test_a_job_that_is_called_off_before_its_folder_is_seen_is_no_trouble(tmp_path: Path) -> None:
+    store = HashStore()
+    store.set(Key.call_off(0), str(int(signal.SIGTERM)))
+    found = served(store, tmp_path / "not yet")
+    assert (found.trouble, found.end.rank, found.end.exit_code) == ("", 1, -signal.SIGTERM)
+
+
+def test_a_server_that_cannot_start_its_rank_says_why(tmp_path: Path) -> None:
+    (tmp_path / "case.json").touch()
+    (tmp_path / "logs").touch()
+    trouble = served(HashStore(), tmp_path).trouble
+    assert trouble.startswith(f"rank 1 on {socket.gethostname()} cannot be started ([Errno ")
+    assert trouble.endswith("); correct that and --resume the run")
+
+
+def test_only_own_processes_are_asked_where_they_stand() -> None:
+    with subprocess.Popen(["sleep", "100"]) as child:
+        try:
+            assert children({0: os.getppid(), 1: child.pid}) == {1: child.pid}
+        finally:
+            child.kill()
+    assert children({1: child.pid}) == {}
+
+
+def test_a_rank_that_ended_well_is_not_said_to_stand_anywhere() -> None:
+    frame = '  File "/a/b.py", line 7 in f'
+    found = timed_out([RankEnd(rank=1, exit_code=0), RankEnd(rank=0, exit_code=-9, stack=(frame,))])
+    assert found.error == "rank 0 in f (b.py:7)"
 
 
 def case(**changes: object) -> CaseSpec:

@@ -24,8 +24,26 @@ def environment_elsewhere(
     Raises:
         LaunchError: a rank could not, or its machine is of another kind than rank 0's.
     """
+    try:
+        found = _found(launcher, processes, threads, beside, on_progress)
+    except OSError as error:  # of this process
+        raise LaunchError(f"the ranks cannot describe their machines beside {beside} ({error}); correct that") from None
+    for rank, other in found.items():
+        if differing := differences(found[0], other):
+            raise LaunchError(
+                f"hosts must be of one kind for one run: from {found[0].hostname} (rank 0) to {other.hostname} "
+                f"(rank {rank}), {'; '.join(differing)}; choose hosts that are alike"
+            )
+    return msgspec.structs.replace(found[0], argv=("refshard", *sys.argv[1:]))
+
+
+def _found(
+    launcher: Launcher, processes: int, threads: int, beside: Path, on_progress: Callable[[str], None]
+) -> dict[int, Environment]:
+    """What ranks tell of their machines, by rank; rank 0 is there, others as far as this host sees their files."""
     beside.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=beside.absolute().parent, prefix=f".{beside.name}-environment-") as name:
+    parent, prefix = beside.absolute().parent, f".{beside.name}-environment-"
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / ASKED).write_bytes(msgspec.json.encode(Asked(threads=threads)))
         job = Job(program="environment", processes=processes, time_limit_s=_LIMIT_S)
@@ -34,15 +52,8 @@ def environment_elsewhere(
             cause = f"no answer within {_LIMIT_S:g} s" if launch.timed_out else launch.error or "no answer"
             last = next((line.strip() for line in reversed(launch.log_tail) if line.strip()), "it wrote nothing")
             raise LaunchError(f"the ranks could not describe their machines: {cause} ({last}); correct that")
-        found = {
+        return {
             rank: msgspec.json.decode(path.read_bytes(), type=Environment)
             for rank in range(processes)
             if (path := described_file(folder, rank)).exists()
         }
-    for rank, other in found.items():
-        if differing := differences(found[0], other):
-            raise LaunchError(
-                f"hosts must be of one kind for one run: from {found[0].hostname} (rank 0) to {other.hostname} "
-                f"(rank {rank}), {'; '.join(differing)}; choose hosts that are alike"
-            )
-    return msgspec.structs.replace(found[0], argv=("refshard", *sys.argv[1:]))

@@ -69,10 +69,12 @@ class Ranks(ABC):
         """How they ended, in the order of their end; None while they run. When one fails, the others are ended."""
 
     @abstractmethod
+    def ask(self) -> None:
+        """Ask those that run where they stand, before they are ended for their time is over."""
+
+    @abstractmethod
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
-        """End with this signal those that run, and return how all ended; SIGKILL says that their time is over, and
-        those that run are asked before where they stand.
-        """
+        """End with this signal those that run, and return how all ended."""
 
 
 def run_ranks(
@@ -143,13 +145,21 @@ class _Processes(Ranks):
             for index, exit_code in exit_codes.items()
         )
 
+    def ask(self) -> None:
+        """See :class:`Ranks`."""
+        pids = {self._first_rank + index: pid for index, pid in self._processes.pids().items()}
+        self._stacks = ask_for_stacks(children(pids), self._folder)
+
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
         """See :class:`Ranks`."""
-        if number == signal.SIGKILL:
-            pids = {self._first_rank + index: pid for index, pid in self._processes.pids().items()}
-            self._stacks = ask_for_stacks(pids, self._folder)
         self._processes.close(number)
         return self.poll() or ()
+
+
+def children(pids: Mapping[int, int]) -> dict[int, int]:
+    """Those of ``pids``, by rank, that are processes of this one; the kernel gives the number of an ended one anew."""
+    own = {child.pid for child in psutil.Process().children()}
+    return {rank: pid for rank, pid in pids.items() if pid in own}
 
 
 def watch(
@@ -163,6 +173,7 @@ def watch(
             ranks.end(signal.SIGTERM)
             return Launch()
         if time.monotonic() > deadline:
+            ranks.ask()
             return timed_out(ranks.end(signal.SIGKILL))
         if progress.exists() and (text := progress.read_text()) != shown:
             shown = text
@@ -174,7 +185,7 @@ def watch(
 def timed_out(ends: Sequence[RankEnd]) -> Launch:
     """A launch whose time was over, and where its ranks stood then, as far as they were asked."""
     ends = sorted(ends, key=lambda end: end.rank)
-    stacks = {end.rank: end.stack for end in ends}
+    stacks = {end.rank: end.stack for end in ends if end.exit_code}  # one that ended well stands nowhere
     return Launch(timed_out=True, error=standing(stacks) if any(stacks.values()) else None, log_tail=_tails(ends))
 
 

@@ -1,8 +1,10 @@
 """Ranks as tasks of a Slurm job: one job for each launch, submitted here and run wherever Slurm finds room."""
 
 import shlex
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,24 +13,29 @@ from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.elsewhere import environment_elsewhere
 from refshard.harness.launchers.ranks import RankEnd, launch_of, log_tail, timed_out
-from refshard.harness.launchers.slurm_job import GONE, OWN, Status, ask, ends_of, scripts, status_of
+from refshard.harness.launchers.slurm_job import GONE, OWN, Ask, Status, ask, ends_of, status_of
+from refshard.harness.launchers.slurm_submit import PATIENCE_S, POLL_S, cancel_named, submit
+from refshard.harness.launchers.stacks import stacks
 from refshard.harness.rank import PROGRESS_FILE
+from refshard.harness.worker import ASK
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
 
-_POLL_S = 1.0
-_PATIENCE_S = 600.0
-"""How long Slurm's controller may be out of reach."""
 _CANCEL_S = 180.0
 _LOST = frozenset(("PREEMPTED", "NODE_FAIL", "BOOT_FAIL"))
 """States of jobs that ended through no fault of theirs: they are submitted again."""
 _SUBMISSIONS = 4
+_ASKED_RANKS = 8
+"""How many ranks tell where they stand when their time is over: the first."""
+_ANSWER_S = 15.0
+"""How long what they tell may take to be seen here."""
 
 
 class SlurmLauncher(Launcher):
-    """Submits with ``sbatch`` from a login node; ``options`` are the user's, as in a shell."""
+    """Submits with ``sbatch`` from a login node; ``options`` are the user's, as in a shell. ``ask`` runs commands."""
 
-    def __init__(self, options: str) -> None:
+    def __init__(self, options: str, ask: Ask = ask) -> None:
+        self._ask = ask
         try:
             self._options = tuple(shlex.split(options))
         except ValueError as error:
@@ -40,19 +47,31 @@ class SlurmLauncher(Launcher):
         Raises:
             LaunchError: sbatch refuses the job, or Slurm is out of reach for long.
         """
-        lost: list[str] = []
         with Interruption() as interruption:
-            while len(lost) < _SUBMISSIONS and not interruption.received:
-                number = _submit(job, folder, self._options, on_progress, interruption)
-                if number is None:
-                    return Launch()
-                submitted = _Submitted(number, job, folder)
-                status = submitted.wait(on_progress, interruption)
-                if status is None:
-                    return submitted.cancelled(interruption)
-                if status.state not in _LOST:
-                    return launch_of_job(status, submitted.number, folder)
-                lost.append(f"job {submitted.number}: {status.state}")
+            try:
+                return self._launch(job, folder, on_progress, interruption)
+            except BaseException as error:
+                with suppress(LaunchError):
+                    cancel_named(folder, self._ask)  # whatever went wrong, no job is left
+                if interruption.received:  # which takes the place of the error
+                    print(f"refshard: {error}", file=sys.stderr, flush=True)
+                raise
+
+    def _launch(self, job: Job, folder: Path, on_progress: Callable[[str], None], interruption: Interruption) -> Launch:
+        lost: list[str] = []
+        while len(lost) < _SUBMISSIONS and not interruption.received:
+            number = submit(job, folder, self._options, self._ask, on_progress, interruption)
+            if number is None:
+                with suppress(LaunchError):
+                    cancel_named(folder, self._ask)  # an answer may have been lost
+                return Launch()
+            submitted = _Submitted(number, job, folder, self._ask)
+            status = submitted.wait(on_progress, interruption)
+            if status is None:
+                return submitted.cancelled(interruption)
+            if status.state not in _LOST:
+                return launch_of_job(status, submitted.number, folder)
+            lost.append(f"job {submitted.number}: {status.state}")
         return Launch(
             error=f"Slurm ended the job each of {len(lost)} times ({', '.join(lost)}); ask --sbatch for nodes that last"
         )
@@ -68,11 +87,14 @@ class SlurmLauncher(Launcher):
 class _Submitted:
     """A job that Slurm has."""
 
-    def __init__(self, number: str, job: Job, folder: Path) -> None:
+    def __init__(self, number: str, job: Job, folder: Path, ask: Ask) -> None:
         self.number = number
+        self._ask = ask
+        self._processes = job.processes
         self._limit_s, self._progress = job.time_limit_s, folder / PROGRESS_FILE
         self._folder = folder
-        self._began: tuple[int, float] | None = None
+        self._ran_s, self._restarts = 0.0, 0
+        self._seen: float | None = None
         self._shown = ""
 
     def wait(self, on_progress: Callable[[str], None], interruption: Interruption) -> Status | None:
@@ -83,15 +105,15 @@ class _Submitted:
         """
         answered = time.monotonic()
         while not interruption.received:
-            status, trouble = status_of(self.number)
+            status, trouble = status_of(self.number, self._ask)
             now = time.monotonic()
             if status is None:
-                if now > answered + _PATIENCE_S:
+                if now > answered + PATIENCE_S:
                     raise LaunchError(
-                        f"launcher 'slurm': no word of job {self.number} for {_PATIENCE_S:g} s ({trouble}); cancel it "
+                        f"launcher 'slurm': no word of job {self.number} for {PATIENCE_S:g} s ({trouble}); cancel it "
                         "if it runs, and --resume the run"
                     )
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
                 continue
             answered = now
             if status.ended or status == GONE:
@@ -99,68 +121,65 @@ class _Submitted:
             if self._is_over(status, now):
                 return None
             self._show(status, on_progress)
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         return None
 
     def cancelled(self, interruption: Interruption) -> Launch:
-        """End it, and wait until it has ended."""
+        """End it, and wait until it has ended; if its time is over, ask before where its ranks stand."""
+        ends = () if interruption.received else self._standing()
         deadline = time.monotonic() + _CANCEL_S
         while True:
-            _, trouble = ask("scancel", self.number)
-            status, _ = status_of(self.number)
+            _, trouble = self._ask("scancel", self.number)
+            status, _ = status_of(self.number, self._ask)
             if status is not None and (status.ended or status == GONE):
                 break
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"launcher 'slurm': job {self.number} does not end when cancelled ({trouble}); see to it"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         if interruption.received:
             return Launch()
-        return timed_out((RankEnd(rank=0, exit_code=1, log_tail=log_tail(self._folder / "logs", 0)),))
+        return timed_out(ends)
+
+    def _standing(self) -> tuple[RankEnd, ...]:
+        """The first ranks, as they are."""
+        ended = {end.rank: end for end in ends_of(self._folder)}
+        asked = range(min(self._processes, _ASKED_RANKS))
+        failed, _ = self._ask("scancel", f"--signal={ASK.name}", self.number)
+        found = stacks(asked, self._folder, 0.0 if failed else _ANSWER_S, ended.__contains__)
+        return tuple(
+            ended.get(rank)
+            or RankEnd(
+                rank=rank,
+                exit_code=1,
+                log_tail=log_tail(self._folder / "logs", rank),
+                stack=found.get(rank, ()),
+            )
+            for rank in asked
+        )
 
     def _is_over(self, status: Status, now: float) -> bool:
-        """Whether it has run for its time; what it waits counts for nothing, and one that is requeued starts afresh."""
-        if status.state != "RUNNING":
-            return False
-        if self._began is None or self._began[0] != status.restarts:
-            self._began = status.restarts, now
-        return now > self._began[1] + self._limit_s
+        """Whether it has run for its time. What it waits, or is suspended, counts for nothing; one that is requeued
+        starts afresh.
+        """
+        if status.restarts != self._restarts:
+            self._restarts, self._ran_s, self._seen = status.restarts, 0.0, None
+        if status.state == "RUNNING" and self._seen is not None:
+            self._ran_s += now - self._seen
+        self._seen = now if status.state == "RUNNING" else None
+        return self._ran_s > self._limit_s
 
     def _show(self, status: Status, on_progress: Callable[[str], None]) -> None:
         text = f"job {self.number} {status.state.lower()}"
         if status.state == "PENDING":
             text += f": {status.reason}"
-        elif self._progress.exists():
-            text = self._progress.read_text()
+        else:
+            with suppress(OSError):  # not yet there; or the job starts afresh, and another host removes it
+                text = self._progress.read_text()
         if text != self._shown:
             self._shown = text
             on_progress(text)
-
-
-def _submit(
-    job: Job,
-    folder: Path,
-    options: tuple[str, ...],
-    on_progress: Callable[[str], None],
-    interruption: Interruption,
-) -> str | None:
-    """The job's number; None if this process is to end before Slurm's controller answers."""
-    own = folder / OWN
-    own.mkdir(exist_ok=True)
-    batch, rank = scripts(job, folder, options)
-    (own / "batch.sh").write_text(batch)
-    (own / "rank.sh").write_text(rank)
-    deadline = time.monotonic() + _PATIENCE_S
-    while not interruption.received:
-        failed, said = ask("sbatch", "--parsable", str(own / "batch.sh"))
-        if not failed:
-            return said.split(";")[0]
-        if "Unable to contact slurm controller" not in said or time.monotonic() > deadline:
-            raise LaunchError(f"launcher 'slurm': sbatch did not take the job ({said}); correct --sbatch")
-        on_progress(said)
-        time.sleep(_POLL_S)
-    return None
 
 
 def launch_of_job(status: Status, number: str, folder: Path) -> Launch:
@@ -171,5 +190,6 @@ def launch_of_job(status: Status, number: str, folder: Path) -> Launch:
         return replace(found, out_of_memory=True, error=error)
     if found.error is not None or status.state in ("COMPLETED", GONE.state):
         return found
-    tail = (folder / OWN / f"{number}.out").read_text(errors="replace").splitlines()[-30:]
+    wrote = folder / OWN / f"{number}.out"  # not of a job that never ran
+    tail = wrote.read_text(errors="replace").splitlines()[-30:] if wrote.exists() else []
     return Launch(error=f"Slurm ended job {number} in state {status.state} ({status.reason})", log_tail=tuple(tail))

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,15 @@ OWN = "slurm"
 """The folder, in the job's, of scripts and of what Slurm writes; all else there but what was asked is the ranks'."""
 _ENDS = "ends"
 _SPARE_MINUTES = 10
-_ENDED = frozenset(
+ENDED = frozenset(
     ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 )
+"""States of jobs that have ended, for good."""
+Ask = Callable[..., tuple[int, str]]
+"""Runs a command of Slurm, as :func:`ask` does."""
 _COMMAND_S = 60.0
 
 _BATCH = """#!/bin/sh
-#SBATCH --job-name=refshard
 #SBATCH --requeue
 #SBATCH --time={minutes}
 {options}#SBATCH --ntasks={ranks}
@@ -38,6 +40,7 @@ exec srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CP
 """
 _RANK = """#!/bin/sh
 # One rank: its place in torchrun's words. Ranks meet where rank 0 says, whatever the submitting shell had set.
+trap : USR1 # which asks the worker where it stands
 unset MASTER_ADDR MASTER_PORT
 export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_NTASKS"
 LOCAL_WORLD_SIZE=$(echo "$SLURM_GTIDS" | tr , '\\n' | wc -l)
@@ -69,7 +72,7 @@ class Status:
     @property
     def ended(self) -> bool:
         """Whether it has ended, for good."""
-        return self.state in _ENDED
+        return self.state in ENDED
 
 
 GONE = Status(state="FORGOTTEN", reason="None", restarts=0)
@@ -138,7 +141,7 @@ def ask(*command: str) -> tuple[int, str]:
     return done.returncode, " ".join((done.stdout if done.returncode == 0 else done.stderr).split())
 
 
-def status_of(number: str) -> tuple[Status | None, str]:
+def status_of(number: str, ask: Ask) -> tuple[Status | None, str]:
     """What Slurm says of a job; None, and why, if it cannot be asked now."""
     failed, said = ask("scontrol", "--oneliner", "show", "job", number)
     if not failed:

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,19 +22,33 @@ def ask_for_stacks(pids: Mapping[int, int], folder: Path) -> dict[int, tuple[str
 
     A rank that cannot write it yet ends by the signal: ask those only that are to be ended.
     """
-    files = {rank: stack_file(folder, rank) for rank in pids}
     for pid in pids.values():
         with suppress(ProcessLookupError):
             os.kill(pid, ASK)
+    return stacks(pids, folder, _ANSWER_S, lambda rank: _has_ended(pids[rank]))
+
+
+def stacks(
+    ranks: Iterable[int], folder: Path, limit_s: float, has_ended: Callable[[int], bool]
+) -> dict[int, tuple[str, ...]]:
+    """The stacks that ``ranks`` write, which were asked; see :func:`ask_for_stacks`."""
+    files = {rank: stack_file(folder, rank) for rank in ranks}
     before: dict[int, str] = {}
-    deadline = time.monotonic() + _ANSWER_S
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        texts = {rank: file.read_text(errors="replace") if file.exists() else "" for rank, file in files.items()}
-        if texts == before and all(text or _has_ended(pids[rank]) for rank, text in texts.items()):
+        texts = {rank: _text(file) for rank, file in files.items()}
+        if texts == before and all(text or has_ended(rank) for rank, text in texts.items()):
             break
         before = texts
         time.sleep(0.1)
     return {rank: _main_thread(text) for rank, text in before.items()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:  # not yet there, or removed by another host
+        return ""
 
 
 def _has_ended(pid: int) -> bool:

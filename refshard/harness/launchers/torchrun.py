@@ -20,13 +20,17 @@ from refshard.harness.launchers.elsewhere import environment_elsewhere
 from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.launchers.ranks import POLL_S, RankEnd, Ranks, watch
 from refshard.harness.launchers.torchrun_server import Announced, Key, Place, Report, agents_store, start_rank
-from refshard.harness.worker import end_with_parent
+from refshard.harness.worker import ASK, end_with_parent
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
 
 _COME_S = 300.0
-_LOST_S = 90.0
-"""A server that says nothing for so long is lost; to end a rank that ignores its signal takes it 40 s."""
+_LOST_S = 180.0
+"""A server that says nothing for so long is lost. It says nothing while it ends a rank: 5 s to be asked, twice 30 s to
+end, and 10 s for what it left; on a busy host that takes longer.
+"""
+_ANSWER_S = 15.0
+"""How long servers may take to ask their ranks where they stand."""
 _LEAVE_S = 5.0
 _LOOK_S = 1.0
 
@@ -118,6 +122,16 @@ class _Everywhere(Ranks):
         if any(end.exit_code for end in self._ends):
             return self.end(signal.SIGTERM)
         return None if self._running else tuple(self._ends)
+
+    def ask(self) -> None:
+        """See :class:`Ranks`. None is ended before all were asked: a rank that lost its peer stands elsewhere."""
+        self._store.set(Key.call_off(self._number), str(int(ASK)))
+        if 0 in self._running:
+            self._own.ask()
+        asked = [Key.asked(self._number, rank) for rank in self._running - {0}]
+        deadline = time.monotonic() + _ANSWER_S
+        while asked and not self._store.check(asked) and time.monotonic() < deadline:  # some may be lost
+            time.sleep(POLL_S)
 
     def end(self, number: signal.Signals) -> tuple[RankEnd, ...]:
         """See :class:`Ranks`."""

@@ -30,7 +30,7 @@ from refshard.harness.launchers.ranks import (
     started,
     worker_arguments,
 )
-from refshard.harness.worker import end_with_parent
+from refshard.harness.worker import ASK, end_with_parent
 
 _BEAT_S = 1.0
 _IDLE_S = 0.5
@@ -94,8 +94,13 @@ class Key:
 
     @staticmethod
     def call_off(number: int) -> str:
-        """The signal that ends the job's ranks."""
+        """The signal for the job's ranks: to end them, or to ask them before where they stand."""
         return f"job/{number}/call_off"
+
+    @staticmethod
+    def asked(number: int, rank: int) -> str:
+        """Set when a server has asked its rank where it stands."""
+        return f"job/{number}/asked/{rank}"
 
     @staticmethod
     def ends(number: int) -> str:
@@ -154,16 +159,19 @@ def serve(place: Place) -> bool:
             if interruption.received:
                 return False
             time.sleep(_IDLE_S)
-        return _Server(place, TCPStore(place.address, int(agents.get(Key.PORT))), interruption).serve()
+        return Server(place, TCPStore(place.address, int(agents.get(Key.PORT))), interruption).serve()
     return False
 
 
-class _Server:
+class Server:
+    """Serves from :meth:`serve` on; ``interruption`` notes the signals that this process gets."""
+
     def __init__(self, place: Place, store: Store, interruption: Interruption) -> None:
         self._place, self._store, self._interruption = place, store, interruption
         self._last_beat = float("-inf")
 
     def serve(self) -> bool:
+        """See :func:`serve`."""
         number = 0
         while isinstance(announced := self._next(number), Announced):
             if self._place.rank < announced.job.processes:
@@ -181,28 +189,53 @@ class _Server:
         return msgspec.json.decode(self._store.get(Key.job(number)), type=Announced | bool)
 
     def _run(self, number: int, announced: Announced) -> Report:
-        rank, asked = self._place.rank, Path(announced.folder) / announced.job.asked
+        rank = self._place.rank
+        called_off = Report(end=RankEnd(rank=rank, exit_code=-signal.SIGTERM))
+        try:
+            trouble = self._unseen(number, Path(announced.folder) / announced.job.asked)
+            if trouble is not None:
+                return msgspec.structs.replace(called_off, trouble=trouble)
+            with start_rank(announced, self._place) as ranks:
+                ends = self._watch(number, ranks)
+        except OSError as error:  # of this process: what a rank meets is its result
+            trouble = (
+                f"rank {rank} on {os.uname().nodename} cannot be started ({error}); correct that and --resume the run"
+            )
+            return msgspec.structs.replace(called_off, trouble=trouble)
+        return Report(end=ends[0]) if ends else called_off
+
+    def _unseen(self, number: int, asked: Path) -> str | None:
+        """Wait for what the job is asked. Why its rank cannot start, if so; empty if the job was called off."""
         deadline = time.monotonic() + _SEEN_S
         while not asked.exists():
-            if time.monotonic() > deadline or self._ended_by(number) is not None:
-                return Report(
-                    end=RankEnd(rank=rank, exit_code=1),
-                    trouble=f"rank {rank} on {os.uname().nodename} does not see {asked}; let --out name a folder that "
-                    "all nodes share",
+            if self._signal(number) is not None:
+                return ""
+            if time.monotonic() > deadline:
+                return (
+                    f"rank {self._place.rank} on {os.uname().nodename} does not see {asked}; let --out name a folder "
+                    "that all nodes share"
                 )
             self._beat()
             time.sleep(POLL_S)
-        with start_rank(announced, self._place) as ranks:
-            while (ends := ranks.poll()) is None:
-                if (number_of_signal := self._ended_by(number)) is not None:
-                    ends = ranks.end(number_of_signal)
-                    break
-                self._beat()
-                time.sleep(POLL_S)
-        return Report(end=ends[0] if ends else RankEnd(rank=rank, exit_code=-signal.SIGTERM))
+        return None
 
-    def _ended_by(self, number: int) -> signal.Signals | None:
-        """The signal to end the job's rank with, if it is to end."""
+    def _watch(self, number: int, ranks: Ranks) -> tuple[RankEnd, ...]:
+        """How the rank ended, by itself or by a signal."""
+        asked = False
+        while (ends := ranks.poll()) is None:
+            number_of_signal = self._signal(number)
+            if number_of_signal == ASK and not asked:
+                asked = True
+                ranks.ask()
+                self._store.set(Key.asked(number, self._place.rank), "")
+            elif number_of_signal is not None and number_of_signal != ASK:
+                return ranks.end(number_of_signal)
+            self._beat()
+            time.sleep(POLL_S)
+        return ends
+
+    def _signal(self, number: int) -> signal.Signals | None:
+        """The signal for the job's rank, if there is one."""
         if self._interruption.received:
             return signal.SIGTERM
         if not self._store.check([Key.call_off(number)]):
@@ -210,6 +243,7 @@ class _Server:
         return signal.Signals(int(self._store.get(Key.call_off(number))))
 
     def _report(self, number: int, report: Report) -> None:
+        self._store.set(Key.asked(number, self._place.rank), "")  # there is none to wait for
         index = self._store.add(Key.ends(number), 1) - 1
         self._store.set(Key.end(number, index), msgspec.json.encode(report).decode())
 
