@@ -108,7 +108,7 @@ relevant = 0.8
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_strategies_are_compared_by_time_and_memory_alone(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, "ddp", ranks=2)
     suite.write_text(suite.read_text() + QUICK)
@@ -122,7 +122,7 @@ def test_two_strategies_are_compared_by_time_and_memory_alone(tmp_path: Path) ->
     assert status in (0, 3), "a machine may be too noisy for six rounds"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_noise_is_measured_kept_and_told(accepted: tuple[Path, Path], tmp_path: Path) -> None:
     """24 launches of the same code are the six rounds of this suite's screening and six to confirm."""
     suite = tmp_path / "suite.toml"
