@@ -105,7 +105,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
-    """First line of a run. ``planned`` counts launches: cases times rounds."""
+    """First line of a run. ``planned`` counts launches: cases times rounds. ``files`` has the SHA-256, in hexadecimal,
+    of each file that cases name (a model, a cluster, tokens), by the path that they give.
+    """
 
     schema: int = SCHEMA
     run_id: str
@@ -114,6 +116,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     suite: SuiteSpec
     environment: Environment
     planned: int
+    files: dict[str, str] = {}
 
 
 class CollectiveCount(msgspec.Struct, frozen=True, kw_only=True, order=True):

@@ -11,9 +11,10 @@ ASKED = "environment.json"
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """With how many threads to measure the rate of a matrix product."""
+    """With how many threads to measure the rate of a matrix product; and in words what joins the hosts."""
 
     threads: int
+    network: str = ""
 
 
 def described_file(folder: Path, rank: int) -> Path:
@@ -25,6 +26,6 @@ def describe_rank(folder: Path) -> int:
     """Run this rank and return the process's exit status."""
     if int(os.environ["LOCAL_RANK"]) == 0:
         asked = msgspec.json.decode((folder / ASKED).read_bytes(), type=Asked)
-        described = msgspec.json.encode(capture_environment(asked.threads))
+        described = msgspec.json.encode(capture_environment(asked.threads, asked.network))
         described_file(folder, int(os.environ["RANK"])).write_bytes(described)
     return 0

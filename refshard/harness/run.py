@@ -1,5 +1,6 @@
 """A suite becomes a run: every case launched in processes of its own, every result written as it ends."""
 
+import hashlib
 import os
 import random
 import shutil
@@ -91,6 +92,7 @@ def run_suite(
             suite=suite,
             environment=environment,
             planned=len(_plan(suite)),
+            files=named_files(suite),
         )
         writer.append(header)
         _run_missing(Run(header=header, cases=()), folder, writer, launcher, observer)
@@ -144,11 +146,14 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
     """Refuse to mix what cannot be compared; ``environment`` is None while it is not known.
 
     Raises:
-        SpecError: the suite or the environment is not the run's.
+        SpecError: the suite, the environment, or what is in a file that cases name, is not the run's.
     """
     changed = [] if environment is None else changes(header.environment, environment)
     if header.refshard != version("refshard"):
         changed.append(f"refshard was {header.refshard} and is {version('refshard')}")
+    if header.files:
+        now = named_files(header.suite)
+        changed += [f"{path} is another file than it was" for path, was in header.files.items() if now.get(path) != was]
     if suite is not None and suite != header.suite:
         given, kept = msgspec.to_builtins(suite), msgspec.to_builtins(header.suite)
         changed += [
@@ -158,6 +163,17 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
         ]
     if changed:
         raise SpecError(f"run {header.run_id} cannot be resumed: {'; '.join(changed)}; start a new run")
+
+
+def named_files(suite: SuiteSpec) -> dict[str, str]:
+    """SHA-256 of every file that a case of ``suite`` names, by its path."""
+    named = {name for case in suite.cases() for name in (case.model, case.cluster, case.data)}
+    found = {}
+    for name in sorted(named):
+        if name and Path(name).is_file():
+            with Path(name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _plan(suite: SuiteSpec) -> list[tuple[int, CaseSpec]]:

@@ -73,8 +73,12 @@ class RunWriter:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise StoreError(f"{self.folder}: another process writes this run; wait for its end, or end it") from None
+        except OSError as error:
+            raise StoreError(
+                f"{self.folder}: cannot be locked ({error.strerror}); put runs where files can be, or mount with flock"
+            ) from None
 
     def append(self, record: RunRecord | CaseRecord) -> None:
         """Write one record so that it outlives a crash of this process or machine.

@@ -486,6 +486,19 @@ def test_results_that_are_no_success_are_kept(tmp_path: Path) -> None:
     assert not launcher.launched
 
 
+def test_a_run_is_not_resumed_with_another_file_under_the_same_name(tmp_path: Path) -> None:
+    model = tmp_path / "mine.toml"
+    preset = Path(__file__).parents[2] / "profiles" / "models" / "llama-tiny.toml"
+    model.write_text(preset.read_text())
+    suite = make_suite(matrix={"strategy": ["ddp"], "world_size": [2], "model": [str(model)]})
+    started = run_suite(suite, tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
+    assert list(started.header.files) == [str(model)]
+    assert resume_run(tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT).end is not None
+    model.write_text(preset.read_text() + "# another word\n")
+    with pytest.raises(SpecError, match="mine.toml is another file than it was; start a new run"):
+        resume_run(tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
+
+
 def test_a_run_is_not_resumed_where_something_changed(tmp_path: Path) -> None:
     run(tmp_path, FakeLauncher())
     folder, launcher = tmp_path / "run", FakeLauncher()

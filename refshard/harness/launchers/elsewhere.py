@@ -17,15 +17,21 @@ _LIMIT_S = 600.0
 
 
 def environment_elsewhere(
-    launcher: Launcher, processes: int, threads: int, beside: Path, on_progress: Callable[[str], None]
+    launcher: Launcher,
+    processes: int,
+    threads: int,
+    network: str,
+    beside: Path,
+    on_progress: Callable[[str], None],
 ) -> Environment:
-    """Launch ``processes`` ranks that describe their machines, in a folder beside the run's, and return rank 0's.
+    """Launch ``processes`` ranks that describe their machines, in a folder beside the run's, and return rank 0's; in
+    ``network`` what joins them, which a run must have throughout.
 
     Raises:
         LaunchError: a rank could not, or its machine is of another kind than rank 0's.
     """
     try:
-        found = _found(launcher, processes, threads, beside, on_progress)
+        found = _found(launcher, processes, Asked(threads=threads, network=network), beside, on_progress)
     except OSError as error:  # of this process
         raise LaunchError(f"the ranks cannot describe their machines beside {beside} ({error}); correct that") from None
     for rank, other in found.items():
@@ -38,14 +44,14 @@ def environment_elsewhere(
 
 
 def _found(
-    launcher: Launcher, processes: int, threads: int, beside: Path, on_progress: Callable[[str], None]
+    launcher: Launcher, processes: int, asked: Asked, beside: Path, on_progress: Callable[[str], None]
 ) -> dict[int, Environment]:
     """What ranks tell of their machines, by rank; rank 0 is there, others as far as this host sees their files."""
     beside.parent.mkdir(parents=True, exist_ok=True)
     parent, prefix = beside.absolute().parent, f".{beside.name}-environment-"
     with tempfile.TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / ASKED).write_bytes(msgspec.json.encode(Asked(threads=threads)))
+        (folder / ASKED).write_bytes(msgspec.json.encode(asked))
         job = Job(program="environment", processes=processes, time_limit_s=_LIMIT_S)
         launch = launcher.launch(job, folder, on_progress)
         if launch.timed_out or launch.error or not described_file(folder, 0).exists():

@@ -194,7 +194,8 @@ def launch_of(ends: Sequence[RankEnd], folder: Path) -> Launch:
     failed = {end.rank: end for end in ends if end.exit_code}
     if not failed:
         return Launch()
-    rank, exit_code = first_to_fail({rank: end.exit_code for rank, end in failed.items()})
+    killed = {rank: end for rank, end in failed.items() if end.out_of_memory}  # the kernel's choice draws the others
+    rank, exit_code = first_to_fail({rank: end.exit_code for rank, end in (killed or failed).items()})
     return Launch(
         out_of_memory=failed[rank].out_of_memory,
         failed_rank=rank,
@@ -213,9 +214,11 @@ def first_to_fail(exit_codes: Mapping[int, int]) -> tuple[int, int]:
     (0, -9)
     >>> first_to_fail({1: 1, 0: -15})
     (1, 1)
+    >>> first_to_fail({1: -9, 0: -6})
+    (1, -9)
     """
     killed = [(rank, code) for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM]
-    return min(killed, default=next(iter(exit_codes.items())))
+    return next(iter(killed or exit_codes.items()))
 
 
 @contextmanager

@@ -81,7 +81,8 @@ class SlurmLauncher(Launcher):
 
     def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
         """See :meth:`Launcher.environment`. One job tells, for all nodes that ``options`` may lead to."""
-        return environment_elsewhere(self, 1, threads, beside, on_progress)
+        network = " ".join(("nodes that Slurm chose", *self._options))
+        return environment_elsewhere(self, 1, threads, network, beside, on_progress)
 
 
 class _Submitted:

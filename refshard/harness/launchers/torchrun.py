@@ -102,7 +102,10 @@ class TorchrunLauncher(Launcher):
 
     def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
         """See :meth:`Launcher.environment`. A rank of every host tells."""
-        return environment_elsewhere(self, self._place.world_size, threads, beside, on_progress)
+        place = self._place
+        hosts = -(-place.world_size // place.local_world_size)
+        network = f"{hosts} hosts of {place.local_world_size} ranks (torchrun)" if hosts > 1 else ""
+        return environment_elsewhere(self, place.world_size, threads, network, beside, on_progress)
 
 
 class _Everywhere(Ranks):
