@@ -495,7 +495,7 @@ def test_a_run_is_not_resumed_with_another_file_under_the_same_name(tmp_path: Pa
     assert list(started.header.files) == [str(model)]
     assert resume_run(tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT).end is not None
     model.write_text(preset.read_text() + "# another word\n")
-    with pytest.raises(SpecError, match="mine.toml is another file than it was; start a new run"):
+    with pytest.raises(SpecError, match=r"mine\.toml is another file than it was; start a new run"):
         resume_run(tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
 
 
