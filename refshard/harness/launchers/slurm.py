@@ -81,8 +81,7 @@ class SlurmLauncher(Launcher):
 
     def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
         """See :meth:`Launcher.environment`. One job tells, for all nodes that ``options`` may lead to."""
-        network = " ".join(("nodes that Slurm chose", *self._options))
-        return environment_elsewhere(self, 1, threads, network, beside, on_progress)
+        return environment_elsewhere(self, 1, threads, "nodes that Slurm chose", beside, on_progress)
 
 
 class _Submitted:
