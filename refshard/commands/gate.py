@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def _beside_accepted(asked: Asked) -> GateReport:
         for name in sorted({*accepted.cases, *records})
     )
     whose = f"that of {accepted.machine['cpu']}, for this machine has none: only what no machine changes is compared"
-    return GateReport(
+    made = GateReport(
         baseline=f"accepted {accepted.fingerprint}",
         candidate=asked.candidate,
         cases=found,
@@ -186,9 +186,12 @@ def _beside_accepted(asked: Asked) -> GateReport:
         notes=(
             f"accepted on {accepted.accepted_at[:10]}: {accepted.reason}",
             *(() if own else (whose,)),
-            f"what is meant becomes the baseline by: refshard accept {folder} --reason ...",
         ),
     )
+    if made.status != report.REGRESSION:
+        return made
+    remedy = f"what is meant becomes the baseline by: refshard accept {folder} --reason ..."
+    return replace(made, notes=(*made.notes, remedy))
 
 
 def beside(
