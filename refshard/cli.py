@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from refshard import resources
 from refshard.errors import RefshardError, SpecError
 from refshard.harness.interruption import ignore_more, interruptible, mortal
 
@@ -224,7 +225,7 @@ def calibrate(
         typer.Option("--from", help="Launch nothing: the folder of an earlier --aa. May be repeated."),
     ] = None,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
-    baselines: _Baselines = Path("profiles/baselines"),
+    baselines: _Baselines = resources.BASELINES,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
 ) -> None:
     """Measure this machine's compute and collectives, and write a cluster's profile; or, with --aa, its noise."""
@@ -283,7 +284,7 @@ def gate(
         typer.Option("--portable", help="Where this machine has no baseline, take another's, as far as that can hold."),
     ] = False,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
-    baselines: _Baselines = Path("profiles/baselines"),
+    baselines: _Baselines = resources.BASELINES,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
     markdown: Annotated[Path | None, typer.Option(help="Write tables for a pull request.")] = None,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML.")] = None,
@@ -312,7 +313,7 @@ def gate(
 def accept(
     run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
     reason: Annotated[str, typer.Option(help="Why these metrics are what they should be.")],
-    baselines: _Baselines = Path("profiles/baselines"),
+    baselines: _Baselines = resources.BASELINES,
 ) -> None:
     """Make a run's exact metrics the baseline that `refshard gate` holds changes against."""
     from refshard.commands import gate as command

@@ -4,6 +4,7 @@ A run's ``records.jsonl`` holds one :class:`RunRecord`, then a :class:`CaseRecor
 one :class:`EndRecord`. Raw samples are kept per rank and step; summaries are derived from them.
 """
 
+from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
@@ -72,6 +73,11 @@ METRICS: dict[str, Metric] = {
 
 DERIVED = frozenset({"overlap_efficiency"})
 """Metrics that take several cases of a run to compute: reports have them, records do not."""
+
+
+def timestamp() -> str:
+    """The time now as records have it: UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@ this file knows.
 
 from pathlib import Path
 
+BASELINES = Path("profiles") / "baselines"
+"""Where accepted baselines lie, and the noise of machines: in the folder of whoever holds the gate, not of refshard."""
 _PACKAGE = Path(__file__).resolve().parent
 
 

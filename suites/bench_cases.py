@@ -65,7 +65,7 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     launches = [item.callspec.params["launch"] for item in request.session.items if item.path == request.path]
     suite = of_launches(suite_of(request.config), launches)
     kept = not request.config.getoption("--benchmark-disable")
-    folder = new_run_folder(suite) if kept else tmp_path_factory.mktemp("runs") / suite.name
+    folder = new_run_folder(suite.name) if kept else tmp_path_factory.mktemp("runs") / suite.name
     try:
         with Lines() as lines, make_launcher(suite, Asked(suite=suite.name)) as launcher:
             environment = launcher.environment(suite.cases()[0].threads_per_rank, folder, print)

@@ -1,17 +1,13 @@
 """What commands that launch a suite have in common."""
 
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 from refshard.errors import SpecError
 from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.run import check_suite
+from refshard.harness.run import check_suite, new_run_folder
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
-
-BASELINES = Path("profiles/baselines")
-"""Where accepted baselines lie, and the noise of machines."""
 
 
 def tell(text: str) -> None:
@@ -21,7 +17,7 @@ def tell(text: str) -> None:
 
 def run_folder(name: str) -> Path:
     """A fresh folder name under ``runs/`` of the current directory, which is told."""
-    folder = Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{name}"
+    folder = new_run_folder(name)
     tell(f"run folder: {folder}")
     return folder
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from refshard.commands.asked import BASELINES, check_gated, run_folder, tell
+from refshard import resources
+from refshard.commands.asked import check_gated, run_folder, tell
 from refshard.commands.paired import side_by_side
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
@@ -50,7 +51,7 @@ class Asked:
     exact: bool = False
     portable: bool = False
     oversubscribe: bool = False
-    baselines: Path = BASELINES
+    baselines: Path = resources.BASELINES
 
     def __post_init__(self) -> None:
         for field in ("baseline", "candidate"):
@@ -142,7 +143,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def accept(run: Path, reason: str, baselines: Path = BASELINES) -> str:
+def accept(run: Path, reason: str, baselines: Path = resources.BASELINES) -> str:
     """Make a run's exact metrics the baseline; return what to print.
 
     Raises:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from refshard.commands.asked import BASELINES, check_gated, run_folder, tell
+from refshard import resources
+from refshard.commands.asked import check_gated, run_folder, tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.harness.environment import capture_environment
@@ -26,7 +27,7 @@ def calibrate_noise(
     recorded: Sequence[Path],
     as_json: bool,
     oversubscribe: bool = False,
-    baselines: Path = BASELINES,
+    baselines: Path = resources.BASELINES,
 ) -> str:
     """Launch ``suite`` against itself as often, or take rounds that were ``recorded`` in some folders; rehearse gates;
     return the text.

@@ -1,11 +1,11 @@
 """``refshard run``: measure a suite, show progress, print the table, draw the dashboard."""
 
 import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from refshard.commands.asked import tell
 from refshard.commands.progress import observer
 from refshard.commands.report import report
 from refshard.errors import SpecError, nearest
@@ -73,12 +73,10 @@ def run(asked: Asked) -> tuple[Run, Path]:
 
 def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Launcher) -> tuple[Run, Path]:
     cases = check_suite(suite, launcher, oversubscribe=asked.oversubscribe)
-    folder = asked.resume or asked.output or new_run_folder(suite)
-    print(f"run folder: {folder}", file=sys.stderr, flush=True)
+    folder = asked.resume or asked.output or new_run_folder(suite.name)
+    tell(f"run folder: {folder}")
     check_folder(folder, given, resume=asked.resume is not None)
-    environment = launcher.environment(
-        cases[0].threads_per_rank, folder, lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-    )
+    environment = launcher.environment(cases[0].threads_per_rank, folder, lambda text: tell(f"  {text}"))
     with observer() as shown:
         if asked.resume is not None:
             finished = resume_run(folder, launcher, shown, environment, suite=given, oversubscribe=asked.oversubscribe)

@@ -1,7 +1,6 @@
 """Accepted baselines: what exact metrics are meant to be, one file for each fingerprint and suite, made for diffs."""
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -9,7 +8,7 @@ import msgspec
 from refshard.errors import SpecError, StoreError
 from refshard.folders import replace_file
 from refshard.harness.environment import COMPARABLE
-from refshard.records import Environment, Run
+from refshard.records import Environment, Run, timestamp
 from refshard.stats.exact import Value, changes, exact_metrics
 
 _SCHEMA = 1
@@ -75,7 +74,7 @@ def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
         machine=machine_of(environment),
         refshard=run.header.refshard,
         git_commit=environment.git_commit,
-        accepted_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        accepted_at=timestamp(),
         reason=reason.strip(),
         cases=dict(sorted(cases.items())),
     )

@@ -14,6 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from refshard.errors import LaunchError
 
 ADDRESS_FILE = "meeting"
+STORE_IS_HELD = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+"""Variables of ranks whose store is held already, so that rank 0 opens none there; torch then reads the count too."""
 _PATIENCE_S = 300.0
 _POLL_S = 0.1
 
@@ -45,10 +47,4 @@ def meet(folder: Path, patience_s: float = _PATIENCE_S) -> None:
             )
         time.sleep(_POLL_S)
     address, port = path.read_text().split()
-    os.environ.update(
-        MASTER_ADDR=address,
-        MASTER_PORT=port,
-        # Rank 0 must not open another store there; torch then reads the count too.
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
+    os.environ.update({"MASTER_ADDR": address, "MASTER_PORT": port, **STORE_IS_HELD})

@@ -1,7 +1,6 @@
 """This machine's own noise: the same code against itself, launched again and again, and kept beside its baselines."""
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from refshard.harness.launchers.base import Launcher
 from refshard.harness.rounds import PairedRounds, Side, log_ratios
 from refshard.harness.run import Observer
 from refshard.harness.store import read_run
-from refshard.records import Environment, RunRecord
+from refshard.records import Environment, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import TimeLimits
 from refshard.specs.suite import SuiteSpec
@@ -108,7 +107,7 @@ def keep_noise(noise: Noise, suite: SuiteSpec, environment: Environment, folder:
         fingerprint=environment.id,
         refshard=version("refshard"),
         git_commit=environment.git_commit,
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        measured_at=timestamp(),
         limits=suite.gate.times,
         noise=noise,
     )

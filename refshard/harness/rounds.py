@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from refshard.harness.rank import rank_file
 from refshard.harness.run import Observer, launch_case, launch_name, launching
 from refshard.harness.series import kind, launch_series
 from refshard.harness.store import RunWriter
-from refshard.records import CaseRecord, Environment, RunRecord
+from refshard.records import CaseRecord, Environment, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
@@ -104,7 +103,7 @@ class PairedRounds:
             header = RunRecord(
                 run_id=f"{self._folder.name}-{side.name}",
                 refshard=version("refshard"),
-                started_at=_now(),
+                started_at=timestamp(),
                 suite=self._suite,
                 environment=side.environment,
                 planned=0,
@@ -211,7 +210,3 @@ def log_ratios(before: Sequence[CaseRecord], after: Sequence[CaseRecord]) -> Log
         {r.round: r.metrics["step_time_s"] or math.nan for r in side if r.state == "ok"} for side in (before, after)
     )
     return np.log([b[r] / a[r] for r in sorted(a.keys() & b.keys())], dtype=np.float64)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -22,7 +22,7 @@ from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, check_unused, read_run
 from refshard.models.data import open_source
 from refshard.plan.checkpointing import checkpointed_layers
-from refshard.records import CaseRecord, Environment, Run, RunRecord
+from refshard.records import CaseRecord, Environment, Run, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model
@@ -88,7 +88,7 @@ def run_suite(
         header = RunRecord(
             run_id=folder.name,
             refshard=version("refshard"),
-            started_at=_now(),
+            started_at=timestamp(),
             suite=suite,
             environment=environment,
             planned=len(_plan(suite)),
@@ -211,10 +211,10 @@ def _held_against(case: CaseSpec) -> int:
     return 0 if case == case.reference() else 1 if case.strategy == "ddp" else 2
 
 
-def new_run_folder(suite: SuiteSpec) -> Path:
-    """A fresh folder name under ``runs/`` of the current directory."""
+def new_run_folder(name: str) -> Path:
+    """A fresh folder name for a run of what is called ``name``, under ``runs/`` of the current directory."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{stamp}-{suite.name}"
+    return Path("runs") / f"{stamp}-{name}"
 
 
 def mark_latest(folder: Path) -> None:
@@ -337,7 +337,3 @@ def _check_fidelity(case: CaseSpec) -> None:
         check_simulated(case)
     if case.fidelity == "emulated":
         load_cluster(case.cluster).of_world_size(case.world_size)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -12,7 +12,6 @@ import os
 import re
 from collections import Counter
 from contextlib import suppress
-from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +20,7 @@ import msgspec
 
 from refshard.errors import StoreError
 from refshard.harness.interruption import Interruption
-from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord, State
+from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord, State, timestamp
 
 RECORDS = "records.jsonl"
 _CHECK = re.compile(rb',"check":"([0-9a-f]{16})"}$')
@@ -100,7 +99,7 @@ class RunWriter:
         states = Counter[str](self._states.values())
         end = EndRecord(
             run_id=run_id,
-            ended_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            ended_at=timestamp(),
             cases=states.total(),
             states=dict(states),
             interrupted=interrupted,

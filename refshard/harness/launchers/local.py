@@ -10,7 +10,8 @@ from refshard.harness.environment import capture_environment
 from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.machine import check_fits_machine
-from refshard.harness.launchers.ranks import STORE_IS_HELD, rank_environment, run_ranks, worker_arguments
+from refshard.harness.launchers.ranks import rank_environment, run_ranks, worker_arguments
+from refshard.harness.meeting import STORE_IS_HELD
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
 

@@ -22,8 +22,6 @@ from refshard.harness.rank import PROGRESS_FILE
 _TAIL_LINES, _LEAST_LINES = 30, 8
 POLL_S = 0.1
 """How often ranks are looked after: rarely enough to leave them the cores."""
-STORE_IS_HELD = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-"""Variables of ranks whose store is not held by rank 0, which must open none there; torch then reads the count too."""
 _ROOM_BYTES = 2**20
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 

@@ -23,13 +23,13 @@ from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job
 from refshard.harness.launchers.ranks import (
     POLL_S,
-    STORE_IS_HELD,
     RankEnd,
     Ranks,
     rank_environment,
     started,
     worker_arguments,
 )
+from refshard.harness.meeting import STORE_IS_HELD
 from refshard.harness.worker import ASK, end_with_parent
 
 _BEAT_S = 1.0
