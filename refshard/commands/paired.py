@@ -20,7 +20,7 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.gate import FEWEST_ROUNDS, GateSpec
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 from refshard.stats.exact import OPERATORS, ORDER, PEAK, Change, changes, exact_metrics, first_difference
-from refshard.stats.gate import LogRatios, judge, needs_fresh
+from refshard.stats.gate import Effect, effect_of, judge, needs_fresh
 from refshard.stats.rehearsal import Noise
 
 
@@ -155,18 +155,18 @@ class Comparison:
         screened = self._rounds(held, timed, limits.screen_rounds, found)
         doubtful = [c for c in timed if c.name in screened and needs_fresh(screened[c.name], limits)]
         confirmed = self._rounds(held, doubtful, limits.confirm_rounds, found)
-        judged = {n: r for n, r in screened.items() if n in confirmed or not needs_fresh(r, limits)}
+        judged = {n: e for n, e in screened.items() if n in confirmed or not needs_fresh(e, limits)}
         for name, verdict in judge(judged, confirmed, limits).items():
             found[name] = replace(found[name], time=verdict)
         return list(found.values())
 
     def _rounds(
         self, held: PairedRounds, cases: Sequence[CaseSpec], rounds: int, found: dict[str, GateCase]
-    ) -> dict[str, LogRatios]:
-        """ln(B / A) of each case whose rounds are enough; of the others ``found`` says what went wrong."""
+    ) -> dict[str, Effect]:
+        """What B takes over A in each case whose rounds are enough; of the others ``found`` says what went wrong."""
         first = held.rounds
         held.hold(cases, rounds)
-        enough: dict[str, LogRatios] = {}
+        enough: dict[str, Effect] = {}
         for case in cases:
             log_ratios, failures = held.log_ratios(case, first), held.failures(case, first)
             if len(failures[1]) > len(failures[0]):
@@ -176,7 +176,7 @@ class Comparison:
                 told = f"only {len(log_ratios)} of {rounds} rounds ended ok on both sides"
                 found[case.name] = replace(found[case.name], trouble=told, trouble_is="inconclusive")
             else:
-                enough[case.name] = log_ratios
+                enough[case.name] = effect_of(log_ratios)
         return enough
 
 

@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
+from scipy.special import ndtri
 
 from refshard.specs.gate import TimeLimits
 
@@ -40,7 +41,8 @@ class Effect:
     """B over A: 1.05 means that B takes 5 % longer.
 
     ``low`` and ``high`` bound the exact 95 % interval, 0 and infinity where rounds are too few for one. ``p_slower``
-    and ``p_faster`` are one-sided: the chance of a sample at least as extreme if B took as long as A.
+    and ``p_faster`` are one-sided: the chance of a sample at least as extreme if B took as long as A. ``spread`` is the
+    robust standard deviation of a round's ln(B / A), infinite for a single round.
     """
 
     ratio: float
@@ -48,6 +50,7 @@ class Effect:
     high: float
     p_slower: float
     p_faster: float
+    spread: float
     rounds: int
 
 
@@ -81,6 +84,7 @@ def effect_of(log_ratios: LogRatios) -> Effect:
         high=math.exp(high),
         p_slower=_p(log_ratios),
         p_faster=_p(-log_ratios),
+        spread=_spread(log_ratios),
         rounds=len(log_ratios),
     )
 
@@ -98,14 +102,13 @@ def is_unclear(effect: Effect, limits: TimeLimits) -> bool:
     return effect.high >= 1 + limits.visible
 
 
-def needs_fresh(screened: LogRatios, limits: TimeLimits) -> bool:
+def needs_fresh(screened: Effect, limits: TimeLimits) -> bool:
     """Whether a case's screening leaves something to decide."""
-    effect = effect_of(screened)
-    return is_suspect(effect, limits) or is_unclear(effect, limits)
+    return is_suspect(screened, limits) or is_unclear(screened, limits)
 
 
 def judge(
-    screened: Mapping[str, LogRatios], confirmed: Mapping[str, LogRatios], limits: TimeLimits
+    screened: Mapping[str, Effect], confirmed: Mapping[str, Effect], limits: TimeLimits
 ) -> dict[str, TimeVerdict]:
     """The verdict on each case, by name: all were screened, those that :func:`needs_fresh` names have fresh rounds in
     ``confirmed``. Only suspects can have become slower or faster.
@@ -113,22 +116,22 @@ def judge(
     Raises:
         ValueError: a case that needs fresh rounds has none, or another case has some.
     """
-    screening = {name: effect_of(log_ratios) for name, log_ratios in screened.items()}
-    needed = {name for name, log_ratios in screened.items() if needs_fresh(log_ratios, limits)}
+    needed = {name for name, effect in screened.items() if needs_fresh(effect, limits)}
     if needed != confirmed.keys():
         raise ValueError(f"fresh rounds must be those of {sorted(needed)}, got {sorted(confirmed)}")
-    fresh = {name: effect_of(log_ratios) for name, log_ratios in confirmed.items()}
-    suspects = {name for name, effect in screening.items() if is_suspect(effect, limits)}
-    slower = holm({name: fresh[name].p_slower if name in suspects else 1.0 for name in screened}, limits.significance)
-    faster = holm({name: fresh[name].p_faster if name in suspects else 1.0 for name in screened}, limits.significance)
+    decisive = {**screened, **confirmed}
+    suspects = {name for name, effect in screened.items() if is_suspect(effect, limits)}
+    p_slower = {name: effect.p_slower if name in suspects else 1.0 for name, effect in decisive.items()}
+    p_faster = {name: effect.p_faster if name in suspects else 1.0 for name, effect in decisive.items()}
+    slower, faster = (holm(p_values, limits.significance) for p_values in (p_slower, p_faster))
     return {
         name: TimeVerdict(
-            verdict=_verdict(fresh.get(name, screening[name]), name in slower, name in faster, limits),
-            effect=fresh.get(name, screening[name]),
-            smallest_visible=smallest_visible(screened[name], limits, cases=len(screened)),
+            verdict=_verdict(effect, name in slower, name in faster, limits),
+            effect=effect,
+            smallest_visible=smallest_visible(screened[name].spread, limits, cases=len(screened)),
             suspect=name in suspects,
         )
-        for name in screened
+        for name, effect in decisive.items()
     }
 
 
@@ -150,25 +153,31 @@ def holm(p_values: Mapping[str, float], level: float) -> set[str]:
     return rejected
 
 
-def smallest_visible(log_ratios: LogRatios, limits: TimeLimits, cases: int) -> float:
-    """The relative slow-down that both stages find with a probability of about 95 %, if rounds scatter as these do.
+def smallest_visible(spread: float, limits: TimeLimits, cases: int) -> float:
+    """The relative slow-down that both stages find with a probability of about 95 %, if rounds scatter by ``spread``.
 
-    By the normal approximation, from a robust spread; infinite for a single round.
+    By the normal approximation.
     """
-    if len(log_ratios) < 2:
+    if spread == math.inf:
         return math.inf
-    spread = float(stats.median_abs_deviation(log_ratios, scale="normal"))
     screen, confirm = (
         spread / math.sqrt(_EFFICIENCY * rounds) for rounds in (limits.screen_rounds, limits.confirm_rounds)
     )
-    found, rare = stats.norm.ppf(_OF_A_STAGE), -stats.norm.ppf(limits.significance / cases)
+    found, rare = ndtri(_OF_A_STAGE), -ndtri(limits.significance / cases)
     needed = (
         math.log1p(limits.screen_effect) + found * screen,
-        (found - stats.norm.ppf(limits.screen_p)) * screen,
+        (found - ndtri(limits.screen_p)) * screen,
         math.log1p(limits.relevant) + found * confirm,
         (found + rare) * confirm,
     )
     return math.expm1(max(needed))
+
+
+def _spread(log_ratios: LogRatios) -> float:
+    """1.4826 times the median absolute deviation: of a normal distribution, its standard deviation."""
+    if len(log_ratios) < 2:
+        return math.inf
+    return float(np.median(np.abs(log_ratios - np.median(log_ratios))) / ndtri(0.75))
 
 
 def _pairwise_means(values: LogRatios) -> LogRatios:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from scipy import stats
 
 from refshard.specs.gate import TimeLimits
 from refshard.stats.gate import LogRatios, Verdict, effect_of, judge, needs_fresh, smallest_visible
@@ -33,8 +32,9 @@ def rehearse(draw: Draw, limits: TimeLimits, *, gates: int, seed: int = 0) -> Re
     failing, counts = 0, dict[str, Counter[Verdict]]()
     for _ in range(gates):
         rounds = draw(drawn)
-        screened = {name: screen for name, (screen, _) in rounds.items()}
-        confirmed = {name: fresh for name, (screen, fresh) in rounds.items() if needs_fresh(screen, limits)}
+        screened = {name: effect_of(screen) for name, (screen, _) in rounds.items()}
+        fresh = [name for name, effect in screened.items() if needs_fresh(effect, limits)]
+        confirmed = {name: effect_of(rounds[name][1]) for name in fresh}
         verdicts = judge(screened, confirmed, limits)
         for name, found in verdicts.items():
             counts.setdefault(name, Counter())[found.verdict] += 1
@@ -120,12 +120,12 @@ def noise_of(
             ratio=effect.ratio,
             low=effect.low,
             high=effect.high,
-            spread=float(stats.median_abs_deviation(log_ratios, scale="normal")),
+            spread=effect.spread,
             false_alarms=verdicts.get("regressed", 0),
             inconclusive=verdicts.get("inconclusive", 0),
             planted=planted,
             tried=tried,
             found=slower.verdicts[name].get("regressed", 0),
-            smallest_visible=smallest_visible(log_ratios, limits, cases=len(recorded)),
+            smallest_visible=smallest_visible(effect.spread, limits, cases=len(recorded)),
         )
     return Noise(launches=launches, gates=gates, failing_gates=nothing.failing_gates, cases=cases)

@@ -10,7 +10,8 @@ from refshard.stats.gate import Effect, TimeVerdict, Verdict
 
 
 def timed(verdict: Verdict, ratio: float = 1.0) -> TimeVerdict:
-    effect = Effect(ratio=ratio, low=ratio - 0.01, high=ratio + 0.01, p_slower=0.5, p_faster=0.5, rounds=16)
+    low, high = ratio - 0.01, ratio + 0.01
+    effect = Effect(ratio=ratio, low=low, high=high, p_slower=0.5, p_faster=0.5, spread=0.02, rounds=16)
     return TimeVerdict(verdict=verdict, effect=effect, smallest_visible=0.035, suspect=verdict == "regressed")
 
 
