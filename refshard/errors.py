@@ -18,7 +18,7 @@ class EngineError(RefshardError):
 
 
 class LaunchError(RefshardError):
-    """This machine cannot make what the ranks of a case are to run on."""
+    """What ranks are to run on, a network, a Slurm or a torchrun, cannot be had or does not do its part."""
 
 
 class CheckpointError(RefshardError):

@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from tests.harness.commandline import wait_for
 
@@ -63,6 +65,14 @@ class Slurm:
         """Ids of the jobs that wait or run."""
         return self.ask("squeue", "--noheader", "--format=%A").split()
 
+    def cancel_all(self) -> None:
+        """End the jobs that a test which failed has left, and wait a while for it."""
+        if left := self.jobs():
+            self.ask("scancel", "--full", "--signal=KILL", *left)
+            self.ask("scancel", *left)
+            with suppress(AssertionError):
+                wait_for(lambda: not self.jobs(), 30)
+
 
 def obstacle() -> str | None:
     """Why no Slurm can be made here; None if it can."""
@@ -89,6 +99,7 @@ def running_slurm(folder: Path) -> Iterator["Slurm"]:
     key.chmod(0o400)
     environment = {**os.environ, "SLURM_CONF": str(configuration)}
     with ExitStack() as ended:
+        ended.callback(_end_what_is_left, configuration)
         files = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munged.pid"}
         files |= {"log-file": folder / "munged.log", "seed-file": folder / "munged.seed"}
         given = [f"--{name}={path}" for name, path in files.items()]
@@ -98,6 +109,7 @@ def running_slurm(folder: Path) -> Iterator["Slurm"]:
             if program == "munged":
                 wait_for((folder / "munge.socket").exists)
         made = Slurm(environment=environment, controller=pids["slurmctld"])
+        ended.callback(made.cancel_all)
         wait_for(lambda: "idle" in made.ask("sinfo", "--noheader", "--format=%T"))
         yield made
 
@@ -121,6 +133,14 @@ def _daemon(program: str, options: list[str], environment: Mapping[str, str], fo
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _end_what_is_left(configuration: Path) -> None:
+    """Once the daemons are gone: steps of jobs, and whoever waits for them, know the configuration by its path."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("SLURM_CONF") == str(configuration) and process.pid != os.getpid():
+                process.kill()
 
 
 def _free_ports(count: int) -> list[int]:
