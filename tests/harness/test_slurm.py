@@ -336,7 +336,7 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
     tmp_path: Path, cluster: Slurm
 ) -> None:
     run = tmp_path / "run"
-    suite = write_suite(tmp_path, "single", steps=100_000, more="time_limit_s = 30.0")
+    suite = write_suite(tmp_path, "single", steps=100_000, more="time_limit_s = 60.0")
     process = submitted(cluster, suite, run)
     wait_for(lambda: measures(run, "single"), 240)
     process.send_signal(signal.SIGTERM)
@@ -351,7 +351,7 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
     state, error, log_tail = only_case(read_run(run), "single")
     assert state == "timeout"
     assert error is not None
-    assert error.startswith("did not end within time_limit_s = 30; the ranks were ended: rank 0 ")
+    assert error.startswith("did not end within time_limit_s = 60; the ranks were ended: rank 0 ")
     assert "without an answer" not in error
     assert "rank 0, most recent call first:" in log_tail
     assert not cluster.jobs()

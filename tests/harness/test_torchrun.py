@@ -146,14 +146,14 @@ def test_a_folder_that_a_node_does_not_share_is_told(tmp_path: Path) -> None:
 
 def test_a_time_limit_asks_all_ranks_before_it_ends_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    suite = write_suite(tmp_path, "ddp", ranks=2, steps=100_000, more="time_limit_s = 20.0")
+    suite = write_suite(tmp_path, "ddp", ranks=2, steps=100_000, more="time_limit_s = 40.0")
     with torchrun(ALONE, suite, run) as process:
         _, err = process.communicate(timeout=400)
     assert process.returncode == 1, err
     state, error, log_tail = only_case(read_run(run), "ddp")
     assert state == "timeout"
     assert error is not None
-    assert error.startswith("did not end within time_limit_s = 20; the ranks were ended: rank")
+    assert error.startswith("did not end within time_limit_s = 40; the ranks were ended: rank")
     assert "without an answer" not in error
     assert [line for line in log_tail if line.endswith("most recent call first:")] == [
         "rank 0, most recent call first:",
