@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # How many processes share the tests; a file's tests stay in one, where they share what the file launches.
 JOBS ?= 2
+# Which of them; .ci/run has the slow ones run among the others, where they fill what those leave idle.
+TESTS ?= not slow and not full
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -24,9 +26,9 @@ types: $(VENV)/.test
 	$(BIN)/mypy
 
 test: $(VENV)/.test
-	$(PYTEST)
+	$(PYTEST) -m "$(TESTS)"
 
-# Builds the wheel, installs it in an empty environment and runs a round of the quickstart; the slower faults: minutes.
+# Builds the wheel, installs it outside of the checkout and runs a round of the quickstart; the slower faults: minutes.
 slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m slow $$(grep -rl 'mark\.slow' tests --include='*.py')
 
@@ -50,15 +52,18 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# Each installs all that those above it do.
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing refshard into $(VENV) (a minute or two)"
 	$(PIP) install --constraint constraints.txt --editable .
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.run
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing refshard and what its tests need into $(VENV) (a minute or two)"
 	$(PIP) install --constraint constraints.txt --editable ".[test]"
-	@touch $@
+	@touch $(VENV)/.run $@
 
-$(VENV)/.hta: $(VENV)/.test
+$(VENV)/.hta: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing refshard, what its tests need and HTA into $(VENV) (a few minutes)"
 	$(PIP) install --constraint constraints.txt --editable ".[test,hta]"
-	@touch $@
+	@touch $(VENV)/.run $(VENV)/.test $@

@@ -1,8 +1,10 @@
 """The house: who may import whom, how long a file may be, what the public face is."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ FLOORS = {
     "cli": 9, "__init__": 9,
     "__main__": 10,
 }  # fmt: skip
+OPTIONAL = {"hta.py": {"hta"}, "replay.py": {"pytest"}}
+"""What a file may import besides, for whoever calls it has installed it."""
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -29,22 +33,26 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms that a file imports, anywhere in it; the package itself is the room ``__init__``."""
-    found = set()
+def imported_modules(path: Path) -> set[str]:
+    """Full names of what a file imports, anywhere in it."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             inside = node.module == "refshard"
-            modules = [f"refshard.{a.name}" for a in node.names] if inside else [node.module or ""]
-        else:
-            continue
-        for module in modules:
-            if module == "refshard" or module.startswith("refshard."):
-                room = module.partition(".")[2].partition(".")[0]
-                found.add(room if room in FLOORS else "__init__")
+            found |= {f"refshard.{a.name}" for a in node.names} if inside else {node.module or ""}
+    return found
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms that a file imports; the package itself is the room ``__init__``."""
+    found = set()
+    for module in imported_modules(path):
+        if module == "refshard" or module.startswith("refshard."):
+            room = module.partition(".")[2].partition(".")[0]
+            found.add(room if room in FLOORS else "__init__")
     return found
 
 
@@ -62,6 +70,15 @@ def test_no_file_is_longer_than_400_lines(path: Path) -> None:
 
 def test_every_room_has_a_floor() -> None:
     assert {room_of(path) for path in SOURCES} <= FLOORS.keys()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_what_is_imported_is_declared(path: Path) -> None:
+    """Every distribution is named in pyproject.toml: no import lives by what another package happens to bring."""
+    declared = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[<>=]", requirement)[0] for requirement in declared} | OPTIONAL.get(path.name, set())
+    packages = {module.partition(".")[0] for module in imported_modules(path)}
+    assert packages - sys.stdlib_module_names - {"refshard"} <= names
 
 
 def test_public_face() -> None:

@@ -157,7 +157,7 @@ def test_what_takes_long_is_skipped_with_the_option_that_runs_it(tmp_path: Path)
     assert "takes minutes or much memory: --long runs it" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_benchmark_runs_once(tmp_path: Path) -> None:
     """A minute or two; each at a size that only shows that it works."""
     done = run_pytest(tmp_path, ROOT / "suites", "--benchmark-disable")

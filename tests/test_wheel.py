@@ -1,9 +1,14 @@
-"""The wheel, in an empty environment outside of the checkout, runs a round of the quickstart: known answers."""
+"""The wheel, in an environment outside of the checkout, runs a round of the quickstart: known answers.
+
+What it depends on, that environment borrows from the one of the tests; tests/test_architecture.py holds that all of it
+is declared.
+"""
 
 import json
 import re
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 from typing import Any
@@ -29,11 +34,16 @@ def run(*command: str | Path, cwd: Path) -> str:
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, dict[str, Any]]]:
     """Run folder, what was printed, and ``show --json`` by strategy."""
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT, cwd=folder)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     (wheel,) = folder.glob("refshard-*.whl")
     venv.create(folder / "venv", with_pip=True)
     binaries = folder / "venv" / "bin"
-    run(binaries / "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel, cwd=folder)
+    (packages,) = (folder / "venv").glob("lib/python3*/site-packages")
+    # A line of a .pth file adds a folder, not what that folder's own .pth files add: refshard's checkout stays outside.
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    run(binaries / "pip", "install", "--quiet", "--no-deps", wheel, cwd=folder)
+    where = run(binaries / "python", "-c", "import refshard; print(refshard.__file__)", cwd=folder)
+    assert Path(where.strip()).is_relative_to(folder / "venv")
     assert "quickstart" in run(binaries / "refshard", "list", "suites", cwd=folder).split()
     (folder / "once.toml").write_text((ROOT / "suites" / "quickstart.toml").read_text().replace(ROUNDS, "rounds = 1"))
     printed = run(binaries / "refshard", "run", "once.toml", "--out", "q", cwd=folder)
