@@ -5,9 +5,11 @@ excludes 1; it does not mean that the difference is large enough to care.
 
 Method. Rounds are interleaved (A1 B1 A2 B2 ...), so what the machine does during a round it does to both
 sides, and the ratio within a round cancels it. From three common rounds on, the estimate is the median over
-rounds of log(median of B's steps / median of A's steps), and rounds are resampled. With fewer, the medians
-of all steps are compared and steps are resampled on each side, with a warning. Either way the interval is
-Student's t times the bootstrap standard error (:func:`refshard.stats.sample.half_width`).
+rounds of log(median of B's steps / median of A's steps), and rounds are resampled. Sides of two runs share
+no round: from three launches of each on, the medians of their launches are compared, and launches are
+resampled on each side. With fewer of either, the medians of all steps are compared and steps are resampled
+on each side, with a warning. In each case the interval is Student's t times the bootstrap standard error
+(:func:`refshard.stats.sample.half_width`).
 
 Limits. Steps of one launch are not independent, so an interval over steps is too narrow by an unknown
 factor: that is what the warning is about. One comparison in twenty errs; whoever picks the best of many
@@ -23,6 +25,7 @@ import numpy as np
 from refshard.stats.sample import (
     MIN_LAUNCHES,
     Launches,
+    Samples,
     doubts,
     exponential,
     half_width,
@@ -53,18 +56,22 @@ class Comparison:
         return self.low > 1 or self.high < 1
 
 
-def compare(a: Launches, b: Launches) -> Comparison:
+def compare(a: Launches, b: Launches, *, interleaved: bool = True) -> Comparison:
     """Compare the samples of B with those of A; the module's text gives the method.
 
-    Swapping A and B inverts the ratio and its interval.
+    Swapping A and B inverts the ratio and its interval. ``interleaved`` says whether equal keys are a round of both.
 
     Raises:
         ValueError: a side has a launch without samples, or a sample that is not positive and finite.
     """
     common = sorted(a.keys() & b.keys())
-    if len(common) >= MIN_LAUNCHES:
+    if interleaved and len(common) >= MIN_LAUNCHES:
         return _over_rounds(a, b, common)
-    return _over_steps(a, b)
+    if not interleaved and min(len(a), len(b)) >= MIN_LAUNCHES:
+        return _apart(launch_medians(a), launch_medians(b), len(pool(a)), len(pool(b)), ())
+    a_steps, b_steps = pool(a), pool(b)
+    warnings = doubts(min(len(a), len(b)), min(len(a_steps), len(b_steps))) or _unmatched(len(common))
+    return _apart(a_steps, b_steps, len(a_steps), len(b_steps), warnings)
 
 
 def _over_rounds(a: Launches, b: Launches, common: list[int]) -> Comparison:
@@ -80,18 +87,12 @@ def _over_rounds(a: Launches, b: Launches, common: list[int]) -> Comparison:
     )
 
 
-def _over_steps(a: Launches, b: Launches) -> Comparison:
-    a_steps, b_steps = pool(a), pool(b)
-    fewest = min(len(a_steps), len(b_steps))
+def _apart(a: Samples, b: Samples, n_a: int, n_b: int, warnings: tuple[str, ...]) -> Comparison:
+    """Steps, or medians of launches, of two sides that share no round."""
     # Errors of independent sides add as squares; the smaller side is the lower bound of Welch's freedom.
-    error = math.hypot(standard_error(np.log(a_steps)), standard_error(np.log(b_steps)))
-    return _comparison(
-        math.log(np.median(b_steps)) - math.log(np.median(a_steps)),
-        half_width(error, fewest - 1),
-        len(a_steps),
-        len(b_steps),
-        doubts(min(len(a), len(b)), fewest) or _unmatched(len(a.keys() & b.keys())),
-    )
+    error = math.hypot(standard_error(np.log(a)), standard_error(np.log(b)))
+    log_ratio = math.log(np.median(b)) - math.log(np.median(a))
+    return _comparison(log_ratio, half_width(error, min(len(a), len(b)) - 1), n_a, n_b, warnings)
 
 
 def _comparison(log_ratio: float, half: float, n_a: int, n_b: int, warnings: tuple[str, ...]) -> Comparison:

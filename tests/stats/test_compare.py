@@ -123,3 +123,20 @@ def test_over_steps_alone_launch_noise_does_pass_for_a_difference() -> None:
     """Two launches: the interval holds without launch noise and is too narrow with it, as its warning says."""
     assert coverage(2, launch_noise=0.0, comparisons=150) >= 0.92
     assert coverage(2, launch_noise=0.03, comparisons=150) < 0.7
+
+
+def test_two_runs_share_no_round() -> None:
+    """What the machine did in the second round of one says nothing about that of the other: 2.0 over 2.0, 4 over 1."""
+    found = compare(constant(1.0, 2.0, 4.0), constant(4.0, 1.0, 2.0), interleaved=False)
+    assert found.ratio == pytest.approx(1.0)
+    assert found.low < 0.5
+    assert found.high > 2
+    assert found.warnings == ()
+    assert compare(constant(1.0, 2.0, 4.0), constant(1.0, 2.0, 4.0)).high == 1
+
+
+def test_two_runs_of_few_launches_are_compared_by_steps() -> None:
+    steps = {0: np.linspace(0.99, 1.01, 20)}
+    found = compare(steps, {0: 3 * steps[0]}, interleaved=False)
+    assert found.ratio == pytest.approx(3.0)
+    assert found.warnings[0].startswith("1 launch is too few (3 needed)")
