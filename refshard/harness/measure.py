@@ -20,16 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from refshard.errors import RefshardError, SpecError
+from refshard.errors import RefshardError
 from refshard.flops import Convention, flops_per_token
 from refshard.models.activation import checkpoint_layers
 from refshard.models.data import TokenSource, open_source, rank_batch
 from refshard.models.llama import Llama, initialise, next_token_loss
-from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
-from refshard.plan.recipe import find_recipe
 from refshard.records import Census, CollectiveCount, State
-from refshard.simulate.kernels import Batch
-from refshard.simulate.memory import RankJob, predict_memory
+from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec, load_model
 from refshard.strategies import make_strategy
@@ -195,25 +192,8 @@ def measure(
 
 def _planned_peak(case: CaseSpec, device: torch.device) -> int | None:
     """What the memory model says of this rank, None where it knows no such case."""
-    try:
-        recipe = find_recipe(case.strategy)
-    except SpecError:
-        return None
-    if case.workload != "training":
-        return None
-    spec = load_model(case.model)
-    job = RankJob(
-        model=spec,
-        world_size=case.world_size,
-        batch=Batch(
-            sequences=case.global_batch // case.world_size // case.microbatches, seq_len=case.seq_len, dtype="fp32"
-        ),
-        microbatches=case.microbatches,
-        checkpointing=Checkpointing(checkpointed_layers(case.checkpointing, spec.n_layers)),
-        device="cuda" if device.type == "cuda" else "cpu",
-        library="nccl" if device.type == "cuda" else "gloo",
-    )
-    return predict_memory(job, recipe).peak
+    forecast = memory_of(case, "cuda" if device.type == "cuda" else "cpu")
+    return None if forecast is None else forecast.peak
 
 
 def _import_lazy_parts() -> None:

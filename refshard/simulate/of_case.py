@@ -1,0 +1,36 @@
+"""What the memory model says of a case that a suite names."""
+
+from refshard.errors import SpecError
+from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
+from refshard.plan.recipe import find_recipe
+from refshard.simulate.kernels import Batch
+from refshard.simulate.memory import MemoryForecast, RankJob, predict_memory
+from refshard.simulate.tensors import Device
+from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.model import load_model
+
+
+def memory_of(case: CaseSpec, device: Device) -> MemoryForecast | None:
+    """One rank of ``case`` in fp32, over NCCL on CUDA and gloo on a CPU; None where the model knows no such case.
+
+    Raises:
+        SpecError: the case's model cannot be read.
+    """
+    if case.workload != "training":
+        return None
+    try:
+        recipe = None if case.strategy == REFERENCE_STRATEGY else find_recipe(case.strategy)
+    except SpecError:
+        return None
+    model = load_model(case.model)
+    sequences = case.global_batch // case.world_size // case.microbatches
+    job = RankJob(
+        model=model,
+        world_size=case.world_size,
+        batch=Batch(sequences=sequences, seq_len=case.seq_len, dtype="fp32"),
+        microbatches=case.microbatches,
+        checkpointing=Checkpointing(checkpointed_layers(case.checkpointing, model.n_layers)),
+        device=device,
+        library="nccl" if device == "cuda" else "gloo",
+    )
+    return predict_memory(job, recipe)
