@@ -133,25 +133,27 @@ def noise_table(noise: Noise) -> str:
             "spread of a round": format_percent(case.spread),
             "smallest visible": format_percent(case.smallest_visible),
             "inconclusive": format_percent(case.inconclusive / noise.gates),
-            **_of_noise(case, noise.gates),
+            **_of_noise(case, noise),
         }
         for name, case in noise.cases.items()
     ]
     return f"{tabulate(rows, headers='keys', disable_numparse=True)}\n\n{noise_words(noise)}"
 
 
-def _of_noise(case: CaseNoise | None, gates: int) -> dict[str, str]:
+def _of_noise(case: CaseNoise | None, noise: Noise) -> dict[str, str]:
+    """How gates judged one case; a case whose times are not compared was in none. All have had the same planted."""
+    planted = f"+{format_percent(next(iter(noise.cases.values())).planted)} found here"
     if case is None:
-        return {"false alarms here": "unknown", "found here": "unknown"}
+        return {"false alarms here": "-", planted: "-"}
     return {
-        "false alarms here": format_percent(case.false_alarms / gates),
-        f"+{format_percent(case.planted)} found here": format_percent(case.found / case.tried),
+        "false alarms here": format_percent(case.false_alarms / noise.gates),
+        planted: format_percent(case.found / case.tried),
     }
 
 
 def _row(case: GateCase, noise: Noise | None) -> dict[str, str]:
     time = case.time
-    of_noise = {} if noise is None else _of_noise(noise.cases.get(case.name), noise.gates)
+    of_noise = {} if noise is None else _of_noise(noise.cases.get(case.name), noise)
     return {
         "case": plain(case.name),
         "verdict": case.verdict,

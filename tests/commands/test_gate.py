@@ -146,7 +146,7 @@ def test_noise_is_measured_kept_and_told(accepted: tuple[Path, Path], tmp_path: 
     assert "a folder is named twice" in twice.stderr
     few = refshard(tmp_path, *aa, "--launches", "2")
     assert few.returncode == 2
-    assert "a gate needs 12 rounds, 1 are recorded; record more" in few.stderr
+    assert "launches must be >= 24, got 2: a gate needs 12 rounds" in few.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from refshard.report.gate import GateCase, GateReport, annotations, as_object, junit, markdown, terminal
 from refshard.stats.exact import Change
 from refshard.stats.gate import Effect, TimeVerdict, Verdict
+from refshard.stats.rehearsal import CaseNoise, Noise
 
 
 def timed(verdict: Verdict, ratio: float = 1.0) -> TimeVerdict:
@@ -96,3 +97,16 @@ def test_annotations_are_one_line_each_whatever_a_name_holds() -> None:
     assert not annotations(report(changed("improved")))
     assert annotations(report(case("a", "inconclusive")))[0].startswith("::warning ")
     assert annotations(report(mismatch="no baseline")) == ["::error title=refshard gate::no baseline"]
+
+
+def test_a_case_without_recorded_noise_has_its_dashes_in_the_same_columns() -> None:
+    known = CaseNoise(
+        rounds=150, ratio=1.0, low=0.97, high=1.03, spread=0.1, false_alarms=1, inconclusive=600, planted=0.05,
+        tried=250, found=10, smallest_visible=0.118,
+    )  # fmt: skip
+    noise = Noise(launches=300, gates=1000, failing_gates=8, cases={"known": known})
+    report = GateReport(baseline="a", candidate="b", cases=(GateCase(name="new"), GateCase(name="known")), noise=noise)
+    header, _, first, second = terminal(report).splitlines()[:4]
+    assert header.count("found here") == header.count("false alarms here") == 1
+    assert first.split()[-2:] == ["-", "-"]
+    assert second.endswith("0.1 %                4.0 %")
