@@ -305,3 +305,18 @@ def test_a_word_that_a_list_does_not_allow_is_refused_with_those_that_it_does(tm
     (tmp_path / "odd.toml").write_text(profile.replace('["ring", "tree"]', '["ring", "star"]'))
     with pytest.raises(SpecError, match=r"algorithms.1: invalid enum value 'star'; known: ring, tree, hierarchical"):
         load_cluster(str(tmp_path / "odd.toml"))
+
+
+def test_only_the_cases_that_are_named_are_kept_with_their_references() -> None:
+    matrix = {"strategy": ["ddp", "fsdp2"], "world_size": [2, 4], "model": ["llama-tiny"]}
+    every = suite(matrix=matrix).cases()
+    ddp = next(case for case in every if (case.strategy, case.world_size) == ("ddp", 4))
+    for name in (ddp.name, ddp.hash, ddp.hash[:4]):
+        assert suite(matrix=matrix, only=[name]).cases() == (ddp.reference(), ddp)
+    assert suite(matrix=matrix, only=[ddp.reference().name]).cases() == (ddp.reference(),)
+
+
+@pytest.mark.parametrize("name", ["ddp-w8-llama-tiny-b4x256", "ddp", ""])
+def test_a_name_that_is_no_case_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match=f"only: suite 's' has no case '{name}'; "):
+        suite(only=[name]).cases()

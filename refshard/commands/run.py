@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from refshard.commands.asked import tell
 from refshard.commands.progress import observer
 from refshard.commands.report import report
@@ -31,7 +33,7 @@ class Asked:
 
     ``suite`` is a path, or the name of one that ships; ``resume`` a run's folder, of which only what is missing is
     measured; then the suite, if given, must be the run's. ``launcher`` replaces the suite's; ``sbatch`` are options for
-    the launcher ``slurm``.
+    the launcher ``slurm``. ``only`` names the cases of the suite to measure, by name or hash; references come along.
     """
 
     suite: str | None
@@ -40,6 +42,7 @@ class Asked:
     oversubscribe: bool = False
     launcher: str | None = None
     sbatch: str | None = None
+    only: tuple[str, ...] = ()
 
 
 def serve_harness(launcher: str | None) -> int | None:
@@ -58,6 +61,10 @@ def run(asked: Asked) -> tuple[Run, Path]:
         KeyboardInterrupt: the run was cut short; what had ended is written.
     """
     given = load_suite(find_suite(asked.suite)) if asked.suite is not None else None
+    if asked.only:
+        if asked.resume is not None or given is None:
+            raise SpecError("only: a resumed run has its cases already; leave out --only, or --resume")
+        given = msgspec.structs.replace(given, only=asked.only)
     if asked.resume is not None and asked.output is not None:
         raise SpecError("out: a resumed run stays in its folder; leave out --out")
     if given is None and asked.resume is None:
@@ -84,7 +91,7 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Laun
             if asked.output is None:
                 mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
             finished = run_suite(suite, folder, launcher, shown, environment, oversubscribe=asked.oversubscribe)
-    return finished, report(folder, None)
+    return finished, report([folder], None)
 
 
 def make_launcher(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launcher]:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ from refshard.specs.reading import convert, is_count, read_toml, within
 
 LauncherName = Literal["local", "netlab"]
 MOST_ROUNDS = 1000
+FEWEST_DIGITS = 4
+"""Of a hash that names a case."""
 
 
 class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,8 +67,9 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     for all its cases; ``case`` holds what the cases of every table share, and a table's own values go before it. The
     keys are the fields of :class:`CaseSpec`, and ``batch_per_rank`` (sequences) in place of ``global_batch``; a table
     may have ``rounds`` of its own. Each round launches every case afresh, in an order of its own, so that drift of the
-    machine does not favour one strategy. ``gate`` holds the limits of ``refshard gate``. ``network`` says what the
-    launcher ``netlab`` joins the ranks with, and is for it alone.
+    machine does not favour one strategy. ``gate`` holds the limits of ``refshard gate``. ``only``, if given, names
+    the cases to keep, by their names or by the beginnings of their hashes; references stay with them. ``network`` says
+    what the launcher ``netlab`` joins the ranks with, and is for it alone.
     """
 
     name: str
@@ -77,6 +80,7 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     matrix: dict[str, Any] | list[dict[str, Any]]
     case: dict[str, Any] = {}
     gate: GateSpec = GateSpec()
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]{0,63}", self.name):
@@ -126,9 +130,32 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         case's reference before it.
 
         Raises:
-            SpecError: a combination is no valid case.
+            SpecError: a combination is no valid case, or ``only`` names what is no case in any round.
         """
         found: dict[CaseSpec, None] = {}
+        self._check_only()
+        for case in self._products(round_):
+            kept = self._keeps(case)
+            if case.fidelity == "measured" and (kept or self._keeps(case.reference())):
+                found.setdefault(case.reference())
+            if kept:
+                found.setdefault(case)
+        return tuple(found)
+
+    def _keeps(self, case: CaseSpec) -> bool:
+        return not self.only or any(_is_named(case, name) for name in self.only)
+
+    def _check_only(self) -> None:
+        if not self.only:
+            return
+        every = list(self._products(0))
+        every += [case.reference() for case in every if case.fidelity == "measured"]
+        for name in self.only:
+            if not any(_is_named(case, name) for case in every):
+                known = sorted({case.name for case in every})
+                raise SpecError(f"only: suite '{self.name}' has no case '{name}'; {nearest(name, known)}")
+
+    def _products(self, round_: int) -> Iterator[CaseSpec]:
         for table in self.tables:
             fields = _with_shared(table, self.case)
             if fields.pop("rounds", self.rounds) <= round_:
@@ -138,10 +165,11 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 case = _convert_case(dict(zip(varied, values)))
                 if self.network is not None:
                     _check_networked(case, self.network)
-                if case.fidelity == "measured":
-                    found.setdefault(case.reference())
-                found.setdefault(case)
-        return tuple(found)
+                yield case
+
+
+def _is_named(case: CaseSpec, name: str) -> bool:
+    return name == case.name or (len(name) >= FEWEST_DIGITS and case.hash.startswith(name))
 
 
 def _check_networked(case: CaseSpec, network: NetworkSpec) -> None:
