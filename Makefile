@@ -10,7 +10,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test check lint types slow matrix crosscheck gate full clean
+# Runs that dashboards/published shows.
+RECORDED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network)
+
+.PHONY: quickstart test check lint types slow matrix crosscheck gate dashboard full clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.run
@@ -43,6 +46,10 @@ crosscheck: $(VENV)/.hta
 # Operators, collectives, bytes and losses of the engine beside what was accepted: one launch of each case.
 gate: $(VENV)/.run
 	$(BIN)/refshard gate --portable
+
+# The page of what real machines measured, from profiles/recorded.
+dashboard: $(VENV)/.run
+	$(BIN)/refshard report $(RECORDED) --out dashboards/published/index.html
 
 full: check slow matrix crosscheck gate
 

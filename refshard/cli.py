@@ -67,20 +67,26 @@ def run(
         str | None, typer.Option(help="What starts ranks: local, torchrun or slurm; by default what the suite says.")
     ] = None,
     sbatch: Annotated[str | None, typer.Option(help="Options for sbatch, with launcher slurm.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Measure this case of the suite, by name or hash; may be given repeatedly.")
+    ] = None,
 ) -> None:
     """Measure every case of a suite and compare them."""
     with mortal():
         from refshard.commands import run as command
+        from refshard.report.evidence import gather
         from refshard.report.views import terminal_table, terminal_verdict
 
     if (status := command.serve_harness(launcher)) is not None:
         raise typer.Exit(status)
     asked = command.Asked(
-        suite=suite, output=out, resume=resume, oversubscribe=oversubscribe, launcher=launcher, sbatch=sbatch
-    )
+        suite=suite, output=out, resume=resume, oversubscribe=oversubscribe, launcher=launcher, sbatch=sbatch,
+        only=tuple(only or ()),
+    )  # fmt: skip
     with _interruptible("what had ended is written; --resume goes on"):
         finished, dashboard = command.run(asked)
-    print(f"\n{terminal_table(finished)}\n\n{terminal_verdict(finished)}\n\ndashboard: {dashboard}")
+    found = gather(finished)
+    print(f"\n{terminal_table(found)}\n\n{terminal_verdict(found)}\n\ndashboard: {dashboard}")
     if any(case.state != "ok" for case in finished.cases):
         raise typer.Exit(1)
 
@@ -97,24 +103,32 @@ def show(
             "of a list (warnings, checkpointed layers) are joined by ' | '.",
         ),
     ] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown, for a pull request or a job's summary.")
+    ] = False,
     against: Annotated[str | None, typer.Option(help="Compare every strategy with this one: ratios.")] = None,
 ) -> None:
     """Print a run's verdict and tables."""
     from refshard.commands import show as command
 
     # Lines of CSV have their own ends, the last one too.
-    print(command.show(run, as_json=as_json, as_csv=as_csv, against=against), end="" if as_csv else "\n")
+    printed = command.show(run, as_json=as_json, as_csv=as_csv, as_markdown=as_markdown, against=against)
+    print(printed, end="" if as_csv else "\n")
 
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, such as runs/latest.")],
     out: _Output = None,
+    against: Annotated[Path | None, typer.Option(help="A run's folder: say what changed since.")] = None,
+    multi: Annotated[
+        bool, typer.Option("--multi", help="Write a folder: the dashboard, and a timeline of each case's trace.")
+    ] = False,
 ) -> None:
-    """Draw a run's dashboard: one HTML file that needs no network."""
+    """Draw the dashboard of one run or several: one HTML file that needs no network."""
     from refshard.commands import report as command
 
-    print(command.report(run, out))
+    print(command.report(runs, out, against=against, multi=multi))
 
 
 @app.command()

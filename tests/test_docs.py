@@ -70,7 +70,11 @@ def test_console_blocks_name_what_exists(language: str, code: str) -> None:
             assert given.no_python
             program, command = given.training_script, given.training_script_args[0]
         assert program == "refshard"
-        assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+        done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+        assert done.exit_code == 0
+        words = shlex.split(line, comments=True)
+        for option in re.findall(r"^--[\w-]+$", "\n".join(words[words.index("refshard") :]), re.M):
+            assert option in done.output, f"{command} has no {option}"
 
 
 @pytest.mark.parametrize(("language", "code"), of_language("sbatch"))
@@ -105,6 +109,7 @@ PRINTED = {
     "README.md": [
         "refshard plan --model llama3-70b --cluster dgx-h100x32 --seq-len 8192",
         "refshard trace profiles/recorded/epyc-2-cores/engine_network",
+        "refshard show profiles/recorded/epyc-2-cores/quickstart",
     ],
     "validation.md": [
         "refshard validate",

@@ -25,8 +25,9 @@ def validate(run: Path | None, *, as_json: bool) -> str:
 def _of_run(folder: Path, *, as_json: bool) -> str:
     from refshard.harness.store import read_run  # these bring torch and pandas
     from refshard.report import validation
+    from refshard.report.evidence import gather
 
-    pairs = validation.validated(read_run(folder))
+    pairs = validation.validated(gather(read_run(folder)))
     if not pairs:
         raise SpecError(
             f"{folder}: holds no case that was measured and predicted too; run a suite whose fidelity lists 'measured' "

@@ -116,6 +116,16 @@ def keep_noise(noise: Noise, suite: SuiteSpec, environment: Environment, folder:
     return path
 
 
+def newest_noise(folder: Path, fingerprint: str) -> RecordedNoise | None:
+    """The last that was measured on machines of this fingerprint, of whichever suite; None if none was.
+
+    Raises:
+        StoreError: as :func:`read_noise`.
+    """
+    found = [noise for path in sorted((folder / fingerprint).glob("*.noise.json")) if (noise := read_noise(path))]
+    return max(found, key=lambda noise: noise.measured_at, default=None)
+
+
 def read_noise(path: Path) -> RecordedNoise | None:
     """Read it back; None if there is none.
 

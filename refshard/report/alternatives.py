@@ -2,7 +2,8 @@
 
 from refshard.quantities import format_percent
 from refshard.records import METRICS
-from refshard.report.cases import Case, Setting, ranks
+from refshard.report.cases import Case, ranks
+from refshard.report.evidence import Setting
 from refshard.report.verdict import listed
 from refshard.report.views import format_metric, losses
 
@@ -73,7 +74,7 @@ def curves(setting: Setting) -> str:
         return f"{told} All equal those of one unsharded rank exactly."
     furthest = listed([name for name, parity in parities.items() if parity == largest])
     return (
-        f"{told} They differ from those of one unsharded rank by at most "
+        f"{told} Over the steps of the proof they differ from those of one unsharded rank by at most "
         f"{format_metric('loss_parity', largest)} of their value ({furthest})."
     )
 

@@ -4,20 +4,27 @@ Colours are Okabe and Ito's, which people with colour-blindness can tell apart (
 Universal Design", 2008), and no meaning rests on colour alone: every bar has its name on the axis and a
 pattern, every curve a marker and a dash. Backgrounds are transparent and text is a grey that reads on black
 and on white; the page's style replaces it by its own text colour.
+
+What the page's filters need lies in ``meta``: of a figure of bars, its rows, each with its text and the number of its
+case (none of a heading); of a curve, the number of its case, or of each of its points'.
 """
 
 import html
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
+from markupsafe import Markup
 
 from refshard.quantities import format_bytes, format_rate, format_seconds
 from refshard.records import METRICS
 from refshard.report import alternatives, views
-from refshard.report.cases import BREAKDOWN, Setting, ranks
+from refshard.report.cases import BREAKDOWN, Case, ranks
+from refshard.report.evidence import Setting
+from refshard.report.still import still
 from refshard.specs.case import REFERENCE_STRATEGY
 
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -38,6 +45,8 @@ _AXIS = {
     "title": {"font": {"size": 13}},
 }
 _ROW_PX = 32
+BAR = 0.7
+"""Of a row. Plotly would else take the least distance between bars of one trace for it."""
 _HEADROOM = 1.35  # room to the right of the longest bar for its label
 
 THEME = go.layout.Template(
@@ -57,35 +66,45 @@ THEME = go.layout.Template(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure as plotly's JSON, and the sentence that says what it shows."""
+    """A figure as plotly's JSON without its theme, the sentence that says what it shows, and a drawing of it (SVG) for
+    readers whose browser runs no script.
+    """
 
     id: str
     title: str
     figure: dict[str, Any]
     alternative: str
+    still: Markup
+
+
+def chart(identity: str, title: str, figure: go.Figure, alternative: str, *, with_still: bool = True) -> Chart:
+    """A figure for a page; its layout is in :data:`THEME`, which the page has once. Without a still drawing only a
+    script draws it.
+    """
+    found = json.loads(figure.to_json())
+    del found["layout"]["template"]
+    drawing = still(found) if with_still else Markup()
+    return Chart(id=identity, title=title, figure=found, alternative=alternative, still=drawing)
+
+
+def theme() -> dict[str, Any]:
+    """:data:`THEME` as plotly's JSON."""
+    found: dict[str, Any] = json.loads(go.Figure(layout={"template": THEME}).to_json())["layout"]["template"]
+    return found
 
 
 def bar_charts(setting: Setting, prefix: str) -> dict[str, Chart]:
     """Step time, throughput and peak memory of every strategy, grouped by world size; keyed by metric."""
     makers = {"step_time_s": step_time, "tokens_per_s_gpu": throughput, "peak_memory_bytes": peak_memory}
     return {
-        metric: _chart(f"{prefix}-{metric}", METRICS[metric].label, make(setting), alternatives.bars(setting, metric))
+        metric: chart(f"{prefix}-{metric}", METRICS[metric].label, make(setting), alternatives.bars(setting, metric))
         for metric, make in makers.items()
     }
 
 
 def breakdown_chart(setting: Setting, prefix: str) -> Chart:
     """Where a traced step goes."""
-    return _chart(f"{prefix}-breakdown", "traced step", breakdown(setting), alternatives.breakdown(setting))
-
-
-def loss_chart(training: Setting, prefix: str) -> Chart:
-    """Loss per step."""
-    return _chart(f"{prefix}-losses", "loss", loss_curves(training), alternatives.curves(training))
-
-
-def _chart(identity: str, title: str, figure: go.Figure, alternative: str) -> Chart:
-    return Chart(id=identity, title=title, figure=json.loads(figure.to_json()), alternative=alternative)
+    return chart(f"{prefix}-breakdown", "traced step", breakdown(setting), alternatives.breakdown(setting))
 
 
 def step_time(setting: Setting) -> go.Figure:
@@ -117,56 +136,34 @@ def peak_memory(setting: Setting) -> go.Figure:
 
 def breakdown(setting: Setting) -> go.Figure:
     """Compute, overlapped and exposed communication and idle time of a traced step, stacked."""
-    parts = views.breakdown(setting)
-    unit, size = views.axis_unit("s", _largest(parts.sum(axis="columns")))
-    places = _places(parts.index)
+    found = {case: parts for case in setting.cases if case.ok and (parts := case.breakdown)}
+    return stacked(found, {part: (PART_COLOURS[part], PART_PATTERNS[part]) for part in BREAKDOWN})
+
+
+def stacked(found: Mapping[Case, Mapping[str, float]], look: Mapping[str, tuple[str, str]]) -> go.Figure:
+    """A bar per case, stacked of parts of a traced step, s; ``look`` has the colour and the pattern of each part."""
+    unit, size = views.axis_unit("s", max((sum(parts.values()) for parts in found.values()), default=1.0))
+    rows, places = case_rows(list(found))
     figure = go.Figure(
         [
             go.Bar(
                 name=part,
                 y=places,
-                x=(parts[part] / size).tolist(),
+                x=_short([parts[part] / size for parts in found.values()]),
+                width=BAR,
                 orientation="h",
-                marker=filling(PART_COLOURS[part], PART_PATTERNS[part]),
+                marker=filling(paint, pattern),
                 customdata=[
-                    f"{label_text(str(strategy))}, {ranks(int(n))}<br>{part}: {format_seconds(seconds)}"
-                    for (n, strategy), seconds in zip(parts.index.tolist(), parts[part])
+                    f"{label_text(case.label)}<br>{part}: {format_seconds(parts[part])}"
+                    for case, parts in found.items()
                 ],
                 hovertemplate="%{customdata}<extra></extra>",
             )
-            for part in BREAKDOWN
+            for part, (paint, pattern) in look.items()
         ]
     )
-    _lay_out(figure, parts.index, barmode="stack", legend=True)
+    lay_out(figure, rows, barmode="stack", legend=True)
     return figure.update_xaxes(title_text=f"{unit} per traced step")
-
-
-def loss_curves(training: Setting) -> go.Figure:
-    """Loss per step of every case; earlier curves are wider, so that coinciding ones stay visible."""
-    table = views.losses(training)
-    strategies = {case.label: case.strategy for case in training.cases}
-    count = len(table.columns)
-    figure = go.Figure(
-        [
-            go.Scatter(
-                name=label_text(str(label)),
-                x=table.index.tolist(),
-                y=[None if pd.isna(loss) else loss for loss in table[label]],
-                mode="lines+markers",
-                line={
-                    "color": _colour(training, strategies[str(label)]),
-                    "width": 1.5 + 1.25 * (count - 1 - place),
-                    "dash": DASHES[place % len(DASHES)],
-                },
-                marker={"symbol": MARKERS[place % len(MARKERS)], "size": 6 + (count - 1 - place)},
-                hovertemplate=f"{label_text(str(label))}<br>step %{{x}}: %{{y:.6g}}<extra></extra>",
-            )
-            for place, label in enumerate(table.columns)
-        ]
-    )
-    figure.update_layout(template=THEME, height=420, showlegend=True)
-    figure.update_xaxes(title_text="step")
-    return figure.update_yaxes(title_text="loss")
 
 
 def _stacked(table: pd.DataFrame) -> "pd.Series[float]":
@@ -182,80 +179,103 @@ def _bars(
     low: "pd.Series[float] | None" = None,
     high: "pd.Series[float] | None" = None,
 ) -> go.Figure:
-    """One horizontal bar per case with its value written beside it, past the error bar if it has an interval."""
+    """A horizontal bar per case, a trace per strategy; its value beside it, past its error bar if there is one."""
     low, high = (values if end is None else end for end in (low, high))
-    places = _places(values.index)
-    bars = [
-        go.Bar(
-            y=[place],
-            x=[value],
-            orientation="h",
-            marker=filling(_colour(setting, strategy), _pattern(setting, strategy)),
-            error_x=_error_bar(value, bottom, top),
-            hovertemplate=f"{label_text(strategy)}, {ranks(world_size)}: {label}<extra></extra>",
-        )
-        for place, (world_size, strategy), value, bottom, top, label in zip(
-            places, values.index.tolist(), values, low, high, labels
-        )
-    ]
+    rows, places = _rows(setting, values.index)
+    table = pd.DataFrame({"value": values, "low": low, "high": high})
+    table["place"], table["label"] = places, labels
+    by_strategy = table.groupby("strategy", sort=False) if len(table) else ()
+    bars = [_strategy_bars(setting, str(name), part) for name, part in by_strategy]
     text = go.Scatter(
         y=places,
-        x=high.tolist(),
+        x=_short(high),
         mode="text",
         text=[f" {label}" for label in labels],
         textposition="middle right",
         hoverinfo="skip",
     )
     figure = go.Figure([*bars, text])
-    _lay_out(figure, values.index, barmode="overlay")  # a row holds one bar, so bars need not make room
+    lay_out(figure, rows, barmode="overlay")  # a row holds one bar, so bars need not make room
     return figure.update_xaxes(range=[0, _HEADROOM * _largest(high)])
+
+
+def _strategy_bars(setting: Setting, strategy: str, part: pd.DataFrame) -> go.Bar:
+    index = part.index.tolist()
+    return go.Bar(
+        y=part["place"].tolist(),
+        x=_short(part["value"]),
+        width=BAR,
+        orientation="h",
+        marker=filling(colour(setting, strategy), _pattern(setting, strategy)),
+        error_x=_error_bars(part),
+        customdata=[f"{label_text(strategy)}, {ranks(n)}: {text}" for (n, _), text in zip(index, part["label"])],
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+
+
+def _short(values: Iterable[float]) -> list[float]:
+    """Six digits are more than a screen shows, and a third of the page's bytes."""
+    return [float(f"{value:.6g}") for value in values]
 
 
 def _largest(values: "pd.Series[float]") -> float:
     return float(values.max()) if len(values) else 1.0
 
 
-def _error_bar(value: float, low: float, high: float) -> dict[str, Any]:
+def _error_bars(part: pd.DataFrame) -> dict[str, Any]:
     return {
         "type": "data",
         "symmetric": False,
-        "array": [high - value],
-        "arrayminus": [value - low],
-        "visible": low < high,
+        "array": _short(part["high"] - part["value"]),
+        "arrayminus": _short(part["value"] - part["low"]),
+        "visible": bool((part["low"] < part["high"]).any()),
         "color": _TEXT,
         "thickness": 1.5,
         "width": 5,
     }
 
 
-def _places(index: "pd.Index[Any]") -> list[int]:
-    """The row of each (world size, strategy); every world size begins with a row for its heading."""
-    headings: list[int] = []
-    places = []
-    for row, (world_size, _) in enumerate(index):
-        if world_size not in headings:
-            headings.append(world_size)
-        places.append(row + len(headings))
-    return places
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of a figure of bars; a heading has no case."""
+
+    text: str
+    case: int | None = None
 
 
-def _lay_out(figure: go.Figure, index: "pd.Index[Any]", *, barmode: str, legend: bool = False) -> None:
-    """Give each row its name and each group of rows its world size, from top to bottom.
+def case_rows(cases: Sequence[Case]) -> tuple[list[Row], list[int]]:
+    """A row for each case, those of a world size under its heading, and the place of each case's row.
 
     Places are numbers, not plotly's two-level categories, because those need twice the width for their names.
     """
-    names = {place: label_text(str(name)) for place, (_, name) in zip(_places(index), index)}
-    for place, (world_size, _) in zip(_places(index), index):
-        if place - 1 not in names:
-            names[place - 1] = f"<b>{ranks(int(world_size))}</b>"
-    rows = max(names, default=0) + 1
-    height = 70 + (60 if legend else 0) + _ROW_PX * rows
-    figure.update_layout(template=THEME, height=height, showlegend=legend, barmode=barmode)
+    rows: list[Row] = []
+    before = None
+    for case in cases:
+        if case.spec.world_size != before:
+            before = case.spec.world_size
+            rows.append(Row(text=f"<b>{ranks(before)}</b>"))
+        rows.append(Row(text=label_text(case.strategy), case=case.number))
+    return rows, [place for place, row in enumerate(rows) if row.case is not None]
+
+
+def _rows(setting: Setting, index: "pd.Index[Any]") -> tuple[list[Row], list[int]]:
+    """Those of each (world size, strategy)."""
+    found = {(case.spec.world_size, case.strategy): case for case in setting.cases}
+    return case_rows([found[int(world_size), str(strategy)] for world_size, strategy in index.tolist()])
+
+
+def lay_out(figure: go.Figure, rows: Sequence[Row], *, barmode: str, legend: bool = False) -> None:
+    """Give each row its name, from top to bottom."""
+    count = max(len(rows), 1)
+    figure.update_layout(
+        template=THEME, height=70 + (60 if legend else 0) + _ROW_PX * count, showlegend=legend, barmode=barmode,
+        meta={"rows": [{"text": row.text, "case": row.case} for row in rows]},
+    )  # fmt: skip
     figure.update_yaxes(
         ticklabelstandoff=6,
-        tickvals=list(names),
-        ticktext=list(names.values()),
-        range=[rows - 0.5, -0.5],
+        tickvals=list(range(len(rows))),
+        ticktext=[row.text for row in rows],
+        range=[count - 0.5, -0.5],
         showgrid=False,
         zeroline=False,
     )
@@ -275,15 +295,12 @@ def filling(colour: str, pattern: str) -> dict[str, Any]:
     }
 
 
-def _colour(setting: Setting, strategy: str) -> str:
+def colour(setting: Setting, strategy: str) -> str:
+    """A strategy's colour, the same on the whole page."""
     if strategy == REFERENCE_STRATEGY:
         return REFERENCE_COLOUR
-    return OKABE_ITO[_place(setting, strategy) % len(OKABE_ITO)]
+    return OKABE_ITO[setting.known.index(strategy) % len(OKABE_ITO)]
 
 
 def _pattern(setting: Setting, strategy: str) -> str:
-    return "" if strategy == REFERENCE_STRATEGY else PATTERNS[_place(setting, strategy) % len(PATTERNS)]
-
-
-def _place(setting: Setting, strategy: str) -> int:
-    return [name for name in setting.strategies if name != REFERENCE_STRATEGY].index(strategy)
+    return "" if strategy == REFERENCE_STRATEGY else PATTERNS[setting.known.index(strategy) % len(PATTERNS)]

@@ -1,5 +1,6 @@
 """How a metric of the same case on the same machine went over runs."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -7,8 +8,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from refshard.records import METRICS, CaseRecord, Run
-from refshard.report.cases import plain
+from refshard.records import METRICS, Run
+from refshard.report.cases import cases_of, plain
+from refshard.report.evidence import machine
+from refshard.specs.case import CaseSpec
 from refshard.stats.history import ChangePoint, change_points
 
 
@@ -22,11 +25,12 @@ class Point:
     value: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
-    """One case on one machine, oldest run first."""
+    """One case on one machine, oldest run first; ``case`` is its name, with the spec's hash where several have it."""
 
     case: str
+    spec: CaseSpec
     environment: str
     points: tuple[Point, ...]
 
@@ -37,22 +41,30 @@ class Series:
 
 
 def series_of(runs: Iterable[Run], metric: str) -> tuple[Series, ...]:
-    """Every case that ended ok with a positive ``metric``, by case and machine, in order of their first run."""
-    found: dict[tuple[str, str], list[Point]] = {}
+    """Every case that ended ok with a positive ``metric``, by spec and machine, in order of their first run."""
+    found: dict[tuple[CaseSpec, str], list[Point]] = {}
     for run in sorted(runs, key=lambda run: run.header.started_at):
-        by_case: dict[str, list[CaseRecord]] = {}
-        for record in run.cases:
-            if record.state == "ok" and (record.metrics.get(metric) or 0) > 0:
-                by_case.setdefault(record.case.name, []).append(record)
-        for name, records in by_case.items():
+        for case in cases_of(run):
+            values = [value for c in case.launches if c.state == "ok" and (value := c.metrics.get(metric) or 0) > 0]
+            if not values:
+                continue
             point = Point(
                 run=run.header.run_id,
                 started_at=run.header.started_at,
                 commit=(run.header.environment.git_commit or "unknown")[:9],
-                value=median(record.metrics[metric] or 0 for record in records),
+                value=median(values),
             )
-            found.setdefault((name, run.header.environment.id), []).append(point)
-    return tuple(Series(case=name, environment=id_, points=tuple(points)) for (name, id_), points in found.items())
+            found.setdefault((case.spec, machine(run.header.environment)), []).append(point)
+    names = Counter((spec.name, where) for spec, where in found)
+    return tuple(
+        Series(
+            case=spec.name if names[spec.name, where] == 1 else f"{spec.name} ({spec.hash})",
+            spec=spec,
+            environment=where,
+            points=tuple(points),
+        )
+        for (spec, where), points in found.items()
+    )
 
 
 def history_table(all_series: Sequence[Series], metric: str) -> str:
@@ -74,18 +86,23 @@ def history_table(all_series: Sequence[Series], metric: str) -> str:
         f"{METRICS[metric].label} ({unit}), median over rounds",
         tabulate(rows, headers="keys", disable_numparse=True),
     ]
-    told = [_told(series, change) for series in all_series for change in series.changes]
+    told = changes_told(all_series)
     if told:
-        parts += ["\n".join(told), "Worth a look; nothing fails by it."]
+        parts += ["\n".join(f"* {sentence}" for sentence in told), "Worth a look; nothing fails by it."]
     else:
         parts.append("No change of level shows; it takes some ten runs to show one.")
     return "\n\n".join(parts)
 
 
+def changes_told(all_series: Sequence[Series]) -> tuple[str, ...]:
+    """A sentence for each change of level."""
+    return tuple(_told(series, change) for series in all_series for change in series.changes)
+
+
 def _told(series: Series, change: ChangePoint) -> str:
     last, first = series.points[change.index - 1], series.points[change.index]
     return (
-        f"* {plain(series.case)} on {series.environment}: {change.ratio:.3f} times as much from run {plain(first.run)} "
+        f"{plain(series.case)} on {series.environment}: {change.ratio:.3f} times as much from run {plain(first.run)} "
         f"on ({first.started_at[:10]}, commit {first.commit}; before it {last.commit}), p = {change.p:.3f}."
     )
 

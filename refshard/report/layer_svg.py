@@ -6,7 +6,7 @@ the end of its reduction, as far as these are near; what belongs to other units 
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 import numpy as np
@@ -20,7 +20,7 @@ from refshard.timeline import Kind, Timeline
 WIDTH = 960
 _LEFT, _RIGHT, _TOP = 8, 8, 24
 _LANE, _ROW, _GAP = 16, 26, 8
-_MOST_BLOCKS = 1500
+MOST_BLOCKS = 1500
 _MOST_LANES = 6
 _WIDEST = 3
 """The drawing reaches at most this many times the layer's own length to either side."""
@@ -38,27 +38,47 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    """What of the timeline is drawn, and how time becomes pixels."""
+class View:
+    """What of the timeline is drawn, and how time becomes pixels: a layer, and what leads to it and follows from it."""
 
     timeline: Timeline
     hull: Hull
+    gather: Ran | None
+    reduce: Ran | None
     begin: int
     end: int
 
     @property
+    def length(self) -> int:
+        """Nanoseconds that the drawing spans."""
+        return self.end - self.begin
+
+    def stretched(self, length: int) -> "View":
+        """The same over ``length`` nanoseconds, so that several drawings have one scale."""
+        return replace(self, end=self.begin + length)
+
+    @property
     def unit(self) -> str:
+        """The layer's name."""
         return self.timeline.spans.unit_names[self.hull.unit]
 
     def x(self, ns: float) -> float:
+        """Pixels from the left, of a moment in the drawing or of its nearer end."""
         clipped = min(max(ns, self.begin), self.end)
         return _LEFT + (clipped - self.begin) / (self.end - self.begin) * (WIDTH - _LEFT - _RIGHT)
 
 
 def draw_layer(timeline: Timeline, begin: int, close: int) -> Layer | None:
     """The drawing; None where no span of the window belongs to a known unit."""
+    view = find_layer(timeline, begin, close)
+    return None if view is None else draw(view)
+
+
+def find_layer(timeline: Timeline, begin: int, close: int, unit: str | None = None) -> View | None:
+    """What to draw of a window; None where no span of it belongs to a known unit. ``unit`` is drawn if it is there."""
     found = hulls(timeline, begin, close)
-    hull = _typical(found)
+    named = [hull for hull in found if timeline.spans.unit_names[hull.unit] == unit]
+    hull = _typical(named) or _typical(found)
     if hull is None:
         return None
     gather = gather_of(timeline, hull, found, begin)
@@ -70,11 +90,17 @@ def draw_layer(timeline: Timeline, begin: int, close: int) -> Layer | None:
     if reduce is not None and reduce.start < latest:
         last = max(last, min(reduce.end, latest))
     margin = (last - first) // 24 + 1
-    view = _View(timeline=timeline, hull=hull, begin=first - margin, end=last + margin)
+    return View(
+        timeline=timeline, hull=hull, gather=gather, reduce=reduce, begin=first - margin, end=last + margin
+    )  # fmt: skip
+
+
+def draw(view: View, most_blocks: int = MOST_BLOCKS) -> Layer:
+    """The drawing, of at most ``most_blocks`` of a kind on a lane where merging can reach that."""
     return Layer(
-        title=f"The {hull.phase} of {view.unit}" if hull.phase else view.unit,
-        alternative=_alternative(view, gather, reduce),
-        svg="".join(_svg(view)),
+        title=f"The {view.hull.phase} of {view.unit}" if view.hull.phase else view.unit,
+        alternative=_alternative(view, view.gather, view.reduce),
+        svg="".join(_svg(view, most_blocks)),
     )
 
 
@@ -88,7 +114,7 @@ def _typical(found: Sequence[Hull]) -> Hull | None:
     return ordered[(len(ordered) - 1) // 2] if ordered else None
 
 
-def _alternative(view: _View, gather: Ran | None, reduce: Ran | None) -> str:
+def _alternative(view: View, gather: Ran | None, reduce: Ran | None) -> str:
     """When what happens, and what of the collectives is not in the drawing."""
     hull = view.hull
     noun = "kernel" if view.timeline.on_device else "operator"
@@ -111,7 +137,7 @@ def _alternative(view: _View, gather: Ran | None, reduce: Ran | None) -> str:
     return " ".join(told)
 
 
-def _undrawn(view: _View, ran: Ran) -> str:
+def _undrawn(view: View, ran: Ran) -> str:
     """What of a collective lies beyond the drawing."""
     drawn = min(ran.end, view.end) - max(ran.start, view.begin)
     if drawn >= ran.end - ran.start:
@@ -125,7 +151,7 @@ def _relative(ns: int, event: str) -> str:
     return f"{format_ns(abs(ns))} {'before' if ns < 0 else 'after'} {event}"
 
 
-def _svg(view: _View) -> Iterator[str]:
+def _svg(view: View, most_blocks: int) -> Iterator[str]:
     lanes = _lanes(view)
     height = _TOP + len(lanes) * (_LANE + _ROW + _GAP) + 4
     yield (
@@ -137,11 +163,11 @@ def _svg(view: _View) -> Iterator[str]:
         top = _TOP + place * (_LANE + _ROW + _GAP)
         label = view.timeline.spans.lane_names[lane]
         yield f'<text class="lane" x="{_LEFT}" y="{top + 12}">{_xml(label)}</text>'
-        yield from _lane(view, lane, top + _LANE)
+        yield from _lane(view, lane, top + _LANE, most_blocks)
     yield "</svg>"
 
 
-def _lanes(view: _View) -> list[int]:
+def _lanes(view: View) -> list[int]:
     """The main lane, then those on which this unit has most spans, then the others."""
     spans = view.timeline.spans
     seen = within(spans, view.begin, view.end)
@@ -151,7 +177,7 @@ def _lanes(view: _View) -> list[int]:
     return sorted(present, key=lambda lane: (lane != main, -mine[lane], lane))[:_MOST_LANES]
 
 
-def _axis(view: _View, height: int) -> Iterator[str]:
+def _axis(view: View, height: int) -> Iterator[str]:
     """Time from the layer's first kernel."""
     step = _round_step((view.end - view.begin) / 8)
     first = -int((view.hull.start - view.begin) // step)
@@ -169,7 +195,7 @@ def _round_step(least: float) -> int:
     return int(next(power * n for n in (1, 2, 5, 10) if power * n >= least))
 
 
-def _lane(view: _View, lane: int, top: int) -> Iterator[str]:
+def _lane(view: View, lane: int, top: int, most_blocks: int) -> Iterator[str]:
     """Blocks of this unit on top of the dimmed ones of others, under a pixel's width merged."""
     spans = view.timeline.spans
     seen = within(spans, view.begin, view.end) & (spans.lanes == lane)
@@ -181,7 +207,7 @@ def _lane(view: _View, lane: int, top: int) -> Iterator[str]:
                 continue
             made = levels(
                 np.zeros(len(rows), np.int32), spans.starts[rows], spans.ends[rows],
-                length=view.end - view.begin, most=_MOST_BLOCKS,
+                length=view.end - view.begin, most=most_blocks,
             )  # fmt: skip
             pixel = (view.end - view.begin) / (WIDTH - _LEFT - _RIGHT)
             level = max((one for one in made if one.resolution <= pixel), key=lambda o: o.resolution, default=made[0])
@@ -191,7 +217,7 @@ def _lane(view: _View, lane: int, top: int) -> Iterator[str]:
                 yield _block(view, kind, mine, name, int(start), int(end), top)
 
 
-def _block(view: _View, kind: Kind, mine: bool, name: str, start: int, end: int, top: int) -> str:
+def _block(view: View, kind: Kind, mine: bool, name: str, start: int, end: int, top: int) -> str:
     style = STYLES[kind.value]
     x = view.x(start)
     width = max(view.x(end) - x, 0.5)

@@ -1,9 +1,15 @@
-"""Where a run comes from: its machine, its software, and the command that produced it."""
+"""Where a run comes from: its machine, its software, and the commands that produce it and each of its cases."""
 
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 
 from refshard.quantities import format_bytes, format_rate
 from refshard.records import Run
+from refshard.report.cases import Case
+
+_OF_ONE_RUN = ("--out", "-o", "--only")
+"""Options that another run does not share, each with a value."""
 
 
 def environment(run: Run) -> list[tuple[str, str]]:
@@ -49,3 +55,24 @@ def _distinct(run: Run, field: str) -> list[str]:
 def command(run: Run) -> str:
     """The command line that produced the run, quoted for a shell."""
     return shlex.join(run.header.environment.argv)
+
+
+def case_command(case: Case, others: Sequence[Case]) -> str:
+    """The command line that measures one case anew, quoted for a shell: that of its run, for this case alone.
+
+    The case goes by its name, or by its hash where ``others`` have the name too.
+    """
+    known = [other for other in others if other.header is case.header and other.spec.name == case.spec.name]
+    name = case.spec.name if len(known) == 1 else case.spec.hash
+    kept, skip = list[str](), False
+    for word in case.header.environment.argv:
+        option = word.partition("=")[0]
+        if skip or option in _OF_ONE_RUN:
+            skip = not skip and word in _OF_ONE_RUN
+            continue
+        kept.append(word)
+    if kept:
+        kept[0] = Path(kept[0]).name
+    if case.header.suite.only or "--resume" in case.header.environment.argv or kept[1:2] != ["run"]:
+        kept = ["refshard", "run", f"suites/{case.header.suite.name}.toml"]
+    return shlex.join([*kept, "--only", name])

@@ -5,13 +5,16 @@ A ratio is the case's figure over that strategy's: 1.2 means a fifth more time, 
 
 import math
 from dataclasses import dataclass
+from itertools import combinations
 
+import pandas as pd
 from tabulate import tabulate
 
 from refshard.errors import SpecError, nearest
-from refshard.records import Run
-from refshard.report.cases import Case, Setting, cases, plain, settings
-from refshard.stats.compare import Comparison, compare
+from refshard.report.cases import Case, plain
+from refshard.report.compared import compared
+from refshard.report.evidence import Evidence, Setting
+from refshard.stats.compare import Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +37,60 @@ def _ratio(case: Case, other: Case) -> Ratio:
     mine, its = case.metrics["peak_memory_bytes"], other.metrics["peak_memory_bytes"]
     return Ratio(
         case=case,
-        step_time=compare(other.samples, case.samples) if case.samples and other.samples else None,
+        step_time=compared(other, case),
         peak_memory=mine / its if mine and its else None,
     )
 
 
-def check_peer(run: Run, peer: str) -> None:
+Pair = tuple[int, int, float | None, float | None, float | None, float | None]
+"""Numbers of A and B, B's step time over A's, both ends of its 95 % interval, and B's peak memory over A's."""
+
+
+def pairs(evidence: Evidence) -> list[Pair]:
+    """Every two cases that may be compared, once; what does not exist is None."""
+    found: list[Pair] = []
+    for setting in evidence.contested:
+        by_size: dict[int, list[Case]] = {}
+        for case in setting.cases:
+            if case.ok:
+                by_size.setdefault(case.spec.world_size, []).append(case)
+        found += [_pair(a, b) for here in by_size.values() for a, b in combinations(here, 2)]
+    return found
+
+
+def _pair(a: Case, b: Case) -> Pair:
+    columns = _columns(_ratio(b, a))
+    ratio, low, high, memory = (columns[name] for name in RATIO_COLUMNS[1:])
+    if ratio is None and (mine := b.metrics["step_time_s"]) and (its := a.metrics["step_time_s"]):
+        ratio = mine / its
+    return (a.number, b.number, *(None if x is None else float(f"{x:.5g}") for x in (ratio, low, high, memory)))  # type: ignore[return-value]
+
+
+def pair_rows(evidence: Evidence) -> pd.DataFrame:
+    """Every strategy beside the first one, as text: what a page shows before its reader chooses."""
+    if not evidence.strategies:
+        return pd.DataFrame()
+    every = (ratio for setting in evidence.contested for ratio in ratios(setting, evidence.strategies[0]))
+    return pd.DataFrame(
+        [
+            {
+                "case": ratio.case.full_label,
+                "beside": evidence.strategies[0],
+                "step time ratio": _interval(ratio.step_time),
+                "peak memory ratio": _times(ratio.peak_memory),
+            }
+            for ratio in every
+        ]
+    )
+
+
+def check_peer(evidence: Evidence, peer: str) -> None:
     """Check that the run has a case of the strategy ``peer``.
 
     Raises:
         SpecError: it has none.
     """
-    present = sorted({case.strategy for case in cases(run)})
+    present = sorted({case.strategy for case in evidence.cases})
     if not present:
         raise SpecError(f"--against: this run has no case yet, so none of strategy '{peer}'; leave it out, or wait")
     if peer not in present:
@@ -56,11 +101,11 @@ RATIO_COLUMNS = ("against", "step_time_ratio", "step_time_ratio_low", "step_time
 """What programs get beside each case that is compared."""
 
 
-def ratio_columns(run: Run, peer: str) -> list[dict[str, float | str | None]]:
+def ratio_columns(evidence: Evidence, peer: str) -> list[dict[str, float | str | None]]:
     """The values of :data:`RATIO_COLUMNS` beside each case of :func:`refshard.report.cases.cases`, in its order."""
-    every = (ratio for setting in settings(run) for ratio in ratios(setting, peer))
-    found = {(ratio.case.spec, ratio.case.fidelity): ratio for ratio in every}
-    return [{"against": peer, **_columns(found.get((case.spec, case.fidelity)))} for case in cases(run)]
+    every = (ratio for setting in evidence.settings for ratio in ratios(setting, peer))
+    found = {ratio.case: ratio for ratio in every}
+    return [{"against": peer, **_columns(found.get(case))} for case in evidence.cases]
 
 
 def _columns(ratio: Ratio | None) -> dict[str, float | str | None]:
@@ -75,9 +120,9 @@ def _columns(ratio: Ratio | None) -> dict[str, float | str | None]:
     return dict(zip(RATIO_COLUMNS[1:], found))
 
 
-def terminal_ratios(run: Run, peer: str) -> str:
+def terminal_ratios(evidence: Evidence, peer: str) -> str:
     """A table per setting in which ``peer`` has an equal to be compared with, or a sentence if there is none."""
-    tables = [_table(setting, peer) for setting in settings(run)]
+    tables = [_table(setting, peer) for setting in evidence.settings]
     nothing = f"* Nothing to compare: no other case ended ok beside one of {peer} that did, with as many ranks."
     return "\n\n".join(table for table in tables if table) or nothing
 

@@ -1,6 +1,5 @@
 """Figures of one trace as plotly charts, in the theme and colours of the rest of the page."""
 
-import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -8,7 +7,7 @@ import plotly.graph_objects as go
 
 from refshard.quantities import GIB, KIB, MIB, format_bytes, format_ns, format_percent
 from refshard.report import trace_captions, trace_words
-from refshard.report.charts import OKABE_ITO, THEME, Chart, filling, label_text
+from refshard.report.charts import OKABE_ITO, THEME, Chart, chart, filling, label_text
 from refshard.report.palette import STYLES
 from refshard.report.trace_gaps import GapSet, gap_histogram, sentence_of
 from refshard.tracing.figures import Breakdown, MemoryPoint, TraceFigures
@@ -37,23 +36,19 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
     kept = sorted(range(len(figures)), key=lambda place: -trace_captions.mean_span(figures[place]))[:MOST_RANKS]
     shown = [figures[place] for place in sorted(kept)]
     sentence = trace_captions.ranks(shown, len(figures), names)
-    return _chart("ranks", "Ranks beside each other", rank_bars(shown, names), sentence)
+    return chart("ranks", "Ranks beside each other", rank_bars(shown, names), sentence, with_still=False)
 
 
 def charts_of(figures: TraceFigures, gaps: Sequence[GapSet], prefix: str) -> tuple[Chart, ...]:
     """The charts that this trace has data for."""
     title = "Where each step goes" if trace_words.has_steps(figures) else "Where the time goes"
-    drawn = [_chart(f"{prefix}-steps", title, step_bars(figures), trace_captions.steps(figures))]
+    drawn = [chart(f"{prefix}-steps", title, step_bars(figures), trace_captions.steps(figures), with_still=False)]
     if gaps:
-        drawn.append(_chart(f"{prefix}-gaps", "Gaps", gap_histogram(gaps), sentence_of(gaps)))
+        drawn.append(chart(f"{prefix}-gaps", "Gaps", gap_histogram(gaps), sentence_of(gaps), with_still=False))
     if figures.memory:
         sentence = trace_captions.memory(figures.memory)
-        drawn.append(_chart(f"{prefix}-memory", "Memory", memory_curves(figures), sentence))
+        drawn.append(chart(f"{prefix}-memory", "Memory", memory_curves(figures), sentence, with_still=False))
     return tuple(drawn)
-
-
-def _chart(identity: str, title: str, figure: go.Figure, alternative: str) -> Chart:
-    return Chart(id=identity, title=title, figure=json.loads(figure.to_json()), alternative=alternative)
 
 
 def split(part: Breakdown) -> dict[str, int]:

@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 import pandas as pd
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from refshard.folders import replace_file
 from refshard.quantities import MIB
 from refshard.report import trace_charts, trace_tables, trace_words
-from refshard.report.charts import Chart
+from refshard.report.charts import Chart, theme
 from refshard.report.encode import encode
 from refshard.report.lanes import draw_step, drawn_windows
 from refshard.report.layer_svg import Layer, draw_layer
@@ -111,7 +110,6 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
     sections = _sections(traces)
     ranks = trace_charts.ranks_chart(figures)
     charts = [*([ranks] if ranks else []), *(chart for section in sections for chart in section.charts)]
-    drawn = {chart.id: chart.figure for chart in charts}
     content = {
         "title": _title(figures),
         "findings": trace_words.findings(figures),
@@ -121,15 +119,14 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
         "warnings": trace_words.doubts(figures),
         "waits": _waits(figures),
         "sections": sections,
-        "figures": drawn,
+        "data": {"theme": theme()} if charts else {},
         "styles": {name: asdict(style) for name, style in STYLES.items()},
         "legend": LEGEND,
     }
     own = [script(resource(name)) for name in ("drawing.js", "timeline.js", "perfetto.js")]
-    plots = [script(get_plotlyjs()), script(resource("charts.js"))] if drawn else []
-    return fill(
-        "trace.html.j2", content, style=resource("style.css") + resource("trace.css"), scripts=[*own, *plots]
-    )  # fmt: skip
+    scripts = [*own, script(resource("charts.js"))] if charts else own
+    style = resource("style.css") + resource("trace.css")
+    return fill("trace.html.j2", content, style=style, scripts=scripts, plotted=bool(charts))
 
 
 def _named_shortly(traces: Sequence[AnalysedTrace]) -> list[AnalysedTrace]:

@@ -1,13 +1,19 @@
-"""How far to trust a run: the facts of its trust strip, each a value with what it means."""
+"""How far to trust what runs say: the facts of its trust strip, each a value with what it means."""
 
+import math
 import statistics
 from dataclasses import dataclass
 
 from refshard.quantities import format_percent
-from refshard.records import PARITY_TOLERANCE, Run
-from refshard.report.cases import FIDELITY, Case, cases
+from refshard.records import PARITY_TOLERANCE
+from refshard.report.cases import FIDELITY, Case
+from refshard.report.compared import compared
+from refshard.report.evidence import Evidence
 from refshard.report.proof import bit_identical, parity_note, proof_summary
+from refshard.report.verdict import findings
 from refshard.report.views import format_metric
+from refshard.specs.case import REFERENCE_STRATEGY
+from refshard.stats.rehearsal import Noise
 from refshard.stats.sample import MIN_LAUNCHES
 
 PERTURBATION_LIMIT = 1.2
@@ -18,7 +24,7 @@ NOISE_LIMIT = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """One statement about a run; ``good`` is False where readers should hesitate, None if it is neutral."""
+    """One statement about the evidence; ``good`` is False where readers should hesitate, None if it is neutral."""
 
     label: str
     value: str
@@ -26,28 +32,35 @@ class Fact:
     good: bool | None = None
 
 
-def trust(run: Run) -> tuple[Fact, ...]:
-    """The facts that a sceptic asks for first."""
-    found = cases(run)
+def trust(evidence: Evidence, noise: Noise | None = None) -> tuple[Fact, ...]:
+    """The facts that a sceptic asks for first; ``noise`` is the machine's own, if that was measured."""
+    found = evidence.cases
     finished = tuple(case for case in found if case.ok)
     return (
         _proof(finished),
         _parity(finished),
         _bits(finished),
         _perturbation(finished),
-        _fidelity(finished, run),
+        _fidelity(finished),
         _noise(finished),
-        _completeness(run),
+        _visible(evidence),
+        _itself(noise, several=len({run.header.environment.id for run in evidence.runs}) > 1),
+        _completeness(evidence),
     )
 
 
 def _proof(finished: tuple[Case, ...]) -> Fact:
-    proved = sum(proof_summary(case) == "proved" for case in finished)
+    """Of cases that ran: what is simulated has done nothing that could be proved."""
+    ran = tuple(case for case in finished if case.fidelity != "simulated")
+    proved = sum(proof_summary(case) == "proved" for case in ran)
+    detail = f"units{_proved(ran)} are what the strategy's plan announced"
+    if finished and not ran:
+        return Fact(label="Proof of run", value="nothing ran", detail="simulated cases only follow their plan")
     return Fact(
         label="Proof of run",
-        value=f"{proved} of {len(finished)} finished cases",
-        detail=f"units{_proved(finished)} are what the strategy's plan announced",
-        good=proved == len(finished) > 0,
+        value=f"{proved} of {len(ran)} finished cases",
+        detail=detail if len(ran) == len(finished) else f"{detail}; simulated cases did not run",
+        good=proved == len(ran) > 0,
     )
 
 
@@ -94,7 +107,7 @@ def _perturbation(finished: tuple[Case, ...]) -> Fact:
     )
 
 
-def _fidelity(finished: tuple[Case, ...], run: Run) -> Fact:
+def _fidelity(finished: tuple[Case, ...]) -> Fact:
     present = list(dict.fromkeys(case.fidelity for case in finished))
     where = dict.fromkeys(
         f"{launch.device} with {launch.backend}{f' on {case.spec.cluster}' if case.spec.cluster else ''}"
@@ -102,8 +115,7 @@ def _fidelity(finished: tuple[Case, ...], run: Run) -> Fact:
         for launch in case.launches
         if launch.device and launch.backend
     )
-    if finished and run.header.environment.network:
-        where[run.header.environment.network] = None
+    where |= dict.fromkeys(joined for case in finished if (joined := case.header.environment.network))
     meaning = "; ".join(f"{name}: {FIDELITY[name]}" if len(present) > 1 else FIDELITY[name] for name in present)
     detail = f"{meaning} ({', '.join(where)})" if where else meaning
     return Fact(
@@ -131,16 +143,48 @@ def _noise(finished: tuple[Case, ...]) -> Fact:
     )
 
 
-def _completeness(run: Run) -> Fact:
-    ok = sum(record.state == "ok" for record in run.cases)
-    planned = run.header.planned
-    by_itself = run.end is not None and not run.end.interrupted
-    if run.end is None:
-        detail = "the run was cut off: it has no closing record"
+def _visible(evidence: Evidence) -> Fact:
+    """From the ratios of all pairs in each contest, as wide as noise made them."""
+    label = "Smallest visible difference"
+    detail = "typical half-width of the 95 % interval of a ratio of two step times"
+    widths = []
+    for finding in findings(evidence):
+        entered = [case for case in finding.cases if case.ok and case.strategy != REFERENCE_STRATEGY]
+        ratios = (compared(entered[0], case) for case in entered[1:])
+        widths += [ratio.high / ratio.ratio - 1 for ratio in ratios if ratio and ratio.low < ratio.high]
+    if not (known := [width for width in widths if math.isfinite(width)]):
+        return Fact(label=label, value="unknown", detail=f"{detail}; no two cases have one")
+    typical = statistics.median(known)
+    return Fact(label=label, value=f"± {format_percent(typical)}", detail=detail, good=typical <= NOISE_LIMIT)
+
+
+def _itself(noise: Noise | None, *, several: bool) -> Fact:
+    """The same code against itself, on the latest run's machine where there were several."""
+    label = "A/A on the latest machine" if several else "A/A on this machine"
+    if noise is None:
+        return Fact(label=label, value="not measured", detail="refshard calibrate --aa launches the same code again")
+    seen = [case.smallest_visible for case in noise.cases.values()]
+    return Fact(
+        label=label,
+        value=f"{noise.failing_gates:,} of {noise.gates:,} gates failed",
+        detail=f"the same code against itself, {noise.launches:,} launches; a gate here sees slow-downs from "
+        f"{format_percent(min(seen))} to {format_percent(max(seen))} on, by case",
+    )
+
+
+def _completeness(evidence: Evidence) -> Fact:
+    ok = sum(record.state == "ok" for run in evidence.runs for record in run.cases)
+    planned = sum(run.header.planned for run in evidence.runs)
+    by_itself = all(run.end is not None and not run.end.interrupted for run in evidence.runs)
+    which = "the run" if len(evidence.runs) == 1 else "a run"
+    if any(run.end is None for run in evidence.runs):
+        detail = f"{which} was cut off: it has no closing record"
     elif not by_itself:
-        detail = "the run was interrupted"
+        detail = f"{which} was interrupted"
+    elif ok < planned:
+        detail = "the others are listed under case states"
     else:
-        detail = "the run ended by itself" if ok == planned else "the others are listed under case states"
+        detail = f"{'the run' if len(evidence.runs) == 1 else 'every run'} ended by itself"
     return Fact(
         label="Launches ended ok",
         value=f"{ok} of {planned}",

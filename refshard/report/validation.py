@@ -11,8 +11,8 @@ import msgspec
 from tabulate import tabulate
 
 from refshard.quantities import format_bytes, format_percent, format_seconds
-from refshard.records import Run
-from refshard.report.cases import Case, cases
+from refshard.report.cases import Case
+from refshard.report.evidence import Evidence, machine
 from refshard.specs.case import CaseSpec, Fidelity
 
 PREDICTED: tuple[Fidelity, ...] = ("emulated", "simulated")
@@ -48,16 +48,18 @@ class Validated:
         return mine / theirs - 1 if mine and theirs else None
 
 
-def validated(run: Run) -> tuple[Validated, ...]:
-    """Every prediction of a measured case of the same run, in the order of the run."""
-    found = [case for case in cases(run) if case.ok]
-    measured = {case.spec: case for case in found if case.fidelity == "measured"}
-    pairs = ((measured.get(_as_measured(case.spec)), case) for case in found if case.fidelity in PREDICTED)
+def validated(evidence: Evidence) -> tuple[Validated, ...]:
+    """Every prediction of a measured case that was made on the same machine, in the order of the evidence."""
+    found = [case for case in evidence.cases if case.ok]
+    measured = {_place(case): case for case in found if case.fidelity == "measured"}
+    pairs = ((measured.get(_place(case)), case) for case in found if case.fidelity in PREDICTED)
     return tuple(Validated(measured=mine, predicted=case) for mine, case in pairs if mine is not None)
 
 
-def _as_measured(spec: CaseSpec) -> CaseSpec:
-    return msgspec.structs.replace(spec, fidelity="measured", cluster="", resident_ranks=1)
+def _place(case: Case) -> tuple[CaseSpec, str]:
+    """What a prediction and its measurement share: the spec as measured, and the machine."""
+    spec = msgspec.structs.replace(case.spec, fidelity="measured", cluster="", resident_ranks=1)
+    return spec, machine(case.header.environment)
 
 
 def errors(pairs: Sequence[Validated], fidelity: Fidelity, metric: str) -> list[float]:

@@ -5,30 +5,42 @@ reference does not compete: it answers another question on another number of GPU
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
-from refshard.report.cases import FIDELITY, Case, Setting, cases, contested, plain, ranks
+from refshard.report.cases import FIDELITY, Case, plain, ranks
+from refshard.report.compared import compared
+from refshard.report.evidence import Evidence, Setting
 from refshard.report.plan_words import ALIKE
 from refshard.specs.case import REFERENCE_STRATEGY
-from refshard.stats.compare import Comparison, compare
+from refshard.stats.compare import Comparison
 
 RELEVANT = 0.01
 """Difference of step times under which a significant one is called small."""
 EQUAL_MEMORY = 0.03
 """Difference of peak memories under which two strategies count as equally lean: between two launches of one case the
 figure varies by about 3 % on a CPU."""
+MANY = 4
+"""Contests from which on a sentence sums them up."""
 _ERROR_LENGTH = 120
 _TIMES = 2  # ratio from which "2.3 times as long" reads better than "130 % longer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The outcome of one contest: a title, sentences, and doubts about them."""
+    """The outcome of one contest: a title, sentences, and doubts about them.
+
+    ``cases`` are those of the contest, references and those that did not end ok included. ``fastest`` and ``leanest``
+    name who leads, several where none is alone; empty where nothing is to be ranked.
+    """
 
     title: str
+    cases: tuple[Case, ...]
+    fastest: tuple[str, ...]
+    leanest: tuple[str, ...]
     speed: str
     margin: str
     memory: str
@@ -59,56 +71,80 @@ class _Rival:
         return not self.comparison.significant
 
 
-def findings(run: Run) -> tuple[Finding, ...]:
-    """The outcome of every contest of the run."""
-    return tuple(_finding(setting, world_size) for setting in contested(run) for world_size in _contested(setting))
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """The outcome of every contest."""
+    return tuple(_finding(setting, world_size) for setting in evidence.contested for world_size in _contested(setting))
 
 
-def unranked(run: Run) -> tuple[str, ...]:
+def overview(found: Sequence[Finding]) -> tuple[str, ...]:
+    """Who leads how often, a sentence per fidelity that holds :data:`MANY` contests or more."""
+    told = []
+    for fidelity in dict.fromkeys(finding.cases[0].fidelity for finding in found):
+        ranked = [finding for finding in found if finding.cases[0].fidelity == fidelity and finding.fastest]
+        if len(ranked) >= MANY:
+            speed, memory = (_tally([getattr(f, lead) for f in ranked]) for lead in ("fastest", "leanest"))
+            told.append(f"Of {len(ranked)} {fidelity} contests, fastest: {speed}; leanest: {memory}.")
+    return tuple(told)
+
+
+def _tally(leads: Sequence[tuple[str, ...]]) -> str:
+    """How often who led alone, most often first, and in how many contests nobody did."""
+    alone = Counter(names[0] for names in leads if len(names) == 1)
+    told = [f"{name} in {count}" for name, count in sorted(alone.items(), key=lambda item: (-item[1], item[0]))]
+    shared = len(leads) - alone.total()
+    return ", ".join([*told, *([f"nobody alone in {shared}"] if shared else [])])
+
+
+def unranked(evidence: Evidence) -> tuple[str, ...]:
     """A sentence for every case that did not end ok."""
-    return tuple(_unranked(case) for case in cases(run) if not case.ok)
+    return tuple(_unranked(case) for case in evidence.cases if not case.ok)
 
 
-def verdict(run: Run) -> list[str]:
+def verdict(evidence: Evidence) -> list[str]:
     """All findings as sentences, the network, what is modelled, the cases that did not end ok, then the doubts."""
-    found = findings(run)
+    found = findings(evidence)
     several = len(found) > 1
     told = [
         f"{finding.title}: {sentence}" if several else sentence for finding in found for sentence in finding.sentences
     ]
-    return [*unfinished(run), *told, *network(run), *modelled(run), *unranked(run), *caveats(run)]
+    parts = (unfinished(evidence), told, network(evidence), modelled(evidence), unranked(evidence), caveats(evidence))
+    return [*overview(found), *(sentence for part in parts for sentence in part)]
 
 
-def network(run: Run) -> tuple[str, ...]:
-    """A sentence that names the network between the hosts, if the run had several."""
-    joined = run.header.environment.network
-    return (f"The ranks ran on {joined}.",) if joined else ()
+def network(evidence: Evidence) -> tuple[str, ...]:
+    """A sentence that names each network between hosts, if there were several."""
+    joined = dict.fromkeys(run.header.environment.network for run in evidence.runs)
+    return tuple(f"The ranks ran on {words}." for words in joined if words)
 
 
-def modelled(run: Run) -> tuple[str, ...]:
+def modelled(evidence: Evidence) -> tuple[str, ...]:
     """A sentence for every cluster on which cases were not measured."""
-    kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in cases(run) if case.fidelity != "measured")
+    kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
     return tuple(
         f"What is {fidelity} on {cluster} is no measurement: {FIDELITY[fidelity]}." for fidelity, cluster in kinds
     )
 
 
-def unfinished(run: Run) -> tuple[str, ...]:
-    """A sentence for a run that did not end by itself: what is missing may change the verdict.
+def unfinished(evidence: Evidence) -> tuple[str, ...]:
+    """A sentence for each run that did not end by itself: what is missing may change the verdict."""
+    told = ((run, _unfinished(run)) for run in evidence.runs)
+    several = len(evidence.runs) > 1
+    return tuple(f"{run.header.run_id}: {words}" if several else words for run, words in told if words)
 
-    A gate's run does not know how many launches it will need.
-    """
+
+def _unfinished(run: Run) -> str:
+    """A gate's run does not know how many launches it will need."""
     if run.end is not None and not run.end.interrupted:
-        return () if run.cases else ("Nothing was launched.",)
+        return "" if run.cases else "Nothing was launched."
     why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
     done = f"{len(run.cases)} of {run.header.planned}" if run.header.planned else f"{len(run.cases)}"
-    return (f"Not finished: {done} launches are done; {why}.",)
+    return f"Not finished: {done} launches are done; {why}."
 
 
-def caveats(run: Run) -> list[str]:
+def caveats(evidence: Evidence) -> list[str]:
     """What weakens the findings, each doubt once; of the warnings that launches left, the first."""
-    doubts = dict.fromkeys(doubt for finding in findings(run) for doubt in finding.caveats)
-    left = [(case, warning) for case in cases(run) for launch in case.launches for warning in launch.warnings]
+    doubts = dict.fromkeys(doubt for finding in findings(evidence) for doubt in finding.caveats)
+    left = [(case, warning) for case in evidence.cases for launch in case.launches for warning in launch.warnings]
     told = [f"Caution: {doubt}." for doubt in doubts]
     if left:
         case, warning = left[0]
@@ -128,8 +164,12 @@ def _finding(setting: Setting, world_size: int) -> Finding:
     entered = [case for case in here if case.strategy != REFERENCE_STRATEGY] or here
     contenders = [case for case in entered if case.ok and case.metrics["step_time_s"] is not None]
     rivals = _ranked(contenders)
+    first = [_winner(contenders).strategy] if contenders else []
     return Finding(
         title=f"{setting.label}, {ranks(world_size)}",
+        cases=tuple(here),
+        fastest=(*first, *(rival.case.strategy for rival in rivals if rival.tied)),
+        leanest=tuple(_leanest(contenders)),
         speed=_speed(contenders, rivals),
         margin=_margin(rivals),
         memory=_memory(contenders),
@@ -145,10 +185,9 @@ def _step_time(case: Case) -> float:
 
 
 def _rival(winner: Case, case: Case) -> _Rival:
-    if not (winner.samples and case.samples) or case.fidelity == "simulated":
-        return _Rival(case=case, comparison=None, ratio=_step_time(case) / _step_time(winner))
-    comparison = compare(winner.samples, case.samples)
-    return _Rival(case=case, comparison=comparison, ratio=comparison.ratio)
+    comparison = compared(winner, case)
+    ratio = comparison.ratio if comparison else _step_time(case) / _step_time(winner)
+    return _Rival(case=case, comparison=comparison, ratio=ratio)
 
 
 def _winner(contenders: Sequence[Case]) -> Case:
@@ -241,14 +280,25 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+def _peaks(contenders: Sequence[Case]) -> dict[str, float]:
+    """Peak memory by strategy, leanest first, B."""
+    found = {c.strategy: peak for c in contenders if (peak := c.metrics["peak_memory_bytes"])}
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _leanest(contenders: Sequence[Case]) -> list[str]:
+    """Those that need the least memory, as far as launches tell them apart."""
+    peaks = _peaks(contenders)
+    return [name for name, peak in peaks.items() if peak <= min(peaks.values()) * (1 + EQUAL_MEMORY)]
+
+
 def _memory(contenders: Sequence[Case]) -> str:
-    peaks = {c.strategy: peak for c in contenders if (peak := c.metrics["peak_memory_bytes"])}
+    peaks = _peaks(contenders)
     if len(peaks) < 2:
         return ""
-    ordered = sorted(peaks, key=lambda name: peaks[name])
-    least = peaks[ordered[0]]
-    equal = [name for name in ordered if peaks[name] <= least * (1 + EQUAL_MEMORY)]
-    rest = ordered[len(equal) :]
+    least = min(peaks.values())
+    equal = _leanest(contenders)
+    rest = list(peaks)[len(equal) :]
     lead = f"{listed(equal)} {'is leanest' if len(equal) == 1 else 'are equally lean'}"
     told = f"{lead} at {format_bytes(least)} of peak memory per rank."
     if not rest:

@@ -1,7 +1,7 @@
 """Records to tables and plain values; everything that a page, a terminal or a script shows is computed here.
 
 Numbers stay in seconds, bytes and fractions wherever another program reads them (:func:`rows`,
-:func:`as_json`, :func:`pivot`, :func:`breakdown`). Tables for people hold text, with "-" for what does not
+:func:`as_json`, :func:`pivot`). Tables for people hold text, with "-" for what does not
 exist.
 """
 
@@ -21,9 +21,10 @@ from refshard.quantities import (
     format_rate,
     format_seconds,
 )
-from refshard.records import METRICS, CaseRecord, CollectiveCount, Run
-from refshard.report.cases import BREAKDOWN, Case, Setting, cases, plain, ranks, settings
+from refshard.records import METRICS, CaseRecord, CollectiveCount
+from refshard.report.cases import Case, plain
 from refshard.report.columns import Row, values
+from refshard.report.evidence import Evidence, Setting
 from refshard.report.proof import bit_identical, bits_note, parity_note, proof_summary
 from refshard.report.verdict import verdict
 from refshard.specs.case import REFERENCE_STRATEGY
@@ -42,18 +43,15 @@ _TERMINAL_HEADERS = {
     "loss parity": "loss\nparity",
 }
 
-_LOPSIDED = 0.1  # relative half-width from which "±" misleads: the interval is symmetric in logarithms
 
-
-def rows(run: Run) -> pd.DataFrame:
+def rows(evidence: Evidence) -> pd.DataFrame:
     """One row per case, with the columns of :func:`as_json`; what does not exist is None or NaN."""
-    return pd.DataFrame(as_json(run))
+    return pd.DataFrame(as_json(evidence))
 
 
-def as_json(run: Run) -> list[Row]:
+def as_json(evidence: Evidence) -> list[Row]:
     """One flat object per case, safe for JSON: seconds, bytes and fractions, None for what does not exist."""
-    network = run.header.environment.network or None
-    return [{**values(case), "network": network} for case in cases(run)]
+    return [{**values(case), "network": case.header.environment.network or None} for case in evidence.cases]
 
 
 def pivot(setting: Setting, value: str) -> pd.DataFrame:
@@ -70,40 +68,20 @@ def pivot(setting: Setting, value: str) -> pd.DataFrame:
     return wide.reindex(index=list(setting.strategies), columns=list(setting.world_sizes))
 
 
-def grid(setting: Setting, metric: str) -> pd.DataFrame:
-    """Strategy by world size as text: the metric, the state of a case that did not end ok, or "-"."""
-    found = {(case.strategy, case.spec.world_size): _cell(case, metric) for case in setting.cases}
-    return pd.DataFrame(
-        [[found.get((name, n), MISSING) for n in setting.world_sizes] for name in setting.strategies],
-        index=pd.Index(setting.strategies, name="strategy"),
-        columns=[ranks(n) for n in setting.world_sizes],
-    )
-
-
-def leaders(setting: Setting, metric: str) -> set[tuple[str, str]]:
-    """The cells of :func:`grid`, as (strategy, column), that hold the best value of their column.
-
-    References do not compete, and a column with one competitor has no best.
-    """
-    table = pivot(setting, metric).drop(index=REFERENCE_STRATEGY, errors="ignore")
-    if METRICS[metric].better == "higher":
-        table = -table
-    return {
-        (str(strategy), ranks(world_size))
-        for world_size in setting.world_sizes
-        if (column := table[world_size].dropna()).size > 1
-        for strategy in column.index[column == column.min()]
-    }
-
-
-def _cell(case: Case, metric: str) -> str:
-    if not case.ok:
-        return case.state
-    if metric == "step_time_s" and case.step_time:
-        return narrow_step_time(case.step_time)
-    if metric == "exposed_comm_s":
-        return exposed_text(case)
-    return format_metric(metric, case.metrics[metric])
+def leaders(setting: Setting, metric: str) -> frozenset[Case]:
+    """The cases with the best value at their world size; references do not compete, nor does one alone lead."""
+    sign = -1 if METRICS[metric].better == "higher" else 1
+    best: set[Case] = set()
+    for world_size in setting.world_sizes:
+        values = {
+            case: sign * value
+            for case in setting.cases
+            if case.ok and case.spec.world_size == world_size and case.strategy != REFERENCE_STRATEGY
+            and (value := case.metrics[metric]) is not None
+        }  # fmt: skip
+        if len(values) > 1:
+            best |= {case for case, value in values.items() if value == min(values.values())}
+    return frozenset(best)
 
 
 def format_metric(metric: str, value: float | None) -> str:
@@ -132,14 +110,6 @@ def step_time_text(summary: Summary | None, fallback: float | None = None) -> st
     if low.endswith(f" {unit}") and high.endswith(f" {unit}"):
         low, high = low.removesuffix(f" {unit}"), high.removesuffix(f" {unit}")
     return f"{median} ({low} to {high})"
-
-
-def narrow_step_time(summary: Summary) -> str:
-    """Median and relative half-width of its 95 % interval; both ends where it is wide and so lopsided."""
-    half = summary.high / summary.median - 1
-    if half > _LOPSIDED:
-        return step_time_text(summary)
-    return f"{format_seconds(summary.median)} ± {format_percent(half)}"
 
 
 def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
@@ -184,15 +154,6 @@ def exposed_text(case: Case) -> str:
     return exposed if share is None else f"{exposed} ({format_percent(share)})"
 
 
-def breakdown(setting: Setting) -> pd.DataFrame:
-    """Parts of a traced step, s, a column each by :data:`BREAKDOWN`; rows are (world size, strategy)."""
-    found = {
-        (case.spec.world_size, case.strategy): parts for case in setting.cases if case.ok and (parts := case.breakdown)
-    }
-    index = pd.MultiIndex.from_tuples(list(found), names=["world_size", "strategy"]) if found else None
-    return pd.DataFrame(list(found.values()), index=index, columns=list(BREAKDOWN))
-
-
 def breakdown_table(setting: Setting) -> pd.DataFrame:
     """The parts of a traced step as text, with the exposed share of the step and the overlap ratio."""
     return pd.DataFrame(
@@ -234,9 +195,9 @@ def loss_table(setting: Setting) -> pd.DataFrame:
     return text
 
 
-def proof_table(run: Run) -> pd.DataFrame:
+def proof_table(evidence: Evidence) -> pd.DataFrame:
     """What each case proved before its timing counted, one row per case."""
-    return pd.DataFrame([_proof_row(case) for case in cases(run)])
+    return pd.DataFrame([_proof_row(case) for case in evidence.cases])
 
 
 def _proof_row(case: Case) -> Row:
@@ -276,10 +237,10 @@ def _bits(case: Case) -> str:
     return f"{word}: {note}" if note else word
 
 
-def state_table(run: Run) -> pd.DataFrame:
+def state_table(evidence: Evidence) -> pd.DataFrame:
     """Every launch and how it ended, one row per launch; ``log`` is the tail of its output, lines joined."""
     columns = ["case", "round", "state", "duration", "error", "log"]
-    found = [(case, launch) for case in cases(run) for launch in case.launches]
+    found = [(case, launch) for case in evidence.cases for launch in case.launches]
     return pd.DataFrame([_state_row(case, launch) for case, launch in found], columns=columns)
 
 
@@ -304,17 +265,17 @@ def axis_unit(unit: Literal["s", "B"], largest: float) -> tuple[str, float]:
     return next(((name, size) for name, size in units[unit] if largest >= size), (unit, 1.0))
 
 
-def terminal_verdict(run: Run) -> str:
+def terminal_verdict(evidence: Evidence) -> str:
     """The verdict, an item per sentence."""
     return "\n".join(
         textwrap.fill(plain(sentence), TERMINAL_COLUMNS, initial_indent="* ", subsequent_indent="  ")
-        for sentence in verdict(run)
+        for sentence in verdict(evidence)
     )
 
 
-def terminal_table(run: Run) -> str:
+def terminal_table(evidence: Evidence) -> str:
     """One table per setting, headed by its label."""
-    return "\n\n".join(f"{plain(setting.label)}\n\n{_terminal_table(setting)}" for setting in settings(run))
+    return "\n\n".join(f"{plain(setting.label)}\n\n{_terminal_table(setting)}" for setting in evidence.settings)
 
 
 def _terminal_table(setting: Setting) -> str:

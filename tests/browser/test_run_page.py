@@ -1,73 +1,235 @@
-"""The page in a real browser, where one is installed: it draws, stays silent and asks the network for nothing."""
+"""The dashboard in a real browser: it draws, prints, reads without scripts, and says what is hostile as text."""
 
+import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
-from refshard.report.render import write_dashboard
-from tests.report.runs import run
+from refshard.report.evidence import Evidence, gather
+from tests.browser.visits import Visit, visiting, written
+from tests.report.runs import CASES, HOSTILE, run, with_record
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Dialog, Page
+    from playwright.sync_api import Browser
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = Path("/usr/bin/chromium")
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")
-
-
-@dataclass
-class Visit:
-    """An open page, and what it said and asked for since it was opened."""
-
-    page: "Page"
-    address: str
-    said: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-
-    def dismiss(self, dialog: "Dialog") -> None:
-        """A dialog is something said too."""
-        self.said.append(dialog.message)
-        dialog.dismiss()
+IMAGE = "<img src=x onerror=alert(4)>"
+FOCUSED = """() => {
+  const { tagName, name, id, textContent } = document.activeElement;
+  return [tagName, name || id || "", textContent.trim()];
+}"""
 
 
-@pytest.fixture(scope="module")
-def visit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Visit]:
-    path = tmp_path_factory.mktemp("page") / "dashboard.html"
-    write_dashboard(run(), path)
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 360, "height": 800}, color_scheme="light")
-        visit = Visit(page=page, address=path.as_uri())
-        page.on("console", lambda message: visit.said.append(message.text))
-        page.on("pageerror", lambda error: visit.said.append(str(error)))
-        page.on("dialog", visit.dismiss)
-        page.on("request", lambda request: visit.asked.append(request.url))
-        page.goto(visit.address)
-        page.locator(".chart .xtitle").nth(4).wait_for()
-        yield visit
-        browser.close()
+def test_charts_are_drawn_as_they_come_near(visit: Visit) -> None:
+    assert not visit.page.locator("#history.drawn").count()
+    assert visit.page.locator(".chart .still").count() == visit.page.locator(".chart").count() == 22
+    visit.draw()
+    assert visit.page.locator(".chart.drawn").count() == 22
+    assert not visit.page.locator(".chart .still:visible").count()
+    assert not visit.page.locator("canvas").count(), "a browser allows few WebGL canvases"
 
 
-def test_five_charts_are_drawn(visit: Visit) -> None:
-    assert visit.page.locator(".chart .xtitle").count() == 5
+def test_ids_are_unique_and_every_anchor_has_its_target(visit: Visit) -> None:
+    twice = "[...document.querySelectorAll('[id]')].map((e) => e.id).filter((id, n, all) => all.indexOf(id) !== n)"
+    assert visit.run(twice) == []
+    lost = "[...document.querySelectorAll('a[href^=\"#\"]')].filter((a) => !document.getElementById(a.hash.slice(1)))"
+    assert visit.run(f"{lost}.map((a) => a.hash)") == []
 
 
-def test_a_narrow_screen_scrolls_down_only(visit: Visit) -> None:
-    assert visit.page.evaluate("document.documentElement.scrollWidth") == 360
+def test_the_navigation_leads_to_every_section_that_it_names(visit: Visit) -> None:
+    links = visit.page.get_by_role("navigation").get_by_role("link")
+    names = links.all_inner_texts()
+    assert names == [
+        "Verdict", "Trust", "Comparison", "Why", "Scaling", "Memory", "Losses", "History", "Proof", "States",
+        "Environment", "Reproduce",
+    ]  # fmt: skip
+    for name in ("Losses", "Proof", "Reproduce"):
+        links.get_by_text(name, exact=True).click()
+        target = visit.state.removeprefix("at=")
+        top = "document.getElementById(id).getBoundingClientRect().top"
+        visit.until(f"(id) => {top} >= 0 && {top} < innerHeight", target)
+        assert visit.run("document.activeElement.id") == target
 
 
-def test_text_in_charts_follows_the_colour_scheme(visit: Visit) -> None:
-    colour = "getComputedStyle(document.querySelector('.chart .ytick text')).fill"
-    assert visit.page.evaluate(colour) == "rgb(28, 32, 36)"
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (3840, "light")])
+def test_a_screen_of_any_width_scrolls_down_only(
+    browser: "Browser", wide_address: str, width: int, scheme: str
+) -> None:
+    visit = visiting(browser, wide_address, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    visit.page.locator("#filter > summary").click()
+    visit.draw()
+    visit.page.locator("details").evaluate_all("(all) => all.forEach((details) => { details.open = true; })")
+    assert visit.run("document.documentElement.scrollWidth") == width
+    colour = visit.run("getComputedStyle(document.querySelector('.plot .ytick text')).fill")
+    assert colour == {"light": "rgb(28, 32, 36)", "dark": "rgb(228, 231, 234)"}[scheme]
+    visit.check_silence()
+    visit.page.context.close()
+
+
+def test_text_in_charts_follows_a_change_of_the_colour_scheme(visit: Visit) -> None:
+    visit.draw("s0-step_time_s")
+    colour = "getComputedStyle(document.querySelector('.plot .ytick text')).fill"
+    assert visit.run(colour) == "rgb(28, 32, 36)"
     visit.page.emulate_media(color_scheme="dark")
-    assert visit.page.evaluate(colour) == "rgb(228, 231, 234)"
+    assert visit.run(colour) == "rgb(228, 231, 234)"
+    visit.page.emulate_media(color_scheme="light")
 
 
-def test_all_that_in_silence_and_without_a_network(visit: Visit) -> None:
-    visit.page.get_by_text("Log of fsdp2-tuned").click()
-    assert visit.page.get_by_text("rank 1: <img src=x onerror=alert(2)>").is_visible()
-    assert visit.said == []
-    assert visit.asked == [visit.address]
+def test_a_button_copies_the_command(visit: Visit) -> None:
+    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visit.page.locator("#reproduce").scroll_into_view_if_needed()
+    visit.page.get_by_role("button", name="Copy: refshard run").first.click()
+    copied = visit.run("navigator.clipboard.readText()")
+    assert shlex.split(copied) == ["refshard", "run", "suites/quickstart.toml", "--note", "it's <b>bold</b>"]
+    visit.page.get_by_text("One command a case").click()
+    command = visit.page.locator(".commands li").nth(1)
+    command.get_by_role("button").click()
+    assert visit.run("navigator.clipboard.readText()") == command.locator("code").text_content()
+
+
+@pytest.fixture
+def on_paper(visit: Visit) -> Iterator[Visit]:
+    """The page on paper, as soon as the test has chosen what to print."""
+    yield visit
+    visit.page.emulate_media(media="screen")
+
+
+def print_out(visit: Visit) -> None:
+    visit.page.emulate_media(media="print")
+    visit.run("dispatchEvent(new Event('beforeprint'))")
+
+
+def test_paper_has_still_drawings_whole_tables_and_no_controls(on_paper: Visit) -> None:
+    page = on_paper.page
+    on_paper.draw("s0-step_time_s")
+    folded = page.locator("#verdict details.printed")
+    folded.evaluate("(details) => { details.open = false; }")
+    print_out(on_paper)
+    assert folded.evaluate("(details) => details.open")
+    assert page.locator("#s0-step_time_s .still").is_visible()
+    assert page.locator("#history .still").is_visible()
+    assert not page.locator(".plot:visible").count()
+    for caption in ("llama-mini", "Every launch"):
+        heads = on_paper.table(caption).locator("thead th")
+        assert [heads.nth(place).is_visible() for place in range(heads.count())] == [True] * heads.count()
+        assert heads.first.locator("button").is_visible()
+    for control in ("#filter", "#choice", ".tool", "nav", ".skip"):
+        assert not page.locator(f"{control}:visible").count(), control
+    assert page.locator("#pairs table").is_visible()
+    on_paper.run("dispatchEvent(new Event('afterprint'))")
+    assert not folded.evaluate("(details) => details.open")
+
+
+def test_paper_has_what_filters_leave(on_paper: Visit) -> None:
+    page = on_paper.page
+    page.locator("#filter > summary").click()
+    page.get_by_label("ddp", exact=True).click()
+    page.get_by_label("emulated", exact=True).click()
+    on_paper.draw("s0-step_time_s")
+    print_out(on_paper)
+    assert not page.locator(".chart .still:visible").count()
+    assert page.locator(".plot:visible").count() == page.locator(".chart:visible").count() == 16
+    assert "ddp" not in on_paper.ticks("s0-step_time_s")
+    assert "ddp" not in on_paper.ticks("s0-parts"), "it had not been near the screen"
+    assert "emulated" not in page.locator("#tables").inner_text()
+    on_paper.run("dispatchEvent(new Event('afterprint'))")
+    page.emulate_media(media="screen")
+    page.locator("#filters").get_by_role("button").click()
+    on_paper.draw()
+    for chart in ("s1-step_time_s", "s0-parts"):
+        widths = "(chart) => [chart.clientWidth, chart.querySelector('.main-svg').clientWidth]"
+        there, drawn = page.locator(f"#{chart}").evaluate(widths)
+        assert drawn == pytest.approx(there, abs=1)
+
+
+def test_the_keyboard_reaches_and_works_everything(visit: Visit) -> None:
+    page, press = visit.page, visit.page.keyboard.press
+    press("Tab")
+    assert visit.run(FOCUSED) == ["A", "", "Skip to the verdict"]
+    assert page.get_by_text("Skip to the verdict").bounding_box()["x"] >= 0  # type: ignore[index]
+    press("Enter")
+    assert visit.run(FOCUSED)[:2] == ["SECTION", "verdict"]
+    reached = []
+    while (focused := visit.run(FOCUSED))[:2] != ["SELECT", "b"]:
+        reached.append(focused)
+        assert len(reached) < 400
+        if focused[0] == "SUMMARY" and focused[2].startswith("Filters"):
+            assert not page.locator("#filters").is_visible()
+            press("Enter")
+            assert page.locator("#filters").is_visible()
+        if visit.run("document.activeElement.value") == "emulated":
+            press("Space")
+            assert page.locator("#shown").inner_text() == "13 of 17 cases"
+        press("Tab")
+    assert [name for kind, name, _ in reached if kind == "INPUT"] == [
+        "model", "model", *["strategy"] * 6, *["ranks"] * 3, "fidelity", "fidelity",
+    ]  # fmt: skip
+    assert ["BUTTON", "", "Show all"] in reached
+    assert ["BUTTON", "", "CSV"] in reached
+    assert ["BUTTON", "", "peak memory"] in reached
+    assert ["SELECT", "a"] in [focused[:2] for focused in reached]
+    press("ArrowDown")
+    press("ArrowDown")
+    assert visit.state.endswith("b=fsdp2")
+
+
+def test_without_scripts_everything_is_there_but_controls(browser: "Browser", traced_address: str) -> None:
+    visit = visiting(browser, traced_address, java_script_enabled=False, viewport={"width": 1280, "height": 900})
+    page = visit.page
+    charts = page.locator(".chart")
+    assert page.locator(".chart .still:visible").count() == charts.count() > 6
+    assert page.locator(".chart .still text", has_text="refshard-yafsdp").first.is_visible()
+    assert page.locator("#pairs tbody tr:visible").count() > 3
+    assert page.locator(".layered svg.layer:visible").count() == 3
+    for caption in ("Proof of run", "Every launch", "What rank 0"):
+        assert visit.table(caption).is_visible()
+    assert not page.locator("button:visible, select:visible, input:visible, #filter:visible").count()
+    summary = page.locator("#losses summary")
+    summary.click()
+    assert visit.table("Loss of every step").is_visible()
+    visit.check_silence()
+    page.context.close()
+
+
+def hostile() -> Evidence:
+    """A run in which every name, text and log attacks whoever shows it."""
+    made = run([replace(case, strategy=name) for case, name in zip(CASES[1:], (HOSTILE, IMAGE, "ddp"))])
+    made = with_record(made, 0, warnings=(HOSTILE, IMAGE))
+    header = made.header
+    suite = msgspec.structs.replace(header.suite, about=f'"><b onclick=alert(3)>{IMAGE}')
+    machine = msgspec.structs.replace(header.environment, hostname=IMAGE, cpu=HOSTILE, network=IMAGE)
+    changed = msgspec.structs.replace(header, run_id=HOSTILE, suite=suite, environment=machine)
+    return gather(msgspec.structs.replace(made, header=changed))
+
+
+def test_hostile_names_stay_text_wherever_they_stand(browser: "Browser", tmp_path: Path) -> None:
+    address = written(hostile(), tmp_path / "dashboard.html")
+    visit = visiting(browser, address, viewport={"width": 1280, "height": 800})
+    page = visit.page
+    visit.draw()
+    visit.draw("s0-step_time_s")
+    assert {HOSTILE, IMAGE} < set(visit.ticks("s0-step_time_s"))
+    for place, name in enumerate(n for n in visit.ticks("s0-step_time_s") if n != "2 ranks"):
+        bar = page.locator("#s0-step_time_s .bars .point path").nth(place)
+        bar.hover(force=True)  # plotly lays a sheet over its bars
+        page.locator(".hoverlayer text", has_text=name.partition("(")[0]).first.wait_for()
+    page.get_by_text("Log of fsdp2-tuned").click()
+    assert page.get_by_text("rank 1: <img src=x onerror=alert(2)>").is_visible()
+    page.locator("#filter > summary").click()
+    page.get_by_label("ddp", exact=True).click()
+    page.get_by_role("combobox", name="A", exact=True).select_option(IMAGE)
+    page.get_by_role("combobox", name="B", exact=True).select_option(HOSTILE)
+    assert [row[:2] for row in visit.rows("Step time and peak memory over")] == [[f"{HOSTILE}, 2 ranks", IMAGE]]
+    visit.open(visit.state)
+    assert [row[:2] for row in visit.rows("Step time and peak memory over")] == [[f"{HOSTILE}, 2 ranks", IMAGE]]
+    assert page.get_by_text(f'"><b onclick=alert(3)>{IMAGE}').is_visible()
+    assert not page.locator("img").count()
+    handlers = "(all) => all.flatMap((one) => one.getAttributeNames()).filter((name) => name.startsWith('on'))"
+    assert page.locator("*").evaluate_all(handlers) == []
+    page.set_viewport_size({"width": 360, "height": 800})
+    visit.until("() => document.documentElement.scrollWidth === 360")
+    visit.check_silence()
+    page.context.close()

@@ -1,24 +1,17 @@
 """The page of traces in a real browser, where one is installed: it draws little, answers, stays silent, hands over."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from refshard.report.trace_page import write_trace_page
+from tests.browser.visits import CONTENT, visiting
 from tests.report import traces
-from tests.report.test_browser import Visit
-from tests.report.test_trace_page import hostile
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = Path("/usr/bin/chromium")
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium")
-
-CONTENT = b"\x1f\x8b" + bytes(range(256)) * 300
 # Labels of one axis that stand upright and run into each other.
 OVERLAPS = r"""
 const level = (text) => !/rotate\(-?[1-9]/.test(text.getAttribute("transform"));
@@ -41,27 +34,9 @@ addEventListener("message", ({source, data}) => {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator["Browser"]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A page of a trace whose file travels along, one whose file does not, and one of hostile names."""
-    folder = tmp_path_factory.mktemp("traces")
-    small = traces.trace(folder, traces.gpu(layers=6), content=CONTENT)
-    large = traces.trace(folder, traces.gpu(layers=3, rank=1), content=b"\x1f\x8b" + bytes(5 * 2**20))
-    write_trace_page([small, large, hostile(folder)], folder / "trace.html")
-    return (folder / "trace.html").as_uri()
-
-
-@pytest.fixture(scope="module")
-def shared(browser: "Browser", address: str) -> "Page":
+def shared(browser: "Browser", trace_address: str) -> "Page":
     """One page for all tests that look, move about and hand over; Perfetto's page is a small one that answers."""
-    page = opened(browser, address, viewport={"width": 1000, "height": 700})
+    page = opened(browser, trace_address, viewport={"width": 1000, "height": 700})
     page.context.route(
         "https://ui.perfetto.dev/**", lambda route: route.fulfill(content_type="text/html", body=PERFETTO)
     )
@@ -199,14 +174,14 @@ def test_a_button_shows_the_slowest_step(page: "Page") -> None:
     assert page.locator(".timeline-of").first.inner_text() == "Timeline of step 1, of median length"
 
 
-def test_the_summary_is_not_cut_at_1300_pixels(browser: "Browser", address: str) -> None:
-    page = opened(browser, address, java_script_enabled=False, viewport={"width": 1300, "height": 900})
+def test_the_summary_is_not_cut_at_1300_pixels(browser: "Browser", trace_address: str) -> None:
+    page = opened(browser, trace_address, java_script_enabled=False, viewport={"width": 1300, "height": 900})
     widths = page.locator("#summary .scroll").first.evaluate("(box) => [box.scrollWidth, box.clientWidth]")
     assert widths[0] <= widths[1]
 
 
-def test_without_scripts_the_layer_the_tables_and_the_traces_are_there(browser: "Browser", address: str) -> None:
-    page = opened(browser, address, java_script_enabled=False, viewport={"width": 1000, "height": 900})
+def test_without_scripts_the_layer_the_tables_and_the_traces_are_there(browser: "Browser", trace_address: str) -> None:
+    page = opened(browser, trace_address, java_script_enabled=False, viewport={"width": 1000, "height": 900})
     assert page.locator("svg.layer").first.is_visible()
     assert page.locator("svg.layer text", has_text="ncclDevKernel_ReduceSc").first.is_visible()
     assert page.locator("noscript").first.text_content() == NEEDS_SCRIPTS
@@ -217,6 +192,17 @@ def test_without_scripts_the_layer_the_tables_and_the_traces_are_there(browser: 
     assert not second.is_visible()
     page.locator("#trace-1 > summary").click()
     assert second.is_visible()
+
+
+def test_paper_has_the_charts(browser: "Browser", trace_address: str) -> None:
+    visit = visiting(browser, trace_address, viewport={"width": 1000, "height": 700})
+    visit.draw("ranks")
+    visit.page.emulate_media(media="print")
+    visit.run("dispatchEvent(new Event('beforeprint'))")
+    shown = visit.page.locator(".chart:visible").count()
+    assert visit.page.locator(".plot:visible .cartesianlayer").count() == shown > 3
+    assert visit.run("document.querySelector('#trace-0-steps .main-svg').clientWidth") == 680
+    visit.page.context.close()
 
 
 def given(page: "Page") -> dict[str, Any]:
@@ -244,15 +230,12 @@ def test_perfetto_gets_the_file_that_the_reader_chooses(page: "Page", tmp_path: 
     assert got["fileName"] == "chosen.json.gz"
 
 
-def test_hostile_names_and_all_do_so_in_silence_and_without_a_network(browser: "Browser", address: str) -> None:
-    page = browser.new_context(viewport={"width": 360, "height": 800}).new_page()
-    visit = Visit(page=page, address=address)
-    page.on("console", lambda message: visit.said.append(message.text))
-    page.on("pageerror", lambda error: visit.said.append(str(error)))
-    page.on("dialog", visit.dismiss)
-    page.on("request", lambda request: visit.asked.append(request.url))
-    page.goto(f"{address}#trace-2")
-    page.locator("#trace-2 .chart .xtitle").nth(1).wait_for()
+def test_hostile_names_and_all_do_so_in_silence_and_without_a_network(browser: "Browser", trace_address: str) -> None:
+    visit = visiting(browser, trace_address, viewport={"width": 360, "height": 800})
+    visit.open("trace-2")
+    page = visit.page
+    visit.draw()
+    assert page.locator("#trace-2 .chart .xtitle").count() > 1
     assert drawing(page, OVERLAPS) == []
     assert (
         page.locator(".chart .legend .scrollbar").evaluate_all(
@@ -266,5 +249,5 @@ def test_hostile_names_and_all_do_so_in_silence_and_without_a_network(browser: "
         page.keyboard.press(key)
     assert "alert(1)" in page.locator("#trace-2 .detail").inner_text()
     assert page.evaluate("document.documentElement.scrollWidth") == 360
-    assert visit.said == []
-    assert visit.asked == [address]
+    visit.check_silence()
+    page.context.close()

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,20 @@ from refshard.harness.store import RunWriter
 from refshard.records import EndRecord, Run
 from refshard.specs.case import Fidelity
 from tests.report.runs import CASES, over_network, run
+from tests.report.test_evidence import later, quicker
 
 RECORDED = sorted(path.parent for path in (resources.root() / "profiles" / "recorded").glob("*/*/records.jsonl"))
+
+
+(NOISE,) = (resources.root() / resources.BASELINES).glob("*/gate.noise.json")
+
+
+@pytest.fixture
+def chdir() -> Iterator[Callable[[Path], None]]:
+    """Changes this process's folder, for one test."""
+    before = Path.cwd()
+    yield os.chdir
+    os.chdir(before)
 
 
 def write(made: Run, folder: Path) -> Path:
@@ -203,29 +217,77 @@ def test_a_network_is_named_in_text_in_json_and_on_the_page(folder: Path, tmp_pa
     joined = write(over_network(run(), words), tmp_path / "joined")
     assert f"* The ranks ran on {words}.\n" in show(joined, as_json=False)
     assert {row["network"] for row in json.loads(show(joined, as_json=True))} == {words}
-    page = report(joined, None).read_text()
+    page = report([joined], None).read_text()
     assert f"on quiet-oak: {words}, refshard" in page
     assert "hosts joined" not in show(folder, as_json=False)
     assert {row["network"] for row in json.loads(show(folder, as_json=True))} == {None}
 
 
 def test_report_writes_beside_the_records(folder: Path) -> None:
-    assert report(folder, None) == folder / "dashboard.html"
-    assert (folder / "dashboard.html").stat().st_size > 1_000_000
+    assert report([folder], None) == folder / "dashboard.html"
+    assert 'id="plotly"' in (folder / "dashboard.html").read_text()
 
 
 def test_report_writes_where_it_is_told(folder: Path, tmp_path: Path) -> None:
-    assert report(folder, tmp_path / "page.html") == tmp_path / "page.html"
+    assert report([folder], tmp_path / "page.html") == tmp_path / "page.html"
     assert not (folder / "dashboard.html").exists()
 
 
 def test_a_place_that_does_not_exist_is_a_mistake_in_one_line(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"out: .*missing/page.html cannot be written \(No such file"):
-        report(folder, tmp_path / "missing" / "page.html")
+        report([folder], tmp_path / "missing" / "page.html")
 
 
 def test_a_folder_without_a_run_is_a_mistake_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="holds no run"):
         show(tmp_path, as_json=False)
     with pytest.raises(StoreError, match="holds no run"):
-        report(tmp_path, None)
+        report([tmp_path], None)
+
+
+def test_several_runs_make_one_page_and_a_baseline_its_changes(folder: Path, tmp_path: Path) -> None:
+    other = write(later(run(CASES[:2], rounds=1, failed=False), "other"), tmp_path / "other")
+    text = report([folder, other], tmp_path / "page.html").read_text()
+    assert "Run made," in text
+    assert "Run other," in text
+    assert 'id="history"' in text
+    slower = write(later(quicker(run(failed=False), 1.5), "slower"), tmp_path / "slower")
+    text = report([slower], tmp_path / "page.html", against=folder).read_text()
+    assert "Against made, slower: " in text
+    assert "finding worse" in text
+
+
+def test_a_run_that_is_named_twice_is_refused(folder: Path) -> None:
+    with pytest.raises(SpecError, match="runs: a folder is named twice"):
+        report([folder, folder], None)
+
+
+def test_the_noise_of_the_machine_is_told_where_it_was_measured(
+    folder: Path, tmp_path: Path, chdir: Callable[[Path], None]
+) -> None:
+    chdir(tmp_path)
+    assert "not measured" in report([folder], tmp_path / "page.html").read_text()
+    kept = tmp_path / resources.BASELINES / run().header.environment.id
+    kept.mkdir(parents=True)
+    (kept / "gate.noise.json").write_bytes(NOISE.read_bytes())
+    assert "8 of 1,000 gates failed" in report([folder], tmp_path / "page.html").read_text()
+    (kept / "gate.noise.json").write_text("{")
+    assert "not measured" in report([folder], tmp_path / "page.html").read_text()
+
+
+def test_a_folder_of_pages_has_a_timeline_for_each_trace(tmp_path: Path) -> None:
+    (recorded,) = [path for path in RECORDED if path.name == "engine_network"]
+    index = report([recorded], tmp_path / "pages", multi=True)
+    assert index == tmp_path / "pages" / "index.html"
+    assert sorted(path.name for path in index.parent.iterdir()) == ["index.html", "trace-0.html", "trace-1.html"]
+    text = index.read_text()
+    assert 'href="trace-0.html">timeline</a>' in text
+    assert f'href="{os.path.relpath(recorded / "traces", index.parent)}/' in text
+
+
+def test_show_as_markdown(folder: Path) -> None:
+    text = show(folder, as_json=False, as_markdown=True)
+    assert text.startswith("## quickstart\n\n- refshard-yafsdp is fastest")
+    for others in ({"as_json": True}, {"as_json": False, "as_csv": True}, {"as_json": False, "against": "ddp"}):
+        with pytest.raises(SpecError, match="markdown"):
+            show(folder, as_markdown=True, **others)

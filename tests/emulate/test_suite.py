@@ -8,7 +8,8 @@ from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import run_suite
 from refshard.records import Run
 from refshard.report import views
-from refshard.report.render import write_dashboard
+from refshard.report.evidence import gather
+from refshard.report.run_page import write_dashboard
 from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 from refshard.tracing.kineto import read_timeline
@@ -57,14 +58,14 @@ def test_a_case_ends_ok_and_proves_what_can_be_proved(finished: tuple[Run, Path]
 def test_no_table_and_no_page_shows_a_loss(finished: tuple[Run, Path]) -> None:
     run, folder = finished
     page = folder / "dashboard.html"
-    write_dashboard(run, page)
+    write_dashboard(gather(run), page)
     text = page.read_text()
     assert 'id="losses"' not in text
     assert "is no measurement: one real rank; the other ranks are modelled" in text
-    for row in views.as_json(run):
+    for row in views.as_json(gather(run)):
         assert (row["fidelity"], row["loss_parity"], row["bit_identical_to_ddp"]) == ("emulated", None, None)
         assert row["cluster"] is not None
-    assert "loss" not in views.terminal_table(run)
+    assert "loss" not in views.terminal_table(gather(run))
     shown = f"{run.cases[0].losses[-1]:.6g}"
     assert shown not in text
 

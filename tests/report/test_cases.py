@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from refshard.records import CaseRecord, Run
-from refshard.report.cases import BREAKDOWN, cases, contested, plain, settings, trainings
+from refshard.report.cases import BREAKDOWN, plain
+from refshard.report.evidence import gather
 from refshard.specs.case import Fidelity
 from tests.report.runs import CASES, FAILED, STRATEGIES, both, run, spec, with_record
 
@@ -21,23 +22,23 @@ def with_spec(made: Run, strategies: dict[str, int], **changes: object) -> Run:
 
 
 def test_one_case_per_spec_in_the_order_of_the_suite() -> None:
-    assert [case.strategy for case in cases(run())] == list(STRATEGIES)
+    assert [case.strategy for case in gather(run()).cases] == list(STRATEGIES)
 
 
 def test_a_case_is_ok_only_if_every_launch_is() -> None:
-    states = {case.strategy: case.state for case in cases(run())}
+    states = {case.strategy: case.state for case in gather(run()).cases}
     assert states == {**dict.fromkeys(STRATEGIES, "ok"), FAILED: "failed"}
 
 
 def test_the_worst_state_counts_whatever_the_order() -> None:
     made = with_record(run(failed=False), 0, state="timeout", error="too slow")
     made = with_record(made, len(CASES), state="oom", error="too large")
-    worst = cases(made)[0]
+    worst = gather(made).cases[0]
     assert (worst.state, worst.error) == ("timeout", "too slow")
 
 
 def test_step_time_is_the_median_of_all_steps_and_the_slowest_rank_counts() -> None:
-    yafsdp = cases(run())[-1]
+    yafsdp = gather(run()).cases[-1]
     assert yafsdp.metrics["step_time_s"] == pytest.approx(0.0400, rel=1e-4)
     assert yafsdp.step_time is not None
     assert (yafsdp.step_time.n, yafsdp.step_time.launches) == (40, 2)
@@ -49,20 +50,20 @@ def test_other_metrics_are_medians_over_the_rounds_that_ended_ok() -> None:
         place = round_ * len(CASES)
         metrics = {**made.cases[place].metrics, "peak_memory_bytes": peak}
         made = with_record(made, place, metrics=metrics)
-    assert cases(made)[0].metrics["peak_memory_bytes"] == 200.0
+    assert gather(made).cases[0].metrics["peak_memory_bytes"] == 200.0
     made = with_record(made, 0, state="failed")
-    assert cases(made)[0].metrics["peak_memory_bytes"] == 550.0
+    assert gather(made).cases[0].metrics["peak_memory_bytes"] == 550.0
 
 
 def test_a_repeated_launch_replaces_the_earlier_one() -> None:
     made = run(failed=False)
     repeated = msgspec.structs.replace(made.cases[1], state="oom")
-    case = cases(msgspec.structs.replace(made, cases=(*made.cases, repeated)))[1]
+    case = gather(msgspec.structs.replace(made, cases=(*made.cases, repeated))).cases[1]
     assert [launch.state for launch in case.launches] == ["oom", "ok"]
 
 
 def test_parts_of_a_traced_step_add_up_to_it() -> None:
-    ddp = cases(run())[1]
+    ddp = gather(run()).cases[1]
     assert ddp.breakdown == pytest.approx(dict(zip(BREAKDOWN, (0.029, 0.011, 0.009, 0.002))))
     assert ddp.exposed_share == pytest.approx(0.009 / 0.051)
 
@@ -74,7 +75,7 @@ def test_parts_are_taken_within_a_round() -> None:
         place = round_ * len(CASES) + 1
         changed = {"compute_s": compute, "comm_s": comm, "exposed_comm_s": 0.0, "idle_s": 0.0}
         made = with_record(made, place, metrics={**made.cases[place].metrics, **changed})
-    parts = cases(made)[1].breakdown
+    parts = gather(made).cases[1].breakdown
     assert parts is not None
     assert parts["compute alone"] == pytest.approx(0.1)
 
@@ -82,13 +83,13 @@ def test_parts_are_taken_within_a_round() -> None:
 def test_a_case_without_traces_has_no_parts() -> None:
     made = run(rounds=1, failed=False)
     bare = {**made.cases[1].metrics, "comm_s": None}
-    case = cases(with_record(made, 1, metrics=bare))[1]
+    case = gather(with_record(made, 1, metrics=bare)).cases[1]
     assert case.breakdown is None
     assert case.exposed_share is None
 
 
 def test_world_sizes_of_one_batch_share_a_setting() -> None:
-    (setting,) = settings(with_spec(run(), {"ddp": 4}))
+    (setting,) = gather(with_spec(run(), {"ddp": 4})).settings
     assert setting.label == "llama-mini, global batch of 8 sequences of 256 tokens"
     assert setting.world_sizes == (1, 2, 4)
 
@@ -97,22 +98,22 @@ def test_a_batch_per_rank_is_compared_across_world_sizes() -> None:
     made = with_spec(run(failed=False), {"ddp": 4}, global_batch=16)
     suite = msgspec.structs.replace(made.header.suite, case={"model": "llama-mini", "batch_per_rank": 4})
     made = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite))
-    (setting,) = contested(made)
+    (setting,) = gather(made).contested
     assert setting.label == "llama-mini, 4 sequences of 256 tokens per rank"
     assert setting.world_sizes == (2, 4)
-    assert {s.strategies for s in settings(made)} - {setting.strategies} == {("single",)}
+    assert {s.strategies for s in gather(made).settings} - {setting.strategies} == {("single",)}
 
 
 def test_a_run_of_references_alone_is_its_own_setting() -> None:
-    assert [s.strategies for s in contested(run(CASES[:1], failed=False))] == [("single",)]
+    assert [s.strategies for s in gather(run(CASES[:1], failed=False)).contested] == [("single",)]
 
 
 def test_what_varies_besides_the_usual_is_named() -> None:
     made = with_spec(run(rounds=1, failed=False), {"ddp": 2}, seed=7)
-    assert [case.label for case in cases(made)][:3] == [
+    assert [case.label for case in gather(made).cases][:3] == [
         "single, 1 rank, seed 0", "fsdp2, 2 ranks, seed 0", "refshard-fsdp, 2 ranks, seed 0",
     ]  # fmt: skip
-    assert [s.label for s in settings(made)] == [
+    assert [s.label for s in gather(made).settings] == [
         "llama-mini, global batch of 8 sequences of 256 tokens, seed 0",
         "llama-mini, global batch of 8 sequences of 256 tokens, seed 7",
     ]
@@ -131,25 +132,25 @@ def test_axes_never_share_a_setting_and_every_heading_names_them(changes: dict[s
     here = run(rounds=1, failed=False)
     there = with_spec(here, dict.fromkeys(STRATEGIES[1:], 2) | {"single": 1}, **changes)
     both = msgspec.structs.replace(here, cases=(*here.cases, *there.cases))
-    plain, other = settings(both)
+    plain, other = gather(both).settings
     assert plain.label == "llama-mini, global batch of 8 sequences of 256 tokens"
     assert other.label == f"{plain.label}, {words}"
     assert plain.strategies == other.strategies
     assert {case.label for case in other.cases} == {f"{case.label}, {words}" for case in plain.cases}
-    assert [s.label for s in settings(there)] == [other.label], "named even where the whole run shares it"
+    assert [s.label for s in gather(there).settings] == [other.label], "named even where the whole run shares it"
     assert [case.name for case in other.cases] == [case.spec.name for case in other.cases]
 
 
 def test_losses_of_one_training_are_drawn_together_whatever_is_recomputed() -> None:
     here = run(rounds=1, failed=False)
     there = with_spec(here, {"ddp": 2, "fsdp2": 2}, checkpointing="full", microbatches=2)
-    (training,) = trainings(there)
+    (training,) = gather(there).trainings
     assert training.label == "llama-mini, global batch of 8 sequences of 256 tokens"
     assert [c.label for c in training.cases if c.strategy == "ddp"] == [
         "ddp, 2 ranks, 2 microbatches, checkpointing full"
     ]
     inference = with_spec(here, dict.fromkeys(STRATEGIES[1:], 2) | {"single": 1}, workload="inference")
-    assert [t.label.rpartition(", ")[2] for t in trainings(inference)] == ["inference"]
+    assert [t.label.rpartition(", ")[2] for t in gather(inference).trainings] == ["inference"]
 
 
 def test_cases_of_several_models_and_batches_are_told_apart_where_all_of_a_run_meet() -> None:
@@ -157,7 +158,7 @@ def test_cases_of_several_models_and_batches_are_told_apart_where_all_of_a_run_m
     there = with_spec(here, {"ddp": 2, "fsdp2": 2}, model="llama-tiny", measured_steps=3)
     large = with_spec(here, {"ddp": 2}, global_batch=16)
     found = msgspec.structs.replace(here, cases=(*here.cases, *there.cases[1:3], large.cases[1]))
-    assert {c.full_label for c in cases(found)} == {
+    assert {c.full_label for c in gather(found).cases} == {
         "single, 1 rank",
         "ddp, 2 ranks, llama-mini, batch of 8 x 256 tokens",
         "ddp, 2 ranks, llama-mini, batch of 16 x 256 tokens",
@@ -171,7 +172,7 @@ def test_cases_of_several_models_and_batches_are_told_apart_where_all_of_a_run_m
 
 @pytest.mark.parametrize("fidelity", ["simulated", "emulated"])
 def test_fidelities_never_share_a_setting(fidelity: Fidelity) -> None:
-    labels = [setting.label for setting in settings(both(fidelity))]
+    labels = [setting.label for setting in gather(both(fidelity)).settings]
     assert [label.rpartition(", ")[2] for label in labels] == ["measured", f"{fidelity} on dgx-h100"]
     assert all(label.count("emulated") <= 1 for label in labels)
 
@@ -184,30 +185,30 @@ def test_clusters_and_numbers_of_resident_ranks_never_share_a_setting() -> None:
         for record in made.cases
         if record.case.world_size > 1
     ]
-    found = settings(msgspec.structs.replace(made, cases=(*made.cases, *elsewhere)))
+    found = gather(msgspec.structs.replace(made, cases=(*made.cases, *elsewhere))).settings
     assert [setting.label.partition("tokens")[2] for setting in found] == [
         ", emulated on dgx-h100", ", emulated on dgx-h100, 2 ranks resident", ", emulated on lab",
     ]  # fmt: skip
 
 
 def test_only_what_was_measured_is_said_to_train_the_same() -> None:
-    assert [training.label for training in trainings(both("emulated"))] == [
+    assert [training.label for training in gather(both("emulated")).trainings] == [
         "llama-mini, global batch of 8 sequences of 256 tokens, measured"
     ]
-    assert trainings(run(fidelity="emulated", failed=False)) == ()
+    assert gather(run(fidelity="emulated", failed=False)).trainings == ()
 
 
 def test_cases_with_equal_references_train_the_same() -> None:
     made = with_spec(run(rounds=1, failed=False), {"ddp": 4, "fsdp2": 8})
-    (training,) = trainings(made)
+    (training,) = gather(made).trainings
     assert len(training.cases) == len(CASES)
 
 
 def test_a_run_without_cases_has_no_settings() -> None:
     empty = msgspec.structs.replace(run(), cases=())
-    assert not cases(empty)
-    assert not settings(empty)
-    assert not contested(empty)
+    assert not gather(empty).cases
+    assert not gather(empty).settings
+    assert not gather(empty).contested
 
 
 def test_plain_text_keeps_lines_and_drops_what_terminals_obey() -> None:
@@ -216,15 +217,15 @@ def test_plain_text_keeps_lines_and_drops_what_terminals_obey() -> None:
 
 def test_errors_are_plain() -> None:
     made = with_record(run(), -1, error="\x1b[1mbold\x1b[0m")
-    assert {case.error for case in cases(made)} == {None, "bold"}
+    assert {case.error for case in gather(made).cases} == {None, "bold"}
 
 
 def test_names_are_those_of_the_spec() -> None:
-    assert cases(run())[1].name == spec("ddp").name == "ddp-w2-llama-mini-b8x256"
+    assert gather(run()).cases[1].name == spec("ddp").name == "ddp-w2-llama-mini-b8x256"
 
 
 def test_launches_are_records_in_the_order_of_rounds() -> None:
     made = run(failed=False)
     backwards = msgspec.structs.replace(made, cases=tuple(reversed(made.cases)))
-    launches: tuple[CaseRecord, ...] = cases(backwards)[0].launches
+    launches: tuple[CaseRecord, ...] = gather(backwards).cases[0].launches
     assert [launch.round for launch in launches] == [0, 1]

@@ -6,12 +6,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from refshard.report import alternatives, charts
-from refshard.report.cases import BREAKDOWN, settings, trainings
+from refshard.report import alternatives, charts, views
+from refshard.report.cases import BREAKDOWN
+from refshard.report.evidence import gather
+from refshard.report.losses import draw, losses
 from tests.report.runs import CASES, HOSTILE, run, with_record
 
-SETTING = settings(run())[0]
-TRAINING = trainings(run())[0]
+SETTING = gather(run()).settings[0]
+TRAINING = gather(run()).trainings[0]
 COMPETING = ["ddp", "fsdp2", "refshard-fsdp", "refshard-yafsdp"]
 
 
@@ -36,7 +38,7 @@ def test_memory_is_drawn_in_the_unit_of_the_largest() -> None:
 
 def test_a_step_without_interval_has_no_error_bar() -> None:
     made = with_record(run(CASES[1:2], rounds=1, failed=False), 0, step_times_s=((0.5,),))
-    bar, _ = charts.step_time(settings(made)[0]).data
+    bar, _ = charts.step_time(gather(made).settings[0]).data
     assert not bar.error_x.visible
 
 
@@ -44,14 +46,14 @@ def test_colour_is_never_the_only_difference() -> None:
     markers = [bar.marker for bar in charts.throughput(SETTING).data[1:-1]]
     assert len({marker.color for marker in markers}) == len(markers)
     assert len({marker.pattern.shape for marker in markers}) == len(markers)
-    curves = charts.loss_curves(TRAINING).data
+    curves = draw(TRAINING, views.losses(TRAINING)).data
     assert len({curve.marker.symbol for curve in curves}) == len(curves)
     assert {marker.color for marker in markers} <= set(charts.OKABE_ITO)
 
 
 def test_a_strategy_keeps_its_colour_in_every_chart() -> None:
     bars = charts.throughput(SETTING).data[:-1]
-    curves = {curve.name: curve.line.color for curve in charts.loss_curves(TRAINING).data}
+    curves = {curve.name: curve.line.color for curve in draw(TRAINING, views.losses(TRAINING)).data}
     assert [curves[f"{name}, 2 ranks"] for name in COMPETING] == [bar.marker.color for bar in bars[1:]]
 
 
@@ -65,9 +67,11 @@ def test_parts_of_a_step_are_stacked() -> None:
 def test_names_cannot_smuggle_markup_into_a_chart() -> None:
     """Plotly draws a subset of HTML, links included, in every label."""
     made = run([replace(CASES[1], strategy=f'<a href="x">{HOSTILE}</a>')], rounds=1, failed=False)
-    setting, training = settings(made)[0], trainings(made)[0]
+    setting, training = gather(made).settings[0], gather(made).trainings[0]
     drawn = [*charts.bar_charts(setting, "s").values(), charts.breakdown_chart(setting, "s")]
-    for chart in [*drawn, charts.loss_chart(training, "t")]:
+    curves = losses(training, "t")
+    assert curves is not None
+    for chart in [*drawn, curves.chart]:
         text = json.dumps(chart.figure)
         assert "&lt;a href" in text
         assert "<a" not in text
@@ -80,13 +84,13 @@ def test_backgrounds_are_transparent() -> None:
 
 
 def test_nothing_to_draw_draws_nothing() -> None:
-    setting = settings(with_record(run(CASES[1:2], rounds=1, failed=False), 0, state="failed", metrics={}, losses=()))[
-        0
-    ]
+    setting = gather(
+        with_record(run(CASES[1:2], rounds=1, failed=False), 0, state="failed", metrics={}, losses=())
+    ).settings[0]
     for chart in charts.bar_charts(setting, "s").values():
         assert "No case has" in chart.alternative
     assert charts.breakdown_chart(setting, "s").alternative == "No case with communication has a traced step."
-    assert charts.loss_chart(setting, "s").alternative == "No case has losses."
+    assert losses(setting, "s") is None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_bars_in_a_sentence(metric: str, sentence: str) -> None:
 
 def test_equal_bars_in_a_sentence() -> None:
     made = run([replace(case, peak_mib=300) for case in CASES[1:3]], rounds=1, failed=False)
-    told = alternatives.bars(settings(made)[0], "peak_memory_bytes")
+    told = alternatives.bars(gather(made).settings[0], "peak_memory_bytes")
     assert told == "Peak memory. On 2 ranks: 300 MiB for every strategy."
 
 
@@ -122,17 +126,17 @@ def test_the_breakdown_in_a_sentence() -> None:
 
 def test_curves_in_a_sentence() -> None:
     assert alternatives.curves(TRAINING) == (
-        "6 loss curves go from 6.93 to 5.108 in 30 steps. They differ from those of one unsharded rank by at most "
-        "3.1e-07 of their value (fsdp2, 2 ranks)."
+        "6 loss curves go from 6.93 to 5.108 in 30 steps. Over the steps of the proof they differ from those of one "
+        "unsharded rank by at most 3.1e-07 of their value (fsdp2, 2 ranks)."
     )
 
 
 def test_one_curve_in_a_sentence() -> None:
-    (training,) = trainings(run(CASES[:1], rounds=1, failed=False))
+    (training,) = gather(run(CASES[:1], rounds=1, failed=False)).trainings
     assert alternatives.curves(training) == (
         "The loss goes from 6.93 to 5.108 in 30 steps. All equal those of one unsharded rank exactly."
     )
 
 
 def test_an_unfinished_run_can_be_drawn() -> None:
-    assert settings(msgspec.structs.replace(run(), cases=())) == ()
+    assert gather(msgspec.structs.replace(run(), cases=())).settings == ()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from refshard.report.layer_svg import Layer, draw_layer
+from refshard.report.layer_svg import Layer, View, draw, draw_layer, find_layer
 from refshard.timeline import Kind, Meaning, Timeline, Window
 from tests.report import traces
 
@@ -118,3 +118,43 @@ def test_a_unit_that_stays_gathered_has_no_gather_before_its_backward() -> None:
     layer = layer_of(traces.cpu())
     assert "No all-gather of it leads to this." in layer.alternative
     assert "Its reduction takes " in layer.alternative
+
+
+def view_of(timeline: Timeline, unit: str | None = None) -> View:
+    window = timeline.windows[0]
+    view = find_layer(timeline, window.start, window.end, unit)
+    assert view is not None
+    return view
+
+
+def longest(layer: Layer) -> float:
+    """Width of the widest block of compute."""
+    blocks = [
+        group
+        for group in ET.fromstring(layer.svg).iter(f"{SVG}g")
+        if "(compute)" in (group.findtext(f"{SVG}title") or "")
+    ]
+    return max(float(rect.get("width", 0)) for group in blocks for rect in group.findall(f"{SVG}rect"))
+
+
+def test_views_of_one_length_have_one_scale() -> None:
+    """A kernel twice as long is twice as wide beside another strategy's; drawn by itself it is not."""
+    short, long = view_of(traces.gpu()), view_of(traces.gpu(kernels=12))
+    length = max(short.length, long.length) * 2
+    drawn = [longest(draw(view.stretched(length))) for view in (short, long)]
+    pixels = [width / (draw_ns(view) / length) for view, width in zip((short, long), drawn)]
+    assert pixels[0] == pytest.approx(pixels[1], rel=0.01)
+
+
+def draw_ns(view: View) -> int:
+    """Nanoseconds of the longest kernel of the view's layer."""
+    spans = view.timeline.spans
+    mine = (spans.units == view.hull.unit) & spans.of_kind(Kind.COMPUTE)
+    inside = mine & (spans.starts >= view.begin) & (spans.ends <= view.end)
+    return int((spans.ends - spans.starts)[inside].max())
+
+
+def test_the_unit_that_is_asked_for_is_drawn_where_it_is() -> None:
+    timeline = traces.gpu(layers=6)
+    assert view_of(timeline, "model.layers.4").unit == "model.layers.4"
+    assert view_of(timeline, "model.layers.40").unit == view_of(timeline).unit

@@ -4,13 +4,15 @@ import msgspec
 import pytest
 
 from refshard.records import EndRecord, Run
-from refshard.report.origin import command, environment
+from refshard.report.evidence import gather
+from refshard.report.origin import case_command, command, environment
 from refshard.report.trust import Fact, trust
+from refshard.stats.rehearsal import CaseNoise, Noise
 from tests.report.runs import CASES, both, over_network, proof, run, with_record
 
 
 def facts(made: Run) -> dict[str, Fact]:
-    return {fact.label: fact for fact in trust(made)}
+    return {fact.label: fact for fact in trust(gather(made))}
 
 
 def ended(made: Run, end: EndRecord | None) -> Run:
@@ -26,6 +28,8 @@ def test_a_sound_run_raises_no_doubt() -> None:
         "Perturbation by tracing": "at most 1.03 times",
         "Fidelity": "measured",
         "Noise": "± 3.2 % over 3 rounds",
+        "Smallest visible difference": "± 0.0 %",
+        "A/A on this machine": "not measured",
         "Launches ended ok": "15 of 15",
     }
     assert not any(fact.good is False for fact in found.values())
@@ -111,3 +115,61 @@ def test_a_network_is_named_wherever_a_reader_looks() -> None:
 
 def test_the_command_is_quoted_for_a_shell() -> None:
     assert command(run()) == """refshard run suites/quickstart.toml --note 'it'"'"'s <b>bold</b>'"""
+
+
+def test_the_smallest_visible_difference_is_as_wide_as_the_ratios() -> None:
+    """Two rounds: intervals over steps, that of a ratio wider than that of a step time."""
+    visible = facts(run(failed=False))["Smallest visible difference"]
+    width = float(visible.value.removeprefix("± ").removesuffix(" %"))
+    assert 0.2 < width < 1.0
+    assert visible.good
+    alone = facts(run(CASES[:2], failed=False))["Smallest visible difference"]
+    assert (alone.value, alone.detail.rpartition("; ")[2]) == ("unknown", "no two cases have one")
+
+
+def test_what_gates_on_this_machine_are_worth_is_told_if_it_was_measured() -> None:
+    case = CaseNoise(
+        rounds=150, ratio=1.0, low=0.97, high=1.03, spread=0.1, false_alarms=1, inconclusive=600, planted=0.05,
+        tried=250, found=10, smallest_visible=0.118,
+    )  # fmt: skip
+    other = msgspec.structs.replace(case, smallest_visible=0.164)
+    noise = Noise(launches=300, gates=1000, failing_gates=8, cases={"a": case, "b": other})
+    (told,) = [fact for fact in trust(gather(run()), noise) if fact.label == "A/A on this machine"]
+    assert told.value == "8 of 1,000 gates failed"
+    assert told.detail.endswith("300 launches; a gate here sees slow-downs from 11.8 % to 16.4 % on, by case")
+
+
+def test_each_case_has_its_command() -> None:
+    every = gather(run()).cases
+    assert case_command(every[1], every) == (
+        """refshard run suites/quickstart.toml --note 'it'"'"'s <b>bold</b>' --only ddp-w2-llama-mini-b8x256"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [
+        (
+            ("/x/bin/refshard", "run", "a.toml", "--out", "there", "--oversubscribe"),
+            "refshard run a.toml --oversubscribe",
+        ),
+        (("refshard", "run", "a.toml", "--out=there", "--only", "b"), "refshard run a.toml"),
+        (("refshard", "run", "--resume", "runs/latest"), "refshard run suites/quickstart.toml"),
+        (("refshard", "gate"), "refshard run suites/quickstart.toml"),
+        ((), "refshard run suites/quickstart.toml"),
+    ],
+)
+def test_a_command_leaves_out_what_belongs_to_one_run(given: tuple[str, ...], begins: str) -> None:
+    made = run()
+    env = msgspec.structs.replace(made.header.environment, argv=given)
+    every = gather(msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, environment=env))).cases
+    assert case_command(every[1], every) == f"{begins} --only ddp-w2-llama-mini-b8x256"
+
+
+def test_cases_of_one_name_go_by_their_hashes() -> None:
+    made = run()
+    seeded = msgspec.structs.replace(made.cases[1].case, seed=1)
+    made = msgspec.structs.replace(made, cases=(*made.cases, msgspec.structs.replace(made.cases[1], case=seeded)))
+    every = gather(made).cases
+    ends = {case_command(case, every).rpartition(" ")[2] for case in every if case.strategy == "ddp"}
+    assert ends == {seeded.hash, made.cases[1].case.hash}

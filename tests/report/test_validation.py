@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from refshard.records import CaseRecord, Run
+from refshard.report.evidence import gather
 from refshard.report.validation import as_objects, errors, findings, in_order, scaled, terminal_validation, validated
 from refshard.specs.case import Fidelity
 from tests.report.runs import run
@@ -37,8 +38,8 @@ def both(times: dict[str, float], memory: float | None = 1.0, fidelity: Fidelity
 def test_errors_are_relative_and_signed_and_what_was_not_measured_is_left_out() -> None:
     made = both({"ddp": 1.1, "fsdp2": 0.8})
     alone = msgspec.structs.replace(made, cases=tuple(c for c in made.cases if c.fidelity == "simulated"))
-    assert validated(alone) == ()
-    pairs = validated(made)
+    assert validated(gather(alone)) == ()
+    pairs = validated(gather(made))
     assert {pair.measured.strategy: round(pair.step_time_error or 0, 6) for pair in pairs} == {
         "ddp": 0.1,
         "fsdp2": -0.2,
@@ -49,22 +50,24 @@ def test_errors_are_relative_and_signed_and_what_was_not_measured_is_left_out() 
 
 
 def test_a_prediction_that_knows_no_memory_has_no_error_of_it() -> None:
-    pairs = validated(both({"ddp": 1.0}, memory=None))
+    pairs = validated(gather(both({"ddp": 1.0}, memory=None)))
     assert pairs[0].memory_error is None
     assert "peak memory" not in findings(pairs)[0]
 
 
 def test_only_pairs_that_measurement_tells_apart_count_for_the_order() -> None:
     # Measured, yafsdp is faster than fsdp2 beyond doubt; predicted the other way round, no pair agrees.
-    right = validated(both({"fsdp2": 1.0, "refshard-yafsdp": 1.0}))
-    wrong = validated(both({"fsdp2": 0.1, "refshard-yafsdp": 1.0}))
+    right = validated(gather(both({"fsdp2": 1.0, "refshard-yafsdp": 1.0})))
+    wrong = validated(gather(both({"fsdp2": 0.1, "refshard-yafsdp": 1.0})))
     assert in_order(right, "simulated") == (1, 1)
     assert in_order(wrong, "simulated") == (0, 1)
     assert in_order(right, "emulated") == (0, 0)
 
 
 def test_the_findings_name_median_and_worst_of_each_fidelity() -> None:
-    pairs = validated(both({"ddp": 1.1, "fsdp2": 0.8, "refshard-yafsdp": 1.0}, memory=1.02, fidelity="emulated"))
+    pairs = validated(
+        gather(both({"ddp": 1.1, "fsdp2": 0.8, "refshard-yafsdp": 1.0}, memory=1.02, fidelity="emulated"))
+    )
     (told,) = findings(pairs)
     assert told.startswith(
         "Emulated: median error of the step time 10.0 % (of each case's quickest launch 10.0 %), at most 20.0 %;"
@@ -77,7 +80,7 @@ def test_the_findings_name_median_and_worst_of_each_fidelity() -> None:
 
 
 def test_json_holds_both_sides_in_plain_units() -> None:
-    (row,) = as_objects(validated(both({"ddp": 1.1})))
+    (row,) = as_objects(validated(gather(both({"ddp": 1.1}))))
     assert row["strategy"] == "ddp"
     assert row["fidelity"] == "simulated"
     assert row["cluster"] == "lab"
@@ -93,17 +96,17 @@ def test_of_several_launches_the_quickest_is_named_beside_the_median() -> None:
         time = 1.5 * (record.metrics["step_time_s"] or 0)
         return msgspec.structs.replace(record, metrics={**record.metrics, "step_time_s": time})
 
-    (pair,) = validated(msgspec.structs.replace(made, cases=tuple(map(slowed, made.cases))))
+    (pair,) = validated(gather(msgspec.structs.replace(made, cases=tuple(map(slowed, made.cases)))))
     assert len(pair.measured.launches) > 1
     assert pair.quickest_error == pytest.approx(0.1, rel=1e-3)
     assert "(of each case's quickest launch 10.0 %)" in findings([pair])[0]
     one = msgspec.structs.replace(made, cases=tuple(record for record in made.cases if not record.round))
-    assert "quickest" not in findings(validated(one))[0]
+    assert "quickest" not in findings(validated(gather(one)))[0]
 
 
 def test_one_factor_on_all_is_told_from_what_is_wrong_with_each() -> None:
     """All 20 % too quick, one of them by 10 % more than that."""
-    pairs = validated(both({"ddp": 0.8, "fsdp2": 0.8, "refshard-yafsdp": 0.72}))
+    pairs = validated(gather(both({"ddp": 0.8, "fsdp2": 0.8, "refshard-yafsdp": 0.72})))
     factor, left = scaled(pairs, "simulated")
     assert factor == pytest.approx(1.25, rel=1e-3)
     assert sorted(left) == pytest.approx([0, 0, 0.1], abs=1e-3)

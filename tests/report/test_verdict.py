@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from refshard.records import Run
-from refshard.report.verdict import findings, listed, verdict
+from refshard.report.evidence import gather
+from refshard.report.verdict import findings, listed, overview, verdict
 from tests.report.runs import CASES, HOSTILE, Made, both, run, with_record
 
 BY_NAME = {made.strategy: made for made in CASES}
@@ -18,7 +19,7 @@ def only(*made: Made, rounds: int = 3) -> Run:
 
 
 def test_the_verdict_of_the_made_run() -> None:
-    assert verdict(run()) == [
+    assert verdict(gather(run())) == [
         "refshard-yafsdp is fastest at 40.0 ms per step.",
         "The runner-up, refshard-fsdp, takes 48.0 ms, 20.0 % longer (95 % interval 19.4 to 20.6 %; significant).",
         "refshard-yafsdp is leanest at 240 MiB of peak memory per rank. The next, refshard-fsdp, needs 280 MiB, "
@@ -35,14 +36,14 @@ def test_the_verdict_of_the_made_run() -> None:
 def test_the_reference_does_not_compete() -> None:
     """One unsharded rank that is faster than all must not win."""
     fast = replace(BY_NAME["single"], step_time=0.001, peak_mib=1)
-    assert verdict(only(fast, *CASES[1:]))[0] == "refshard-yafsdp is fastest at 40.0 ms per step."
+    assert verdict(gather(only(fast, *CASES[1:])))[0] == "refshard-yafsdp is fastest at 40.0 ms per step."
 
 
 def test_the_reference_does_not_compete_on_one_rank_either() -> None:
     """Where nothing ran on more, one rank is contested, by the strategies alone."""
     alone = [replace(made, world_size=1) for made in (CASES[1], CASES[3])]
     fast = replace(BY_NAME["single"], step_time=0.001)
-    assert verdict(only(fast, *alone))[:2] == [
+    assert verdict(gather(only(fast, *alone)))[:2] == [
         "refshard-fsdp is fastest at 48.0 ms per step.",
         "The runner-up, ddp, takes 50.0 ms, 4.2 % longer (95 % interval 4.2 to 4.2 %; significant).",
     ]
@@ -50,11 +51,11 @@ def test_the_reference_does_not_compete_on_one_rank_either() -> None:
 
 def test_a_failed_case_does_not_compete() -> None:
     """fsdp2-tuned took 41 ms in the round that it survived, which would make it the runner-up."""
-    assert "fsdp2-tuned" not in verdict(run())[1]
+    assert "fsdp2-tuned" not in verdict(gather(run()))[1]
 
 
 def test_three_rounds_leave_no_caution() -> None:
-    told = verdict(only(*CASES))
+    told = verdict(gather(only(*CASES)))
     assert told[1] == "The runner-up, refshard-fsdp, takes 48.0 ms, 20.0 % longer (95 % interval 20.0 to 20.0 %; " \
         "significant)."  # fmt: skip
     assert not any(sentence.startswith("Caution") for sentence in told)
@@ -71,7 +72,7 @@ def test_strategies_within_the_noise_cannot_be_told_apart() -> None:
         place = 3 * round_ + 1
         steps = tuple(tuple(factor * seconds for seconds in rank) for rank in made.cases[place].step_times_s)
         made = with_record(made, place, step_times_s=steps)
-    told = verdict(made)
+    told = verdict(gather(made))
     assert told[0] == "ddp and fsdp2 cannot be told apart as the fastest: 40.0 ms and 40.1 ms per step."
     assert told[1].startswith("fsdp2 takes 1.002 times as long as the first, but the 95 % interval 0.9")
     assert told[1].endswith(
@@ -81,34 +82,36 @@ def test_strategies_within_the_noise_cannot_be_told_apart() -> None:
 
 
 def test_a_small_difference_is_significant_but_called_small() -> None:
-    told = verdict(only(BY_NAME["ddp"], replace(BY_NAME["fsdp2"], step_time=0.0502)))
+    told = verdict(gather(only(BY_NAME["ddp"], replace(BY_NAME["fsdp2"], step_time=0.0502))))
     assert told[1].endswith("0.4 % longer (95 % interval 0.4 to 0.4 %; significant, but under 1%).")
 
 
 def test_a_large_difference_is_told_as_a_multiple() -> None:
-    told = verdict(only(BY_NAME["ddp"], replace(BY_NAME["fsdp2"], step_time=0.125)))
+    told = verdict(gather(only(BY_NAME["ddp"], replace(BY_NAME["fsdp2"], step_time=0.125))))
     assert told[1] == (
         "The runner-up, fsdp2, takes 125 ms, 2.5 times as long (95 % interval 2.500 to 2.500; significant)."
     )
 
 
 def test_equal_memory_is_called_equal() -> None:
-    told = verdict(only(BY_NAME["ddp"], replace(BY_NAME["fsdp2"], peak_mib=440.9), BY_NAME["single"]))
+    told = verdict(gather(only(BY_NAME["ddp"], replace(BY_NAME["fsdp2"], peak_mib=440.9), BY_NAME["single"])))
     assert told[2] == "ddp and fsdp2 are equally lean at 440 MiB of peak memory per rank."
 
 
 def test_a_single_contender_is_named_as_such() -> None:
-    told = verdict(only(BY_NAME["single"], BY_NAME["ddp"]))
+    told = verdict(gather(only(BY_NAME["single"], BY_NAME["ddp"])))
     assert told == ["ddp is the only strategy here that finished: 50.0 ms per step."]
 
 
 def test_a_run_of_references_alone_is_judged_by_itself() -> None:
-    assert verdict(only(BY_NAME["single"])) == ["single is the only strategy here that finished: 80.0 ms per step."]
+    assert verdict(gather(only(BY_NAME["single"]))) == [
+        "single is the only strategy here that finished: 80.0 ms per step."
+    ]
 
 
 def test_nothing_finished() -> None:
     made = with_record(run(CASES[1:2], rounds=1, failed=False), 0, state="oom", error="rank 0: out of memory")
-    assert verdict(made) == [
+    assert verdict(gather(made)) == [
         "No strategy finished, so there is nothing to rank.",
         "ddp, 2 ranks: not ranked, state oom (rank 0: out of memory).",
     ]
@@ -118,19 +121,19 @@ def test_without_samples_there_is_no_interval() -> None:
     made = run(CASES[1:3], rounds=1, failed=False)
     for place in range(2):
         made = with_record(made, place, step_times_s=())
-    assert verdict(made)[1] == (
+    assert verdict(gather(made))[1] == (
         "The runner-up, fsdp2, takes 60.0 ms, 20.0 % longer (without samples there is no interval)."
     )
 
 
 def test_a_contest_is_held_at_every_world_size_above_one() -> None:
     made = only(*CASES, *(replace(case, world_size=4, step_time=case.step_time / 2) for case in CASES[1:3]))
-    assert [finding.title.rpartition(", ")[2] for finding in findings(made)] == ["2 ranks", "4 ranks"]
-    assert [finding.speed for finding in findings(made)] == [
+    assert [finding.title.rpartition(", ")[2] for finding in findings(gather(made))] == ["2 ranks", "4 ranks"]
+    assert [finding.speed for finding in findings(gather(made))] == [
         "refshard-yafsdp is fastest at 40.0 ms per step.",
         "ddp is fastest at 25.0 ms per step.",
     ]
-    assert verdict(made)[0].startswith(
+    assert verdict(gather(made))[0].startswith(
         "llama-mini, global batch of 8 sequences of 256 tokens, 2 ranks: refshard-yafsdp"
     )
 
@@ -141,15 +144,15 @@ def test_the_ratio_within_rounds_decides_over_the_medians() -> None:
     for round_, (ddp, fsdp2) in enumerate(((0.050, 0.045), (0.100, 0.090), (0.010, 0.060))):
         for place, seconds in ((2 * round_, ddp), (2 * round_ + 1, fsdp2)):
             made = with_record(made, place, step_times_s=((seconds,) * 5,) * 2)
-    assert verdict(made)[0].startswith("fsdp2 and ddp cannot be told apart")
+    assert verdict(gather(made))[0].startswith("fsdp2 and ddp cannot be told apart")
 
 
 def test_an_empty_run_says_no_more_than_that() -> None:
-    assert verdict(msgspec.structs.replace(run(), cases=())) == ["Nothing was launched."]
+    assert verdict(gather(msgspec.structs.replace(run(), cases=()))) == ["Nothing was launched."]
 
 
 def test_a_long_error_is_shortened() -> None:
-    sentence = verdict(with_record(run(), -1, error="x" * 500))[4]
+    sentence = verdict(gather(with_record(run(), -1, error="x" * 500)))[4]
     assert sentence.endswith(f"({'x' * 117}...).")
 
 
@@ -161,7 +164,7 @@ def test_names_are_listed_in_words(names: list[str], told: str) -> None:
 def told_why(compute: float, exposed: float, idle: float) -> list[str]:
     """The reason that is given when fsdp2, with these times in s, loses to ddp with 40, 9 and 2 ms."""
     rival = replace(BY_NAME["fsdp2"], compute=compute, exposed=exposed, idle=idle)
-    return [sentence for sentence in verdict(only(BY_NAME["ddp"], rival)) if "in the traced pass" in sentence]
+    return [sentence for sentence in verdict(gather(only(BY_NAME["ddp"], rival))) if "in the traced pass" in sentence]
 
 
 def test_the_reason_is_called_most_only_if_it_is() -> None:
@@ -188,21 +191,48 @@ def test_a_run_that_did_not_end_by_itself_says_so_first(end: bool | None, told: 
     made = only(BY_NAME["ddp"], BY_NAME["fsdp2"])
     assert made.end is not None
     closing = None if end is None else msgspec.structs.replace(made.end, interrupted=end)
-    assert verdict(msgspec.structs.replace(made, end=closing))[0] == told
-    assert not verdict(made)[0].startswith("Not finished")
+    assert verdict(gather(msgspec.structs.replace(made, end=closing)))[0] == told
+    assert not verdict(gather(made))[0].startswith("Not finished")
 
 
 def test_what_is_emulated_is_said_to_be_and_competes_with_its_like_only() -> None:
     assert "What is emulated on dgx-h100 is no measurement: one real rank; the other ranks are modelled." in verdict(
-        run(rounds=3, failed=False, fidelity="emulated")
+        gather(run(rounds=3, failed=False, fidelity="emulated"))
     )
-    titles = [finding.title for finding in findings(both("emulated"))]
+    titles = [finding.title for finding in findings(gather(both("emulated")))]
     assert [title.partition("tokens, ")[2] for title in titles] == [
         "measured, 2 ranks", "emulated on dgx-h100, 2 ranks",
     ]  # fmt: skip
-    assert not [sentence for sentence in verdict(run()) if "no measurement" in sentence]
+    assert not [sentence for sentence in verdict(gather(run())) if "no measurement" in sentence]
 
 
 def test_of_the_warnings_that_launches_left_the_first_is_told() -> None:
     made = with_record(with_record(only(*CASES), 1, warnings=("it\x1b[0m waited",)), 2, warnings=("so did it",))
-    assert verdict(made)[-1] == ("Caution: ddp, 2 ranks: it waited; 1 more case has warnings too, which --json shows.")
+    assert verdict(gather(made))[-1] == (
+        "Caution: ddp, 2 ranks: it waited; 1 more case has warnings too, which --json shows."
+    )
+
+
+def test_few_contests_need_no_overview() -> None:
+    assert overview(findings(gather(run()))) == ()
+
+
+def test_many_contests_are_summed_up_by_fidelity() -> None:
+    """Four world sizes, in one of which two strategies cannot be told apart."""
+    made = run(CASES[3:], rounds=3, failed=False)
+    records = []
+    for size in (2, 4, 8, 1):
+        for record in made.cases:
+            case = msgspec.structs.replace(record.case, world_size=size)
+            even = size == 4
+            times = made.cases[0].step_times_s if even else record.step_times_s
+            records.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash, step_times_s=times))
+    found = findings(gather(msgspec.structs.replace(made, cases=tuple(records))))
+    assert [finding.fastest for finding in found] == [
+        ("refshard-yafsdp",), ("refshard-fsdp", "refshard-yafsdp"), ("refshard-yafsdp",),
+    ]  # fmt: skip
+    assert overview(found) == ()
+    assert overview((*found, found[0])) == (
+        "Of 4 measured contests, fastest: refshard-yafsdp in 3, nobody alone in 1; leanest: refshard-yafsdp in 4.",
+    )
+    assert {case.strategy for case in found[0].cases} == {"refshard-fsdp", "refshard-yafsdp"}

@@ -1,0 +1,227 @@
+"""What a page or a table speaks of: the cases of one run or of several, sorted into settings that may be compared.
+
+A *setting* is what cases must share before their numbers may stand in one table: everything but the strategy and the
+world size, the fidelity and the machine included. Of a case that several runs hold, the latest counts.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from refshard.records import Environment, Run
+from refshard.report.cases import Case, cases_of
+from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity
+
+_NAMED = ("strategy", "world_size", "model", "global_batch", "seq_len")
+"""Fields that labels name by themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Cases that differ in strategy and world size only; ``label`` says what they share, the axes included.
+
+    ``known`` are the strategies of all evidence, the reference aside: their places choose colours.
+    """
+
+    label: str
+    cases: tuple[Case, ...]
+    known: tuple[str, ...]
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """World sizes present, ascending."""
+        return tuple(sorted({case.spec.world_size for case in self.cases}))
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Strategies in the order in which the suites name them."""
+        return tuple(dict.fromkeys(case.strategy for case in self.cases))
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """That of all of its cases."""
+        return self.cases[0].fidelity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Runs, oldest first, and their cases: settings together, then world sizes, then strategies.
+
+    ``trainings`` holds measured cases by what they train: those of one must have equal losses.
+    """
+
+    runs: tuple[Run, ...]
+    cases: tuple[Case, ...]
+    settings: tuple[Setting, ...]
+    trainings: tuple[Setting, ...]
+
+    @property
+    def latest(self) -> Run:
+        """The run that started last."""
+        return self.runs[-1]
+
+    @property
+    def contested(self) -> tuple[Setting, ...]:
+        """The settings in which strategies compete: those that hold more than references, or all if none does."""
+        return tuple(s for s in self.settings if set(s.strategies) != {REFERENCE_STRATEGY}) or self.settings
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """All but the reference, in the order in which the suites name them."""
+        return self.settings[0].known if self.settings else ()
+
+
+def gather(*runs: Run) -> Evidence:
+    """Join runs, one or more, whose cases count as those of one.
+
+    Raises:
+        ValueError: there is no run.
+    """
+    if not runs:
+        raise ValueError("evidence needs one run or more, got none")
+    runs = tuple(sorted(runs, key=lambda run: run.header.started_at))
+    latest: dict[tuple[CaseSpec, Fidelity, str], Case] = {}
+    for run in runs:
+        latest |= {(case.spec, case.fidelity, machine(run.header.environment)): case for case in cases_of(run)}
+    order = _order(runs)
+    machines = list(dict.fromkeys(machine(run.header.environment) for run in runs))
+    found = sorted(
+        _told_apart(list(latest.values())),
+        key=lambda case: (
+            case.spec.model,
+            case.spec.seq_len,
+            case.spec.axes,
+            machines.index(machine(case.header.environment)),
+            case.spec.world_size,
+            case.spec.global_batch,
+            case.variant,
+            order.get(case.strategy, len(order)),
+        ),
+    )
+    cases = tuple(replace(case, number=number) for number, case in enumerate(found))
+    present = {case.strategy for case in cases} - {REFERENCE_STRATEGY}
+    known = tuple(sorted(present, key=lambda name: order.get(name, len(order))))
+    return Evidence(runs=runs, cases=cases, settings=_settings(cases, known), trainings=_trainings(cases, known))
+
+
+def machine(env: Environment) -> str:
+    """What must be the same before times may be compared: the environment's hash, and the network."""
+    return f"{env.id}, {env.network}" if env.network else env.id
+
+
+def _order(runs: Iterable[Run]) -> dict[str, int]:
+    named = dict.fromkeys(name for run in runs for name in run.header.suite.strategies)
+    return {name: place for place, name in enumerate(named)}
+
+
+def _settings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, ...]:
+    """A suite that fixes the batch per rank compares world sizes at that, any other at the global batch."""
+    grouped: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        per_rank = case.header.suite.fixes_batch_per_rank
+        where = machine(case.header.environment)
+        key = (_shared(case.spec, per_rank), per_rank, case.fidelity, case.spec.resident_ranks, where)
+        grouped.setdefault(key, []).append(case)
+    return _labelled(grouped.values(), cases, known, per_rank=True)
+
+
+def _trainings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, ...]:
+    grouped: dict[tuple[CaseSpec, str], list[Case]] = {}
+    for case in cases:
+        if case.fidelity == "measured":
+            grouped.setdefault((case.spec.reference(), machine(case.header.environment)), []).append(case)
+    return _labelled(grouped.values(), cases, known, per_rank=False)
+
+
+def _labelled(
+    groups: Iterable[list[Case]], every: Sequence[Case], known: tuple[str, ...], *, per_rank: bool
+) -> tuple[Setting, ...]:
+    """Each group under what its cases share; the fidelity and the machine where there are several."""
+    fidelities = {case.fidelity for case in every}
+    hosts = _hosts(every)
+    return tuple(
+        Setting(
+            label=_label(members, per_rank and members[0].header.suite.fixes_batch_per_rank, len(fidelities) > 1)
+            + (f", on {hosts[machine(members[0].header.environment)]}" if len(hosts) > 1 else ""),
+            cases=tuple(members),
+            known=known,
+        )
+        for members in groups
+    )
+
+
+def _hosts(cases: Sequence[Case]) -> dict[str, str]:
+    """Machines by name: the host's where no other has it, else with the hash, or the network."""
+    found = {machine(case.header.environment): case.header.environment for case in cases}
+    if len({env.hostname for env in found.values()}) == len(found):
+        return {key: env.hostname for key, env in found.items()}
+    if len({env.id for env in found.values()}) == len(found):
+        return {key: f"{env.hostname} ({env.id})" for key, env in found.items()}
+    return {key: f"{env.hostname} ({env.id}{f', {env.network}' if env.network else ''})" for key, env in found.items()}
+
+
+def _told_apart(found: Sequence[Case]) -> list[Case]:
+    """The cases, with what tells apart those of one name (the variant) and those of one label (the place)."""
+    themes: dict[tuple[object, ...], list[CaseSpec]] = {}
+    for case in found:
+        themes.setdefault(_theme(case.spec), []).append(case.spec)
+    unnamed = [field for field in CaseSpec.__struct_fields__ if field not in _NAMED]
+    varying = {
+        theme: [field for field in unnamed if len({getattr(spec, field) for spec in known}) > 1]
+        for theme, known in themes.items()
+    }
+    told = [
+        replace(case, variant="".join(f", {field} {getattr(case.spec, field)}" for field in varying[_theme(case.spec)]))
+        for case in found
+    ]
+    hosts = _hosts(told)
+    named: dict[str, list[dict[str, str]]] = {}
+    for case in told:
+        named.setdefault(case.label, []).append(_place(case, hosts))
+    return [replace(case, place=_apart(_place(case, hosts), named[case.label])) for case in told]
+
+
+def _apart(place: dict[str, str], others: Sequence[dict[str, str]]) -> str:
+    return "".join(f", {words}" for part, words in place.items() if len({other[part] for other in others}) > 1)
+
+
+def _theme(spec: CaseSpec) -> tuple[object, ...]:
+    """What every label names by itself, beside strategy, world size and batch."""
+    return spec.model, spec.seq_len, spec.axes
+
+
+def _place(case: Case, hosts: dict[str, str]) -> dict[str, str]:
+    spec = case.spec
+    return {
+        "model": spec.model,
+        "batch": f"batch of {spec.global_batch:,} x {spec.seq_len:,} tokens",
+        "fidelity": case.fidelity,
+        "machine": f"on {hosts[machine(case.header.environment)]}",
+    }
+
+
+def _shared(spec: CaseSpec, per_rank: bool) -> CaseSpec:
+    """The spec with strategy, world size and resident ranks blanked; its batch is per rank if the suite fixes that."""
+    batch = spec.global_batch // spec.world_size if per_rank else spec.global_batch
+    return msgspec.structs.replace(spec, strategy="", world_size=1, resident_ranks=1, global_batch=batch)
+
+
+def _label(members: Sequence[Case], per_rank: bool, several: bool) -> str:
+    """What the cases share; how they depart from plain training only if all do alike.
+
+    Of ``several`` fidelities each is named; how a case departs tells those that are not measured.
+    """
+    case, spec = members[0], members[0].spec
+    kind = case.kind if len({member.kind for member in members}) == 1 else ""
+    batch = (
+        f"{_sequences(spec.global_batch // spec.world_size)} of {spec.seq_len:,} tokens per rank"
+        if per_rank
+        else f"global batch of {_sequences(spec.global_batch)} of {spec.seq_len:,} tokens"
+    )
+    told = several and case.fidelity not in kind
+    return f"{spec.model}, {batch}{kind}{f', {case.fidelity}' if told else ''}"
+
+
+def _sequences(count: int) -> str:
+    return f"{count:,} sequence{'' if count == 1 else 's'}"

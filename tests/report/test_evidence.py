@@ -1,0 +1,87 @@
+"""Several runs joined into one body of evidence."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from refshard.records import Run
+from refshard.report.evidence import gather
+from refshard.report.verdict import findings
+from tests.report.runs import CASES, over_network, run
+
+
+def later(made: Run, name: str, hour: int = 12, **environment: Any) -> Run:
+    """The run, had it another id and started later on a machine that differs in ``environment``."""
+    env = msgspec.structs.replace(made.header.environment, **environment)
+    started = f"2026-03-01T{hour}:00:00Z"
+    header = msgspec.structs.replace(made.header, run_id=name, started_at=started, environment=env)
+    return msgspec.structs.replace(made, header=header)
+
+
+def quicker(made: Run, factor: float) -> Run:
+    """The run, had every step taken ``factor`` of its time."""
+    records = []
+    for record in made.cases:
+        times = tuple(tuple(factor * t for t in steps) for steps in record.step_times_s)
+        records.append(msgspec.structs.replace(record, step_times_s=times))
+    return msgspec.structs.replace(made, cases=tuple(records))
+
+
+def test_of_a_case_that_several_runs_hold_the_latest_counts() -> None:
+    old, new = run(failed=False), later(quicker(run(CASES[:2], failed=False), 0.5), "new")
+    for evidence in (gather(old, new), gather(new, old)):
+        assert [made.header.run_id for made in evidence.runs] == ["made", "new"]
+        assert evidence.latest is evidence.runs[-1]
+        runs = {case.strategy: case.header.run_id for case in evidence.cases}
+        times = {case.strategy: case.metrics["step_time_s"] for case in evidence.cases}
+        assert (runs["ddp"], runs["fsdp2"]) == ("new", "made")
+        assert (times["ddp"], times["fsdp2"]) == pytest.approx((0.025, 0.060), rel=1e-3)
+
+
+def test_cases_are_numbered_in_their_order() -> None:
+    assert [case.number for case in gather(run()).cases] == list(range(6))
+
+
+def test_machines_are_never_in_one_setting_and_are_named() -> None:
+    there = later(run(failed=False), "there", id="bbbbbbbbbbbb", hostname="loud-elm")
+    evidence = gather(run(failed=False), there)
+    assert len(evidence.cases) == 2 * len(CASES)
+    assert [setting.label.rpartition(", ")[2] for setting in evidence.settings] == ["on quiet-oak", "on loud-elm"]
+    assert len(evidence.trainings) == 2
+    assert {case.full_label for case in evidence.cases} >= {"ddp, 2 ranks, on quiet-oak", "ddp, 2 ranks, on loud-elm"}
+
+
+@pytest.mark.parametrize(
+    ("other", "names"), [({"id": "bb"}, ["(3f9a12c07be4)", "(bb)"]), ({}, ["(3f9a12c07be4)", "wire)"])]
+)
+def test_machines_of_one_name_are_told_apart_by_hash_or_network(other: dict[str, Any], names: list[str]) -> None:
+    there = later(run(failed=False), "there", **other)
+    joined = there if other else over_network(there, "wire")
+    labels = [setting.label for setting in gather(run(failed=False), joined).settings]
+    assert [label.rpartition(" ")[2] for label in labels] == names
+
+
+def test_batches_per_rank_and_global_ones_do_not_mix() -> None:
+    """Two suites hold equal specs; one compares world sizes at the global batch, the other at that of a rank."""
+    fixed = later(run(CASES[2:3], failed=False), "fixed")
+    suite = msgspec.structs.replace(fixed.header.suite, case={"model": "llama-mini", "batch_per_rank": 4})
+    fixed = msgspec.structs.replace(fixed, header=msgspec.structs.replace(fixed.header, suite=suite))
+    labels = [setting.label for setting in gather(run(CASES[:2], failed=False), fixed).settings]
+    assert [label.removeprefix("llama-mini, ") for label in labels] == [
+        "global batch of 8 sequences of 256 tokens", "4 sequences of 256 tokens per rank",
+    ]  # fmt: skip
+
+
+def test_rounds_of_two_runs_are_not_paired() -> None:
+    """Paired, the ratio of two series of equal drift has no width; of two runs it has that of the drift."""
+    one, other = run(CASES[1:2], rounds=3, failed=False), later(run(CASES[2:3], rounds=3, failed=False), "other")
+    (apart,) = findings(gather(one, other))
+    (together,) = findings(gather(run(CASES[1:3], rounds=3, failed=False)))
+    assert "fsdp2, takes 60.0 ms, 20.0 % longer (95 % interval 20.0 to 20.0 %" in together.margin
+    assert "fsdp2, takes 60.0 ms, 20.0 % longer (95 % interval 14.8 to 25.4 %" in apart.margin
+
+
+def test_there_must_be_a_run() -> None:
+    with pytest.raises(ValueError, match="one run or more, got none"):
+        gather()
