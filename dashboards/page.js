@@ -80,7 +80,7 @@
     swap.disabled = !b;
     const found = pairs.flatMap((pair) => [same(pair), other(pair)]).filter((pair) =>
       cases[pair.a].strategy === a && (b ? cases[pair.b].strategy === b : true)
-      && (cases[pair.b].strategy !== "single" || b === "single") && keep[pair.a] && keep[pair.b]);
+      && cases[pair.b].strategy !== "single" && keep[pair.a] && keep[pair.b]);
     const table = document.querySelector("#pairs table");
     const heads = ["B", "A", "step time B / A (95 % interval)", "", "peak memory B / A"];
     table.tHead.rows[0].replaceChildren(...heads.map((text, place) => {

@@ -25,11 +25,10 @@ def report(runs: Sequence[Path], output: Path | None, *, against: Path | None = 
 
     Raises:
         StoreError: there is no run in a folder, or it is damaged.
-        SpecError: a run is named twice, or ``output`` cannot be written.
+        SpecError: ``output`` cannot be written.
     """
-    if len({folder.resolve() for folder in runs}) < len(runs):
-        raise SpecError("runs: a folder is named twice; its launches count once, so name it once")
-    read = [(read_run(folder), folder) for folder in runs]
+    # runs/latest leads to another of runs/*
+    read = [(read_run(folder), folder) for folder in {folder.resolve(): folder for folder in reversed(runs)}.values()]
     evidence = gather(*(run for run, _ in read))
     baseline = None if against is None else gather(read_run(against))
     target = _target(runs[-1], output, multi=multi)

@@ -19,7 +19,7 @@ from refshard.report.compared import compared
 from refshard.report.evidence import Evidence, machine
 from refshard.report.verdict import listed
 from refshard.report.views import format_metric
-from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity
+from refshard.specs.case import CaseSpec, Fidelity
 from refshard.specs.gate import RULES, TimeLimits
 from refshard.stats.compare import Comparison
 from refshard.stats.exact import Change, changes, exact_metrics, portable
@@ -32,14 +32,16 @@ MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """One case beside itself in the baseline; ``why_not`` says why there is no ratio of times."""
+    """One case beside itself in the baseline; ``why_not`` says why there is no ratio of times. ``exact`` are the exact
+    metrics that changed, None where there are none to compare.
+    """
 
     case: Case
     before: Case
     ratio: float | None
     interval: Comparison | None
     why_not: str
-    exact: tuple[Change, ...]
+    exact: tuple[Change, ...] | None
 
     @property
     def outcome(self) -> Outcome:
@@ -104,13 +106,13 @@ def _changed(case: Case, before: Case) -> Changed:
     return Changed(case=case, before=before, ratio=None, interval=None, why_not=why_not, exact=exact)
 
 
-def _exact(case: Case, before: Case, *, together: bool) -> tuple[Change, ...]:
-    """Exact metrics that changed; between machines, those that any machine finds the same."""
+def _exact(case: Case, before: Case, *, together: bool) -> tuple[Change, ...] | None:
+    """Exact metrics that changed; between machines, of those that any machine finds the same."""
     sides = []
     for one in (before, case):
         launch = next((launch for launch in one.launches if launch.state == "ok" and launch.proof), None)
         if launch is None or one.fidelity == "simulated":
-            return ()
+            return None
         metrics = exact_metrics(launch)
         sides.append({case.full_label: metrics if together else portable(metrics)})
     moved = changes(sides[0], sides[1], RULES)
@@ -119,27 +121,27 @@ def _exact(case: Case, before: Case, *, together: bool) -> tuple[Change, ...]:
 
 def _is_worse(one: Changed) -> bool:
     broke = one.before.ok and not one.case.ok
-    return one.outcome == "slower" or broke or any(change.verdict == "regressed" for change in one.exact)
+    return one.outcome == "slower" or broke or any(change.verdict == "regressed" for change in one.exact or ())
 
 
 def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
-    told = [one for one in found if one.case.strategy != REFERENCE_STRATEGY or one.exact or not one.case.ok]
-    if not told:
+    if not found:
         return [f"Nothing here is in {baseline} too, so there is no change to tell."]
-    counts: Counter[str] = Counter(one.outcome for one in told)
+    counts: Counter[str] = Counter(one.outcome for one in found)
     sentences = []
     for outcome in ("slower", "faster"):
-        here = sorted((o for o in told if o.outcome == outcome), key=lambda o: -abs((o.ratio or 1.0) - 1.0))
+        here = sorted((o for o in found if o.outcome == outcome), key=lambda o: -abs((o.ratio or 1.0) - 1.0))
         if here:
             more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
             sentences.append(f"Against {baseline}, {outcome}: {'; '.join(map(_told, here[:MOST_NAMED]))}{more}.")
-    if broke := [one.case.full_label for one in told if one.before.ok and not one.case.ok]:
+    if broke := [one.case.full_label for one in found if one.before.ok and not one.case.ok]:
         sentences.append(f"Ended ok in {baseline} and not here: {listed(broke)}.")
-    if moved := [one for one in told if one.exact]:
-        regressed = sum(any(change.verdict == "regressed" for change in one.exact) for one in moved)
+    if moved := [(one, one.exact) for one in found if one.exact]:
+        regressed = sum(any(change.verdict == "regressed" for change in exact) for _, exact in moved)
+        first, exact = moved[0]
         sentences.append(
-            f"Exact metrics changed in {len(moved)} of {len(told)} cases, for the worse or without a better direction "
-            f"in {regressed}; the first: {moved[0].case.full_label}, {_exact_words(moved[0].exact[0])}."
+            f"Exact metrics changed in {len(moved)} of {len(found)} cases, for the worse or without a better direction "
+            f"in {regressed}; the first: {first.case.full_label}, {_exact_words(exact[0])}."
         )
     rest = [
         f"{counts[outcome]} {words}"
@@ -151,7 +153,7 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         if counts[outcome]
     ]
     if rest:
-        sentences.append(f"Of {len(told)} cases that {baseline} has too: {', '.join(rest)}.")
+        sentences.append(f"Of {len(found)} cases that {baseline} has too: {', '.join(rest)}.")
     return sentences
 
 
@@ -193,7 +195,7 @@ def _row(one: Changed) -> dict[str, str]:
         "time": one.outcome,
         "peak memory then": format_metric("peak_memory_bytes", then["peak_memory_bytes"]),
         "peak memory now": format_metric("peak_memory_bytes", now["peak_memory_bytes"]),
-        "exact metrics": "; ".join(map(_exact_words, one.exact)) or ("the same" if one.case.ok else "-"),
+        "exact metrics": "-" if one.exact is None else "; ".join(map(_exact_words, one.exact)) or "the same",
     }
 
 

@@ -1,7 +1,9 @@
 """What a page or a table speaks of: the cases of one run or of several, sorted into settings that may be compared.
 
 A *setting* is what cases must share before their numbers may stand in one table: everything but the strategy and the
-world size, the fidelity and the machine included. Of a case that several runs hold, the latest counts.
+world size, the fidelity and the machine included. Of a case that several runs hold, the latest counts;
+but a suite that fixes the batch per rank asks another question than one that fixes the global one, and takes no case
+from its contests.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,7 +48,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Runs, oldest first, and their cases: settings together, then world sizes, then strategies.
+    """Runs, oldest first, and their cases: by model, then world size, then batch, then strategy.
 
     ``trainings`` holds measured cases by what they train: those of one must have equal losses.
     """
@@ -73,17 +75,19 @@ class Evidence:
 
 
 def gather(*runs: Run) -> Evidence:
-    """Join runs, one or more, whose cases count as those of one.
+    """Join runs, one or more, whose cases count as those of one; a run that is given twice counts once.
 
     Raises:
         ValueError: there is no run.
     """
     if not runs:
         raise ValueError("evidence needs one run or more, got none")
-    runs = tuple(sorted(runs, key=lambda run: run.header.started_at))
-    latest: dict[tuple[CaseSpec, Fidelity, str], Case] = {}
+    distinct = {(run.header.run_id, run.header.started_at): run for run in reversed(runs)}
+    runs = tuple(sorted(distinct.values(), key=lambda run: run.header.started_at))
+    latest: dict[tuple[CaseSpec, Fidelity, str, bool], Case] = {}
     for run in runs:
-        latest |= {(case.spec, case.fidelity, machine(run.header.environment)): case for case in cases_of(run)}
+        where = machine(run.header.environment), run.header.suite.fixes_batch_per_rank
+        latest |= {(case.spec, case.fidelity, *where): case for case in cases_of(run)}
     order = _order(runs)
     machines = list(dict.fromkeys(machine(run.header.environment) for run in runs))
     found = sorted(
@@ -198,6 +202,7 @@ def _place(case: Case, hosts: dict[str, str]) -> dict[str, str]:
         "batch": f"batch of {spec.global_batch:,} x {spec.seq_len:,} tokens",
         "fidelity": case.fidelity,
         "machine": f"on {hosts[machine(case.header.environment)]}",
+        "suite": f"of {case.header.suite.name}",
     }
 
 

@@ -13,7 +13,7 @@ from refshard.report.evidence import Setting
 from refshard.specs.case import REFERENCE_STRATEGY
 
 MOST_CURVES = 8
-"""Curves of a drawing: the reference and those furthest from it; the table has all."""
+"""Curves of a drawing: the reference, or the first if that has no losses, and those furthest from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ def losses(training: Setting, prefix: str) -> Losses | None:
     found = tuple(by_label[str(label)] for label in table.columns)
     shown = table[[case.label for case in _shown(table, found)]]
     left_out = len(table.columns) - len(shown.columns)
-    rest = f" Drawn are the reference and the {MOST_CURVES - 1} furthest from it." if left_out else ""
+    rest = f" Drawn are {shown.columns[0]} and the {MOST_CURVES - 1} furthest from it." if left_out else ""
     told = f"{alternatives.curves(training)} {difference(table)}{rest}"
     return Losses(
         label=training.label,

@@ -82,13 +82,12 @@ def _peaks(found: Sequence[tuple[Case, MemoryForecast]], world_size: int) -> str
 
 def _row(case: Case, told: MemoryForecast) -> dict[str, str]:
     measured = case.metrics["peak_memory_bytes"]
-    return {
-        "case": case.full_label,
-        case.fidelity if case.fidelity != "simulated" else "in its record": format_bytes(measured),
-        "predicted": format_bytes(told.peak),
-        "predicted / measured": "-" if not measured else f"{told.peak / measured:.3f}",
-        **{name: format_bytes(size) for name, size in told.at_peak.items()},
-    }
+    beside = {} if case.fidelity == "simulated" else {
+        case.fidelity: format_bytes(measured),
+        f"predicted / {case.fidelity}": "-" if not measured else f"{told.peak / measured:.3f}",
+    }  # fmt: skip
+    by_category = {str(name): format_bytes(size) for name, size in told.at_peak.items()}
+    return {"case": case.full_label, "predicted": format_bytes(told.peak), **beside, **by_category}
 
 
 def sentence(found: Sequence[tuple[Case, MemoryForecast]]) -> str:

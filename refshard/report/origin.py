@@ -62,17 +62,17 @@ def case_command(case: Case, others: Sequence[Case]) -> str:
 
     The case goes by its name, or by its hash where ``others`` have the name too.
     """
-    known = [other for other in others if other.header is case.header and other.spec.name == case.spec.name]
-    name = case.spec.name if len(known) == 1 else case.spec.hash
+    named = [other for other in others if other.header is case.header and other.spec.name == case.spec.name]
+    name = case.spec.name if len(named) == 1 else case.spec.hash
     kept, skip = list[str](), False
     for word in case.header.environment.argv:
-        option = word.partition("=")[0]
+        option = word.partition("=")[0] if word.startswith("--") else word[:2]
         if skip or option in _OF_ONE_RUN:
             skip = not skip and word in _OF_ONE_RUN
             continue
         kept.append(word)
     if kept:
         kept[0] = Path(kept[0]).name
-    if case.header.suite.only or "--resume" in case.header.environment.argv or kept[1:2] != ["run"]:
+    if "--resume" in kept or kept[1:2] != ["run"]:
         kept = ["refshard", "run", f"suites/{case.header.suite.name}.toml"]
     return shlex.join([*kept, "--only", name])

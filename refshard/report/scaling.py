@@ -5,6 +5,7 @@ one fidelity, on one cluster. Ideal is a rank that gives as much as in the small
 curve's, for each fidelity and cluster by itself.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from refshard.specs.case import Fidelity
 
 _DASH: dict[Fidelity, str] = {"measured": "solid", "emulated": "dash", "simulated": "dot"}
 _METRIC = "tokens_per_s_gpu"
+_OF_A_PLACE = re.compile(r", (measured|(emulated|simulated) on [^,]+|[\d,]+ ranks resident)(?=,|$)")
+"""What a setting's label says of its fidelity, which curves say by themselves."""
 MOST_CURVES = 12
 """Curves of a drawing; its table has all."""
 
@@ -94,7 +97,7 @@ def _curve(setting: Setting, strategy: str) -> Curve | None:
 def _scaling(curves: Sequence[Curve], identity: str) -> Scaling:
     rows = [(curve, case) for curve in curves for case in curve.cases]
     return Scaling(
-        label=curves[0].setting.label.removesuffix(f", {curves[0].place[0]}"),
+        label=_OF_A_PLACE.sub("", curves[0].setting.label),
         curves=tuple(curves),
         table=pd.DataFrame([_row(curve, case) for curve, case in rows]),
         cases=tuple(case for _, case in rows),

@@ -64,9 +64,10 @@ def _bars(figure: dict[str, Any]) -> Iterator[str]:
     rows, layout = figure["layout"]["meta"]["rows"], figure["layout"]
     traces = [trace for trace in figure["data"] if trace["type"] == "bar"]
     named = [(trace["name"], trace["marker"]) for trace in traces if layout.get("showlegend")]
+    marks = [trace for trace in figure["data"] if trace["type"] == "scatter" and trace["mode"] == "markers"]
     top = _TOP + _LEGEND * (1 if named else 0)
     yield _begin(top + _ROW * max(len(rows), 1) + _BOTTOM)
-    yield from _legend([(_plain(name), *_fill(marker)) for name, marker in named])
+    yield from _legend([(_plain(name), *_fill(marker)) for name, marker in named], marks if named else [])
     largest = _extent(figure, traces)
     scale = (WIDTH - _LEFT - _RIGHT) / largest
     yield from _ticks(largest, top + _ROW * len(rows), top, layout)
@@ -80,7 +81,7 @@ def _bars(figure: dict[str, Any]) -> Iterator[str]:
         if trace["type"] == "scatter" and trace["mode"] == "text":
             for place, x, label in zip(trace["y"], trace["x"], trace["text"]):
                 yield _text(_LEFT + x * scale + 4, top + _ROW * (place + 0.5) + 4, label.strip())
-        elif trace["type"] == "scatter":
+        elif trace in marks:
             for place, x in zip(trace["y"], trace["x"]):
                 yield _mark(_LEFT + x * scale, top + _ROW * (place + 0.5), trace["marker"]["symbol"], "var(--text)")
     yield "</svg>"
@@ -95,7 +96,8 @@ def _extent(figure: dict[str, Any], traces: Sequence[dict[str, Any]]) -> float:
     for trace in traces:
         for place, value in zip(trace["y"], trace["x"]):
             sums[place] = sums.get(place, 0.0) + value
-    return 1.05 * max(sums.values(), default=0.0) or 1.0
+    marked = [x for trace in figure["data"] if trace["type"] == "scatter" for x in trace["x"]]
+    return 1.05 * max([*sums.values(), *marked], default=0.0) or 1.0
 
 
 def _bar_trace(
@@ -123,7 +125,8 @@ def _fill(marker: dict[str, Any]) -> tuple[str, int | None]:
     return marker["color"], list(_HATCHES).index(shape) if shape in _HATCHES else None
 
 
-def _legend(entries: Sequence[tuple[str, str, int | None]]) -> Iterator[str]:
+def _legend(entries: Sequence[tuple[str, str, int | None]], marks: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Of bars by their filling, and of what is marked beside them."""
     x = 4.0
     for name, colour, hatch in entries:
         yield f'<rect x="{x:.1f}" y="4" width="14" height="12" fill="{colour}"/>'
@@ -131,6 +134,10 @@ def _legend(entries: Sequence[tuple[str, str, int | None]]) -> Iterator[str]:
             yield f'<rect x="{x:.1f}" y="4" width="14" height="12" fill="url(#still-{hatch})"/>'
         yield _text(x + 19, 14, name)
         x += 36 + _CHARACTER * len(name)
+    for trace in marks:
+        yield _mark(x + 7, 10, trace["marker"]["symbol"], "var(--text)")
+        yield _text(x + 19, 14, _plain(trace["name"]))
+        x += 36 + _CHARACTER * len(trace["name"])
 
 
 def _ticks(largest: float, bottom: float, top: float, layout: dict[str, Any]) -> Iterator[str]:
@@ -167,6 +174,7 @@ class _Axis:
             self.low = 0.0
         given = axis.get("tickvals")
         self.ticks = [float(v) for v in given] if given else self._rounded(low, high)
+        self.texts = [_plain(text) for text in axis.get("ticktext") or ()] or [f"{v:,.6g}" for v in self.ticks]
         self.title = (axis.get("title") or {}).get("text", "")
 
     def _rounded(self, low: float, high: float) -> list[float]:
@@ -192,11 +200,11 @@ def _curves(figure: dict[str, Any]) -> Iterator[str]:
     ys = [float(y) for trace in traces for y in trace["y"] if y is not None]
     x_axis = _Axis(xs, layout.get("xaxis", {}), 70, WIDTH - _RIGHT)
     y_axis = _Axis(ys, layout.get("yaxis", {}), bottom, top)
-    for value in y_axis.ticks:
+    for value, label in zip(y_axis.ticks, y_axis.texts):
         yield f'<line class="tick" x1="70" x2="{WIDTH - _RIGHT}" y1="{y_axis(value):.1f}" y2="{y_axis(value):.1f}"/>'
-        yield _text(64, y_axis(value) + 4, f"{value:,.6g}", "end")
-    for value in x_axis.ticks:
-        yield _text(x_axis(value), bottom + 18, f"{value:,.6g}", "middle")
+        yield _text(64, y_axis(value) + 4, label, "end")
+    for value, label in zip(x_axis.ticks, x_axis.texts):
+        yield _text(x_axis(value), bottom + 18, label, "middle")
     yield _text((70 + WIDTH - _RIGHT) / 2, bottom + 38, _plain(x_axis.title), "middle")
     yield f'<g transform="translate(14 {(top + bottom) / 2:.0f}) rotate(-90)">'
     yield f"{_text(0, 0, _plain(y_axis.title), 'middle')}</g>"

@@ -3,6 +3,7 @@
 import math
 import statistics
 from dataclasses import dataclass
+from itertools import combinations
 
 from refshard.quantities import format_percent
 from refshard.records import PARITY_TOLERANCE
@@ -127,9 +128,13 @@ def _fidelity(finished: tuple[Case, ...]) -> Fact:
 
 
 def _noise(finished: tuple[Case, ...]) -> Fact:
-    summaries = [case.step_time for case in finished if case.step_time]
+    sampled = [case for case in finished if case.step_time and case.fidelity != "simulated"]
+    summaries = [summary for case in sampled if (summary := case.step_time) and math.isfinite(summary.high)]
+    simulated = finished and all(case.fidelity == "simulated" for case in finished)
     if not summaries:
-        return Fact(label="Noise", value="unknown", detail="no step was sampled", good=False)
+        return Fact(
+            label="Noise", value="unknown", detail="no two steps were sampled", good=None if simulated else False
+        )
     typical = statistics.median(summary.high / summary.median - 1 for summary in summaries)
     rounds = min(summary.launches for summary in summaries)
     launches = f"{rounds} round{'' if rounds == 1 else 's'}"
@@ -150,7 +155,7 @@ def _visible(evidence: Evidence) -> Fact:
     widths = []
     for finding in findings(evidence):
         entered = [case for case in finding.cases if case.ok and case.strategy != REFERENCE_STRATEGY]
-        ratios = (compared(entered[0], case) for case in entered[1:])
+        ratios = (compared(a, b) for a, b in combinations(entered, 2))
         widths += [ratio.high / ratio.ratio - 1 for ratio in ratios if ratio and ratio.low < ratio.high]
     if not (known := [width for width in widths if math.isfinite(width)]):
         return Fact(label=label, value="unknown", detail=f"{detail}; no two cases have one")

@@ -174,8 +174,19 @@ def _finding(setting: Setting, world_size: int) -> Finding:
         margin=_margin(rivals),
         memory=_memory(contenders),
         why=_why(_winner(contenders), rivals) if rivals else "",
-        caveats=tuple(dict.fromkeys(doubt for r in rivals if r.comparison for doubt in r.comparison.warnings)),
+        caveats=tuple(dict.fromkeys((*_apart(contenders), *_doubts(rivals)))),
     )
+
+
+def _apart(contenders: Sequence[Case]) -> tuple[str, ...]:
+    """A doubt where contenders come from several runs."""
+    if len({id(case.header) for case in contenders if case.fidelity != "simulated"}) < 2:
+        return ()
+    return ("cases of several runs were not measured in turns, so a drift of the machine looks like a difference",)
+
+
+def _doubts(rivals: Sequence[_Rival]) -> tuple[str, ...]:
+    return tuple(doubt for rival in rivals if rival.comparison for doubt in rival.comparison.warnings)
 
 
 def _step_time(case: Case) -> float:

@@ -257,9 +257,11 @@ def test_several_runs_make_one_page_and_a_baseline_its_changes(folder: Path, tmp
     assert "finding worse" in text
 
 
-def test_a_run_that_is_named_twice_is_refused(folder: Path) -> None:
-    with pytest.raises(SpecError, match="runs: a folder is named twice"):
-        report([folder, folder], None)
+def test_a_run_that_is_named_twice_counts_once(folder: Path, tmp_path: Path) -> None:
+    """As ``runs/*/`` does, where ``latest`` leads to another of them."""
+    (tmp_path / "latest").symlink_to(folder)
+    text = report([folder, tmp_path / "latest"], tmp_path / "page.html").read_text()
+    assert text == report([folder], tmp_path / "page.html").read_text()
 
 
 def test_the_noise_of_the_machine_is_told_where_it_was_measured(

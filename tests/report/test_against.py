@@ -33,7 +33,7 @@ BEFORE = run(rounds=3, failed=False)
     [
         (1.1, "slower", "Against made, slower: "),
         (0.9, "faster", "Against made, faster: "),
-        (1.001, "unchanged", "Of 4 cases that made has too: 4 within 2.5 %."),
+        (1.001, "unchanged", "Of 5 cases that made has too: 5 within 2.5 %."),
     ],
 )
 def test_a_change_is_told_with_its_interval(factor: float, outcome: str, lead: str) -> None:
@@ -41,6 +41,7 @@ def test_a_change_is_told_with_its_interval(factor: float, outcome: str, lead: s
     found = compared(later(quicker(before, factor), "now"), before)
     assert set(by_label(found).values()) == {outcome}
     assert found.sentences[0].startswith(lead)
+    assert len(found.changed) == 5
     assert found.worse == (outcome == "slower")
     if outcome == "slower":
         assert "ddp, 2 ranks 10.0 % longer (times 1.053 to 1.150)" in found.sentences[0]
@@ -72,7 +73,7 @@ def test_another_machine_compares_exact_metrics_that_travel_and_no_time() -> Non
     assert set(by_label(found).values()) == {"not compared"}
     assert set(found.table["now / then (95 % interval)"]) == {"another machine"}
     other = with_record(there, 1, losses=(1.0, 2.0))
-    assert not any(one.exact for one in compared(other, BEFORE).changed), "losses may differ between processors"
+    assert all(one.exact == () for one in compared(other, BEFORE).changed), "losses may differ between processors"
     assert any(one.exact for one in compared(with_record(later(BEFORE, "now"), 1, losses=(1.0, 2.0)), BEFORE).changed)
 
 
@@ -89,7 +90,7 @@ def test_an_exact_change_is_told_however_equal_the_times() -> None:
     now = with_record(BEFORE, 1, census=msgspec.structs.replace(census, operators=121))
     found = compared(later(now, "now"), before)
     assert found.worse
-    assert "Exact metrics changed in 1 of 4 cases" in found.sentences[0]
+    assert "Exact metrics changed in 1 of 5 cases" in found.sentences[0]
     assert "ddp, 2 ranks, operators 100 to 121 (regressed)" in found.sentences[0]
 
 
@@ -113,6 +114,23 @@ def test_what_one_side_alone_holds_is_counted() -> None:
     strangers = compared(later(run(CASES[3:], rounds=3, failed=False), "now"), run(CASES[:2], rounds=3, failed=False))
     assert strangers.sentences == ("Nothing here is in made too, so there is no change to tell.",)
     assert strangers.table.empty
+
+
+def test_a_reference_counts_like_any_other() -> None:
+    before = run(CASES[:1], rounds=3, failed=False)
+    found = compared(later(quicker(before, 2.0), "now"), before)
+    assert found.worse
+    assert found.sentences[0].startswith("Against made, slower: single, 1 rank 100.0 % longer")
+
+
+def test_where_nothing_exact_was_compared_nothing_is_said_to_be_the_same() -> None:
+    before = with_record(BEFORE, 1, state="failed", error="x", proof=None)
+    before = with_record(with_record(before, 6, state="failed", proof=None), 11, state="failed", proof=None)
+    found = compared(later(BEFORE, "now"), before)
+    texts = dict(zip(found.table["case"], found.table["exact metrics"]))
+    assert (texts["ddp, 2 ranks"], texts["fsdp2, 2 ranks"]) == ("-", "the same")
+    simulated = run(CASES[1:2], rounds=1, failed=False, fidelity="simulated")
+    assert list(compared(later(simulated, "now"), simulated).table["exact metrics"]) == ["-"]
 
 
 def test_simulated_times_have_no_interval_and_need_no_machine() -> None:

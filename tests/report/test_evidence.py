@@ -73,6 +73,31 @@ def test_batches_per_rank_and_global_ones_do_not_mix() -> None:
     ]  # fmt: skip
 
 
+def test_a_suite_at_a_batch_per_rank_takes_no_case_from_a_contest_at_a_global_one() -> None:
+    """The same spec in both: each contest keeps its own."""
+    whole, fixed = run(failed=False), later(run(CASES[1:2], failed=False), "fixed")
+    suite = msgspec.structs.replace(fixed.header.suite, name="weak", case={"model": "llama-mini", "batch_per_rank": 4})
+    fixed = msgspec.structs.replace(fixed, header=msgspec.structs.replace(fixed.header, suite=suite))
+    evidence = gather(whole, fixed)
+    by_setting = {setting.label: set(setting.strategies) for setting in evidence.settings}
+    assert by_setting["llama-mini, global batch of 8 sequences of 256 tokens"] >= {"ddp", "fsdp2", "refshard-yafsdp"}
+    assert by_setting["llama-mini, 4 sequences of 256 tokens per rank"] == {"ddp"}
+    labels = [case.full_label for case in evidence.cases if case.strategy == "ddp"]
+    assert labels == ["ddp, 2 ranks, of quickstart", "ddp, 2 ranks, of weak"]
+
+
+def test_a_copy_of_a_run_is_no_second_run() -> None:
+    assert len(gather(run(), run()).runs) == 1
+
+
+def test_contenders_of_several_runs_are_doubted() -> None:
+    one, other = run(CASES[1:2], rounds=3, failed=False), later(run(CASES[2:3], rounds=3, failed=False), "other")
+    (found,) = findings(gather(one, other))
+    assert found.caveats[0].startswith("cases of several runs were not measured in turns")
+    (alone,) = findings(gather(run(CASES[1:3], rounds=3, failed=False)))
+    assert alone.caveats == ()
+
+
 def test_rounds_of_two_runs_are_not_paired() -> None:
     """Paired, the ratio of two series of equal drift has no width; of two runs it has that of the drift."""
     one, other = run(CASES[1:2], rounds=3, failed=False), later(run(CASES[2:3], rounds=3, failed=False), "other")

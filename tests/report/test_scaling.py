@@ -61,6 +61,14 @@ def test_each_fidelity_has_its_own_ideal() -> None:
     assert measured["line"]["color"] == simulated["line"]["color"]
 
 
+def test_its_heading_names_what_all_of_its_curves_share() -> None:
+    other = scaled({"ddp": {2: 500.0, 8: 400.0}}, "emulated")
+    both = msgspec.structs.replace(other, cases=(*scaled(RATES).cases, *other.cases))
+    for made in (other, both, scaled(RATES, "simulated")):
+        (found,) = scalings(gather(made))
+        assert found.label == "llama-mini, global batch of 8 sequences of 256 tokens"
+
+
 def test_one_world_size_is_no_curve() -> None:
     assert scalings(gather(scaled({"ddp": {2: 100.0}, "fsdp2": {4: 80.0}}))) == ()
 

@@ -11,7 +11,7 @@ from refshard.report.evidence import gather
 from refshard.report.losses import losses
 from refshard.report.memory import memory
 from refshard.report.scaling import scalings
-from refshard.report.still import hatches, still
+from refshard.report.still import WIDTH, hatches, still
 from tests.report.runs import CASES, HOSTILE, run
 from tests.report.test_scaling import RATES, scaled
 
@@ -42,7 +42,7 @@ def test_every_name_and_every_curve_is_there(chart: Chart) -> None:
     traces, rows = chart.figure["data"], (chart.figure["layout"].get("meta") or {}).get("rows", [])
     assert {re.sub("</?b>", "", row["text"]) for row in rows} <= texts
     if chart.figure["layout"].get("showlegend"):
-        assert {trace["name"] for trace in traces if trace["type"] == "bar" or not rows} <= texts
+        assert {trace["name"] for trace in traces} <= texts
     assert not re.search(r"\bnan\b|\binf\b", chart.still)
 
 
@@ -65,6 +65,27 @@ def test_an_interval_is_drawn_around_its_bars_end() -> None:
         low, high = map(float, re.findall(r"[MH]([\d.]+)", whisker.get("d", "")))
         end = float(box.get("x", 0)) + float(box.get("width", 0))
         assert low < end < high
+
+
+def test_a_mark_past_all_bars_stays_in_the_drawing() -> None:
+    mark = {
+        "type": "scatter",
+        "name": "measured",
+        "mode": "markers",
+        "x": [3.0],
+        "y": [0],
+        "marker": {"symbol": "line-ns"},
+    }
+    bar = {"type": "bar", "name": "part", "x": [1.0], "y": [0], "marker": {"color": "#000000"}}
+    drawing = still({"data": [bar, mark], "layout": {"meta": {"rows": [{"text": "a", "case": 0}]}, "barmode": "stack"}})
+    (x,) = [float(found) for found in re.findall(r"translate\(([\d.]+)", drawing)]
+    assert x < WIDTH
+
+
+def test_ticks_that_have_names_show_them() -> None:
+    trace = {"type": "scatter", "name": "a", "x": [0, 1], "y": [1.0, 2.0], "mode": "lines"}
+    drawing = still({"data": [trace], "layout": {"xaxis": {"tickvals": [0, 1], "ticktext": ["first", "second"]}}})
+    assert {"first", "second"} <= {text.text for text in ET.fromstring(drawing).iter("text")}
 
 
 def test_hatches_that_bars_wear_are_defined() -> None:

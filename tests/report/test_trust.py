@@ -127,6 +127,15 @@ def test_the_smallest_visible_difference_is_as_wide_as_the_ratios() -> None:
     assert (alone.value, alone.detail.rpartition("; ")[2]) == ("unknown", "no two cases have one")
 
 
+def test_simulated_steps_are_no_noise() -> None:
+    measured, simulated = run(rounds=3, failed=False), run(rounds=1, failed=False, fidelity="simulated")
+    steps = [msgspec.structs.replace(record, step_times_s=((0.04,),)) for record in simulated.cases]
+    both_ = msgspec.structs.replace(measured, cases=(*measured.cases, *steps))
+    assert facts(both_)["Noise"] == facts(measured)["Noise"]
+    alone = facts(msgspec.structs.replace(simulated, cases=tuple(steps)))["Noise"]
+    assert (alone.value, alone.good) == ("unknown", None)
+
+
 def test_what_gates_on_this_machine_are_worth_is_told_if_it_was_measured() -> None:
     case = CaseNoise(
         rounds=150, ratio=1.0, low=0.97, high=1.03, spread=0.1, false_alarms=1, inconclusive=600, planted=0.05,
@@ -154,6 +163,8 @@ def test_each_case_has_its_command() -> None:
             "refshard run a.toml --oversubscribe",
         ),
         (("refshard", "run", "a.toml", "--out=there", "--only", "b"), "refshard run a.toml"),
+        (("refshard", "run", "a.toml", "-othere", "--launcher", "slurm"), "refshard run a.toml --launcher slurm"),
+        (("refshard", "run", "a.toml", "-o", "there"), "refshard run a.toml"),
         (("refshard", "run", "--resume", "runs/latest"), "refshard run suites/quickstart.toml"),
         (("refshard", "gate"), "refshard run suites/quickstart.toml"),
         ((), "refshard run suites/quickstart.toml"),
