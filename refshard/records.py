@@ -181,7 +181,9 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     ``step_times_s[rank][step]`` are the raw samples. ``metrics`` has a key for every entry of :data:`METRICS` that is
     not :data:`DERIVED`, None where the quantity does not exist. ``recompute`` says which layers computed their forward
     twice, which no FLOPs here count. ``census`` and ``planned_peak_bytes`` (what the memory model says; none where it
-    knows no such case) are rank 0's. ``traces`` are paths relative to the run's folder.
+    knows no such case) are rank 0's, and so is ``memory_course_bytes``: the highest that the allocator held in each of
+    up to 128 stretches of an early step, of as many operators each; empty where nothing watched it. ``traces`` are
+    paths relative to the run's folder.
     """
 
     schema: int = SCHEMA
@@ -210,6 +212,7 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     steps: tuple[StepTrace, ...] = ()
     census: Census | None = None
     planned_peak_bytes: int | None = None
+    memory_course_bytes: tuple[int, ...] = ()
     traces: tuple[str, ...] = ()
     proof: Proof | None = None
     warnings: tuple[str, ...] = ()

@@ -80,6 +80,7 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         steps=traces.steps,
         census=ranks[0].census,
         planned_peak_bytes=ranks[0].planned_peak_bytes,
+        memory_course_bytes=ranks[0].memory_course_bytes,
         proof=proof,
         warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
         **_peak(case, ranks[0].device, environment),

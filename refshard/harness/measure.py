@@ -64,6 +64,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     traced_step_times_s: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
     peak_memory_bytes: int | None = None
+    memory_course_bytes: tuple[int, ...] = ()
     rss_bytes: int = 0
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
@@ -179,6 +180,7 @@ def measure(
         traced_step_times_s=tuple(traced),
         losses=tuple(trainer.losses),
         peak_memory_bytes=allocator.peak_bytes,
+        memory_course_bytes=allocator.course_bytes if group.rank() == 0 else (),
         rss_bytes=rss,
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(case.workload, case.microbatches),

@@ -13,7 +13,6 @@ from refshard.report import views
 from refshard.report.cases import Case, ranks
 from refshard.report.charts import (
     BAR,
-    DASHES,
     OKABE_ITO,
     PATTERNS,
     THEME,
@@ -66,7 +65,7 @@ def memory(setting: Setting, prefix: str) -> Memory | None:
             f"{prefix}-over-step",
             "memory over a step",
             over_step(setting, [(case, told) for case, told in found if case.spec.world_size == largest]),
-            f"Predicted over a step of {ranks(largest)}: {_peaks(found, largest)}.",
+            _course_sentence(found, largest),
         ),
     )
 
@@ -75,9 +74,18 @@ def _device(case: Case) -> str:
     return case.launches[0].device or "cpu"
 
 
-def _peaks(found: Sequence[tuple[Case, MemoryForecast]], world_size: int) -> str:
-    here = [(case.strategy, told.peak) for case, told in found if case.spec.world_size == world_size]
-    return ", ".join(f"{name} peaks at {format_bytes(peak)}" for name, peak in here[:MOST_CURVES])
+def _course_sentence(found: Sequence[tuple[Case, MemoryForecast]], world_size: int) -> str:
+    """Predicted peaks, and how many courses were measured beside them."""
+    here = [(case, told) for case, told in found if case.spec.world_size == world_size][:MOST_CURVES]
+    peaks = ", ".join(f"{case.strategy} peaks at {format_bytes(told.peak)}" for case, told in here)
+    measured = sum(bool(_course(case)) for case, _ in here)
+    beside = f" Dotted: measured on rank 0, {measured} of them." if measured else ""
+    return f"Predicted over a step of {ranks(world_size)}: {peaks}.{beside}"
+
+
+def _course(case: Case) -> tuple[int, ...]:
+    """Of the first launch that has one."""
+    return next((launch.memory_course_bytes for launch in case.launches if launch.memory_course_bytes), ())
 
 
 def _row(case: Case, told: MemoryForecast) -> dict[str, str]:
@@ -146,24 +154,36 @@ def parts(found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:
 
 
 def over_step(setting: Setting, found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:
-    """The highest sum in each stretch of a step, in the host's order, as a share of the step's stretches."""
-    shown = found[:MOST_CURVES]
+    """The highest sum in each stretch of a step, in the host's order, as predicted and, dotted, as measured.
+
+    Stretches of the prediction are parts of units, those of a measurement as many operators each.
+    """
     unit, size = views.axis_unit("B", max(told.peak for _, told in found))
-    figure = go.Figure(
-        [
-            go.Scatter(
-                name=label_text(case.strategy),
-                x=[float(f"{100 * n / max(len(told.events) - 1, 1):.4g}") for n in range(len(told.events))],
-                y=[float(f"{event.highest / size:.5g}") for event in told.events],
-                mode="lines",
-                line={"color": colour(setting, case.strategy), "dash": DASHES[place % len(DASHES)], "width": 2},
-                meta={"case": case.number},
-                customdata=[label_text(event.name) for event in told.events],
-                hovertemplate=f"{label_text(case.strategy)}<br>%{{customdata}}: %{{y:,.4g}} {unit}<extra></extra>",
-            )
-            for place, (case, told) in enumerate(shown)
-        ]
-    )
-    figure.update_layout(template=THEME, height=380, showlegend=True)
-    figure.update_xaxes(title_text="% of the step's stretches, in the host's order")
+    figure = go.Figure()
+    for case, told in found[:MOST_CURVES]:
+        events = [(event.name, event.highest) for event in told.events]
+        figure.add_trace(_course_trace(setting, case, "predicted", events, unit, size))
+        if measured := [("", highest) for highest in _course(case)]:
+            figure.add_trace(_course_trace(setting, case, case.fidelity, measured, unit, size))
+    figure.update_layout(template=THEME, height=380 + 12 * len(figure.data), showlegend=True)
+    figure.update_xaxes(title_text="% of the step, in the host's order")
     return figure.update_yaxes(title_text=f"{unit} per rank", rangemode="tozero")
+
+
+def _course_trace(
+    setting: Setting, case: Case, kind: str, points: Sequence[tuple[str, int]], unit: str, size: float
+) -> go.Scatter:
+    name = label_text(f"{case.strategy}, {kind}")
+    last = max(len(points) - 1, 1)
+    return go.Scatter(
+        name=name,
+        x=[float(f"{100 * n / last:.4g}") for n in range(len(points))],
+        y=[float(f"{highest / size:.5g}") for _, highest in points],
+        mode="lines",
+        line={
+            "color": colour(setting, case.strategy), "width": 2, "dash": "solid" if kind == "predicted" else "dot"
+        },
+        meta={"case": case.number},
+        customdata=[label_text(part) for part, _ in points],
+        hovertemplate=f"{name}<br>%{{customdata}} %{{y:,.4g}} {unit}<extra></extra>",
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Peak of what a process's allocator holds within a step.
+"""What a process's allocator holds within a step: its peak, and on a CPU its course.
 
 On CUDA the caching allocator keeps the count. On a CPU no allocator of torch does: the profiler's memory events follow
 each thread's own view, and miss what gloo's threads free. So the C library is asked how much it has handed out, after
@@ -6,19 +6,24 @@ every operator of one step that is not timed.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+MOST_POINTS = 128
+"""Of a course."""
+
 
 class AllocatorPeak:
-    """Peak allocated bytes of a window, over what was allocated when this object was made.
+    """Allocated bytes of a window, over what was allocated when this object was made.
 
     Make it before the model is built. ``peak_bytes`` is None where the C library does not tell (glibc 2.33 or newer
-    does), and before a window.
+    does), and before a window. ``course_bytes`` has the highest within each of up to :data:`MOST_POINTS` stretches of
+    as many operators each, in their order; it is empty on CUDA, where nothing watches operators.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,6 +31,7 @@ class AllocatorPeak:
         self._allocated = _allocated_bytes()
         self._base = self._allocated() if self._allocated else 0
         self.peak_bytes: int | None = None
+        self.course_bytes: tuple[int, ...] = ()
 
     @contextmanager
     def window(self) -> Iterator[None]:
@@ -39,7 +45,19 @@ class AllocatorPeak:
         else:
             with _Sampler(self._allocated) as sampler:
                 yield
-            self.peak_bytes = sampler.peak - self._base
+            self.peak_bytes = max(sampler.samples) - self._base
+            self.course_bytes = tuple(highest - self._base for highest in highest_of(sampler.samples))
+
+
+def highest_of(samples: Sequence[int]) -> tuple[int, ...]:
+    """The highest of each of up to :data:`MOST_POINTS` stretches, which differ in length by one sample at most.
+
+    >>> highest_of([1, 5, 2])
+    (1, 5, 2)
+    """
+    count = min(len(samples), MOST_POINTS)
+    bounds = [place * len(samples) // count for place in range(count + 1)] if count else []
+    return tuple(max(samples[start:end]) for start, end in pairwise(bounds))
 
 
 class _Sampler(TorchDispatchMode):
@@ -48,11 +66,11 @@ class _Sampler(TorchDispatchMode):
     def __init__(self, allocated: Callable[[], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._allocated = allocated
-        self.peak = allocated()
+        self.samples = [allocated()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.peak = max(self.peak, self._allocated())
+        self.samples.append(self._allocated())
         return result
 
 

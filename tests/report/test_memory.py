@@ -7,7 +7,7 @@ import pytest
 from refshard.quantities import GIB, MIB
 from refshard.report.evidence import Setting, gather
 from refshard.report.memory import Memory, forecast, memory
-from tests.report.runs import CASES, run, spec
+from tests.report.runs import CASES, run, spec, with_record
 
 
 def of(setting: Setting) -> Memory:
@@ -44,12 +44,23 @@ def test_simulated_cases_have_no_measured_mark() -> None:
 def test_the_curves_over_a_step_reach_the_predicted_peak() -> None:
     found = of(gather(run(failed=False)).settings[0])
     curves = found.steps.figure["data"]
-    assert [curve["name"] for curve in curves] == [case.strategy for case in CASES[1:]]
-    for curve in curves:
-        told = forecast(spec(curve["name"]), "cpu")
+    assert [curve["name"] for curve in curves] == [f"{case.strategy}, predicted" for case in CASES[1:]]
+    for curve, case in zip(curves, CASES[1:]):
+        told = forecast(spec(case.strategy), "cpu")
         assert told is not None
         assert max(curve["y"]) == pytest.approx(told.peak / MIB, rel=1e-4)
         assert (curve["x"][0], curve["x"][-1]) == (0, 100)
+
+
+def test_a_measured_course_is_dotted_beside_the_predicted_one() -> None:
+    made = with_record(run(rounds=1, failed=False), 1, memory_course_bytes=(100 * MIB, 400 * MIB, 200 * MIB))
+    found = of(gather(made).settings[0])
+    predicted, measured = found.steps.figure["data"][:2]
+    assert (predicted["name"], measured["name"]) == ("ddp, predicted", "ddp, measured")
+    assert (measured["x"], measured["y"]) == ([0, 50, 100], [100, 400, 200])
+    assert (predicted["line"]["dash"], measured["line"]["dash"]) == ("solid", "dot")
+    assert predicted["line"]["color"] == measured["line"]["color"]
+    assert found.steps.alternative.endswith(" Dotted: measured on rank 0, 1 of them.")
 
 
 def test_what_the_model_does_not_know_is_left_out() -> None:
