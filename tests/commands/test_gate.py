@@ -67,7 +67,7 @@ def held(suite: Path, baselines: Path, folder: Path, *asked: str | Path) -> tupl
     return found, done.returncode
 
 
-@pytest.mark.slow
+@pytest.mark.full  # `make gate` does it for the project itself
 def test_the_same_code_passes_beside_what_was_accepted(accepted: tuple[Path, Path], tmp_path: Path) -> None:
     found, status = held(*accepted, tmp_path, "--candidate", ROOT)
     assert (status, found["verdict"]) == (0, "pass")

@@ -366,7 +366,7 @@ def moments() -> list[object]:
             index % len(EVENTS),
             drawn.uniform(0, 4),
             drawn.choice(kinds),
-            marks=pytest.mark.slow if index < 2 else pytest.mark.full,
+            marks=pytest.mark.slow if index < 1 else pytest.mark.full,
         )
         for index in range(15)
     ]

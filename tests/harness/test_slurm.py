@@ -303,7 +303,7 @@ def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Pa
     assert not processes_of(run)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.slurm
 def test_a_job_that_slurm_takes_back_starts_afresh(tmp_path: Path, cluster: Slurm) -> None:
     """First it is requeued, then preempted; all the while its controller is out of reach now and then."""

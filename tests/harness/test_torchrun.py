@@ -144,6 +144,7 @@ def test_a_folder_that_a_node_does_not_share_is_told(tmp_path: Path) -> None:
     assert not processes_of(run)
 
 
+@pytest.mark.full
 def test_a_time_limit_asks_all_ranks_before_it_ends_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
     suite = write_suite(tmp_path, "ddp", ranks=2, steps=100_000, more="time_limit_s = 40.0")
