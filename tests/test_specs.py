@@ -316,6 +316,17 @@ def test_only_the_cases_that_are_named_are_kept_with_their_references() -> None:
     assert suite(matrix=matrix, only=[ddp.reference().name]).cases() == (ddp.reference(),)
 
 
+def test_a_record_of_a_suite_holds_what_was_given_and_reads_back() -> None:
+    """A key that older readers do not know is there only where it is used."""
+    for made, keys in (
+        (suite(), {"name", "matrix", "case"}),
+        (suite(only=["ddp"]), {"name", "matrix", "case", "only"}),
+    ):
+        written = msgspec.json.encode(made)
+        assert msgspec.json.decode(written).keys() == keys
+        assert msgspec.json.decode(written, type=SuiteSpec) == made
+
+
 @pytest.mark.parametrize("name", ["ddp-w8-llama-tiny-b4x256", "ddp", ""])
 def test_a_name_that_is_no_case_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match=f"only: suite 's' has no case '{name}'; "):

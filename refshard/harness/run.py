@@ -155,9 +155,9 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
         now = named_files(header.suite)
         changed += [f"{path} is another file than it was" for path, was in header.files.items() if now.get(path) != was]
     if suite is not None and suite != header.suite:
-        given, kept = msgspec.to_builtins(suite), msgspec.to_builtins(header.suite)
+        given, kept = msgspec.structs.asdict(suite), msgspec.structs.asdict(header.suite)
         changed += [
-            f"the suite's {field} was {kept[field]!r} and is {value!r}"
+            f"the suite's {field} was {msgspec.to_builtins(kept[field])!r} and is {msgspec.to_builtins(value)!r}"
             for field, value in given.items()
             if value != kept[field]
         ]

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
 import pandas as pd
 
 from refshard.quantities import format_percent
-from refshard.records import Run
 from refshard.report.cases import Case
 from refshard.report.compared import compared
 from refshard.report.evidence import Evidence, machine
@@ -212,27 +210,3 @@ def _ratio(one: Changed) -> str:
 def _exact_words(change: Change) -> str:
     was, is_ = ("none" if value is None else str(value) for value in (change.before, change.after))
     return f"{change.metric} {was} to {is_} ({change.verdict})"
-
-
-def environment_differences(evidence: Evidence, baseline: Evidence | None) -> pd.DataFrame:
-    """Fields of the environment in which the runs shown here, and the baseline's, are not the same; a column a run."""
-    runs = [*(baseline.runs if baseline else ()), *evidence.runs]
-    told = [{**msgspec.to_builtins(run.header.environment), "refshard": run.header.refshard} for run in runs]
-    fields = [name for name in told[0] if name != "argv" and len({repr(one[name]) for one in told}) > 1]
-    rows = [{"": name.replace("_", " "), **_columns([one[name] for one in told], runs_names(runs))} for name in fields]
-    return pd.DataFrame(rows)
-
-
-def runs_names(runs: Sequence[Run]) -> list[str]:
-    """A name for each run, its id; with a number where two have one."""
-    ids = [run.header.run_id for run in runs]
-    return [f"{id_} ({ids[: n + 1].count(id_)})" if ids.count(id_) > 1 else id_ for n, id_ in enumerate(ids)]
-
-
-def _columns(values: Sequence[object], names: Sequence[str]) -> dict[str, str]:
-    def words(value: object) -> str:
-        if isinstance(value, dict):
-            return ", ".join(f"{key} {part}" for key, part in sorted(value.items()))
-        return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-    return dict(zip(names, map(words, values)))

@@ -1,11 +1,11 @@
 """What a page or a table speaks of: the cases of one run or of several, sorted into settings that may be compared.
 
 A *setting* is what cases must share before their numbers may stand in one table: everything but the strategy and the
-world size, the fidelity and the machine included. Of a case that several runs hold, the latest counts;
-but a suite that fixes the batch per rank asks another question than one that fixes the global one, and takes no case
-from its contests.
+world size, the fidelity and the machine included. Of a case that several runs hold, the latest counts; but a suite that
+fixes the batch per rank asks another question than one that fixes the global one, and takes no case from its contests.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -183,7 +183,12 @@ def _told_apart(found: Sequence[Case]) -> list[Case]:
     named: dict[str, list[dict[str, str]]] = {}
     for case in told:
         named.setdefault(case.label, []).append(_place(case, hosts))
-    return [replace(case, place=_apart(_place(case, hosts), named[case.label])) for case in told]
+    placed = [replace(case, place=_apart(_place(case, hosts), named[case.label])) for case in told]
+    alike = Counter(case.full_label for case in placed)
+    return [
+        replace(case, place=f"{case.place}, of {case.header.suite.name}") if alike[case.full_label] > 1 else case
+        for case in placed
+    ]
 
 
 def _apart(place: dict[str, str], others: Sequence[dict[str, str]]) -> str:
@@ -202,7 +207,6 @@ def _place(case: Case, hosts: dict[str, str]) -> dict[str, str]:
         "batch": f"batch of {spec.global_batch:,} x {spec.seq_len:,} tokens",
         "fidelity": case.fidelity,
         "machine": f"on {hosts[machine(case.header.environment)]}",
-        "suite": f"of {case.header.suite.name}",
     }
 
 

@@ -1,8 +1,11 @@
-"""Where a run comes from: its machine, its software, and the commands that produce it and each of its cases."""
+"""Where runs come from: machine and software, in what these differ, the commands that produce a run and each case."""
 
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
+import pandas as pd
 
 from refshard.quantities import format_bytes, format_rate
 from refshard.records import Run
@@ -34,6 +37,29 @@ def environment(run: Run) -> list[tuple[str, str]]:
         *(("FLOPs convention", name) for name in _distinct(run, "flops_convention")),
         *(("recompute", name) for name in _distinct(run, "recompute")),
     ]
+
+
+def environment_differences(runs: Sequence[Run]) -> pd.DataFrame:
+    """Fields of the environment in which runs are not the same; a column a run."""
+    told = [{**msgspec.to_builtins(run.header.environment), "refshard": run.header.refshard} for run in runs]
+    fields = [name for name in told[0] if name != "argv" and len({repr(one[name]) for one in told}) > 1]
+    rows = [{"": name.replace("_", " "), **_columns([one[name] for one in told], run_names(runs))} for name in fields]
+    return pd.DataFrame(rows)
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """A name for each run, its id; with a number where two have one."""
+    ids = [run.header.run_id for run in runs]
+    return [f"{id_} ({ids[: n + 1].count(id_)})" if ids.count(id_) > 1 else id_ for n, id_ in enumerate(ids)]
+
+
+def _columns(values: Sequence[object], names: Sequence[str]) -> dict[str, str]:
+    def words(value: object) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {part}" for key, part in sorted(value.items()))
+        return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    return dict(zip(names, map(words, values)))
 
 
 def gemm(run: Run) -> str:

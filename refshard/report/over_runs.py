@@ -8,11 +8,11 @@ import plotly.graph_objects as go
 
 from refshard.quantities import format_seconds
 from refshard.records import Run
-from refshard.report.against import runs_names
 from refshard.report.cases import Case
 from refshard.report.charts import DASHES, MARKERS, OKABE_ITO, THEME, Chart, chart, label_text
 from refshard.report.evidence import Evidence, machine
 from refshard.report.history import Series, changes_told, series_of
+from refshard.report.origin import run_names
 
 MOST_CURVES = 8
 _METRIC = "step_time_s"
@@ -84,7 +84,7 @@ def _draw(runs: Sequence[Run], shown: Sequence[Series], cases: dict[Series, Case
             hovertemplate=f"{label_text(one.case)}<br>%{{customdata}}<extra></extra>",
         )
     figure.update_layout(template=THEME, height=360 + 20 * len(shown), showlegend=True)
-    names = [label_text(name) for name in runs_names(ordered)]
+    names = [label_text(name) for name in run_names(ordered)]
     places = list(range(0, len(names), -(-len(names) // 12)))
     figure.update_xaxes(title_text="run, oldest first", tickvals=places, ticktext=[names[place] for place in places])
     return figure.update_yaxes(title_text="step time / its first run's")

@@ -15,7 +15,7 @@ import pandas as pd
 from refshard.folders import replace_file
 from refshard.records import METRICS
 from refshard.report import charts, origin, views
-from refshard.report.against import against, environment_differences
+from refshard.report.against import against
 from refshard.report.cases import Case
 from refshard.report.charts import Chart
 from refshard.report.evidence import Evidence, Setting
@@ -149,7 +149,9 @@ def _record(evidence: Evidence, beside: Beside) -> dict[str, Any]:
         "states": views.state_table(evidence),
         "launched": [case for case in evidence.cases for _ in case.launches],
         "environments": [(run.header, origin.environment(run), origin.command(run)) for run in evidence.runs],
-        "differences": environment_differences(evidence, beside.baseline),
+        "differences": origin.environment_differences(
+            [*(beside.baseline.runs if beside.baseline else ()), *evidence.runs]
+        ),
         "commands": [(case, origin.case_command(case, evidence.cases)) for case in evidence.cases],
         "cases": evidence.cases,
         "trace_links": links,

@@ -137,8 +137,8 @@ def collectives(one: TraceFigures) -> pd.DataFrame:
                 "algorithm bandwidth": _rate([c.algorithm_bandwidth for c in members]),
                 "bus bandwidth": _rate([c.bus_bandwidth for c in members]),
                 "exposed": format_ns(sum(c.exposed_ns for c in members) / steps),
-                "median queued": format_ns(_median([c.queued_ns for c in members])),
-                "blocking gaps": _blocking(members, steps),
+                "median queued": format_ns(middle_of([c.queued_ns for c in members])),
+                "blocking gaps": blocking(members, steps),
             }
             for key, members in ordered
         ]
@@ -160,17 +160,19 @@ def _units(members: Sequence[CollectiveFigures]) -> str:
     return "-" if not names else names[0] if len(names) == 1 else f"{len(names)} units"
 
 
-def _median(values: Sequence[float | None]) -> float | None:
+def middle_of(values: Sequence[float | None]) -> float | None:
+    """The median of those that are known; None of none."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
 def _rate(values: Sequence[float | None]) -> str:
-    middle = _median(values)
+    middle = middle_of(values)
     return "-" if middle is None else f"{format_rate(middle / 2**30)} GiB/s"
 
 
-def _blocking(members: Sequence[CollectiveFigures], steps: int) -> str:
+def blocking(members: Sequence[CollectiveFigures], steps: int) -> str:
+    """Gaps in which a collective was launched already while compute ran: their number and time per step."""
     gaps = [c.gap_ns for c in members if c.gap_blocking and c.gap_ns is not None]
     return f"{_number(len(gaps), steps)} ({format_ns(sum(gaps) / steps)})" if gaps else "0"
 

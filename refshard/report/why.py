@@ -12,7 +12,7 @@ from markupsafe import Markup
 from refshard.errors import TraceError
 from refshard.quantities import format_ns, format_percent, format_rate
 from refshard.records import Run
-from refshard.report import layer_svg, trace_charts, trace_words
+from refshard.report import layer_svg, trace_charts, trace_tables, trace_words
 from refshard.report.cases import Case
 from refshard.report.charts import PART_COLOURS, PART_PATTERNS, Chart, chart, stacked
 from refshard.report.evidence import Evidence, Setting
@@ -151,8 +151,8 @@ def _row(one: Traced) -> dict[str, str]:
     return {
         "case": one.case.full_label,
         "give-way index": format_percent(figures.giveway.index, 2),
-        "blocking gaps": _gaps(figures.collectives, steps),
-        "queued": _median([found.queued_ns for found in figures.collectives]),
+        "blocking gaps": trace_tables.blocking(figures.collectives, steps),
+        "queued": format_ns(trace_tables.middle_of([found.queued_ns for found in figures.collectives])),
         "copies": format_ns((copies.copy_in_ns + copies.copy_out_ns) / steps),
         "of them exposed": format_ns(copies.exposed_ns / steps),
         "idle for the host": format_ns(_idle(figures.steps, steps)) if known else "-",
@@ -162,17 +162,6 @@ def _row(one: Traced) -> dict[str, str]:
 
 def _idle(every: Sequence[StepFigures], steps: int) -> float:
     return sum(step.breakdown.idle_host_ns or 0 for step in every) / steps
-
-
-def _gaps(collectives: Sequence[CollectiveFigures], steps: int) -> str:
-    """Gaps in which the next collective was launched already while compute ran: their number and time per step."""
-    gaps = [found.gap_ns for found in collectives if found.gap_blocking and found.gap_ns is not None]
-    return f"{len(gaps) / steps:,.0f} ({format_ns(sum(gaps) / steps)})" if gaps else "none"
-
-
-def _median(values: Iterable[int | None]) -> str:
-    known = [value for value in values if value is not None]
-    return format_ns(median(known)) if known else "-"
 
 
 def _bandwidths(collectives: Sequence[CollectiveFigures], case: Case) -> str:

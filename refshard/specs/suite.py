@@ -60,7 +60,7 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return max(world_size // self.hosts, 1)
 
 
-class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One or more matrices of cases.
 
     ``matrix`` is a table, or a list of tables. In each, lists are crossed with one another and any other value holds
@@ -69,7 +69,8 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     may have ``rounds`` of its own. Each round launches every case afresh, in an order of its own, so that drift of the
     machine does not favour one strategy. ``gate`` holds the limits of ``refshard gate``. ``only``, if given, names
     the cases to keep, by their names or by the beginnings of their hashes; references stay with them. ``network`` says
-    what the launcher ``netlab`` joins the ranks with, and is for it alone.
+    what the launcher ``netlab`` joins the ranks with, and is for it alone. Records leave out what is not given, so that
+    an older refshard reads every run that asks for nothing new.
     """
 
     name: str

@@ -19,18 +19,11 @@ FIRST = f"global batch of 8 sequences of {256 + UNFOLDED} tokens"
 
 @pytest.fixture(scope="module")
 def tab(browser: "Browser", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Visit]:
+    """In place of the wide page, for ``visit`` of ``conftest.py``."""
     path = tmp_path_factory.mktemp("folded") / "dashboard.html"
     visit = visiting(browser, written(gather(many(UNFOLDED + 2)), path), viewport={"width": 1280, "height": 900})
     yield visit
     visit.page.context.close()
-
-
-@pytest.fixture
-def visit(tab: Visit) -> Iterator[Visit]:
-    """The page as if just opened; at the end it has said nothing, and asked for itself alone."""
-    tab.open()
-    yield tab
-    tab.check_silence()
 
 
 def unfold(visit: Visit) -> None:

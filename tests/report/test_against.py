@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from refshard.records import Census, Run
-from refshard.report.against import Against, against, environment_differences
+from refshard.report.against import Against, against
 from refshard.report.evidence import gather
+from refshard.report.origin import environment_differences
 from tests.report.runs import CASES, run, with_record
 from tests.report.test_evidence import later, quicker
 
@@ -142,8 +143,8 @@ def test_simulated_times_have_no_interval_and_need_no_machine() -> None:
 
 def test_the_environments_difference_has_a_column_for_each_run() -> None:
     now = later(BEFORE, "now", torch="2.14.0", packages={"numpy": "2.5.0", "msgspec": "0.22.0"})
-    table = environment_differences(gather(now), gather(BEFORE)).set_index("")
+    table = environment_differences([BEFORE, now]).set_index("")
     assert table.loc["torch"].to_dict() == {"made": "2.13.0", "now": "2.14.0"}
     assert table.loc["packages", "now"] == "msgspec 0.22.0, numpy 2.5.0"
     assert set(table.index) == {"torch", "packages"}
-    assert environment_differences(gather(BEFORE), None).empty
+    assert environment_differences([BEFORE]).empty
