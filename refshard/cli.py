@@ -363,10 +363,10 @@ def validate(
 def list_(
     what: Annotated[str, typer.Argument(help="strategies, models, modes, suites, clusters or hardware")],
 ) -> None:
-    """List what refshard knows, one name a line."""
+    """List what refshard knows, a line each; of strategies also which can run here, and on which axes."""
     from refshard.commands import listing
 
-    print("\n".join(listing.names(what)))
+    print(listing.lines(what))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,7 +24,13 @@ FLOORS = {
     "cli": 9, "__init__": 9,
     "__main__": 10,
 }  # fmt: skip
-OPTIONAL = {"hta.py": {"hta"}, "replay.py": {"pytest"}}
+OPTIONAL = {
+    "adapters.py": {"peft"},
+    "hta.py": {"hta"},
+    "loop.py": {"torchao"},
+    "nf4.py": {"bitsandbytes"},
+    "replay.py": {"pytest"},
+}
 """What a file may import besides, for whoever calls it has installed it."""
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

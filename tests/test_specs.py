@@ -132,9 +132,12 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
         ({"microbatches": 0}, r"case: microbatches must be >= 1, got 0"),
         (
             {"checkpointing": "half"},
-            r"case: checkpointing must be 'none', 'full', 'every-K' or a list of layers, got 'half'",
+            r"case: checkpointing must be 'none', 'full', 'selective', 'every-K' or a list of layers, got 'half'",
         ),
-        ({"checkpointing": "every-0"}, r"checkpointing must be 'none', 'full', 'every-K' .*, got 'every-0'"),
+        (
+            {"checkpointing": "every-0"},
+            r"checkpointing must be 'none', 'full', 'selective', 'every-K' .*, got 'every-0'",
+        ),
         ({"checkpointing": [1, 1]}, r"checkpointing must list different layers, .* got \[1, 1\]; write 'none' for no"),
         ({"checkpointing": [-1]}, r"checkpointing must list different layers, counted from 0, .* got \[-1\]"),
         ({"checkpointing": []}, r"checkpointing must list different layers, .* at least one of them, got \[\]"),

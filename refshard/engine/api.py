@@ -71,7 +71,9 @@ def shard(
     is sharded, the storage of a ``.grad`` is written again by the next step; clone what must last.
 
     Args:
-        model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time.
+        model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time. One
+            that ``parallelize_module`` has split over another mesh is sharded as this rank has it; make the optimizer
+            of such a model afterwards.
         mesh: a device mesh of one axis to shard over, or of two: replicate, then shard. In a mode that shards nothing
             every axis is one to replicate over. By default all ranks, on the device type of the parameters.
         mode: a row of :data:`refshard.plan.placement.MODES`: ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fsdp"`` or
@@ -168,8 +170,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             with torch.no_grad():
                 engine.collectives.all_gather(full, flat.shard.to(unit.device)).wait()
             for parameter in flat.parameters:
-                place = parameter.layout
-                yield place.name, full[place.offset : place.offset + place.numel].view(place.shape).clone()
+                place, split = parameter.layout, parameter.split
+                part = full[place.offset : place.offset + place.numel].view(place.shape).clone()
+                yield place.name, part if split is None else split.whole(part)
 
 
 def _compute_device(groups: Sequence[UnitGroup], mesh: DeviceMesh | None) -> torch.device:

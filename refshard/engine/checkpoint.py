@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard import folders
-from refshard.engine.api import full_parameters
+from refshard.engine.api import engine_of, full_parameters
 from refshard.engine.dcp import Place, Stored, encode, key_of, read, sharded, whole, write
 from refshard.engine.optimizer_state import Restore, State, group_keys, plan_restore, state_of
 from refshard.engine.parts import LocalPart, local_parts
@@ -116,6 +116,7 @@ def _collect(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
 ) -> tuple[list[Stored], dict[Place, bytes]]:
     """This rank's share of the checkpoint. What all ranks hold alike is rank 0's to write."""
+    _check_unsplit(model)
     parts = local_parts(model)
     state = State([], [], {}) if optimizer is None else state_of(optimizer, parts)
     tensors = [*(_stored(part) for part in parts), *state.elementwise]
@@ -129,6 +130,15 @@ def _collect(
     values = {(HEADER,): header, (EXTRA,): _plain(extra or {}), **state.values}
     tensors += [*state.scalars, *(whole((MODEL, name), buffer) for name, buffer in _buffers(model))]
     return tensors, {place: encode(value, f"'{key_of(place)}'") for place, value in values.items()}
+
+
+def _check_unsplit(model: nn.Module) -> None:
+    split = next((p.layout.name for unit in engine_of(model).units for p in unit.parameters if p.split), None)
+    if split is not None:
+        raise CheckpointError(
+            f"parameter '{split}' is split by tensor parallelism, which a checkpoint cannot hold; save "
+            "full_state_dict(model) on rank 0 instead"
+        )
 
 
 def _stored(part: LocalPart) -> Stored:
@@ -158,6 +168,7 @@ def _plan(
     optimizer: torch.optim.Optimizer | None,
 ) -> tuple[list[Stored], list[tuple[Stored, Stored]], Restore | None]:
     """All that is to be read, once it is sure that it fits; changes nothing."""
+    _check_unsplit(model)
     header = small.get(HEADER, {})
     _check_header(saved.folder, header, optimizer)
     tensors, ties = _wanted(saved, model)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from refshard.engine.executor import Executor
@@ -165,11 +166,20 @@ def _in_recomputation() -> bool:
 
 def _refuse_parameters(unit: Unit, outputs: list[torch.Tensor]) -> None:
     storages = {flat.untyped_storage().data_ptr() for flat in unit.slot.flats}
-    if any(output.untyped_storage().data_ptr() in storages for output in outputs if output.numel()):
+    if any(_address(output) in storages for output in outputs if output.numel()):
         raise EngineError(
             f"unit '{unit.name}' returns a parameter of its own, or a view of it, which lives no longer than the "
             "unit's forward; return a clone, or name the module around it among the blocks"
         )
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor's storage lies; a wrapper's, such as a DTensor's or a pending collective's, is that within."""
+    inner: Any = tensor
+    while is_traceable_wrapper_subclass(inner):
+        inner = getattr(inner, inner.__tensor_flatten__()[0][0])
+    address: int = inner.untyped_storage().data_ptr()
+    return address
 
 
 def _require_resident(unit: Unit) -> None:

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from refshard.engine.collectives import Collectives
 from refshard.engine.grouping import Member, UnitGroup
 from refshard.engine.optim import ShardedGradient, watch_optimizers
 from refshard.engine.precision import Precision
+from refshard.engine.split import Split, SplitAxis
 from refshard.engine.unit import FlatParameter, Unit, UnitParameter
 from refshard.errors import EngineError
 from refshard.plan.layout import lay_out
@@ -92,23 +94,24 @@ def _flatten(
 ) -> FlatParameter:
     first = members[0].parameter
     trained = first.requires_grad
-    layout = lay_out(name, [(m.name, tuple(m.parameter.shape)) for m in members], collectives.world_size)
+    splits = [Split.of(m.name, m.parameter) for m in members]
+    given = [_local(m.parameter.detach()) for m in members]
+    layout = lay_out(name, [(m.name, tuple(part.shape)) for m, part in zip(members, given)], collectives.world_size)
     computed, reduced = precision.computed(first.dtype), precision.reduced(first.dtype)
     full = torch.zeros(layout.numel, dtype=first.dtype if trained else computed, device=device)
-    for member, place in zip(members, layout.parameters):
-        full[place.offset : place.offset + place.numel].copy_(member.parameter.detach().reshape(-1))
+    for place, part in zip(layout.parameters, given):
+        full[place.offset : place.offset + place.numel].copy_(part.reshape(-1))
     collectives.broadcast(full)
     own = slice(collectives.rank * layout.shard_numel, (collectives.rank + 1) * layout.shard_numel)
     keep = {"device": "cpu", "pin_memory": device.type == "cuda"} if offload else {"device": device}
     shard = torch.empty(layout.shard_numel, dtype=full.dtype, **keep).copy_(full[own])
     parameters = []
-    for member, place in zip(members, layout.parameters):
+    for member, place, split in zip(members, layout.parameters, splits):
         start, stop = layout.local_range(place, collectives.rank)
-        sharded = nn.Parameter(shard[start:stop], requires_grad=trained)
-        # Whoever holds the parameter, an optimizer made before sharding say, holds this rank's part from now on.
-        torch.utils.swap_tensors(member.parameter, sharded)
+        sharded = _put_in_place(member, nn.Parameter(shard[start:stop], requires_grad=trained))
+        as_gradient = _gradients_of(collectives, split)
         parameters.append(
-            UnitParameter(place, member.holders, member.parameter, start, stop, member.parameter.data_ptr())
+            UnitParameter(place, member.holders, sharded, start, stop, sharded.data_ptr(), split, as_gradient)
         )
     watch_optimizers([p.sharded for p in parameters])
     flat = FlatParameter(
@@ -120,7 +123,6 @@ def _flatten(
         reduce_dtype=reduced,
         own=own,
         scale=1 / (collectives.world_size * collectives.replicas),
-        as_gradient=_gradients_of(collectives),
         offloaded=offload,
     )
     if trained and mode.optimizer == "replicate" and _may_alias(flat, reduced):
@@ -128,8 +130,28 @@ def _flatten(
     return flat
 
 
-def _gradients_of(collectives: Collectives) -> Callable[[torch.Tensor], torch.Tensor]:
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter before it is sharded: all, unless tensor parallelism has split it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _put_in_place(member: Member, sharded: nn.Parameter) -> nn.Parameter:
+    """Let whoever holds the parameter, an optimizer made before sharding say, hold this rank's part from now on; of a
+    DTensor, which cannot become a plain tensor, the modules alone.
+    """
+    if not isinstance(member.parameter, DTensor):
+        torch.utils.swap_tensors(member.parameter, sharded)
+        return member.parameter
+    for module, attribute in member.holders:
+        module._parameters[attribute] = sharded
+    return sharded
+
+
+def _gradients_of(collectives: Collectives, split: Split | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """A part is a gradient as it is where it is the whole."""
+    if split is not None and split.divided:
+        axis = SplitAxis(collectives, split.mesh)
+        return lambda part: ShardedGradient.of(part, axis)
     if collectives.world_size == 1:
         return lambda part: part
     return lambda part: ShardedGradient.of(part, collectives)

@@ -8,7 +8,7 @@ sharded gradients therefore answer it over the shard axis, so that ``torch.nn.ut
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
@@ -37,16 +37,23 @@ WHOLE_TENSOR_OPTIMIZERS = frozenset(
 _MARK = "_refshard_sharded"
 
 
+class Axis(Protocol):
+    """The ranks that have the other parts of a gradient."""
+
+    def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """Replace the small ``tensor`` by its sum or maximum over them, synchronously."""
+
+
 class ShardedGradient(torch.Tensor):
     """This rank's part of a gradient, 1-D. Norms are those of the whole gradient, and collective calls: all ranks of
     the shard axis take them together. The same holds for a gradient scaler's search for infinities. Anything else,
     ``abs().max()`` say, sees the local part.
     """
 
-    collectives: Collectives
+    collectives: Axis
 
     @classmethod
-    def of(cls, part: torch.Tensor, collectives: Collectives) -> "ShardedGradient":
+    def of(cls, part: torch.Tensor, collectives: Axis) -> "ShardedGradient":
         """A view of ``part`` that knows its shard axis."""
         gradient = part.as_subclass(cls)
         gradient.collectives = collectives
@@ -66,7 +73,8 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Scale the gradients of ``parameters`` in place so that their total norm is at most ``max_norm``.
 
-    One all-reduce over the shard axis; the padding of flat parameters takes no part. Returns the total norm before
+    One all-reduce over the shard axis, and one more for parameters that tensor parallelism has split; the padding of
+    flat parameters takes no part. Returns the total norm before
     clipping, a 0-d tensor. ``norm_type`` is any p > 0, and may be infinite.
 
     Raises:
@@ -75,14 +83,25 @@ def clip_gradients(
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not value > 0:
             raise EngineError(f"clip_grad_norm_: {name} must be > 0, got {value}")
-    gradients = [p.grad.as_subclass(torch.Tensor) for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    powers = _local_powers(gradients, norm_type)
-    total = powers.amax(0, keepdim=True) if norm_type == math.inf else powers.sum(0, keepdim=True)
-    norm = _whole_norms(total, norm_type, collectives)[0]
-    torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    axes: dict[Axis, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        axis = gradient.collectives if isinstance(gradient, ShardedGradient) else collectives
+        axes.setdefault(axis, []).append(gradient.as_subclass(torch.Tensor))
+    norms = [_total_norm(parts, norm_type, axis) for axis, parts in axes.items()]
+    norm = torch.linalg.vector_norm(torch.cat(norms), norm_type) if len(norms) > 1 else norms[0][0]
+    plain = [part for parts in axes.values() for part in parts]
+    torch._foreach_mul_(plain, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+def _total_norm(parts: Sequence[torch.Tensor], norm_type: float, axis: Axis) -> torch.Tensor:
+    """The norm of all that ``parts`` are parts of, 1-D of one element."""
+    powers = _local_powers(parts, norm_type)
+    total = powers.amax(0, keepdim=True) if norm_type == math.inf else powers.sum(0, keepdim=True)
+    return _whole_norms(total, norm_type, axis)
 
 
 def watch_optimizers(parameters: Sequence[torch.Tensor]) -> None:
@@ -132,7 +151,7 @@ def _local_powers(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
     return stacked if p == math.inf else stacked**p
 
 
-def _whole_norms(powers: torch.Tensor, p: float, collectives: Collectives) -> torch.Tensor:
+def _whole_norms(powers: torch.Tensor, p: float, collectives: Axis) -> torch.Tensor:
     """Norms of whole tensors from the local powers of their parts; one collective for all."""
     collectives.reduce_over_shards(powers, "max" if p == math.inf else "sum")
     return powers if p == math.inf else powers ** (1 / p)

@@ -15,6 +15,7 @@ from torch import nn
 
 from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Pending
+from refshard.engine.split import Split
 from refshard.errors import EngineError
 from refshard.plan.layout import ParameterLayout, UnitLayout
 from refshard.plan.schedule import UnitFacts
@@ -26,7 +27,8 @@ class UnitParameter:
 
     ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the flat parameter's shard,
     which lie at ``address``. ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's
-    slots.
+    slots. Of a parameter that tensor parallelism has ``split``, all of this speaks of this rank's part, and
+    ``unsharded`` is a DTensor. ``as_gradient`` makes a part of a reduced gradient what an optimizer sees.
     """
 
     layout: ParameterLayout
@@ -35,6 +37,8 @@ class UnitParameter:
     start: int
     stop: int
     address: int
+    split: Split | None
+    as_gradient: Callable[[torch.Tensor], torch.Tensor]
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
 
@@ -46,8 +50,8 @@ class FlatParameter:
     ``shard`` is the 1-D master of ``layout.shard_numel`` elements; that of a frozen one is of the dtype that is
     computed with. ``dtype`` is that of the unsharded parameters, ``reduce_dtype`` that of their unsharded gradients.
     ``own`` is where this rank's part lies in the unsharded buffer, ``scale`` what each gradient is multiplied with for
-    their sum over ranks to be the mean. ``as_gradient`` makes a part of a reduced gradient what an optimizer sees.
-    ``offloaded`` says that masters and gradients are in the host's memory, which copies go to and from.
+    their sum over ranks to be the mean. ``offloaded`` says that masters and gradients are in the host's memory, which
+    copies go to and from.
 
     Between steps no gradient shard exists: a reduction makes a new one where the parameters have no ``.grad``, and adds
     to it where they have. ``whole_gradient`` is the exception, where the shard is the whole: it is kept, and is itself
@@ -62,7 +66,6 @@ class FlatParameter:
     reduce_dtype: torch.dtype
     own: slice
     scale: float
-    as_gradient: Callable[[torch.Tensor], torch.Tensor]
     offloaded: bool = False
     whole_gradient: torch.Tensor | None = None
     target: torch.Tensor | None = None
@@ -126,7 +129,7 @@ class FlatParameter:
                 own = (
                     torch.empty_like(parameter.sharded).copy_(part) if foreign and self.whole_gradient is None else part
                 )
-                parameter.sharded.grad = self.as_gradient(own)
+                parameter.sharded.grad = parameter.as_gradient(own)
             elif self.whole_gradient is None:
                 parameter.sharded.grad += part.to(parameter.sharded.device)
 
@@ -207,7 +210,8 @@ class Unit:
             gradients = iter(gradient_slot.views([flat.layout.parameters for flat in self.trained_flats]))
         for flat, views_of_flat in zip(self.flats, views):
             for parameter, view in zip(flat.parameters, views_of_flat):
-                parameter.unsharded = nn.Parameter(view, requires_grad=flat.trained)
+                seen = view if parameter.split is None else parameter.split.wrap(view)
+                parameter.unsharded = nn.Parameter(seen, requires_grad=flat.trained)
             for parameter, gradient in zip(flat.parameters, next(gradients) if flat.trained else ()):
                 parameter.gradient = gradient
                 parameter.unsharded.register_post_accumulate_grad_hook(_taker(self, flat, parameter))
@@ -308,6 +312,8 @@ class Unit:
         name, gradient = parameter.layout.name, parameter.unsharded.grad
         parameter.unsharded.grad = None
         assert gradient is not None
+        if parameter.split is not None:
+            gradient = parameter.split.part_of(gradient)
         if name in self.filled:
             parameter.gradient.add_(gradient, alpha=flat.scale)
         elif flat.scale == 1:

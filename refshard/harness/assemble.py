@@ -8,21 +8,21 @@ from statistics import fmean, median
 import msgspec
 
 from refshard.errors import TraceError
-from refshard.flops import FORMULAS
+from refshard.flops import formula
 from refshard.harness.launchers.base import Launch
 from refshard.harness.measure import CONVENTION, RankResult
 from refshard.harness.rank import rank_file, trace_file
-from refshard.plan.checkpointing import checkpointed_layers
+from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import (
     DERIVED,
     METRICS,
-    PARITY_TOLERANCE,
     CaseRecord,
     CollectiveCount,
     Environment,
     Proof,
     State,
     StepTrace,
+    parity_tolerance,
 )
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
 from refshard.specs.model import ModelSpec, load_model
@@ -74,7 +74,7 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         step_times_s=tuple(r.step_times_s for r in ranks),
         traced_step_times_s=tuple(r.traced_step_times_s for r in ranks),
         losses=losses,
-        flops_convention=f"{CONVENTION}: {FORMULAS[case.workload][CONVENTION]}",
+        flops_convention=f"{CONVENTION}: {formula(CONVENTION, case.workload, case.tuning)}",
         flops_per_token=ranks[0].flops_per_token,
         recompute=recompute_words(case, model),
         steps=traces.steps,
@@ -144,7 +144,7 @@ def _prove(
     if case.fidelity == "measured":
         parity = _parity(case, losses, peers.reference)
         identical, bits_note = _compare_bits(case, losses, ranks[0].parameters_sha256, peers.ddp)
-        failures += _failed_training(ranks, parity)
+        failures += _failed_training(case, ranks, parity)
     else:
         parity_note = bits_note = NOT_COMPARABLE
     return Proof(
@@ -181,14 +181,14 @@ def _failed_collectives(
         yield "collectives were issued, but the trace shows no communication"
 
 
-def _failed_training(ranks: Sequence[RankResult], parity: float | None) -> Iterator[str]:
+def _failed_training(case: CaseSpec, ranks: Sequence[RankResult], parity: float | None) -> Iterator[str]:
     """How training differs between ranks, or from that of one."""
     if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
         yield "the ranks ended with different parameters"
     if parity is None:
         yield "no loss parity: the reference case did not end ok"
-    elif not parity <= PARITY_TOLERANCE:
-        yield f"losses differ from one unsharded rank by {parity:.2g}, more than {PARITY_TOLERANCE:g}"
+    elif not parity <= (tolerance := parity_tolerance(case)):
+        yield f"losses differ from one unsharded rank by {parity:.2g}, more than {tolerance:g}"
 
 
 def _parity(case: CaseSpec, losses: Sequence[float], reference: CaseRecord | None) -> float | None:
@@ -215,6 +215,8 @@ def _compare_bits(
     if step is None and digest == ddp.proof.parameters_sha256:
         return True, ""
     where = "the final parameters differ" if step is None else f"the loss of step {step} is the first to differ"
+    if case.precision == "bf16" and case.tuning == "full":
+        return False, f"{where}: DDP computes under autocast, which keeps norms and the residual stream in fp32"
     if case.microbatches > 1:
         return False, f"{where}: DDP sums the microbatches before the ranks, one that reduces each of them after"
     if case.world_size > 2:
@@ -228,8 +230,11 @@ def _counts(issued: Sequence[CollectiveCount]) -> str:
 
 def recompute_words(case: CaseSpec, model: ModelSpec) -> str:
     """Which layers ran forward a second time. Model FLOPs, and so MFU, never count that."""
-    layers = len(checkpointed_layers(case.checkpointing, model.n_layers))
-    return f"forward of {layers} of {model.n_layers} layers, not counted" if layers else "none"
+    policy = checkpointing_of(case.checkpointing, model.n_layers)
+    if not policy.layers:
+        return "none"
+    but = " but attention and every second product" if policy.by_op else ""
+    return f"forward of {len(policy.layers)} of {model.n_layers} layers{but}, not counted"
 
 
 def _peak(case: CaseSpec, device: str, environment: Environment) -> dict[str, object]:

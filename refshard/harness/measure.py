@@ -24,13 +24,14 @@ from refshard.errors import RefshardError
 from refshard.flops import Convention, flops_per_token
 from refshard.models.activation import checkpoint_layers
 from refshard.models.data import TokenSource, open_source, rank_batch
-from refshard.models.llama import Llama, initialise, next_token_loss
+from refshard.models.llama import Llama, initialise
 from refshard.records import Census, CollectiveCount, State
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec, load_model
-from refshard.strategies import make_strategy
+from refshard.strategies import strategy_for
 from refshard.strategies.base import Strategy
+from refshard.strategies.world import World
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.census import OperatorCensus
 from refshard.tracing.memory import AllocatorPeak
@@ -82,18 +83,22 @@ class Trainer:
     def __init__(
         self, case: CaseSpec, spec: ModelSpec, strategy: Strategy, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self._case, self._strategy, self._group, self._device = case, strategy, group, device
+        self._case, self._device = case, device
         self.losses: list[float] = []
         self._source: TokenSource = open_source(case.data, spec.vocab, case.seed)
-        model = Llama(spec).to(device)
-        initialise(model, case.seed)
-        checkpoint_layers(model, case.checkpointing)
-        self._module: nn.Module = strategy.wrap(model, group)
-        self._optimizer: torch.optim.Optimizer | None = None
-        if case.workload == "training":
-            self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=case.learning_rate, fused=True)
-        else:
-            self._module.eval()
+        self._world = World.of(case, group, device)
+        self._model = build_model(case, spec, device)
+        self._loop = strategy.wrap(self._model, self._world)
+        torch.manual_seed((case.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
+
+    def begin_dropout(self) -> None:
+        """From now on adapters drop what they are given, as their recipe says. Until now they did not: which elements
+        are dropped depends on the rank, so that the losses of the proof could equal nobody's.
+        """
+        if self._case.tuning != "full" and self._case.workload == "training":
+            from refshard.models.adapters import switch_dropout
+
+            switch_dropout(self._model, on=True)
 
     def timed_step(self, *, aligned: bool) -> float:
         """Compute one step and return its synchronised wall time in seconds.
@@ -103,20 +108,18 @@ class Trainer:
         inputs, targets = rank_batch(
             self._source,
             step=len(self.losses),
-            rank=self._group.rank(),
-            world_size=self._group.size(),
+            rank=self._world.data_rank,
+            world_size=self._case.data_ranks,
             global_batch=self._case.global_batch,
             seq_len=self._case.seq_len,
         )
         inputs, targets = inputs.to(self._device), targets.to(self._device)
         if aligned:
-            dist.barrier(self._group)
+            dist.barrier(self._world.group)
         self._synchronise()
         started = time.perf_counter()
-        loss = self._infer(inputs, targets) if self._optimizer is None else self._train(inputs, targets)
-        if self._optimizer:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        step = self._loop.train if self._case.workload == "training" else self._loop.infer
+        loss = step(inputs, targets)
         self._synchronise()
         elapsed = time.perf_counter() - started
         self.losses.append(loss.item())
@@ -124,44 +127,50 @@ class Trainer:
             raise RefshardError(f"the loss of step {len(self.losses) - 1} is {self.losses[-1]}; lower learning_rate")
         return elapsed
 
-    def _train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradients of all microbatches; the mean loss over them, scalar.
-
-        Microbatches are of one size, so the mean of their means is the mean over the batch.
-        """
-        parts = self._case.microbatches
-        losses = []
-        for index, (inputs, targets) in enumerate(zip(inputs_BT.chunk(parts), targets_BT.chunk(parts))):
-            with self._strategy.microbatch("training", last=index == parts - 1):
-                loss = next_token_loss(self._module(inputs), targets)
-                (loss / parts if parts > 1 else loss).backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
-
-    def _infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        with self._strategy.microbatch("inference", last=True), torch.no_grad():
-            return next_token_loss(self._module(inputs_BT), targets_BT)
-
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def build_model(case: CaseSpec, spec: ModelSpec, device: torch.device) -> Llama:
+    """The bare model that a strategy is given: initialised, adapted if the case says so, its layers checkpointed.
+
+    What is tuned by adapters is in the dtype that is computed with; else masters are fp32, whatever the precision.
+    """
+    model = Llama(spec).to(device)
+    initialise(model, case.seed)
+    if case.tuning != "full":
+        # Here, since these packages come with an extra, and take seconds to import.
+        from refshard.models.adapters import adapt, switch_dropout
+
+        if case.precision == "bf16":
+            model.to(torch.bfloat16)
+        if case.tuning == "qlora":
+            from refshard.models.nf4 import quantise
+
+            quantise(model)
+        adapt(model, case.seed)
+        switch_dropout(model, on=False)
+    checkpoint_layers(model, case.checkpointing)
+    return model
 
 
 def measure(
     case: CaseSpec, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress
 ) -> RankResult:
     """Run ``case`` on this rank. The Kineto trace goes to ``trace``."""
-    strategy = make_strategy(case.strategy)
+    strategy, spec = strategy_for(case, cuda=device.type == "cuda"), load_model(case.model)
     warmup = _counted("warm-up", case.warmup_steps, progress)
     progress("build", 0, 1)
     _import_lazy_parts()
     allocator = AllocatorPeak(device)
-    trainer = Trainer(case, load_model(case.model), strategy, group, device)
+    trainer = Trainer(case, spec, strategy, group, device)
     census = OperatorCensus()
     watching: dict[int, AbstractContextManager[object]] = {MEMORY_STEP: allocator.window(), CENSUS_STEP: census}
     for step in warmup:
         with watching.get(step, nullcontext()):
             trainer.timed_step(aligned=True)
+    trainer.begin_dropout()
     times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     traced = []
@@ -183,12 +192,12 @@ def measure(
         memory_course_bytes=allocator.course_bytes if group.rank() == 0 else (),
         rss_bytes=rss,
         wrapped_units=strategy.wrapped_units(),
-        announced=strategy.announced(case.workload, case.microbatches),
+        announced=strategy.announced(),
         parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",
         census=census.census,
         operators=census.operators if group.rank() == 0 else (),
         planned_peak_bytes=_planned_peak(case, device) if group.rank() == 0 else None,
-        flops_per_token=float(flops_per_token(load_model(case.model), case.seq_len, CONVENTION, case.workload)),
+        flops_per_token=float(flops_per_token(spec, case.seq_len, CONVENTION, case.workload, case.tuning)),
     )
 
 

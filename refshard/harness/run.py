@@ -21,7 +21,7 @@ from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, check_unused, read_run
 from refshard.models.data import open_source
-from refshard.plan.checkpointing import checkpointed_layers
+from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import CaseRecord, Environment, Run, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
@@ -57,7 +57,7 @@ def check_suite(suite: SuiteSpec, launcher: Launcher, *, oversubscribe: bool) ->
         check_name(case.strategy)
         model = load_model(case.model)
         open_source(case.data, model.vocab, case.seed)
-        checkpointed_layers(case.checkpointing, model.n_layers)
+        checkpointing_of(case.checkpointing, model.n_layers)
         _check_fidelity(case)
         if case.processes:
             launcher.check(case, oversubscribe=oversubscribe)

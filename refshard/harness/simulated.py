@@ -8,7 +8,7 @@ import msgspec
 from refshard.errors import SpecError
 from refshard.flops import FORMULAS, flops_per_token
 from refshard.harness.assemble import recompute_words
-from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
+from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import find_recipe
 from refshard.records import DERIVED, METRICS, CaseRecord, StepTrace
 from refshard.simulate.clock import NS
@@ -29,6 +29,9 @@ def job_of(case: CaseSpec) -> Job:
     """
     if case.workload != "training":
         raise SpecError(f"workload must be 'training' for simulated cases, got '{case.workload}'; measure it instead")
+    if case.unmodelled:
+        field = case.unmodelled[0]
+        raise SpecError(f"{field} is not simulated yet, got {getattr(case, field)!r}; drop it, or measure the case")
     return Job(
         model=load_model(case.model),
         cluster=load_cluster(case.cluster).of_world_size(case.world_size),
@@ -53,7 +56,7 @@ def record_simulated(blank: CaseRecord, trace: Path) -> CaseRecord:
     """Complete ``blank`` with what the simulation says, and write its trace (gzipped) to ``trace``."""
     case = blank.case
     job, recipe = job_of(case), find_recipe(case.strategy)
-    checkpointing = Checkpointing(checkpointed_layers(case.checkpointing, job.model.n_layers))
+    checkpointing = checkpointing_of(case.checkpointing, job.model.n_layers)
     run = simulate(job, recipe, checkpointing)
     with gzip.open(trace, "wt", encoding="utf-8") as file:
         file.write(as_kineto(run.items, run.times, job.cluster))

@@ -1,12 +1,20 @@
-"""Activation checkpointing per layer: a layer keeps its input only, and backward computes the rest again."""
+"""Activation checkpointing per layer: a layer keeps its input, and perhaps more; backward computes the rest again."""
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from refshard.models.llama import Llama
-from refshard.plan.checkpointing import checkpointed_layers
+from refshard.plan.checkpointing import checkpointing_of
+
+_ATTENTION = frozenset(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+)
 
 
 def checkpoint_layers(model: Llama, policy: str | Sequence[int]) -> None:
@@ -15,12 +23,34 @@ def checkpoint_layers(model: Llama, policy: str | Sequence[int]) -> None:
     To be called before the model is sharded. Only the instance's ``forward`` is wrapped: modules and parameters keep
     their names, and whatever hooks a strategy puts on a layer run outside of what is recomputed, once in forward and
     never in backward. A unit is gathered for backward before its recomputation, since that starts when autograd asks
-    for the first saved tensor, which is after the hooks on the layer's output.
+    for the first saved tensor, which is after the hooks on the layer's output. What is drawn at random, adapters'
+    dropout say, is drawn again alike.
 
     Raises:
-        SpecError: see :func:`checkpointed_layers`.
+        SpecError: see :func:`checkpointing_of`.
     """
-    for index in checkpointed_layers(policy, model.spec.n_layers):
+    chosen = checkpointing_of(policy, model.spec.n_layers)
+    # A generator's state is kept where something draws from it.
+    random = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
+    if chosen.by_op:
+        options["context_fn"] = _keeping_by_op
+    for index in chosen.layers:
         layer = model.model.layers[index]
-        # The model draws nothing at random, so there is no generator's state to keep.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(checkpoint, layer.forward, **options)
+
+
+def _keeping_by_op() -> Any:
+    """Contexts of one layer's forward and of its recomputation, in which attention's output and every second matrix
+    product's, from the first on, are kept.
+    """
+    products = {False: 0, True: 0}
+
+    def decide(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        kept = op in _ATTENTION
+        if op == torch.ops.aten.mm.default:
+            kept = products[context.is_recompute] % 2 == 0
+            products[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)

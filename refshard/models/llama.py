@@ -191,7 +191,7 @@ def initialise(model: Llama, seed: int) -> None:
         if parameter.ndim == 1:  # a norm's gain
             parameter.fill_(1.0)
         else:
-            generator = torch.Generator(parameter.device).manual_seed(_parameter_seed(name, seed))
+            generator = torch.Generator(parameter.device).manual_seed(parameter_seed(name, seed))
             parameter.normal_(std=_init_std(name, model.spec.n_layers), generator=generator)
 
 
@@ -199,7 +199,7 @@ def _init_std(name: str, n_layers: int) -> float:
     return INIT_STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD
 
 
-def _parameter_seed(name: str, seed: int) -> int:
+def parameter_seed(name: str, seed: int) -> int:
     """63 bits that no two parameters and no two seeds are expected to share."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

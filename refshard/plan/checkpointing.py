@@ -29,8 +29,9 @@ class Checkpointing:
 NO_CHECKPOINTING = Checkpointing()
 
 
-def checkpointed_layers(policy: str | Sequence[int], n_layers: int) -> frozenset[int]:
-    """Indices, from 0, of the layers that ``policy`` checkpoints.
+def checkpointing_of(policy: str | int | Sequence[int], n_layers: int) -> Checkpointing:
+    """What a policy means for a model of ``n_layers``: ``"none"``, ``"full"``, ``"selective"``, ``"every-K"``, how many
+    layers from the first, or their indices.
 
     ``"every-K"`` takes each K-th layer, counted from 1: layers K-1, 2K-1, ... (torchtitan's selective layer
     checkpointing counts so too).
@@ -38,40 +39,34 @@ def checkpointed_layers(policy: str | Sequence[int], n_layers: int) -> frozenset
     Raises:
         SpecError: the policy is unknown, or names a layer that the model does not have.
     """
-    if policy == "none":
-        return frozenset()
-    if policy == "full":
-        return frozenset(range(n_layers))
-    if isinstance(policy, str):
-        prefix, _, digits = policy.partition("-")
-        if prefix != "every" or not digits.isdecimal() or int(digits) < 1:
-            raise SpecError(
-                f"checkpointing must be 'none', 'full', 'every-K' or a list of layers, got {policy!r}; correct it"
-            )
-        if int(digits) > n_layers:
-            raise SpecError(
-                f"checkpointing: K must be at most the model's {n_layers} layers, got {policy!r}; write 'none' for none"
-            )
-        return frozenset(range(int(digits) - 1, n_layers, int(digits)))
-    if outside := [index for index in policy if not 0 <= index < n_layers]:
-        raise SpecError(
-            f"checkpointing: layers must lie in 0..{n_layers - 1}, got {outside[0]}; name layers that the model has"
-        )
-    return frozenset(policy)
-
-
-def checkpointing_of(policy: str | int, n_layers: int) -> Checkpointing:
-    """What a policy means for ``n_layers``: one of :func:`checkpointed_layers`, ``"selective"``, or a number.
-
-    Raises:
-        SpecError: the policy is unknown, or the model has not as many layers.
-    """
     if isinstance(policy, int):
         if not 0 <= policy <= n_layers:
             raise SpecError(
                 f"checkpoint-layers must be from 0 to the model's {n_layers} layers, got {policy}; lower it"
             )
         return Checkpointing(frozenset(range(policy)))
-    if policy == "selective":
-        return Checkpointing(frozenset(range(n_layers)), by_op=True)
-    return Checkpointing(checkpointed_layers(policy, n_layers))
+    if policy == "none":
+        return NO_CHECKPOINTING
+    if policy in ("full", "selective"):
+        return Checkpointing(frozenset(range(n_layers)), by_op=policy == "selective")
+    if isinstance(policy, str):
+        return Checkpointing(_every(policy, n_layers))
+    if outside := [index for index in policy if not 0 <= index < n_layers]:
+        raise SpecError(
+            f"checkpointing: layers must lie in 0..{n_layers - 1}, got {outside[0]}; name layers that the model has"
+        )
+    return Checkpointing(frozenset(policy))
+
+
+def _every(policy: str, n_layers: int) -> frozenset[int]:
+    prefix, _, digits = policy.partition("-")
+    if prefix != "every" or not digits.isdecimal() or int(digits) < 1:
+        raise SpecError(
+            "checkpointing must be 'none', 'full', 'selective', 'every-K' or a list of layers, got "
+            f"{policy!r}; correct it"
+        )
+    if int(digits) > n_layers:
+        raise SpecError(
+            f"checkpointing: K must be at most the model's {n_layers} layers, got {policy!r}; write 'none' for none"
+        )
+    return frozenset(range(int(digits) - 1, n_layers, int(digits)))

@@ -125,7 +125,7 @@ def _settings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, .
     for case in cases:
         per_rank = case.header.suite.fixes_batch_per_rank
         where = machine(case.header.environment)
-        key = (_shared(case.spec, per_rank), per_rank, case.fidelity, case.spec.resident_ranks, where)
+        key = (shared(case.spec, per_rank), per_rank, case.fidelity, case.spec.resident_ranks, where)
         grouped.setdefault(key, []).append(case)
     return _labelled(grouped.values(), cases, known, per_rank=True)
 
@@ -210,10 +210,13 @@ def _place(case: Case, hosts: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _shared(spec: CaseSpec, per_rank: bool) -> CaseSpec:
-    """The spec with strategy, world size and resident ranks blanked; its batch is per rank if the suite fixes that."""
+def shared(spec: CaseSpec, per_rank: bool, *, but: tuple[str, ...] = ()) -> tuple[object, ...]:
+    """The spec's fields, to compare by, but for those of ``but``, strategy, world size and resident ranks; its batch is
+    per rank if the suite fixes that.
+    """
     batch = spec.global_batch // spec.world_size if per_rank else spec.global_batch
-    return msgspec.structs.replace(spec, strategy="", world_size=1, resident_ranks=1, global_batch=batch)
+    apart = ("strategy", "world_size", "resident_ranks", "global_batch", *but)
+    return batch, *(value for field, value in msgspec.structs.asdict(spec).items() if field not in apart)
 
 
 def _label(members: Sequence[Case], per_rank: bool, several: bool) -> str:

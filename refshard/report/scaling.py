@@ -9,14 +9,13 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import pandas as pd
 import plotly.graph_objects as go
 
 from refshard.quantities import format_percent, format_rate
 from refshard.report.cases import Case, ranks
 from refshard.report.charts import DASHES, MARKERS, THEME, Chart, chart, colour, label_text
-from refshard.report.evidence import Evidence, Setting, machine
+from refshard.report.evidence import Evidence, Setting, machine, shared
 from refshard.specs.case import Fidelity
 
 _DASH: dict[Fidelity, str] = {"measured": "solid", "emulated": "dash", "simulated": "dot"}
@@ -80,11 +79,7 @@ def scalings(evidence: Evidence) -> tuple[Scaling, ...]:
 def _group(setting: Setting) -> tuple[object, ...]:
     case = setting.cases[0]
     spec, per_rank = case.spec, case.header.suite.fixes_batch_per_rank
-    batch = spec.global_batch // spec.world_size if per_rank else spec.global_batch
-    shared = msgspec.structs.replace(
-        spec, strategy="", world_size=1, resident_ranks=1, global_batch=batch, fidelity="measured", cluster=""
-    )
-    return shared, per_rank, machine(case.header.environment)
+    return shared(spec, per_rank, but=("fidelity", "cluster")), per_rank, machine(case.header.environment)
 
 
 def _curve(setting: Setting, strategy: str) -> Curve | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from refshard.quantities import format_percent
-from refshard.records import PARITY_TOLERANCE
+from refshard.records import parity_tolerance
 from refshard.report.cases import FIDELITY, Case
 from refshard.report.compared import compared
 from refshard.report.evidence import Evidence
@@ -76,14 +76,15 @@ def _worst(finished: tuple[Case, ...], metric: str) -> tuple[float, Case] | None
 
 def _parity(finished: tuple[Case, ...]) -> Fact:
     label, meaning = "Worst loss parity", "largest relative difference of a loss from one unsharded rank"
-    worst = _worst(finished, "loss_parity")
+    known = [(value, case) for case in finished if (value := case.metrics["loss_parity"]) is not None]
     if finished and not any(case.fidelity == "measured" for case in finished):
         return Fact(label=label, value="not compared", detail=parity_note(finished[0]) or meaning)
-    if worst is None:
+    if not known:
         return Fact(label=label, value="unknown", detail=meaning, good=False)
-    parity, case = worst
-    detail = meaning if parity == 0 else f"{meaning} ({case.full_label})"
-    return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=parity <= PARITY_TOLERANCE)
+    parity, case = max(known, key=lambda pair: pair[0] / parity_tolerance(pair[1].spec))
+    tolerance = parity_tolerance(case.spec)
+    detail = meaning if parity == 0 else f"{meaning} ({case.full_label}; at most {tolerance:g})"
+    return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=parity <= tolerance)
 
 
 def _bits(finished: tuple[Case, ...]) -> Fact:

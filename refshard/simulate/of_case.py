@@ -1,7 +1,7 @@
 """What the memory model says of a case that a suite names."""
 
 from refshard.errors import SpecError
-from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
+from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import find_recipe
 from refshard.simulate.kernels import Batch
 from refshard.simulate.memory import MemoryForecast, RankJob, predict_memory
@@ -16,7 +16,7 @@ def memory_of(case: CaseSpec, device: Device) -> MemoryForecast | None:
     Raises:
         SpecError: the case's model cannot be read.
     """
-    if case.workload != "training":
+    if case.workload != "training" or case.unmodelled:
         return None
     try:
         recipe = None if case.strategy == REFERENCE_STRATEGY else find_recipe(case.strategy)
@@ -29,7 +29,7 @@ def memory_of(case: CaseSpec, device: Device) -> MemoryForecast | None:
         world_size=case.world_size,
         batch=Batch(sequences=sequences, seq_len=case.seq_len, dtype="fp32"),
         microbatches=case.microbatches,
-        checkpointing=Checkpointing(checkpointed_layers(case.checkpointing, model.n_layers)),
+        checkpointing=checkpointing_of(case.checkpointing, model.n_layers),
         device=device,
         library="nccl" if device == "cuda" else "gloo",
     )

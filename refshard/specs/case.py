@@ -11,24 +11,45 @@ from refshard.specs.reading import LARGEST, within
 Device = Literal["auto", "cpu", "cuda"]
 Workload = Literal["training", "inference"]
 Fidelity = Literal["measured", "emulated", "simulated"]
+Precision = Literal["fp32", "bf16"]
+Tuning = Literal["full", "lora", "qlora"]
+Optimizer = Literal["adamw", "adamw-8bit"]
 REFERENCE_STRATEGY = "single"
 """The strategy that every other one's losses are held against: one unsharded rank."""
+WHOLE_BATCH = frozenset({"tensor-parallel", "pipeline"})
+"""Strategies that split the model alone: all ranks work on the same tokens."""
 _COUNTS = (
-    "world_size", "global_batch", "seq_len", "microbatches", "threads_per_rank", "measured_steps", "traced_steps"
+    "world_size", "global_batch", "seq_len", "microbatches", "replicas", "tensor_parallel", "threads_per_rank",
+    "measured_steps", "traced_steps",
 )  # fmt: skip
+_ADDED = ("precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel")
+"""Fields that count for a spec's hash only where they are given, so that specs keep the hash that they had before."""
 
 
-class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One run: what is computed, how it is sharded, and what is measured.
 
     ``global_batch`` is in sequences per step over all ranks, so the loss curve does not depend on ``world_size``.
     The ``warmup_steps`` are also the steps whose losses prove parity with one unsharded rank, hence at least 10.
 
-    Three axes beside strategy and world size change what a step does. ``workload`` is training, or inference: forward
-    and loss under ``no_grad``, no backward and no optimizer step. ``microbatches`` is the number of parts of each
-    rank's batch whose gradients are accumulated before one optimizer step. ``checkpointing`` says which layers keep
-    their input only and compute their activations again in backward: ``"none"``, ``"full"``, ``"every-K"`` (each K-th
-    layer), or the layers' indices.
+    Axes beside strategy and world size change what a step does; which strategies have which, ``refshard list
+    strategies`` says.
+
+    - ``workload`` is training, or inference: forward and loss under ``no_grad``, no backward and no optimizer step.
+    - ``microbatches`` is the number of parts of each rank's batch whose gradients are accumulated before one optimizer
+      step.
+    - ``checkpointing`` says which layers keep their input only and compute their activations again in backward:
+      ``"none"``, ``"full"``, ``"every-K"`` (each K-th layer), or the layers' indices; with ``"selective"`` all layers
+      keep attention's output and every second matrix product's too, as torchtitan's selective checkpointing by
+      operator does.
+    - ``precision`` is what parameters are gathered and computed in; masters, reductions and optimizer state are fp32.
+    - ``tuning`` trains all parameters (``"full"``); or LoRA adapters on every linear of the blocks, whose bases are
+      frozen (``"lora"``) and, with ``"qlora"``, in NF4 with double quantisation.
+    - ``optimizer`` is AdamW, or AdamW with 8-bit state.
+    - ``offload`` keeps masters, gradients and optimizer state in the host's memory.
+    - ``replicas`` is hybrid sharding: as many groups of ranks shard, and replicate to each other.
+    - ``tensor_parallel`` ranks that follow each other split every block's matrices; each such group is one rank to the
+      strategy. All ranks of a strategy in :data:`WHOLE_BATCH` work on the same tokens.
 
     A case that is not measured takes place on ``cluster``, a profile of which ``world_size`` ranks are filled.
     Emulated, ``resident_ranks`` of them are processes here, each of which computes as one rank of the world and waits
@@ -43,6 +64,12 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     workload: Workload = "training"
     microbatches: int = 1
     checkpointing: str | tuple[int, ...] = "none"
+    precision: Precision = "fp32"
+    tuning: Tuning = "full"
+    optimizer: Optimizer = "adamw"
+    offload: bool = False
+    replicas: int = 1
+    tensor_parallel: int = 1
     fidelity: Fidelity = "measured"
     cluster: str = ""
     resident_ranks: int = 1
@@ -62,12 +89,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             within(field, getattr(self, field), 1)
         within("warmup_steps", self.warmup_steps, 10)
         within("seed", self.seed, 0)
-        if self.strategy == REFERENCE_STRATEGY and self.world_size != 1:
-            raise ValueError(f"world_size must be 1 for strategy '{REFERENCE_STRATEGY}', got {self.world_size}")
-        if self.global_batch % self.world_size:
-            raise ValueError(
-                f"global_batch must be a multiple of world_size = {self.world_size}, got {self.global_batch}"
-            )
+        self._check_ranks()
         self._check_axes()
         self._check_fidelity()
         if not 0 < self.learning_rate < 1:
@@ -88,22 +110,50 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.fidelity != "emulated" and self.resident_ranks != 1:
             raise ValueError(f"resident_ranks is for emulated cases, got {self.resident_ranks} for {self.fidelity}")
 
-    def _check_axes(self) -> None:
-        if self.global_batch % (self.world_size * self.microbatches):
+    def _check_ranks(self) -> None:
+        """That the ranks can be divided as asked, and the batch over them."""
+        if self.strategy == REFERENCE_STRATEGY and self.world_size != 1:
+            raise ValueError(f"world_size must be 1 for strategy '{REFERENCE_STRATEGY}', got {self.world_size}")
+        if self.world_size % (self.replicas * self.tensor_parallel):
             raise ValueError(
-                f"global_batch must be a multiple of world_size * microbatches = {self.world_size} * "
-                f"{self.microbatches}, got {self.global_batch}"
+                f"world_size must be a multiple of replicas * tensor_parallel = {self.replicas} * "
+                f"{self.tensor_parallel}, got {self.world_size}"
             )
+        if self.replicas > 1 and self.replicas * self.tensor_parallel == self.world_size:
+            raise ValueError(
+                f"replicas must leave several ranks to shard over, got {self.replicas} of {self.world_size} ranks; to "
+                "shard nothing, take 'ddp' or 'refshard-replicate'"
+            )
+        if self.strategy in WHOLE_BATCH and self.replicas * self.tensor_parallel > 1:
+            raise ValueError(
+                f"replicas and tensor_parallel must be 1 for strategy '{self.strategy}', which splits the model over "
+                f"all ranks, got {self.replicas} and {self.tensor_parallel}"
+            )
+        if self.fidelity != "measured" and self.tensor_parallel > 1:
+            raise ValueError(f"tensor_parallel must be 1 unless a case is measured, got {self.tensor_parallel}")
+        ranks, parts = self.data_ranks, self.microbatches
+        if self.global_batch % (ranks * parts):
+            words = "world_size" if ranks == self.world_size else "the ranks that divide it"
+            by = (
+                f"{words} * microbatches = {ranks} * {parts}"
+                if self.global_batch % ranks == 0
+                else f"{words} = {ranks}"
+            )
+            raise ValueError(f"global_batch must be a multiple of {by}, got {self.global_batch}")
+
+    def _check_axes(self) -> None:
         policy = self.checkpointing
-        if isinstance(policy, str) and not re.fullmatch(r"none|full|every-[1-9]\d{0,5}", policy):
-            raise ValueError(f"checkpointing must be 'none', 'full', 'every-K' or a list of layers, got {policy!r}")
+        if isinstance(policy, str) and not re.fullmatch(r"none|full|selective|every-[1-9]\d{0,5}", policy):
+            raise ValueError(
+                f"checkpointing must be 'none', 'full', 'selective', 'every-K' or a list of layers, got {policy!r}"
+            )
         if isinstance(policy, tuple) and (not policy or min(policy) < 0 or len(set(policy)) < len(policy)):
             raise ValueError(
                 f"checkpointing must list different layers, counted from 0, at least one of them, got {list(policy)}; "
                 "write 'none' for no layer"
             )
         if self.workload == "inference":
-            for field, only in (("microbatches", 1), ("checkpointing", "none")):
+            for field, only in (("microbatches", 1), ("checkpointing", "none"), ("optimizer", "adamw")):
                 if (given := getattr(self, field)) != only:
                     raise ValueError(
                         f"{field} must be {only!r} for workload 'inference', which has no backward, got {given!r}"
@@ -120,11 +170,29 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             words.append(f"checkpointing of layers {listed}{'+...' if len(self.checkpointing) > 8 else ''}")
         elif self.checkpointing != "none":
             words.append(f"checkpointing {self.checkpointing}")
+        if self.precision != "fp32":
+            words.append(self.precision)
+        if self.tuning != "full":
+            words.append(self.tuning)
+        if self.optimizer != "adamw":
+            words.append(self.optimizer)
+        if self.offload:
+            words.append("offload")
+        if self.replicas > 1:
+            words.append(f"{self.replicas} replicas")
+        if self.tensor_parallel > 1:
+            words.append(f"tensor parallel {self.tensor_parallel}")
         if self.fidelity != "measured":
             words.append(f"{self.fidelity} on {self.cluster}")
         if self.resident_ranks > 1:
             words.append(f"{self.resident_ranks} ranks resident")
         return tuple(words)
+
+    @property
+    def unmodelled(self) -> tuple[str, ...]:
+        """The fields, as given, that neither the simulation nor the memory model knows."""
+        later = {f.name: f.default for f in msgspec.structs.fields(self) if f.name in _ADDED}
+        return tuple(name for name, default in later.items() if getattr(self, name) != default)
 
     @property
     def name(self) -> str:
@@ -134,9 +202,18 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def hash(self) -> str:
-        """First 12 hexadecimal digits of the SHA-256 of the spec's canonical JSON."""
-        canonical = msgspec.json.encode(self, order="sorted")
+        """First 12 hexadecimal digits of the SHA-256 of the spec's canonical JSON, which has what is not given too,
+        except of fields that came later.
+        """
+        fields = msgspec.structs.asdict(self)
+        given = {name: value for name, value in fields.items() if name not in _ADDED or name in self.unmodelled}
+        canonical = msgspec.json.encode(given, order="sorted")
         return hashlib.sha256(canonical).hexdigest()[:12]
+
+    @property
+    def data_ranks(self) -> int:
+        """Over how many ranks the batch is divided; the others work on the tokens of one of these."""
+        return 1 if self.strategy in WHOLE_BATCH else self.world_size // self.tensor_parallel
 
     @property
     def processes(self) -> int:
@@ -151,7 +228,8 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def reference(self) -> "CaseSpec":
         """The same batches on one unsharded rank, which this case's losses must equal.
 
-        It accumulates and recomputes nothing: neither may change a loss, so the proof covers them too. It is measured:
+        It accumulates and recomputes nothing, and computes in fp32: none of it may change a loss, but for the rounding
+        of bf16, so the proof covers them too. What is trained, and by which optimizer, is the same. It is measured:
         what is emulated or simulated has no losses that mean anything.
         """
         return msgspec.structs.replace(
@@ -160,6 +238,10 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             world_size=1,
             microbatches=1,
             checkpointing="none",
+            precision="fp32",
+            offload=False,
+            replicas=1,
+            tensor_parallel=1,
             fidelity="measured",
             cluster="",
             resident_ranks=1,

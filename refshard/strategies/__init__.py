@@ -3,25 +3,17 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from refshard.errors import SpecError, nearest
-from refshard.plan.placement import MODES
+from refshard.errors import SpecError, UnsupportedError, nearest
+from refshard.specs.case import CaseSpec
+from refshard.strategies.table import ROWS
 
 if TYPE_CHECKING:
     from refshard.strategies.base import Strategy
 
-_FACTORIES: dict[str, tuple[str, str, dict[str, str]]] = {
-    "single": ("single", "Single", {}),
-    "ddp": ("ddp", "DDP", {}),
-    "fsdp2": ("fsdp2", "FSDP2", {}),
-    "fsdp2-tuned": ("fsdp2_tuned", "FSDP2Tuned", {}),
-    **{f"refshard-{mode}": ("engine", "Refshard", {"mode": mode}) for mode in MODES},
-}
-"""Name: (module in this package, class, arguments)."""
-
 
 def names() -> tuple[str, ...]:
     """Every strategy's name."""
-    return tuple(_FACTORIES)
+    return tuple(ROWS)
 
 
 def check_name(name: str) -> None:
@@ -30,8 +22,8 @@ def check_name(name: str) -> None:
     Raises:
         SpecError: there is none of this name.
     """
-    if name not in _FACTORIES:
-        raise SpecError(f"strategy: no strategy '{name}'; {nearest(name, list(_FACTORIES))}")
+    if name not in ROWS:
+        raise SpecError(f"strategy: no strategy '{name}'; {nearest(name, list(ROWS))}")
 
 
 def make_strategy(name: str) -> "Strategy":
@@ -41,6 +33,22 @@ def make_strategy(name: str) -> "Strategy":
         SpecError: there is none.
     """
     check_name(name)
-    module, class_name, arguments = _FACTORIES[name]
-    strategy: Strategy = getattr(import_module(f"refshard.strategies.{module}"), class_name)(**arguments)
+    row = ROWS[name]
+    strategy: Strategy = getattr(import_module(f"refshard.strategies.{row.module}"), row.class_name)(**row.arguments)
     return strategy
+
+
+def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
+    """The strategy of ``case``, where it can run; ``cuda`` says whether ranks have a GPU each.
+
+    Raises:
+        SpecError: there is no such strategy.
+        UnsupportedError: it cannot run here, or lacks an axis that the case asks for.
+    """
+    check_name(case.strategy)
+    row = ROWS[case.strategy]
+    if why := row.unavailable(cuda=cuda):
+        raise UnsupportedError(f"{case.strategy} {why}")
+    if lacking := row.lacks(case):
+        raise UnsupportedError(f"{case.strategy} has no {', no '.join(lacking)}; see refshard list strategies")
+    return make_strategy(case.strategy)

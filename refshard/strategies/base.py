@@ -3,17 +3,32 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
-from refshard.specs.case import Workload
+from refshard.strategies.world import World
+
+
+class Loop(ABC):
+    """What :meth:`Strategy.wrap` returns: a wrapped model with its optimizer, to be stepped."""
+
+    @abstractmethod
+    def train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """Take one optimizer step on this rank's batch, int64 token ids, and return its mean loss, scalar fp32.
+
+        Raises:
+            UnsupportedError: the strategy cannot train this case.
+        """
+
+    @abstractmethod
+    def infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of this rank's batch, without gradients.
+
+        Raises:
+            UnsupportedError: the strategy cannot run forward alone.
+        """
 
 
 class Strategy(ABC):
@@ -23,50 +38,27 @@ class Strategy(ABC):
     """
 
     @abstractmethod
-    def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
-        """Spread ``model`` over the ranks of ``group`` and return the module to train."""
+    def wrap(self, model: Llama, world: World) -> Loop:
+        """Spread ``model`` over the ranks of ``world`` and return what trains it.
+
+        Raises:
+            UnsupportedError: it cannot do that here; the message quotes the peer's own error, if there was one.
+        """
 
     @abstractmethod
     def wrapped_units(self) -> tuple[str, ...]:
         """Names of the units as found on the wrapped model, not as asked for."""
 
     @abstractmethod
-    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
-        """What one microbatch's forward, and in training its backward, runs in; ``last`` is true for a step's last one.
+    def announced(self) -> tuple[CollectiveCount, ...]:
+        """Collectives of one step in closed form, as this backend's trace must show them.
 
-        Raises:
-            UnsupportedError: the strategy cannot do this workload, or cannot accumulate.
-        """
-
-    @abstractmethod
-    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
-        """Collectives of one step of ``microbatches`` in closed form, as this backend's trace must show them.
-
-        Called after at least two steps of this kind, and tells of any step but the first.
+        Called after at least two steps, and tells of any step but the first.
         """
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter's name in the bare model and its full value; all ranks iterate to the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedUnit:
-    """A unit of a peer that pads each parameter's first dimension to a multiple of the world size."""
-
-    name: str
-    shapes: tuple[tuple[int, ...], ...]
-    element_bytes: int
-
-    def nbytes(self, world_size: int) -> int:
-        """Bytes of the unit's gathered, padded parameters."""
-        padded = 0
-        for first, *rest in self.shapes:
-            numel = -(-first // world_size) * world_size
-            for size in rest:
-                numel *= size
-            padded += numel
-        return padded * self.element_bytes
 
 
 def count_collectives(issued: Iterable[tuple[str, int]], *, times: int = 1) -> tuple[CollectiveCount, ...]:
@@ -76,8 +68,3 @@ def count_collectives(issued: Iterable[tuple[str, int]], *, times: int = 1) -> t
         counts[op] += 1
         sizes[op] += nbytes
     return tuple(CollectiveCount(op=op, count=times * counts[op], bytes=times * sizes[op]) for op in sorted(counts))
-
-
-def mesh_of(group: dist.ProcessGroup, model: nn.Module) -> DeviceMesh:
-    """A 1-D device mesh over ``group``, on the model's device type."""
-    return DeviceMesh.from_group(group, next(model.parameters()).device.type)

@@ -1,18 +1,16 @@
 """torch's DistributedDataParallel: everything replicated, gradients all-reduced in buckets during backward."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
-from refshard.specs.case import Workload
-from refshard.strategies.base import Strategy, count_collectives
+from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.loop import PlainLoop, autocast
+from refshard.strategies.world import World
 
 
 @final
@@ -21,26 +19,25 @@ class DDP(Strategy):
 
     _module: DistributedDataParallel
 
-    def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
-        """See :meth:`Strategy.wrap`."""
-        self._module = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-        return self._module
+    def wrap(self, model: Llama, world: World) -> Loop:
+        """See :meth:`Strategy.wrap`: all but a step's last microbatch accumulate without communication, as DDP's
+        documentation has it.
+        """
+        self._training = world.case.workload == "training"
+        self._module = DistributedDataParallel(model, process_group=world.group, gradient_as_bucket_view=True)
+        return PlainLoop(self._module, world, unsynced=self._module.no_sync, computing=autocast(world))
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`: one unit per bucket, as DDP rebuilt them after its first step."""
         return tuple(f"bucket{i}" for i in range(len(self._bucket_bytes())))
 
-    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
-        """See :meth:`Strategy.microbatch`: all but the last one accumulate without communication, as DDP documents."""
-        return nullcontext() if last else self._module.no_sync()
-
-    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`: an all-reduce per bucket, together the bytes of all parameters, however many
-        microbatches; none without backward.
+    def announced(self) -> tuple[CollectiveCount, ...]:
+        """See :meth:`Strategy.announced`: an all-reduce per bucket, together the bytes of all that is trained, however
+        many microbatches; none without backward.
         """
-        if workload == "inference":
+        if not self._training:
             return ()
-        parameter_bytes = sum(p.nbytes for p in self._module.parameters())
+        parameter_bytes = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)
         total = CollectiveCount(op="all_reduce", count=len(self._bucket_bytes()), bytes=parameter_bytes)
         assert count_collectives(("all_reduce", size) for size in self._bucket_bytes()) == (total,)
         return (total,)

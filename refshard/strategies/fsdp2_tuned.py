@@ -11,80 +11,80 @@ On a CPU, FSDP2 runs every collective synchronously. What its API offers against
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from refshard.engine.collectives import library_of
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
-from refshard.specs.case import Workload
-from refshard.strategies.base import Strategy, count_collectives, mesh_of
+from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.exchange import ExchangeAndSum, announce_exchange
-from refshard.strategies.fsdp2 import ROOT, full_dtensors, sharded_units
+from refshard.strategies.fully_sharded import (
+    ROOT,
+    announce_reduction,
+    full_dtensors,
+    fully_shard_options,
+    sharded_units,
+)
+from refshard.strategies.loop import PlainLoop
+from refshard.strategies.world import World
 
 
 @final
 class FSDP2Tuned(Strategy):
     """FSDP2 with every public knob that helps on the backend at hand."""
 
-    def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
-        """See :meth:`Strategy.wrap`."""
-        mesh = mesh_of(group, model)
-        device = next(model.parameters()).device
-        self._world_size, self._gloo = group.size(), library_of(group, device) == "gloo"
+    def wrap(self, model: Llama, world: World) -> Loop:
+        """See :meth:`Strategy.wrap`; microbatches as in :class:`~refshard.strategies.fsdp2.FSDP2`."""
+        options, shards = fully_shard_options(world), world.data.get_group(world.data.ndim - 1)
+        self._model, self._world = model, world
+        self._gloo = library_of(shards, world.device) == "gloo"
         backbone = model.model
         if not model.spec.tied:
-            fully_shard(backbone.embed_tokens, mesh=mesh).set_unshard_in_backward(False)
-            fully_shard([backbone.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
+            fully_shard(backbone.embed_tokens, **options).set_unshard_in_backward(False)
+            fully_shard([backbone.norm, model.lm_head], **options, reshard_after_forward=False)
         for layer in backbone.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        self._model = model
-        exchange = ExchangeAndSum(group)
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        exchange = ExchangeAndSum(shards)
         for unit in (m for m in model.modules() if isinstance(m, FSDPModule) and self._gloo):
             unit.set_custom_reduce_scatter(exchange)
         blocks = list(backbone.layers)
         # On a GPU FSDP2 prefetches by itself, on streams of its own.
-        hooked = [backbone.embed_tokens, *blocks, model.lm_head] if device.type == "cpu" else []
+        hooked = [backbone.embed_tokens, *blocks, model.lm_head] if world.device.type == "cpu" else []
         for module, following in pairwise(hooked):
             if isinstance(following, FSDPModule):
                 module.register_forward_pre_hook(_unshard(following))
             if module in blocks:
                 # Before FSDP2's own hook, which would gather the block synchronously.
                 following.register_forward_hook(_when_differentiated(_unshard(module)), prepend=True)
-        return model
+        return PlainLoop(model, world)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""
-        return tuple(unit.name for unit in sharded_units(self._model))
+        return tuple(unit.name for unit in sharded_units(self._model, self._world))
 
-    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
-        """See :meth:`Strategy.microbatch`: as in :class:`~refshard.strategies.fsdp2.FSDP2`."""
-        return nullcontext()
-
-    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
+    def announced(self) -> tuple[CollectiveCount, ...]:
         """See :meth:`Strategy.announced`: only the blocks are gathered a second time for backward. Without backward
         the units that are kept after forward stay gathered for good, as FSDP2's documentation has it for evaluation.
         """
-        issued = []
-        for unit in sharded_units(self._model):
-            size = unit.nbytes(self._world_size)
-            if workload == "inference":
-                issued += [("all_gather", size)] * (not unit.name.endswith(("lm_head", ROOT)))
+        issued: list[tuple[str, int]] = []
+        for unit in sharded_units(self._model, self._world):
+            if self._world.case.workload == "inference":
+                gathers = 0 if unit.name.endswith(("lm_head", ROOT)) else 1
             else:
-                issued += [("all_gather", size)] * (2 if ".layers." in unit.name else 1)
-                if self._gloo:
-                    part = size // self._world_size // unit.element_bytes
-                    issued += announce_exchange(part, unit.element_bytes, self._world_size)
-                else:
-                    issued.append(("reduce_scatter", size))
-        return count_collectives(issued, times=microbatches)
+                gathers = 2 if ".layers." in unit.name else 1
+                for op, size in announce_reduction(unit, self._world):
+                    if self._gloo and op == "reduce_scatter":
+                        issued += announce_exchange(unit.trained, self._world.reduced.itemsize, self._world.shards)
+                    else:
+                        issued.append((op, size))
+            issued += unit.gathers(self._world, gathers)
+        return count_collectives(issued, times=self._world.case.microbatches)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""

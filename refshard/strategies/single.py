@@ -1,17 +1,15 @@
 """One unsharded rank: the reference that every other strategy's losses are held against."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
-from refshard.specs.case import Workload
-from refshard.strategies.base import Strategy
+from refshard.strategies.base import Loop, Strategy
+from refshard.strategies.loop import PlainLoop, autocast
+from refshard.strategies.world import World
 
 
 @final
@@ -20,20 +18,16 @@ class Single(Strategy):
 
     _model: Llama
 
-    def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
+    def wrap(self, model: Llama, world: World) -> Loop:
         """See :meth:`Strategy.wrap`."""
         self._model = model
-        return model
+        return PlainLoop(model, world, computing=autocast(world))
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""
         return ()
 
-    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
-        """See :meth:`Strategy.microbatch`."""
-        return nullcontext()
-
-    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
+    def announced(self) -> tuple[CollectiveCount, ...]:
         """See :meth:`Strategy.announced`."""
         return ()
 

@@ -16,6 +16,7 @@ from refshard.tracing.messages import (
     BARRIERS,
     EMULATED,
     GLOO,
+    OF_SHARDS,
     OPERATORS,
     Args,
     bytes_of_message,
@@ -35,11 +36,15 @@ _NAME = "Collective name"
 
 @dataclass(slots=True, kw_only=True)
 class _Announced:
-    """A collective as the host's own operators tell of it, and the spans that ran for it."""
+    """A collective as the host's own operators tell of it, and the spans that ran for it.
+
+    ``shapes`` are those of the unsharded tensors, or ``of_shards``: each of the group's ranks has as many elements.
+    """
 
     op: str
     rows: list[int]
     shapes: list[tuple[int | None, Any]]
+    of_shards: bool = False
     spans: list[int] = field(default_factory=list)
 
 
@@ -77,7 +82,8 @@ def _announced(trace: TraceFile) -> list[_Announced]:
             continue
         # One that is not known must not vanish: it goes by its own name, with its first tensor's bytes.
         op, argument = OPERATORS.get(name, (_C10D + name, 0))
-        found.append(_Announced(op=op, rows=[row], shapes=[shape_of(trace.host_args[row], argument)]))
+        shapes = [shape_of(trace.host_args[row], argument)]
+        found.append(_Announced(op=op, rows=[row], shapes=shapes, of_shards=name in OF_SHARDS))
     return found
 
 
@@ -212,6 +218,9 @@ class _Describe:
         for one, unit, step, launched in zip(every, units, steps, host.starts[rows].tolist()):
             args = self._args.of(one.spans[0]) if one.spans else {}
             size = _bytes(one, dtype_of(args) or dtype_at.get(one.shapes[0][0]))
+            if one.of_shards and size is not None:
+                ranks = group_of(args, self._groups).size
+                size = None if ranks is None else size * ranks
             collective = self._described(one.op, args, one.spans, unit=unit, step=step, launched=launched, size=size)
             found.append(collective)
         return found

@@ -17,7 +17,7 @@ ROOT = "(root)"
 """Name of the unit that FSDP2 leaves without one: the model itself, less its wrapped parts."""
 
 _REFSHARD = re.compile(r"^refshard::(\w+)\((.*)\)$")
-_FSDP2 = re.compile(r"^FSDP::(\w+)(?: for (.*)| \((.*)\))?$")
+_FSDP2 = re.compile(r"^(?:Ya)?FSDP::(\w+)(?: for (.*)| \((.*)\))?$")
 _OF_REFSHARD = {
     # A shard that has to be cast is copied to its place first.
     "all_gather": Meaning.ALL_GATHER | Meaning.COPY_IN,

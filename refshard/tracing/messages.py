@@ -16,11 +16,11 @@ OPERATORS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
-    "allgather_": ("all_gather", 0),
+    "allgather_": ("all_gather", 1),
     "allgather_coalesced_": ("all_gather", 0),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 0),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "alltoall_base_": ("all_to_all", 1),
     "alltoall_": ("all_to_all", 1),
@@ -34,6 +34,8 @@ OPERATORS = {
 }
 """torch's operators that communicate, without ``c10d::``; barriers move nothing and are left out."""
 
+OF_SHARDS = frozenset(("allgather_", "reduce_scatter_"))
+"""Operators whose unsharded tensors are lists within a list, which traces leave out: the argument holds the shards."""
 BARRIERS = frozenset(("barrier", "monitored_barrier_"))
 GLOO, EMULATED = "gloo:", "emulated:"
 """What the names of the spans begin with in which a collective runs on a CPU: gloo's, and emulated ones."""

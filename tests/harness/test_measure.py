@@ -1,17 +1,18 @@
 """The step that is timed: how a batch is split, and that the parts' gradients add up to the batch's."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from refshard.harness.measure import Trainer
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec, Workload
-from refshard.strategies.base import Strategy
+from refshard.strategies.base import Loop, Strategy
+from refshard.strategies.loop import PlainLoop
+from refshard.strategies.world import World
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 
@@ -20,24 +21,26 @@ class Watching(Strategy):
     """One rank whose gradients, batches and microbatches are written down."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Workload, bool]] = []
+        self.unsynced: list[int] = []
         self.batches: list[int] = []
         self.gradients: dict[str, torch.Tensor] = {}
 
-    def wrap(self, model: Llama, group: dist.ProcessGroup) -> nn.Module:
+    def wrap(self, model: Llama, world: World) -> Loop:
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda p, n=name: self.gradients.update({n: p.grad.clone()}))
         model.register_forward_pre_hook(lambda _, args: self.batches.append(args[0].shape[0]))
-        return model
+        return PlainLoop(model, world, unsynced=self._leave_unsynced)
+
+    @contextmanager
+    def _leave_unsynced(self) -> Iterator[None]:
+        before = len(self.batches)
+        yield
+        self.unsynced += range(before, len(self.batches))
 
     def wrapped_units(self) -> tuple[str, ...]:
         return ("all",)
 
-    def microbatch(self, workload: Workload, *, last: bool) -> AbstractContextManager[None]:
-        self.asked.append((workload, last))
-        return nullcontext()
-
-    def announced(self, workload: Workload, microbatches: int) -> tuple[CollectiveCount, ...]:
+    def announced(self) -> tuple[CollectiveCount, ...]:
         return ()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,19 +62,19 @@ def case(microbatches: int = 1, workload: Workload = "training") -> CaseSpec:
     )  # fmt: skip
 
 
-def watch_all() -> dict[str, tuple[list[tuple[Workload, bool]], list[int], dict[str, torch.Tensor]]]:
+def watch_all() -> dict[str, tuple[list[int], list[int], dict[str, torch.Tensor]]]:
     cases = {"whole": case(), "parts": case(4), "inference": case(workload="inference")}
-    return {key: (w.asked, w.batches, w.gradients) for key, c in cases.items() if (w := watch(c))}
+    return {key: (w.unsynced, w.batches, w.gradients) for key, c in cases.items() if (w := watch(c))}
 
 
 def test_gradients_of_microbatches_add_up_to_those_of_the_batch() -> None:
     seen = run_ranks(1, watch_all)[0]
-    asked, batches, whole = seen["whole"]
-    assert (asked, batches) == ([("training", True)], [8])
-    asked, batches, parts = seen["parts"]
-    assert asked == [("training", False)] * 3 + [("training", True)]
+    unsynced, batches, whole = seen["whole"]
+    assert (unsynced, batches) == ([], [8])
+    unsynced, batches, parts = seen["parts"]
+    assert unsynced == [0, 1, 2], "all but the last"
     assert batches == [2, 2, 2, 2]
     assert parts.keys() == whole.keys()
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
-    assert seen["inference"] == ([("inference", True)], [8], {})
+    assert seen["inference"] == ([], [8], {})

@@ -7,7 +7,7 @@ import msgspec
 
 from refshard.harness.simulated import job_of
 from refshard.harness.store import read_run
-from refshard.plan.checkpointing import Checkpointing, checkpointed_layers
+from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import find_recipe
 from refshard.records import CaseRecord
 from refshard.simulate.memory import forecast_memory
@@ -21,7 +21,7 @@ def error_of(record: CaseRecord) -> float:
     profile = "validation/loopback.toml" if record.case.world_size == 2 else "validation_network/link-4.toml"
     case = msgspec.structs.replace(record.case, fidelity="simulated", cluster=str(RECORDED / profile))
     job = job_of(case)
-    layers = Checkpointing(checkpointed_layers(case.checkpointing, job.model.n_layers))
+    layers = checkpointing_of(case.checkpointing, job.model.n_layers)
     measured = record.metrics["peak_memory_bytes"]
     assert measured
     return forecast_memory(job, find_recipe(case.strategy), layers).peak / measured - 1

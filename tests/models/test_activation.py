@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from refshard.errors import SpecError
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
-from refshard.plan.checkpointing import checkpointed_layers
+from refshard.plan.checkpointing import checkpointing_of
 from tests.models import small_spec
 
 
@@ -23,13 +23,16 @@ from tests.models import small_spec
     ],
 )
 def test_a_policy_is_a_set_of_layers(policy: str | list[int], layers: set[int]) -> None:
-    assert checkpointed_layers(policy, 5) == layers
+    assert checkpointing_of(policy, 5).layers == layers
 
 
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("some", r"checkpointing must be 'none', 'full', 'every-K' or a list of layers, got 'some'; correct it"),
+        (
+            "some",
+            r"checkpointing must be 'none', 'full', 'selective', 'every-K' or a list of layers, got 'some'; correct it",
+        ),
         ("every-0", r"checkpointing must be .*, got 'every-0'"),
         ("every-6", r"checkpointing: K must be at most the model's 5 layers, got 'every-6'; write 'none' for none"),
         ([1, 5], r"checkpointing: layers must lie in 0..4, got 5; name layers that the model has"),
@@ -37,7 +40,7 @@ def test_a_policy_is_a_set_of_layers(policy: str | list[int], layers: set[int]) 
 )
 def test_a_policy_that_the_model_cannot_follow_is_refused(policy: str | list[int], message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        checkpointed_layers(policy, 5)
+        checkpointing_of(policy, 5)
 
 
 def step(policy: str | list[int]) -> tuple[Llama, list[str], Tensor, dict[str, Tensor]]:

@@ -68,7 +68,7 @@ def test_losses_that_differ_are_doubted_and_name_the_case() -> None:
     metrics = {**made.cases[2].metrics, "loss_parity": 0.02}
     found = facts(with_record(made, 2, metrics=metrics, proof=proof(CASES[2])))["Worst loss parity"]
     assert (found.value, found.good) == ("2.0e-02", False)
-    assert found.detail.endswith("(fsdp2, 2 ranks)")
+    assert found.detail.endswith("(fsdp2, 2 ranks; at most 1e-05)")
 
 
 def test_fidelities_are_never_mixed_silently() -> None:

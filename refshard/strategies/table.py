@@ -1,0 +1,122 @@
+"""The strategies as rows: what each is, which axes of a case it has, and what it needs to run. Imports no torch."""
+
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import msgspec
+
+from refshard.plan.placement import MODES
+from refshard.specs.case import CaseSpec
+
+Axis = Literal[
+    "inference", "microbatches", "checkpointing", "bf16", "lora", "qlora", "adamw-8bit", "offload", "replicas",
+    "tensor parallel",
+]  # fmt: skip
+"""What a case may ask for beside plain training."""
+PLAIN: frozenset[Axis] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit"})
+ANY: frozenset[Axis] = PLAIN | {"lora", "qlora"}
+SHARDED: frozenset[Axis] = ANY | {"offload", "replicas"}
+COMPOSED: frozenset[Axis] = SHARDED | {"tensor parallel"}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One strategy: class ``class_name`` of the module ``module`` of this package, called with ``arguments``.
+
+    ``packages`` are import names, which the extra ``extra`` of refshard installs. ``without_cuda`` is what the peer
+    said when it was made to run without a CUDA device; empty where it runs.
+    """
+
+    module: str
+    class_name: str
+    about: str
+    axes: frozenset[Axis]
+    arguments: dict[str, Any] = {}
+    packages: tuple[str, ...] = ()
+    extra: str = ""
+    without_cuda: str = ""
+
+    def missing(self) -> str:
+        """Which packages must be installed, and how, in words; empty if there are none."""
+        absent = [package for package in self.packages if find_spec(package) is None]
+        if not absent:
+            return ""
+        remedy = f"pip install 'refshard[{self.extra}]'" if self.extra else "it is not on PyPI: install it from source"
+        return f"needs {', '.join(absent)}, which is not installed; {remedy}"
+
+    def unavailable(self, *, cuda: bool) -> str:
+        """Why it cannot run here at all, in words; empty if it can."""
+        if self.without_cuda and not cuda:
+            return f"needs a CUDA device; without one it says: {self.without_cuda}"
+        return self.missing()
+
+    def lacks(self, case: CaseSpec) -> tuple[Axis, ...]:
+        """The axes that ``case`` asks for and this strategy does not have."""
+        return tuple(sorted(asked(case) - self.axes))
+
+
+def asked(case: CaseSpec) -> frozenset[Axis]:
+    """The axes on which ``case`` is not plain training."""
+    departs: dict[Axis, bool] = {
+        "inference": case.workload == "inference",
+        "microbatches": case.microbatches > 1,
+        "checkpointing": case.checkpointing != "none",
+        "bf16": case.precision == "bf16",
+        "lora": case.tuning == "lora",
+        "qlora": case.tuning == "qlora",
+        "adamw-8bit": case.optimizer == "adamw-8bit",
+        "offload": case.offload,
+        "replicas": case.replicas > 1,
+        "tensor parallel": case.tensor_parallel > 1,
+    }
+    return frozenset(axis for axis, departing in departs.items() if departing)
+
+
+ROWS: dict[str, Row] = {
+    "single": Row(
+        module="single", class_name="Single", about="one unsharded rank, which all others are held against", axes=ANY
+    ),
+    "ddp": Row(module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY),
+    "fsdp1": Row(
+        module="fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD", axes=SHARDED
+    ),
+    "fsdp1-post": Row(
+        module="fsdp1", class_name="FSDP1", about="... that prefetches after a unit's backward, not before it",
+        axes=SHARDED, arguments={"prefetch": "BACKWARD_POST"},
+    ),
+    "fsdp1-no-prefetch": Row(
+        module="fsdp1", class_name="FSDP1", about="... that does not prefetch in backward", axes=SHARDED,
+        arguments={"prefetch": None},
+    ),
+    "fsdp1-grad-op": Row(
+        module="fsdp1", class_name="FSDP1", about="... SHARD_GRAD_OP: parameters stay gathered until backward",
+        axes=SHARDED, arguments={"sharding": "SHARD_GRAD_OP"},
+    ),
+    "fsdp1-no-shard": Row(
+        module="fsdp1", class_name="FSDP1", about="... NO_SHARD: everything replicated", axes=PLAIN,
+        arguments={"sharding": "NO_SHARD"},
+    ),
+    "fsdp2": Row(module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSED),
+    "fsdp2-tuned": Row(
+        module="fsdp2_tuned", class_name="FSDP2Tuned", about="... with every public knob that helps", axes=SHARDED
+    ),
+    "tensor-parallel": Row(
+        module="tensor_parallel", class_name="TensorParallel", about="torch's parallelize_module over all ranks",
+        axes=PLAIN,
+    ),
+    **{
+        f"refshard-{mode}": Row(
+            module="engine", class_name="Refshard", about=about, arguments={"mode": mode},
+            axes=COMPOSED - {"replicas"} if mode == "replicate" else COMPOSED,
+        )
+        for mode, about in {
+            "replicate": "this project's engine, nothing sharded",
+            "zero1": "... optimizer state sharded",
+            "zero2": "... gradients too, parameters between steps",
+            "fsdp": "... parameters gathered for each use",
+            "yafsdp": "... through two rings of buffers",
+        }.items()
+    },
+}  # fmt: skip
+"""Every strategy by name; the about of a variant continues that of the row before."""
+
+assert {f"refshard-{mode}" for mode in MODES} <= ROWS.keys()
