@@ -23,6 +23,7 @@ from refshard.strategies.loop import PlainLoop
 from refshard.strategies.world import World
 
 _HYBRID = {"FULL_SHARD": ShardingStrategy.HYBRID_SHARD, "SHARD_GRAD_OP": ShardingStrategy._HYBRID_SHARD_ZERO2}
+EMBEDDING = "model.embed_tokens"
 _PREFIX = "_fsdp_wrapped_module."
 
 
@@ -72,12 +73,14 @@ class FSDP1(Strategy):
         return tuple(names[module].replace(_PREFIX, "") or "root" for module in modules)
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`: a unit is gathered for forward, and again for backward if forward gave it up;
-        if any of it is trained, all of it is reduced over the shards, then over the replicas. The root is given up by
-        backward alone. Without sharding a unit's gradients are all-reduced once a step.
+        """See :meth:`Strategy.announced`: a unit is gathered for forward, and again for backward if forward gave it up
+        and backward comes to it, which it does not to a frozen embedding; if any of it is trained, all of it is reduced
+        over the shards, then over the replicas. The root is given up by backward alone. Without sharding a unit's
+        gradients are all-reduced once a step.
         """
         world, sharded = self._world, self._sharding != "NO_SHARD"
         issued, training = list[tuple[str, int]](), world.case.workload == "training"
+        names = self.wrapped_units()
         for index, handle in enumerate(_get_fsdp_handles(self._module)):
             flat = handle.flat_param
             reduced = training and flat.requires_grad
@@ -85,7 +88,11 @@ class FSDP1(Strategy):
                 issued += [("all_reduce", flat.numel() * world.reduced.itemsize)] * reduced
                 continue
             numel, kept = flat._padded_unsharded_size.numel(), index == 0 or self._sharding == "SHARD_GRAD_OP"
-            issued += [("all_gather", numel * world.computed.itemsize)] * (training + (not kept))
+            if kept:
+                gathers = int(training)
+            else:
+                gathers = 2 if training and (reduced or names[index] != EMBEDDING) else 1
+            issued += [("all_gather", numel * world.computed.itemsize)] * gathers
             if reduced:
                 issued.append(("reduce_scatter", numel * world.reduced.itemsize))
                 issued += [("all_reduce", numel // world.shards * world.reduced.itemsize)] * (world.case.replicas > 1)

@@ -99,6 +99,33 @@ ROWS: dict[str, Row] = {
     "fsdp2-tuned": Row(
         module="fsdp2_tuned", class_name="FSDP2Tuned", about="... with every public knob that helps", axes=SHARDED
     ),
+    "accelerate": Row(
+        module="accelerate_fsdp2", class_name="AccelerateFSDP2", packages=("accelerate", "transformers"), extra="peers",
+        about="Hugging Face Accelerate's FSDP2 plugin, transformers' Llama",
+        axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "offload", "lora"}),
+    ),
+    "hf-trainer": Row(
+        module="hf_trainer", class_name="HFTrainer", packages=("accelerate", "transformers", "greenlet"), extra="peers",
+        about="transformers' Trainer with its own FSDP2 sharding", axes=frozenset({"microbatches", "bf16", "lora"}),
+    ),
+    **{
+        f"deepspeed-zero{stage}": Row(
+            module="deepspeed_zero", class_name="DeepSpeedZero", arguments={"stage": stage}, packages=("deepspeed",),
+            extra="deepspeed", about=about, axes=frozenset({"inference", "microbatches", "checkpointing", "lora"}),
+        )
+        for stage, about in (
+            (1, "DeepSpeed's ZeRO-1"), (2, "... ZeRO-2: gradients too"), (3, "... ZeRO-3: parameters too"),
+        )
+    },
+    "megatron-fsdp": Row(
+        module="megatron_fsdp", class_name="MegatronFSDP", packages=("megatron_fsdp",), extra="megatron",
+        about="NVIDIA's Megatron-FSDP, blocks as units", axes=frozenset({"microbatches", "checkpointing"}),
+        without_cuda="AssertionError: Torch not compiled with CUDA enabled",
+    ),
+    "yafsdp": Row(
+        module="yafsdp", class_name="YaFSDP", packages=("ya_fsdp",), about="upstream's YaFSDP, fully_shard",
+        axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "lora"}),
+    ),
     "tensor-parallel": Row(
         module="tensor_parallel", class_name="TensorParallel", about="torch's parallelize_module over all ranks",
         axes=PLAIN,
