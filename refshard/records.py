@@ -195,8 +195,9 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     not :data:`DERIVED`, None where the quantity does not exist. ``recompute`` says which layers computed their forward
     twice, which no FLOPs here count. ``census`` and ``planned_peak_bytes`` (what the memory model says; none where it
     knows no such case) are rank 0's, and so is ``memory_course_bytes``: the highest that the allocator held in each of
-    up to 128 stretches of an early step, of as many operators each; empty where nothing watched it. ``traces`` are
-    paths relative to the run's folder.
+    up to 128 stretches of an early step, of as many operators each; empty where nothing watched it. ``compile_s`` is
+    the longest of the ranks' times in torch's compiler, s, all of it before the first timed step; none where nothing
+    was compiled. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA
@@ -226,6 +227,7 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     census: Census | None = None
     planned_peak_bytes: int | None = None
     memory_course_bytes: tuple[int, ...] = ()
+    compile_s: float | None = None
     traces: tuple[str, ...] = ()
     proof: Proof | None = None
     warnings: tuple[str, ...] = ()

@@ -25,11 +25,18 @@ FLOORS = {
     "__main__": 10,
 }  # fmt: skip
 OPTIONAL = {
+    "accelerate_fsdp2.py": {"accelerate"},
+    "accelerate_sharding.py": {"accelerate"},
     "adapters.py": {"peft"},
+    "deepspeed_zero.py": {"deepspeed"},
+    "hf_trainer.py": {"transformers"},
+    "hf_trainer_loop.py": {"greenlet", "transformers"},
     "hta.py": {"hta"},
     "loop.py": {"torchao"},
+    "megatron_fsdp.py": {"megatron_fsdp"},
     "nf4.py": {"bitsandbytes"},
     "replay.py": {"pytest"},
+    "transformers_llama.py": {"transformers"},
 }
 """What a file may import besides, for whoever calls it has installed it."""
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -65,6 +65,11 @@ def test_console_blocks_name_what_exists(language: str, code: str) -> None:
         if program == "make":
             assert re.search(rf"^{command}:", makefile, re.M)
             continue
+        if program == "accelerate":
+            accelerate = pytest.importorskip("accelerate.commands.launch", reason="it comes with the extra 'peers'")
+            given = accelerate.launch_command_parser().parse_args(rest)
+            assert given.no_python
+            program, command = given.training_script, given.training_script_args[0]
         if program == "torchrun":
             given = get_args_parser().parse_args([command, *rest])
             assert given.no_python

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from refshard import flops
 from refshard.models.llama import Llama, next_token_loss
 from refshard.specs.model import ModelSpec, load_model
+from refshard.specs.tuning import LORA
 from tests.models import small_spec
 
 FACTS = Path(__file__).parents[1].parent / "shared" / "facts" / "llama.json"
@@ -49,6 +50,26 @@ def test_convention_a_of_inference_less_the_norms_is_what_torch_counts_in_forwar
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         next_token_loss(model(tokens_BT), tokens_BT)
     exact = flops.flops_per_token(spec, seq_len, "A", "inference") - 2 * norm_weights(spec)
+    assert counter.get_total_flops() == exact * batch * seq_len
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_of_tuning_by_adapters_frozen_weights_have_no_gradients(spec: ModelSpec) -> None:
+    """But for the queries, keys and values of the first block, whose input needs no gradient: torch counts less."""
+    pytest.importorskip("peft", reason="adapters need the extra 'peers'")
+    from refshard.models.adapters import adapt, switch_dropout
+
+    batch, seq_len, rank = 2, 32, LORA.rank
+    model = Llama(spec)
+    adapt(model, 0)
+    switch_dropout(model, on=False)
+    assert flops.adapter_count(spec) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    tokens_BT = torch.zeros(batch, seq_len, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        next_token_loss(model(tokens_BT), tokens_BT).backward()
+    outputs = spec.dim + 2 * spec.n_kv_heads * spec.head_dim
+    unneeded = 2 * outputs * spec.dim + 3 * 2 * rank * spec.dim
+    exact = flops.flops_per_token(spec, seq_len, "A", tuning="lora") - 4 * norm_weights(spec) - unneeded
     assert counter.get_total_flops() == exact * batch * seq_len
 
 

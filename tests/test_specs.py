@@ -1,5 +1,6 @@
 """Specs: what is accepted, what is refused and in which words."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,34 @@ def test_a_reference_neither_accumulates_nor_recomputes_but_infers_where_its_cas
     assert case(workload="inference").reference().workload == "inference"
 
 
+def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> None:
+    plain = case(strategy="fsdp2", world_size=8, global_batch=8)
+    fields = msgspec.structs.asdict(plain)
+    axes = {
+        "precision": "bf16", "tuning": "qlora", "optimizer": "adamw-8bit", "offload": True, "replicas": 2,
+        "tensor_parallel": 2,
+    }  # fmt: skip
+    older = {name: value for name, value in fields.items() if name not in axes}
+    assert plain.hash == hashlib.sha256(msgspec.json.encode(older, order="sorted")).hexdigest()[:12]
+    assert plain.unmodelled == ()
+    for name, value in axes.items():
+        changed = msgspec.structs.replace(plain, **{name: value})
+        assert changed.hash != plain.hash
+        assert changed.unmodelled == (name,)
+        assert changed.name != plain.name
+    words = ("bf16", "qlora", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2")
+    every = msgspec.structs.replace(plain, **axes)
+    assert every.axes == words
+    assert every.reference() == msgspec.structs.replace(plain.reference(), tuning="qlora", optimizer="adamw-8bit")
+
+
+def test_ranks_that_split_the_model_work_on_the_same_tokens() -> None:
+    assert case(world_size=8, global_batch=8, tensor_parallel=4).data_ranks == 2
+    assert case(world_size=8, global_batch=8, replicas=4).data_ranks == 8
+    assert case(strategy="pipeline", world_size=8, global_batch=8).data_ranks == 1
+    assert case(strategy="tensor-parallel", world_size=4, global_batch=1).data_ranks == 1
+
+
 def test_hash_follows_content_and_survives_a_round_trip() -> None:
     again = msgspec.json.decode(msgspec.json.encode(case()), type=CaseSpec)
     assert again.hash == case().hash
@@ -130,6 +159,22 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
             r"case: global_batch must be a multiple of world_size \* microbatches = 2 \* 4, got 4",
         ),
         ({"microbatches": 0}, r"case: microbatches must be >= 1, got 0"),
+        ({"replicas": 3}, r"world_size must be a multiple of replicas \* tensor_parallel = 3 \* 1, got 2"),
+        ({"replicas": 2}, r"replicas must leave several ranks to shard over, got 2 of 2 ranks; to shard nothing, take"),
+        (
+            {"strategy": "pipeline", "tensor_parallel": 2},
+            r"replicas and tensor_parallel must be 1 for strategy 'pipeline', .* got 1 and 2",
+        ),
+        (
+            {"fidelity": "emulated", "cluster": "a", "tensor_parallel": 2},
+            r"tensor_parallel must be 1 unless a case is measured, got 2",
+        ),
+        (
+            {"world_size": 4, "tensor_parallel": 2, "global_batch": 3},
+            r"global_batch must be a multiple of the ranks that divide it = 2, got 3",
+        ),
+        ({"precision": "fp8"}, r"precision: invalid enum value 'fp8'; known: fp32, bf16"),
+        ({"workload": "inference", "optimizer": "adamw-8bit"}, r"optimizer must be 'adamw' for workload 'inference'"),
         (
             {"checkpointing": "half"},
             r"case: checkpointing must be 'none', 'full', 'selective', 'every-K' or a list of layers, got 'half'",

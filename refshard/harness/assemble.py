@@ -44,11 +44,11 @@ class Peers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Traces:
-    """What the traces of all ranks say."""
+    """What the traces of all ranks say; ``per_step`` are rank and collectives of every traced step."""
 
     steps: tuple[StepTrace, ...] = ()
     overlap_ratio: float | None = None
-    per_step: tuple[tuple[CollectiveCount, ...], ...] = ()
+    per_step: tuple[tuple[int, tuple[CollectiveCount, ...]], ...] = ()
 
 
 def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Environment, peers: Peers) -> CaseRecord:
@@ -81,6 +81,7 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         census=ranks[0].census,
         planned_peak_bytes=ranks[0].planned_peak_bytes,
         memory_course_bytes=ranks[0].memory_course_bytes,
+        compile_s=max(r.compile_s for r in ranks) or None,
         proof=proof,
         warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
         **_peak(case, ranks[0].device, environment),
@@ -117,14 +118,14 @@ def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tup
 def _read_traces(folder: Path, processes: int) -> _Traces:
     steps: list[StepTrace] = []
     found: list[Breakdown] = []
-    per_step: list[tuple[CollectiveCount, ...]] = []
+    per_step: list[tuple[int, tuple[CollectiveCount, ...]]] = []
     for rank in range(processes):
         timeline = read_timeline(trace_file(folder, rank))
         of_rank = step_breakdowns(timeline)
         found += of_rank
         steps += [_step_trace(rank, window.step, b) for window, b in zip(timeline.windows, of_rank)]
         per_step += [
-            tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued)
+            (rank, tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued))
             for issued in collectives_per_step(timeline).values()
         ]
     return _Traces(steps=tuple(steps), overlap_ratio=mean_ratio(found), per_step=tuple(per_step))
@@ -134,7 +135,7 @@ def _prove(
     case: CaseSpec, ranks: Sequence[RankResult], traces: _Traces, losses: Sequence[float], peers: Peers
 ) -> Proof:
     announced = ranks[0].announced
-    differing = next((step for step in traces.per_step if step != announced), None)
+    differing = next((step for step in traces.per_step if step[1] != ranks[step[0]].announced), None)
     failures = [*_failed_collectives(case, ranks, traces, differing)]
     if not ranks[0].wrapped_units and case.strategy != REFERENCE_STRATEGY:
         failures.append("the model was not wrapped: it has no unit")
@@ -150,7 +151,7 @@ def _prove(
     return Proof(
         wrapped_units=ranks[0].wrapped_units,
         announced=announced,
-        traced=traces.per_step[0] if differing is None and traces.per_step else differing or (),
+        traced=(differing or next(iter(traces.per_step), (0, ())))[1],
         parity_steps=case.warmup_steps,
         loss_parity=parity,
         parity_note=parity_note,
@@ -165,13 +166,14 @@ def _failed_collectives(
     case: CaseSpec,
     ranks: Sequence[RankResult],
     traces: _Traces,
-    differing: tuple[CollectiveCount, ...] | None,
+    differing: tuple[int, tuple[CollectiveCount, ...]] | None,
 ) -> Iterator[str]:
-    """What the traces do not show as it was announced; ``differing`` is a step that has other collectives."""
+    """What the traces do not show as it was announced; ``differing`` is a rank's step that has other collectives."""
     announced = ranks[0].announced
     if differing is not None:
-        yield f"the plan announced {_counts(announced)}, the trace shows {_counts(differing)}"
-    if any(rank.announced != announced for rank in ranks):
+        rank, found = differing
+        yield f"the plan announced {_counts(ranks[rank].announced)}, the trace shows {_counts(found)}"
+    if any(_of_all(rank.announced) != _of_all(announced) for rank in ranks):
         yield "the ranks announced different collectives"
     if case.world_size > 1 and case.workload == "training" and not announced:
         yield "no collective was announced: several ranks train together only by communicating"
@@ -222,6 +224,11 @@ def _compare_bits(
     if case.world_size > 2:
         return False, f"{where}: with more than two ranks the order of summation differs from DDP's all-reduce"
     return False, f"{where}, although two terms have but one sum: the arithmetic elsewhere must differ"
+
+
+def _of_all(issued: Sequence[CollectiveCount]) -> list[CollectiveCount]:
+    """All but messages from one rank to another, of which each rank has its own."""
+    return [count for count in issued if count.op not in ("send", "recv")]
 
 
 def _counts(issued: Sequence[CollectiveCount]) -> str:

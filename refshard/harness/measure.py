@@ -10,6 +10,7 @@ and the engine's slots exist, and operators are counted in the next; the trace i
 import hashlib
 import math
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -67,6 +68,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: int | None = None
     memory_course_bytes: tuple[int, ...] = ()
     rss_bytes: int = 0
+    compile_s: float = 0.0
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
     parameters_sha256: str = ""
@@ -191,6 +193,7 @@ def measure(
         peak_memory_bytes=allocator.peak_bytes,
         memory_course_bytes=allocator.course_bytes if group.rank() == 0 else (),
         rss_bytes=rss,
+        compile_s=_compile_s(),
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(),
         parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",
@@ -205,6 +208,12 @@ def _planned_peak(case: CaseSpec, device: torch.device) -> int | None:
     """What the memory model says of this rank, None where it knows no such case."""
     forecast = memory_of(case, "cuda" if device.type == "cuda" else "cpu")
     return None if forecast is None else forecast.peak
+
+
+def _compile_s() -> float:
+    """Seconds that this process has spent in torch's compiler; 0 if nothing was compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
 
 
 def _import_lazy_parts() -> None:

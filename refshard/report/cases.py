@@ -85,6 +85,12 @@ class Case:
         return {part: statistics.median(parts[part] for parts in rounds) for part in BREAKDOWN} if rounds else None
 
     @property
+    def compile_s(self) -> float | None:
+        """Median over launches of the time in torch's compiler, s; None where nothing was compiled."""
+        known = [launch.compile_s for launch in self.launches if launch.compile_s is not None]
+        return statistics.median(known) if known else None
+
+    @property
     def exposed_share(self) -> float | None:
         """Exposed communication over the traced step: the same pass on both sides of the division."""
         parts = self.breakdown

@@ -36,6 +36,7 @@ TERMINAL_COLUMNS = 120
 _TERMINAL_HEADERS = {
     "step time (95 % interval)": "step time\n(95 % interval)",
     "tokens/s/GPU": "tokens/s\n/GPU",
+    "compile time": "compile\ntime",
     "peak memory": "peak\nmemory",
     "exposed communication": "exposed comm.\n(of step)",
     "overlap ratio": "overlap\nratio",
@@ -115,10 +116,12 @@ def step_time_text(summary: Summary | None, fallback: float | None = None) -> st
 def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
     """Every headline figure of each case as text, one row per case.
 
-    Overlap efficiency where any case has it, loss parity where any was measured.
+    Overlap efficiency and compile time where any case has them, loss parity where any was measured.
     """
     table = pd.DataFrame([_summary_row(case) for case in members])
     dropped = [] if knows_efficiency(members) else ["overlap efficiency"]
+    if all(case.compile_s is None for case in members):
+        dropped.append("compile time")
     if not any(case.fidelity == "measured" for case in members):
         dropped.append("loss parity")
     return table.drop(columns=dropped, errors="ignore")
@@ -135,6 +138,7 @@ def _summary_row(case: Case) -> Row:
         "ranks": f"{case.spec.world_size:,}",
         "state": case.state,
         "step time (95 % interval)": step_time_text(case.step_time, case.metrics["step_time_s"]),
+        "compile time": MISSING if case.compile_s is None else format_seconds(case.compile_s),
         "tokens/s/GPU": format_metric("tokens_per_s_gpu", case.metrics["tokens_per_s_gpu"]),
         "TFLOPS": format_metric("tflops", case.metrics["tflops"]),
         "MFU": format_metric("mfu", case.metrics["mfu"]),

@@ -229,8 +229,8 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The same batches on one unsharded rank, which this case's losses must equal.
 
         It accumulates and recomputes nothing, and computes in fp32: none of it may change a loss, but for the rounding
-        of bf16, so the proof covers them too. What is trained, and by which optimizer, is the same. It is measured:
-        what is emulated or simulated has no losses that mean anything.
+        of bf16, so the proof covers them too. What is trained, and by which optimizer, is the same. No limit of memory
+        holds for it. It is measured: what is emulated or simulated has no losses that mean anything.
         """
         return msgspec.structs.replace(
             self,
@@ -242,6 +242,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             offload=False,
             replicas=1,
             tensor_parallel=1,
+            memory_limit_gib=None,
             fidelity="measured",
             cluster="",
             resident_ranks=1,

@@ -88,10 +88,8 @@ class FSDP1(Strategy):
                 issued += [("all_reduce", flat.numel() * world.reduced.itemsize)] * reduced
                 continue
             numel, kept = flat._padded_unsharded_size.numel(), index == 0 or self._sharding == "SHARD_GRAD_OP"
-            if kept:
-                gathers = int(training)
-            else:
-                gathers = 2 if training and (reduced or names[index] != EMBEDDING) else 1
+            again = not kept and training and (reduced or names[index] != EMBEDDING)
+            gathers = again + (training or not kept)
             issued += [("all_gather", numel * world.computed.itemsize)] * gathers
             if reduced:
                 issued.append(("reduce_scatter", numel * world.reduced.itemsize))

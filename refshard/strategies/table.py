@@ -23,7 +23,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One strategy: class ``class_name`` of the module ``module`` of this package, called with ``arguments``.
 
     ``packages`` are import names, which the extra ``extra`` of refshard installs. ``without_cuda`` is what the peer
-    said when it was made to run without a CUDA device; empty where it runs.
+    said when it was made to run without a CUDA device; empty where it runs. One that ``compiles`` does so in its first
+    step, for seconds or minutes.
     """
 
     module: str
@@ -34,6 +35,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     packages: tuple[str, ...] = ()
     extra: str = ""
     without_cuda: str = ""
+    compiles: bool = False
 
     def missing(self) -> str:
         """Which packages must be installed, and how, in words; empty if there are none."""
@@ -99,14 +101,32 @@ ROWS: dict[str, Row] = {
     "fsdp2-tuned": Row(
         module="fsdp2_tuned", class_name="FSDP2Tuned", about="... with every public knob that helps", axes=SHARDED
     ),
+    **{
+        name: Row(
+            module="simplefsdp", class_name="SimpleFSDP", about=about, arguments=knobs, compiles=True,
+            axes=frozenset({"inference", "microbatches", "checkpointing", "bf16"}),
+        )
+        for name, about, knobs in (
+            ("simplefsdp", "torch.compile of DTensors that are gathered where used (SimpleFSDP)", {}),
+            ("simplefsdp-bucket", "... its collectives merged", {"bucketing": "automatic"}),
+            ("simplefsdp-bucket-reorder", "... and started early, where a model takes several of 2000 MiB",
+             {"bucketing": "automatic", "reorder": True}),
+            ("simplefsdp-by-block", "... merged by blocks, each a block early", {"bucketing": "by-block"}),
+        )
+    },
+    "fsdp2-compiled": Row(
+        module="fsdp2_compiled", class_name="FSDP2Compiled", about="torch's FSDP2, each block compiled", compiles=True,
+        axes=frozenset({"inference", "microbatches", "checkpointing", "bf16"}),
+    ),
     "accelerate": Row(
         module="accelerate_fsdp2", class_name="AccelerateFSDP2", packages=("accelerate", "transformers"), extra="peers",
         about="Hugging Face Accelerate's FSDP2 plugin, transformers' Llama",
-        axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "offload", "lora"}),
+        axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "offload", "lora", "qlora"}),
     ),
     "hf-trainer": Row(
         module="hf_trainer", class_name="HFTrainer", packages=("accelerate", "transformers", "greenlet"), extra="peers",
-        about="transformers' Trainer with its own FSDP2 sharding", axes=frozenset({"microbatches", "bf16", "lora"}),
+        about="transformers' Trainer with its own FSDP2 sharding",
+        axes=frozenset({"microbatches", "checkpointing", "bf16", "lora", "qlora"}),
     ),
     **{
         f"deepspeed-zero{stage}": Row(
@@ -129,6 +149,10 @@ ROWS: dict[str, Row] = {
     "tensor-parallel": Row(
         module="tensor_parallel", class_name="TensorParallel", about="torch's parallelize_module over all ranks",
         axes=PLAIN,
+    ),
+    "pipeline": Row(
+        module="pipeline", class_name="Pipeline", about="torch's 1F1B schedule, blocks divided over all ranks",
+        axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit"}),
     ),
     **{
         f"refshard-{mode}": Row(

@@ -8,29 +8,40 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
+from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Window
 from refshard.tracing.events import ANNOTATION, HOST, TraceFile
 from refshard.tracing.labels import Labels
 from refshard.tracing.messages import EMULATED, GLOO
 from refshard.tracing.steps import step_at
 
-_COMPUTE_OP = re.compile(r"^(aten::|fsdp::|## Call CompiledFxGraph|Torch-Compiled Region)")
+_COMPILED = re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region)")
+"""What torch.compile made into one: what is fused there has no operators, so it computes wherever it does not wait."""
+_COMPUTE_OP = re.compile(rf"^(aten::|fsdp::)|{_COMPILED.pattern}")
+_IN_GRAPH = "_c10d_functional::"
+"""Operators by which a graph issues collectives, and waits for them."""
 
 
 def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], main: int) -> Spans:
     """Communication and the main thread's outermost operators, ordered by start.
 
     Autograd's and the hooks' wrappers enclose waits, so only operators count, and not under a wait: there they are part
-    of a collective's own arithmetic, and stand as preparation.
+    of a collective's own arithmetic, and stand as preparation. What is compiled is cut where it issues a collective or
+    waits for one, and is a span for each piece.
     """
     host = trace.host
     is_run = _named(trace, lambda name: name.startswith((GLOO, EMULATED))) & (host.categories == ANNOTATION)
     computes = _named(trace, lambda name: bool(_COMPUTE_OP.match(name))) & (host.threads == main)
     computes &= np.isin(host.categories, (HOST, ANNOTATION))
     outermost = _outermost(host.starts, host.ends, np.flatnonzero(computes))
-    rows = np.concatenate((np.flatnonzero(is_run), outermost))
-    rows = rows[np.lexsort((host.ends[rows], host.starts[rows]))]
-    starts, communicates = host.starts[rows], is_run[rows]
+    is_cut = _named(trace, lambda name: name.startswith(_IN_GRAPH)) & (host.threads == main)
+    is_compiled = _named(trace, lambda name: bool(_COMPILED.match(name)))
+    whole = np.concatenate((np.flatnonzero(is_run), outermost[~is_compiled[outermost]]))
+    pieces, cut_starts, cut_ends = _pieces(host.starts, host.ends, outermost[is_compiled[outermost]], is_cut)
+    rows = np.concatenate((whole, pieces))
+    starts, ends = np.concatenate((host.starts[whole], cut_starts)), np.concatenate((host.ends[whole], cut_ends))
+    order = np.lexsort((ends, starts))
+    rows, starts, ends = rows[order], starts[order], ends[order]
+    communicates = is_run[rows]
     units, under = labels.of_work(host.threads[rows], starts)
     kinds = np.where(
         communicates,
@@ -41,7 +52,7 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
     emulated = set(host.threads[is_run & _named(trace, lambda name: name.startswith(EMULATED))].tolist())
     return Spans(
         starts=starts,
-        ends=host.ends[rows],
+        ends=ends,
         kinds=kinds.astype(np.int8),
         lanes=lanes.astype(np.int32),
         names=host.names[rows],
@@ -78,6 +89,14 @@ def _outermost(
     is_outermost = np.ones(len(rows), np.bool_)
     is_outermost[1:] = ends[rows][1:] > reach[:-1]
     return np.asarray(rows[is_outermost], np.int64)
+
+
+def _pieces(
+    starts: Nanoseconds, ends: Nanoseconds, rows: npt.NDArray[np.int64], is_cut: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int64], Nanoseconds, Nanoseconds]:
+    """What is left of ``rows``, which do not overlap, without what is cut: of each piece its row, start and end."""
+    left = Intervals.union(starts[rows], ends[rows]) - Intervals.union(starts[is_cut], ends[is_cut])
+    return rows[np.searchsorted(starts[rows], left.starts, side="right") - 1], left.starts, left.ends
 
 
 def _named(trace: TraceFile, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:

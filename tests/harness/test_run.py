@@ -272,6 +272,61 @@ def test_sharded_gradients_of_microbatches_are_summed_in_another_order_than_ddps
     assert fsdp.bits_note.endswith("DDP sums the microbatches before the ranks, one that reduces each of them after")
 
 
+MESSAGES = (CollectiveCount(op="send", count=1, bytes=8),)
+
+
+def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(tmp_path: Path) -> None:
+    def outcome(second: tuple[CollectiveCount, ...]) -> FakeLauncher:
+        def leave(case: CaseSpec, folder: Path) -> Launch:
+            for rank in range(case.world_size):
+                write_rank(case, folder, rank, **({"announced": second} if rank else {}))
+            return Launch()
+
+        return FakeLauncher(leave)
+
+    found = by_strategy(run(tmp_path / "a", outcome((*ANNOUNCED, *MESSAGES))))["ddp"]
+    assert found.error == (
+        "proof of run: the plan announced 1 all_reduce of 400 B, 1 send of 8 B, the trace shows 1 all_reduce of 400 B"
+    ), "rank 1's own, of which rank 0 has none"
+    assert found.proof is not None
+    assert found.proof.announced == ANNOUNCED
+    found = by_strategy(run(tmp_path / "b", outcome(())))["ddp"]
+    assert "the ranks announced different collectives" in str(found.error)
+
+
+@pytest.mark.parametrize(
+    ("axes", "off", "state"),
+    [
+        ({}, 2e-5, "failed"),
+        ({"precision": "bf16"}, 1.9e-2, "ok"),
+        ({"precision": "bf16"}, 2.1e-2, "failed"),
+        ({"optimizer": "adamw-8bit"}, 9e-4, "ok"),
+        ({"optimizer": "adamw-8bit"}, 1.1e-3, "failed"),
+    ],
+)
+def test_losses_may_differ_by_what_the_arithmetic_loses(
+    tmp_path: Path, axes: dict[str, object], off: float, state: str
+) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        scale = 1.0 if case == case.reference() else 1.0 + off
+        for rank in range(case.world_size):
+            write_rank(case, folder, rank, losses=(5.0 * scale,) * case.total_steps)
+        return Launch()
+
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix={**AXES, **axes})))["refshard-fsdp"]
+    assert record.state == state, record.error
+
+
+def test_the_longest_compilation_is_recorded_apart_from_the_steps(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        for rank in range(case.world_size):
+            write_rank(case, folder, rank, compile_s=20.0 + rank if case.strategy == "ddp" else 0.0)
+        return Launch()
+
+    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
+    assert (found["ddp"].compile_s, found["single"].compile_s) == (21.0, None)
+
+
 def test_what_a_strategy_cannot_do_is_unsupported_with_its_reason(tmp_path: Path) -> None:
     def outcome(case: CaseSpec, folder: Path) -> Launch:
         if case.strategy != "ddp":

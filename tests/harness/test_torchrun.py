@@ -30,17 +30,37 @@ from tests.harness.planted.sitecustomize import HANGING
 
 PLACE = Place(rank=0, local_rank=0, world_size=2, local_world_size=1, address="127.0.0.1")
 ALONE = ("--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("torch.distributed.run",)
+ACCELERATE = (
+    "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no",
+    "--dynamo_backend=no", "--main_process_port=0",
+)  # fmt: skip
+"""Modules that start ranks, with options."""
 
 
 @contextmanager
 def torchrun(
-    agent: Sequence[str], suite: Path, run: Path, *, before: Sequence[str] = (), planted: Sequence[str] = ()
+    agent: Sequence[str],
+    suite: Path,
+    run: Path,
+    *,
+    by: Sequence[str] = TORCHRUN,
+    before: Sequence[str] = (),
+    planted: Sequence[str] = (),
 ) -> "Iterator[subprocess.Popen[str]]":
-    """``refshard run`` under torchrun, with its options ``agent``; ``before`` is what the command line begins with, and
-    its ranks meet the faults ``planted``. It is killed if the test fails before it ends.
+    """``refshard run`` under torchrun, or what else starts its agents, with options ``agent``; ``before`` is what the
+    command line begins with, and its ranks meet the faults ``planted``. It is killed if the test fails before it ends.
     """
     measure = [sys.executable, "-m", "refshard", "run", str(suite), "--launcher", "torchrun", "--out", str(run)]
-    command = [*before, sys.executable, "-m", "torch.distributed.run", *agent, "--no-python", *measure]
+    command = [
+        *before,
+        sys.executable,
+        "-m",
+        *by,
+        *agent,
+        "--no_python" if by == ACCELERATE else "--no-python",
+        *measure,
+    ]
     environment = {**planting(*planted), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
@@ -68,10 +88,15 @@ def workers(run: Path) -> dict[str, psutil.Process]:
     return {process.environ()["RANK"]: process for process in found}
 
 
-@pytest.mark.full  # but for the local rank, two hosts show as much
-def test_one_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("by", "options"),
+    [pytest.param(TORCHRUN, ALONE, marks=pytest.mark.full), (ACCELERATE, ())],  # the agents are the same
+    ids=["torchrun", "accelerate launch"],
+)
+def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...]) -> None:
+    pytest.importorskip(by[0].partition(".")[0], reason="accelerate comes with the extra 'peers'")
     run = tmp_path / "run"
-    with torchrun(ALONE, write_suite(tmp_path, "single", "ddp", ranks=2), run) as process:
+    with torchrun(options, write_suite(tmp_path, "single", "ddp", ranks=2), run, by=by) as process:
         wait_for(lambda: len(workers(run)) == 2, 240)
         assert workers(run)["1"].environ()["LOCAL_RANK"] == "1"
         out, err = process.communicate(timeout=240)

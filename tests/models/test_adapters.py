@@ -1,0 +1,154 @@
+"""Adapters that start alike everywhere, 4-bit layers, and peft's files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from refshard.errors import CheckpointError
+from refshard.models.activation import checkpoint_layers
+from refshard.models.llama import Llama, initialise, next_token_loss
+from refshard.specs.tuning import LORA
+from tests.models import small_spec
+
+pytest.importorskip("peft", reason="adapters need the extra 'peers'")
+bitsandbytes = pytest.importorskip("bitsandbytes", reason="4-bit layers need the extra 'peers'")
+
+from refshard.models.adapters import (  # noqa: E402
+    adapt,
+    adapter_layers,
+    adapter_state,
+    load_adapters,
+    save_adapters,
+    switch_dropout,
+)
+from refshard.models.nf4 import Nf4Linear, quantise  # noqa: E402
+
+TOKENS = torch.arange(48).view(4, 12) * 7 % 100
+
+
+def make(*, four_bits: bool = False, seed: int = 0) -> Llama:
+    model = Llama(small_spec(n_layers=2))
+    initialise(model, seed)
+    if four_bits:
+        quantise(model)
+    adapt(model, seed)
+    switch_dropout(model, on=False)
+    return model
+
+
+def step(model: Llama) -> torch.Tensor:
+    loss = next_token_loss(model(TOKENS), TOKENS)
+    loss.backward()
+    return loss.detach()
+
+
+def test_adapters_alone_are_trained_on_every_linear_layer_of_a_block() -> None:
+    model = Llama(small_spec(n_layers=2))
+    initialise(model, 0)
+    state = torch.random.get_rng_state()
+    adapt(model, 0)
+    assert torch.equal(torch.random.get_rng_state(), state), "the global generator stays where it was"
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * 2 * len(LORA.projections)
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+    assert len(adapter_layers(model)) == 2 * len(LORA.projections)
+    step(model)
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained
+
+
+def test_adapters_start_as_their_names_and_the_seed_say_and_change_nothing_yet() -> None:
+    bare = Llama(small_spec(n_layers=2))
+    initialise(bare, 0)
+    one, same, other = make(), make(), make(seed=1)
+    assert torch.equal(one(TOKENS), bare(TOKENS))
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, same.get_parameter(name))
+        if ".lora_A." in name:
+            assert not torch.equal(parameter, other.get_parameter(name))
+            assert 0 < parameter.abs().max() <= parameter.shape[1] ** -0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_four_bits_mean_what_bitsandbytes_says_forward_and_backward(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 64, dtype=dtype), torch.randn(5, 64, dtype=dtype, requires_grad=True)
+    codes, state = bitsandbytes.functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    meant = bitsandbytes.functional.dequantize_4bit(codes, state)
+    layer = Nf4Linear(weight)
+    assert layer.weight.dtype == dtype
+    assert layer.weight.nbytes < 0.6 * weight.numel()
+    assert torch.equal(layer.dequantised(layer.weight, dtype), meant)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(layer(x), nn.functional.linear(x, meant))
+    assert torch.equal(x.grad, torch.ones(5, 96, dtype=dtype) @ meant)
+    assert not layer.weight.requires_grad
+
+
+def test_training_goes_on_over_four_bits_after_an_evaluation() -> None:
+    model, other = make(four_bits=True), make(four_bits=True)
+    with torch.no_grad():
+        other.eval()
+        other(TOKENS)
+        other.train()
+        switch_dropout(other, on=False)
+    assert torch.equal(step(model), step(other))
+
+
+def test_dropout_is_off_in_the_proof_on_after_it_and_drawn_again_alike_in_recomputation() -> None:
+    losses = []
+    for policy in ("none", "full", "selective"):
+        model = make()
+        checkpoint_layers(model, policy)
+        with torch.no_grad():  # B starts at 0, behind which nothing shows
+            for name, parameter in model.named_parameters():
+                if ".lora_B." in name:
+                    parameter.fill_(0.01)
+        quiet = step(model)
+        assert torch.equal(quiet, next_token_loss(model(TOKENS), TOKENS))
+        switch_dropout(model, on=True)
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss = step(model)
+        assert loss != quiet
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        losses.append((loss, torch.cat([g.flatten() for g in gradients])))
+    for loss, gradient in losses[1:]:
+        assert torch.equal(loss, losses[0][0])
+        assert torch.equal(gradient, losses[0][1])
+
+
+def test_peft_loads_what_was_saved(tmp_path: Path) -> None:
+    model = make()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(3):
+        step(model)
+        optimizer.step()
+    save_adapters(tmp_path, model, adapter_state(model.named_parameters()))
+    assert sorted(path.name for path in tmp_path.glob("adapter_*")) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    fresh = Llama(small_spec(n_layers=2))
+    initialise(fresh, 0)
+    adapted = adapt(fresh, 5)
+    assert not torch.equal(fresh(TOKENS), model(TOKENS))
+    load_adapters(tmp_path, adapted)
+    switch_dropout(fresh, on=False)
+    assert torch.equal(fresh(TOKENS), model(TOKENS))
+
+
+def test_an_incomplete_set_of_adapters_is_refused(tmp_path: Path) -> None:
+    model = make()
+    state = adapter_state(model.named_parameters())
+    state.pop(next(iter(state)))
+    with pytest.raises(CheckpointError, match="are missing or are not the model's; give all full parameters"):
+        save_adapters(tmp_path, model, state)
+    assert not list(tmp_path.iterdir())
+    smaller = Llama(small_spec(n_layers=1))
+    initialise(smaller, 0)
+    save_adapters(tmp_path, model, adapter_state(model.named_parameters()))
+    with pytest.raises(CheckpointError, match="adapt the model that they were saved from"):
+        load_adapters(tmp_path, adapt(smaller, 0))
