@@ -104,7 +104,7 @@ def train_wide_on_ranks(optimizer: str) -> tuple[list[float], bool, list[int]]:
     return *train_wide(optimizer, sharded=True), [p.numel() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("package", ["bitsandbytes", "torchao"])
+@pytest.mark.parametrize("package", ["bitsandbytes", pytest.param("torchao", marks=pytest.mark.full)])  # compiles
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_8_bit_adamw_on_shards_follows_that_on_whole_tensors(package: str, world_size: int) -> None:
     """Its state is quantised in blocks of 256 elements, counted from where the part begins: a shard's may be others.

@@ -123,7 +123,7 @@ def test_out_of_time_says_where_each_rank_stood(beaten: Run) -> None:
     assert ", rank 0 waiting in wait (collectives.py:" in record.error
     heads = [line for line in record.log_tail if line.endswith("most recent call first:")]
     assert heads == ["rank 0, most recent call first:", "rank 1, most recent call first:"]
-    assert any(line.endswith(" in _train") for line in record.log_tail)
+    assert any(line.endswith(" in train") for line in record.log_tail)
 
 
 def test_a_resumed_run_repeats_what_failed_and_only_that(beaten: Run, mended: Run) -> None:
@@ -310,6 +310,7 @@ def has_launched(run: Path) -> object:
     return list(run.glob("cases/*/progress"))
 
 
+@pytest.mark.full
 def test_ctrl_c_twice_in_a_launch(tmp_path: Path) -> None:
     run = interrupt(tmp_path, has_launched, 0.0, signal.SIGINT, signal.SIGINT)
     found = read_run(run)

@@ -55,10 +55,11 @@ def test_padding_is_by_unit_where_that_is_flat_and_by_parameter_where_not() -> N
     assert 0 <= block.gathered_numel(RECIPES["fsdp"], 7) - block.numel < 8 * 7 + 64 * 9
 
 
-def test_every_strategy_that_runs_has_a_recipe_and_every_mode_is_one() -> None:
-    for name in names():
-        if name != "single":
-            assert find_recipe(name).name == name.removeprefix("refshard-")
+def test_every_recipe_is_a_strategy_that_runs_and_every_mode_is_one() -> None:
+    for name in RECIPES:
+        running = f"refshard-{name}" if name in MODES else name
+        assert running in names()
+        assert find_recipe(running).name == name
     assert {name for name, recipe in RECIPES.items() if recipe.mode == MODES.get(name)} == MODES.keys()
 
 
