@@ -23,9 +23,8 @@ from refshard.strategies.table import ROWS
 from refshard.strategies.yafsdp import YaFSDP
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
-from tests.strategies.test_strategies import CountingMode
+from tests.strategies.test_strategies import observe
 
-STEPS = 4
 FAKE = "tests.strategies.fake_ya_fsdp"
 OPTIONAL = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", "megatron-fsdp", "yafsdp")
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -72,20 +71,7 @@ def make(name: str, arguments: str) -> Strategy:
 
 def train(key: Key) -> dict[str, Any]:
     name, scenario, arguments, tied = key
-    group = dist.group.WORLD
-    assert group is not None
-    strategy = make(name, arguments)
-    trainer = Trainer(case_of(name, scenario), small_spec(tied=tied), strategy, group, torch.device("cpu"))
-    for _ in range(STEPS):
-        with CountingMode() as counted:
-            trainer.timed_step(aligned=False)
-    return {
-        "units": strategy.wrapped_units(),
-        "announced": strategy.announced(),
-        "counted": counted.found(),
-        "losses": trainer.losses,
-        "parameters": dict(strategy.full_parameters()),
-    }
+    return observe(make(name, arguments), case_of(name, scenario), small_spec(tied=tied))
 
 
 def train_all(wanted: list[Key]) -> Results:

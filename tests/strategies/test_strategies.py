@@ -21,6 +21,7 @@ from refshard.models.llama import Llama, initialise
 from refshard.records import CollectiveCount, parity_tolerance
 from refshard.report.efficiency import link_bytes
 from refshard.specs.case import WHOLE_BATCH, CaseSpec
+from refshard.specs.model import ModelSpec
 from refshard.strategies import check_name, make_strategy, strategy_for
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
@@ -137,11 +138,10 @@ def cells() -> list[Key]:
 CELLS = cells()
 
 
-def train(case: CaseSpec, tied: bool) -> dict[str, Any]:
+def observe(strategy: Strategy, case: CaseSpec, spec: ModelSpec) -> dict[str, Any]:
+    """What a strategy says of some steps, and the last one's collectives as the dispatcher counts them."""
     group = dist.group.WORLD
     assert group is not None
-    strategy = make_strategy(case.strategy)
-    spec = small_spec(n_layers=3, tied=tied)
     trainer = Trainer(case, spec, strategy, group, torch.device("cpu"))
     for _ in range(STEPS):
         with CountingMode() as counted:
@@ -162,7 +162,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train_all(wanted: list[Key]) -> Results:
-    return {(tied, scenario, name): train(case_of(name, scenario), tied) for tied, scenario, name in wanted}
+    return {
+        (tied, scenario, name): observe(make_strategy(name), case_of(name, scenario), small_spec(n_layers=3, tied=tied))
+        for tied, scenario, name in wanted
+    }
 
 
 @pytest.fixture(scope="module")
