@@ -35,7 +35,6 @@ from refshard.plan.schedule import (
     Slots,
     assign_slots,
     build,
-    forward_only,
     on_demand,
 )
 
@@ -77,6 +76,7 @@ class Executor:
         self._effects = Effects(self._units, collectives, lanes)
         self._order = Order.OBSERVING
         self._observed: list[Op] = []
+        self._observed_training: tuple[Op, ...] = ()
         self._recording = False
         self._kind = PassKind(legs=collectives.legs)
         self._slots = Slots({}, {})
@@ -87,6 +87,8 @@ class Executor:
         self._script: tuple[_Scene, ...] | None = None
         self._position = 0
         self._backward_open = False
+        self._forwards_open = 0
+        self._version = 0
         self.accumulating = False
         for unit in self._units:
             unit.bind(*self._first_slots(unit), self._on_gradients)
@@ -112,28 +114,29 @@ class Executor:
         self.abandon_pass()
         for unit in self._units:
             unit.arrived.clear()
-        if self._order is Order.OBSERVING and any(m.phase == "backward" for m in self._observed):
-            self._plan({True, False})
-            self._order = Order.FOLLOWING
+        if self._order is Order.OBSERVING:
+            version = sum(unit.version for unit in self._units)
+            if version != self._version:
+                # The optimizer has stepped, and so barred every backward that had not come.
+                self._version, self._forwards_open = version, 0
+            # What such a backward reads is where its forward found it: units must not move to other slots before.
+            if self._observed_training and not self._forwards_open:
+                self._plan(self._observed_training, {True, False})
+                self._order = Order.FOLLOWING
+            self._forwards_open += training
         self._observed.clear()
         # An evaluation before the first training step is observed too: it may be all that the model is for.
         self._recording = self._order is Order.OBSERVING and (training or not self._followed)
-        self._kind = PassKind(
-            training=training,
-            gather=self._must_gather(),
-            reduce=training and not (self.accumulating and self._mode.gradients == "replicate"),
-            legs=self._collectives.legs,
-        )
         self._effects.masters_changed()
-        self._script = self._script_of(self._kind)
-        self._position = 0
-        if self._script is not None:
-            self._play(self._script[0])
+        self._open(training=training, forward=True)
 
     def mark(self, marker: Op) -> None:
         """Do what the schedule asks for up to ``marker``, and issue what may start after it."""
-        if marker.phase == "backward":
+        if marker.phase == "backward" and not self._backward_open:
             self._backward_open = True
+            if self._script is None:
+                # Its forward was not the last pass, as pipelines have it; or nothing is followed.
+                self._open(training=True, forward=False)
         if self._script is not None:
             expected = self._skipped()
             if expected == marker:
@@ -157,6 +160,12 @@ class Executor:
         for unit in self._units:
             if unit.in_backward:
                 self._on_gradients(unit)
+        if fruitless := any(u.trained for u in self._units) and not any(u.arrived for u in self._units):
+            warnings.warn(
+                "refshard: a backward brought no parameter a gradient; one for inputs alone (torch.autograd.grad, or a "
+                "pipeline schedule that computes gradients of inputs and weights apart) gives sharded parameters none",
+                stacklevel=2,
+            )
         if self._script is not None and (skipped := self._skipped()) is not None:
             self._give_up_order(f"backward ended before {skipped}")
         if self._script is not None:
@@ -165,7 +174,10 @@ class Executor:
             self._check_agreement()
         if self._kind.reduce:
             self._effects.reduce_rest()
+        if self._recording and not fruitless:
+            self._observed_training = tuple(self._observed)
         self._backward_open = False
+        self._forwards_open = max(0, self._forwards_open - 1)
         self.abandon_pass()
 
     def abandon_pass(self) -> None:
@@ -194,23 +206,39 @@ class Executor:
         """End a forward pass that has no backward; the first one shows the order of those to come."""
         observed = self._recording
         self.abandon_pass()
-        if observed:
-            self._plan({False})
-            self._observed.clear()
+        if observed and not self._forwards_open:
+            self._plan(tuple(self._observed), {False})
+
+    def _open(self, *, training: bool, forward: bool) -> None:
+        """Follow the schedule of a pass from its start, if one is known. Without ``forward`` only backward is to come,
+        of whose units those that were unsharded in forward may still be.
+        """
+        known = training in self._followed
+        self._kind = PassKind(
+            training=training,
+            forward=forward,
+            gather=self._must_gather() if forward or known else self._kind.gather,
+            reduce=training and not (self.accumulating and self._mode.gradients == "replicate"),
+            legs=self._collectives.legs,
+        )
+        self._script = self._script_of(self._kind) if known else None
+        self._position = 0
+        if self._script is not None:
+            self._play(self._script[0])
 
     @torch.inference_mode(False)
-    def _plan(self, followed: set[bool]) -> None:
-        """Fix the observed order for passes with or without backward, and move the units into their rings.
+    def _plan(self, observed: tuple[Op, ...], followed: set[bool]) -> None:
+        """Fix the ``observed`` order for passes with or without backward, and move the units into their rings.
 
         Slots must be ordinary tensors even where an evaluation in inference mode is what comes after step 0.
         """
-        if not self._collectives.agree(zlib.crc32(repr(self._observed).encode())):
+        if not self._collectives.agree(zlib.crc32(repr(observed).encode())):
             raise EngineError(
                 f"rank {self._collectives.world_rank} ran the units in another order, or used other parameters, than "
                 "another rank did in step 0; all ranks must call the same modules and use the same parameters in every "
                 "step"
             )
-        self._markers = tuple(self._observed)
+        self._markers = observed
         self._slots = assign_slots(self._markers, self._facts, self._mode)
         if True not in followed:
             self._slots = Slots(self._slots.parameters, {})
@@ -232,13 +260,10 @@ class Executor:
         return self._rings[role, key]
 
     def _build(self, kind: PassKind) -> tuple[Op, ...]:
-        markers = self._markers if kind.training else forward_only(self._markers)
-        return build(markers, self._slots, self._mode, self._facts, kind)
+        return build(self._markers, self._slots, self._mode, self._facts, kind)
 
-    def _script_of(self, kind: PassKind) -> tuple["_Scene", ...] | None:
-        """The op stream of a pass of this kind, scene by scene; None where its order is not known."""
-        if kind.training not in self._followed:
-            return None
+    def _script_of(self, kind: PassKind) -> tuple["_Scene", ...]:
+        """The op stream of a pass of this kind, scene by scene."""
         if kind not in self._scripts:
             self._scripts[kind] = self._scenes(self._build(kind))
         return self._scripts[kind]

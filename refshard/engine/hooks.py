@@ -6,6 +6,7 @@ arrived, which :class:`~refshard.engine.unit.Unit` counts. Frozen parameters sen
 come after the last one that does: a unit that has some ends when the gradients of its inputs are there too.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ class Hooks:
         self._precision = precision
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
         self._in_backward: set[int] = set()
+        self._watched: Counter[int] = Counter()
         root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
         # Called even where forward raised, so that the model does not go on showing unsharded parameters.
         root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True)
@@ -73,6 +75,7 @@ class Hooks:
         if _in_recomputation():
             return
         self._in_backward.clear()
+        self._watched = Counter()
         for called in self._called.values():
             called.clear()
         self._executor.begin_pass(training=torch.is_grad_enabled())
@@ -94,7 +97,7 @@ class Hooks:
             passed = through(lambda: self._inputs_done(unit), *(leaves[i] for i in watched))
             for i, tensor in zip(watched, passed):
                 leaves[i] = tensor
-            unit.inputs_awaited += 1
+            self._watched[unit.index] += 1
         return tree_unflatten(leaves, structure)
 
     def _inputs_done(self, unit: Unit) -> None:
@@ -114,7 +117,7 @@ class Hooks:
                 "from; return tensors, or a container known to torch.utils._pytree"
             )
 
-        version = unit.version
+        version, watched = unit.version, self._watched
 
         def begin_backward(_: torch.Tensor) -> None:
             if torch.is_grad_enabled():
@@ -123,17 +126,19 @@ class Hooks:
                     "gradients of gradients cannot be had of a sharded model"
                 )
             unit.check_version(version)
-            self._begin_backward(unit)
+            self._begin_backward(unit, watched)
 
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(begin_backward)
 
-    def _begin_backward(self, unit: Unit) -> None:
+    def _begin_backward(self, unit: Unit, watched: Counter[int]) -> None:
+        """``watched`` counts, by unit, the calls in its own forward whose inputs' gradients are to be awaited."""
         if not self._in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if unit.index not in self._in_backward:
             self._in_backward.add(unit.index)
+            unit.inputs_awaited = watched[unit.index]
             self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
     def _end_backward(self) -> None:

@@ -86,11 +86,13 @@ class UnitFacts:
 class PassKind:
     """What one pass has to communicate.
 
-    ``training`` passes have a backward. ``gather`` is false where the replicated parameters are current, ``reduce``
-    where the gradients stay unsharded for a later microbatch. ``legs`` is 2 where shards are replicated too.
+    ``training`` passes have a backward; one without ``forward`` is that alone, of a forward before the last, as
+    pipelines have it. ``gather`` is false where the replicated parameters are current, ``reduce`` where the gradients
+    stay unsharded for a later microbatch. ``legs`` is 2 where shards are replicated too.
     """
 
     training: bool = True
+    forward: bool = True
     gather: bool = True
     reduce: bool = True
     legs: int = 1
@@ -164,7 +166,8 @@ def build(
     facts: Sequence[UnitFacts],
     kind: PassKind = PassKind(),
 ) -> tuple[Op, ...]:
-    """Place the communication of one pass around ``markers`` (all forward before all backward)."""
+    """Place the communication of one pass around its part of ``markers`` (all forward before all backward)."""
+    markers = [m for m in markers if (kind.forward if m.phase == "forward" else kind.training)]
     before: dict[int, list[Op]] = {i: [] for i in range(len(markers) + 1)}
     awaited: dict[int, list[Op]] = {i: [] for i in range(len(markers) + 1)}
     reading = [u for u in _uses(markers, facts) if u.reads] if kind.gather else []
@@ -239,11 +242,6 @@ def on_demand(
         *(Op(k, u, phase) for u in done for k in (combined, OpKind.FINISH) if k),
         Op(OpKind.REDUCE, unit, phase),
     )
-
-
-def forward_only(markers: Sequence[Op]) -> tuple[Op, ...]:
-    """The markers of the forward pass alone, as an evaluation under ``no_grad`` meets them."""
-    return tuple(m for m in markers if m.phase == "forward")
 
 
 def _uses(markers: Sequence[Op], facts: Sequence[UnitFacts]) -> list[_Use]:

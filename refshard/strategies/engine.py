@@ -12,7 +12,7 @@ from refshard.engine.precision import Precision
 from refshard.engine.unit import Unit
 from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
-from refshard.plan.schedule import OpKind, PassKind, assign_slots, build, chain_markers, forward_only
+from refshard.plan.schedule import OpKind, PassKind, assign_slots, build, chain_markers
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.exchange import announce_exchange
@@ -60,7 +60,6 @@ class Refshard(Strategy):
         else:
             # Parameters that are kept and never change were gathered in the first pass, which nobody counts.
             kinds = [PassKind(training=False, gather=not kept, reduce=False)] * microbatches
-            markers = forward_only(markers)
         streams = [build(markers, slots, self._mode, facts, kind) for kind in kinds]
         issued = [c for stream in streams for op in stream for c in self._issued(op.kind, units[op.unit])]
         if self._world.tensor is not None:

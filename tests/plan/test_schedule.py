@@ -20,13 +20,14 @@ from refshard.plan.schedule import (
     assign_slots,
     build,
     chain_markers,
-    forward_only,
     on_demand,
 )
 
 modes = st.sampled_from(sorted(MODES.values(), key=lambda m: m.name))
 sharding = st.sampled_from([m for m in MODES.values() if m.storage != "persistent"])
-kinds = st.builds(PassKind, gather=st.booleans(), reduce=st.booleans(), legs=st.sampled_from([1, 2]))
+kinds = st.builds(
+    PassKind, forward=st.booleans(), gather=st.booleans(), reduce=st.booleans(), legs=st.sampled_from([1, 2])
+)
 
 
 def chain(n_blocks: int, mode: Mode) -> tuple[tuple[Op, ...], Slots]:
@@ -104,7 +105,8 @@ def test_compute_finds_its_unit_gathered_and_alone_in_its_slot(
                 assert unread or state[op.unit] == "ready"
             case OpKind.RELEASE:
                 assert state.pop(op.unit) == "ready"
-    kept = set(range(len(facts))) if mode.parameters == "replicate" or not kind.gather else set()
+    read = {u for u, f in enumerate(facts) if kind.forward or f.read_in_backward or not kind.gather}
+    kept = read if mode.parameters == "replicate" or not kind.gather else set()
     assert state.keys() == kept, "sharded parameters stay unsharded after the step, or replicated ones do not"
 
 
@@ -177,13 +179,22 @@ def test_an_enclosing_unit_stays_gathered_from_first_to_last_use_and_out_of_the_
 
 def test_evaluation_gives_up_what_is_sharded_and_reduces_nothing() -> None:
     for mode in MODES.values():
-        markers, facts = forward_only(chain_markers(5)), sized([500] * 5)
+        markers, facts = chain_markers(5), sized([500] * 5)
         kind = PassKind(training=False, reduce=False)
         stream = build(markers, assign_slots(markers, facts, mode), mode, facts, kind)
         assert {op.phase for op in stream} == {"forward"}
         counts = Counter(op.kind for op in stream)
         assert counts[OpKind.GATHER] == 5
         assert counts[OpKind.RELEASE] == (0 if mode.parameters == "replicate" else 5)
+
+
+def test_backward_alone_gathers_ahead_of_itself() -> None:
+    markers, facts, mode = chain_markers(5), sized([900, 500, 500, 500, 700]), find_mode("yafsdp")
+    stream = build(markers, assign_slots(markers, facts, mode), mode, facts, PassKind(forward=False))
+    assert short(stream) == (
+        "g4b g3b w4b (4b )4b r4b g2b R4b w3b (3b )3b r3b g1b g0b R3b w2b (2b )2b r2b R2b w1b f3b (1b )1b r1b R1b w0b "
+        "f4b f2b (0b )0b r0b R0b f1b f0b"
+    )
 
 
 def test_markers_come_through_unchanged() -> None:
