@@ -196,8 +196,8 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     twice, which no FLOPs here count. ``census`` and ``planned_peak_bytes`` (what the memory model says; none where it
     knows no such case) are rank 0's, and so is ``memory_course_bytes``: the highest that the allocator held in each of
     up to 128 stretches of an early step, of as many operators each; empty where nothing watched it. ``compile_s`` is
-    the longest of the ranks' times in torch's compiler, s, over the whole launch; none where nothing was compiled.
-    ``traces`` are paths relative to the run's folder.
+    the longest of the ranks' times in torch's compiler, s, over the whole launch, which takes nothing from an earlier
+    one; none where nothing was compiled. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA

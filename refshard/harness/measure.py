@@ -10,7 +10,6 @@ and the engine's slots exist, and operators are counted in the next; the trace i
 import hashlib
 import math
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from torch import nn
 
 from refshard.errors import RefshardError
 from refshard.flops import Convention, flops_per_token
+from refshard.harness.compiling import compiling_anew
 from refshard.models.activation import checkpoint_layers
 from refshard.models.data import TokenSource, open_source, rank_batch
 from refshard.models.llama import Llama, initialise
@@ -160,7 +160,15 @@ def build_model(case: CaseSpec, spec: ModelSpec, device: torch.device) -> Llama:
 def measure(
     case: CaseSpec, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress
 ) -> RankResult:
-    """Run ``case`` on this rank. The Kineto trace goes to ``trace``."""
+    """Run ``case`` on this rank, compiling anew what is compiled. The Kineto trace goes to ``trace``."""
+    with compiling_anew() as compile_s:
+        result = _measure(case, group, device, trace, progress)
+        return msgspec.structs.replace(result, compile_s=compile_s())
+
+
+def _measure(
+    case: CaseSpec, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress
+) -> RankResult:
     strategy, spec = strategy_for(case, cuda=device.type == "cuda"), load_model(case.model)
     warmup = _counted("warm-up", case.warmup_steps, progress)
     progress("build", 0, 1)
@@ -193,7 +201,6 @@ def measure(
         peak_memory_bytes=allocator.peak_bytes,
         memory_course_bytes=allocator.course_bytes if group.rank() == 0 else (),
         rss_bytes=rss,
-        compile_s=_compile_s(),
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(),
         parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",
@@ -208,12 +215,6 @@ def _planned_peak(case: CaseSpec, device: torch.device) -> int | None:
     """What the memory model says of this rank, None where it knows no such case."""
     forecast = memory_of(case, "cuda" if device.type == "cuda" else "cpu")
     return None if forecast is None else forecast.peak
-
-
-def _compile_s() -> float:
-    """Seconds that this process has spent in torch's compiler; 0 if nothing was compiled."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
 
 
 def _import_lazy_parts() -> None:
