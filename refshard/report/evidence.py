@@ -215,7 +215,7 @@ def shared(spec: CaseSpec, per_rank: bool, *, but: tuple[str, ...] = ()) -> tupl
     per rank if the suite fixes that.
     """
     batch = spec.global_batch // spec.world_size if per_rank else spec.global_batch
-    apart = ("strategy", "world_size", "resident_ranks", "global_batch", *but)
+    apart = ("strategy", "world_size", "resident_ranks", "global_batch", "time_limit_s", *but)
     return batch, *(value for field, value in msgspec.structs.asdict(spec).items() if field not in apart)
 
 

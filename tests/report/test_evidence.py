@@ -43,6 +43,13 @@ def test_cases_are_numbered_in_their_order() -> None:
     assert [case.number for case in gather(run()).cases] == list(range(6))
 
 
+def test_a_longer_time_limit_keeps_nobody_out_of_a_contest() -> None:
+    made = run(failed=False)
+    patient = msgspec.structs.replace(made.cases[-1].case, time_limit_s=900.0)
+    cases = (*made.cases[:-1], msgspec.structs.replace(made.cases[-1], case=patient))
+    assert len(gather(msgspec.structs.replace(made, cases=cases)).settings) == len(gather(made).settings)
+
+
 def test_machines_are_never_in_one_setting_and_are_named() -> None:
     there = later(run(failed=False), "there", id="bbbbbbbbbbbb", hostname="loud-elm")
     evidence = gather(run(failed=False), there)
