@@ -8,7 +8,7 @@ demand.
 
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -87,7 +87,7 @@ class Executor:
         self._script: tuple[_Scene, ...] | None = None
         self._position = 0
         self._backward_open = False
-        self._forwards_open = 0
+        self._open_forwards: set[object] = set()
         self._version = 0
         self.accumulating = False
         for unit in self._units:
@@ -103,8 +103,8 @@ class Executor:
         """The op stream of a training step of one microbatch; empty until one has been observed."""
         return self._build(PassKind(legs=self._collectives.legs)) if True in self._followed else ()
 
-    def begin_pass(self, *, training: bool) -> None:
-        """Start a forward pass. Whatever an earlier pass left behind is stale by now.
+    def begin_pass(self, forward: object, *, training: bool) -> None:
+        """Start a forward pass, known as ``forward``. Whatever an earlier pass left behind is stale by now.
 
         Raises:
             EngineError: a parameter was replaced behind the engine's back, or the ranks observed different orders.
@@ -112,18 +112,18 @@ class Executor:
         for unit in self._units:
             unit.check_parameters()
         self.abandon_pass()
-        for unit in self._units:
-            unit.arrived.clear()
         if self._order is Order.OBSERVING:
             version = sum(unit.version for unit in self._units)
             if version != self._version:
                 # The optimizer has stepped, and so barred every backward that had not come.
-                self._version, self._forwards_open = version, 0
+                self._version = version
+                self._open_forwards.clear()
             # What such a backward reads is where its forward found it: units must not move to other slots before.
-            if self._observed_training and not self._forwards_open:
+            if self._observed_training and not self._open_forwards:
                 self._plan(self._observed_training, {True, False})
                 self._order = Order.FOLLOWING
-            self._forwards_open += training
+            elif training:
+                self._open_forwards.add(forward)
         self._observed.clear()
         # An evaluation before the first training step is observed too: it may be all that the model is for.
         self._recording = self._order is Order.OBSERVING and (training or not self._followed)
@@ -135,7 +135,7 @@ class Executor:
         if marker.phase == "backward" and not self._backward_open:
             self._backward_open = True
             if self._script is None:
-                # Its forward was not the last pass, as pipelines have it; or nothing is followed.
+                # The last pass was a backward, as pipelines have it, or an evaluation; or nothing is followed.
                 self._open(training=True, forward=False)
         if self._script is not None:
             expected = self._skipped()
@@ -151,8 +151,9 @@ class Executor:
         if self._recording:
             self._observed.append(marker)
 
-    def end_backward(self) -> None:
-        """Flush what backward left open, and leave every gradient in its shard (or unsharded, while accumulating).
+    def end_backward(self, forwards: Iterable[object]) -> None:
+        """Flush what the backward of these ``forwards`` left open, and leave every gradient in its shard (or unsharded,
+        while accumulating).
 
         Raises:
             EngineError: in debug, the ranks used different parameters.
@@ -160,12 +161,6 @@ class Executor:
         for unit in self._units:
             if unit.in_backward:
                 self._on_gradients(unit)
-        if fruitless := any(u.trained for u in self._units) and not any(u.arrived for u in self._units):
-            warnings.warn(
-                "refshard: a backward brought no parameter a gradient; one for inputs alone (torch.autograd.grad, or a "
-                "pipeline schedule that computes gradients of inputs and weights apart) gives sharded parameters none",
-                stacklevel=2,
-            )
         if self._script is not None and (skipped := self._skipped()) is not None:
             self._give_up_order(f"backward ended before {skipped}")
         if self._script is not None:
@@ -174,10 +169,23 @@ class Executor:
             self._check_agreement()
         if self._kind.reduce:
             self._effects.reduce_rest()
-        if self._recording and not fruitless:
-            self._observed_training = tuple(self._observed)
+        fruitless = any(unit.trained for unit in self._units) and not any(unit.arrived for unit in self._units)
+        if not fruitless:
+            self._open_forwards.difference_update(forwards)
+            if self._recording:
+                self._observed_training = tuple(self._observed)
         self._backward_open = False
-        self._forwards_open = max(0, self._forwards_open - 1)
+        self.abandon_pass()
+        if fruitless:
+            warnings.warn(
+                "refshard: a backward brought no parameter a gradient; one for inputs alone (torch.autograd.grad, or a "
+                "pipeline schedule that computes gradients of inputs and weights apart) gives sharded parameters none",
+                stacklevel=2,
+            )
+
+    def abandon_forward(self, forward: object) -> None:
+        """Give up a forward that raised: no backward of it will come."""
+        self._open_forwards.discard(forward)
         self.abandon_pass()
 
     def abandon_pass(self) -> None:
@@ -206,18 +214,18 @@ class Executor:
         """End a forward pass that has no backward; the first one shows the order of those to come."""
         observed = self._recording
         self.abandon_pass()
-        if observed and not self._forwards_open:
+        if observed and not self._open_forwards:
             self._plan(tuple(self._observed), {False})
 
     def _open(self, *, training: bool, forward: bool) -> None:
-        """Follow the schedule of a pass from its start, if one is known. Without ``forward`` only backward is to come,
-        of whose units those that were unsharded in forward may still be.
-        """
+        """Follow the schedule of a pass from its start, if one is known; without ``forward``, of a backward alone."""
         known = training in self._followed
+        for unit in self._units:
+            unit.arrived.clear()
         self._kind = PassKind(
             training=training,
             forward=forward,
-            gather=self._must_gather() if forward or known else self._kind.gather,
+            gather=(forward or known) and self._must_gather(),
             reduce=training and not (self.accumulating and self._mode.gradients == "replicate"),
             legs=self._collectives.legs,
         )
@@ -326,6 +334,10 @@ class Executor:
         return self._script[self._position].marker
 
     def _give_up_order(self, why: str) -> None:
+        if not self._kind.forward:
+            # A second backward of one forward, say, that reaches but a part of it: served on demand, like one more.
+            self._script = None
+            return
         which = "training" if self._kind.training else "evaluation"
         warnings.warn(
             f"refshard: the order of execution changed ({why}); nothing is prefetched in {which} from now on",

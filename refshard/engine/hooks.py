@@ -8,6 +8,7 @@ come after the last one that does: a unit that has some ends when the gradients 
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Hooks:
         self._precision = precision
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
         self._in_backward: set[int] = set()
-        self._watched: Counter[int] = Counter()
+        self._forward = _Forward()
+        self._forwards: set[_Forward] = set()
         root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
         # Called even where forward raised, so that the model does not go on showing unsharded parameters.
         root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True)
@@ -75,16 +77,17 @@ class Hooks:
         if _in_recomputation():
             return
         self._in_backward.clear()
-        self._watched = Counter()
+        self._forwards.clear()
+        self._forward = _Forward()
         for called in self._called.values():
             called.clear()
-        self._executor.begin_pass(training=torch.is_grad_enabled())
+        self._executor.begin_pass(self._forward, training=torch.is_grad_enabled())
 
     def _end_forward(self, _: nn.Module, __: Any, output: Any) -> None:
         if _in_recomputation():
             return
         if output is None:  # forward raised
-            self._executor.abandon_pass()
+            self._executor.abandon_forward(self._forward)
         elif not torch.is_grad_enabled():
             self._executor.end_evaluation()
 
@@ -97,7 +100,7 @@ class Hooks:
             passed = through(lambda: self._inputs_done(unit), *(leaves[i] for i in watched))
             for i, tensor in zip(watched, passed):
                 leaves[i] = tensor
-            self._watched[unit.index] += 1
+            self._forward.watched[unit.index] += 1
         return tree_unflatten(leaves, structure)
 
     def _inputs_done(self, unit: Unit) -> None:
@@ -117,7 +120,7 @@ class Hooks:
                 "from; return tensors, or a container known to torch.utils._pytree"
             )
 
-        version, watched = unit.version, self._watched
+        version, forward = unit.version, self._forward
 
         def begin_backward(_: torch.Tensor) -> None:
             if torch.is_grad_enabled():
@@ -126,24 +129,32 @@ class Hooks:
                     "gradients of gradients cannot be had of a sharded model"
                 )
             unit.check_version(version)
-            self._begin_backward(unit, watched)
+            self._begin_backward(unit, forward)
 
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(begin_backward)
 
-    def _begin_backward(self, unit: Unit, watched: Counter[int]) -> None:
-        """``watched`` counts, by unit, the calls in its own forward whose inputs' gradients are to be awaited."""
+    def _begin_backward(self, unit: Unit, forward: "_Forward") -> None:
         if not self._in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._forwards.add(forward)
         if unit.index not in self._in_backward:
             self._in_backward.add(unit.index)
-            unit.inputs_awaited = watched[unit.index]
+            unit.inputs_awaited = forward.watched[unit.index]
             self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
     def _end_backward(self) -> None:
         self._in_backward.clear()
-        self._executor.end_backward()
+        self._executor.end_backward(self._forwards)
+        self._forwards.clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forward:
+    """One forward pass; ``watched`` counts, by unit, its calls whose inputs' gradients backward has to await."""
+
+    watched: Counter[int] = field(default_factory=Counter)
 
 
 class _Passage(torch.autograd.Function):

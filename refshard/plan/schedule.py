@@ -86,9 +86,9 @@ class UnitFacts:
 class PassKind:
     """What one pass has to communicate.
 
-    ``training`` passes have a backward; one without ``forward`` is that alone, of a forward before the last, as
-    pipelines have it. ``gather`` is false where the replicated parameters are current, ``reduce`` where the gradients
-    stay unsharded for a later microbatch. ``legs`` is 2 where shards are replicated too.
+    ``training`` passes have a backward; one without ``forward`` is that alone, where the pass before was another
+    microbatch's backward, as pipelines have it. ``gather`` is false where the replicated parameters are current,
+    ``reduce`` where the gradients stay unsharded for a later microbatch. ``legs`` is 2 where shards are replicated too.
     """
 
     training: bool = True

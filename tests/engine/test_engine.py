@@ -407,7 +407,7 @@ def test_unknown_markers_do_not_advance_the_stream() -> None:
     model = sharded("yafsdp")
     train(model, 2)
     executor = engine_of(model).executor
-    executor.begin_pass(training=True)
+    executor.begin_pass(object(), training=True)
     with pytest.warns(UserWarning, match="the order of execution changed"):
         executor.mark(Op(OpKind.BEGIN, 3, "forward"))
 

@@ -104,3 +104,46 @@ def test_a_backward_that_brings_no_parameter_a_gradient_is_told() -> None:
         torch.autograd.grad(model(x).sum(), x)
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_backward_of_a_part_leaves_the_order_as_it_is(mode: str) -> None:
+    """An auxiliary loss on an early block, say: it is served on demand."""
+
+    def both(model: torch.nn.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        handle = model[1].register_forward_hook(lambda _, __, output: seen.append(output))
+        loss = model(x).square().mean()
+        handle.remove()
+        loss.backward(retain_graph=True)
+        seen[0].square().mean().backward()
+        return [loss.detach()]
+
+    def make() -> torch.nn.Sequential:
+        torch.manual_seed(1)
+        return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+
+    bare, model = make(), make()
+    refshard.shard(model, mode=mode, blocks=["0", "1", "2", "3"], collectives=LateCollectives(), debug=True)
+    for net in (bare, model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for start in range(4):
+            both(net, torch.randn(2, 4, generator=torch.Generator().manual_seed(start)))
+            optimizer.step()
+            optimizer.zero_grad()
+    order = engine_of(model).executor.order
+    assert order is Order.FOLLOWING
+    found = dict(refshard.full_parameters(model))
+    for name, value in bare.named_parameters():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_forward_that_raised_keeps_no_unit_from_its_place() -> None:
+    bare, model = make_net(), make_net()
+    refshard.shard(model, mode="yafsdp", collectives=LateCollectives(), debug=True)
+    for net in (bare, model):
+        with pytest.raises(IndexError):
+            net(torch.full((1, 3), 99))
+        step(net, "F0 B0 F1 B1", 0)
+    order = engine_of(model).executor.order
+    assert order is Order.FOLLOWING, "ranks of which one met the error would plan at different times"
