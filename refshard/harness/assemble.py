@@ -26,6 +26,7 @@ from refshard.records import (
 )
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
 from refshard.specs.model import ModelSpec, load_model
+from refshard.strategies.table import ROWS
 from refshard.tracing.figures import Breakdown
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import collectives_per_step, mean_ratio, step_breakdowns
@@ -139,6 +140,8 @@ def _prove(
     failures = [*_failed_collectives(case, ranks, traces, differing)]
     if not ranks[0].wrapped_units and case.strategy != REFERENCE_STRATEGY:
         failures.append("the model was not wrapped: it has no unit")
+    elif bare := _blocks_without_unit(case, ranks[0].wrapped_units):
+        failures.append(f"no unit is, or lies in, {', '.join(bare)}")
     if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
         failures.append("a rank left fewer losses or step times than steps")
     parity, parity_note, identical, bits_note = None, "", None, ""
@@ -160,6 +163,13 @@ def _prove(
         bits_note=bits_note,
         failures=tuple(failures),
     )
+
+
+def _blocks_without_unit(case: CaseSpec, units: Sequence[str]) -> list[str]:
+    if not ROWS[case.strategy].by_block:
+        return []
+    blocks = [f"model.layers.{index}" for index in range(load_model(case.model).n_layers)]
+    return [block for block in blocks if not any(unit == block or unit.startswith(f"{block}.") for unit in units)]
 
 
 def _failed_collectives(

@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from refshard.engine.grouping import group_units
 from refshard.errors import RefshardError
 from refshard.flops import Convention, flops_per_token
 from refshard.harness.compiling import compiling_anew
+from refshard.harness.marks import mark_units
 from refshard.models.activation import checkpoint_layers
 from refshard.models.data import TokenSource, open_source, rank_batch
 from refshard.models.llama import Llama, initialise
@@ -32,6 +34,7 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec, load_model
 from refshard.strategies import strategy_for
 from refshard.strategies.base import Strategy
+from refshard.strategies.table import ROWS
 from refshard.strategies.world import World
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.census import OperatorCensus
@@ -90,6 +93,7 @@ class Trainer:
         self._source: TokenSource = open_source(case.data, spec.vocab, case.seed)
         self._world = World.of(case, group, device)
         self._model = build_model(case, spec, device)
+        self._units = tuple((group.name, group.modules) for group in group_units(self._model, None))
         self._loop = strategy.wrap(self._model, self._world)
         torch.manual_seed((case.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
 
@@ -101,6 +105,10 @@ class Trainer:
             from refshard.models.adapters import switch_dropout
 
             switch_dropout(self._model, on=True)
+
+    def mark_units(self) -> None:
+        """From now on, have traces say which unit computes."""
+        mark_units(self._units)
 
     def timed_step(self, *, aligned: bool) -> float:
         """Compute one step and return its synchronised wall time in seconds.
@@ -183,6 +191,9 @@ def _measure(
     trainer.begin_dropout()
     times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    row = ROWS[case.strategy]
+    if not row.labels and not row.compiles:  # compiled code would take hooks for a part of it
+        trainer.mark_units()
     traced = []
     with capture_steps(trace, case.traced_steps, all_threads=case.fidelity == "emulated") as profiler:
         for step in _counted("trace", WARMUP_STEPS + case.traced_steps, progress):

@@ -24,7 +24,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     ``packages`` are import names, which the extra ``extra`` of refshard installs. ``without_cuda`` is what the peer
     said when it was made to run without a CUDA device; empty where it runs. One that ``compiles`` does so in its first
-    step, for seconds or minutes.
+    step, for seconds or minutes. One that ``labels`` writes into a trace which unit computes; of others the harness
+    does, unless they compile. Every block of the model is a unit ``by_block``, or holds some.
     """
 
     module: str
@@ -36,6 +37,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     extra: str = ""
     without_cuda: str = ""
     compiles: bool = False
+    labels: bool = False
+    by_block: bool = True
 
     def missing(self) -> str:
         """Which packages must be installed, and how, in words; empty if there are none."""
@@ -75,9 +78,10 @@ def asked(case: CaseSpec) -> frozenset[Axis]:
 
 ROWS: dict[str, Row] = {
     "single": Row(
-        module="single", class_name="Single", about="one unsharded rank, which all others are held against", axes=ANY
+        module="single", class_name="Single", about="one unsharded rank, which all others are held against", axes=ANY,
+        by_block=False,
     ),
-    "ddp": Row(module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY),
+    "ddp": Row(module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY, by_block=False),
     "fsdp1": Row(
         module="fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD", axes=SHARDED
     ),
@@ -97,9 +101,12 @@ ROWS: dict[str, Row] = {
         module="fsdp1", class_name="FSDP1", about="... NO_SHARD: everything replicated", axes=PLAIN,
         arguments={"sharding": "NO_SHARD"},
     ),
-    "fsdp2": Row(module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSED),
+    "fsdp2": Row(
+        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSED, labels=True
+    ),
     "fsdp2-tuned": Row(
-        module="fsdp2_tuned", class_name="FSDP2Tuned", about="... with every public knob that helps", axes=SHARDED
+        module="fsdp2_tuned", class_name="FSDP2Tuned", about="... with every public knob that helps", axes=SHARDED,
+        labels=True,
     ),
     **{
         name: Row(
@@ -116,16 +123,17 @@ ROWS: dict[str, Row] = {
     },
     "fsdp2-compiled": Row(
         module="fsdp2_compiled", class_name="FSDP2Compiled", about="torch's FSDP2, each block compiled", compiles=True,
+        labels=True,
         axes=frozenset({"inference", "microbatches", "checkpointing", "bf16"}),
     ),
     "accelerate": Row(
         module="accelerate_fsdp2", class_name="AccelerateFSDP2", packages=("accelerate", "transformers"), extra="peers",
-        about="Hugging Face Accelerate's FSDP2 plugin, transformers' Llama",
+        about="Hugging Face Accelerate's FSDP2 plugin, transformers' Llama", labels=True,
         axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "offload", "lora", "qlora"}),
     ),
     "hf-trainer": Row(
         module="hf_trainer", class_name="HFTrainer", packages=("accelerate", "transformers", "greenlet"), extra="peers",
-        about="transformers' Trainer with its own FSDP2 sharding",
+        about="transformers' Trainer with its own FSDP2 sharding", labels=True,
         axes=frozenset({"microbatches", "checkpointing", "bf16", "lora", "qlora"}),
     ),
     **{
@@ -144,6 +152,7 @@ ROWS: dict[str, Row] = {
     ),
     "yafsdp": Row(
         module="yafsdp", class_name="YaFSDP", packages=("ya_fsdp",), about="upstream's YaFSDP, fully_shard",
+        labels=True,
         axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "lora"}),
     ),
     "tensor-parallel": Row(
@@ -152,11 +161,12 @@ ROWS: dict[str, Row] = {
     ),
     "pipeline": Row(
         module="pipeline", class_name="Pipeline", about="torch's 1F1B schedule, blocks divided over all ranks",
+        by_block=False,
         axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit"}),
     ),
     **{
         f"refshard-{mode}": Row(
-            module="engine", class_name="Refshard", about=about, arguments={"mode": mode},
+            module="engine", class_name="Refshard", about=about, arguments={"mode": mode}, labels=True,
             axes=COMPOSED - {"replicas"} if mode == "replicate" else COMPOSED,
         )
         for mode, about in {

@@ -36,7 +36,7 @@ def rank_result(case: CaseSpec, rank: int, **changes: Any) -> RankResult:
         "losses": tuple(5.0 - 0.1 * i for i in range(case.total_steps)),
         "peak_memory_bytes": 1000 * (rank + 1),
         "rss_bytes": 5000,
-        "wrapped_units": () if alone else ("layers.0",),
+        "wrapped_units": () if alone else tuple(f"model.layers.{i}" for i in range(load_model(case.model).n_layers)),
         "announced": () if alone else ANNOUNCED,
         "parameters_sha256": "same",
         "census": CENSUS,

@@ -12,6 +12,7 @@ import pytest
 
 from refshard.harness.store import read_run
 from refshard.records import METRICS, Run
+from refshard.tracing.kineto import read_timeline
 from tests.harness.commandline import SUITE, processes_of, refshard, status_of, wait_for, write_suite
 from tests.harness.faults import running
 
@@ -34,6 +35,9 @@ def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
     assert rows["refshard-yafsdp"]["bit_identical_to_ddp"] is True
     run = read_run(tmp_path / "run")
     assert all(r.case.strategy == "single" or (r.proof and r.proof.announced == r.proof.traced) for r in run.cases)
+    for record in run.cases:  # their own labels, or the harness's marks
+        timeline = read_timeline(tmp_path / "run" / record.traces[0])
+        assert "model.layers.0" in timeline.spans.unit_names, record.case.strategy
     assert not processes_of(tmp_path / "run")
 
 

@@ -128,6 +128,10 @@ def test_a_rank_that_left_nothing_is_a_failure_with_the_launchers_cause(tmp_path
     ("changes", "reason"),
     [
         ({"wrapped_units": ()}, "the model was not wrapped: it has no unit"),
+        (
+            {"wrapped_units": ("root", "model.layers.1.mlp")},
+            "no unit is, or lies in, model.layers.0, " + ", ".join(f"model.layers.{i}" for i in range(2, 6)),
+        ),
         ({"step_times_s": (0.1,)}, "a rank left fewer losses or step times than steps"),
         (
             {"announced": (CollectiveCount(op="all_gather", count=2, bytes=8),)},
