@@ -149,7 +149,7 @@ def test_losses_equal_those_of_one_unsharded_rank(trained: Results, cell: Key) -
     name, scenario, tied = cell
     reference = trained["single", "plain" if scenario == "offload" else scenario, tied]["losses"]
     assert trained[cell]["losses"] == pytest.approx(reference, rel=parity_tolerance(case_of(name, scenario)))
-    assert scenario == "inference" or reference[-1] < reference[0]
+    assert scenario != "plain" or reference[1:] != trained["single", "inference", False]["losses"][1:]
 
 
 @each
