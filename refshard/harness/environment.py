@@ -18,7 +18,10 @@ import torch.distributed as dist
 from refshard import resources
 from refshard.records import Environment
 
-_PACKAGES = ("torch", "numpy", "msgspec", "transformers")
+_PACKAGES = (
+    "torch", "numpy", "msgspec", "transformers", "accelerate", "bitsandbytes", "deepspeed", "megatron-fsdp", "peft",
+    "torchao",
+)  # fmt: skip
 COMPARABLE = (
     "os", "cpu", "physical_cores", "logical_cores", "gpus", "python", "torch", "backends", "gemm_threads"
 )  # fmt: skip

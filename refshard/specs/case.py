@@ -42,7 +42,8 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
       ``"none"``, ``"full"``, ``"every-K"`` (each K-th layer), or the layers' indices; with ``"selective"`` all layers
       keep attention's output and every second matrix product's too, as torchtitan's selective checkpointing by
       operator does.
-    - ``precision`` is what parameters are gathered and computed in; masters, reductions and optimizer state are fp32.
+    - ``precision`` is what parameters are gathered and computed in; masters, reductions and optimizer state are fp32,
+      but for those of bf16 adapters, which have no other master.
     - ``tuning`` trains all parameters (``"full"``); or LoRA adapters on every linear of the blocks, whose bases are
       frozen (``"lora"``) and, with ``"qlora"``, in NF4 with double quantisation.
     - ``optimizer`` is AdamW, or AdamW with 8-bit state.

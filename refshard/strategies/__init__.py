@@ -50,5 +50,7 @@ def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
     if why := row.unavailable(cuda=cuda):
         raise UnsupportedError(f"{case.strategy} {why}")
     if lacking := row.lacks(case):
-        raise UnsupportedError(f"{case.strategy} has no {', no '.join(lacking)}; see refshard list strategies")
+        raise UnsupportedError(
+            f"refshard's row of {case.strategy} does not cover {', '.join(lacking)}; see refshard list strategies"
+        )
     return make_strategy(case.strategy)

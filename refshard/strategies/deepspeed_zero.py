@@ -42,8 +42,6 @@ class DeepSpeedZero(Strategy):
             "train_micro_batch_size_per_gpu": case.global_batch // case.world_size // case.microbatches,
             "managed_gradient_accumulation": False,  # a step ends when ``step`` is called
             "gradient_clipping": 0.0,  # 1.0 if not given
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": self._stage, **self._zero},
         }
         adam = make_optimizer(model.parameters(), case)

@@ -46,6 +46,8 @@ class FSDP1(Strategy):
     def wrap(self, model: Llama, world: World) -> Loop:
         """See :meth:`Strategy.wrap`."""
         self._world = world
+        if world.shards == 1:
+            raise UnsupportedError("FSDP1 over a single rank makes NO_SHARD of every sharding strategy")
         if world.case.offload and world.device.type == "cpu":
             _try_to_pin()
         options: dict[str, Any] = {"process_group": world.group, "sharding_strategy": ShardingStrategy[self._sharding]}

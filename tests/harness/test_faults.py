@@ -319,6 +319,7 @@ def test_ctrl_c_twice_in_a_launch(tmp_path: Path) -> None:
     resume(run)
 
 
+@pytest.mark.full
 def test_an_end_that_is_asked_for_while_the_dashboard_is_drawn(tmp_path: Path) -> None:
     """The run itself is whole; resuming it draws the page."""
     hung = planting("single 0 dashboard hang")

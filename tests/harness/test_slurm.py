@@ -359,6 +359,7 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
 
 
 @pytest.mark.slurm
+@pytest.mark.full
 def test_a_job_that_a_killed_harness_left_ends_before_the_run_goes_on(tmp_path: Path, cluster: Slurm) -> None:
     run = tmp_path / "run"
     killed = submitted(cluster, write_suite(tmp_path, "single", steps=100_000), run)

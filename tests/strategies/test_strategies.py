@@ -256,7 +256,7 @@ def test_what_a_strategy_lacks_is_named() -> None:
     case = case_of("tensor-parallel", "plain")
     lacking = msgspec.structs.replace(case, tuning="qlora", offload=True)
     with pytest.raises(
-        UnsupportedError, match="tensor-parallel has no offload, no qlora; see refshard list strategies"
+        UnsupportedError, match="row of tensor-parallel does not cover offload, qlora; see refshard list strategies"
     ):
         strategy_for(lacking, cuda=False)
     assert isinstance(strategy_for(case, cuda=False), Strategy)
