@@ -1,7 +1,8 @@
 """Marks in a trace where its strategy does not say itself which unit computes.
 
-They read as the engine's do, name units as it does, and are put on after the timed steps: nobody is slowed by them.
-They say where compute belongs, not collectives: a peer may issue those of one unit while another computes.
+They read as the engine's do, name units as it does, and are put on after the timed steps; the traced ones are slower
+by some microseconds a unit. They say where compute belongs, not collectives: a peer may issue those of one unit while
+another computes.
 """
 
 from collections.abc import Iterable

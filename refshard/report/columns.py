@@ -41,6 +41,7 @@ COLUMNS: dict[str, Callable[[Case], object]] = {
     "offload": lambda case: case.spec.offload,
     "replicas": lambda case: case.spec.replicas,
     "tensor_parallel": lambda case: case.spec.tensor_parallel,
+    "memory_limit_gib": lambda case: case.spec.memory_limit_gib,
     "fidelity": lambda case: case.fidelity,
     "cluster": lambda case: case.spec.cluster or None,
     "device": lambda case: case.launches[0].device,

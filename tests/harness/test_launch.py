@@ -41,6 +41,15 @@ def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
     assert not processes_of(tmp_path / "run")
 
 
+def test_what_is_unsupported_is_told_and_is_no_failure(tmp_path: Path) -> None:
+    suite = write_suite(tmp_path, "tensor-parallel", ranks=2, more="offload = true")
+    done = refshard("run", suite, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "row of tensor-parallel does not cover offload; see refshard list strategies" in done.stderr
+    states = {r.case.strategy: r.state for r in read_run(tmp_path / "run").cases}
+    assert states == {"single": "ok", "tensor-parallel": "unsupported"}
+
+
 TROUBLE = """
 name = "trouble"
 [[matrix]]
