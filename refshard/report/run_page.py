@@ -18,6 +18,7 @@ from refshard.report import charts, origin, views
 from refshard.report.against import against
 from refshard.report.cases import Case
 from refshard.report.charts import Chart
+from refshard.report.crossover import crossovers
 from refshard.report.evidence import Evidence, Setting
 from refshard.report.losses import losses
 from refshard.report.memory import Memory, memory
@@ -103,6 +104,7 @@ def _content(evidence: Evidence, beside: Beside) -> dict[str, Any]:
         **_record(evidence, beside),
         "sections": sections,
         "scalings": scaled,
+        "crossovers": crossovers(evidence),
         "published": published(evidence),
         "curves": curves,
         "history": history,
