@@ -127,15 +127,29 @@ def _settings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, .
         where = machine(case.header.environment)
         key = (shared(case.spec, per_rank), per_rank, case.fidelity, case.spec.resident_ranks, where)
         grouped.setdefault(key, []).append(case)
-    return _labelled(grouped.values(), cases, known, per_rank=True)
+    return _labelled(map(_most_patient, grouped.values()), cases, known, per_rank=True)
+
+
+def _most_patient(group: list[Case]) -> list[Case]:
+    """Of cases that differ in their time limits only, such as references of a suite with several, the longest."""
+    longest: dict[CaseSpec, float] = {}
+    for spec in (case.spec for case in group):
+        longest[_timeless(spec)] = max(spec.time_limit_s, longest.get(_timeless(spec), 0.0))
+    return [case for case in group if case.spec.time_limit_s == longest[_timeless(case.spec)]]
+
+
+def _timeless(spec: CaseSpec) -> CaseSpec:
+    """The spec with one and the same time limit, on which what it trains does not depend."""
+    return msgspec.structs.replace(spec, time_limit_s=1.0)
 
 
 def _trainings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, ...]:
     grouped: dict[tuple[CaseSpec, str], list[Case]] = {}
     for case in cases:
         if case.fidelity == "measured":
-            grouped.setdefault((case.spec.reference(), machine(case.header.environment)), []).append(case)
-    return _labelled(grouped.values(), cases, known, per_rank=False)
+            key = _timeless(case.spec.reference()), machine(case.header.environment)
+            grouped.setdefault(key, []).append(case)
+    return _labelled(map(_most_patient, grouped.values()), cases, known, per_rank=False)
 
 
 def _labelled(

@@ -7,6 +7,7 @@ import pytest
 
 from refshard.records import Run
 from refshard.report.evidence import gather
+from refshard.report.run_page import page
 from refshard.report.verdict import findings
 from tests.report.runs import CASES, over_network, run
 
@@ -48,6 +49,22 @@ def test_a_longer_time_limit_keeps_nobody_out_of_a_contest() -> None:
     patient = msgspec.structs.replace(made.cases[-1].case, time_limit_s=900.0)
     cases = (*made.cases[:-1], msgspec.structs.replace(made.cases[-1], case=patient))
     assert len(gather(msgspec.structs.replace(made, cases=cases)).settings) == len(gather(made).settings)
+
+
+def test_of_cases_that_differ_in_time_limit_only_the_most_patient_is_compared_and_all_are_kept() -> None:
+    """Such as the references of a suite that gives one strategy more time."""
+    made = run(failed=False)
+    patient = [
+        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, time_limit_s=900.0))
+        for record in made.cases
+    ]
+    both = gather(msgspec.structs.replace(made, cases=(*patient[:1], *made.cases, *patient[1:])))
+    alone = gather(made)
+    assert len(both.cases) == 2 * len(alone.cases)
+    for found, known in ((both.settings, alone.settings), (both.trainings, alone.trainings)):
+        assert [len(setting.cases) for setting in found] == [len(setting.cases) for setting in known]
+        assert {case.spec.time_limit_s for setting in found for case in setting.cases} == {900.0}
+    assert "".join(page(both))
 
 
 def test_machines_are_never_in_one_setting_and_are_named() -> None:
