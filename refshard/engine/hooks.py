@@ -22,6 +22,9 @@ from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 from refshard.plan.schedule import Op, OpKind
 
+_NONE = -1
+"""What autograd knows a backward by while it runs none."""
+
 
 class Hooks:
     """The hooks on one sharded model, for as long as it lives."""
@@ -31,6 +34,7 @@ class Hooks:
         self._precision = precision
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
         self._in_backward: set[int] = set()
+        self._backward = _NONE
         self._forward = _Forward()
         self._forwards: set[_Forward] = set()
         root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
@@ -76,8 +80,7 @@ class Hooks:
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
         if _in_recomputation():
             return
-        self._in_backward.clear()
-        self._forwards.clear()
+        self._abandon_backward()
         self._forward = _Forward()
         for called in self._called.values():
             called.clear()
@@ -136,7 +139,12 @@ class Hooks:
                 tensor.register_hook(begin_backward)
 
     def _begin_backward(self, unit: Unit, forward: "_Forward") -> None:
-        if not self._in_backward:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            if self._backward != _NONE:  # one that raised: nothing has ended it
+                self._abandon_backward()
+                self._executor.abandon_pass()
+            self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._forwards.add(forward)
         if unit.index not in self._in_backward:
@@ -145,8 +153,13 @@ class Hooks:
             self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
     def _end_backward(self) -> None:
+        forwards = frozenset(self._forwards)
+        self._abandon_backward()
+        self._executor.end_backward(forwards)
+
+    def _abandon_backward(self) -> None:
+        self._backward = _NONE
         self._in_backward.clear()
-        self._executor.end_backward(self._forwards)
         self._forwards.clear()
 
 
@@ -177,7 +190,7 @@ def _in_recomputation() -> bool:
     """Whether autograd is running now: a forward call then is activation checkpointing's, whose hooks are not the
     schedule's business (the post-hook does not even fire, since recomputation stops early).
     """
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != _NONE
 
 
 def _refuse_parameters(unit: Unit, outputs: list[torch.Tensor]) -> None:

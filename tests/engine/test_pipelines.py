@@ -147,3 +147,43 @@ def test_a_forward_that_raised_keeps_no_unit_from_its_place() -> None:
         step(net, "F0 B0 F1 B1", 0)
     order = engine_of(model).executor.order
     assert order is Order.FOLLOWING, "ranks of which one met the error would plan at different times"
+
+
+@pytest.mark.parametrize("following", [False, True], ids=["step 0", "following"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_that_raised_costs_the_next_one_nothing(mode: str, following: bool) -> None:
+    """Even where the next one's forward is past, so that no forward comes in between."""
+
+    def interrupted(model: Net) -> None:
+        raising = [False]
+
+        def maybe_raise(_: torch.Tensor) -> None:
+            if raising[0]:
+                raise InterruptedError("in backward")
+
+        def watch(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
+            output.register_hook(maybe_raise)
+
+        handle = model.layers[0].register_forward_hook(watch)
+        first, second = (loss_of(model, make_batch(number)) for number in range(2))
+        handle.remove()
+        raising[0] = True
+        with pytest.raises(InterruptedError):
+            first.backward()
+        raising[0] = False
+        model.zero_grad()  # of what came before the error
+        second.backward()
+
+    bare, model = make_net(), make_net()
+    refshard.shard(model, mode=mode, collectives=LateCollectives(), debug=True)
+    for net in (bare, model):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for start in range(2 if following else 0):
+            step(net, "F0 F1 B0 B1", start)
+            optimizer.step()
+            optimizer.zero_grad()
+        interrupted(net)
+        optimizer.step()
+    found = dict(refshard.full_parameters(model))
+    for name, value in bare.named_parameters():
+        assert torch.equal(found[name], value), name
