@@ -182,8 +182,16 @@ def _state_of(error: BaseException) -> State:
         return "oom"
     if isinstance(error, UnsupportedError):
         return "unsupported"
-    # The CPU allocator has no exception of its own.
-    return "oom" if isinstance(error, RuntimeError) and "can't allocate memory" in str(error) else "failed"
+    return "oom" if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _signs()) else "failed"
+
+
+def _signs() -> tuple[str, ...]:
+    """Parts of messages that tell of no memory: the CPU's allocator has no exception of its own, nor has a thread that
+    is refused for want of a stack where the process's memory is limited.
+    """
+    allocator = ("can't allocate memory",)
+    limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    return (*allocator, "Resource temporarily unavailable", "can't start new thread") if limited else allocator
 
 
 def _describe(error: BaseException) -> str:

@@ -1,0 +1,62 @@
+"""What a rank says of the error that ended it. The process and its limit are real."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from refshard.harness.measure import RankResult
+from refshard.harness.rank import CASE_FILE, rank_file
+from refshard.specs.case import CaseSpec
+
+THREADS_OF_64_MIB = """
+import sys, threading
+from pathlib import Path
+from refshard.harness import rank
+
+def start_threads(*_):
+    threading.stack_size(64 * 2**20)
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(40)]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        over.set()
+    raise RuntimeError("all of them started")
+
+rank._measure = start_threads
+sys.exit(rank.run_rank(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "state", "error"),
+    [
+        (1.0, "oom", "RuntimeError: can't start new thread"),
+        (None, "failed", "RuntimeError: all of them started"),
+    ],
+)
+def test_a_thread_without_room_for_its_stack_is_out_of_memory(
+    tmp_path: Path, limit_gib: float | None, state: str, error: str
+) -> None:
+    case = CaseSpec(
+        strategy="single",
+        world_size=1,
+        model="llama-tiny",
+        global_batch=1,
+        seq_len=8,
+        device="cpu",
+        memory_limit_gib=limit_gib,
+    )
+    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS_OF_64_MIB, tmp_path], env={**os.environ, **where}, check=False, timeout=120
+    )
+    assert done.returncode == 1
+    result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
+    assert (result.state, result.error) == (state, error)
