@@ -1,4 +1,6 @@
-"""What docs/performance.md says, and docs/simulation.md of torch's tracker, is what the recorded figures are."""
+"""What docs/performance.md and docs/peers-measured.md say, and docs/simulation.md of torch's tracker, is what the
+recorded figures are.
+"""
 
 import json
 import re
@@ -23,6 +25,19 @@ def test_every_table_is_printed_from_the_records() -> None:
         part.strip() for block in re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL) for part in block.split("\n\n")
     ]
     assert len(tables) == 6
+    for table in tables:
+        assert table in printed, table
+
+
+def test_every_table_of_peers_is_printed_from_the_records() -> None:
+    page = (ROOT / "docs" / "peers-measured.md").read_text()
+    printed = "\n\n".join(
+        show(RECORDED / run, as_json=False, against=against)
+        for run, against in (("peers", None), ("peers", "ddp"), ("finetune", None))
+    )
+    blocks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    tables = [part.strip() for block in blocks for part in block.split("\n\n")]
+    assert len(tables) >= 4
     for table in tables:
         assert table in printed, table
 
