@@ -15,7 +15,8 @@ from refshard.specs.case import CaseSpec
 THREADS_OF_64_MIB = """
 import sys, threading
 from pathlib import Path
-from refshard.harness import rank
+from torch.nn.modules.module import register_module_forward_pre_hook
+from refshard.harness.rank import run_rank
 
 def start_threads(*_):
     threading.stack_size(64 * 2**20)
@@ -28,8 +29,8 @@ def start_threads(*_):
         over.set()
     raise RuntimeError("all of them started")
 
-rank._measure = start_threads
-sys.exit(rank.run_rank(Path(sys.argv[1])))
+register_module_forward_pre_hook(start_threads)
+sys.exit(run_rank(Path(sys.argv[1])))
 """
 
 
