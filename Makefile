@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Runs that dashboards/published shows.
-RECORDED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network)
+RECORDED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard)
 
 .PHONY: quickstart test check lint types slow matrix crosscheck gate dashboard full clean
 .DELETE_ON_ERROR:
