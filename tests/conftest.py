@@ -17,8 +17,10 @@ torch.set_num_threads(1)
 settings.register_profile("refshard", deadline=None)
 settings.load_profile("refshard")
 
+LONG = ("slow", "full", "early")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that hold something slow come first, so that none of them is what the others wait for at the end."""
-    long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("full")}
+    """Files that hold something long come first, so that none of them is what the others wait for at the end."""
+    long = {item.path for item in items if any(map(item.get_closest_marker, LONG))}
     items.sort(key=lambda item: item.path not in long)

@@ -28,6 +28,8 @@ from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 
+pytestmark = pytest.mark.early
+
 C10D = {
     "allreduce_": ("all_reduce", lambda args: sum(t.nbytes for t in args[0])),
     "_allgather_base_": ("all_gather", lambda args: args[0].nbytes),
