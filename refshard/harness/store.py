@@ -3,7 +3,7 @@
 One writer at a time appends, under a lock of the kernel's that ends with its process. A line is complete or, after a
 crash, the torn last one, which readers leave out and the next writer cuts off. Each line ends in a check of its own
 bytes, so that no flipped one is taken for a result, and the closing record holds the SHA-256 of all lines before it, so
-that none can be missing.
+that a closed run misses none. In a run that is not closed, a lost line is a launch to be made.
 """
 
 import fcntl
