@@ -145,9 +145,10 @@ def observe(strategy: Strategy, case: CaseSpec, spec: ModelSpec) -> dict[str, An
     group = dist.group.WORLD
     assert group is not None
     trainer = Trainer(case, spec, strategy, group, torch.device("cpu"))
-    for _ in range(STEPS):
-        with CountingMode() as counted:
-            trainer.timed_step(aligned=False)
+    for _ in range(STEPS - 1):
+        trainer.timed_step(aligned=False)
+    with CountingMode() as counted:
+        trainer.timed_step(aligned=False)
     return {
         "units": strategy.wrapped_units(),
         "announced": strategy.announced(),
