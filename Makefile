@@ -6,8 +6,11 @@ VENV ?= .venv
 JOBS ?= 2
 # Which of them; .ci/run has the slow ones run among the others, where they fill what those leave idle.
 TESTS ?= not slow and not full
+# Of pip; .ci/run leaves modules to be compiled as they are imported, which most of what is installed never is.
+INSTALL_OPTIONS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(INSTALL_OPTIONS) \
+	--constraint constraints.txt --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Runs that dashboards/published shows.
@@ -62,15 +65,15 @@ $(VENV)/bin/python:
 # Each installs all that those above it do.
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing refshard into $(VENV) (a minute or two)"
-	$(PIP) install --constraint constraints.txt --editable .
+	$(INSTALL) .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing refshard and what its tests need into $(VENV) (a minute or two)"
-	$(PIP) install --constraint constraints.txt --editable ".[test]"
+	$(INSTALL) ".[test]"
 	@touch $(VENV)/.run $@
 
 $(VENV)/.hta: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing refshard, what its tests need and HTA into $(VENV) (a few minutes)"
-	$(PIP) install --constraint constraints.txt --editable ".[test,hta]"
+	$(INSTALL) ".[test,hta]"
 	@touch $(VENV)/.run $(VENV)/.test $@
