@@ -1,5 +1,6 @@
 """What the ranks left behind becomes one record: metrics, proof of run, or the state that the case ended in."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import collectives_per_step, mean_ratio, step_breakdowns
 
 NS = 1e-9
+_SOURCE = re.compile(r"/[^\s\"']*/(?=(?:site-packages|python3\.\d+|refshard)/[^\s\"']*\.py\b)")
 NOT_COMPARABLE = "emulated: what the other ranks send is made up, so losses and parameters compare with nothing"
 
 
@@ -61,7 +63,8 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
         return msgspec.structs.replace(blank, state="failed", error=f"a rank left a damaged result: {damage}")
     if launch.timed_out or len(ranks) < case.processes or any(r.state != "ok" for r in ranks):
         state, error = _failure(case, launch, ranks)
-        return msgspec.structs.replace(blank, state=state, error=error, log_tail=launch.log_tail)
+        log_tail = tuple(map(without_home, launch.log_tail))
+        return msgspec.structs.replace(blank, state=state, error=error, log_tail=log_tail)
     try:
         traces = _read_traces(folder, case.processes)
     except TraceError as error:
@@ -90,6 +93,16 @@ def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Envir
     if proof.failures:
         return msgspec.structs.replace(record, state="failed", error="proof of run: " + "; ".join(proof.failures))
     return msgspec.structs.replace(record, metrics=_metrics(record, ranks, traces))
+
+
+def without_home(line: str) -> str:
+    """A line of a log with the paths of sources from their package on: records are shown to others, whom it tells
+    nothing where somebody's environment lies.
+
+    >>> without_home('File "/home/me/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 7, in linear')
+    'File "site-packages/torch/nn/functional.py", line 7, in linear'
+    """
+    return _SOURCE.sub("", line)
 
 
 def _read_ranks(folder: Path, processes: int) -> list[RankResult]:

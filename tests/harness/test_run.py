@@ -79,12 +79,13 @@ def test_a_failed_case_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
     def outcome(case: CaseSpec, folder: Path) -> Launch:
         if case.strategy == "ddp":
             write_rank(case, folder, 0, state="failed", error="ValueError: no")
-            return Launch(error="rank 0 ended with exit status 1", log_tail=("Traceback", "ValueError: no"))
+            return Launch(error="rank 0 ended with exit status 1", log_tail=("Traceback", told, "ValueError: no"))
         return good(case, folder)
 
+    told = 'File "/home/me/refshard/refshard/engine/unit.py", line 3, in refill'
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
     assert (found["ddp"].state, found["ddp"].error) == ("failed", "rank 0: ValueError: no")
-    assert found["ddp"].log_tail == ("Traceback", "ValueError: no")
+    assert found["ddp"].log_tail == ("Traceback", 'File "refshard/engine/unit.py", line 3, in refill', "ValueError: no")
     assert found["refshard-yafsdp"].state == "ok"
     proof = found["refshard-yafsdp"].proof
     assert proof is not None
