@@ -8,7 +8,7 @@ from tabulate import tabulate
 from refshard import resources
 from refshard.errors import SpecError, nearest
 from refshard.plan.placement import MODES
-from refshard.strategies.table import ROWS, Axis
+from refshard.strategies.table import ROWS, Axis, axes_unavailable
 
 _HEADS: dict[Axis, str] = {
     "inference": "infer", "microbatches": "micro", "checkpointing": "ckpt", "bf16": "bf16", "lora": "lora",
@@ -38,8 +38,9 @@ def strategies(*, cuda: bool) -> str:
         [name, row.about, "unsupported" if why[name] else "available", _marks(row.axes)] for name, row in ROWS.items()
     ]
     table = tabulate(rows, headers=["strategy", "is", "here", " ".join(_HEADS.values())], disable_numparse=True)
-    reasons = "".join(f"\n{name}: unsupported: {reason}" for name, reason in why.items() if reason)
-    return f"{table}\n\n{_LEGEND}{reasons and chr(10)}{reasons}"
+    reasons = [f"{name}: unsupported: {reason}" for name, reason in why.items() if reason]
+    reasons += [f"under any strategy: unsupported: {reason}" for reason in axes_unavailable(_HEADS)]
+    return "\n".join([table, "", _LEGEND, *(["", *reasons] if reasons else ())])
 
 
 def _marks(axes: frozenset[Axis]) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from refshard.errors import SpecError, UnsupportedError, nearest
 from refshard.specs.case import CaseSpec
-from refshard.strategies.table import ROWS
+from refshard.strategies.table import ROWS, asked, axes_unavailable
 
 if TYPE_CHECKING:
     from refshard.strategies.base import Strategy
@@ -43,7 +43,7 @@ def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
 
     Raises:
         SpecError: there is no such strategy.
-        UnsupportedError: it cannot run here, or lacks an axis that the case asks for.
+        UnsupportedError: it cannot run here, or lacks an axis that the case asks for, or the axis lacks a package.
     """
     check_name(case.strategy)
     row = ROWS[case.strategy]
@@ -53,4 +53,6 @@ def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
         raise UnsupportedError(
             f"refshard's row of {case.strategy} does not cover {', '.join(lacking)}; see refshard list strategies"
         )
+    if absent := axes_unavailable(sorted(asked(case))):
+        raise UnsupportedError("; ".join(absent))
     return make_strategy(case.strategy)

@@ -1,5 +1,6 @@
 """The strategies as rows: what each is, which axes of a case it has, and what it needs to run. Imports no torch."""
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -17,6 +18,11 @@ PLAIN: frozenset[Axis] = frozenset({"inference", "microbatches", "checkpointing"
 ANY: frozenset[Axis] = PLAIN | {"lora", "qlora"}
 SHARDED: frozenset[Axis] = ANY | {"offload", "replicas"}
 COMPOSED: frozenset[Axis] = SHARDED | {"tensor parallel"}
+
+_TAKES: dict[Axis, tuple[str, ...]] = {
+    "lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "adamw-8bit": ("torchao",),
+}  # fmt: skip
+"""The packages of the extra ``peers`` that an axis takes, under whatever strategy."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,11 +48,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     def missing(self) -> str:
         """Which packages must be installed, and how, in words; empty if there are none."""
-        absent = [package for package in self.packages if find_spec(package) is None]
-        if not absent:
-            return ""
-        remedy = f"pip install 'refshard[{self.extra}]'" if self.extra else "it is not on PyPI: install it from source"
-        return f"needs {', '.join(absent)}, which is not installed; {remedy}"
+        return _missing(self.packages, self.extra)
 
     def unavailable(self, *, cuda: bool) -> str:
         """Why it cannot run here at all, in words; empty if it can."""
@@ -57,6 +59,20 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def lacks(self, case: CaseSpec) -> tuple[Axis, ...]:
         """The axes that ``case`` asks for and this strategy does not have."""
         return tuple(sorted(asked(case) - self.axes))
+
+
+def axes_unavailable(axes: Iterable[Axis]) -> tuple[str, ...]:
+    """Of these axes, those that no strategy can have here, each with why, in words."""
+    found = ((axis, _missing(_TAKES.get(axis, ()), "peers")) for axis in axes)
+    return tuple(f"{axis} {words}" for axis, words in found if words)
+
+
+def _missing(packages: tuple[str, ...], extra: str) -> str:
+    absent = [package for package in packages if find_spec(package) is None]
+    if not absent:
+        return ""
+    remedy = f"pip install 'refshard[{extra}]'" if extra else "it is not on PyPI: install it from source"
+    return f"needs {', '.join(absent)}, which is not installed; {remedy}"
 
 
 def asked(case: CaseSpec) -> frozenset[Axis]:

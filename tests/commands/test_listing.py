@@ -1,9 +1,15 @@
 """``refshard list``: what stands behind each name."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from refshard.commands import listing
 from refshard.strategies.table import ROWS, Row
+
+ROOT = Path(__file__).parents[2]
 
 
 def row_of(text: str, name: str) -> list[str]:
@@ -30,6 +36,39 @@ def test_a_row_that_cannot_run_says_why_and_what_to_do() -> None:
     quoting = Row(module="m", class_name="C", about="a", axes=frozenset(), without_cuda="Oops: no GPU")
     assert quoting.unavailable(cuda=True) == ""
     assert quoting.unavailable(cuda=False) == "needs a CUDA device; without one it says: Oops: no GPU"
+
+
+WITHOUT = """
+import sys
+sys.modules.update(peft=None, torchao=None)  # as where they are not installed
+import msgspec
+from refshard.commands import listing
+from refshard.errors import UnsupportedError
+from refshard.strategies import strategy_for
+from tests.harness.fakes import make_suite
+print(listing.strategies(cuda=False))
+case = make_suite().cases()[0]
+for changes in {"tuning": "qlora", "optimizer": "adamw-8bit"}, {"tuning": "lora"}, {}:
+    try:
+        print(strategy_for(msgspec.structs.replace(case, **changes), cuda=False))
+    except UnsupportedError as error:
+        print("unsupported:", error)
+"""
+PEFT = "needs peft, which is not installed; pip install 'refshard[peers]'"
+TORCHAO = "needs torchao, which is not installed; pip install 'refshard[peers]'"
+
+
+def test_an_axis_whose_package_is_not_installed_is_told_and_unsupported() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *listed, both, lora, plain = done.stdout.splitlines()
+    assert [line for line in listed if line.startswith("under any strategy")] == [
+        f"under any strategy: unsupported: {axis} {why}"
+        for axis, why in (("lora", PEFT), ("qlora", PEFT), ("adamw-8bit", TORCHAO))
+    ]
+    assert both == f"unsupported: adamw-8bit {TORCHAO}; qlora {PEFT}"
+    assert lora == f"unsupported: lora {PEFT}"
+    assert not plain.startswith("unsupported")
 
 
 @pytest.mark.parametrize("kind", ["models", "modes", "suites", "clusters", "hardware"])
