@@ -216,6 +216,7 @@ def plan(
 
 @app.command()
 def calibrate(
+    context: typer.Context,
     out: _Output = None,
     ranks: Annotated[int | None, typer.Option(help="How many; by default as many as cores or GPUs bear.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of each rank, on a CPU.")] = 1,
@@ -243,9 +244,10 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
 ) -> None:
     """Measure this machine's compute and collectives, and write a cluster's profile; or, with --aa, its noise."""
+    if wrong := _given(context) - _OF_NOISE if aa else _given(context) & _OF_NOISE:
+        rule = f"with{'' if aa else 'out'} it, {'noise' if aa else 'a cluster'} is measured"
+        raise SpecError(f"aa: {rule}; leave out {', '.join(sorted(wrong))}")
     if aa:
-        if out or ranks or network or quick or sweeps:
-            raise SpecError("aa: it takes --suite, --launches, --permutations, --from, --baselines and --json alone")
         _calibrate_noise(suite, launches, permutations, rounds_of or [], as_json, oversubscribe, baselines)
         return
     with mortal():
@@ -262,6 +264,15 @@ def calibrate(
             sweeps=sweeps,
         )
     print(f"{table}\n\nprofile: {path}")
+
+
+_OF_NOISE = {"--aa", "--suite", "--launches", "--permutations", "--from", "--oversubscribe", "--baselines", "--json"}
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The options that stand on the command line."""
+    sources = {p.opts[0]: context.get_parameter_source(p.name or "") for p in context.command.params}
+    return {option for option, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 def _calibrate_noise(

@@ -35,7 +35,7 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import COLLECTIVES, load_cluster
 from refshard.specs.hardware import AttentionPoint
 from refshard.specs.suite import NetworkSpec
-from tests.harness.commandline import processes_of, refshard
+from tests.harness.commandline import processes_of, refshard, status_of
 
 KERNEL_S, RATE, BYTES_PER_S, OVERHEAD_S = 5e-6, 9e10, 2e10, 3e-5
 SHAPES = [(t, d, f) for t in (64, 256, 1024) for d, f in ((256, 256), (512, 1280), (1024, 4096))]
@@ -359,3 +359,19 @@ def test_a_device_is_one_of_three() -> None:
     assert command.device("cpu") == "cpu"
     with pytest.raises(SpecError, match="device must be one of auto, cpu, cuda, got 'tpu'"):
         command.device("tpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "measured", "wrong"),
+    [
+        (["--aa", "--device", "cpu", "--json", "--quick"], "with it, noise", "--device, --quick"),
+        (["--quick", "--json", "--suite", "gate"], "without it, a cluster", "--json, --suite"),
+    ],
+)
+def test_what_measures_noise_and_what_measures_a_cluster_are_not_mixed(
+    given: list[str], measured: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(["calibrate", *given], capsys) == (
+        2,
+        f"refshard: aa: {measured} is measured; leave out {wrong}\n",
+    )
