@@ -32,7 +32,7 @@ OPTIONAL = {
     "hf_trainer.py": {"transformers"},
     "hf_trainer_loop.py": {"greenlet", "transformers"},
     "hta.py": {"hta"},
-    "loop.py": {"torchao"},
+    "optimizer.py": {"torchao"},
     "megatron_fsdp.py": {"megatron_fsdp"},
     "nf4.py": {"bitsandbytes"},
     "replay.py": {"pytest"},

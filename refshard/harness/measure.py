@@ -4,7 +4,8 @@ A step of training is forward and backward of each microbatch and one optimizer 
 loss under ``no_grad``, on weights that stay as they were initialised.
 
 Nothing watches while steps are timed. The allocator's peak is taken over one early step, after the optimizer's state
-and the engine's slots exist, and operators are counted in the next; the trace is recorded last.
+and the engine's slots exist, and operators are counted in the next; of adapters, in the two steps after warm-up, once
+they have dropout. The trace is recorded last.
 """
 
 import hashlib
@@ -97,14 +98,18 @@ class Trainer:
         self._loop = strategy.wrap(self._model, self._world)
         torch.manual_seed((case.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
 
+    @property
+    def drops(self) -> bool:
+        """Whether the case trains adapters, whose recipe has dropout."""
+        return self._case.tuning != "full" and self._case.workload == "training"
+
     def begin_dropout(self) -> None:
         """From now on adapters drop what they are given, as their recipe says. Until now they did not: which elements
         are dropped depends on the rank, so that the losses of the proof could equal nobody's.
         """
-        if self._case.tuning != "full" and self._case.workload == "training":
-            from refshard.models.adapters import switch_dropout
+        from refshard.models.adapters import switch_dropout
 
-            switch_dropout(self._model, on=True)
+        switch_dropout(self._model, on=True)
 
     def mark_units(self) -> None:
         """From now on, have traces say which unit computes."""
@@ -186,9 +191,13 @@ def _measure(
     census = OperatorCensus()
     watching: dict[int, AbstractContextManager[object]] = {MEMORY_STEP: allocator.window(), CENSUS_STEP: census}
     for step in warmup:
-        with watching.get(step, nullcontext()):
+        with nullcontext() if trainer.drops else watching.get(step, nullcontext()):
             trainer.timed_step(aligned=True)
-    trainer.begin_dropout()
+    if trainer.drops:
+        trainer.begin_dropout()
+        for watch in watching.values():  # with what dropout keeps for backward
+            with watch:
+                trainer.timed_step(aligned=True)
     times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     row = ROWS[case.strategy]

@@ -174,10 +174,11 @@ def _failed(rank: int, error: BaseException) -> RankResult:
     failed_at_s = time.time()
     with suppress(OSError):  # a full disk takes no log, but perhaps a result
         traceback.print_exception(error)
-    return RankResult(rank=rank, state=_state_of(error), error=_describe(error), failed_at_s=failed_at_s)
+    return RankResult(rank=rank, state=state_of(error), error=_describe(error), failed_at_s=failed_at_s)
 
 
-def _state_of(error: BaseException) -> State:
+def state_of(error: BaseException) -> State:
+    """How a case ends that ends with ``error``."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return "oom"
     if isinstance(error, UnsupportedError):
@@ -186,12 +187,13 @@ def _state_of(error: BaseException) -> State:
 
 
 def _signs() -> tuple[str, ...]:
-    """Parts of messages that tell of no memory: the CPU's allocator has no exception of its own, nor has a thread that
-    is refused for want of a stack where the process's memory is limited.
+    """Parts of messages that tell of no memory: the CPU's allocator has no exception of its own, nor has what CUDA,
+    its libraries and NCCL allocate beside torch's allocator, nor a thread that is refused for want of a stack where the
+    process's memory is limited.
     """
-    allocator = ("can't allocate memory",)
+    allocators = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
     limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
-    return (*allocator, "Resource temporarily unavailable", "can't start new thread") if limited else allocator
+    return (*allocators, "Resource temporarily unavailable", "can't start new thread") if limited else allocators
 
 
 def _describe(error: BaseException) -> str:

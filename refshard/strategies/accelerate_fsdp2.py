@@ -21,7 +21,7 @@ from refshard.specs.case import CaseSpec
 from refshard.strategies.accelerate_sharding import check_accelerator, check_sharded, issued, shard_on_cpu
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.fully_sharded import full_dtensors, sharded_units
-from refshard.strategies.loop import make_optimizer
+from refshard.strategies.optimizer import make_optimizer
 from refshard.strategies.world import World
 
 

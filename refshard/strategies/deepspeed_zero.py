@@ -8,10 +8,11 @@ from typing import Any, final
 import torch
 
 from refshard.errors import UnsupportedError
-from refshard.models.llama import Llama, next_token_loss
+from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
-from refshard.strategies.loop import make_optimizer
+from refshard.strategies.deepspeed_loop import EngineLoop
+from refshard.strategies.optimizer import make_optimizer
 from refshard.strategies.world import World
 
 
@@ -22,7 +23,7 @@ class DeepSpeedZero(Strategy):
     ``zero_optimization``.
     """
 
-    def __init__(self, stage: int, **zero: object) -> None:
+    def __init__(self, stage: int, **zero: Any) -> None:
         self._stage, self._zero = stage, zero
 
     def wrap(self, model: Llama, world: World) -> Loop:
@@ -32,6 +33,10 @@ class DeepSpeedZero(Strategy):
             raise UnsupportedError("DeepSpeed trains over a copy of the process's default group, of real ranks only")
         if self._stage == 3 and case.tuning == "lora" and case.checkpointing != "none":
             raise UnsupportedError("what ZeRO-3 gathers of frozen parameters to recompute layers has no closed form")
+        if world.shards == 1:
+            raise UnsupportedError("ZeRO over a single rank shards nothing")
+        if self._stage == 3:
+            self._check_size(model)
         os.environ.setdefault("LOCAL_RANK", str(world.group.rank()))  # it asserts that there is one
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         import deepspeed
@@ -48,7 +53,20 @@ class DeepSpeedZero(Strategy):
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config, dist_init_required=False)
         self._world, self._optimizer = world, engine.optimizer
         self._model: Any = model.eval() if case.workload == "inference" else model
-        return _EngineLoop(engine, case.microbatches)
+        return EngineLoop(engine, case.microbatches)
+
+    def _check_size(self, model: Llama) -> None:
+        """Refuse a model before it is trained for nothing: what it communicates could not be told."""
+        numels = [parameter.numel() for parameter in model.parameters()]
+        for what, numel, limit, most in (
+            ("its largest parameter has", max(numels), "reduce_bucket_size", 5e8),
+            ("all its parameters have", sum(numels), "stage3_max_live_parameters", 1e9),
+        ):
+            if numel > (most := self._zero.get(limit, most)):
+                raise UnsupportedError(
+                    f"ZeRO-3's collectives are known in closed form for models within {limit} = {most:,.0f} elements, "
+                    f"and {what} {numel:,}; a row of its own in table.py may raise it"
+                )
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`: the parameters that are cut up, or whose optimizer's state is."""
@@ -88,24 +106,6 @@ class DeepSpeedZero(Strategy):
         for name, parameter in self._model.named_parameters():
             with GatheredParameters([parameter], enabled=self._stage == 3):
                 yield name, parameter.detach().clone()
-
-
-@final
-class _EngineLoop(Loop):
-    def __init__(self, engine: Any, parts: int) -> None:
-        self._engine, self._parts = engine, parts
-
-    def train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        losses: list[torch.Tensor] = []
-        for inputs, targets in zip(inputs_BT.chunk(self._parts), targets_BT.chunk(self._parts)):
-            losses.append(next_token_loss(self._engine(inputs), targets))
-            (losses[-1] / self._parts).backward()
-        self._engine.step()  # which also clears the gradients
-        return torch.stack(losses).mean().detach()
-
-    def infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return next_token_loss(self._engine(inputs_BT), targets_BT)
 
 
 def _buckets(sizes: list[int], *, at_least: float = math.inf, at_most: float = math.inf) -> list[int]:

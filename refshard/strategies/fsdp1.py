@@ -29,8 +29,8 @@ _PREFIX = "_fsdp_wrapped_module."
 
 @final
 class FSDP1(Strategy):
-    """Blocks and the embedding are units, as in YaFSDP's guide to migration from it; the final norm and the head, and a
-    tied embedding, are the root's. Each microbatch is reduced into the shard; without sharding, only the last one.
+    """Blocks and the embedding are units; the final norm and the head, and a tied embedding, are the root's. Each
+    microbatch is reduced into the shard; without sharding, only the last one.
     """
 
     _module: FullyShardedDataParallel

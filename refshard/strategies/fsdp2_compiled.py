@@ -1,4 +1,4 @@
-"""torch's FSDP2 with every block compiled by itself, as torchtitan trains. Collectives stay FSDP2's own, and eager."""
+"""torch's FSDP2 by its tutorial, with every block compiled by itself, as torchtitan does. Collectives stay eager."""
 
 from collections.abc import Iterator
 from typing import final

@@ -95,11 +95,13 @@ def announce_reduction(unit: PaddedUnit, world: World) -> Iterator[tuple[str, in
 
 
 def full_dtensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather the model's DTensor parameters one by one."""
+    """Gather the model's DTensor parameters one by one, offloaded ones where their mesh is: there is its backend."""
     _reshard(model)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        yield name, parameter.full_tensor().detach()
+        placed = parameter.detach().to(parameter.device_mesh.device_type)
+        assert isinstance(placed, DTensor)
+        yield name, placed.full_tensor()
 
 
 def _reshard(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from refshard.errors import UnsupportedError
 from refshard.strategies.base import Loop
-from refshard.strategies.loop import make_optimizer
+from refshard.strategies.optimizer import make_optimizer
 from refshard.strategies.world import World
 
 ENDLESS = 10**9

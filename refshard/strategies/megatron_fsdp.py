@@ -14,7 +14,7 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Block, Llama, next_token_loss
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
-from refshard.strategies.loop import make_optimizer
+from refshard.strategies.optimizer import make_optimizer
 from refshard.strategies.world import World
 
 ROOT = "root"

@@ -44,9 +44,10 @@ class Pipeline(Strategy):
         return PipelineLoop(stage, world)
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`: a stage per rank, named by the blocks that it holds."""
-        held = [[i for i, owner in enumerate(self._owners) if owner == rank] for rank in range(max(self._owners) + 1)]
-        return tuple(f"model.layers.{blocks[0]}-{blocks[-1]}" for blocks in held)
+        """See :meth:`Strategy.wrapped_units`: this rank's stage, named by the blocks whose weights it holds."""
+        layers = enumerate(self._model.model.layers)
+        held = [index for index, layer in layers if not any(p.is_meta for p in layer.parameters())]
+        return (f"model.layers.{held[0]}-{held[-1]}",)
 
     def announced(self) -> tuple[CollectiveCount, ...]:
         """See :meth:`Strategy.announced`: this rank's messages to its neighbours, hidden states on and their gradients

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from refshard.models.llama import Llama, next_token_loss, rotary_tables
 from refshard.strategies.base import Loop
-from refshard.strategies.loop import make_optimizer
+from refshard.strategies.optimizer import make_optimizer
 from refshard.strategies.world import World
 
 

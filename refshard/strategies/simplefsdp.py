@@ -6,7 +6,7 @@ collectives.
 """
 
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -54,12 +54,12 @@ class SimpleFSDP(Strategy):
                 register_parametrization(module, name, _Gather(len(whole), world.computed), unsafe=True)
         options = self._knobs.options(self._plan, world.device.type, world.group.rank())
         torch.compiler.reset()  # a process may train more models than dynamo compiles one function for
-        compiled: Any = torch.compile(model, fullgraph=True, dynamic=False, options=options)
-        return PlainLoop(compiled, world)
+        return PlainLoop(cast(nn.Module, torch.compile(model, fullgraph=True, dynamic=False, options=options)), world)
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`: the parametrized parameters."""
-        return tuple(_bare(name) for name, _ in self._model.named_parameters())
+        """See :meth:`Strategy.wrapped_units`: the parametrized parameters that are cut by rows."""
+        cut = [n for n, p in self._model.named_parameters() if isinstance(p, DTensor) and p.placements == (Shard(0),)]
+        return tuple(_bare(name) for name in cut if name.endswith(".original"))
 
     def announced(self) -> tuple[CollectiveCount, ...]:
         """See :meth:`Strategy.announced`: backward gathers again what is not first, as an embedding reads no weight. A

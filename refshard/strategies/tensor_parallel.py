@@ -37,7 +37,9 @@ class TensorParallel(Strategy):
         return tuple(n for n, m in self._model.named_modules() if isinstance(getattr(m, "weight", None), DTensor))
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`."""
+        """See :meth:`Strategy.announced`; one rank has nobody to sum with."""
+        if self._world.shards == 1:
+            return ()
         return count_collectives(announce_split(self._model, self._world, torch.float32))
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.harness.measure import Trainer
+from refshard.harness.measure import RankResult, Trainer, measure
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec, Workload
+from refshard.specs.case import CaseSpec, Tuning, Workload
 from refshard.strategies.base import Loop, Strategy
 from refshard.strategies.loop import PlainLoop
 from refshard.strategies.world import World
@@ -78,3 +80,20 @@ def test_gradients_of_microbatches_add_up_to_those_of_the_batch() -> None:
     for name, gradient in whole.items():
         torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
     assert seen["inference"] == ([], [8], {})
+
+
+def measured(tuning: Tuning, trace: Path) -> RankResult:
+    tuned = CaseSpec(
+        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=16, tuning=tuning,
+        measured_steps=3, traced_steps=1,
+    )  # fmt: skip
+    assert dist.group.WORLD is not None
+    return measure(tuned, dist.group.WORLD, torch.device("cpu"), trace, lambda *_: None)
+
+
+def test_operators_and_memory_of_adapters_are_those_of_a_step_with_dropout(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="adapters need the extra 'peers'")
+    full, lora = (run_ranks(1, measured, tuning, tmp_path / f"{tuning}.json.gz")[0] for tuning in ("full", "lora"))
+    assert full.operators.count("aten.bernoulli_.float") == 0
+    assert lora.operators.count("aten.bernoulli_.float") == 6 * 7, "one for each linear of each block"
+    assert len(lora.losses) == len(full.losses) + 2, "the two steps that are watched"

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
 
+from refshard.errors import UnsupportedError
 from refshard.harness.measure import RankResult
-from refshard.harness.rank import CASE_FILE, rank_file
+from refshard.harness.rank import CASE_FILE, rank_file, state_of
 from refshard.specs.case import CaseSpec
 
 THREADS_OF_64_MIB = """
@@ -61,3 +64,21 @@ def test_a_thread_without_room_for_its_stack_is_out_of_memory(
     assert done.returncode == 1
     result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
     assert (result.state, result.error) == (state, error)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "oom"),
+        (torch.AcceleratorError("CUDA error: out of memory"), "oom"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom"),
+        (dist.DistBackendError("NCCL error, unhandled cuda error: Cuda failure 2 'out of memory'"), "oom"),
+        (RuntimeError("can't start new thread"), "failed"),  # not for want of memory, where none limits it
+        (ValueError("out of memory"), "failed"),
+        (UnsupportedError("cannot"), "unsupported"),
+    ],
+)
+def test_the_state_that_an_error_ends_a_case_in(error: BaseException, state: str) -> None:
+    assert state_of(error) == state

@@ -47,6 +47,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "cut": {"stage3_param_persistence_threshold": 0},
     "mixed": {"stage3_param_persistence_threshold": 6000, "stage3_prefetch_bucket_size": 12_000},
     "buckets": {"reduce_bucket_size": 20_000},
+    "small": {"reduce_bucket_size": 1_000},
+    "few": {"stage3_max_live_parameters": 10_000},
 }
 """Other entries of DeepSpeed's configuration: a small model's parameters are all under its threshold."""
 REFERENCES = ("plain", "inference", "lora", "lora inference")
@@ -252,3 +254,16 @@ def test_deepspeed_refuses_what_it_cannot_announce_and_ranks_that_are_not_there(
     absent = msgspec.structs.replace(case_of("deepspeed-zero1", "plain"), **emulated)
     for case, reason in ((lora, "has no closed form"), (absent, "of real ranks only")):
         assert all(reason in said for said in run_ranks(2, refused, case, ""))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "reason"),
+    [
+        (2, "small", "within reduce_bucket_size = 1,000 elements, and its largest parameter has 16,384;"),
+        (2, "few", "within stage3_max_live_parameters = 10,000 elements, and all its parameters have 137,664;"),
+        (1, "", "ZeRO over a single rank shards nothing"),
+    ],
+)
+def test_deepspeed_refuses_before_it_trains_what_could_not_be_proved(ranks: int, arguments: str, reason: str) -> None:
+    case = msgspec.structs.replace(case_of("deepspeed-zero3", "plain"), world_size=ranks)
+    assert all(reason in said for said in run_ranks(ranks, refused, case, arguments))

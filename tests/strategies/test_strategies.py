@@ -250,6 +250,32 @@ def test_recomputation_changes_no_bit_and_inference_no_weight(trained: Results, 
     assert all(torch.equal(inference[n], p) for n, p in model.named_parameters())
 
 
+def on_one_rank(name: str) -> dict[str, Any]:
+    return observe(make_strategy(name), msgspec.structs.replace(case_of(name, "plain"), world_size=1), small_spec())
+
+
+@pytest.mark.parametrize("name", ["tensor-parallel", "fsdp2", "refshard-yafsdp", "pipeline"])
+def test_one_rank_announces_what_it_issues(name: str) -> None:
+    (result,) = run_ranks(1, on_one_rank, name)
+    assert result["announced"] == result["counted"]
+    assert result["units"]
+
+
+def unwrapped_units(name: str) -> tuple[str, ...]:
+    """What a strategy finds on a model that was put in place of the one that it wrapped."""
+    strategy, case = make_strategy(name), case_of(name, "plain")
+    group = dist.group.WORLD
+    assert group is not None
+    Trainer(case, small_spec(), strategy, group, torch.device("cpu"))
+    vars(strategy)["_model"] = Llama(small_spec())
+    return strategy.wrapped_units()
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-tuned", "simplefsdp", "tensor-parallel"])
+def test_units_are_found_and_not_said(name: str) -> None:
+    assert run_ranks(2, unwrapped_units, name) == [(), ()]
+
+
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(SpecError, match=r"strategy: no strategy 'fsdp3'; did you mean 'fsdp2'\?"):
         check_name("fsdp3")

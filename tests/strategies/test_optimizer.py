@@ -1,0 +1,70 @@
+"""What of AdamW's state is really in 8 bits, and what is said of the rest."""
+
+import re
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from refshard.errors import UnsupportedError
+from refshard.specs.case import CaseSpec
+from refshard.strategies.optimizer import make_optimizer
+from tests.distributed.ranks import run_ranks
+
+CASE = CaseSpec(strategy="single", world_size=1, model="small", global_batch=1, seq_len=8, optimizer="adamw-8bit")
+ELEMENTS = (4096, 4352, 4097, 4095, 3840)
+TOLD = (
+    "refshard: AdamW's state of 59% of the elements on a rank is in fp32, not in 8 bits: torchao quantises what a rank "
+    "has of a parameter if that is 4,096 elements or more, and a multiple of 256"
+)
+
+
+def quantised(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torchao keeps what this rank has of the parameter's first moment in 8 bits."""
+    moment = optimizer.state[parameter]["exp_avg"]
+    return type(moment.to_local() if isinstance(moment, DTensor) else moment) is not torch.Tensor
+
+
+def step(parameters: list[nn.Parameter]) -> list[bool]:
+    optimizer = make_optimizer(parameters, CASE)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    return [quantised(parameter, optimizer) for parameter in parameters]
+
+
+def test_what_stays_in_fp32_is_told() -> None:
+    pytest.importorskip("torchao.optim", reason="it comes with the extra 'peers'")
+    with pytest.warns(UserWarning, match=re.escape(TOLD)):
+        assert step([nn.Parameter(torch.zeros(n)) for n in ELEMENTS]) == [True, True, False, False, False]
+
+
+def cut(rows: int, dtype: torch.dtype) -> list[bool] | str:
+    """A matrix of 128 columns, cut by its rows."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        return step([nn.Parameter(distribute_tensor(torch.zeros(rows, 128, dtype=dtype), mesh, [Shard(0)]))])
+    except UnsupportedError as error:
+        return str(error)
+
+
+def test_a_ranks_part_decides_and_not_the_whole() -> None:
+    """Also whether bf16 DTensors are refused."""
+    pytest.importorskip("torchao.optim", reason="it comes with the extra 'peers'")
+    assert run_ranks(2, cut, 64, torch.float32) == [[True]] * 2
+    assert run_ranks(2, cut, 62, torch.float32) == [[False]] * 2, "7,936 elements, 3,968 a rank"
+    assert run_ranks(2, cut, 66, torch.float32) == [[False]] * 2, "4,224 a rank, no multiple of 256"
+    assert run_ranks(2, cut, 62, torch.bfloat16) == [[False]] * 2
+    assert all(
+        "cannot take bf16 DTensors whose state it quantises" in said for said in run_ranks(2, cut, 64, torch.bfloat16)
+    )
+
+
+def test_adamw_in_fp32_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    make_optimizer([nn.Parameter(torch.zeros(7))], msgspec.structs.replace(CASE, optimizer="adamw"))
+    assert not recwarn.list
