@@ -77,8 +77,8 @@ def memory() -> list[str]:
 
 
 def least() -> list[str]:
-    """A line a strategy: the peak as the allocator counts, and the lowest limit with which it, as with all above it, ran
-    in every launch.
+    """A line a strategy: the peak as the allocator counts, and the lowest limit with which every launch ran, as with
+    all above it.
     """
     found = []
     ordered = sorted(rows_of("least_memory"), key=lambda row: (row["strategy"], -row["memory_limit_gib"]))

@@ -40,8 +40,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter], case: CaseSpec) -> torch.
     if whole:
         part = whole / sum(_local(p).numel() for p in trained)
         warnings.warn(
-            f"refshard: AdamW's state of {100 * part:.0f} % of the elements on a rank is in fp32, not in 8 bits: torchao "
-            "quantises what a rank has of a parameter if that is 4,096 elements or more, and a multiple of 256",
+            f"refshard: AdamW's state of {100 * part:.0f} % of the elements on a rank is in fp32, not in 8 bits: "
+            "torchao quantises what a rank has of a parameter if that is 4,096 elements or more, and a multiple of 256",
             stacklevel=1,
         )
     # Here, since the package comes with an extra.

@@ -18,8 +18,8 @@ from tests.distributed.ranks import run_ranks
 CASE = CaseSpec(strategy="single", world_size=1, model="small", global_batch=1, seq_len=8, optimizer="adamw-8bit")
 ELEMENTS = (4096, 4352, 4097, 4095, 3840)
 TOLD = (
-    "refshard: AdamW's state of 59 % of the elements on a rank is in fp32, not in 8 bits: torchao quantises what a rank "
-    "has of a parameter if that is 4,096 elements or more, and a multiple of 256"
+    "refshard: AdamW's state of 59 % of the elements on a rank is in fp32, not in 8 bits: torchao quantises what a "
+    "rank has of a parameter if that is 4,096 elements or more, and a multiple of 256"
 )
 
 
