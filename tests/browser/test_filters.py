@@ -47,8 +47,7 @@ def numbers(*, without: object) -> set[int]:
 
 def toggle(visit: Visit, *labels: str) -> None:
     """Click the boxes of filters with these labels."""
-    if not visit.page.locator("#filters").is_visible():
-        visit.page.locator("#filter > summary").click()
+    visit.unfold_filters()
     for label in labels:
         visit.page.locator("#filters").get_by_label(label, exact=True).click()
 

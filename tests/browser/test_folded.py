@@ -43,7 +43,7 @@ def test_what_is_folded_is_there_once_it_is_opened(visit: Visit) -> None:
 
 
 def test_filters_reach_what_was_folded_while_they_were_set(visit: Visit) -> None:
-    visit.page.locator("#filter > summary").click()
+    visit.unfold_filters()
     visit.page.locator("#filters").get_by_label("ddp", exact=True).click()
     unfold(visit)
     assert [row[0] for row in visit.rows(FIRST)] == ["fsdp2"]

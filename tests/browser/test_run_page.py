@@ -59,7 +59,7 @@ def test_a_screen_of_any_width_scrolls_down_only(
     browser: "Browser", wide_address: str, width: int, scheme: str
 ) -> None:
     visit = visiting(browser, wide_address, viewport={"width": width, "height": 900}, color_scheme=scheme)
-    visit.page.locator("#filter > summary").click()
+    visit.unfold_filters()
     visit.draw()
     visit.page.locator("details").evaluate_all("(all) => all.forEach((details) => { details.open = true; })")
     assert visit.run("document.documentElement.scrollWidth") == width
@@ -125,7 +125,7 @@ def test_paper_has_still_drawings_whole_tables_and_no_controls(on_paper: Visit) 
 
 def test_paper_has_what_filters_leave(on_paper: Visit) -> None:
     page = on_paper.page
-    page.locator("#filter > summary").click()
+    on_paper.unfold_filters()
     page.get_by_label("ddp", exact=True).click()
     page.get_by_label("emulated", exact=True).click()
     on_paper.draw("s0-step_time_s")
@@ -218,7 +218,7 @@ def test_hostile_names_stay_text_wherever_they_stand(browser: "Browser", tmp_pat
         page.locator(".hoverlayer text", has_text=name.partition("(")[0]).first.wait_for()
     page.get_by_text("Log of fsdp2-tuned").click()
     assert page.get_by_text("rank 1: <img src=x onerror=alert(2)>").is_visible()
-    page.locator("#filter > summary").click()
+    visit.unfold_filters()
     page.get_by_label("ddp", exact=True).click()
     page.get_by_role("combobox", name="A", exact=True).select_option(IMAGE)
     page.get_by_role("combobox", name="B", exact=True).select_option(HOSTILE)

@@ -114,7 +114,7 @@ def saved(visit: Visit, caption: str) -> tuple[str, str]:
 
 def test_csv_is_the_table_as_it_is_shown(visit: Visit) -> None:
     head(visit, "Proof of run", "case").click()
-    visit.page.locator("#filter > summary").click()
+    visit.unfold_filters()
     visit.page.get_by_label("emulated", exact=True).click()
     visit.page.get_by_label("llama-tiny", exact=True).click()
     name, text = saved(visit, "Proof of run")
@@ -148,7 +148,7 @@ def test_csv_quotes_and_disarms(browser: "Browser", tmp_path: Path) -> None:
     )
     (_, first, *_) = csv.reader(StringIO(saved(visit, SUMMARY)[1]))
     assert first[1:6] == numbers
-    visit.page.locator("#filter > summary").click()
+    visit.unfold_filters()
     visit.page.get_by_label(QUOTED, exact=True).click()
     state = visit.state
     visit.open(state)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from refshard.report.trace_page import write_trace_page
-from tests.browser.visits import CONTENT, visiting
+from tests.browser.visits import CONTENT, PATIENCE_S, visiting
 from tests.report import traces
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def page(shared: "Page") -> "Page":
 
 def opened(browser: "Browser", address: str, **options: Any) -> "Page":
     page = browser.new_context(**options).new_page()
+    page.set_default_timeout(PATIENCE_S * 1e3)
     page.goto(address)
     return page
 

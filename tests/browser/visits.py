@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CONTENT = b"\x1f\x8b" + bytes(range(256)) * 300
 """The file of a trace that travels in its page."""
-PATIENCE_S = 30
+PATIENCE_S = 120
 DRAWN = "(chart) => chart.querySelector('.plot .xtitle, .plot .legend')"
 """Whether plotly has taken the place of a still drawing."""
 
@@ -65,6 +65,13 @@ class Visit:
             assert time.monotonic() < deadline, f"never came true: {script} of {argument}"
             self.page.wait_for_timeout(20)
 
+    def unfold_filters(self) -> None:
+        """Click until they are open: on a busy machine what is drawn meanwhile may move them from below it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.page.locator("#filters").is_visible():
+            assert time.monotonic() < deadline, "the filters never opened"
+            self.page.locator("#filter > summary").click()
+
     def draw(self, *charts: str) -> None:
         """Scroll to each of these charts, or to every one that is shown, until plotly has drawn it."""
         for chart in charts or self.run("[...document.querySelectorAll('.chart')].map((chart) => chart.id)"):
@@ -98,6 +105,7 @@ class Visit:
 def visiting(browser: "Browser", address: str, **options: Any) -> Visit:
     """Open a page in a context of its own."""
     page = browser.new_context(**options).new_page()
+    page.set_default_timeout(PATIENCE_S * 1e3)
     visit = Visit(page=page, address=address)
     page.on("console", lambda message: visit.said.append(message.text))
     page.on("pageerror", lambda error: visit.said.append(str(error)))
