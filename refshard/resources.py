@@ -43,6 +43,11 @@ def published() -> dict[str, Path]:
     return {p.stem: p for p in sorted((root() / "profiles" / "published").glob("*.toml"))}
 
 
+def published_runs() -> dict[str, Path]:
+    """Published training runs that dry runs are validated against, by source."""
+    return {p.stem: p for p in sorted((root() / "profiles" / "published_runs").glob("*.toml"))}
+
+
 def suites() -> dict[str, Path]:
     """Suites that ship with refshard, by name."""
     return {p.stem: p for p in sorted((root() / "suites").glob("*.toml"))}

@@ -66,10 +66,11 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reach, bytes read and written, on tensors that no cache holds. ``transcendental_per_s`` is how many exponentials a
     second such a kernel gets done (0: memory is slower), ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as
     any elementwise kernel), ``first_touch_bytes_per_s`` how fast the system provides memory that the process did not
-    have (0: at once, as a caching allocator does). ``kernel_s`` is what any kernel takes however little it does,
-    ``host_s`` what the host needs to launch one. On hardware that is ``asynchronous`` the host runs ahead of the device
+    have (0: at once, as a caching allocator does), ``host_link_bytes_per_s`` what a copy between pinned memory of the
+    host and the device reaches (0: unknown). ``kernel_s`` is what any kernel takes however little it does, ``host_s``
+    what the host needs to launch one. On hardware that is ``asynchronous`` the host runs ahead of the device
     (CUDA); elsewhere it is the device, and both are the cost of one eager operation. ``multiprocessors`` is 0 where
-    there is no such thing.
+    there is no such thing. ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it.
     """
 
     device: Literal["cuda", "cpu"]
@@ -83,14 +84,17 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transcendental_per_s: float = 0.0
     optimizer_bytes_per_s: float = 0.0
     first_touch_bytes_per_s: float = 0.0
+    host_link_bytes_per_s: float = 0.0
     attention_points: tuple[AttentionPoint, ...] = ()
+    device_name: str = ""
+    capability: tuple[int, int] = (0, 0)
     about: str = ""
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
         within("memory_bytes", self.memory_bytes, 1, most=2**60)
         finite("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
-        optional = ("transcendental_per_s", "optimizer_bytes_per_s", "first_touch_bytes_per_s")
+        optional = ("transcendental_per_s", "optimizer_bytes_per_s", "first_touch_bytes_per_s", "host_link_bytes_per_s")
         for field in ("kernel_s", "host_s", *optional):
             finite(field, getattr(self, field))
         within("multiprocessors", self.multiprocessors, 0)
@@ -99,7 +103,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"matmul and attention must give the same dtypes, at least one, got {sorted(self.matmul)} and "
                 f"{sorted(self.attention)}"
             )
-        sourced(self, exempt=("device", "about", "sources"))
+        sourced(self, exempt=("device", "device_name", "capability", "about", "sources"))
 
     @property
     def asynchronous(self) -> bool:

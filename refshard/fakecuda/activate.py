@@ -1,0 +1,85 @@
+"""Make the fake device in this process, before torch is there."""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Literal
+
+from refshard.errors import RefshardError
+from refshard.fakecuda.build import NAME, extension
+from refshard.specs.hardware import HardwareSpec
+
+DeviceMode = Literal["dry", "host"]
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def activate(
+    hardware: HardwareSpec, *, mode: DeviceMode = "dry", devices: int = 8, unusable_bytes: int = 0
+) -> ModuleType:
+    """Put a node of ``devices`` fake GPUs of this ``hardware`` into this process and return the extension.
+
+    In mode ``dry`` nothing is computed; in mode ``host`` the CPU computes, on the host's memory. ``unusable_bytes`` of
+    each GPU are not the allocator's: CUDA's context, NCCL's buffers. The allocator is configured, as on a GPU, by
+    ``PYTORCH_ALLOC_CONF``.
+
+    Raises:
+        RefshardError: torch is imported already, the device cannot be built, or it exists already.
+    """
+    if is_active():
+        raise RefshardError("the fake CUDA device is active already; a process has one")
+    if "torch" in sys.modules:
+        raise RefshardError(
+            "the fake CUDA device must be activated before torch is imported; call refshard.fakecuda.activate() first, "
+            "or start the script by `refshard dryrun -- SCRIPT`"
+        )
+    loaded = _load()
+    capability = loaded.Capability()
+    capability.name = hardware.device_name
+    capability.major, capability.minor = hardware.capability
+    capability.multiprocessors = hardware.multiprocessors
+    configuration = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+    try:
+        loaded.create(mode == "dry", devices, hardware.memory_bytes, unusable_bytes, capability, configuration)
+    except ValueError as error:
+        raise RefshardError(f"PYTORCH_ALLOC_CONF: {error}") from None
+    sys.modules[NAME] = loaded
+    sys.meta_path.insert(0, _Interception(loaded))
+    return loaded
+
+
+def is_active() -> bool:
+    """Whether this process has the fake device."""
+    return NAME in sys.modules
+
+
+def _load() -> ModuleType:
+    path = str(extension())
+    loader = importlib.machinery.ExtensionFileLoader(NAME, path)
+    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+class _Interception(importlib.abc.MetaPathFinder):
+    """Puts what torch's CPU build lacks into ``torch._C`` just before torch's own Python code looks for it there."""
+
+    def __init__(self, loaded: ModuleType) -> None:
+        from refshard.fakecuda import c10d, torch_c
+
+        self._before: dict[str, Callable[[Any], None]] = {
+            "torch.cuda": torch_c.install,
+            "torch.distributed.constants": c10d.install,
+            "torch.distributed.distributed_c10d": c10d.meet_nobody,
+        }
+        self._loaded = loaded
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        """Never finds anything: the next finder does."""
+        if (install := self._before.pop(name, None)) is not None:
+            install(self._loaded)

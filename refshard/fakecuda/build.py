@@ -1,0 +1,102 @@
+"""Build the extension with the user's compiler against the torch that is installed, once for each version of either.
+
+torch is not imported here: the extension has to be loaded before torch, and building it takes torch's own build tools,
+so that is done by another process.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from refshard.errors import RefshardError
+
+NAME = "refshard_fakecuda"
+SOURCES = Path(__file__).parent / "csrc"
+_ENVIRONMENT = (
+    "make an environment with the CPU build: python3 -m venv .dryrun && "
+    ".dryrun/bin/pip install refshard torch --extra-index-url https://download.pytorch.org/whl/cpu"
+)
+
+
+def extension() -> Path:
+    """The built extension, a shared library; built now if it is not there yet, with a line on standard error.
+
+    Raises:
+        RefshardError: torch is missing or is a CUDA build, there is no C++ compiler, or the build failed.
+    """
+    torch_folder, version = _torch()
+    folder = _cache() / f"torch-{version}-py{sys.version_info.major}{sys.version_info.minor}-{_sources_hash()}"
+    built = folder / f"{NAME}.so"
+    if built.exists():
+        return built
+    _check_tools()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together
+        if not built.exists():
+            _build(folder, built, torch_folder)
+    return built
+
+
+def _torch() -> tuple[Path, str]:
+    """Where torch lies, and its version."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RefshardError(f"the fake CUDA device needs torch, which is not installed; {_ENVIRONMENT}")
+    folder = Path(spec.origin).parent
+    text = (folder / "version.py").read_text()
+    version = re.search(r"__version__ = '([^']+)'", text)
+    if re.search(r"^cuda[^=\n]*= '", text, re.MULTILINE):
+        raise RefshardError(
+            "the fake CUDA device stands in for CUDA in torch's CPU build, and the torch installed here is a CUDA "
+            f"build ({version[1] if version else 'unknown version'}); {_ENVIRONMENT}"
+        )
+    return folder, version[1] if version else "unknown"
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "refshard" / "fakecuda"
+
+
+def _sources_hash() -> str:
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES.iterdir(), Path(__file__).with_name("compile.py")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _check_tools() -> None:
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise RefshardError(
+            "the fake CUDA device is built with a C++ compiler, and there is none; install g++ (Debian, Ubuntu: "
+            "apt-get install g++), or name yours in CXX"
+        )
+    if shutil.which("ninja") is None and find_spec("ninja") is None:
+        raise RefshardError("the fake CUDA device is built by ninja, which is not installed; pip install ninja")
+
+
+def _build(folder: Path, built: Path, torch_folder: Path) -> None:
+    print("refshard: building the fake CUDA device (about 40 s, once for this torch)", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    command = [sys.executable, "-m", "refshard.fakecuda.compile", str(folder), str(torch_folder)]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        log = folder / "build.log"
+        log.write_text(done.stdout + done.stderr)
+        lines = (done.stdout + done.stderr).splitlines()
+        errors = [line for line in lines if re.search(r"error:|undefined symbol|Error: ", line)]
+        raise RefshardError(
+            f"the fake CUDA device could not be built; the first error: {errors[0] if errors else 'none named'}; the "
+            f"whole log is {log}"
+        )
+    (folder / "build" / f"{NAME}.so").replace(built)
+    print(f"refshard: built in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,202 @@
+// The extension's face to Python. Functions that scripts call through torch.cuda get their names in torch_c.py.
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "attention_choice_binding.h"
+#include "caching_allocator_binding.h"
+#include "device.h"
+#include "generator.h"
+#include "guard.h"
+#include "memory.h"
+#include "process_group.h"
+
+namespace py = pybind11;
+
+namespace refshard {
+void register_attention();
+
+namespace {
+
+template <typename Value, typename Read>
+py::array_t<Value> column(const std::vector<Event>& events, Read read) {
+  py::array_t<Value> made(static_cast<py::ssize_t>(events.size()));
+  auto* to = made.mutable_data();
+  for (const auto& event : events) *to++ = static_cast<Value>(read(event));
+  return made;
+}
+
+py::dict recording() {
+  const auto& events = recorder().events();
+  const auto& accesses = recorder().accesses();
+  py::dict found;
+  found["kinds"] = column<uint8_t>(events, [](const Event& e) { return e.kind; });
+  found["names"] = column<int32_t>(events, [](const Event& e) { return e.name; });
+  found["streams"] = column<int64_t>(events, [](const Event& e) { return e.stream; });
+  found["subjects"] = column<int64_t>(events, [](const Event& e) { return e.subject; });
+  found["sizes"] = column<int64_t>(events, [](const Event& e) { return e.size; });
+  found["reads"] = column<int64_t>(events, [](const Event& e) { return e.reads; });
+  found["writes"] = column<int64_t>(events, [](const Event& e) { return e.writes; });
+  found["signatures"] = column<int32_t>(events, [](const Event& e) { return e.signature; });
+  found["modules"] = column<int32_t>(events, [](const Event& e) { return e.module; });
+  found["phases"] = column<uint8_t>(events, [](const Event& e) { return e.phase; });
+  found["flags"] = column<int32_t>(events, [](const Event& e) { return e.flags; });
+  found["categories"] = column<uint8_t>(events, [](const Event& e) { return e.category; });
+  found["threads"] = column<int32_t>(events, [](const Event& e) { return e.thread; });
+  found["sites"] = column<int32_t>(events, [](const Event& e) { return e.site; });
+  found["access_ends"] = column<int64_t>(events, [](const Event& e) { return e.access_end; });
+  py::array_t<int64_t> addresses(static_cast<py::ssize_t>(accesses.size())), sizes(addresses.size());
+  py::array_t<bool> writes(addresses.size());
+  for (size_t i = 0; i < accesses.size(); ++i) {
+    addresses.mutable_data()[i] = accesses[i].address;
+    sizes.mutable_data()[i] = accesses[i].size;
+    writes.mutable_data()[i] = accesses[i].write;
+  }
+  found["access_addresses"] = addresses;
+  found["access_sizes"] = sizes;
+  found["access_writes"] = writes;
+  found["name_table"] = py::tuple(py::cast(recorder().names.texts()));
+  found["signature_table"] = py::tuple(py::cast(recorder().signatures.texts()));
+  found["module_table"] = py::tuple(py::cast(recorder().modules.texts()));
+  found["site_table"] = py::tuple(py::cast(recorder().sites.texts()));
+  return found;
+}
+
+// Blocks that live now: (id, bytes, stream, operator, module, phase, category).
+py::list live_blocks() {
+  const auto names = recorder().names.texts(), modules = recorder().modules.texts();
+  py::list found;
+  for (const auto& [id, block] : recorder().live()) {
+    found.append(py::make_tuple(id, block.size, block.stream, names[block.name], modules[block.module],
+                                static_cast<int>(block.phase), static_cast<int>(block.category)));
+  }
+  return found;
+}
+
+c10::Device cuda(int index) { return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)}; }
+
+py::tuple as_tuple(const c10::Stream& stream) {
+  return py::make_tuple(stream.id(), int(stream.device_index()), int(stream.device_type()));
+}
+
+void bind_device(py::module_& m) {
+  m.def("create", [](bool dry, int count, size_t total, size_t unusable, const Capability& capability,
+                     const std::string& allocator) {
+    create_device({dry ? Mode::Dry : Mode::HostCompute, count, total, unusable, capability,
+                   parse_allocator_settings(allocator)});
+  });
+  m.def("is_dry", [] { return device().dry(); });
+  m.def("capability", [] { return device().options.capability; });
+  m.def("device_count", [] { return device().options.count; });
+  m.def("current_device", [] { return int(current_device()); });
+  m.def("set_device", [](int index) { set_current_device(static_cast<c10::DeviceIndex>(index)); });
+  m.def("exchange_device", [](int index) { return int(guard().exchangeDevice(cuda(index)).index()); });
+  m.def("synchronize", [](const char* why) { synchronise(why); }, py::arg("why") = "device");
+  m.def("current_stream", [](int index) { return as_tuple(guard().getStream(cuda(index))); });
+  m.def("default_stream", [](int index) { return as_tuple(guard().getDefaultStream(cuda(index))); });
+  m.def("set_stream", [](int64_t stream, int index) {
+    set_current_device(static_cast<c10::DeviceIndex>(index));
+    set_current_stream(static_cast<c10::DeviceIndex>(index), stream);
+  });
+  m.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });
+  m.def("set_site_callback", [](py::function callback) {
+    set_site_callback([callback = new py::function(std::move(callback))] {
+      py::gil_scoped_acquire gil;
+      return (*callback)().cast<std::string>();
+    });
+  });
+}
+
+void bind_memory(py::module_& m) {
+  // Both as torch._C gives them to torch.cuda.memory_stats() and torch.cuda.memory_snapshot().
+  m.def("statistics", [](int index) {
+    std::lock_guard lock(device().mutex);
+    return as_dict(device().memory(static_cast<c10::DeviceIndex>(index)).statistics());
+  });
+  m.def("snapshot", [](int index) {
+    std::lock_guard lock(device().mutex);
+    py::list found;
+    for (const auto& segment : device().memory(static_cast<c10::DeviceIndex>(index)).snapshot()) {
+      found.append(as_dict(segment));
+    }
+    return found;
+  });
+  m.def("memory_info", [](int index) { return device_allocator().getMemoryInfo(static_cast<c10::DeviceIndex>(index)); });
+  m.def("reset_peak", [](int index) { device_allocator().resetPeakStats(static_cast<c10::DeviceIndex>(index)); });
+  m.def("reset_accumulated",
+        [](int index) { device_allocator().resetAccumulatedStats(static_cast<c10::DeviceIndex>(index)); });
+  m.def("set_memory_fraction", [](double fraction, int index) {
+    std::lock_guard lock(device().mutex);
+    device().memory(static_cast<c10::DeviceIndex>(index)).set_memory_fraction(fraction);
+  });
+  m.def("memory_fraction", [](int index) {
+    std::lock_guard lock(device().mutex);
+    return device().memory(static_cast<c10::DeviceIndex>(index)).memory_fraction();
+  });
+  m.def("empty_cache", [] { device_allocator().emptyCache(); });
+  m.def("resize_storage", [](size_t storage, size_t size) {
+    resize_storage(*reinterpret_cast<c10::StorageImpl*>(storage), size);
+  });
+}
+
+void bind_recorder(py::module_& m) {
+  m.def("record", [](bool on) { recorder().on = on; });
+  m.def("clear_recording", [] { recorder().clear(); });
+  m.def("recording", &recording);
+  m.def("live_blocks", &live_blocks);
+  m.def("module_code", [](const std::string& path) { return recorder().modules.code(path); });
+  m.def("push_module", [](int32_t code) { recorder().push_module(code); });
+  m.def("pop_module", [] { recorder().pop_module(); });
+  m.def("in_optimizer", [](bool running) { recorder().optimizer(running); });
+  m.def("mark", [](const std::string& name) {
+    recorder().add({.kind = Kind::Mark, .name = recorder().names.code(name)});
+  });
+  m.def("categorise", [](int index, size_t address, int category) {
+    const auto block = block_at(static_cast<c10::DeviceIndex>(index), reinterpret_cast<void*>(address));
+    if (block >= 0) recorder().categorise(block, static_cast<Category>(category));
+  });
+  m.def("groups", [] {
+    py::list found;
+    for (const auto& group : group_options()) found.append(py::make_tuple(group->group_name, group->global_ranks_in_group));
+    return found;
+  });
+}
+
+// torch's classes have to be there before one derives from them, so this is called once torch is imported. `make_gloo`
+// gives what moves the bytes of a group (store, rank, size, options), None in a dry run.
+void bind_process_group(py::module_& m) {
+  m.def("make_process_group_classes", [m](const py::function& make_gloo) {
+    auto nccl = py::class_<FakeNccl, c10::intrusive_ptr<FakeNccl>, c10d::Backend>(m, "ProcessGroupNCCL", py::dynamic_attr());
+    nccl.def(py::init([make_gloo](const py::object& store, int rank, int size, const py::object& options) {
+      auto gloo = make_gloo(store, rank, size, options).cast<std::optional<BackendPtr>>();
+      auto made = c10::make_intrusive<FakeNccl>(rank, size, gloo.value_or(BackendPtr()));
+      made->getBackendOptions()->group_name = options.attr("group_name").cast<std::string>();
+      made->getBackendOptions()->global_ranks_in_group =
+          options.attr("global_ranks_in_group").cast<std::vector<uint64_t>>();
+      return made;
+    }));
+    nccl.def("_set_sequence_number_for_group", &FakeNccl::setSequenceNumberForGroup);
+    nccl.def("_set_default_timeout", [](FakeNccl&, const py::object&) {});  // nothing here takes long
+    nccl.def_property_readonly("options", &FakeNccl::getBackendOptions);
+    nccl.def_property_readonly("group_id", &FakeNccl::id);
+    py::class_<FakeGloo, c10::intrusive_ptr<FakeGloo>, FakeNccl>(m, "ProcessGroupGloo", py::dynamic_attr())
+        .def(py::init([](const py::object&, int rank, int size, const py::object&) {
+               return c10::make_intrusive<FakeGloo>(rank, size);
+             }),
+             py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout") = py::none());
+  });
+}
+
+}  // namespace
+}  // namespace refshard
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  c10::SetAllocator(c10::DeviceType::CUDA, &refshard::device_allocator(), /*priority=*/1);
+  refshard::register_attention();
+  refshard::bind_device(m);
+  refshard::bind_memory(m);
+  refshard::bind_recorder(m);
+  refshard::bind_process_group(m);
+  refshard::bind_caching_allocator(m);
+  refshard::bind_attention_choice(m);
+}

@@ -1,0 +1,252 @@
+// When the allocator takes memory from the device, and when it gives memory back.
+#include <algorithm>
+
+#include "allocator_sizes.h"
+#include "caching_allocator.h"
+
+namespace refshard {
+
+Block* CachingAllocator::take_from_device(const Request& request) {
+  if (collects_garbage()) collect_garbage();
+  if (auto* block = grow(request)) return block;
+  if (release_oversize(request)) {
+    if (auto* block = grow(request)) return block;
+  }
+  release_cache();
+  ++statistics_.num_alloc_retries;
+  return grow(request);
+}
+
+Block* CachingAllocator::grow(const Request& request) {
+  if (above_limit(request.segment_size)) return nullptr;
+  reject_if_asked(request);
+  if (settings_.expandable_segments) return grow_expandable(request);
+  if (!has_room(request.segment_size)) return nullptr;
+  auto& block = new_segment(request, request.segment_size, /*expandable=*/false);
+  statistics_.segment.increase(request.pool.small, 1);
+  if (request.segment_size >= settings_.max_split_size) statistics_.oversize_segments.change(1);
+  ++statistics_.num_device_alloc;
+  count_reserved(request.pool.small, static_cast<int64_t>(request.segment_size));
+  return &block;
+}
+
+// Maps as many pages as make a block large enough. If memory runs out on the way, what was mapped stays, cached.
+Block* CachingAllocator::grow_expandable(const Request& request) {
+  auto* block = &expandable_room(request);
+  if (block->state == BlockState::Unmapped) block = map(*block, std::min(block->size, request.size));
+  while (block && block->size < request.size) {
+    auto& unmapped = *right_of(*block);  // expandable_room() saw to it
+    block = map(unmapped, std::min(unmapped.size, request.size - block->size));
+  }
+  if (block) take_from_pool(*block);
+  return block;
+}
+
+// The lowest free or unmapped block from which on enough addresses are free, with or without memory.
+Block& CachingAllocator::expandable_room(const Request& request) {
+  const auto is_free = [](const Block* block) {
+    return block && (block->state == BlockState::Cached || block->state == BlockState::Unmapped);
+  };
+  const auto has_addresses = [&](const Block* block) {
+    size_t found = 0;
+    for (; found < request.size && is_free(block); block = right_of(*block)) found += block->size;
+    return found >= request.size;
+  };
+  auto& unmapped = request.pool.unmapped;
+  for (auto it = unmapped.lower_bound({request.stream, 0}); it != unmapped.end(); ++it) {
+    auto* block = it->second;
+    if (block->stream != request.stream) break;
+    if (auto* left = left_of(*block); is_free(left)) block = left;
+    if (has_addresses(block)) return *block;
+  }
+  // As torch does: more than the device has, since pages may move from a segment's middle to its end.
+  const auto page_size = request.pool.small ? allocator_sizes::kSmallSegment : settings_.large_segment_size;
+  const auto memory = device_total_ ? device_total_ : allocator_sizes::kUnlimitedMemory;
+  auto& block = new_segment(request, allocator_sizes::round_up(memory + memory / 8, page_size), /*expandable=*/true);
+  put_in_pool(block);
+  return block;
+}
+
+// A segment of one block, which is in no pool yet.
+Block& CachingAllocator::new_segment(const Request& request, size_t size, bool expandable) {
+  const auto page_size = request.pool.small ? allocator_sizes::kSmallSegment : settings_.large_segment_size;
+  const auto address = addresses_.take(size);
+  const Segment made{++last_segment_, address, size, request.stream, request.pool.small, expandable, page_size};
+  const auto& segment = segments_.emplace(address, made).first->second;
+  return add_block(segment, address, size, expandable ? BlockState::Unmapped : BlockState::Cached);
+}
+
+// Gives memory to the first pages of an unmapped block: as many as `size` bytes take. Returns the cached block that
+// they and their neighbours make up, null if the device has no room for them.
+Block* CachingAllocator::map(Block& block, size_t size) {
+  size = allocator_sizes::round_up(size, block.segment->page_size);
+  if (!has_room(size)) return nullptr;
+  take_from_pool(block);
+  if (size < block.size) put_in_pool(cut(block, size));
+  block.state = BlockState::Cached;
+  auto& united = unite(block);
+  put_in_pool(united);
+  ++statistics_.num_device_alloc;
+  count_reserved(united.segment->small, static_cast<int64_t>(size));
+  return &united;
+}
+
+bool CachingAllocator::has_room(size_t size) const {
+  return !capacity_ || static_cast<size_t>(statistics_.reserved_bytes[0].current) + size <= capacity_;
+}
+
+bool CachingAllocator::above_limit(size_t size) const {
+  return limit_ && static_cast<size_t>(statistics_.reserved_bytes[0].current) + size > *limit_;
+}
+
+void CachingAllocator::count_reserved(bool small, int64_t delta) {
+  statistics_.reserved_bytes.change(small, delta);
+  if (on_segment_) on_segment_(delta);
+}
+
+// The setting's fraction counts here, whatever set_memory_fraction() said.
+void CachingAllocator::reject_if_asked(const Request& request) {
+  const auto most = settings_.per_process_memory_fraction * static_cast<double>(device_total_);
+  const auto wanted = static_cast<size_t>(statistics_.reserved_bytes[0].current) + request.segment_size;
+  if (!settings_.throw_on_cudamalloc_oom || !device_total_ || wanted <= static_cast<size_t>(most)) return;
+  ++statistics_.num_oom_rejections;
+  auto error = out_of_memory(request);
+  error.requested = request.bytes;
+  error.rejected = true;
+  throw error;
+}
+
+OutOfMemory CachingAllocator::out_of_memory(const Request& request) const {
+  OutOfMemory error;
+  error.requested = request.segment_size;
+  error.total = device_total_;
+  error.reserved = static_cast<size_t>(statistics_.reserved_bytes[0].current);
+  error.allocated = static_cast<size_t>(statistics_.allocated_bytes[0].current);
+  error.free = (capacity_ ? capacity_ : device_total_) - error.reserved;
+  error.allowed = limit_;
+  return error;
+}
+
+bool CachingAllocator::collects_garbage() const { return limit_ && settings_.garbage_collection_threshold > 0; }
+
+// Releases unsplit large blocks that have lain idle for longer than the average, until reserved memory is back at the
+// threshold.
+void CachingAllocator::collect_garbage() {
+  const auto threshold = static_cast<size_t>(settings_.garbage_collection_threshold * static_cast<double>(*limit_));
+  const auto reserved = static_cast<size_t>(statistics_.reserved_bytes[0].current);
+  if (reserved <= threshold) return;
+  const auto age = [this](const Block& block) { return large_.searches - block.cached_since; };
+  std::vector<Block*> idle;
+  int64_t total_age = 0;
+  for (const auto& [key, block] : large_.cached) {
+    if (is_split(*block)) continue;
+    idle.push_back(block);
+    total_age += age(*block);
+  }
+  size_t released = 0;
+  for (bool progress = true; progress && released < reserved - threshold && !idle.empty();) {
+    const auto average = static_cast<double>(total_age) / static_cast<double>(idle.size());
+    const auto is_old = [&](Block* block) {
+      return !block->segment->expandable && static_cast<double>(age(*block)) >= average;
+    };
+    progress = std::erase_if(idle, [&](Block* block) {
+      if (!is_old(block)) return false;
+      released += block->size;
+      total_age -= age(*block);
+      release(*block);
+      return true;
+    }) > 0;
+  }
+}
+
+// Releases one cached oversize block of the stream that the request would fit, else as many as together would do, the
+// largest first. Returns whether that was enough. Oversize blocks are whole segments, unless max_split_size was lowered
+// meanwhile; torch would then give cudaFree the middle of one, which fails.
+bool CachingAllocator::release_oversize(const Request& request) {
+  if (settings_.max_split_size == SIZE_MAX) return false;
+  auto& cached = request.pool.cached;
+  const auto wanted = std::max(request.size, settings_.max_split_size);
+  auto it = cached.lower_bound({request.stream, wanted, 0, 0});
+  const auto releasable = [](const Block& block) { return !block.segment->expandable && !is_split(block); };
+  if (it != cached.end() && it->second->stream == request.stream && releasable(*it->second)) {
+    release(*it->second);
+    return true;
+  }
+  size_t released = 0;
+  while (released < wanted && it != cached.begin()) {
+    auto* block = std::prev(it)->second;
+    if (block->stream != request.stream || block->size < settings_.max_split_size) break;
+    if (!releasable(*block)) {
+      --it;
+      continue;
+    }
+    released += block->size;
+    release(*block);
+  }
+  return released >= wanted;
+}
+
+void CachingAllocator::empty_cache() { release_cache(); }
+
+void CachingAllocator::release_cache() {
+  recycle_all_deferred();
+  release_pool(large_);
+  release_pool(small_);
+}
+
+void CachingAllocator::release_pool(Pool& pool) {
+  std::vector<Block*> blocks;
+  for (const auto& [key, block] : pool.cached) blocks.push_back(block);
+  for (auto* block : blocks) {
+    if (block->segment->expandable) {
+      unmap(*block);
+    } else if (!is_split(*block)) {
+      release(*block);
+    }
+  }
+}
+
+// Returns a whole segment to the device; cudaFree waits for everything that runs on it.
+void CachingAllocator::release(Block& block) {
+  progress_.synchronise();
+  ++statistics_.num_device_free;
+  statistics_.segment.decrease(block.segment->small, 1);
+  if (block.size >= settings_.max_split_size) statistics_.oversize_segments.change(-1);
+  count_reserved(block.segment->small, -static_cast<int64_t>(block.size));
+  take_from_pool(block);
+  drop_segment(block);
+}
+
+// Takes the memory from the pages that lie wholly within a cached block of an expandable segment.
+void CachingAllocator::unmap(Block& block) {
+  const auto& segment = *block.segment;
+  const auto begin = allocator_sizes::round_up(block.address - segment.address, segment.page_size);
+  const auto end = allocator_sizes::round_down(block.address + block.size - segment.address, segment.page_size);
+  if (begin >= end) return;
+  progress_.synchronise();  // torch waits for the segment's stream, the host's only way to know that it is done
+  take_from_pool(block);
+  auto* whole_pages = &block;
+  if (const auto before = segment.address + begin - block.address) {
+    whole_pages = &cut(block, before);
+    put_in_pool(block);
+  }
+  if (whole_pages->size > end - begin) put_in_pool(cut(*whole_pages, end - begin));
+  whole_pages->state = BlockState::Unmapped;
+  auto& unmapped = unite(*whole_pages);
+  put_in_pool(unmapped);
+  ++statistics_.num_device_free;
+  count_reserved(segment.small, -static_cast<int64_t>(end - begin));
+  if (is_split(unmapped)) return;
+  take_from_pool(unmapped);
+  drop_segment(unmapped);
+}
+
+// Forgets a segment and the one block that it consists of.
+void CachingAllocator::drop_segment(const Block& block) {
+  const auto segment = *block.segment;
+  addresses_.give_back(segment.address, segment.size);
+  blocks_.erase(segment.address);
+  segments_.erase(segment.address);
+}
+
+}  // namespace refshard

@@ -1,0 +1,50 @@
+// What of an operator goes into the recording: its tensors, the bytes that it moves, and the memory that it touches.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "recorder.h"
+#include "workspaces.h"
+
+namespace refshard {
+
+// Bytes of memory that a tensor's elements lie in; an expanded dimension lies in one.
+int64_t touched_bytes(const at::Tensor& tensor);
+Access access_of(const at::Tensor& tensor, bool write);
+// As in `bf16[2,8192]`.
+void describe(const at::Tensor& tensor, std::string& into);
+
+// Lets the copies of gathered parameters count as unsharded, and what is packed for a reduction as gradients.
+void spread_categories(std::string_view name, const std::vector<Access>& accesses);
+
+class Launch {
+ public:
+  explicit Launch(const c10::OperatorHandle& op) : schema_(op.schema()) {}
+
+  // Before it runs: `stack` from `first` on are its arguments.
+  void arguments(const torch::jit::Stack& stack, size_t first);
+  // After it ran: `stack` from `first` on are its results.
+  void results(const torch::jit::Stack& stack, size_t first);
+  // Whether it launched nothing: all of its results are views of what it was given.
+  bool view_only() const { return view_only_; }
+  const std::vector<TensorArgument>& inputs() const { return inputs_; }
+  // Puts it on the stream, in the recording and in the device's books.
+  void put(int64_t stream);
+
+ private:
+  const c10::FunctionSchema& schema_;
+  std::string signature_;
+  std::vector<TensorArgument> inputs_;
+  std::vector<Access> accesses_;
+  int64_t reads_ = 0, writes_ = 0;
+  int32_t flags_ = 0;
+  bool view_only_ = true;
+};
+
+}  // namespace refshard

@@ -1,0 +1,224 @@
+#include "memory.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <unordered_set>
+
+namespace refshard {
+namespace {
+
+// Floats of this many bytes are computed: scalars, and short lists of them. Integers of up to the second: a batch of
+// token ids and what follows from it.
+constexpr size_t kResidentFloats = 2048;
+constexpr size_t kResidentIntegers = size_t{4} << 20;
+
+thread_local std::string_view allocating_name;
+thread_local Category allocating_category = Category::Other;
+
+// Leaked, since tensors are freed as late as at exit.
+auto& pinned_addresses = *new std::unordered_set<const void*>;
+auto& pinned_mutex = *new std::mutex;
+auto& unknown_addresses = *new std::unordered_set<const void*>;
+auto& unknown_mutex = *new std::mutex;
+
+void free_block(void* address) {
+  if (!address) return;
+  std::lock_guard guard(device().mutex);
+  const auto index = device().owner_of(address);
+  if (index < 0) return;
+  auto& memory = device().memory(index);
+  const auto* block = memory.find(reinterpret_cast<uintptr_t>(address));
+  const auto [size, stream] = std::pair(block->size, block->stream);
+  const auto id = memory.free(reinterpret_cast<uintptr_t>(address));
+  recorder().freed(id, reinterpret_cast<int64_t>(address), static_cast<int64_t>(size), stream);
+  std::lock_guard unknown_guard(unknown_mutex);
+  unknown_addresses.erase(address);
+}
+
+void* allocate_block(size_t size, c10::DeviceIndex index, StreamId stream) {
+  std::lock_guard guard(device().mutex);
+  try {
+    const auto made = device().memory(index).allocate(size, stream);
+    recorder().allocated(made.id, static_cast<int64_t>(made.address), static_cast<int64_t>(made.size), stream,
+                         allocating_name, allocating_category);
+    auto* address = reinterpret_cast<void*>(made.address);
+    // What was there before must not look like a value; in host compute it shows as NaN.
+    if (!device().dry()) std::memset(address, 0xff, made.size);
+    if (device().dry() && size <= kResidentFloats) std::memset(address, 0, size);
+    return address;
+  } catch (const OutOfMemory& error) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, error.message(index));
+  }
+}
+
+c10::CachingDeviceAllocator::DeviceStats torch_statistics(const Statistics& from) {
+  c10::CachingDeviceAllocator::DeviceStats to;
+  const auto copy = [](auto& into, const auto& pools) {
+    for (size_t pool = 0; pool < into.size(); ++pool) {
+      into[pool].current = pools[pool].current;
+      into[pool].peak = pools[pool].peak;
+      into[pool].allocated = pools[pool].allocated;
+      into[pool].freed = pools[pool].freed;
+    }
+  };
+  copy(to.allocation, from.allocation);
+  copy(to.segment, from.segment);
+  copy(to.active, from.active);
+  copy(to.inactive_split, from.inactive_split);
+  copy(to.allocated_bytes, from.allocated_bytes);
+  copy(to.reserved_bytes, from.reserved_bytes);
+  copy(to.active_bytes, from.active_bytes);
+  copy(to.inactive_split_bytes, from.inactive_split_bytes);
+  copy(to.requested_bytes, from.requested_bytes);
+  to.num_alloc_retries = from.num_alloc_retries;
+  to.num_ooms = from.num_ooms;
+  to.num_oom_rejections = from.num_oom_rejections;
+  to.num_sync_all_streams = from.num_sync_all_streams;
+  to.num_device_alloc = from.num_device_alloc;
+  to.num_device_free = from.num_device_free;
+  to.max_split_size = from.max_split_size;
+  return to;
+}
+
+struct DeviceMemory final : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t size) override {
+    const auto index = current_device();
+    void* address = size ? allocate_block(size, index, current_stream(index)) : nullptr;
+    return {address, address, &free_block, c10::Device(c10::DeviceType::CUDA, index)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* to, const void* from, size_t size) const override {
+    if (!device().dry()) std::memcpy(to, from, size);
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {
+    synchronise("empty_cache");
+    std::lock_guard guard(device().mutex);
+    device().empty_caches();
+  }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    record_stream(data.device().index(), data.get(), stream.id());
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
+    std::lock_guard guard(device().mutex);
+    return torch_statistics(device().memory(index).statistics());
+  }
+  void resetAccumulatedStats(c10::DeviceIndex index) override {
+    std::lock_guard guard(device().mutex);
+    device().memory(index).reset_accumulated_statistics();
+  }
+  void resetPeakStats(c10::DeviceIndex index) override {
+    std::lock_guard guard(device().mutex);
+    device().memory(index).reset_peak_statistics();
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
+    std::lock_guard guard(device().mutex);
+    const auto& options = device().options;
+    const auto reserved = static_cast<size_t>(device().memory(index).statistics().reserved_bytes[0].current);
+    const auto used = reserved + options.unusable_memory;
+    return {options.total_memory > used ? options.total_memory - used : 0, options.total_memory};
+  }
+};
+
+struct PinnedMemory final : c10::Allocator {
+  static void release(void* address) {
+    {
+      std::lock_guard guard(pinned_mutex);
+      pinned_addresses.erase(address);
+    }
+    std::free(address);
+  }
+  c10::DataPtr allocate(size_t size) override {
+    void* address = std::aligned_alloc(64, (std::max<size_t>(size, 1) + 63) / 64 * 64);
+    TORCH_CHECK_WITH(OutOfMemoryError, address, "the host has no ", size, " bytes of pinned memory left");
+    std::lock_guard guard(pinned_mutex);
+    pinned_addresses.insert(address);
+    return {address, address, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t size) const override { std::memcpy(to, from, size); }
+};
+
+}  // namespace
+
+c10::DeviceAllocator& device_allocator() {
+  static auto* instance = new DeviceMemory;
+  return *instance;
+}
+
+c10::Allocator& pinned_allocator() {
+  static auto* instance = new PinnedMemory;
+  return *instance;
+}
+
+bool is_pinned(const void* address) {
+  std::lock_guard guard(pinned_mutex);
+  return pinned_addresses.contains(address);
+}
+
+Allocating::Allocating(std::string_view operator_name, Category category)
+    : name_before_(allocating_name), category_before_(allocating_category) {
+  allocating_name = operator_name;
+  allocating_category = category;
+}
+
+Allocating::~Allocating() {
+  allocating_name = name_before_;
+  allocating_category = category_before_;
+}
+
+int64_t block_at(c10::DeviceIndex index, const void* address) {
+  std::lock_guard guard(device().mutex);
+  const auto* block = device().memory(index).find(reinterpret_cast<uintptr_t>(address));
+  return block ? block->id : -1;
+}
+
+void keep_until_passed(c10::DeviceIndex index, const void* address, StreamId stream) {
+  std::lock_guard guard(device().mutex);
+  auto& memory = device().memory(index);
+  const auto* block = memory.find(reinterpret_cast<uintptr_t>(address));
+  if (block && block->stream != stream) memory.record_stream(block->address, stream);
+}
+
+void record_stream(c10::DeviceIndex index, const void* address, StreamId stream) {
+  if (!address) return;
+  keep_until_passed(index, address, stream);
+  recorder().add({.kind = Kind::Launch, .name = recorder().names.code("aten::record_stream"), .stream = stream,
+                  .flags = kHostOnly});
+}
+
+bool resident(const at::Tensor& tensor) {
+  if (!device().dry()) return true;
+  const auto size = tensor.storage().nbytes();
+  return size <= kResidentFloats ||
+         (size <= kResidentIntegers && c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true));
+}
+
+bool unknown(const at::Tensor& tensor) {
+  std::lock_guard guard(unknown_mutex);
+  return unknown_addresses.contains(tensor.storage().data());
+}
+
+void set_unknown(const at::Tensor& tensor, bool unknown) {
+  std::lock_guard guard(unknown_mutex);
+  if (unknown) {
+    unknown_addresses.insert(tensor.storage().data());
+  } else {
+    unknown_addresses.erase(tensor.storage().data());
+  }
+}
+
+void resize_storage(c10::StorageImpl& storage, size_t size) {
+  const auto index = storage.device().index();
+  DeviceScope scope(index);
+  Allocating allocating("aten::resize_");
+  auto fresh = device_allocator().allocate(size);
+  const auto kept = std::min(size, storage.nbytes());
+  if (kept && storage.data()) device_allocator().copy_data(fresh.get(), storage.data(), kept);
+  storage.set_data_ptr_noswap(std::move(fresh));
+  storage.set_nbytes(size);
+}
+
+}  // namespace refshard

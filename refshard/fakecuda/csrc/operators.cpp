@@ -1,0 +1,239 @@
+// The kernel of every operator on the device type CUDA: run in its place the CPU's kernel or the meta one, and record it.
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <unordered_set>
+
+#include "generator.h"
+#include "launch.h"
+#include "memory.h"
+#include "translation.h"
+#include "workspaces.h"
+
+namespace refshard {
+namespace {
+
+// Operators whose CUDA kernels let the host wait, since the size of their result depends on values.
+const std::unordered_set<std::string_view> kSynchronising = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+    "aten::repeat_interleave",
+};
+// Above this, an operator on known values is looked at on meta before it is computed: its result may be huge.
+constexpr size_t kComputeUnseen = 16384;
+
+struct Known {
+  bool all_resident = true;
+  bool unknown = false;
+  size_t bytes = 0;
+};
+
+Known known_arguments(const torch::jit::Stack& stack, size_t first) {
+  Known found;
+  for (size_t place = first; place < stack.size(); ++place) {
+    for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
+      if (!tensor.is_cuda()) return;
+      found.all_resident = found.all_resident && resident(tensor);
+      found.unknown = found.unknown || unknown(tensor);
+      found.bytes += tensor.nbytes();
+    });
+  }
+  return found;
+}
+
+void run(c10::DeviceType target, const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
+  Translation translation(target);
+  translation.arguments(op, stack, first);
+  const auto key = target == c10::DeviceType::CPU ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
+  op.redispatchBoxed(c10::DispatchKeySet(key), &stack);
+  translation.results(stack, first);
+}
+
+// Whether an operator on these arguments gives results that are small enough to be computed.
+bool gives_little(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+  torch::jit::Stack trial(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end());
+  Translation(c10::DeviceType::Meta).arguments(op, trial, 0);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &trial);
+  size_t bytes = 0;
+  for (const auto& value : trial) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) { bytes += tensor.nbytes(); });
+  }
+  return bytes <= size_t{4} << 20;
+}
+
+// A value where there is none: 1 for a float (its logarithm and its inverse are finite), 0 for a count.
+void put_placeholder(const at::Tensor& tensor, std::string_view name) {
+  if (!resident(tensor) || !tensor.numel()) return;
+  auto host = on_host(tensor);
+  if (name == "aten::topk" || name == "aten::argmax" || name == "aten::multinomial") {
+    if (c10::isIntegralType(host.scalar_type(), false)) {
+      // As even as can be: a router that sends all tokens to one expert would be the worst case, not the usual one.
+      host.copy_(at::arange(host.numel(), host.options()).view(host.sizes()));
+    }
+  } else {
+    host.fill_(c10::isFloatingType(host.scalar_type()) || name == "aten::all" ? 1 : 0);
+  }
+  set_unknown(tensor, true);
+}
+
+[[noreturn]] void refuse(const c10::OperatorHandle& op) {
+  const auto path = c10::toString(op.operator_name());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !device().dry(), path, " has no meta kernel, so the fake CUDA device cannot run it. Give it one that returns ",
+      "empty tensors of the right shapes: @torch.library.register_fake(\"", path, "\")");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, path, " has no CPU kernel, so the fake CUDA device cannot run it on the host. Give it one that computes ",
+      "the values: @torch.library.register_kernel(\"", path, "\", \"cpu\")");
+}
+
+bool has_meta_kernel(const c10::OperatorHandle& op) {
+  const auto has = [&](c10::DispatchKey key) { return op.hasKernelForDispatchKey(key); };
+  return has(c10::DispatchKey::Meta) || has(c10::DispatchKey::CompositeExplicitAutograd) ||
+         has(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+// An operator in place, such as an optimizer's: it makes no tensor that a meta kernel would have to shape.
+bool only_writes(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  const auto& returns = schema.returns();
+  return std::none_of(arguments.begin(), arguments.end(), [](const auto& one) { return one.is_out(); }) &&
+         std::any_of(arguments.begin(), arguments.end(),
+                     [](const auto& one) { return one.alias_info() && one.alias_info()->isWrite(); }) &&
+         std::all_of(returns.begin(), returns.end(), [](const auto& one) { return one.alias_info(); });
+}
+
+// Leaves as results the arguments that they are.
+void give_back_arguments(const c10::FunctionSchema& schema, torch::jit::Stack& stack, size_t first) {
+  torch::jit::Stack results;
+  for (const auto& made : schema.returns()) {
+    for (size_t place = 0; place < schema.arguments().size(); ++place) {
+      const auto* alias = schema.arguments()[place].alias_info();
+      if (alias && *alias == *made.alias_info()) results.push_back(stack[first + place]);
+    }
+  }
+  stack.resize(first);
+  stack.insert(stack.end(), results.begin(), results.end());
+}
+
+void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
+  const auto& name = op.schema().name();
+  const auto known = known_arguments(stack, first);
+  if (known.all_resident && (known.bytes <= kComputeUnseen || gives_little(op, stack, first))) {
+    if (op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
+      run(c10::DeviceType::CPU, op, stack, first);
+      if (!known.unknown) return;
+      for (size_t place = first; place < stack.size(); ++place) {
+        for_each_tensor(stack[place], [](const at::Tensor& tensor) {
+          if (tensor.is_cuda() && resident(tensor)) set_unknown(tensor, true);
+        });
+      }
+      return;
+    }
+  }
+  if (only_writes(op.schema()) && !has_meta_kernel(op)) {
+    give_back_arguments(op.schema(), stack, first);
+    return;
+  }
+  run(c10::DeviceType::Meta, op, stack, first);
+  const auto& arguments = op.schema().arguments();
+  const bool writes_out = std::any_of(arguments.begin(), arguments.end(), [](const auto& one) { return one.is_out(); });
+  for (size_t place = 0; place < op.schema().returns().size(); ++place) {
+    if (op.schema().returns()[place].alias_info() && !writes_out) continue;
+    for_each_tensor(stack[first + place], [&](const at::Tensor& tensor) {
+      if (tensor.is_cuda()) put_placeholder(tensor, name);
+    });
+  }
+}
+
+// The caching allocator serves kernels' workspaces too.
+c10::DataPtr allocate_workspace(size_t size) { return device_allocator().allocate(size); }
+
+// cuBLAS keeps one for each host thread, which has a handle of its own, and stream.
+void keep_workspace(std::string_view name, StreamId stream) {
+  if (!device().dry()) return;
+  const auto size = persistent_workspace(name, device().options.capability);
+  if (!size) return;
+  thread_local std::unordered_set<int64_t> mine;
+  if (!mine.insert(stream * 64 + current_device()).second) return;
+  static auto* kept = new std::vector<c10::DataPtr>;
+  static std::mutex mutex;
+  auto data = allocate_workspace(size);
+  std::lock_guard guard(mutex);
+  kept->push_back(std::move(data));
+}
+
+std::vector<Workspace> workspaces_of(const c10::OperatorHandle& op, const Launch& launch,
+                                     const torch::jit::Stack& stack, size_t first) {
+  if (!device().dry() || !takes_workspaces(op.schema().name())) return {};
+  return workspaces({op.schema().name(), launch.inputs(), scalars_of(op.schema(), stack, first)},
+                    device().options.capability);
+}
+
+// The device that an operator's arguments lie on or ask for; -1 if they do neither.
+c10::DeviceIndex device_of_arguments(const torch::jit::Stack& stack, size_t first) {
+  c10::DeviceIndex found = -1;
+  for (size_t place = first; place < stack.size() && found < 0; ++place) {
+    if (stack[place].isDevice() && stack[place].toDevice().is_cuda()) found = stack[place].toDevice().index();
+    for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
+      if (tensor.is_cuda() && found < 0) found = tensor.device().index();
+    });
+  }
+  return found;
+}
+
+}  // namespace
+
+void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& name = op.schema().name();
+  const auto first = stack->size() - op.schema().arguments().size();
+  DeviceScope scope(device_of_arguments(*stack, first));
+  Allocating allocating(name);
+  std::optional<Drawing> drawing;
+  if (op.hasTag(at::Tag::nondeterministic_seeded)) drawing.emplace(*stack, first);
+  Launch launch(op);
+  launch.arguments(*stack, first);
+  const auto scratch = workspaces_of(op, launch, *stack, first);
+  {
+    Allocating for_kernel(name, Category::Workspace);
+    keep_workspace(name, current_stream());
+  }
+  const auto take_at = [&](Moment moment) {
+    Allocating for_kernel(name, Category::Workspace);
+    return take(scratch, moment, allocate_workspace);
+  };
+  const auto before = take_at(Moment::BeforeResults);
+  try {
+    if (device().dry()) {
+      run_dry(op, *stack, first);
+    } else {
+      run(c10::DeviceType::CPU, op, *stack, first);
+    }
+  } catch (const c10::NotImplementedError&) {
+    refuse(op);
+  }
+  launch.results(*stack, first);
+  if (launch.view_only()) return;
+  const auto after = take_at(Moment::AfterResults);
+  const auto stream = current_stream();
+  launch.put(stream);
+  if (kSynchronising.contains(name)) synchronise(name.c_str(), stream);
+}
+
+namespace {
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>());
+}
+
+// Operators that have a composite kernel beside the one for CUDA: torch would take the composite before the fallback,
+// and launch many kernels where a GPU launches one. The list is written when the extension is built.
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  for (const auto* name : {
+#include "operators.inc"
+       }) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  }
+}
+
+}  // namespace
+}  // namespace refshard

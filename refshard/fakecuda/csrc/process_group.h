@@ -1,0 +1,88 @@
+// The backend that stands where NCCL does: NCCL's stream semantics, without NCCL.
+//
+// In a dry run one rank runs alone, and values, where there are any, are as if all ranks held the same. In host compute
+// gloo moves the bytes between the processes, over the host's memory that the tensors lie in.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "device.h"
+
+namespace refshard {
+
+using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+// The options of all groups of this process, by id: their names, and the global ranks in them.
+std::vector<c10::intrusive_ptr<c10d::Backend::Options>> group_options();
+
+class FakeNccl : public c10d::Backend {
+ public:
+  // `gloo` moves the bytes; none in a dry run. `name` is what getBackendName() says.
+  FakeNccl(int rank, int size, BackendPtr gloo, std::string name = "nccl");
+
+  const std::string getBackendName() const override { return name_; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { coalescing_ = true; }
+  WorkPtr endCoalescing() override;
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
+                        std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  int64_t id() const { return id_; }
+
+ private:
+  struct Call;
+  // Puts a collective on its stream, has its bytes moved and gives what waits for it.
+  WorkPtr issue(const Call& call);
+  StreamId stream_of(const Call& call, c10::DeviceIndex device);
+  void record(const Call& call, StreamId stream);
+  void move(const Call& call);
+
+  int64_t id_;
+  BackendPtr gloo_;
+  std::string name_;
+  c10::intrusive_ptr<Options> options_;
+  uint64_t sequence_ = 0;
+  bool coalescing_ = false;
+  Tensors coalesced_;
+  std::vector<WorkPtr> coalesced_pending_;
+  bool coalesced_async_ = false;
+  std::unordered_map<int64_t, StreamId> streams_;  // by peer (-1: the group's own) and device
+};
+
+// In a dry run gloo has no peers to talk to either.
+class FakeGloo final : public FakeNccl {
+ public:
+  FakeGloo(int rank, int size) : FakeNccl(rank, size, nullptr, "gloo") {}
+
+  void monitoredBarrier(const c10d::BarrierOptions&, bool) override {}
+};
+
+}  // namespace refshard

@@ -1,0 +1,293 @@
+"""What ``torch._C`` has in a CUDA build: the functions below ``torch.cuda``, whose own Python code then runs as it is.
+
+They are set on ``torch._C`` just before ``torch.cuda`` is imported.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType, ModuleType, SimpleNamespace
+from typing import Any
+
+CUDA_VERSION = "12.8"
+"""What the fake device says torch was built for."""
+NCCL_VERSION = (2, 27, 5)
+_CUDA = 1
+"""c10::DeviceType::CUDA."""
+_ARCHITECTURES = "sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"
+_PACKAGE = str(Path(__file__).parent.parent)
+_INTERNAL = (f"{os.sep}torch{os.sep}", f"{os.sep}importlib{os.sep}", "<frozen")
+
+
+def install(ext: ModuleType) -> None:
+    """Give ``torch._C`` its CUDA functions; ``ext`` is the extension."""
+    import torch
+    import torch.version
+
+    for name, value in {**_devices(ext), **_streams(ext), **_libraries(ext), **_refused(), **_memory(ext)}.items():
+        setattr(torch._C, name, value)
+    torch._C._has_cuda = torch._C._has_cudnn = True
+    torch.version.cuda = CUDA_VERSION
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        """The CPU build of torch knows no storage of CUDA that it could resize."""
+        if self.device.type != "cuda":
+            return resize(self, size)  # type: ignore[no-any-return]
+        ext.resize_storage(self._cdata, size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+    ext.set_site_callback(site)
+
+
+def site() -> str:
+    """The innermost line that is neither torch's nor this project's, as ``train.py:31 in train``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not is_internal(path):
+            return f"{short(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def is_internal(path: str) -> bool:
+    """Whether a source file is torch's, Python's or this project's."""
+    return any(part in path for part in _INTERNAL) or path.startswith(_PACKAGE)
+
+
+def short(path: str) -> str:
+    """A source file's path from its package on, or relative to here."""
+    for parent in ("site-packages", "dist-packages"):
+        if f"{os.sep}{parent}{os.sep}" in path:
+            return path.rpartition(f"{os.sep}{parent}{os.sep}")[2]
+    return os.path.relpath(path) if path.startswith(str(Path.cwd())) else path
+
+
+def _devices(ext: ModuleType) -> dict[str, Any]:
+    import torch
+
+    @cache
+    def properties(index: int) -> SimpleNamespace:
+        return _properties(ext, index)
+
+    def init() -> None:
+        torch.cuda.default_generators = tuple(ext.default_generator(i) for i in range(ext.device_count()))
+        torch.cuda._get_device_properties = properties  # type: ignore[attr-defined]
+
+    return {
+        "_cuda_init": init,
+        "_cuda_getDeviceCount": ext.device_count,
+        "_cuda_getDevice": ext.current_device,
+        "_cuda_setDevice": ext.set_device,
+        "_cuda_exchangeDevice": lambda index: ext.exchange_device(index) if index >= 0 else -1,
+        "_cuda_maybeExchangeDevice": lambda index: ext.exchange_device(index) if index >= 0 else -1,
+        "_cuda_synchronize": ext.synchronize,
+        "_cuda_sleep": lambda cycles: None,  # noqa: ARG005
+        "_cuda_getArchFlags": lambda: _ARCHITECTURES,
+        "_cuda_canDeviceAccessPeer": lambda *_: True,
+        "_cuda_ipc_collect": lambda: None,
+        "_cuda_getCompiledVersion": lambda: 12080,
+        "_cuda_hasPrimaryContext": lambda index: True,  # noqa: ARG005
+        "_cuda_set_sync_debug_mode": lambda mode: None,  # noqa: ARG005
+        "_cuda_get_sync_debug_mode": lambda: 0,
+        "_cuda_isHistoryEnabled": lambda: False,
+        "_CudaDeviceProperties": SimpleNamespace,
+        "_cudart": _cudart(ext),
+        "_nvtx": _nvtx(),
+        "_nccl_version": lambda: NCCL_VERSION[0] << 32 | NCCL_VERSION[1] << 16 | NCCL_VERSION[2],
+        "_nccl_version_suffix": lambda: b"",
+        "_cuda_getCurrentBlasHandle": lambda: 1,
+    }
+
+
+def _properties(ext: ModuleType, index: int) -> SimpleNamespace:
+    """As ``torch.cuda.get_device_properties()`` gives them."""
+    capability = ext.capability()
+    return SimpleNamespace(
+        name=capability.name, major=capability.major, minor=capability.minor,
+        total_memory=ext.memory_info(index)[1], multi_processor_count=capability.multiprocessors,
+        is_integrated=0, is_multi_gpu_board=0, max_threads_per_multi_processor=2048, warp_size=32,
+        gcnArchName=capability.name, uuid=f"fake-{index}", L2_cache_size=50 << 20, regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
+        pci_bus_id=index, pci_device_id=0, pci_domain_id=0,
+    )  # fmt: skip
+
+
+def _nvtx() -> SimpleNamespace:
+    """Ranges that a profiler would show; nobody looks here."""
+    return SimpleNamespace(
+        rangePushA=lambda message: 0,  # noqa: ARG005
+        rangePop=lambda: 0,
+        rangeStartA=lambda message: 0,  # noqa: ARG005
+        rangeEnd=lambda index: None,  # noqa: ARG005
+        markA=lambda message: None,  # noqa: ARG005
+        deviceRangeStart=lambda *_: 0,
+        deviceRangeEnd=lambda *_: None,
+    )
+
+
+def _cudart(ext: ModuleType) -> SimpleNamespace:
+    success = 0
+    return SimpleNamespace(
+        cudaMemGetInfo=ext.memory_info,
+        cudaGetErrorString=str,
+        cudaError=SimpleNamespace(success=success),
+        cudaProfilerStart=lambda: success,
+        cudaProfilerStop=lambda: success,
+        cudaHostRegister=lambda *_: success,
+        cudaHostUnregister=lambda *_: success,
+    )
+
+
+def _streams(ext: ModuleType) -> dict[str, Any]:
+    import torch
+
+    priorities: dict[int, int] = {}
+
+    class CudaStreamBase(torch._C.Stream):
+        """``torch.cuda.Stream`` derives from it."""
+
+        def __new__(
+            cls, priority: int = 0, stream_id: int | None = None, device_index: int = 0, **_: Any
+        ) -> "CudaStreamBase":
+            if stream_id is not None:
+                return super().__new__(cls, stream_id=stream_id, device_index=device_index, device_type=_CUDA)
+            made = super().__new__(cls, device=torch.device("cuda", ext.current_device()), priority=priority)
+            priorities[made.stream_id] = priority
+            return made
+
+        @property
+        def cuda_stream(self) -> int:
+            return int(self.stream_id)
+
+        @property
+        def priority(self) -> int:
+            return priorities.get(self.stream_id, 0)
+
+        @staticmethod
+        def priority_range() -> tuple[int, int]:
+            return 0, -5
+
+    class CudaEventBase(torch._C.Event):
+        """``torch.cuda.Event`` derives from it."""
+
+        timed: bool
+
+        def __new__(
+            cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any
+        ) -> "CudaEventBase":
+            device = torch.device("cuda", ext.current_device())
+            made = super().__new__(
+                cls, device, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+            )
+            made.timed = enable_timing
+            return made
+
+        def elapsed_time(self, end_event: "CudaEventBase") -> float:  # type: ignore[override]
+            """1 ms: only a replay knows how long something takes."""
+            if not (self.timed and end_event.timed):
+                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+            if not (self.event_id and end_event.event_id):
+                raise ValueError("Both events must be recorded before calculating elapsed time.")
+            return 1.0
+
+        @property
+        def cuda_event(self) -> int:
+            return int(self.event_id)
+
+    return {
+        "_CudaStreamBase": CudaStreamBase,
+        "_CudaEventBase": CudaEventBase,
+        "_cuda_getCurrentStream": ext.current_stream,
+        "_cuda_getCurrentRawStream": lambda index: ext.current_stream(index)[0],
+        "_cuda_getDefaultStream": ext.default_stream,
+        "_cuda_getStreamFromExternal": lambda pointer, device_index: (pointer, device_index, _CUDA),
+        "_cuda_setStream": lambda stream_id, device_index, device_type: ext.set_stream(stream_id, device_index),  # noqa: ARG005
+    }
+
+
+def _libraries(ext: ModuleType) -> dict[str, Any]:
+    """The versions of cuDNN, and NVTX, which marks ranges for a profiler that is not there."""
+    version = ext.capability().cudnn_version
+    numbers = (version // 10000, version // 100 % 100, version % 100)
+    cudnn = SimpleNamespace(
+        is_cuda=True, getVersionInt=lambda: version, getRuntimeVersion=lambda: numbers,
+        getCompileVersion=lambda: numbers,
+    )  # fmt: skip
+    nvtx = SimpleNamespace(
+        rangePushA=lambda text: 0, rangePop=lambda: 0, rangeStartA=lambda text: 0, rangeEnd=lambda handle: None,  # noqa: ARG005
+        markA=lambda text: None, deviceRangeStart=lambda *_: None, deviceRangeEnd=lambda *_: None,  # noqa: ARG005
+    )  # fmt: skip
+    return {
+        "_cudnn": cudnn,
+        "_nvtx": nvtx,
+        "_cuda_get_cudnn_benchmark_limit": lambda: 10,
+        "_cuda_set_cudnn_benchmark_limit": lambda limit: None,  # noqa: ARG005
+    }
+
+
+def _refused() -> dict[str, Any]:
+    """What the device cannot do, each with its reason."""
+    graphs = _refuse("CUDA graphs; turn them off for a dry run")
+    one_process = _refuse("copies between the GPUs of one process, as DataParallel makes; use DistributedDataParallel")
+    copies = ("broadcast", "broadcast_out", "broadcast_coalesced", "scatter", "scatter_out", "gather", "gather_out")
+    return {
+        **{f"_{name}": one_process for name in copies},
+        "_CUDAGraph": type("_CUDAGraph", (), {"__new__": graphs}),
+        "_graph_pool_handle": graphs,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_nccl_unique_id": _refuse("NCCL communicators outside of torch.distributed"),
+    }
+
+
+def _memory(ext: ModuleType) -> dict[str, Any]:
+    import torch
+
+    not_here = _refuse("pluggable allocator")
+    raw: dict[int, torch.Tensor] = {}
+
+    def allocate(size: int, stream: int) -> int:
+        device, on = torch.device("cuda", ext.current_device()), ext.current_device()
+        with torch.cuda.stream(torch.cuda.Stream(stream_id=stream, device_index=on, device_type=_CUDA)):
+            block = torch.empty(size, dtype=torch.uint8, device=device)
+        raw[block.data_ptr()] = block
+        return block.data_ptr()
+
+    return {
+        "_cuda_cudaCachingAllocator_raw_alloc": allocate,
+        "_cuda_cudaCachingAllocator_raw_delete": raw.__delitem__,
+        "_cuda_memoryStats": ext.statistics,
+        "_cuda_resetPeakMemoryStats": ext.reset_peak,
+        "_cuda_resetAccumulatedMemoryStats": ext.reset_accumulated,
+        "_cuda_emptyCache": ext.empty_cache,
+        "_cuda_memorySnapshot": lambda *_: {"segments": _snapshot(ext), "device_traces": []},
+        "_cuda_getAllocatorBackend": lambda: "native",
+        "_cuda_setMemoryFraction": ext.set_memory_fraction,
+        "_cuda_getMemoryFraction": ext.memory_fraction,
+        "_cuda_record_memory_history": lambda *_, **__: None,
+        "_cuda_record_memory_history_legacy": lambda *_, **__: None,
+        "_cuda_hostMemoryStats": dict,
+        "_cuda_resetPeakHostMemoryStats": lambda: None,
+        "_cuda_resetAccumulatedHostMemoryStats": lambda: None,
+        "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        "_cuda_cudaCachingAllocator_enable": lambda on: None,  # noqa: ARG005
+        "_cuda_customAllocator": not_here,
+        "_cuda_changeCurrentAllocator": not_here,
+        "_cuda_setMemoryMetadata": lambda text: None,  # noqa: ARG005
+        "_cuda_getMemoryMetadata": lambda: "",
+    }
+
+
+def _snapshot(ext: ModuleType) -> list[dict[str, Any]]:
+    return [{**segment, "device": index} for index in range(ext.device_count()) for segment in ext.snapshot(index)]
+
+
+def _refuse(what: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"the fake CUDA device has no {what}")
+
+    return refuse

@@ -1,0 +1,122 @@
+"""A dry run of operators that compute nothing, for :mod:`tests.fakecuda.test_dry_mode`.
+
+Tensors are large enough not to be resident; each check returns shapes, dtypes or counts.
+"""
+
+import resource
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from refshard.dryrun.recording import Flag, Kind
+from refshard.fakecuda.build import NAME
+from tests.fakecuda.child import check
+
+WIDE = 1 << 10
+
+
+def shapes(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
+    return [list(one.shape) for one in tensors]
+
+
+def through(module: nn.Module, *shape: int) -> list[list[int]]:
+    """Shapes of the output and of all gradients."""
+    module = module.cuda()
+    x = torch.ones(*shape, device="cuda", requires_grad=True)
+    out = module(x)
+    out = out[0] if isinstance(out, tuple) else out
+    return shapes([out, *torch.autograd.grad(out.sum(), [x, *module.parameters()])])
+
+
+@check
+def layers() -> dict[str, list[list[int]]]:
+    return {
+        "linear": through(nn.Linear(WIDE, 2 * WIDE), 8, WIDE),
+        "convolution": through(nn.Conv2d(64, 128, 3, stride=2, padding=1), 2, 64, 32, 32),
+        "batch norm": through(nn.BatchNorm2d(64), 2, 64, 32, 32),
+        "rms norm": through(nn.RMSNorm(WIDE), 8, WIDE),
+        "group norm": through(nn.GroupNorm(4, 64), 2, 64, 32, 32),
+        "attention": through(nn.TransformerEncoderLayer(256, 4, 512, batch_first=True), 2, 128, 256),
+    }
+
+
+@check
+def sync_batch_norm_parts() -> list[list[int]]:
+    x, counts = torch.ones(4, 1024, 64, device="cuda"), torch.ones(2, 1, device="cuda")
+    mean, inverse = torch.batch_norm_stats(x, 1e-5)
+    means, inverses = torch.stack([mean, mean]), torch.stack([inverse, inverse])
+    mean, inverse = torch.batch_norm_gather_stats_with_counts(
+        x, means, inverses, None, None, 0.1, 1e-5, counts.view(-1)
+    )
+    out = torch.batch_norm_elemt(x, None, None, mean, inverse, 1e-5)
+    total, product, of_weight, of_bias = torch.batch_norm_backward_reduce(out, x, mean, inverse, mean, True, True, True)
+    return shapes([out, mean, total, product, of_weight, of_bias])
+
+
+@check
+def optimizers() -> dict[str, int]:
+    """Optimizers in one launch, of which torch has no meta kernel for some: how many launches a step takes."""
+    ext: Any = sys.modules[NAME]
+    found = {}
+    for make in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad):
+        parameters = [torch.ones(WIDE, WIDE, device="cuda", requires_grad=True) for _ in range(3)]
+        rate = torch.tensor(0.1, device="cuda") if make is torch.optim.AdamW else 0.1
+        optimizer = make(parameters, lr=rate, fused=True)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        ext.clear_recording()
+        ext.record(True)
+        optimizer.step()
+        ext.record(False)
+        names = _names(ext, Kind.LAUNCH)
+        found[make.__name__] = sum("_fused_" in name for name in names)
+    return found
+
+
+def _names(ext: Any, kind: Kind) -> list[str]:
+    table = ext.recording()
+    return [table["name_table"][name] for of, name in zip(table["kinds"], table["names"]) if of == kind]
+
+
+@check
+def memory() -> dict[str, bool]:
+    """A terabyte of activations takes neither pages nor time."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    x = torch.ones(1 << 17, 1 << 16, dtype=torch.bfloat16, device="cuda")  # 16 GiB
+    y = (x * 2).relu_()
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"pages": grown_kib < 100 << 10, "allocated": torch.cuda.memory_allocated() >= x.nbytes + y.nbytes}
+
+
+@check
+def values() -> dict[str, Any]:
+    """What is small is known, and what follows from large tensors is not and says so."""
+    ext: Any = sys.modules[NAME]
+    counts = torch.arange(6, device="cuda")
+    large = torch.ones(WIDE, WIDE, device="cuda")
+    ext.clear_recording()
+    ext.record(True)
+    known = [int(counts.sum()), counts.tolist(), torch.tensor(2.5, device="cuda").mul(2).item()]
+    lost = large.sum()
+    found = [lost.item(), (lost * 2 + 1).item()]
+    copied = large.cpu()
+    ext.record(False)
+    table = ext.recording()
+    waits = table["flags"][table["kinds"] == Kind.SYNCHRONISE]
+    return {
+        "known": known, "unknown": [bool(flags & Flag.VALUE_UNKNOWN) for flags in waits],
+        "placeholders": [isinstance(one, float) for one in found], "copied": list(copied.shape),
+    }  # fmt: skip
+
+
+@check
+def refused() -> str:
+    try:
+        torch.rand(WIDE, WIDE, device="cuda").to_sparse()
+    except NotImplementedError as error:
+        return str(error).splitlines()[0]
+    return ""

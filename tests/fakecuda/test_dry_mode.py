@@ -1,0 +1,51 @@
+"""A dry run computes nothing: shapes, memory and what is known of values."""
+
+import pytest
+
+from tests.fakecuda.fresh import Seen, see
+
+WIDE = 1 << 10
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    return see("tests.fakecuda.dry_checks", mode="dry")
+
+
+def test_shapes_of_results_and_gradients(seen: Seen) -> None:
+    found = seen("layers")
+    assert found["linear"] == [[8, 2 * WIDE], [8, WIDE], [2 * WIDE, WIDE], [2 * WIDE]]
+    assert found["convolution"] == [[2, 128, 16, 16], [2, 64, 32, 32], [128, 64, 3, 3], [128]]
+    assert found["batch norm"] == found["group norm"] == [[2, 64, 32, 32], [2, 64, 32, 32], [64], [64]]
+    assert found["rms norm"] == [[8, WIDE], [8, WIDE], [WIDE]]
+    assert found["attention"][:2] == [[2, 128, 256]] * 2
+
+
+def test_operators_that_torch_cannot_shape(seen: Seen) -> None:
+    assert seen("sync_batch_norm_parts") == [[4, 1024, 64], *[[1024]] * 5]
+
+
+def test_a_fused_optimizer_is_one_launch(seen: Seen) -> None:
+    assert seen("optimizers") == {"AdamW": 1, "Adam": 1, "SGD": 1, "Adagrad": 1}
+
+
+def test_memory_has_addresses_without_pages(seen: Seen) -> None:
+    assert seen("memory") == {"pages": True, "allocated": True}
+
+
+def test_small_values_are_known_and_others_marked(seen: Seen) -> None:
+    found = seen("values")
+    assert found["known"] == [15, [0, 1, 2, 3, 4, 5], 5.0]
+    assert found["unknown"] == [
+        *[False] * 4,
+        *[True] * 3,
+    ]  # sum, list, a scalar there and back; two of the lost sum, a copy
+    assert found["placeholders"] == [True, True]
+    assert found["copied"] == [WIDE, WIDE]
+
+
+def test_an_operator_without_a_meta_kernel_is_named(seen: Seen) -> None:
+    assert seen("refused") == (
+        "aten::_to_sparse has no meta kernel, so the fake CUDA device cannot run it. Give it one that returns empty "
+        'tensors of the right shapes: @torch.library.register_fake("aten::_to_sparse")'
+    )
