@@ -214,6 +214,43 @@ def plan(
     print(command.plan(asked, as_json=as_json, page=html, traces=trace))
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def dryrun(
+    command: Annotated[
+        list[str], typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a whole torchrun line.")
+    ],
+    cluster: Annotated[str, typer.Option(help="A cluster's profile or TOML file, and xN after it for N nodes.")],
+    world_size: Annotated[
+        int | None, typer.Option(help="Number of ranks [default: as torchrun is told, or the whole cluster].")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
+    steps: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 3,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(help="Tokens of a step over all ranks [default: what the model is given].")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write the replayed steps as a Kineto trace.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network.")] = None,
+    races: Annotated[
+        bool, typer.Option("--races", help="Report accesses to the same memory from two streams that no event orders.")
+    ] = False,
+) -> None:
+    """Run one rank of a training script, unmodified, on GPUs that are not here: whether it fits, and how fast it is.
+
+    Exit status: 0 if it fits, 1 if it does not or the script failed, 2 for a mistake in what was asked.
+    """
+    from refshard.commands import dryrun as made
+
+    asked = made.Asked(
+        words=made.words_of(command), cluster=cluster, world_size=world_size, rank=rank, steps=steps,
+        tokens_per_step=tokens_per_step, races=races,
+    )  # fmt: skip
+    with _interruptible("nothing is written"):
+        text, status = made.dryrun(asked, as_json=as_json, trace=trace, html=html)
+    print(text)
+    raise typer.Exit(status)
+
+
 @app.command()
 def calibrate(
     context: typer.Context,
@@ -363,11 +400,14 @@ def history(
 def validate(
     run: Annotated[Path | None, typer.Argument(help="A run's folder; without one, what others have published.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead of tables.")] = False,
+    fidelity: Annotated[str, typer.Option(help="What predicts published results: simulated or dryrun.")] = "simulated",
+    only: Annotated[str | None, typer.Option(help="With dryrun: published runs whose names hold this.")] = None,
 ) -> None:
     """Set predictions beside what was measured, or what others have published."""
     from refshard.commands import validate as command
 
-    print(command.validate(run, as_json=as_json))
+    with _interruptible("nothing is written"):
+        print(command.validate(run, as_json=as_json, fidelity=fidelity, only=only))
 
 
 @app.command(name="list")

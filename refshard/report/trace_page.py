@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pandas as pd
@@ -21,11 +20,11 @@ from refshard.folders import replace_file
 from refshard.quantities import MIB
 from refshard.report import trace_charts, trace_tables, trace_words
 from refshard.report.charts import Chart, theme
-from refshard.report.encode import encode
-from refshard.report.lanes import draw_step, drawn_windows
+from refshard.report.lanes import drawn_windows
 from refshard.report.layer_svg import Layer, draw_layer
 from refshard.report.palette import LEGEND, STYLES
 from refshard.report.render import fill, resource, script
+from refshard.report.timelines import TimelineView, view_timeline
 from refshard.report.trace_gaps import gap_table, gaps_of
 from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
@@ -47,28 +46,12 @@ class AnalysedTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawn:
-    """One step as the timeline shows it: ``data`` is for the script, ``name`` on its button, ``label`` in sentences."""
-
-    id: str
-    name: str
-    label: str
-    data: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Section:
     """What the page shows of one trace. ``content`` is the trace's gzip as base64, None where it is not embedded."""
 
     id: str
     figures: TraceFigures
-    who: str
-    step: str
-    drawn: tuple[_Drawn, ...]
-    whole: str
-    present: frozenset[str]
-    finest_ns: int
-    undrawn_lanes: int
+    timeline: TimelineView
     layer: Layer | None
     charts: tuple[Chart, ...]
     steps: pd.DataFrame
@@ -170,22 +153,11 @@ def _sections(traces: Sequence[AnalysedTrace]) -> list[_Section]:
 def _section(one: AnalysedTrace, identity: str, most: int, content: bytes | None) -> _Section:
     figures, timeline = one.figures, one.timeline
     windows = drawn_windows(figures, timeline) if len(timeline.spans) else ()
-    # Several steps share what one may take.
-    drawings = [draw_step(timeline, figures, window, most // len(windows)) for window in windows]
     gaps = gaps_of(figures, timeline)
     return _Section(
         id=identity,
         figures=figures,
-        who=trace_words.who(figures),
-        step=windows[0].label if windows else "nothing",
-        drawn=tuple(
-            _Drawn(id=f"{identity}-drawing-{n}", name=window.name, label=window.label, data=encode(drawing))
-            for n, (window, drawing) in enumerate(zip(windows, drawings))
-        ),
-        whole="step" if trace_words.has_steps(figures) else "trace",
-        present=frozenset(group.style for drawing in drawings for group in drawing.groups),
-        finest_ns=max((drawing.levels[0].resolution for drawing in drawings), default=0),
-        undrawn_lanes=max((drawing.undrawn_lanes for drawing in drawings), default=0),
+        timeline=view_timeline(timeline, figures, windows, identity, most),
         layer=_marked(draw_layer(timeline, windows[0].begin, windows[0].close)) if windows else None,
         charts=trace_charts.charts_of(figures, gaps, identity),
         steps=trace_tables.steps(figures),

@@ -1,0 +1,132 @@
+"""What a dry run comes to: whether it fits, how long a step takes, where memory and time go, what to change first."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from refshard.dryrun.as_timeline import as_timeline
+from refshard.dryrun.device import Rates
+from refshard.dryrun.figures import StepFigures, step_figures
+from refshard.dryrun.memory import MemoryAccount, account_memory
+from refshard.dryrun.overheads import Overhead, overheads
+from refshard.dryrun.price import Prices, price
+from refshard.dryrun.recording import Flag, Kind, Phase, Recording
+from refshard.dryrun.replay import Replayed, replay
+from refshard.dryrun.run import DryRun
+from refshard.dryrun.steps import Step, steps_of
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.hardware import HardwareSpec
+from refshard.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synchronisation:
+    """The host waits for the device at one line of the script, ``count`` times a step; ``unknown`` if what it waits for
+    is a value that the dry run did not compute.
+    """
+
+    why: str
+    site: str
+    count: int
+    unknown: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Analysis:
+    """A dry run and what follows from it. Figures are those of the last whole step; None where there was none.
+
+    ``usable_bytes`` is what the allocator can reserve: the device's memory less ``overheads``. ``model_flops`` are
+    those of the step's matrix products and attention, what is recomputed not counted, causal attention by half.
+    ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown.
+    """
+
+    run: DryRun
+    cluster: ClusterSpec
+    memory: MemoryAccount
+    prices: Prices
+    replayed: Replayed
+    timeline: Timeline
+    step: Step | None
+    figures: StepFigures | None
+    overheads: tuple[Overhead, ...]
+    usable_bytes: int
+    model_flops: float
+    tokens: float | None
+    synchronisations: tuple[Synchronisation, ...]
+
+    @property
+    def hardware(self) -> HardwareSpec:
+        """What the rank computes on."""
+        return self.cluster.accelerator
+
+    @property
+    def fits(self) -> bool:
+        """Whether the allocator got what was asked of it."""
+        return self.run.answer.outcome != "oom"
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the allocator could still have reserved at its peak."""
+        return self.usable_bytes - self.run.answer.peak.reserved
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of one GPU."""
+        return self.tokens / self.figures.step_s if self.tokens and self.figures else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs a second over the hardware's bf16 peak (fp32's, where it has no other)."""
+        rate = self.hardware.matmul.get("bf16") or self.hardware.matmul["fp32"]
+        return self.model_flops / self.figures.step_s / rate.peak if self.figures else None
+
+
+def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = None) -> Analysis:
+    """Price and replay a dry run on ``cluster``. ``global_tokens`` are those of a step over all ranks, where given."""
+    recording = run.recording
+    prices = price(recording, cluster)
+    replayed = replay(recording, prices, Rates.of(cluster))
+    steps = steps_of(recording, "step") if run.answer.steps_taken else ()
+    timeline = as_timeline(recording, replayed, steps=steps)
+    figures = step_figures(recording, prices, replayed, timeline, steps)
+    step = steps[-1] if steps else None
+    held_back = overheads(run.request.world_size)
+    return Analysis(
+        run=run, cluster=cluster, memory=account_memory(recording), prices=prices, replayed=replayed, timeline=timeline,
+        step=step, figures=figures[-1] if figures else None, overheads=held_back,
+        usable_bytes=cluster.accelerator.memory_bytes - run.request.unusable_bytes,
+        model_flops=_model_flops(recording, prices, step), tokens=_tokens(run, global_tokens),
+        synchronisations=_synchronisations(recording, step),
+    )  # fmt: skip
+
+
+def _tokens(run: DryRun, global_tokens: int | None) -> float | None:
+    if global_tokens is not None:
+        return global_tokens / run.request.world_size
+    taken = run.answer.steps_taken
+    return run.answer.tokens / taken / run.answer.sharing if taken and run.answer.tokens else None
+
+
+def _model_flops(recording: Recording, prices: Prices, step: Step | None) -> float:
+    if step is None:
+        return 0.0
+    rows = slice(step.first, step.end)
+    counted = ~np.isin(recording.phases[rows], (Phase.RECOMPUTE, Phase.OPTIMIZER))
+    return float(prices.flops[rows][counted].sum())
+
+
+def _synchronisations(recording: Recording, step: Step | None) -> tuple[Synchronisation, ...]:
+    first, end = (step.first, step.end) if step else (0, len(recording))
+    rows = first + np.flatnonzero(recording.kinds[first:end] == Kind.SYNCHRONISE)
+    keys = zip(
+        recording.names[rows].tolist(),
+        recording.sites[rows].tolist(),
+        (recording.flags[rows] & Flag.VALUE_UNKNOWN).tolist(),
+    )
+    return tuple(
+        Synchronisation(
+            why=recording.name_table[name], site=recording.site_table[site], count=count, unknown=bool(unknown)
+        )
+        for (name, site, unknown), count in Counter(keys).most_common()
+    )

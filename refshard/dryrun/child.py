@@ -1,0 +1,161 @@
+"""``python -m refshard.dryrun.child FOLDER``: the process that a script runs in.
+
+It puts the fake device in place before torch, runs the script as Python would, and leaves ``recording.npz`` and
+``answer.json`` in the folder, however the script ends.
+"""
+
+import os
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from refshard.dryrun.launchers import Launchers, is_program, run_python
+from refshard.dryrun.request import Answer, Outcome, Request
+from refshard.errors import RefshardError
+from refshard.fakecuda import activate
+from refshard.specs.cluster import load_cluster
+
+if TYPE_CHECKING:
+    from refshard.dryrun.observe import Observer
+    from refshard.dryrun.peaks import Peaks
+
+REQUEST, ANSWER, RECORDING = "request.json", "answer.json", "recording.npz"
+
+
+def main(folder: Path) -> int:
+    """Run the request in ``folder`` and return the process's exit status: 0 if an answer was left."""
+    request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
+    began = time.monotonic()
+    os.environ.update(request.environment)
+    try:
+        ext = activate(
+            load_cluster(request.cluster).accelerator,
+            devices=request.local_ranks,
+            unusable_bytes=request.unusable_bytes,
+        )
+    except RefshardError as refusal:
+        print(f"refshard: {refusal}", file=sys.stderr)
+        return 2
+    ext.record(True)
+
+    import torch.fx.experimental._config as symbolic
+
+    from refshard.dryrun.observe import Observer
+    from refshard.dryrun.peaks import Peaks
+
+    symbolic.meta_nonzero_assume_all_nonzero = True
+    observer, peaks = Observer(ext, request.steps), Peaks(request.rank % request.local_ranks)
+    observer.install()
+    peaks.install()
+    launched = not request.module and is_program(request.command[0])
+    rank = _rank_environment(request)
+    if not launched:  # else this process becomes the rank where the launcher would start it
+        os.environ.update(rank)
+    with Launchers(rank).following(program=launched):
+        outcome, error, where = _run(request)
+    ext.record(False)
+    wall_s = time.monotonic() - began
+    _leave(folder, request, ext, observer, peaks, outcome=outcome, error=error, where=where, wall_s=wall_s)
+    return 0
+
+
+def _rank_environment(request: Request) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    nodes = request.world_size // request.local_ranks
+    return {
+        "RANK": str(request.rank),
+        "LOCAL_RANK": str(request.rank % request.local_ranks),
+        "GROUP_RANK": str(request.rank // request.local_ranks),
+        "WORLD_SIZE": str(request.world_size),
+        "LOCAL_WORLD_SIZE": str(request.local_ranks),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_RANK": str(request.rank),
+        "ROLE_WORLD_SIZE": str(request.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+
+
+def _run(request: Request) -> tuple[Outcome, str, str]:
+    """Run the script; how it went, what it raised, and where."""
+    import torch
+
+    from refshard.dryrun.observe import StepsDone
+
+    try:
+        run_python(request.command, module=request.module)
+    except StepsDone:
+        return "stepped", "", ""
+    except SystemExit as ended:
+        if ended.code in (0, None):
+            return "ended", "", ""
+        return "failed", f"the script ended with exit status {ended.code}", ""
+    except torch.OutOfMemoryError as error:
+        return "oom", _first_line(error), _site(error)
+    except BaseException as error:
+        if isinstance(error.__cause__ or error.__context__, StepsDone):
+            return "stepped", "", ""
+        traceback.print_exc()
+        return "failed", _cause(error), _site(error)
+    return "ended", "", ""
+
+
+def _cause(error: BaseException) -> str:
+    name = type(error).__name__
+    if name in ("TritonMissing", "InductorError"):  # the second where Triton is installed and looks for a GPU
+        return (
+            f"{name}: torch.compile's inductor generates Triton kernels, which only a GPU can run, so compiled "
+            "code is not dry-run; leave torch.compile out, or give it backend='aot_eager', which launches the same "
+            "operators unfused"
+        )
+    return f"{name}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
+
+
+def _site(error: BaseException) -> str:
+    """The innermost line of the traceback that is neither torch's nor this project's."""
+    from refshard.fakecuda.torch_c import is_internal, short
+
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_internal(f.filename)]
+    return f"{short(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def _leave(
+    folder: Path, request: Request, ext: ModuleType, observer: "Observer", peaks: "Peaks", *, outcome: Outcome,
+    error: str, where: str, wall_s: float,
+) -> None:  # fmt: skip
+    import torch
+
+    from refshard.dryrun.collect import collect, save
+    from refshard.dryrun.peaks import pool
+
+    device = request.rank % request.local_ranks
+    save(collect(ext, request.rank, request.world_size), folder / RECORDING)
+    answer = Answer(
+        outcome=outcome, error=error, where=where, steps_taken=observer.steps_taken, tokens=sum(observer.tokens),
+        parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size, peak=peaks.highest(),
+        now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
+        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, wall_s=wall_s,
+        torch=str(torch.__version__),
+    )  # fmt: skip
+    (folder / ANSWER).write_bytes(msgspec.json.encode(answer))
+
+
+if __name__ == "__main__":
+    status = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads of the script, and tensors that outlive the device, have nothing left to say

@@ -1,0 +1,111 @@
+"""Read a training command as users have it: a script, a module, a line for torchrun, or another launcher's.
+
+torchrun's line is read here. Of other launchers that are written in Python the program itself is what runs; see
+:mod:`refshard.dryrun.launchers`.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from refshard.dryrun.launchers import find_program
+from refshard.errors import SpecError
+
+_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_FLAGS = frozenset({"standalone", "module", "m", "no_python", "run_path", "use_env", "virtual_local_rank"})
+"""Options of torchrun without a value."""
+_OTHER_LAUNCHERS = frozenset({"srun", "mpirun", "mpiexec", "horovodrun", "ray"})
+"""Programs that start ranks and are not Python's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingCommand:
+    """``command`` is a script or, with ``module``, a module, and its arguments. ``nodes`` and ``ranks_per_node`` are
+    what torchrun was told, None where it was not.
+    """
+
+    command: tuple[str, ...]
+    module: bool = False
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+
+
+@dataclass(slots=True)
+class _Torchrun:
+    options: dict[str, str] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
+
+
+def read_command(words: Sequence[str]) -> TrainingCommand:
+    """What a command line runs.
+
+    >>> read_command(["torchrun", "--nproc-per-node", "8", "-m", "mine.train", "--lr", "1"])
+    TrainingCommand(command=('mine.train', '--lr', '1'), module=True, nodes=None, ranks_per_node=8)
+
+    Raises:
+        SpecError: it names no script, one that does not exist, or a launcher that is not understood.
+    """
+    left = list(words)
+    if left and Path(left[0]).name.startswith("python"):
+        left = left[1:]
+        while left and left[0] in ("-u", "-O", "-B"):
+            left = left[1:]
+    if left and (Path(left[0]).name == "torchrun" or (left[0] == "-m" and left[1:2] and left[1] in _TORCHRUN_MODULES)):
+        return _read_torchrun(left[2:] if left[0] == "-m" else left[1:])
+    return _read_script(left)
+
+
+def _read_script(
+    words: Sequence[str], *, nodes: int | None = None, ranks_per_node: int | None = None
+) -> TrainingCommand:
+    if words and words[0] == "-m":
+        if len(words) < 2:
+            raise SpecError("dryrun: -m must be followed by a module; write `refshard dryrun -- -m package.train`")
+        return TrainingCommand(command=tuple(words[1:]), module=True, nodes=nodes, ranks_per_node=ranks_per_node)
+    if not words:
+        raise SpecError("dryrun: no script is named; write it after `--`: `refshard dryrun -- train.py --args`")
+    if Path(words[0]).is_file():
+        return TrainingCommand(command=tuple(words), nodes=nodes, ranks_per_node=ranks_per_node)
+    if (name := words[0]) in _OTHER_LAUNCHERS:
+        raise SpecError(
+            f"dryrun: '{name}' starts processes in a way that cannot be followed; give the script it starts"
+        )
+    if (program := find_program(name)) is None:
+        raise SpecError(
+            f"dryrun: there is no script '{name}', and no program of that name is installed with this Python "
+            f"({sys.executable}); for a module write -m before it"
+        )
+    return TrainingCommand(command=(program, *words[1:]), nodes=nodes, ranks_per_node=ranks_per_node)
+
+
+def _read_torchrun(words: Sequence[str]) -> TrainingCommand:
+    read = _options(words)
+    module = "module" in read.options or "m" in read.options
+    return _read_script(
+        ["-m", *read.rest] if module else read.rest,
+        nodes=_count(read.options, "nnodes"),
+        ranks_per_node=_count(read.options, "nproc_per_node"),
+    )
+
+
+def _options(words: Sequence[str]) -> _Torchrun:
+    """The options of torchrun itself, and what comes after them."""
+    read, left = _Torchrun(), list(words)
+    while left and left[0].startswith("-"):
+        name, has_value, value = left.pop(0).lstrip("-").replace("-", "_").partition("=")
+        if not has_value and name not in _FLAGS and left:
+            value = left.pop(0)
+        read.options[name] = value
+    read.rest = left
+    return read
+
+
+def _count(options: dict[str, str], name: str) -> int | None:
+    given = options.get(name)
+    if given is None or given in ("gpu", "auto"):
+        return None
+    most = given.rpartition(":")[2]  # of MIN:MAX nodes
+    if not most.isdigit() or int(most) < 1:
+        raise SpecError(f"dryrun: torchrun's --{name.replace('_', '-')} must be a number >= 1, got '{given}'")
+    return int(most)

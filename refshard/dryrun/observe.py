@@ -1,0 +1,148 @@
+"""What the device cannot see of a script: which module runs, what a tensor is for, and where a step ends.
+
+All of it comes from hooks that torch offers for every module and every optimizer; nothing of the script is changed.
+"""
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from refshard.dryrun.recording import Category
+
+ROOT = "(root)"
+"""The path of the outermost module."""
+
+_SHARING_AXES = frozenset({"tp", "cp", "sp", "pp", "tensor", "context", "pipeline", "tensor_parallel"})
+
+
+class StepsDone(BaseException):
+    """Ends a script after the optimizer steps that were asked for; no ``except Exception`` of its own stops it."""
+
+
+class Observer:
+    """Tells the device's extension ``ext`` in which module and phase the host is, and ends the script after ``steps``
+    optimizer steps.
+
+    A step is one of the optimizer that stepped first: a script with several takes them in turn.
+    """
+
+    def __init__(self, ext: ModuleType, steps: int) -> None:
+        self._ext, self._steps = ext, steps
+        self._depth = 0
+        self._uncounted = False
+        self._codes: dict[int, int] = {}
+        self._roots: dict[int, nn.Module] = {}
+        self._leading: Any = None
+        self.steps_taken = 0
+        self.tokens: list[int] = []
+
+    def install(self) -> None:
+        """Hook into torch, for the life of this process."""
+        register_module_forward_pre_hook(self._enter)
+        register_module_forward_hook(self._leave, always_call=True)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    @property
+    def parameters(self) -> int:
+        """Number of trainable elements over all modules that ran as the outermost, as if none were sharded."""
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self._parameters() if p.requires_grad)
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks work on the same tokens: those along mesh axes that are named as tensor, context or pipeline
+        parallelism's, of whatever mesh a parameter lies on.
+        """
+        degrees = {1}
+        for parameter in self._parameters():
+            if (mesh := getattr(parameter, "device_mesh", None)) is not None:
+                axes = zip(mesh.mesh_dim_names or (), mesh.shape)
+                degrees.add(math.prod(size for name, size in axes if name in _SHARING_AXES))
+        return max(degrees)
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if id(module) not in self._codes:
+            self._name(module)
+        if self._depth == 0:
+            self._uncounted = module.training and id(module) in self._roots and _has_parameters(module)
+        if self._uncounted and (self._depth == 0 or isinstance(module, nn.Embedding)):
+            self._count_tokens(inputs)
+        self._depth += 1
+        self._ext.push_module(self._codes[id(module)])
+
+    def _leave(self, *_: Any) -> None:
+        self._depth -= 1
+        self._ext.pop_module()
+
+    def _name(self, root: nn.Module) -> None:
+        """Number the modules of a model whose outermost module runs for the first time, by their paths within it."""
+        self._roots[id(root)] = root
+        for path, module in root.named_modules():
+            self._codes.setdefault(id(module), self._ext.module_code(path or ROOT))
+
+    def _count_tokens(self, inputs: tuple[Any, ...]) -> None:
+        """Token ids are what a language model's outermost module is given: integers, of (sequences, tokens). Where it
+        was given them by name, which hooks do not see, they are what its first embedding is given.
+        """
+        for value in inputs:
+            if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() == 2:
+                self.tokens.append(value.numel())
+                self._uncounted = False
+                return
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._ext.in_optimizer(True)
+        for parameter in self._parameters():
+            self._label(getattr(parameter, "ds_tensor", parameter), Category.PARAMETERS)  # ZeRO-3 keeps its part there
+        for parameter in _optimized(optimizer):
+            self._label(parameter, Category.PARAMETERS)
+            self._label(parameter.grad, Category.GRADIENTS)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._ext.in_optimizer(False)
+        for state in optimizer.state.values():
+            for value in state.values() if isinstance(state, dict) else ():
+                self._label(value, Category.OPTIMIZER)
+        if self._leading is None:
+            self._leading = optimizer
+        if optimizer is self._leading:
+            self.steps_taken += 1
+            self._ext.mark("step")
+            if self.steps_taken >= self._steps:
+                raise StepsDone
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for root in list(self._roots.values()):
+            yield from nn.Module.parameters(root)
+            yield from nn.Module.buffers(root)  # where Megatron's own wrapper has a list of that name
+
+    def _label(self, value: Any, category: Category) -> None:
+        local = getattr(value, "_local_tensor", value)
+        if isinstance(local, torch.Tensor) and local.device.type == "cuda" and _has_storage(local):
+            address = local.untyped_storage().data_ptr()
+            if address:
+                self._ext.categorise(local.device.index, address, int(category))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """A loss may be a module too, and is given the labels."""
+    return next(module.parameters(), None) is not None
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Some subclasses of tensors have parts that have storages, and none of their own."""
+    try:
+        return tensor.untyped_storage().nbytes() > 0
+    except (NotImplementedError, RuntimeError):
+        return False

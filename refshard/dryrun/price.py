@@ -1,0 +1,262 @@
+"""What each event of a recording takes on a cluster, by the laws of ``costs.py`` and the cluster's profile.
+
+Matrix products, convolutions and attention go by their FLOPs and bytes, fused optimizers and everything else by bytes.
+fp16 counts as bf16, fp64 as fp32 (data sheets give the same peak for both on the accelerators that have profiles), fp8
+and int8 run at twice bf16's peak. TF32 is not assumed. Copies to and from the host go by the profile's host link.
+
+Collectives are those of ``costs.collective_cost``. What it does not know is priced as what moves the same bytes the
+same way: a reduce as a broadcast (the same ring, the other way round), a gather and a scatter as an all-gather (the
+root's link carries as much), a barrier as an all-reduce of its few bytes. A send and a receive take one hop and the
+message's bytes: over the link within the node, or over one rank's share of what joins the nodes.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.costs import (
+    CollectiveCost,
+    GroupShape,
+    attention_seconds,
+    collective_cost,
+    group_shape,
+    move_seconds,
+    product_seconds,
+)
+from refshard.dryrun.recording import Flag, Kind, Recording
+from refshard.dryrun.work import Scores, Work, work_of
+from refshard.errors import SpecError, nearest
+from refshard.specs.cluster import ClusterSpec, CollectiveOp
+from refshard.specs.hardware import Dtype, HardwareSpec
+
+NO_LINK, WITHIN, BETWEEN, SENDING, RECEIVING = -1, 0, 1, 2, 3
+"""Codes of :attr:`Prices.links`: what a collective occupies. Messages go both ways at once, so they have two."""
+EVENT_PART = 0.2
+"""Host time of recording an event, of waiting for one or of asking whether a stream is done, as a part of a launch's.
+
+Estimated: such a call enters the driver as a launch does, about a microsecond, but passes none of torch's dispatcher.
+"""
+_AS: dict[str, CollectiveOp] = {
+    "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all", "broadcast": "broadcast", "reduce": "broadcast", "gather": "all_gather",
+    "scatter": "all_gather", "barrier": "all_reduce",
+}  # fmt: skip
+_PEERS = {"send": SENDING, "recv": RECEIVING}
+_COMPUTED_AS: dict[str, tuple[Dtype, float]] = {
+    "fp32": ("fp32", 1.0), "bf16": ("bf16", 1.0), "fp16": ("bf16", 1.0), "fp64": ("fp32", 1.0),
+    "fp8e4m3": ("bf16", 2.0), "fp8e5m2": ("bf16", 2.0), "int8": ("bf16", 2.0), "complex64": ("fp32", 0.25),
+}  # fmt: skip
+"""By dtype of a product's operands: the profile's rate, and how many times that fast. A complex product is four."""
+_TOUCHED_PER_READ = {"_fused_adam": 7 / 4, "_fused_sgd": 5 / 3, "_fused_adagrad": 5 / 3}
+"""Bytes that a fused optimizer reads and writes per byte that it reads: it writes all but the gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """Operators of one name, ``count`` launches of ``seconds`` in all, the price of which is uncertain, and why."""
+
+    name: str
+    reason: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prices:
+    """What each event of a recording takes, undisturbed; columns have one entry per event.
+
+    - ``seconds`` (float64): of a launch on the device; of a collective as long as it occupies its link.
+    - ``latencies`` (float64): seconds from when a collective leaves its link until its result is there.
+    - ``links`` (int8): what a collective occupies, :data:`NO_LINK` for everything else and in a group of one rank.
+    - ``flops`` (float64): floating-point operations of a launch.
+    - ``host_seconds`` (float64): what the host needs to ask for the event.
+    """
+
+    seconds: npt.NDArray[np.float64]
+    latencies: npt.NDArray[np.float64]
+    links: npt.NDArray[np.int8]
+    flops: npt.NDArray[np.float64]
+    host_seconds: npt.NDArray[np.float64]
+    doubts: tuple[Doubt, ...] = ()
+
+
+def price(recording: Recording, cluster: ClusterSpec) -> Prices:
+    """Price all events of one rank.
+
+    Raises:
+        SpecError: the profile lacks what an event needs, or the collective is not known.
+    """
+    pricing = _Pricing(recording, cluster)
+    seconds, latencies, flops = (np.zeros(len(recording)) for _ in range(3))
+    links = np.full(len(recording), NO_LINK, np.int8)
+    for row in np.flatnonzero(recording.kinds == Kind.LAUNCH).tolist():
+        seconds[row], flops[row] = pricing.launch(row)
+    for row in np.flatnonzero(recording.kinds == Kind.COLLECTIVE).tolist():
+        links[row], seconds[row], latencies[row] = pricing.collective(row)
+    return Prices(
+        seconds=seconds,
+        latencies=latencies,
+        links=links,
+        flops=flops,
+        host_seconds=_host_seconds(recording, cluster.accelerator),
+        doubts=pricing.doubts(),
+    )
+
+
+def _host_seconds(recording: Recording, hardware: HardwareSpec) -> npt.NDArray[np.float64]:
+    by_kind = np.zeros(len(Kind))
+    by_kind[[Kind.LAUNCH, Kind.COLLECTIVE]] = hardware.host_s
+    by_kind[[Kind.RECORD, Kind.WAIT, Kind.SYNCHRONISE]] = EVENT_PART * hardware.host_s
+    return by_kind[recording.kinds]
+
+
+class _Pricing:
+    """Prices rows of one recording, each kind of launch once."""
+
+    def __init__(self, recording: Recording, cluster: ClusterSpec) -> None:
+        self._recording, self._cluster, self._hardware = recording, cluster, cluster.accelerator
+        self._columns = list(
+            zip(*(c.tolist() for c in (
+                recording.names, recording.signatures, recording.flags, recording.reads, recording.writes,
+            )))
+        )  # fmt: skip
+        self._calls = list(zip(recording.names.tolist(), recording.subjects.tolist(), recording.sizes.tolist()))
+        self._launches: dict[tuple[int, ...], tuple[float, float, str]] = {}
+        self._collectives: dict[tuple[int, ...], tuple[int, float, float]] = {}
+        self._doubted: Counter[tuple[int, ...]] = Counter()
+
+    def launch(self, row: int) -> tuple[float, float]:
+        """Seconds and FLOPs."""
+        key = self._columns[row]
+        if key not in self._launches:
+            self._launches[key] = self._launch(*key)
+        seconds, flops, doubt = self._launches[key]
+        if doubt:
+            self._doubted[key] += 1
+        return seconds, flops
+
+    def doubts(self) -> tuple[Doubt, ...]:
+        """Of all launches that were priced, by name and reason; what takes most first."""
+        counts: Counter[tuple[str, str]] = Counter()
+        seconds: Counter[tuple[str, str]] = Counter()
+        for key, count in self._doubted.items():
+            each, _, reason = self._launches[key]
+            about = self._recording.name_table[key[0]], reason
+            counts[about] += count
+            seconds[about] += count * each  # type: ignore[assignment]
+        found = (Doubt(name=n, reason=r, count=counts[n, r], seconds=float(seconds[n, r])) for n, r in counts)
+        return tuple(sorted(found, key=lambda doubt: -doubt.seconds))
+
+    def _launch(self, name: int, signature: int, flags: int, reads: int, writes: int) -> tuple[float, float, str]:
+        if flags & Flag.HOST_ONLY:
+            return 0.0, 0.0, ""
+        if flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST):
+            return self._host_copy(max(reads, writes)), 0.0, ""
+        operator, text = self._recording.name_table[name], self._recording.signature_table[signature]
+        work = work_of(operator, text, flags)
+        nbytes = float(reads + writes)
+        match work.kind:
+            case "product":
+                seconds = self._product(operator, work, nbytes)
+            case "attention":
+                seconds = max(self._attention(operator, work), move_seconds(self._hardware, nbytes))
+            case "optimizer":
+                seconds = self._optimizer(operator, reads, nbytes)
+            case "move":
+                seconds = move_seconds(self._hardware, _moved(operator, reads, writes))
+        return seconds, work.flops, work.doubt
+
+    def _product(self, operator: str, work: Work, nbytes: float) -> float:
+        dtype, times = self._rate(operator, work.dtype)
+        return product_seconds(self._hardware, dtype, work.flops / times, nbytes)
+
+    def _attention(self, operator: str, work: Work) -> float:
+        """By the law of the causal half, which T tokens and H heads have H T^2 / 2 scores of.
+
+        Without a mask there are twice as many, as if there were twice the heads.
+        """
+        scores = work.scores
+        assert isinstance(scores, Scores)
+        dtype, _ = self._rate(operator, work.dtype)
+        heads = round(2 * scores.pairs / scores.length**2)
+        return attention_seconds(
+            self._hardware, dtype, heads=heads, seq_len=scores.length, head_dim=scores.head_dim,
+            backward=scores.backward,
+        )  # fmt: skip
+
+    def _optimizer(self, operator: str, reads: int, nbytes: float) -> float:
+        base = next(name for name in _TOUCHED_PER_READ if name in operator)
+        reached = self._hardware.optimizer_bytes_per_s or self._hardware.memory_bytes_per_s
+        return self._hardware.kernel_s + min(nbytes, _TOUCHED_PER_READ[base] * reads) / reached
+
+    def _host_copy(self, nbytes: int) -> float:
+        if not self._hardware.host_link_bytes_per_s:
+            raise SpecError(
+                "hardware: host_link_bytes_per_s must be known where a step copies to or from the host, got 0; add "
+                "what a copy of pinned memory reaches to the profile"
+            )
+        return self._hardware.kernel_s + nbytes / self._hardware.host_link_bytes_per_s
+
+    def _rate(self, operator: str, dtype: str) -> tuple[Dtype, float]:
+        """The profile's dtype, and how many times its rate."""
+        # Names of rarer forms of fp8 are torch's own (Float8_e4m3fnuz).
+        rate, times = _COMPUTED_AS.get(dtype) or (("bf16", 2.0) if "loat8" in dtype else ("fp32", 1.0))
+        if rate not in self._hardware.matmul:
+            raise SpecError(
+                f"hardware: the profile must have a rate for {operator} of {dtype}, got rates for "
+                f"{', '.join(sorted(self._hardware.matmul))}; add [matmul.{rate}] and [attention.{rate}]"
+            )
+        return rate, times
+
+    def collective(self, row: int) -> tuple[int, float, float]:
+        """The link's code, seconds on it, and the latency after that."""
+        key = self._calls[row]
+        if key not in self._collectives:
+            self._collectives[key] = self._collective(*key)
+        return self._collectives[key]
+
+    def _collective(self, name: int, subject: int, nbytes: int) -> tuple[int, float, float]:
+        op = self._recording.name_table[name]
+        if op in _PEERS:
+            return self._message(_PEERS[op], subject, nbytes)
+        if op not in _AS:
+            raise SpecError(f"collective: '{op}' has no price; {nearest(op, [*_AS, *_PEERS])}")
+        shape = group_shape(self._cluster, self._recording.groups[subject].ranks)
+        self._check_joined(shape)
+        cost: CollectiveCost = collective_cost(self._cluster, _AS[op], nbytes, shape)
+        if cost.algorithm == "none":
+            return NO_LINK, 0.0, 0.0
+        return BETWEEN if cost.link == "between" else WITHIN, cost.transfer_s, cost.latency_s
+
+    def _message(self, link: int, subject: int, nbytes: int) -> tuple[int, float, float]:
+        rank, peer = self._recording.rank, peer_of(self._recording, subject)
+        if peer == rank:
+            return NO_LINK, 0.0, 0.0
+        cluster = self._cluster
+        if peer // cluster.ranks_per_node == rank // cluster.ranks_per_node:
+            bytes_per_s, hop_s = cluster.within.bytes_per_s, cluster.within.latency_s
+        else:
+            self._check_joined(GroupShape(ranks=2, nodes=2))
+            assert cluster.between is not None
+            bytes_per_s, hop_s = cluster.between.bytes_per_s / cluster.ranks_per_node, cluster.between.latency_s
+        return link, nbytes / bytes_per_s, cluster.launch_s + hop_s
+
+    def _check_joined(self, shape: GroupShape) -> None:
+        if shape.nodes > 1 and self._cluster.between is None:
+            raise SpecError(
+                f"cluster: the profile must join nodes, since a group lies on {shape.nodes} of them "
+                f"({self._cluster.ranks_per_node} ranks each); add its table [between]"
+            )
+
+
+def peer_of(recording: Recording, subject: int) -> int:
+    """The global rank at the other end of a ``send`` or ``recv``; the upper 32 bits are its rank in the group."""
+    ranks = recording.groups[subject & 0xFFFFFFFF].ranks
+    return ranks[subject >> 32]
+
+
+def _moved(operator: str, reads: int, writes: int) -> float:
+    """Bytes that a memory-bound operator moves: the loss's gradient is written only, whatever tensors it is given."""
+    return float(writes if operator.endswith(("::nll_loss_backward", "::nll_loss2d_backward")) else reads + writes)

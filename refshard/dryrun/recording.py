@@ -1,0 +1,136 @@
+"""What one rank asked of its device, in the order in which the host asked for it.
+
+A recording is a table with one row per event. Columns are numpy arrays of one length; names, modules, signatures and
+sites are codes into tables of strings, so that a step of 100,000 events takes a few megabytes.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+
+import numpy as np
+import numpy.typing as npt
+
+NO_STREAM = -1
+
+
+class Kind(IntEnum):
+    """What an event is.
+
+    ``LAUNCH`` puts an operator on ``stream``. ``COLLECTIVE`` puts a collective on ``stream``. ``RECORD`` records the
+    event ``subject`` on ``stream``; ``WAIT`` lets ``stream`` wait for it. ``SYNCHRONISE`` lets the host wait: for
+    ``stream``, for the event ``subject`` if that is not 0, or for the whole device if neither is given. ``ALLOCATE``
+    and ``FREE`` are blocks of the caching allocator, ``SEGMENT`` is memory that the allocator takes from the device
+    (negative: gives back). ``MARK`` is a boundary that the driver set, such as the end of a step.
+    """
+
+    LAUNCH = 0
+    COLLECTIVE = 1
+    RECORD = 2
+    WAIT = 3
+    SYNCHRONISE = 4
+    ALLOCATE = 5
+    FREE = 6
+    SEGMENT = 7
+    MARK = 8
+
+
+class Phase(IntEnum):
+    """In which part of a step the host was."""
+
+    OTHER = 0
+    FORWARD = 1
+    BACKWARD = 2
+    RECOMPUTE = 3
+    OPTIMIZER = 4
+
+
+class Flag(IntFlag):
+    """What else is known of a launch."""
+
+    CAUSAL = 1
+    HOST_TO_DEVICE = 2
+    DEVICE_TO_HOST = 4
+    HOST_ONLY = 8
+    """Takes the host's time but launches no kernel (``record_stream``)."""
+    VALUE_UNKNOWN = 16
+    """The host waits for a value that was never computed, and gets a placeholder."""
+
+
+class Category(IntEnum):
+    """What a block of memory holds."""
+
+    OTHER = 0
+    PARAMETERS = 1
+    GRADIENTS = 2
+    OPTIMIZER = 3
+    UNSHARDED = 4
+    ACTIVATIONS = 5
+    WORKSPACE = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One process group as this rank sees it: its backend's name, and the global ranks in it."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recording:
+    """The events of one rank.
+
+    Columns, one entry per event:
+
+    - ``kinds`` (uint8): a :class:`Kind`.
+    - ``names`` (int32, into ``name_table``): the operator (``aten::mm``), the collective (``all_gather``), why the host
+      waits (``item``), or what a mark says.
+    - ``streams`` (int64): the stream's id, 0 being the default stream, :data:`NO_STREAM` where there is none.
+    - ``subjects`` (int64): an event's id (``RECORD``, ``WAIT``, ``SYNCHRONISE``), a group's id (``COLLECTIVE``), a
+      block's id (``ALLOCATE``, ``FREE``; never used again), a peer for ``send`` and ``recv`` in the upper 32 bits.
+    - ``sizes`` (int64): bytes of the block (as rounded by the allocator) or of the segment; of a collective, of the
+      unsharded tensor.
+    - ``reads``, ``writes`` (int64): bytes that the operator reads and writes; of ``ALLOCATE`` and ``FREE``, ``reads``
+      is the block's address.
+    - ``signatures`` (int32, into ``signature_table``): tensors in the order of the operator's arguments, then results,
+      as in ``bf16[2,8192,4096] bf16[4096,14336] -> bf16[2,8192,14336]``.
+    - ``modules`` (int32, into ``module_table``): the module's path within the model, empty where unknown.
+    - ``phases`` (uint8): a :class:`Phase`. ``flags`` (int32): a :class:`Flag`.
+    - ``categories`` (uint8): a :class:`Category` of each ``ALLOCATE``, else 0.
+    - ``threads`` (int32): the host's thread, 0 being the first that asked for anything.
+    - ``sites`` (int32, into ``site_table``): the line of the user's script, as ``train.py:31 in train``; only where the
+      host waits.
+    - ``access_ends`` (int64): event ``i`` has the accesses ``access_ends[i - 1] : access_ends[i]`` of
+      ``access_addresses``, ``access_sizes`` (int64, bytes) and ``access_writes`` (bool): device memory that it touches.
+
+    ``groups`` are process groups by id. ``rank`` and ``world_size`` are the script's own.
+    """
+
+    rank: int
+    world_size: int
+    kinds: npt.NDArray[np.uint8]
+    names: npt.NDArray[np.int32]
+    streams: npt.NDArray[np.int64]
+    subjects: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    reads: npt.NDArray[np.int64]
+    writes: npt.NDArray[np.int64]
+    signatures: npt.NDArray[np.int32]
+    modules: npt.NDArray[np.int32]
+    phases: npt.NDArray[np.uint8]
+    flags: npt.NDArray[np.int32]
+    categories: npt.NDArray[np.uint8]
+    threads: npt.NDArray[np.int32]
+    sites: npt.NDArray[np.int32]
+    access_ends: npt.NDArray[np.int64]
+    access_addresses: npt.NDArray[np.int64]
+    access_sizes: npt.NDArray[np.int64]
+    access_writes: npt.NDArray[np.bool_]
+    name_table: tuple[str, ...]
+    signature_table: tuple[str, ...]
+    module_table: tuple[str, ...]
+    site_table: tuple[str, ...]
+    groups: dict[int, Group]
+
+    def __len__(self) -> int:
+        return len(self.kinds)

@@ -1,0 +1,69 @@
+"""What a dry run is asked for, and what it leaves: the exchange between the two processes of one."""
+
+from typing import Literal
+
+import msgspec
+
+from refshard.specs.reading import within
+
+Outcome = Literal["stepped", "ended", "oom", "failed"]
+"""How the script went: it took the steps, ended before it had, ran out of the GPU's memory, or raised."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of a script, on a cluster.
+
+    ``command`` is the script's command line: ``[script.py, *arguments]``, or with ``module`` ``[package.module,
+    *arguments]``. ``local_ranks`` GPUs are on each node. ``unusable_bytes`` of a GPU's memory are not the allocator's.
+    ``environment`` is added to the script's environment variables before the device is made.
+    """
+
+    command: tuple[str, ...]
+    module: bool = False
+    cluster: str
+    world_size: int
+    local_ranks: int
+    rank: int = 0
+    steps: int = 3
+    unusable_bytes: int = 0
+    environment: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        within("steps", self.steps, 1)
+        within("world_size", self.world_size, 1)
+        within("rank", self.rank, 0, most=self.world_size - 1)
+
+
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of the caching allocator, as ``torch.cuda.memory_stats`` names them."""
+
+    allocated: int
+    active: int
+    reserved: int
+    requested: int
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the script's process says of itself; its events are in the recording beside it.
+
+    ``error`` is the first line of what it raised, ``where`` the line of the script that raised it. ``tokens`` are those
+    that the outermost module was given in training, summed over all steps; 0 where it was given none; ``sharing`` ranks
+    were given the same (tensor, context and pipeline parallelism). ``parameters``
+    counts the model's elements, unsharded. ``peak`` and ``now`` are the device's. ``retries`` counts how often the
+    allocator gave its cache back to serve a request.
+    """
+
+    outcome: Outcome
+    error: str = ""
+    where: str = ""
+    steps_taken: int = 0
+    tokens: int = 0
+    parameters: int = 0
+    sharing: int = 1
+    world_size: int = 1
+    peak: Pool
+    now: Pool
+    retries: int = 0
+    host_peak_bytes: int = 0
+    wall_s: float = 0.0
+    torch: str = ""

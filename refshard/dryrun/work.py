@@ -1,0 +1,205 @@
+"""What an operator computes, from its name, its signature and its flags: of which kind it is, and how many FLOPs.
+
+FLOPs are those that run: attention under a causal mask counts half its scores, and what backward recomputes counts
+again. A multiplication and an addition are two. Formulas are torch's own (``torch.utils.flop_counter``, where users
+register those of their operators too) as far as shapes suffice for them, and written here where a formula needs more
+than shapes: convolutions, grouped products, attention in other layouts, recurrent networks.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from refshard.dryrun.recording import Flag
+from refshard.dryrun.signatures import Signature, Tensor, parse
+
+WorkKind = Literal["product", "attention", "optimizer", "move"]
+_NO_FORMULA = "priced by its bytes: no FLOP formula; register one (torch.utils.flop_counter.register_flop_formula)"
+_EVEN_LENGTHS = "sequences of one packed batch are taken to be equally long"
+
+_FIRST_OPERAND = {
+    "mm": 0, "bmm": 0, "mv": 0, "_int_mm": 0, "_scaled_mm": 0, "_scaled_mm_v2": 0, "_grouped_mm": 0,
+    "_scaled_grouped_mm": 0, "_scaled_grouped_mm_v2": 0, "addmm": 1, "baddbmm": 1, "addbmm": 1, "_addmm_activation": 1,
+}  # fmt: skip
+"""Products of two matrices, by the place of the first among the tensors; the second follows it."""
+_HEAVY = re.compile(
+    r"(^|_)(mm|bmm|gemm|matmul|conv|conv[1-3]d|convolution|attention|attn|rnn|gru|lstm|linalg|cholesky|svd|eigh?|lu|qr|"
+    r"solve|fft|cdist)(_|$)"
+)
+_LIGHT = re.compile(r"^(_thnn_fused_|_fft_conj|linalg_(vector_norm|_powsum|cross|diagonal))")
+"""Elementwise operators that :data:`_HEAVY` matches by name."""
+_PLAIN_LIBRARIES = frozenset(("aten", "fsdp", "prims", "c10d", "_c10d_functional", "symm_mem"))
+"""Libraries of operators that are memory-bound unless a formula here or in torch says otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """The scores of one attention: ``pairs`` of a query and a key that are computed, over all sequences and heads.
+
+    ``length`` is that of the longer of queries and keys in one sequence, ``head_dim`` the mean of the keys' and the
+    values'.
+    """
+
+    pairs: float
+    length: int
+    head_dim: int
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one operator computes.
+
+    ``dtype`` is that of its operands, as signatures spell it. ``scores`` is there for attention only. ``doubt`` says
+    what is uncertain about it, empty where nothing is.
+    """
+
+    kind: WorkKind
+    flops: float = 0.0
+    dtype: str = ""
+    scores: Scores | None = None
+    doubt: str = ""
+
+
+def work_of(name: str, signature: str, flags: int = 0) -> Work:
+    """The work of the operator ``name`` (``aten::mm``) with the signature and flags of its event."""
+    library, _, op = name.rpartition("::")
+    found = parse(signature)
+    if re.match(r"_fused_(adamw?|sgd|adagrad)_?$", op):
+        return Work(kind="optimizer", dtype=found.inputs[0].dtype if found.inputs else "")
+    work = _attention(op, found, causal=bool(flags & Flag.CAUSAL))
+    work = work or _convolution(op, found) or _recurrent(op, found) or _product(op, found)
+    if work is not None:
+        return work
+    flops = _registered_flops(library, op, found)
+    if flops is not None:
+        return Work(kind="product", flops=flops, dtype=found.inputs[0].dtype if found.inputs else "")
+    uncertain = library not in _PLAIN_LIBRARIES or (_HEAVY.search(op) is not None and not _LIGHT.match(op))
+    return Work(kind="move", doubt=_NO_FORMULA if uncertain else "")
+
+
+def _product(op: str, found: Signature) -> Work | None:
+    """Matrix products; ``linear`` has its weight transposed."""
+    if op == "linear" and len(found.inputs) > 1:
+        given, weight = found.inputs[:2]
+        return Work(kind="product", flops=2.0 * given.numel * weight.shape[0], dtype=given.dtype)
+    first = _FIRST_OPERAND.get(op)
+    if first is None or len(found.inputs) < first + 2:
+        return None
+    flops = _registered_flops("aten", op, found)
+    a, b = found.inputs[first : first + 2]
+    return Work(kind="product", flops=_product_flops(a, b) if flops is None else flops, dtype=a.dtype)
+
+
+def _product_flops(a: Tensor, b: Tensor) -> float:
+    """FLOPs of ``a @ b``, batched, or grouped: each row (or column) of one belongs to one matrix of the other."""
+    if len(b.shape) == 1:
+        return 2.0 * a.numel
+    if len(a.shape) == 3 and len(b.shape) == 2:
+        return 2.0 * math.prod(a.shape[1:]) * b.shape[-1]
+    return 2.0 * a.numel * b.shape[-1]
+
+
+def _attention(op: str, found: Signature, *, causal: bool) -> Work | None:
+    """Fused attention: torch's flash, memory-efficient and cuDNN kernels; key heads may be fewer than query heads."""
+    if not re.match(r"_(scaled_dot_product_(?!.*_math)|flash_|efficient_|cudnn_)\w*attention", op):
+        return None
+    backward = op.endswith("_backward")
+    tensors = found.inputs[1:] if backward else found.inputs
+    if len(tensors) < 3 or any(len(tensor.shape) not in (3, 4) for tensor in tensors[:3]):
+        return None
+    query, key, value = tensors[:3]
+    offsets = next((t for t in tensors[3:] if t.dtype == "int32" and len(t.shape) == 1 and t.shape[0] > 1), None)
+    sequences, doubt = math.prod(query.shape[:-3]), ""
+    if op.startswith("_scaled_dot_product") or (op.startswith("_cudnn") and len(query.shape) == 4):
+        heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
+    else:
+        heads, queries, keys = query.shape[-2], query.shape[-3], key.shape[-3]
+        if offsets is not None:  # sequences packed one after the other; the offsets say where each begins
+            packed, sequences, doubt = sequences, offsets.shape[0] - 1, _EVEN_LENGTHS
+            queries, keys = -(-packed * queries // sequences), -(-packed * keys // sequences)
+    pairs = float(sequences * heads) * _pairs(queries, keys, causal=causal)
+    return _scores(pairs, max(queries, keys), key.shape[-1], value.shape[-1], backward, query.dtype, doubt)
+
+
+def _scores(pairs: float, length: int, keys: int, values: int, backward: bool, dtype: str, doubt: str) -> Work:
+    """``keys`` and ``values`` are head dimensions.
+
+    Forward multiplies queries with keys and scores with values. Backward does the first again, and has two products
+    more for each of the two.
+    """
+    flops = pairs * 2 * (3 * keys + 2 * values if backward else keys + values)
+    scores = Scores(pairs=pairs, length=length, head_dim=(keys + values) // 2, backward=backward)
+    return Work(kind="attention", flops=flops, dtype=dtype, scores=scores, doubt=doubt)
+
+
+def _pairs(queries: int, keys: int, *, causal: bool) -> float:
+    """Pairs of one head in one sequence; a causal mask leaves each query the keys up to its own place."""
+    if not causal:
+        return float(queries * keys)
+    shorter = min(queries, keys)
+    return shorter**2 / 2 + (queries - shorter) * shorter
+
+
+def _convolution(op: str, found: Signature) -> Work | None:
+    """Convolutions, direct and transposed, in groups or not.
+
+    The gradients of the input and of the weight take as much as the forward pass each.
+    """
+    if not re.search(r"conv(olution)?(_|[1-3]d|$)", op) or op.startswith(("conv_tbc", "_fft")):
+        return None
+    if "backward" in op:
+        if len(found.inputs) < 3:
+            return None
+        result, given, weight = found.inputs[:3]
+        gradients = sum(len(tensor.shape) > 1 for tensor in found.results) or 2
+        return Work(kind="product", flops=gradients * _convolution_flops(given, weight, result), dtype=given.dtype)
+    if len(found.inputs) < 2:
+        return None
+    given, weight = found.inputs[:2]
+    result = found.results[0] if found.results else found.inputs[-1]
+    return Work(kind="product", flops=_convolution_flops(given, weight, result), dtype=given.dtype)
+
+
+def _convolution_flops(given: Tensor, weight: Tensor, result: Tensor) -> float:
+    """A direct one meets its weight at each place of the result, a transposed one at each of what it is given.
+
+    Where channels do not tell which of the two it is, it is the one that would take less: strides make the result of a
+    direct one smaller, and of a transposed one larger.
+    """
+    direct = result.shape[1] == weight.shape[0]
+    transposed = given.shape[1] == weight.shape[0]
+    places_in, places_out = math.prod(given.shape[2:]), math.prod(result.shape[2:])
+    at_each_place = 2.0 * given.shape[0] * weight.numel
+    if direct == transposed:
+        return at_each_place * min(places_in, places_out)
+    return at_each_place * (places_in if transposed else places_out)
+
+
+def _recurrent(op: str, found: Signature) -> Work | None:
+    """Recurrent networks of cuDNN and MIOpen: each token meets each weight matrix once, in backward twice."""
+    if not re.match(r"(_cudnn|miopen)_rnn(_backward)?$", op) or not found.inputs:
+        return None
+    given, *others = found.inputs
+    weights = sum(tensor.numel for tensor in others if len(tensor.shape) == 2)
+    tokens = math.prod(given.shape[:-1])
+    return Work(kind="product", flops=2.0 * tokens * weights * (2 if "backward" in op else 1), dtype=given.dtype)
+
+
+def _registered_flops(library: str, op: str, found: Signature) -> float | None:
+    """What torch's registry says, None where it has no formula or this one needs more than shapes."""
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(getattr(torch.ops, library or "aten"), op, None)
+    formula: Callable[..., float] | None = flop_registry.get(packet) if packet is not None else None
+    if formula is None:
+        return None
+    results = [list(tensor.shape) for tensor in found.results]
+    made = results[0] if len(results) == 1 else results
+    try:
+        return float(formula(*(list(tensor.shape) for tensor in found.inputs), out_val=made))
+    except (TypeError, ValueError, AssertionError, IndexError, AttributeError, KeyError):
+        return None

@@ -1,0 +1,246 @@
+"""What a dry run says in the terminal: does it fit, how fast is it, where do memory and time go, what to change."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tabulate import tabulate
+
+from refshard.dryrun.analyse import Analysis, Synchronisation
+from refshard.dryrun.figures import StepFigures
+from refshard.dryrun.memory import Held
+from refshard.dryrun.races import Race
+from refshard.dryrun.recording import Category, Phase, Recording
+from refshard.dryrun.request import Request
+from refshard.quantities import format_bytes, format_percent, format_seconds
+
+_LISTED = 8
+CATEGORIES = {
+    Category.PARAMETERS: "parameters",
+    Category.GRADIENTS: "gradients",
+    Category.OPTIMIZER: "optimizer state",
+    Category.UNSHARDED: "unsharded parameters",
+    Category.ACTIVATIONS: "activations",
+    Category.WORKSPACE: "workspaces",
+    Category.OTHER: "other",
+}
+_PHASES = {Phase.OTHER: "outside modules", Phase.OPTIMIZER: "the optimizer step"}
+
+
+def terminal_dryrun(found: Analysis) -> str:
+    """The whole report."""
+    parts = [_title(found), _verdict(found), _memory(found)]
+    if found.figures is not None:
+        parts += [_time(found), _synchronisations(found)]
+    parts.append("\n".join(f"* {sentence}" for sentence in sentences(found)))
+    return "\n\n".join(part for part in parts if part)
+
+
+def terminal_races(races: Sequence[Race]) -> str:
+    """Accesses of two streams to the same memory that no event orders, one a line."""
+    if not races:
+        return "races: none; every two accesses to the same memory from two streams are ordered by an event"
+    lines = "\n".join(f"  {race}" for race in races)
+    return f"RACES: accesses to the same memory from two streams that no event orders\n{lines}"
+
+
+def _title(found: Analysis) -> str:
+    request = found.run.request
+    return (
+        f"dry run: {what_ran(request)}\nrank {request.rank} of {request.world_size} on {request.cluster} "
+        f"({found.hardware.about}); {how_it_ended(found)}"
+    )
+
+
+def what_ran(request: Request) -> str:
+    """The script or the module, and its arguments."""
+    return " ".join(request.command if not request.module else ("-m", *request.command))
+
+
+def how_it_ended(found: Analysis) -> str:
+    """After how many steps, and how long it took."""
+    answer = found.run.answer
+    steps = f"{answer.steps_taken} optimizer {'step' if answer.steps_taken == 1 else 'steps'}"
+    seconds = f"in {answer.wall_s:.1f} s on this machine"
+    if answer.outcome == "oom":
+        return f"out of memory after {steps}, {seconds}"
+    if answer.outcome == "failed":
+        return f"failed after {steps}, {seconds}"
+    return f"{steps} {seconds}"
+
+
+def _verdict(found: Analysis) -> str:
+    answer = found.run.answer
+    if answer.outcome == "failed":
+        return f"FAILED  {answer.error}" + (f"\n        at {answer.where}" if answer.where else "")
+    lines = []
+    usable, total = format_bytes(found.usable_bytes), format_bytes(found.hardware.memory_bytes)
+    if found.fits:
+        lines.append(
+            f"FITS  peak reserved {format_bytes(answer.peak.reserved)} of {usable} "
+            f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(answer.peak.allocated)}"
+        )
+    else:
+        lines.append(f"DOES NOT FIT  {answer.error}\n              at {answer.where or 'a place in torch'}")
+    rest = ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in found.overheads)
+    lines.append(f"      of {total}, kept free for what torch's allocator does not see: {rest} (estimates)")
+    if (figures := found.figures) is not None:
+        lines.append(f"      step time {format_seconds(figures.step_s)}{_rates(found)}")
+    return "\n".join(lines)
+
+
+def _rates(found: Analysis) -> str:
+    words = ""
+    if found.tokens_per_s is not None:
+        words += f"; {found.tokens_per_s:,.0f} tokens/s/GPU"
+        if (sharing := found.run.answer.sharing) > 1:
+            words += f" ({sharing} ranks share each batch)"
+    if found.mfu is not None:
+        words += f"; MFU {format_percent(found.mfu)}"
+    return words
+
+
+def _memory(found: Analysis) -> str:
+    """Two tables side by side would not fit 80 columns: one below the other."""
+    memory = found.memory
+    if not memory.held:
+        return ""
+    share = 1 / max(memory.peak_bytes, 1)
+    by_category = [
+        [CATEGORIES[category], format_bytes(size), format_percent(size * share)]
+        for category, size in memory.by_category().items()
+    ]
+    largest = [
+        [CATEGORIES[one.category], where(one), one.operator or "-", one.blocks, format_bytes(one.bytes)]
+        for one in merged(memory.held)[:_LISTED]
+    ]
+    head = f"memory at the peak ({format_bytes(memory.peak_bytes)} allocated)"
+    return f"{tabulate(by_category, headers=[head, '', ''], colalign=('left', 'right', 'right'))}\n\n" + tabulate(
+        largest,
+        headers=["largest", "made in", "by", "blocks", "bytes"],
+        colalign=("left", "left", "left", "right", "right"),
+    )
+
+
+def where(one: Held) -> str:
+    """The module and the part of the step that made it."""
+    phase = _PHASES.get(one.phase, one.phase.name.lower())
+    return f"{one.module}, {phase}" if one.module else phase
+
+
+def merged(held: tuple[Held, ...]) -> list[Held]:
+    """Rows of the same module in different layers as one: ``layers.*.mlp.up``."""
+    sizes: Counter[tuple[object, ...]] = Counter()
+    blocks: Counter[tuple[object, ...]] = Counter()
+    for one in held:
+        module = ".".join("*" if part.isdigit() else part for part in one.module.split("."))
+        key = (one.category, module, one.operator, one.phase)
+        sizes[key] += one.bytes
+        blocks[key] += one.blocks
+    return [
+        Held(category=key[0], module=key[1], operator=key[2], phase=key[3], bytes=size, blocks=blocks[key])  # type: ignore[arg-type]
+        for key, size in sizes.most_common()
+    ]
+
+
+def _time(found: Analysis) -> str:
+    figures = found.figures
+    assert figures is not None
+    rows = [[name, format_seconds(s), format_percent(s / figures.step_s)] for name, s in parts_of_step(figures)]
+    operators = [
+        [one.name, one.count, format_seconds(one.seconds), format_percent(one.seconds / figures.step_s)]
+        for one in figures.operators[:_LISTED]
+    ]
+    head = f"a step ({format_seconds(figures.step_s)})"
+    return f"{tabulate(rows, headers=[head, '', 'of the step'], colalign=('left', 'right', 'right'))}\n\n" + tabulate(
+        operators, headers=["longest operators", "count", "time", "of the step"], colalign=("left", *["right"] * 3)
+    )
+
+
+def parts_of_step(figures: StepFigures) -> tuple[tuple[str, float], ...]:
+    """Where the time of a step goes, seconds by name. Classes overlap; what is indented is a part of what is above."""
+    return (
+        ("compute", figures.compute_s),
+        ("communication", figures.comm_s),
+        ("  of it exposed", figures.exposed_comm_s),
+        ("idle", figures.idle_s),
+        ("  waiting for the host", figures.host_bound_s),
+    )
+
+
+def _synchronisations(found: Analysis) -> str:
+    if not found.synchronisations:
+        return "host synchronisations in a step: none"
+    rows = [
+        [one.count, one.why, place(one), "not computed" if one.unknown else ""]
+        for one in found.synchronisations[:_LISTED]
+    ]
+    return tabulate(rows, headers=["host synchronisations in a step", "why", "where", "value"], colalign=("right",))
+
+
+def place(one: Synchronisation) -> str:
+    """The line of the script at which the host waits."""
+    return one.site or "in backward or in torch"
+
+
+def sentences(found: Analysis) -> list[str]:
+    """What explains the peak, and the largest thing to change."""
+    return [*_explained(found), *_advice(found)]
+
+
+def _explained(found: Analysis) -> Iterator[str]:
+    recording, at = found.run.recording, found.memory.peak_at
+    if not len(recording):
+        return
+    yield f"The peak is {moment(recording, at)}."
+
+
+def moment(recording: Recording, at: int) -> str:
+    """Where in a step event ``at`` is; a negative one is before all."""
+    if at < 0:
+        return "at the start"
+    phase = Phase(int(recording.phases[at])).name.lower()
+    module = recording.module_table[recording.modules[at]]
+    return f"{'outside of any module' if phase == 'other' else f'in {phase}'}{f' of {module}' if module else ''}"
+
+
+def _advice(found: Analysis) -> Iterator[str]:
+    """The largest of what the figures show, one sentence; and what the allocator wastes, if it is much."""
+    answer = found.run.answer
+    wasted = answer.peak.reserved - answer.peak.allocated
+    if wasted > 0.08 * found.usable_bytes:
+        yield (
+            f"{format_bytes(wasted)} are reserved beyond the peak of what is allocated: fragmentation. Try: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        )
+    if answer.retries:
+        yield (
+            f"The allocator emptied its cache {answer.retries} times to serve a request, and the host waits for the "
+            "device each time. Try: a smaller batch, or more checkpointing."
+        )
+    if found.figures is None:
+        return
+    figures = found.figures
+    losses = {
+        f"communication that nothing hides takes {format_seconds(figures.exposed_comm_s)} a step. Try: prefetching, "
+        "larger batches, or sharding within a node only (HSDP).": figures.exposed_comm_s,
+        f"the GPU waits for the host for {format_seconds(figures.host_bound_s)} a step. Try: torch.compile, fewer and "
+        "larger operators, and no .item() in the step.": figures.host_bound_s,
+        f"recomputation takes {format_seconds(_recomputed(found))} a step. Try: checkpointing fewer layers, if the "
+        "headroom allows it.": _recomputed(found) if found.headroom_bytes > 0.1 * found.usable_bytes else 0.0,
+    }
+    worst = max(losses, key=lambda words: losses[words])
+    if losses[worst] > 0.01 * figures.step_s:
+        yield f"Largest thing to change: {worst}"
+    elif found.fits and found.headroom_bytes > 0.2 * found.usable_bytes:
+        yield (
+            f"{format_bytes(found.headroom_bytes)} of memory are left: a larger batch would amortise communication and "
+            "launches."
+        )
+
+
+def _recomputed(found: Analysis) -> float:
+    """Seconds of kernels that compute activations again."""
+    assert found.step is not None
+    rows = slice(found.step.first, found.step.end)
+    again = found.run.recording.phases[rows] == Phase.RECOMPUTE
+    return float(found.prices.seconds[rows][again].sum())

@@ -1,0 +1,63 @@
+"""The page of a dry run in a real browser, where one is installed: it draws, answers, stays silent and fits a phone."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from refshard.folders import replace_file
+from refshard.report.dryrun_page import page
+from tests.browser.test_accessibility import WIDTHS, violations
+from tests.browser.visits import Visit, visiting
+from tests.report.dryruns import analysed
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("dryrun") / "page.html"
+    replace_file(path, page(analysed(), "refshard dryrun --cluster dgx-h100 -- train.py"))
+    assert path.stat().st_size < 1_500_000
+    return path.as_uri()
+
+
+@pytest.fixture(params=["light", "dark"])
+def visit(browser: "Browser", address: str, request: pytest.FixtureRequest) -> Iterator[Visit]:
+    """The page on a screen in light, on a phone in dark; at the end it has said nothing, and asked for itself alone."""
+    viewport = {"width": WIDTHS[request.param], "height": 900}
+    visit = visiting(browser, address, viewport=viewport, color_scheme=request.param)
+    yield visit
+    visit.check_silence()
+    visit.page.context.close()
+
+
+def test_pointing_at_memory_says_each_category_in_gib(visit: Visit) -> None:
+    visit.draw("memory-step")
+    box = visit.page.locator("#memory-step .nsewdrag").bounding_box()
+    assert box is not None
+    visit.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.7 * box["height"])
+    hovered = "[...document.querySelectorAll('#memory-step .hoverlayer text')].map((text) => text.textContent)"
+    visit.until(f"() => {hovered}.some((text) => text.startsWith('reserved'))")
+    said = visit.run(hovered)
+    for part in ("parameters", "optimizer state", "gradients", "unsharded parameters", "activations", "allocated"):
+        (told,) = [text for text in said if text.startswith(f"{part} : ")]
+        assert "GiB" in told
+    assert "parameters : 4.00 GiB" in said
+    assert "reserved : 20.00 GiB" in said
+
+
+def test_the_streams_of_the_step_are_drawn(visit: Visit) -> None:
+    timeline = "document.querySelector('.timeline').timeline"
+    visit.until(f"() => {timeline}?.stats?.drawn > 0")
+    assert visit.run(f"{timeline}.data.lanes.length") >= 4
+    visit.page.locator("canvas").focus()
+    visit.page.keyboard.press("]")
+    assert "layers.0 forward: unit (layer)" in visit.page.locator(".timeline .detail").inner_text()
+
+
+def test_nothing_is_wider_than_the_screen_and_axe_has_nothing_to_say(visit: Visit) -> None:
+    visit.draw()
+    assert visit.run("document.documentElement.scrollWidth <= innerWidth")
+    assert violations(visit) == []

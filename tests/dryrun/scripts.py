@@ -1,0 +1,50 @@
+"""Training scripts that tests run dry, as a user would write them."""
+
+TRAIN = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(4)))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+for step in range(100):
+    loss = model(torch.ones(512, 1024, device="cuda")).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("step", step, loss.item())
+"""
+"""Four units of 1024 x 1024 in fp32; one host synchronisation a step, in its last line."""
+
+FAILS = """
+import torch
+
+def shapes():
+    return torch.ones(2, 3, device="cuda") @ torch.ones(2, 3, device="cuda")
+
+shapes()
+"""
+
+TOO_LARGE = """
+import torch
+held = [torch.empty(2**30, device="cuda") for _ in range(30)]
+"""
+"""4 GiB each."""
+
+READS = """
+import torch
+large = torch.ones(4096, 4096, device="cuda")
+counts = torch.arange(8, device="cuda")
+assert counts.sum().item() == 28
+assert (large @ large).sum().item() == 1.0
+assert torch.isfinite(large.sum()).item()
+torch.optim.SGD([large.requires_grad_()], lr=1.0).step()
+"""
+"""Reads two values that were computed or follow from one, and one that was not."""

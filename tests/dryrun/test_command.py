@@ -1,0 +1,136 @@
+"""``refshard dryrun`` as a user runs it: each test is one run of a script on the fake device."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dryrun import scripts
+from tests.fakecuda.needs import needs_device
+
+pytestmark = [needs_device, pytest.mark.early]
+MIB = 2**20
+
+
+def run(folder: Path, script: str, *options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    path = folder / "train.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", *options]
+    command += ["--", *launcher, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    folder = tmp_path_factory.mktemp("trained")
+    done = run(folder, scripts.TRAIN, "--json", "--trace", "trace.json", "--tokens-per-step", "4096")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr, folder
+
+
+def test_the_script_stops_after_the_steps_asked_for(trained: tuple[dict[str, Any], str, Path]) -> None:
+    found, printed, _ = trained
+    assert found["answer"]["outcome"] == "stepped"
+    assert found["answer"]["steps_taken"] == 3
+    assert re.findall(r"^step (\d+)", printed, re.MULTILINE) == ["0", "1"]  # the third ends in its optimizer
+
+
+def test_sharded_state_is_an_eighth_of_the_model(trained: tuple[dict[str, Any], str, Path]) -> None:
+    found, _, _ = trained
+    parameters = 4 * 1024 * 1024
+    assert found["answer"]["parameters"] == parameters
+    by_category = found["peak_by_category"]
+    assert by_category["parameters"] == parameters * 4 // 8
+    # Two moments each, and a step counter of 512 bytes a parameter.
+    assert by_category["optimizer"] == 2 * parameters * 4 // 8 + 4 * 512
+
+
+def test_flops_are_those_of_the_matrix_products(trained: tuple[dict[str, Any], str, Path]) -> None:
+    found, _, _ = trained
+    # Forward, and in backward the gradients of four weights and of three inputs.
+    assert found["model_flops"] == (4 + 4 + 3) * 2 * 512 * 1024 * 1024
+    assert found["tokens_per_s_gpu"] == pytest.approx(4096 / 8 / found["step_s"])
+    assert 0 < found["mfu"] < 1
+
+
+def test_the_line_that_synchronises_is_named(trained: tuple[dict[str, Any], str, Path]) -> None:
+    found, _, _ = trained
+    line = scripts.TRAIN.splitlines().index('    print("step", step, loss.item())') + 1
+    items = [one for one in found["host_synchronisations"] if one["why"] == "item"]
+    assert [(one["site"], one["count"], one["value_unknown"]) for one in items] == [
+        (f"train.py:{line} in <module>", 1, True)
+    ]
+
+
+def test_the_trace_shows_every_unit_gathered_and_reduced(trained: tuple[dict[str, Any], str, Path]) -> None:
+    _, _, folder = trained
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    collectives = [e["args"]["Collective name"] for e in kernels if "Collective name" in e["args"]]
+    # FSDP2 reshards each unit after its forward, and gathers it again for its backward.
+    assert Counter(collectives) == {"reduce_scatter": 3 * 4, "all_gather": 3 * 8}
+
+
+def test_torchrun_says_how_many_ranks_there_are(tmp_path: Path) -> None:
+    launcher = ("torchrun", "--nnodes=2", "--nproc_per_node", "8")
+    done = run(tmp_path, scripts.TRAIN, "--json", "--steps", "1", launcher=launcher)
+    found = json.loads(done.stdout)
+    assert found["request"]["world_size"] == 16
+    assert found["request"]["local_ranks"] == 8
+    assert found["peak_by_category"]["parameters"] == 4 * 1024 * 1024 * 4 // 16
+
+
+def test_a_script_that_fails_is_named_by_its_line(tmp_path: Path) -> None:
+    done = run(tmp_path, scripts.FAILS)
+    assert done.returncode == 1
+    assert re.search(r"FAILED  RuntimeError: .*\n +at train.py:5 in shapes", done.stdout)
+
+
+def test_what_does_not_fit_says_how_much_was_asked_for(tmp_path: Path) -> None:
+    done = run(tmp_path, scripts.TOO_LARGE, "--world-size", "1")
+    assert done.returncode == 1
+    assert "DOES NOT FIT  CUDA out of memory. Tried to allocate 4.00 GiB." in done.stdout
+    assert "at train.py:3 in <listcomp>" in done.stdout or "at train.py:3 in <module>" in done.stdout
+
+
+def test_small_integers_are_computed_and_what_is_not_computed_is_reported(tmp_path: Path) -> None:
+    done = run(tmp_path, scripts.READS, "--json", "--steps", "1", "--world-size", "1")
+    assert done.returncode == 0, done.stderr
+    syncs = {one["site"]: one["value_unknown"] for one in json.loads(done.stdout)["host_synchronisations"]}
+    assert syncs == {
+        "train.py:5 in <module>": False,
+        "train.py:6 in <module>": True,
+        "train.py:7 in <module>": True,
+    }
+
+
+def test_two_dry_runs_of_a_script_are_the_same_to_the_bit(tmp_path: Path) -> None:
+    first, second = (json.loads(run(tmp_path, scripts.TRAIN, "--json").stdout) for _ in range(2))
+    for found in (first, second):
+        for name in ("wall_s", "host_peak_bytes"):
+            del found["answer"][name]
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--", "nothere.py"], "there is no script 'nothere.py'"),
+        (["--world-size", "0", "--", "train.py"], "world-size must be >= 1, got 0"),
+        (["--rank", "9", "--", "train.py"], "rank must be"),
+        (["--steps", "0", "--", "train.py"], "steps must be >= 1, got 0"),
+        (["--", "-m"], "-m must be followed by a module"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_remedy(tmp_path: Path, words: list[str], says: str) -> None:
+    (tmp_path / "train.py").write_text("")
+    command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -1,0 +1,70 @@
+"""What a dry run learns of a script beside what the device sees: tokens, parameters, peaks that the script resets."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.fakecuda.needs import needs_device
+
+pytestmark = [needs_device, pytest.mark.early]
+GIB = 2**30
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.positions, self.head = nn.Embedding(512, 64), nn.Embedding(128, 64), nn.Linear(64, 512)
+        self.buffers = []  # as Megatron's wrapper has
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids) + self.positions(torch.arange(128, device="cuda").expand_as(ids)))
+
+class Loss(nn.Module):
+    def forward(self, logits, labels):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+with torch.device("cuda"):
+    model, loss, ids = Model(), Loss(), torch.zeros(4, 128, dtype=torch.long)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+large = torch.empty(2**30, device="cuda")
+del large
+torch.cuda.empty_cache()
+torch.cuda.reset_peak_memory_stats()
+for _ in range(10):
+    for _ in range(2):
+        loss(model(ids=ids), ids).backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("observed")
+    (folder / "train.py").write_text(SCRIPT)
+    asked = ("--cluster", "dgx-h100", "--world-size", "1", "--json")
+    command = [sys.executable, "-m", "refshard", "dryrun", *asked, "--", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)["answer"]
+    return found
+
+
+def test_tokens_given_by_name_are_counted_once(answer: dict[str, Any]) -> None:
+    """Neither positions nor the labels that a loss is given count, and every microbatch does."""
+    assert answer["tokens"] == 3 * 2 * 4 * 128
+
+
+def test_parameters_are_those_of_the_outermost_modules(answer: dict[str, Any]) -> None:
+    assert answer["parameters"] == 512 * 64 + 128 * 64 + 64 * 512 + 512
+
+
+def test_a_peak_before_the_script_reset_its_statistics_counts(answer: dict[str, Any]) -> None:
+    assert answer["peak"]["allocated"] >= 4 * GIB
+    assert answer["peak"]["reserved"] >= 4 * GIB
+    assert answer["now"]["reserved"] < GIB
