@@ -1,25 +1,60 @@
 """``refshard validate``: predictions beside what was measured or published."""
 
 import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from refshard.dryrun.published import Prediction
+from refshard.dryrun.published import predict as predict_by_dry_run
 from refshard.errors import SpecError
+from refshard.report.dryrun_validation import terminal_dryrun_validation, validation_objects
 from refshard.report.published_table import as_objects, terminal_published
 from refshard.simulate.published import predict
 from refshard.specs.published import load_published
+from refshard.specs.published_run import PublishedRun, load_published_runs
+
+_AT_ONCE = min(4, os.cpu_count() or 1)
+"""Dry runs at a time: each takes one core and about half a GiB of memory."""
 
 
-def validate(run: Path | None, *, as_json: bool) -> str:
+def validate(run: Path | None, *, as_json: bool, fidelity: str = "simulated", only: str | None = None) -> str:
     """Predictions beside the measured cases of a run, or without one beside every published table; the text to print.
+
+    With the fidelity "dryrun", published runs beside dry runs, of those whose names hold ``only``.
 
     Raises:
         StoreError: there is no run in the folder, or it is damaged.
-        SpecError: the run holds no case both as measured and as emulated or simulated.
+        SpecError: the run holds no case both as measured and as emulated or simulated, or another value is wrong.
+        RefshardError: the fake device cannot be made.
     """
+    if fidelity not in ("simulated", "dryrun"):
+        raise SpecError(f"fidelity must be simulated or dryrun, got '{fidelity}'")
+    if fidelity == "dryrun":
+        return _by_dry_runs(run, as_json=as_json, only=only)
+    if only is not None:
+        raise SpecError("only: names published runs of dry runs; add --fidelity dryrun")
     if run is not None:
         return _of_run(run, as_json=as_json)
     tables = {name: (table, predict(table)) for name, table in load_published().items()}
     return json.dumps(as_objects(tables), indent=2) if as_json else terminal_published(tables)
+
+
+def _by_dry_runs(run: Path | None, *, as_json: bool, only: str | None) -> str:
+    if run is not None:
+        raise SpecError(f"fidelity dryrun predicts published runs, but a run is given: {run}; leave out one of them")
+    chosen = {name: one for name, one in load_published_runs().items() if only is None or only in name}
+    if not chosen:
+        raise SpecError(f"only: no published run's name holds '{only}'; they are: {', '.join(load_published_runs())}")
+
+    def predicted(place: int, name: str, one: PublishedRun) -> Prediction:
+        print(f"refshard: {place} of {len(chosen)}: {name}", file=sys.stderr, flush=True)
+        return predict_by_dry_run(name, one)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # each dry run is a process of its own
+        found = list(pool.map(predicted, range(1, len(chosen) + 1), chosen, chosen.values()))
+    return json.dumps(validation_objects(found), indent=2) if as_json else terminal_dryrun_validation(found)
 
 
 def _of_run(folder: Path, *, as_json: bool) -> str:

@@ -13,9 +13,9 @@ from tabulate import tabulate
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.report.cases import Case
 from refshard.report.evidence import Evidence, machine
-from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.case import CaseSpec, Fidelity, spelled
 
-PREDICTED: tuple[Fidelity, ...] = ("emulated", "simulated")
+PREDICTED: tuple[Fidelity, ...] = ("emulated", "dryrun", "simulated")
 _WIDTH = 120
 
 
@@ -129,7 +129,7 @@ def terminal_validation(pairs: Sequence[Validated]) -> str:
         {
             "case": pair.measured.label,
             "model": pair.measured.spec.model,
-            "predicted": pair.predicted.fidelity,
+            "predicted": spelled(pair.predicted.fidelity),
             "on": pair.predicted.spec.cluster,
             "step time measured": format_seconds(pair.measured.metrics["step_time_s"]),
             "step time predicted": format_seconds(pair.predicted.metrics["step_time_s"]),
@@ -165,8 +165,8 @@ def findings(pairs: Sequence[Validated]) -> list[str]:
         sizes = f"; of peak memory at most {format_percent(max(memory))}" if memory else ""
         ordered = f"; {agreed} of {all_} pairs that measurement tells apart are in its order" if all_ else ""
         told.append(
-            f"{fidelity.capitalize()}: median error of the step time {format_percent(median(times))}{least}, at most "
-            f"{format_percent(max(times))}{common if len(times) > 2 else ''}{ordered}{sizes}."
+            f"{spelled(fidelity).capitalize()}: median error of the step time {format_percent(median(times))}{least}, "
+            f"at most {format_percent(max(times))}{common if len(times) > 2 else ''}{ordered}{sizes}."
         )
     return told
 

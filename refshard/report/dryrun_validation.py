@@ -1,0 +1,71 @@
+"""Published runs beside their dry runs, as a table and as objects."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from refshard.dryrun.published import Compared, Errors, Prediction, caveats, errors_of
+
+
+def terminal_dryrun_validation(found: Sequence[Prediction]) -> str:
+    """A row for each figure, and what the errors come to, apart for rows that constants may be fitted on."""
+    rows = [_row(one, figure) for one in found for figure in one.compared]
+    headers = ["run", "figure", "published", "dry run", "error", "other allocator mode"]
+    aligned = ("left", "left", *["right"] * 4)
+    parts = [tabulate(rows, headers=headers, colalign=aligned)] if rows else []
+    parts.append("\n".join(f"* {sentence}" for sentence in _sentences(found)))
+    return "\n\n".join(parts)
+
+
+def _row(one: Prediction, figure: Compared) -> list[str]:
+    unit = " GiB" if figure.is_memory else ""
+    digits = 2 if figure.is_memory else 0
+    other = "" if figure.other_mode is None else f"{figure.other_mode:,.2f} GiB ({_other_error(figure):+.1%})"
+    return [
+        f"{one.name} ({one.run.half})", figure.figure, f"{figure.published:,.{digits}f}{unit}",
+        f"{figure.predicted:,.{digits}f}{unit}", f"{figure.error:+.2%}", other,
+    ]  # fmt: skip
+
+
+def _other_error(figure: Compared) -> float:
+    assert figure.other_mode is not None
+    return figure.other_mode / figure.published - 1
+
+
+def _sentences(found: Sequence[Prediction]) -> list[str]:
+    told = []
+    for words, memory in (("memory", True), ("tokens/s/GPU", False)):
+        for half in ("fit", "held out"):
+            chosen = [c for one in found if one.run.half == half for c in one.compared if c.is_memory is memory]
+            if (errors := errors_of(chosen)) is not None:
+                told.append(f"{words}, {half}: {_said(errors)}")
+    told += [f"{one.name}: not reproduced: {one.refused}" for one in found if one.refused]
+    for one in found:
+        if any(figure.is_memory for figure in one.compared):
+            told += [f"{one.name}: {caveat}" for caveat in caveats(one.run)]
+    return told
+
+
+def _said(errors: Errors) -> str:
+    return f"{errors.count} figures, median error {errors.median:.2%}, worst {errors.worst:.2%}"
+
+
+def validation_objects(found: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """For ``--json``: an object for each run."""
+    return [
+        {
+            "name": one.name, "half": one.run.half, "source": one.run.source, "refused": one.refused,
+            "command": list(one.request.command) if one.request else [],
+            "environment": one.request.environment if one.request else {},
+            "caveats": caveats(one.run),
+            "compared": [
+                {
+                    "figure": c.figure, "published": c.published, "predicted": c.predicted, "error": c.error,
+                    "other_mode": c.other_mode,
+                }
+                for c in one.compared
+            ],
+        }
+        for one in found
+    ]  # fmt: skip
