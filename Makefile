@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-lo
 # Runs that dashboards/published shows.
 RECORDED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard)
 
-.PHONY: quickstart test check lint types slow matrix crosscheck gate dashboard full clean
+.PHONY: quickstart test check lint types slow matrix crosscheck gate dashboard clients full clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.run
@@ -46,13 +46,21 @@ matrix: $(VENV)/.test
 crosscheck: $(VENV)/.hta
 	$(PYTEST) --dist load tests/tracing/test_hta.py
 
-# Operators, collectives, bytes and losses of the engine beside what was accepted: one launch of each case.
+# Operators, collectives, bytes and losses of the engine beside what was accepted: one launch of each case. And what
+# the same code does on a GPU: dry runs.
 gate: $(VENV)/.run
 	$(BIN)/refshard gate --portable
+	$(BIN)/refshard gate --portable --suite gate_cuda
 
 # The page of what real machines measured, from profiles/recorded.
 dashboard: $(VENV)/.run
 	$(BIN)/refshard report $(RECORDED) --out dashboards/published/index.html
+
+# Frameworks from PyPI under the dry run, each in an environment of its own in .clients: half an hour, and 10 GB of disk.
+# Of some of them: make clients CLIENTS="torchtitan trl". Where the index serves CUDA builds of torch, set
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+clients: $(VENV)/.test
+	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
 full: check slow matrix crosscheck gate
 

@@ -1,0 +1,3 @@
+"""What users wrote imports frameworks that are installed elsewhere."""
+
+collect_ignore = ["scripts"]
