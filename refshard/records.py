@@ -29,7 +29,7 @@ class Metric(msgspec.Struct, frozen=True):
     """A quantity and its meaning.
 
     ``better`` says which direction is good; ``kind`` is ``exact`` for what must not vary between two runs of the same
-    code and ``noisy`` for what a machine's mood changes.
+    code and ``noisy`` for what a machine's mood changes. A dry run repeats every metric exactly.
     """
 
     name: str
@@ -53,7 +53,12 @@ METRICS: dict[str, Metric] = {
         Metric("mfu", "MFU", "fraction", "higher", "noisy",
                "TFLOPS over the device's peak; the record names the peak and its source"),
         Metric("peak_memory_bytes", "peak memory", "B", "lower", "noisy",
-               "maximum over ranks of the allocator's peak within a step"),
+               "maximum over ranks of the allocator's peak within a step; of a dry run, of torch's caching allocator's "
+               "over all steps"),
+        Metric("peak_active_bytes", "peak active memory", "B", "lower", "exact",
+               "as the peak memory, with blocks that were freed while another stream still needed them; dry runs only"),
+        Metric("peak_reserved_bytes", "peak reserved memory", "B", "lower", "exact",
+               "most that the caching allocator had taken from the device, over all steps; dry runs only"),
         Metric("rss_bytes", "peak RSS", "B", "lower", "noisy",
                "maximum over ranks of the process's peak resident set, libraries included"),
         Metric("compute_s", "compute", "s", "neither", "noisy",
@@ -148,13 +153,15 @@ class CollectiveCount(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 class Census(msgspec.Struct, frozen=True, kw_only=True):
     """What one step of one rank asked of torch: how many operators, how many of their results lie in memory that is
-    new, of how many bytes in all; and the SHA-256 of the operators' names in order, in hexadecimal.
+    new, of how many bytes in all; and the SHA-256 of the operators' names in order, in hexadecimal. Of a dry run also
+    how often a stream waits for an event, and the order is of streams and waits too.
     """
 
     operators: int
     allocations: int
     allocated_bytes: int
     order_sha256: str
+    stream_waits: int | None = None
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,12 +199,14 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     """One launch of one case, ended in one of the terminal states.
 
     ``step_times_s[rank][step]`` are the raw samples. ``metrics`` has a key for every entry of :data:`METRICS` that is
-    not :data:`DERIVED`, None where the quantity does not exist. ``recompute`` says which layers computed their forward
-    twice, which no FLOPs here count. ``census`` and ``planned_peak_bytes`` (what the memory model says; none where it
-    knows no such case) are rank 0's, and so is ``memory_course_bytes``: the highest that the allocator held in each of
-    up to 128 stretches of an early step, of as many operators each; empty where nothing watched it. ``compile_s`` is
-    the longest of the ranks' times in torch's compiler, s, over the whole launch, which takes nothing from an earlier
-    one; none where nothing was compiled. ``traces`` are paths relative to the run's folder.
+    not :data:`DERIVED`, None where the quantity does not exist; older records lack later metrics, and a dry run that
+    ended out of memory has what it would have taken without a limit. ``recompute`` says which layers computed their
+    forward twice, which no FLOPs here count. ``census`` and ``planned_peak_bytes`` (what the memory model says; none
+    where it knows no such case) are rank 0's, and so is ``memory_course_bytes``: the highest that the allocator held in
+    each of up to 128 stretches of an early step, of as many operators each; empty where nothing watched it.
+    ``host_waits`` counts how often the host waits for the device in a step, by what for; none where nothing watched.
+    ``compile_s`` is the longest of the ranks' times in torch's compiler, s, over the whole launch, which takes nothing
+    from an earlier one; none where nothing was compiled. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA
@@ -227,6 +236,7 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     census: Census | None = None
     planned_peak_bytes: int | None = None
     memory_course_bytes: tuple[int, ...] = ()
+    host_waits: dict[str, int] | None = None
     compile_s: float | None = None
     traces: tuple[str, ...] = ()
     proof: Proof | None = None

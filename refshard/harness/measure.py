@@ -9,9 +9,7 @@ they have dropout. The trace is recorded last.
 """
 
 import hashlib
-import math
 import resource
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,22 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from refshard.engine.grouping import group_units
-from refshard.errors import RefshardError
 from refshard.flops import Convention, flops_per_token
 from refshard.harness.compiling import compiling_anew
-from refshard.harness.marks import mark_units
-from refshard.models.activation import checkpoint_layers
-from refshard.models.data import TokenSource, open_source, rank_batch
-from refshard.models.llama import Llama, initialise
+from refshard.harness.trainer import Trainer
 from refshard.records import Census, CollectiveCount, State
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
-from refshard.specs.model import ModelSpec, load_model
+from refshard.specs.model import load_model
 from refshard.strategies import strategy_for
-from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
-from refshard.strategies.world import World
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.census import OperatorCensus
 from refshard.tracing.memory import AllocatorPeak
@@ -81,93 +72,6 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     planned_peak_bytes: int | None = None
     flops_per_token: float | None = None
     warnings: tuple[str, ...] = ()
-
-
-class Trainer:
-    """One rank's model, optimizer and data; ``timed_step`` computes on the next batch."""
-
-    def __init__(
-        self, case: CaseSpec, spec: ModelSpec, strategy: Strategy, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self._case, self._device = case, device
-        self.losses: list[float] = []
-        self._source: TokenSource = open_source(case.data, spec.vocab, case.seed)
-        self._world = World.of(case, group, device)
-        self._model = build_model(case, spec, device)
-        self._units = tuple((group.name, group.modules) for group in group_units(self._model, None))
-        self._loop = strategy.wrap(self._model, self._world)
-        torch.manual_seed((case.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
-
-    @property
-    def drops(self) -> bool:
-        """Whether the case trains adapters, whose recipe has dropout."""
-        return self._case.tuning != "full" and self._case.workload == "training"
-
-    def begin_dropout(self) -> None:
-        """From now on adapters drop what they are given, as their recipe says. Until now they did not: which elements
-        are dropped depends on the rank, so that the losses of the proof could equal nobody's.
-        """
-        from refshard.models.adapters import switch_dropout
-
-        switch_dropout(self._model, on=True)
-
-    def mark_units(self) -> None:
-        """From now on, have traces say which unit computes."""
-        mark_units(self._units)
-
-    def timed_step(self, *, aligned: bool) -> float:
-        """Compute one step and return its synchronised wall time in seconds.
-
-        ``aligned`` lets all ranks start together, outside of the time taken.
-        """
-        inputs, targets = rank_batch(
-            self._source,
-            step=len(self.losses),
-            rank=self._world.data_rank,
-            world_size=self._case.data_ranks,
-            global_batch=self._case.global_batch,
-            seq_len=self._case.seq_len,
-        )
-        inputs, targets = inputs.to(self._device), targets.to(self._device)
-        if aligned:
-            dist.barrier(self._world.group)
-        self._synchronise()
-        started = time.perf_counter()
-        step = self._loop.train if self._case.workload == "training" else self._loop.infer
-        loss = step(inputs, targets)
-        self._synchronise()
-        elapsed = time.perf_counter() - started
-        self.losses.append(loss.item())
-        if not math.isfinite(self.losses[-1]):
-            raise RefshardError(f"the loss of step {len(self.losses) - 1} is {self.losses[-1]}; lower learning_rate")
-        return elapsed
-
-    def _synchronise(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def build_model(case: CaseSpec, spec: ModelSpec, device: torch.device) -> Llama:
-    """The bare model that a strategy is given: initialised, adapted if the case says so, its layers checkpointed.
-
-    What is tuned by adapters is in the dtype that is computed with; else masters are fp32, whatever the precision.
-    """
-    model = Llama(spec).to(device)
-    initialise(model, case.seed)
-    if case.tuning != "full":
-        # Here, since these packages come with an extra, and take seconds to import.
-        from refshard.models.adapters import adapt, switch_dropout
-
-        if case.precision == "bf16":
-            model.to(torch.bfloat16)
-        if case.tuning == "qlora":
-            from refshard.models.nf4 import quantise
-
-            quantise(model)
-        adapt(model, case.seed)
-        switch_dropout(model, on=False)
-    checkpoint_layers(model, case.checkpointing)
-    return model
 
 
 def measure(

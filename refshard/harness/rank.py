@@ -174,7 +174,7 @@ def _failed(rank: int, error: BaseException) -> RankResult:
     failed_at_s = time.time()
     with suppress(OSError):  # a full disk takes no log, but perhaps a result
         traceback.print_exception(error)
-    return RankResult(rank=rank, state=state_of(error), error=_describe(error), failed_at_s=failed_at_s)
+    return RankResult(rank=rank, state=state_of(error), error=describe(error), failed_at_s=failed_at_s)
 
 
 def state_of(error: BaseException) -> State:
@@ -196,7 +196,8 @@ def _signs() -> tuple[str, ...]:
     return (*allocators, "Resource temporarily unavailable", "can't start new thread") if limited else allocators
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
+    """An error in one line."""
     first_line = (str(error).strip() or "no message").splitlines()[0]
     return first_line if isinstance(error, RefshardError) else f"{type(error).__name__}: {first_line}"
 

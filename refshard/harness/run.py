@@ -15,8 +15,11 @@ import msgspec
 
 from refshard.errors import LaunchError, SpecError
 from refshard.harness.assemble import Peers, assemble
+from refshard.harness.dry.record import check_dry, launch_dry, record_dry
+from refshard.harness.dry.result import ranks_of
 from refshard.harness.environment import changes
 from refshard.harness.launchers.base import Job, Launcher
+from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, check_unused, read_run
@@ -51,6 +54,7 @@ def check_suite(suite: SuiteSpec, launcher: Launcher, *, oversubscribe: bool) ->
 
     Raises:
         SpecError: a strategy, preset, cluster or data file does not exist, or a case has no room.
+        RefshardError: a case is to be dry-run, and the fake device cannot be made.
     """
     cases = suite.cases()
     for case in cases:
@@ -59,7 +63,7 @@ def check_suite(suite: SuiteSpec, launcher: Launcher, *, oversubscribe: bool) ->
         open_source(case.data, model.vocab, case.seed)
         checkpointing_of(case.checkpointing, model.n_layers)
         _check_fidelity(case)
-        if case.processes:
+        if case.processes and case.fidelity != "dryrun":
             launcher.check(case, oversubscribe=oversubscribe)
     return cases
 
@@ -271,18 +275,23 @@ def launch_case(
     """Run one case in processes of its own, in a folder of its own under ``folder``, and return its record."""
     name = launch_name(case, round_)
     work = fresh_folder(folder / "cases" / name)
-    (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
     started = datetime.now(UTC)
-    launch = None
-    if case.processes:
+    if case.fidelity == "simulated":
+        record = record_simulated(blank_record(case, round_, header, started), trace_file(work, 0))
+    elif case.fidelity == "dryrun":
+        launched = launch_dry(case, _here(launcher), work, on_progress)
+        record = record_dry(blank_record(case, round_, header, started), launched)
+    else:
+        (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
         job = Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
         launch = launcher.launch(job, work, on_progress)
-    blank = blank_record(case, round_, header, started)
-    if launch is None:
-        record = record_simulated(blank, trace_file(work, 0))
-    else:
-        record = assemble(blank, launch, work, header.environment, peers)
+        record = assemble(blank_record(case, round_, header, started), launch, work, header.environment, peers)
     return msgspec.structs.replace(record, traces=_keep_traces(case, name, work, folder))
+
+
+def _here(launcher: Launcher) -> Launcher:
+    """What starts the one process of a dry run, which needs neither GPUs nor a network: this machine."""
+    return launcher if isinstance(launcher, LocalLauncher) else LocalLauncher()
 
 
 def launch_name(case: CaseSpec, round_: int) -> str:
@@ -317,12 +326,12 @@ def blank_record(case: CaseSpec, round_: int, header: RunRecord, started: dateti
 
 
 def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[str, ...]:
-    """Move the traces of the ranks, or of the one that was simulated, to the run's ``traces`` folder.
+    """Move the traces of the ranks, or of the one that was simulated or dry-run, to the run's ``traces`` folder.
 
     Returns their paths, relative to the run's folder.
     """
     kept = []
-    for rank in range(max(case.processes, 1)):
+    for rank in ranks_of(case) if case.fidelity == "dryrun" else range(max(case.processes, 1)):
         source = trace_file(work, rank)
         if source.exists():
             target = folder / "traces" / f"{name}-rank{rank}.json.gz"
@@ -333,6 +342,8 @@ def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[s
 
 
 def _check_fidelity(case: CaseSpec) -> None:
+    if case.fidelity == "dryrun":
+        check_dry(case)
     if case.fidelity == "simulated":
         check_simulated(case)
     if case.fidelity == "emulated":

@@ -41,6 +41,10 @@ def main(program: str, folder: Path, launcher: int) -> int:
         from refshard.harness.describe import describe_rank
 
         return describe_rank(folder)
+    if program == "dryrun":
+        from refshard.harness.dry.rank import run_dry_rank
+
+        return run_dry_rank(folder)
     if "MASTER_PORT" not in os.environ:
         from refshard.harness.meeting import meet
 

@@ -15,6 +15,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from refshard.errors import SpecError
 from refshard.specs.model import ModelSpec, RopeScaling
@@ -171,7 +172,50 @@ def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-@torch.no_grad()
+class Initialiser:
+    """Fills the parameters of one model with values that ``seed`` and their names alone decide.
+
+    Names are those when this is made, so that it fills the modules of a model that was wrapped or sharded since. See
+    :func:`initialise` for the values.
+    """
+
+    def __init__(self, model: Llama, seed: int) -> None:
+        self._seed, self._n_layers = seed, model.spec.n_layers
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        self._names = {
+            module: {own: first[parameter] for own, parameter in module.named_parameters(recurse=False)}
+            for module in model.modules()
+        }
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        """Fill what ``module`` holds directly, in place; a module that is not of the model holds nothing. Of a DTensor
+        each rank fills its part of the whole.
+
+        Raises:
+            SpecError: a parameter is on the meta device.
+        """
+        for own, name in self._names.get(module, {}).items():
+            parameter = getattr(module, own)
+            if parameter.is_meta:
+                raise SpecError(
+                    f"initialise needs storage, but {name} is on meta; call model.to_empty(device=...) first"
+                )
+            if parameter.ndim == 1:  # a norm's gain
+                parameter.fill_(1.0)
+            elif isinstance(parameter, DTensor):
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                mesh, placements = parameter.device_mesh, parameter.placements
+                self._draw(name, whole)
+                parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+            else:
+                self._draw(name, parameter)
+
+    def _draw(self, name: str, whole: Tensor) -> None:
+        generator = torch.Generator(whole.device).manual_seed(parameter_seed(name, self._seed))
+        whole.normal_(std=_init_std(name, self._n_layers), generator=generator)
+
+
 def initialise(model: Llama, seed: int) -> None:
     """Fill a model's parameters, in place, with random values that ``seed`` alone decides.
 
@@ -185,14 +229,9 @@ def initialise(model: Llama, seed: int) -> None:
 
     """
     model.tie_weights()
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise SpecError(f"initialise needs storage, but {name} is on meta; call model.to_empty(device=...) first")
-        if parameter.ndim == 1:  # a norm's gain
-            parameter.fill_(1.0)
-        else:
-            generator = torch.Generator(parameter.device).manual_seed(parameter_seed(name, seed))
-            parameter.normal_(std=_init_std(name, model.spec.n_layers), generator=generator)
+    fill = Initialiser(model, seed)
+    for module in model.modules():
+        fill(module)
 
 
 def _init_std(name: str, n_layers: int) -> float:

@@ -17,7 +17,7 @@ from refshard.report.compared import compared
 from refshard.report.evidence import Evidence, machine
 from refshard.report.verdict import listed
 from refshard.report.views import format_metric
-from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.case import REPEATING, CaseSpec, Fidelity
 from refshard.specs.gate import RULES, TimeLimits
 from refshard.stats.compare import Comparison
 from refshard.stats.exact import Change, changes, exact_metrics, portable
@@ -93,7 +93,7 @@ def _changed(case: Case, before: Case) -> Changed:
     exact = _exact(case, before, together=together)
     if not (case.ok and before.ok):
         why_not = f"{'now' if before.ok else 'then'} {case.state if before.ok else before.state}"
-    elif not together and case.fidelity != "simulated":
+    elif not together and case.fidelity not in REPEATING:
         why_not = "another machine"
     elif not mine or not its:
         why_not = "no step time"

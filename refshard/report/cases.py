@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from refshard.errors import SpecError
 from refshard.records import METRICS, CaseRecord, Run, RunRecord, State
 from refshard.report.efficiency import lower_bound, overlap_efficiency
-from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.case import REPEATING, CaseSpec, Fidelity
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
 from refshard.stats.sample import Launches, Summary, step_samples, summarize
@@ -26,6 +26,7 @@ BREAKDOWN = ("compute alone", "overlapped communication", "exposed communication
 FIDELITY: dict[Fidelity, str] = {
     "measured": "real processes, kernels and wire",
     "emulated": "one real rank; the other ranks are modelled",
+    "dryrun": "the strategy's own code on GPUs that are not there; every duration is modelled",
     "simulated": "every duration is modelled",
 }
 """What is real in a case of each fidelity."""
@@ -140,11 +141,12 @@ def _join(header: RunRecord, launches: list[CaseRecord]) -> Case:
     good = [launch for launch in launches if launch.state == "ok"]
     samples = {launch.round: step_samples(launch.step_times_s) for launch in good if launch.step_times_s}
     step_time = summarize(samples) if samples else None
-    metrics = {name: _median(launch.metrics.get(name) for launch in good) for name in METRICS}
+    # One that ended badly has metrics only if they say what it would have taken.
+    metrics = {name: _median(launch.metrics.get(name) for launch in good or launches) for name in METRICS}
     if step_time:
         metrics["step_time_s"] = step_time.median
     stated = [warning for launch in launches for warning in launch.warnings]
-    if step_time and launches[0].fidelity != "simulated":  # whose times are no samples: more of them say no more
+    if step_time and launches[0].fidelity not in REPEATING:  # whose times are no samples: more of them say no more
         stated += step_time.warnings
     return Case(
         header=header,

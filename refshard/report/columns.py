@@ -53,6 +53,7 @@ COLUMNS: dict[str, Callable[[Case], object]] = {
     "step_time_low_s": lambda case: _interval(case)[0],
     "step_time_high_s": lambda case: _interval(case)[1],
     "compile_s": lambda case: case.compile_s,
+    "host_waits": lambda case: _host_waits(case),
     "flops_convention": lambda case: case.launches[0].flops_convention,
     "recompute": lambda case: case.launches[0].recompute,
     "peak_flops_per_s": lambda case: case.launches[0].peak_flops_per_s,
@@ -92,6 +93,12 @@ def _cell(value: object) -> object:
     if isinstance(value, list):
         return LIST_SEPARATOR.join(map(str, value))
     return value if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def _host_waits(case: Case) -> int | None:
+    """How often the host waits for the device in a step; None where nothing counted."""
+    waits = case.launches[0].host_waits
+    return None if waits is None else sum(waits.values())
 
 
 def _listed(policy: str | tuple[int, ...]) -> str | list[int]:

@@ -13,7 +13,7 @@ import msgspec
 
 from refshard.records import Environment, Run
 from refshard.report.cases import Case, cases_of
-from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity
+from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity, spelled
 
 _NAMED = ("strategy", "world_size", "model", "global_batch", "seq_len")
 """Fields that labels name by themselves."""
@@ -219,7 +219,7 @@ def _place(case: Case, hosts: dict[str, str]) -> dict[str, str]:
     return {
         "model": spec.model,
         "batch": f"batch of {spec.global_batch:,} x {spec.seq_len:,} tokens",
-        "fidelity": case.fidelity,
+        "fidelity": spelled(case.fidelity),
         "machine": f"on {hosts[machine(case.header.environment)]}",
     }
 
@@ -245,8 +245,9 @@ def _label(members: Sequence[Case], per_rank: bool, several: bool) -> str:
         if per_rank
         else f"global batch of {_sequences(spec.global_batch)} of {spec.seq_len:,} tokens"
     )
-    told = several and case.fidelity not in kind
-    return f"{spec.model}, {batch}{kind}{f', {case.fidelity}' if told else ''}"
+    fidelity = spelled(case.fidelity)
+    told = several and fidelity not in kind
+    return f"{spec.model}, {batch}{kind}{f', {fidelity}' if told else ''}"
 
 
 def _sequences(count: int) -> str:

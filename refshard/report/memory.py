@@ -27,7 +27,7 @@ from refshard.report.charts import (
 from refshard.report.evidence import Setting
 from refshard.simulate.memory import MemoryForecast
 from refshard.simulate.of_case import memory_of
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import CaseSpec, spelled
 
 MOST_CURVES = 8
 
@@ -79,7 +79,8 @@ def _course_sentence(found: Sequence[tuple[Case, MemoryForecast]], world_size: i
     here = [(case, told) for case, told in found if case.spec.world_size == world_size][:MOST_CURVES]
     peaks = ", ".join(f"{case.strategy} peaks at {format_bytes(told.peak)}" for case, told in here)
     measured = sum(bool(_course(case)) for case, _ in here)
-    beside = f" Dotted: measured on rank 0, {measured} of them." if measured else ""
+    dry = all(case.fidelity == "dryrun" for case, _ in here)
+    beside = f" Dotted: {'dry run of' if dry else 'measured on'} rank 0, {measured} of them." if measured else ""
     return f"Predicted over a step of {ranks(world_size)}: {peaks}.{beside}"
 
 
@@ -90,9 +91,10 @@ def _course(case: Case) -> tuple[int, ...]:
 
 def _row(case: Case, told: MemoryForecast) -> dict[str, str]:
     measured = case.metrics["peak_memory_bytes"]
+    fidelity = spelled(case.fidelity)
     beside = {} if case.fidelity == "simulated" else {
-        case.fidelity: format_bytes(measured),
-        f"predicted / {case.fidelity}": "-" if not measured else f"{told.peak / measured:.3f}",
+        fidelity: format_bytes(measured),
+        f"predicted / {fidelity}": "-" if not measured else f"{told.peak / measured:.3f}",
     }  # fmt: skip
     by_category = {str(name): format_bytes(size) for name, size in told.at_peak.items()}
     return {"case": case.full_label, "predicted": format_bytes(told.peak), **beside, **by_category}
@@ -112,7 +114,12 @@ def sentence(found: Sequence[tuple[Case, MemoryForecast]]) -> str:
     if not errors:
         return share
     worst, where = max(errors)
-    return f"{share} Predictions are at most {format_percent(worst)} off what was measured ({where})."
+    return f"{share} Predictions are at most {format_percent(worst)} off {_held_against(found)} ({where})."
+
+
+def _held_against(found: Sequence[tuple[Case, MemoryForecast]]) -> str:
+    """What predictions stand beside, in words."""
+    return "the dry run" if all(case.fidelity == "dryrun" for case, _ in found) else "what was measured"
 
 
 def parts(found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:
@@ -141,13 +148,13 @@ def parts(found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:
     )
     known = [(place, value) for place, value, (case, _) in zip(places, measured, found) if case.fidelity != "simulated"]
     figure.add_scatter(
-        name="measured peak",
+        name="peak of the dry run" if _held_against(found) == "the dry run" else "measured peak",
         y=[place for place, value in known if value],
         x=[float(f"{value / size:.5g}") for _, value in known if value],
         mode="markers",
         marker={"symbol": "line-ns", "size": 16, "line": {"width": 3, "color": "#777777"}, "color": "#777777"},
         customdata=[format_bytes(value) for _, value in known if value],
-        hovertemplate="measured: %{customdata}<extra></extra>",
+        hovertemplate=f"{_held_against(found)}: %{{customdata}}<extra></extra>",
     )
     lay_out(figure, rows, barmode="stack", legend=True)
     return figure.update_xaxes(title_text=f"{unit} per rank at the peak", rangemode="tozero")
@@ -164,7 +171,7 @@ def over_step(setting: Setting, found: Sequence[tuple[Case, MemoryForecast]]) ->
         events = [(event.name, event.highest) for event in told.events]
         figure.add_trace(_course_trace(setting, case, "predicted", events, unit, size))
         if measured := [("", highest) for highest in _course(case)]:
-            figure.add_trace(_course_trace(setting, case, case.fidelity, measured, unit, size))
+            figure.add_trace(_course_trace(setting, case, spelled(case.fidelity), measured, unit, size))
     figure.update_layout(template=THEME, height=380 + 12 * len(figure.data), showlegend=True)
     figure.update_xaxes(title_text="% of the step, in the host's order")
     return figure.update_yaxes(title_text=f"{unit} per rank", rangemode="tozero")

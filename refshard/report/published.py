@@ -8,7 +8,7 @@ import pandas as pd
 from refshard.quantities import format_rate, format_seconds
 from refshard.report.cases import Case
 from refshard.report.evidence import Evidence
-from refshard.specs.case import REFERENCE_STRATEGY
+from refshard.specs.case import REFERENCE_STRATEGY, spelled
 from refshard.specs.cluster import load_cluster
 from refshard.specs.published import PublishedRow, PublishedTable, load_published
 
@@ -52,7 +52,7 @@ def published(evidence: Evidence) -> Published:
 
 def _matching(case: Case, table: PublishedTable) -> Iterator[PublishedRow]:
     spec = case.spec
-    if spec.workload != "training" or spec.microbatches != 1:
+    if spec.workload != "training" or spec.microbatches * spec.replicas * spec.tensor_parallel != 1:
         return
     for row in table.rows:
         same = (row.model, row.seq_len, row.sequences * spec.world_size) == (
@@ -79,10 +79,10 @@ def _row(case: Case, table: PublishedTable, strategy: str, value: float) -> dict
     speed = value / time if seconds else rate / value
     return {
         "case": case.full_label,
-        "fidelity": case.fidelity,
+        "fidelity": spelled(case.fidelity),
         "ours": format_seconds(time) if seconds else f"{format_rate(rate)} tokens/s/GPU",
         "our hardware": case.spec.cluster or case.launches[0].device,
-        "our dtype": "fp32",
+        "our dtype": case.spec.precision,
         "published": f"{strategy}: {format_seconds(value) if seconds else f'{format_rate(value)} tokens/s/GPU'}",
         "its hardware": table.cluster,
         "its dtype": "bf16",

@@ -32,7 +32,7 @@ from refshard.report.still import hatches
 from refshard.report.trust import trust
 from refshard.report.verdict import caveats, findings, modelled, network, overview, unfinished, unranked
 from refshard.report.why import Traced, Why, why
-from refshard.specs.case import REFERENCE_STRATEGY
+from refshard.specs.case import REFERENCE_STRATEGY, spelled
 from refshard.stats.rehearsal import Noise
 
 BEST = {
@@ -190,7 +190,7 @@ def _facets_of(case: Case) -> dict[str, str]:
         "model": case.spec.model,
         "strategy": case.strategy,
         "ranks": f"{case.spec.world_size:,}",
-        "fidelity": case.fidelity,
+        "fidelity": spelled(case.fidelity),
     }
 
 

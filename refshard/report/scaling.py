@@ -16,11 +16,11 @@ from refshard.quantities import format_percent, format_rate
 from refshard.report.cases import Case, ranks
 from refshard.report.charts import DASHES, MARKERS, THEME, Chart, chart, colour, label_text
 from refshard.report.evidence import Evidence, Setting, machine, shared
-from refshard.specs.case import Fidelity
+from refshard.specs.case import Fidelity, spelled
 
-_DASH: dict[Fidelity, str] = {"measured": "solid", "emulated": "dash", "simulated": "dot"}
+_DASH: dict[Fidelity, str] = {"measured": "solid", "emulated": "dash", "dryrun": "dashdot", "simulated": "dot"}
 _METRIC = "tokens_per_s_gpu"
-_OF_A_PLACE = re.compile(r", (measured|(emulated|simulated) on [^,]+|[\d,]+ ranks resident)(?=,|$)")
+_OF_A_PLACE = re.compile(r", (measured|(emulated|dry run|simulated) on [^,]+|[\d,]+ ranks resident)(?=,|$)")
 """What a setting's label says of its fidelity, which curves say by themselves."""
 MOST_CURVES = 12
 """Curves of a drawing; its table has all."""
@@ -53,7 +53,7 @@ class Curve:
     def label(self) -> str:
         """The strategy, and where it ran if that was not measured."""
         fidelity, cluster = self.place
-        return self.strategy if fidelity == "measured" else f"{self.strategy}, {fidelity} on {cluster}"
+        return self.strategy if fidelity == "measured" else f"{self.strategy}, {spelled(fidelity)} on {cluster}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ def _ideals(curves: Sequence[Curve]) -> Iterable[go.Scatter]:
     for place in dict.fromkeys(curve.place for curve in curves):
         here = [curve for curve in curves if curve.place == place]
         best = max(here, key=lambda curve: curve.rates[0])
-        where = "" if place[0] == "measured" else f", {place[0]} on {place[1]}"
+        where = "" if place[0] == "measured" else f", {spelled(place[0])} on {place[1]}"
         yield _level(f"ideal{where}", best.cases[0].spec.world_size, here, best.rates[0])
 
 

@@ -13,7 +13,7 @@ from refshard.report.evidence import Evidence
 from refshard.report.proof import bit_identical, parity_note, proof_summary
 from refshard.report.verdict import findings
 from refshard.report.views import format_metric
-from refshard.specs.case import REFERENCE_STRATEGY
+from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
 from refshard.stats.rehearsal import Noise
 from refshard.stats.sample import MIN_LAUNCHES
 
@@ -111,6 +111,7 @@ def _perturbation(finished: tuple[Case, ...]) -> Fact:
 
 def _fidelity(finished: tuple[Case, ...]) -> Fact:
     present = list(dict.fromkeys(case.fidelity for case in finished))
+    words = {name: spelled(name) for name in present}
     where = dict.fromkeys(
         f"{launch.device} with {launch.backend}{f' on {case.spec.cluster}' if case.spec.cluster else ''}"
         for case in finished
@@ -118,23 +119,26 @@ def _fidelity(finished: tuple[Case, ...]) -> Fact:
         if launch.device and launch.backend
     )
     where |= dict.fromkeys(joined for case in finished if (joined := case.header.environment.network))
-    meaning = "; ".join(f"{name}: {FIDELITY[name]}" if len(present) > 1 else FIDELITY[name] for name in present)
+    meaning = "; ".join(f"{words[name]}: {FIDELITY[name]}" if len(present) > 1 else FIDELITY[name] for name in present)
     detail = f"{meaning} ({', '.join(where)})" if where else meaning
     return Fact(
         label="Fidelity",
-        value=" and ".join(present) or "none",
+        value=" and ".join(words.values()) or "none",
         detail=detail,
         good=None if present else False,
     )
 
 
 def _noise(finished: tuple[Case, ...]) -> Fact:
-    sampled = [case for case in finished if case.step_time and case.fidelity != "simulated"]
+    sampled = [case for case in finished if case.step_time and case.fidelity not in REPEATING]
     summaries = [summary for case in sampled if (summary := case.step_time) and math.isfinite(summary.high)]
-    simulated = finished and all(case.fidelity == "simulated" for case in finished)
+    calculated = finished and all(case.fidelity in REPEATING for case in finished)
     if not summaries:
         return Fact(
-            label="Noise", value="unknown", detail="no two steps were sampled", good=None if simulated else False
+            label="Noise",
+            value="none" if calculated else "unknown",
+            detail="times are calculated" if calculated else "no two steps were sampled",
+            good=None if calculated else False,
         )
     typical = statistics.median(summary.high / summary.median - 1 for summary in summaries)
     rounds = min(summary.launches for summary in summaries)

@@ -15,7 +15,7 @@ from refshard.report.cases import FIDELITY, Case, plain, ranks
 from refshard.report.compared import compared
 from refshard.report.evidence import Evidence, Setting
 from refshard.report.plan_words import ALIKE
-from refshard.specs.case import REFERENCE_STRATEGY
+from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
 from refshard.stats.compare import Comparison
 
 RELEVANT = 0.01
@@ -57,7 +57,7 @@ class Finding:
 class _Rival:
     """A contender that lost, and how its step time compares with the winner's, if samples can tell.
 
-    What is simulated takes the same time always, and is tied if the model cannot tell the two apart.
+    What is calculated takes the same time always, and is tied if the model cannot tell the two apart.
     """
 
     case: Case
@@ -67,7 +67,7 @@ class _Rival:
     @property
     def tied(self) -> bool:
         if self.comparison is None:
-            return self.case.fidelity == "simulated" and self.ratio < 1 + ALIKE
+            return self.case.fidelity in REPEATING and self.ratio < 1 + ALIKE
         return not self.comparison.significant
 
 
@@ -80,11 +80,16 @@ def overview(found: Sequence[Finding]) -> tuple[str, ...]:
     """Who leads how often, a sentence per fidelity that holds :data:`MANY` contests or more."""
     told = []
     for fidelity in dict.fromkeys(finding.cases[0].fidelity for finding in found):
-        ranked = [finding for finding in found if finding.cases[0].fidelity == fidelity and finding.fastest]
+        ranked = [finding for finding in found if finding.cases[0].fidelity == fidelity and _has_rivals(finding)]
         if len(ranked) >= MANY:
             speed, memory = (_tally([getattr(f, lead) for f in ranked]) for lead in ("fastest", "leanest"))
-            told.append(f"Of {len(ranked)} {fidelity} contests, fastest: {speed}; leanest: {memory}.")
+            told.append(f"Of {len(ranked)} {spelled(fidelity)} contests, fastest: {speed}; leanest: {memory}.")
     return tuple(told)
+
+
+def _has_rivals(finding: Finding) -> bool:
+    """Whether two strategies or more finished."""
+    return sum(case.ok and case.strategy != REFERENCE_STRATEGY for case in finding.cases) > 1
 
 
 def _tally(leads: Sequence[tuple[str, ...]]) -> str:
@@ -101,12 +106,12 @@ def unranked(evidence: Evidence) -> tuple[str, ...]:
 
 
 def verdict(evidence: Evidence) -> list[str]:
-    """All findings as sentences, the network, what is modelled, the cases that did not end ok, then the doubts."""
+    """All findings as sentences: by contest if there are several, the network, what is modelled, failures, doubts."""
     found = findings(evidence)
     several = len(found) > 1
-    told = [
-        f"{finding.title}: {sentence}" if several else sentence for finding in found for sentence in finding.sentences
-    ]
+    told = [sentence for finding in found for sentence in finding.sentences]
+    if several:
+        told = [f"{finding.title}: {' '.join(finding.sentences)}" for finding in found if finding.sentences]
     parts = (unfinished(evidence), told, network(evidence), modelled(evidence), unranked(evidence), caveats(evidence))
     return [*overview(found), *(sentence for part in parts for sentence in part)]
 
@@ -121,7 +126,9 @@ def modelled(evidence: Evidence) -> tuple[str, ...]:
     """A sentence for every cluster on which cases were not measured."""
     kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
     return tuple(
-        f"What is {fidelity} on {cluster} is no measurement: {FIDELITY[fidelity]}." for fidelity, cluster in kinds
+        f"{'A dry run' if fidelity == 'dryrun' else f'What is {fidelity}'} on {cluster} is no measurement: "
+        f"{FIDELITY[fidelity]}."
+        for fidelity, cluster in kinds
     )
 
 
@@ -180,7 +187,7 @@ def _finding(setting: Setting, world_size: int) -> Finding:
 
 def _apart(contenders: Sequence[Case]) -> tuple[str, ...]:
     """A doubt where contenders come from several runs."""
-    if len({id(case.header) for case in contenders if case.fidelity != "simulated"}) < 2:
+    if len({id(case.header) for case in contenders if case.fidelity not in REPEATING}) < 2:
         return ()
     return ("cases of several runs were not measured in turns, so a drift of the machine looks like a difference",)
 
@@ -262,8 +269,9 @@ def _behind(place: str, rival: _Rival) -> str:
     time = format_seconds(_step_time(rival.case))
     sentence = f"{place}, {rival.case.strategy}, takes {time}, {_longer(rival.ratio)}"
     if rival.comparison is None:
-        simulated = rival.case.fidelity == "simulated"
-        return f"{sentence} ({'simulated, so' if simulated else 'without samples'} there is no interval)."
+        fidelity = rival.case.fidelity
+        why = f"{spelled(fidelity)}, so" if fidelity in REPEATING else "without samples"
+        return f"{sentence} ({why} there is no interval)."
     interval = _interval(rival.comparison, as_ratio=rival.ratio >= _TIMES)
     size = "significant" if abs(rival.ratio - 1) >= RELEVANT else f"significant, but under {RELEVANT:.0%}"
     return f"{sentence} ({interval}; {size})."
@@ -292,9 +300,14 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _peaks(contenders: Sequence[Case]) -> dict[str, float]:
-    """Peak memory by strategy, leanest first, B."""
-    found = {c.strategy: peak for c in contenders if (peak := c.metrics["peak_memory_bytes"])}
+    """Peak memory by strategy, leanest first, B: reserved where that is known of all, since that is what must fit."""
+    metric = "peak_reserved_bytes" if _know_reserved(contenders) else "peak_memory_bytes"
+    found = {c.strategy: peak for c in contenders if (peak := c.metrics[metric])}
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _know_reserved(contenders: Sequence[Case]) -> bool:
+    return all(case.metrics["peak_reserved_bytes"] for case in contenders)
 
 
 def _leanest(contenders: Sequence[Case]) -> list[str]:
@@ -311,7 +324,8 @@ def _memory(contenders: Sequence[Case]) -> str:
     equal = _leanest(contenders)
     rest = list(peaks)[len(equal) :]
     lead = f"{listed(equal)} {'is leanest' if len(equal) == 1 else 'are equally lean'}"
-    told = f"{lead} at {format_bytes(least)} of peak memory per rank."
+    what = "reserved memory" if _know_reserved(contenders) else "peak memory"
+    told = f"{lead} at {format_bytes(least)} of {what} per rank."
     if not rest:
         return told
     more = format_percent(peaks[rest[0]] / least - 1)

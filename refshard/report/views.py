@@ -27,7 +27,7 @@ from refshard.report.columns import Row, values
 from refshard.report.evidence import Evidence, Setting
 from refshard.report.proof import bit_identical, bits_note, parity_note, proof_summary
 from refshard.report.verdict import verdict
-from refshard.specs.case import REFERENCE_STRATEGY
+from refshard.specs.case import REFERENCE_STRATEGY, REPEATING
 from refshard.stats.sample import Summary
 
 MISSING = "-"
@@ -38,6 +38,7 @@ _TERMINAL_HEADERS = {
     "tokens/s/GPU": "tokens/s\n/GPU",
     "compile time": "compile\ntime",
     "peak memory": "peak\nmemory",
+    "peak reserved": "peak\nreserved",
     "exposed communication": "exposed comm.\n(of step)",
     "overlap ratio": "overlap\nratio",
     "overlap efficiency": "overlap\nefficiency",
@@ -116,12 +117,14 @@ def step_time_text(summary: Summary | None, fallback: float | None = None) -> st
 def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
     """Every headline figure of each case as text, one row per case.
 
-    Overlap efficiency and compile time where any case has them, loss parity where any was measured.
+    Overlap efficiency, reserved memory and compile time where any case has them, loss parity where any was measured.
     """
     table = pd.DataFrame([_summary_row(case) for case in members])
     dropped = [] if knows_efficiency(members) else ["overlap efficiency"]
     if all(case.compile_s is None for case in members):
         dropped.append("compile time")
+    if all(case.metrics["peak_reserved_bytes"] is None for case in members):
+        dropped.append("peak reserved")
     if not any(case.fidelity == "measured" for case in members):
         dropped.append("loss parity")
     return table.drop(columns=dropped, errors="ignore")
@@ -137,17 +140,23 @@ def _summary_row(case: Case) -> Row:
         "strategy": case.strategy,
         "ranks": f"{case.spec.world_size:,}",
         "state": case.state,
-        "step time (95 % interval)": step_time_text(case.step_time, case.metrics["step_time_s"]),
+        "step time (95 % interval)": step_time_text(_sampled(case), case.metrics["step_time_s"]),
         "compile time": MISSING if case.compile_s is None else format_seconds(case.compile_s),
         "tokens/s/GPU": format_metric("tokens_per_s_gpu", case.metrics["tokens_per_s_gpu"]),
         "TFLOPS": format_metric("tflops", case.metrics["tflops"]),
         "MFU": format_metric("mfu", case.metrics["mfu"]),
         "peak memory": format_metric("peak_memory_bytes", case.metrics["peak_memory_bytes"]),
+        "peak reserved": format_metric("peak_reserved_bytes", case.metrics["peak_reserved_bytes"]),
         "exposed communication": exposed_text(case),
         "overlap ratio": format_metric("overlap_ratio", case.metrics["overlap_ratio"]),
         "overlap efficiency": format_metric("overlap_efficiency", case.metrics["overlap_efficiency"]),
         "loss parity": format_metric("loss_parity", case.metrics["loss_parity"]),
     }
+
+
+def _sampled(case: Case) -> Summary | None:
+    """The step time's samples; what is calculated has none."""
+    return None if case.fidelity in REPEATING else case.step_time
 
 
 def exposed_text(case: Case) -> str:
@@ -284,6 +293,8 @@ def terminal_table(evidence: Evidence) -> str:
 
 def _terminal_table(setting: Setting) -> str:
     table = summary_table(setting.cases).map(plain)
+    if all(case.fidelity in REPEATING for case in setting.cases):
+        table = table.rename(columns={"step time (95 % interval)": "step time"})
     if knows_efficiency(setting.cases):  # one column more than fits; tokens/s tell the same at one model
         table = table.drop(columns="TFLOPS")
     return tabulate(

@@ -10,7 +10,7 @@ from refshard.specs.reading import LARGEST, within
 
 Device = Literal["auto", "cpu", "cuda"]
 Workload = Literal["training", "inference"]
-Fidelity = Literal["measured", "emulated", "simulated"]
+Fidelity = Literal["measured", "emulated", "dryrun", "simulated"]
 Precision = Literal["fp32", "bf16"]
 Tuning = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw-8bit"]
@@ -18,6 +18,8 @@ REFERENCE_STRATEGY = "single"
 """The strategy that every other one's losses are held against: one unsharded rank."""
 WHOLE_BATCH = frozenset({"tensor-parallel", "pipeline"})
 """Strategies that split the model alone: all ranks work on the same tokens."""
+REPEATING: frozenset[Fidelity] = frozenset({"dryrun", "simulated"})
+"""Fidelities of which a second launch says nothing new: all times are calculated."""
 _COUNTS = (
     "world_size", "global_batch", "seq_len", "microbatches", "replicas", "tensor_parallel", "threads_per_rank",
     "measured_steps", "traced_steps",
@@ -54,7 +56,8 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     A case that is not measured takes place on ``cluster``, a profile of which ``world_size`` ranks are filled.
     Emulated, ``resident_ranks`` of them are processes here, each of which computes as one rank of the world and waits
-    for the others as long as the profile says; simulated, none is.
+    for the others as long as the profile says. In a dry run rank 0 is, on a GPU of the cluster that is not there;
+    simulated, none is.
     """
 
     strategy: str
@@ -104,12 +107,14 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if (self.fidelity == "measured") == bool(self.cluster):
             given = f"'{self.cluster}'" if self.cluster else "none"
             raise ValueError(
-                f"cluster must be given for emulated and simulated cases and for no others, got fidelity "
+                f"cluster must be given for emulated, dryrun and simulated cases and for no others, got fidelity "
                 f"'{self.fidelity}' and cluster {given}"
             )
         within("resident_ranks", self.resident_ranks, 1, most=self.world_size)
         if self.fidelity != "emulated" and self.resident_ranks != 1:
             raise ValueError(f"resident_ranks is for emulated cases, got {self.resident_ranks} for {self.fidelity}")
+        if self.fidelity == "dryrun" and self.device == "cpu":
+            raise ValueError("device must be 'auto' or 'cuda' for dryrun cases, whose device is a GPU, got 'cpu'")
 
     def _check_ranks(self) -> None:
         """That the ranks can be divided as asked, and the batch over them."""
@@ -130,8 +135,10 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"replicas and tensor_parallel must be 1 for strategy '{self.strategy}', which splits the model over "
                 f"all ranks, got {self.replicas} and {self.tensor_parallel}"
             )
-        if self.fidelity != "measured" and self.tensor_parallel > 1:
-            raise ValueError(f"tensor_parallel must be 1 unless a case is measured, got {self.tensor_parallel}")
+        if self.fidelity not in ("measured", "dryrun") and self.tensor_parallel > 1:
+            raise ValueError(
+                f"tensor_parallel must be 1 unless a case is measured or a dry run, got {self.tensor_parallel}"
+            )
         ranks, parts = self.data_ranks, self.microbatches
         if self.global_batch % (ranks * parts):
             words = "world_size" if ranks == self.world_size else "the ranks that divide it"
@@ -184,7 +191,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.tensor_parallel > 1:
             words.append(f"tensor parallel {self.tensor_parallel}")
         if self.fidelity != "measured":
-            words.append(f"{self.fidelity} on {self.cluster}")
+            words.append(f"{spelled(self.fidelity)} on {self.cluster}")
         if self.resident_ranks > 1:
             words.append(f"{self.resident_ranks} ranks resident")
         return tuple(words)
@@ -219,7 +226,9 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def processes(self) -> int:
         """How many processes a launch of this case starts."""
-        return {"measured": self.world_size, "emulated": self.resident_ranks, "simulated": 0}[self.fidelity]
+        return {
+            "measured": self.world_size, "emulated": self.resident_ranks, "dryrun": 1, "simulated": 0,
+        }[self.fidelity]  # fmt: skip
 
     @property
     def total_steps(self) -> int:
@@ -248,3 +257,12 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             cluster="",
             resident_ranks=1,
         )
+
+
+def spelled(fidelity: Fidelity) -> str:
+    """A fidelity as people read it.
+
+    >>> spelled("dryrun"), spelled("measured")
+    ('dry run', 'measured')
+    """
+    return "dry run" if fidelity == "dryrun" else fidelity

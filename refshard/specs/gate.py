@@ -67,6 +67,11 @@ RULES: dict[str, MetricRule] = {
     "allocated memory": MetricRule(better="lower"),
     "planned peak": MetricRule(better="lower"),
     "peak memory": MetricRule(better="lower", tolerance=0.05),
+    "peak allocated": MetricRule(better="lower"),
+    "peak active": MetricRule(better="lower"),
+    "peak reserved": MetricRule(better="lower"),
+    "stream waits": MetricRule(better="lower"),
+    "host synchronisations": MetricRule(better="lower"),
 }
 """Rules by metric, or by the last word of its name; any other metric must stay as it is."""
 UNRULED = ("FLOPs per token", "operator order", "last loss", "losses", "parameters")

@@ -16,6 +16,9 @@ from refshard.specs.gate import Direction, MetricRule
 from refshard.stats.gate import Verdict
 
 Value = int | float | str
+_DRY_PEAKS = {
+    "peak allocated": "peak_memory_bytes", "peak active": "peak_active_bytes", "peak reserved": "peak_reserved_bytes",
+}  # fmt: skip
 Exact = Mapping[str, Value]
 """Exact metrics of one case, by name."""
 OPERATORS, ORDER, PEAK = "operators", "operator order", "peak memory"
@@ -39,7 +42,8 @@ def exact_metrics(record: CaseRecord) -> dict[str, Value]:
 
     Number and bytes of each kind of collective per rank and step, FLOPs per token, operators of a step, their order
     and what they allocate, the peak of memory that the plan has, all losses and the final parameters to the bit; and
-    the measured peak of memory, which varies by some KiB with the moment at which threads allocate.
+    the measured peak of memory, which varies by some KiB with the moment at which threads allocate. Of a dry run, the
+    allocator's peaks, and how often the host waits for the device.
 
     Raises:
         ValueError: it did not end ok.
@@ -62,12 +66,27 @@ def exact_metrics(record: CaseRecord) -> dict[str, Value]:
         }
     if record.planned_peak_bytes is not None:
         found["planned peak"] = record.planned_peak_bytes
+    if record.case.fidelity == "dryrun":
+        return found | _of_dry_run(record)
     if record.case.fidelity == "measured":
         found["last loss"] = record.losses[-1]
         found["losses"] = hashlib.sha256(msgspec.json.encode(record.losses)).hexdigest()[:16]
         found["parameters"] = proof.parameters_sha256[:16]
     if (peak := record.metrics.get("peak_memory_bytes")) is not None:
         found[PEAK] = int(peak)
+    return found
+
+
+def _of_dry_run(record: CaseRecord) -> dict[str, Value]:
+    """What a dry run repeats to the bit on any machine: the allocator's peaks, and how often the host waits."""
+    found: dict[str, Value] = {}
+    for words, metric in _DRY_PEAKS.items():
+        if (peak := record.metrics.get(metric)) is not None:
+            found[words] = int(peak)
+    if record.census is not None and record.census.stream_waits is not None:
+        found["stream waits"] = record.census.stream_waits
+    if record.host_waits is not None:
+        found["host synchronisations"] = sum(record.host_waits.values())
     return found
 
 

@@ -15,6 +15,7 @@ from refshard.plan.placement import find_mode
 from refshard.plan.schedule import OpKind, PassKind, assign_slots, build, chain_markers
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.deferred import values
 from refshard.strategies.exchange import announce_exchange
 from refshard.strategies.loop import PlainLoop
 from refshard.strategies.tensor_parallel import announce_split, split
@@ -37,7 +38,10 @@ class Refshard(Strategy):
         if world.tensor is not None:
             split(model, world.tensor)
         precision = Precision(parameters=world.computed) if world.mixed else None
-        shard(model, world.data, mode=self._mode.name, precision=precision, offload=world.case.offload)
+        shard(
+            model, world.data, mode=self._mode.name, precision=precision, offload=world.case.offload,
+            initialise=values(model, world),
+        )  # fmt: skip
         return PlainLoop(model, world, unsynced=partial(no_sync, model))
 
     def wrapped_units(self) -> tuple[str, ...]:

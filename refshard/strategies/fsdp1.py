@@ -19,6 +19,7 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Block, Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.deferred import storage_and_values
 from refshard.strategies.loop import PlainLoop
 from refshard.strategies.world import World
 
@@ -61,6 +62,7 @@ class FSDP1(Strategy):
             backward_prefetch=self._prefetch,
             cpu_offload=CPUOffload(offload_params=world.case.offload),
             device_id=world.device,
+            param_init_fn=storage_and_values(model, world),
             use_orig_params=True,
             **options,
         )

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.deferred import fill
 from refshard.strategies.fully_sharded import (
     ROOT,
     announce_reduction,
@@ -38,6 +39,7 @@ class FSDP2(Strategy):
         for layer in model.model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
+        fill(model, world)
         self._model, self._world = model, world
         return PlainLoop(model, world)
 

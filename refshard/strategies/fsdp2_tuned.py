@@ -22,6 +22,7 @@ from refshard.engine.collectives import library_of
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.deferred import fill
 from refshard.strategies.exchange import ExchangeAndSum, announce_exchange
 from refshard.strategies.fully_sharded import (
     ROOT,
@@ -50,6 +51,7 @@ class FSDP2Tuned(Strategy):
         for layer in backbone.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
+        fill(model, world)
         exchange = ExchangeAndSum(shards)
         for unit in (m for m in model.modules() if isinstance(m, FSDPModule) and self._gloo):
             unit.set_custom_reduce_scatter(exchange)

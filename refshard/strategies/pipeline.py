@@ -11,6 +11,7 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.deferred import storage_and_values
 from refshard.strategies.pipeline_stage import PipelineLoop, Stage
 from refshard.strategies.world import World
 
@@ -37,6 +38,9 @@ class Pipeline(Strategy):
         self._model, self._world, self._rank = model, world, world.group.rank()
         self._owners = [index * ranks // layers for index in range(layers)]
         stage = Stage(model, [i for i, owner in enumerate(self._owners) if owner == self._rank], world)
+        if (fill := storage_and_values(model, world)) is not None:
+            for module in stage.modules():
+                fill(module)
         kept = {id(parameter) for parameter in stage.parameters()}
         for module in model.modules():  # what is another rank's takes no memory here
             if any(id(parameter) not in kept for parameter in module.parameters(recurse=False)):

@@ -33,6 +33,32 @@ class Stage(nn.Module):
         out: Tensor = x_BTD if self.head is None else self.head(x_BTD)
         return out
 
+    def boundaries(self, world: World) -> tuple[Tensor, Tensor]:
+        """What a microbatch gives to this stage and what the stage makes of it, on the meta device: torch then need not
+        run the model once to find out, nor ask the neighbours.
+        """
+        case = world.case
+        tokens = (case.global_batch // case.microbatches, case.seq_len)
+        training = case.workload == "training"
+        ids = torch.empty(tokens, dtype=torch.int64, device="meta")
+        hidden = torch.empty(*tokens, self.spec.dim, device="meta", requires_grad=training)
+        logits = torch.empty(*tokens, self.spec.vocab, device="meta", requires_grad=training)
+        return ids if self.embed is not None else hidden, hidden if self.head is None else logits
+
+
+@final
+class _AgreedStage(PipelineStage):
+    """A stage of a dry run, where a rank is alone: torch's stages vote whether all know their boundaries, and they do.
+
+    What the neighbours vote cannot be received, so this stage takes their agreement for granted.
+    """
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
 
 @final
 class PipelineLoop(Loop):
@@ -43,7 +69,11 @@ class PipelineLoop(Loop):
         self._first, self._last = stage.embed is not None, stage.head is not None
         self._source = ranks - 1
         self._optimizer = make_optimizer(stage.parameters(), world.case)
-        pipelined = PipelineStage(stage, world.group.rank(), ranks, world.device, group=world.group)
+        given, made = stage.boundaries(world)
+        kind = _AgreedStage if world.case.fidelity == "dryrun" else PipelineStage
+        pipelined = kind(
+            stage, world.group.rank(), ranks, world.device, group=world.group, input_args=given, output_args=made
+        )
         schedule = Schedule1F1B if world.case.microbatches >= ranks else ScheduleGPipe
         self._schedule = schedule(pipelined, world.case.microbatches, loss_fn=next_token_loss)
 

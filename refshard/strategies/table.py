@@ -31,7 +31,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ``packages`` are import names, which the extra ``extra`` of refshard installs. ``without_cuda`` is what the peer
     said when it was made to run without a CUDA device; empty where it runs. One that ``compiles`` does so in its first
     step, for seconds or minutes. One that ``labels`` writes into a trace which unit computes; of others the harness
-    does, unless they compile. Every block of the model is a unit ``by_block``, or holds some.
+    does, unless they compile. Every block of the model is a unit ``by_block``, or holds some. One that is ``deferred``
+    takes a model on the meta device too, and fills it once it is sharded. Of one that is ``staged`` ranks differ in
+    what they compute; else any rank tells of all.
     """
 
     module: str
@@ -45,6 +47,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     compiles: bool = False
     labels: bool = False
     by_block: bool = True
+    deferred: bool = False
+    staged: bool = False
 
     def missing(self) -> str:
         """Which packages must be installed, and how, in words; empty if there are none."""
@@ -59,6 +63,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def lacks(self, case: CaseSpec) -> tuple[Axis, ...]:
         """The axes that ``case`` asks for and this strategy does not have."""
         return tuple(sorted(asked(case) - self.axes))
+
+
+def not_dry_run(case: CaseSpec) -> str:
+    """Why a case cannot be dry-run, though it could be measured on GPUs, in words; empty if it can."""
+    if ROWS[case.strategy].compiles:
+        return "compiled cases are not dry-run: torch.compile makes kernels for a GPU that is there"
+    if case.optimizer == "adamw-8bit":
+        return "adamw-8bit is not dry-run: torchao compiles its step for a GPU that is there"
+    if case.offload:
+        return "offload is not dry-run: the host would compute the optimizer's step, which nothing here times"
+    return ""
 
 
 def axes_unavailable(axes: Iterable[Axis]) -> tuple[str, ...]:
@@ -99,30 +114,32 @@ ROWS: dict[str, Row] = {
     ),
     "ddp": Row(module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY, by_block=False),
     "fsdp1": Row(
-        module="fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD", axes=SHARDED
+        module="fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD", axes=SHARDED,
+        deferred=True,
     ),
     "fsdp1-post": Row(
         module="fsdp1", class_name="FSDP1", about="... that prefetches after a unit's backward, not before it",
-        axes=SHARDED, arguments={"prefetch": "BACKWARD_POST"},
+        axes=SHARDED, arguments={"prefetch": "BACKWARD_POST"}, deferred=True,
     ),
     "fsdp1-no-prefetch": Row(
         module="fsdp1", class_name="FSDP1", about="... that does not prefetch in backward", axes=SHARDED,
-        arguments={"prefetch": None},
+        arguments={"prefetch": None}, deferred=True,
     ),
     "fsdp1-grad-op": Row(
         module="fsdp1", class_name="FSDP1", about="... SHARD_GRAD_OP: parameters stay gathered until backward",
-        axes=SHARDED, arguments={"sharding": "SHARD_GRAD_OP"},
+        axes=SHARDED, arguments={"sharding": "SHARD_GRAD_OP"}, deferred=True,
     ),
     "fsdp1-no-shard": Row(
         module="fsdp1", class_name="FSDP1", about="... NO_SHARD: everything replicated", axes=PLAIN,
-        arguments={"sharding": "NO_SHARD"},
+        arguments={"sharding": "NO_SHARD"}, deferred=True,
     ),
     "fsdp2": Row(
-        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSED, labels=True
+        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSED, labels=True,
+        deferred=True,
     ),
     "fsdp2-tuned": Row(
         module="fsdp2_tuned", class_name="FSDP2Tuned", about="... with every public knob that helps", axes=SHARDED,
-        labels=True,
+        labels=True, deferred=True,
     ),
     **{
         name: Row(
@@ -163,7 +180,8 @@ ROWS: dict[str, Row] = {
     },
     "megatron-fsdp": Row(
         module="megatron_fsdp", class_name="MegatronFSDP", packages=("megatron_fsdp",), extra="megatron",
-        about="NVIDIA's Megatron-FSDP, blocks as units", axes=frozenset({"microbatches", "checkpointing"}),
+        about="NVIDIA's Megatron-FSDP, blocks as units",
+        axes=frozenset({"microbatches", "checkpointing", "bf16"}),
         without_cuda="AssertionError: Torch not compiled with CUDA enabled",
     ),
     "yafsdp": Row(
@@ -173,17 +191,17 @@ ROWS: dict[str, Row] = {
     ),
     "tensor-parallel": Row(
         module="tensor_parallel", class_name="TensorParallel", about="torch's parallelize_module over all ranks",
-        axes=PLAIN,
+        axes=PLAIN, deferred=True,
     ),
     "pipeline": Row(
         module="pipeline", class_name="Pipeline", about="torch's 1F1B schedule, blocks divided over all ranks",
-        by_block=False,
+        by_block=False, deferred=True, staged=True,
         axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit"}),
     ),
     **{
         f"refshard-{mode}": Row(
             module="engine", class_name="Refshard", about=about, arguments={"mode": mode}, labels=True,
-            axes=COMPOSED - {"replicas"} if mode == "replicate" else COMPOSED,
+            axes=COMPOSED - {"replicas"} if mode == "replicate" else COMPOSED, deferred=True,
         )
         for mode, about in {
             "replicate": "this project's engine, nothing sharded",

@@ -16,6 +16,7 @@ from refshard.models.llama import Llama
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.deferred import fill
 from refshard.strategies.loop import PlainLoop, autocast
 from refshard.strategies.world import World
 
@@ -30,6 +31,7 @@ class TensorParallel(Strategy):
         """See :meth:`Strategy.wrap`."""
         self._model, self._world = model, world
         split(model, world.data)
+        fill(model, world)
         return PlainLoop(model, world, computing=autocast(world))
 
     def wrapped_units(self) -> tuple[str, ...]:

@@ -53,15 +53,29 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
     """
     trace = read_trace(path)
     timeline, identity = timeline_of(trace), identity_of(trace)
-    whole, *steps = _per_window(timeline, calibration)
-    figures = TraceFigures(
-        file=str(path),
-        job=0,
+    figures = msgspec.structs.replace(
+        figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration),
         rank=identity.rank if identity.rank is not None else rank_in_name(path),
         world_size=identity.world_size,
         backend=identity.backend,
-        device=_device(trace, timeline),
         events=trace.count,
+        memory=_memory(trace.memory),
+        warnings=find_warnings(trace, timeline),
+    )
+    return Analysis(figures=figures, identity=identity, kept=timeline if keep_timeline else None)
+
+
+def figures_of(timeline: Timeline, *, file: str, device: str, calibration: Timeline | None = None) -> TraceFigures:
+    """What a timeline alone tells, wherever it comes from; it must hold a span. ``file`` and ``device`` are names."""
+    whole, *steps = _per_window(timeline, calibration)
+    return TraceFigures(
+        file=file,
+        job=0,
+        rank=timeline.rank,
+        world_size=None,
+        backend=None,
+        device=device,
+        events=len(timeline.spans),
         whole=whole.breakdown,
         giveway=whole.giveway,
         copies=whole.copies,
@@ -69,10 +83,7 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         steps=tuple(steps),
         units=unit_figures(timeline),
         collectives=collective_figures(timeline),
-        memory=_memory(trace.memory),
-        warnings=find_warnings(trace, timeline),
     )
-    return Analysis(figures=figures, identity=identity, kept=timeline if keep_timeline else None)
 
 
 def _per_window(timeline: Timeline, calibration: Timeline | None) -> list[StepFigures]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.harness.measure import RankResult, Trainer, measure
+from refshard.harness.measure import RankResult, measure
+from refshard.harness.trainer import Trainer
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec, Tuning, Workload

@@ -133,7 +133,7 @@ def test_simulated_steps_are_no_noise() -> None:
     both_ = msgspec.structs.replace(measured, cases=(*measured.cases, *steps))
     assert facts(both_)["Noise"] == facts(measured)["Noise"]
     alone = facts(msgspec.structs.replace(simulated, cases=tuple(steps)))["Noise"]
-    assert (alone.value, alone.good) == ("unknown", None)
+    assert (alone.value, alone.good) == ("none", None)
 
 
 def test_what_gates_on_this_machine_are_worth_is_told_if_it_was_measured() -> None:

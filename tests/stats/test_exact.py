@@ -35,6 +35,43 @@ def test_exact_metrics_of_a_launch(record: CaseRecord) -> None:
         exact_metrics(msgspec.structs.replace(record, state="failed", proof=None))
 
 
+def dry(record: CaseRecord, **changed: object) -> CaseRecord:
+    """As a dry run would leave it: nothing of it is measured."""
+    case = msgspec.structs.replace(record.case, fidelity="dryrun", cluster="dgx-h100", device="auto")
+    assert record.census is not None
+    peaks = {"peak_memory_bytes": 2000.0, "peak_active_bytes": 2100.0, "peak_reserved_bytes": 4096.0}
+    return msgspec.structs.replace(
+        record, case=case, fidelity="dryrun", metrics={**record.metrics, **peaks, **changed.pop("peaks", {})},  # type: ignore[dict-item]
+        census=msgspec.structs.replace(record.census, stream_waits=changed.pop("stream_waits", 7)),
+        host_waits=changed.pop("host_waits", {"item": 1}),
+    )  # fmt: skip
+
+
+def test_a_dry_run_is_exact_in_memory_waits_and_synchronisations_on_any_machine(record: CaseRecord) -> None:
+    found = exact_metrics(dry(record))
+    assert (found["peak allocated"], found["peak active"], found["peak reserved"]) == (2000, 2100, 4096)
+    assert (found["stream waits"], found["host synchronisations"]) == (7, 1)
+    assert portable(found) == found
+    assert not {"losses", "last loss", "parameters", "peak memory"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "metric", "verdict"),
+    [
+        ({"host_waits": {"item": 2}}, "host synchronisations", "regressed"),
+        ({"host_waits": {}}, "host synchronisations", "improved"),
+        ({"peaks": {"peak_reserved_bytes": 4096.0 + 2**31}}, "peak reserved", "regressed"),
+        ({"peaks": {"peak_memory_bytes": 1999.0}}, "peak allocated", "improved"),
+        ({"stream_waits": 8}, "stream waits", "regressed"),
+    ],
+)
+def test_what_a_change_does_on_a_gpu_fails_a_gate_that_has_none(
+    record: CaseRecord, change: dict[str, object], metric: str, verdict: str
+) -> None:
+    before, after = {"a": exact_metrics(dry(record))}, {"a": exact_metrics(dry(record, **change))}
+    assert [(found.metric, found.verdict) for found in changes(before, after, RULES)] == [(metric, verdict)]
+
+
 @pytest.mark.parametrize(
     ("metric", "before", "after", "verdict"),
     [

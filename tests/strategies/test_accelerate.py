@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from refshard.errors import RefshardError, UnsupportedError
 from refshard.harness.launchers.ranks import rank_environment
-from refshard.harness.measure import Trainer
+from refshard.harness.trainer import Trainer
 from refshard.models.llama import Llama, initialise
 from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from refshard.errors import UnsupportedError
-from refshard.harness.measure import Trainer
+from refshard.harness.trainer import Trainer
 from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy, strategy_for
@@ -205,7 +205,7 @@ def test_axes_of_the_rows() -> None:
     zero = {"inference", "microbatches", "checkpointing", "lora"}
     assert [ROWS[f"deepspeed-zero{stage}"].axes for stage in (1, 2, 3)] == [zero] * 3
     assert ROWS["yafsdp"].axes == zero | {"bf16"}
-    assert ROWS["megatron-fsdp"].axes == {"microbatches", "checkpointing"}
+    assert ROWS["megatron-fsdp"].axes == {"microbatches", "checkpointing", "bf16"}
 
 
 @pytest.mark.parametrize("name", OPTIONAL)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import refshard.strategies
 from refshard.errors import SpecError, UnsupportedError
-from refshard.harness.measure import Trainer
+from refshard.harness.trainer import Trainer
 from refshard.models.llama import Llama, initialise
 from refshard.records import CollectiveCount, parity_tolerance
 from refshard.report.efficiency import link_bytes

@@ -98,7 +98,9 @@ def _hardware(ranks: Sequence[RankSamples], machine: str, source: str) -> Hardwa
         attention_points=points,
         about=machine,
         sources={field: words for field, words in said.items() if field not in unbound},
-        **binding,
+        transcendental_per_s=binding["transcendental_per_s"],
+        optimizer_bytes_per_s=binding["optimizer_bytes_per_s"],
+        first_touch_bytes_per_s=binding["first_touch_bytes_per_s"],
     )
 
 

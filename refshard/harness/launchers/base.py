@@ -9,7 +9,7 @@ from typing import Literal
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
 
-Program = Literal["case", "series", "calibration", "environment"]
+Program = Literal["case", "series", "calibration", "environment", "dryrun"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,86 @@
+"""What the recording of a dry run says of its last step."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.dryrun.as_timeline import as_timeline
+from refshard.dryrun.memory import account_memory
+from refshard.dryrun.recording import Flag, Kind, Recording
+from refshard.dryrun.replay import NS, Replayed
+from refshard.dryrun.steps import Step
+from refshard.harness.dry.result import StepResult
+from refshard.records import Census, CollectiveCount, StepTrace
+from refshard.tracing.memory import highest_of
+from refshard.tracing.overlap import collectives_per_step, step_breakdowns
+
+
+def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -> StepResult:
+    """The last of ``steps``, two or more that follow each other.
+
+    Its window begins where that of the step before ends, as on a device that is never drained between steps.
+    """
+    timeline, last = as_timeline(recording, replayed, steps=steps), steps[-1]
+    found = step_breakdowns(timeline)[-1]
+    issued = collectives_per_step(timeline)[last.number]
+    return StepResult(
+        step_s=found.span_ns / NS,
+        trace=StepTrace(
+            rank=recording.rank,
+            step=last.number,
+            span_ns=found.span_ns,
+            compute_ns=found.compute_ns,
+            comm_ns=found.comm_ns,
+            exposed_ns=found.exposed_ns,
+            idle_ns=found.span_ns - found.compute_ns - found.exposed_ns,
+        ),
+        issued=tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued),
+        census=census_of(recording, last),
+        memory_course_bytes=highest_of(account_memory(recording).allocated[last.first : last.end].tolist()),
+        host_waits=dict(sorted(Counter(_names(recording, _rows(recording, last, Kind.SYNCHRONISE))).items())),
+    )
+
+
+def census_of(recording: Recording, step: Step) -> Census:
+    """Launches and collectives of a step, in the host's order, and what its allocator handed out, as it rounds.
+
+    The order is that of launches, collectives and waits, each with its stream, numbered as the step first uses them.
+    """
+    asked = _rows(recording, step, Kind.LAUNCH, Kind.COLLECTIVE)
+    ordered = _rows(recording, step, Kind.LAUNCH, Kind.COLLECTIVE, Kind.RECORD, Kind.WAIT)
+    numbers: dict[int, int] = {}
+    streams = [numbers.setdefault(stream, len(numbers)) for stream in recording.streams[ordered].tolist()]
+    order = "\n".join(f"{name} {stream}" for name, stream in zip(_names(recording, ordered), streams))
+    allocations = _rows(recording, step, Kind.ALLOCATE)
+    return Census(
+        operators=len(asked),
+        allocations=len(allocations),
+        allocated_bytes=int(recording.sizes[allocations].sum()),
+        order_sha256=hashlib.sha256(order.encode()).hexdigest(),
+        stream_waits=len(_rows(recording, step, Kind.WAIT)),
+    )
+
+
+def remarks(recording: Recording, retries: int) -> tuple[str, ...]:
+    """What weakens the figures of a rank; ``retries`` counts how often the allocator gave its cache back."""
+    return tuple(_remarks(recording, retries))
+
+
+def _remarks(recording: Recording, retries: int) -> Iterator[str]:
+    if unknown := int((recording.flags & Flag.VALUE_UNKNOWN != 0).sum()):
+        values = "a value" if unknown == 1 else f"{unknown:,} values"
+        yield f"the host reads {values} that a dry run does not compute; what it decides by them may differ on a GPU"
+    if retries:
+        times = "once" if retries == 1 else f"{retries:,} times"
+        yield f"the allocator emptied its cache {times} to serve a request, and the host waits for that"
+
+
+def _rows(recording: Recording, step: Step, *kinds: Kind) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(np.isin(recording.kinds[step.first : step.end], kinds)) + step.first
+
+
+def _names(recording: Recording, rows: npt.NDArray[np.int64]) -> list[str]:
+    return [recording.name_table[name] for name in recording.names[rows].tolist()]

@@ -1,0 +1,222 @@
+"""The launch of a dry run, and its record: metrics, proof of run, or the state that the case ended in."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from refshard.errors import SpecError
+from refshard.fakecuda.build import extension
+from refshard.flops import flops_per_token, formula
+from refshard.harness.assemble import (
+    counts,
+    failed_announcement,
+    failed_units,
+    recompute_words,
+    timeout_text,
+    without_home,
+)
+from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
+from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.measure import CONVENTION
+from refshard.quantities import format_bytes
+from refshard.records import DERIVED, METRICS, CaseRecord, Proof
+from refshard.simulate.of_case import memory_of
+from refshard.specs.case import CaseSpec
+from refshard.specs.cluster import load_cluster
+from refshard.specs.hardware import Dtype
+from refshard.specs.model import load_model
+
+NOT_CLAIMED = "not claimed: a dry run computes no values"
+NS = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryLaunch:
+    """How the launches of a case's ranks ended, the last of them, and what they left.
+
+    ``unlimited`` is what the ranks left with memory without end, of a case that ran out of it.
+    """
+
+    launch: Launch
+    results: tuple[DryResult, ...]
+    unlimited: tuple[DryResult, ...] = ()
+
+
+def check_dry(case: CaseSpec) -> None:
+    """Check that a case can be dry-run, and have the fake device ready, which takes a minute once for each torch.
+
+    Raises:
+        SpecError: the cluster has no GPUs that torch knows, or cannot hold the ranks.
+        RefshardError: the device cannot be made here.
+    """
+    hardware = load_cluster(case.cluster).of_world_size(case.world_size).accelerator
+    if hardware.device != "cuda" or not hardware.device_name:
+        raise SpecError(
+            f"cluster must have CUDA GPUs for dryrun cases, and '{case.cluster}' has none whose profile gives "
+            "device_name and capability; choose another, see profiles/clusters/"
+        )
+    if (dtype := _dtype(case)) not in hardware.matmul:
+        raise SpecError(
+            f"precision: the profile of '{case.cluster}' has no rate for {dtype}, got rates for "
+            f"{', '.join(sorted(hardware.matmul))}; choose one of these"
+        )
+    extension()
+
+
+def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None]) -> DryLaunch:
+    """Run the ranks of ``case``, one after the other; if one runs out of memory, all once more without that limit."""
+    launched = _launch(case, launcher, work, on_progress, limited=True)
+    if not launched.results or launched.results[-1].state != "oom":
+        return launched
+    again = _launch(case, launcher, work / "unlimited", on_progress, limited=False)
+    return DryLaunch(launch=launched.launch, results=launched.results, unlimited=again.results)
+
+
+def _launch(
+    case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None], *, limited: bool
+) -> DryLaunch:
+    """Until a rank does not end well."""
+    results: list[DryResult] = []
+    ranks, launch = ranks_of(case), Launch()
+    for rank in ranks:
+        words = ("" if limited else "without a limit, ") + (f"rank {rank}, " if len(ranks) > 1 else "")
+        folder = rank_folder(work, rank)
+        folder.mkdir(parents=True)
+        (folder / ASKED_FILE).write_bytes(msgspec.json.encode(DryCase(case=case, rank=rank, limited=limited)))
+        job = Job(program="dryrun", processes=case.processes, time_limit_s=case.time_limit_s)
+        launch = launcher.launch(job, folder, lambda text, words=words: on_progress(words + text))  # type: ignore[misc]
+        if not result_file(folder).exists():
+            break
+        results.append(msgspec.json.decode(result_file(folder).read_bytes(), type=DryResult))
+        if results[-1].state != "ok":
+            break
+    return DryLaunch(launch=launch, results=tuple(results))
+
+
+def record_dry(blank: CaseRecord, launched: DryLaunch) -> CaseRecord:
+    """Complete ``blank``, whose state is preset to ok, with what the launches of its ranks left."""
+    case, launch, results = blank.case, launched.launch, launched.results
+    named = _named(blank, results)
+    log_tail = tuple(map(without_home, launch.log_tail))
+    if launch.timed_out:
+        return msgspec.structs.replace(named, state="timeout", error=timeout_text(case, launch), log_tail=log_tail)
+    unwell = next((result for result in results if result.state != "ok"), None)
+    if unwell is not None and unwell.state == "oom":
+        return _out_of_memory(named, unwell, launched.unlimited)
+    if unwell is not None:
+        return msgspec.structs.replace(named, state=unwell.state, error=unwell.error, log_tail=log_tail)
+    if len(results) < len(ranks_of(case)):
+        error = launch.error or "the process ended without a result"
+        return msgspec.structs.replace(named, state="failed", error=error, log_tail=log_tail)
+    steps, proof = results[-1].steps, prove_dry(case, results)
+    record = msgspec.structs.replace(
+        named,
+        step_times_s=tuple((step.step_s,) for step in steps),
+        steps=tuple(step.trace for step in steps),
+        census=steps[0].census,
+        memory_course_bytes=steps[0].memory_course_bytes,
+        host_waits=steps[0].host_waits,
+        proof=proof,
+    )
+    if proof.failures:
+        return msgspec.structs.replace(record, state="failed", error="proof of run: " + "; ".join(proof.failures))
+    return msgspec.structs.replace(record, metrics=_metrics(record, results))
+
+
+def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
+    """What the strategy announced beside what its steps asked the device for. Values would take a computation."""
+    issued = [step.issued for step in results[-1].steps]
+    differing = next((rank for rank, result in enumerate(results) if issued[rank] != result.announced), None)
+    failures = [*failed_announcement(case, results[0].announced), *failed_units(case, results[0].wrapped_units)]
+    failures += _failed_elements(case, results)
+    if differing is not None:
+        announced, found = counts(results[differing].announced), counts(issued[differing])
+        failures.insert(0, f"the plan announced {announced}, the recording shows {found}")
+    return Proof(
+        wrapped_units=results[0].wrapped_units,
+        announced=results[0].announced,
+        traced=issued[differing or 0],
+        parity_steps=0,
+        loss_parity=None,
+        parity_note=NOT_CLAIMED,
+        parameters_sha256="",
+        bits_note=NOT_CLAIMED,
+        failures=tuple(failures),
+    )
+
+
+def _failed_elements(case: CaseSpec, results: Sequence[DryResult]) -> Iterator[str]:
+    """Whether the ranks together step all that is trained; a rank that is followed alone stands for all."""
+    stands_for = case.world_size // len(results)
+    stepped, trained = sum(result.stepped for result in results) * stands_for, results[0].trained
+    if case.workload == "training" and stepped < trained:
+        yield f"the optimizers of all ranks step {stepped:,} elements together, of {trained:,} that are trained"
+
+
+def _named(blank: CaseRecord, results: Sequence[DryResult]) -> CaseRecord:
+    """With what is known of a case however it ends."""
+    case, model = blank.case, load_model(blank.case.model)
+    hardware = load_cluster(case.cluster).accelerator
+    planned = memory_of(case, "cuda")
+    return msgspec.structs.replace(
+        blank,
+        device=hardware.device_name,
+        backend="nccl",
+        flops_convention=f"{CONVENTION}: {formula(CONVENTION, case.workload, case.tuning)}",
+        flops_per_token=float(flops_per_token(model, case.seq_len, CONVENTION, case.workload, case.tuning)),
+        recompute=recompute_words(case, model),
+        peak_flops_per_s=hardware.matmul[_dtype(case)].peak,
+        peak_source=hardware.sources["matmul"],
+        planned_peak_bytes=None if planned is None else planned.peak,
+        warnings=tuple(dict.fromkeys(warning for result in results for warning in result.warnings)),
+    )
+
+
+def _dtype(case: CaseSpec) -> Dtype:
+    return "bf16" if case.precision == "bf16" else "fp32"
+
+
+def _out_of_memory(record: CaseRecord, unwell: DryResult, unlimited: Sequence[DryResult]) -> CaseRecord:
+    """With what was asked for when there was no more, and what the case would have taken."""
+    usable, held = format_bytes(unwell.usable_bytes), format_bytes(unwell.peak.allocated)
+    met = f"{held} were in use when it asked for {unwell.refused}"
+    if len(unlimited) < len(ranks_of(record.case)) or unlimited[-1].state != "ok":
+        return msgspec.structs.replace(record, state="oom", error=f"out of memory: {met}, of {usable}")
+    needs = _peaks(unlimited)
+    tensors, reserved = (format_bytes(needs[name]) for name in ("peak_memory_bytes", "peak_reserved_bytes"))
+    error = f"out of memory: needs at least {tensors} ({reserved} reserved) of {usable}; {met}"
+    metrics = {**dict.fromkeys(METRICS.keys() - DERIVED), **needs}
+    return msgspec.structs.replace(record, state="oom", error=error, metrics=metrics)
+
+
+def _peaks(results: Sequence[DryResult]) -> dict[str, float | None]:
+    """The highest of all ranks, each."""
+    return {
+        "peak_memory_bytes": float(max(result.peak.allocated for result in results)),
+        "peak_active_bytes": float(max(result.peak.active for result in results)),
+        "peak_reserved_bytes": float(max(result.peak.reserved for result in results)),
+    }
+
+
+def _metrics(record: CaseRecord, results: Sequence[DryResult]) -> dict[str, float | None]:
+    case, steps = record.case, record.steps
+    step_s = max(step for (step,) in record.step_times_s)
+    tokens_per_s = case.global_batch * case.seq_len / step_s / case.world_size
+    flops_per_s = tokens_per_s * (record.flops_per_token or 0)
+    comm_ns, exposed_ns = sum(step.comm_ns for step in steps), sum(step.exposed_ns for step in steps)
+    found: dict[str, float | None] = {
+        "step_time_s": step_s,
+        "tokens_per_s_gpu": tokens_per_s,
+        "tflops": flops_per_s / 1e12,
+        "mfu": flops_per_s / record.peak_flops_per_s if record.peak_flops_per_s else None,
+        **_peaks(results),
+        "compute_s": fmean(step.compute_ns for step in steps) / NS,
+        "comm_s": fmean(step.comm_ns for step in steps) / NS,
+        "exposed_comm_s": fmean(step.exposed_ns for step in steps) / NS,
+        "overlap_ratio": 1 - exposed_ns / comm_ns if comm_ns else None,
+        "idle_s": fmean(step.idle_ns for step in steps) / NS,
+    }
+    return {name: found.get(name) for name in METRICS.keys() - DERIVED}

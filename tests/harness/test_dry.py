@@ -1,0 +1,350 @@
+"""Dry-run cases from suite to records: each is the strategy's own code on a GPU that is not there."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from refshard.commands.show import show
+from refshard.dryrun.overheads import overheads
+from refshard.dryrun.request import Pool
+from refshard.errors import SpecError
+from refshard.harness.dry.record import NOT_CLAIMED, launch_dry, prove_dry, record_dry
+from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, StepResult, result_file
+from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.local import LocalLauncher
+from refshard.harness.run import blank_record, check_suite, run_suite
+from refshard.quantities import GIB, MIB, format_bytes
+from refshard.records import DERIVED, METRICS, CaseRecord, Census, CollectiveCount, Environment, RunRecord, StepTrace
+from refshard.specs.case import CaseSpec
+from refshard.specs.cluster import load_cluster
+from refshard.specs.suite import SuiteSpec
+from refshard.specs.writing import to_toml
+from refshard.tracing.kineto import read_timeline
+from refshard.tracing.overlap import collectives_per_step
+from tests.fakecuda.needs import needs_device
+from tests.harness.fakes import ENVIRONMENT, Silent, make_suite
+
+DRY: dict[str, Any] = {
+    "fidelity": "dryrun", "cluster": "dgx-h100x32", "model": "llama-tiny", "seq_len": 64, "batch_per_rank": 1,
+}  # fmt: skip
+TABLES: list[dict[str, Any]] = [
+    {"strategy": "ddp", "world_size": 8},
+    {"strategy": "fsdp1", "world_size": 8, "checkpointing": "full", "precision": "bf16"},
+    {"strategy": "fsdp2", "world_size": 16, "replicas": 2, "checkpointing": "selective", "microbatches": 2,
+     "batch_per_rank": 2, "precision": "bf16"},
+    {"strategy": "refshard-yafsdp", "world_size": 16, "tensor_parallel": 2},
+    {"strategy": "pipeline", "world_size": 2, "microbatches": 2, "global_batch": 4},
+    {"strategy": "simplefsdp", "world_size": 8},
+]  # fmt: skip
+HEADER = RunRecord(
+    run_id="r", refshard="0", started_at="", suite=make_suite(), environment=ENVIRONMENT, planned=1
+)  # fmt: skip
+
+
+def dry_suite(tables: list[dict[str, Any]], **shared: Any) -> SuiteSpec:
+    return make_suite(matrix=tables, case={**DRY, **shared})
+
+
+def run(folder: Path, suite: SuiteSpec) -> dict[str, CaseRecord]:
+    return {
+        record.case.strategy: record
+        for record in run_suite(suite, folder, LocalLauncher(), Silent(), ENVIRONMENT).cases
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dry") / "run"
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> dict[str, CaseRecord]:
+    """A record by strategy."""
+    return run(folder, dry_suite(TABLES))
+
+
+@needs_device
+@pytest.mark.early
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+class TestRun:
+    """Real processes on the fake device."""
+
+    def test_a_strategy_runs_unchanged_and_issues_what_it_announces(self, ran: dict[str, CaseRecord]) -> None:
+        proved = {name: record for name, record in ran.items() if name != "simplefsdp"}
+        for record in proved.values():
+            assert (record.state, record.error) == ("ok", None)
+            assert record.proof is not None
+            assert record.proof.traced == record.proof.announced != ()
+            assert (record.proof.failures, record.proof.loss_parity) == ((), None)
+            assert record.proof.parity_note == record.proof.bits_note == NOT_CLAIMED
+        assert len(proved) == len(TABLES) - 1
+
+    def test_collectives_are_those_of_hybrid_sharding_with_two_microbatches(self, ran: dict[str, CaseRecord]) -> None:
+        proof = ran["fsdp2"].proof
+        assert proof is not None
+        counts = {count.op: count.count for count in proof.traced}
+        assert counts == {"all_gather": 2 * 13, "reduce_scatter": 2 * 7, "all_reduce": 2 * 7}
+        assert proof.wrapped_units[-1] == "model.layers.5"
+
+    def test_a_record_says_what_any_does(self, ran: dict[str, CaseRecord]) -> None:
+        record = ran["fsdp1"]
+        assert (record.fidelity, record.device, record.backend) == ("dryrun", "NVIDIA H100 80GB HBM3", "nccl")
+        assert record.metrics.keys() == METRICS.keys() - DERIVED
+        ((step_s,),) = record.step_times_s
+        metrics = {name: value or 0.0 for name, value in record.metrics.items()}
+        assert metrics["step_time_s"] == step_s > 0
+        assert metrics["tokens_per_s_gpu"] == pytest.approx(64 / step_s)
+        assert metrics["mfu"] == pytest.approx(metrics["tflops"] * 1e12 / 989e12)
+        assert metrics["compute_s"] + metrics["exposed_comm_s"] + metrics["idle_s"] == pytest.approx(step_s)
+        assert (record.losses, record.metrics["loss_parity"], record.metrics["rss_bytes"]) == ((), None, None)
+        assert record.recompute == "forward of 6 of 6 layers, not counted"
+
+    def test_memory_is_that_of_the_caching_allocator(self, ran: dict[str, CaseRecord]) -> None:
+        for record in (ran["ddp"], ran["fsdp1"], ran["fsdp2"], ran["refshard-yafsdp"]):
+            peak, active, reserved = (
+                record.metrics[f"peak_{name}_bytes"] or 0 for name in ("memory", "active", "reserved")
+            )
+            assert peak <= active <= reserved
+            assert reserved % (2 * MIB) == 0
+            # The last step is like the one before it, and the first has no optimizer state in backward.
+            assert max(record.memory_course_bytes) == peak
+        whole = 4 * 4_951_296  # parameters in fp32
+        unsharded, sharded = (ran[name].metrics["peak_memory_bytes"] or 0 for name in ("ddp", "fsdp1"))
+        assert unsharded > 4 * whole
+        assert unsharded - sharded > 3 * whole  # seven eighths of four copies, less a unit that is gathered
+
+    def test_the_census_counts_what_a_step_asks_of_the_device(self, ran: dict[str, CaseRecord]) -> None:
+        census = ran["ddp"].census
+        assert census is not None
+        assert census.operators > 6 * 7 * 3  # products of seven linear layers a block, forward and backward
+        assert 0 < census.allocations < census.operators
+        assert ran["ddp"].host_waits == {}
+        assert (ran["fsdp1"].host_waits or {}).keys() == {"event"}  # it limits its own all-gathers
+
+    def test_the_trace_shows_the_same_collectives(self, ran: dict[str, CaseRecord], folder: Path) -> None:
+        for name in ("fsdp2", "refshard-yafsdp"):
+            (trace,) = ran[name].traces
+            timeline = read_timeline(folder / trace)
+            (issued,) = collectives_per_step(timeline).values()
+            proof = ran[name].proof
+            assert proof is not None
+            assert issued == tuple((count.op, count.count, count.bytes) for count in proof.traced)
+
+    def test_the_stages_of_a_pipeline_are_replayed_together(self, ran: dict[str, CaseRecord]) -> None:
+        record = ran["pipeline"]
+        assert len(record.step_times_s) == len(record.steps) == len(record.traces) == 2
+        first, last = (step.compute_ns for step in record.steps)
+        assert first != last  # one has the embedding, the other the head
+        # Two microbatches through two stages: a stage stands still for a third of a step, or nearly so.
+        for step in record.steps:
+            assert step.span_ns - step.compute_ns > 0.2 * step.span_ns
+
+    def test_what_is_compiled_is_unsupported(self, ran: dict[str, CaseRecord]) -> None:
+        record = ran["simplefsdp"]
+        assert record.state == "unsupported"
+        assert str(record.error).startswith("compiled cases are not dry-run")
+        assert record.metrics == {}
+
+    def test_the_table_says_that_these_are_dry_runs(self, ran: dict[str, CaseRecord], folder: Path) -> None:
+        del ran
+        told = show(folder, as_json=False)
+        assert "llama-tiny, global batch of 8 sequences of 64 tokens, dry run on dgx-h100x32" in told
+        assert "A dry run on dgx-h100x32 is no measurement" in told
+        assert "reserved" in told
+        assert "interval" not in told.replace("there is no interval", "")
+
+    def test_too_small_a_gpu_is_told_with_what_the_case_needs(self, tmp_path: Path) -> None:
+        cluster = tmp_path / "small.toml"
+        cluster.write_text(small_cluster(60 * MIB))
+        (record,) = run(
+            tmp_path / "run", dry_suite([{"strategy": "ddp", "world_size": 8}], cluster=str(cluster))
+        ).values()
+        assert record.state == "oom"
+        needs = record.metrics["peak_memory_bytes"] or 0
+        assert needs > 4 * 4 * 4_951_296
+        assert f"out of memory: needs at least {format_bytes(needs)} (" in str(record.error)
+        assert "of 60.0 MiB; " in str(record.error)
+        assert record.metrics["step_time_s"] is None
+        assert record.proof is None
+
+
+def small_cluster(usable_bytes: int) -> str:
+    cluster = load_cluster("dgx-h100")
+    beside = sum(one.bytes for one in overheads(8))
+    hardware = msgspec.structs.replace(cluster.accelerator, memory_bytes=usable_bytes + beside)
+    return to_toml(msgspec.structs.replace(cluster, hardware=hardware))
+
+
+CASE = CaseSpec(
+    strategy="fsdp2", world_size=8, global_batch=8, **{k: v for k, v in DRY.items() if k != "batch_per_rank"}
+)
+GATHERS = CollectiveCount(op="all_gather", count=13, bytes=1000)
+REDUCES = CollectiveCount(op="reduce_scatter", count=7, bytes=700)
+STEP = StepResult(
+    step_s=0.1,
+    trace=StepTrace(
+        rank=0, step=3, span_ns=10**8, compute_ns=7 * 10**7, comm_ns=4 * 10**7, exposed_ns=10**7, idle_ns=2 * 10**7
+    ),
+    issued=(GATHERS, REDUCES),
+    census=Census(operators=10, allocations=4, allocated_bytes=640, order_sha256="0" * 64),
+    memory_course_bytes=(1, 2),
+    host_waits={},
+)
+BLOCKS = tuple(f"model.layers.{index}" for index in range(6))
+GOOD = DryResult(
+    state="ok", usable_bytes=8 * GIB, peak=Pool(allocated=3 * GIB, active=4 * GIB, reserved=5 * GIB, requested=GIB),
+    wrapped_units=("root", *BLOCKS), announced=(GATHERS, REDUCES), stepped=13, trained=100, steps=(STEP,),
+)  # fmt: skip
+OUT = DryResult(
+    state="oom", usable_bytes=2 * GIB, peak=Pool(allocated=GIB, active=GIB, reserved=GIB, requested=GIB),
+    refused="1.96 GiB",
+)  # fmt: skip
+
+
+class Leaves(Launcher):
+    """Leaves what ``answer`` says for each process, and ends as ``launch`` says."""
+
+    def __init__(self, answer: Callable[[DryCase], DryResult | None], launch: Launch | None = None) -> None:
+        self.asked: list[DryCase] = []
+        self._answer, self._launch = answer, launch or Launch()
+
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+        assert (job.program, job.processes) == ("dryrun", 1)
+        asked = msgspec.json.decode((folder / ASKED_FILE).read_bytes(), type=DryCase)
+        self.asked.append(asked)
+        on_progress("build")
+        if (result := self._answer(asked)) is not None:
+            result_file(folder).write_bytes(msgspec.json.encode(result))
+        return self._launch
+
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        raise AssertionError("a dry run needs no cores")
+
+    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+        return ENVIRONMENT
+
+
+def record_of(launcher: Leaves, folder: Path, case: CaseSpec = CASE) -> CaseRecord:
+    launched = launch_dry(case, launcher, folder, lambda _: None)
+    return record_dry(blank_record(case, 0, HEADER, datetime.now(UTC)), launched)
+
+
+def test_what_a_rank_leaves_becomes_the_record(tmp_path: Path) -> None:
+    record = record_of(Leaves(lambda _: GOOD), tmp_path)
+    assert (record.state, record.error) == ("ok", None)
+    assert record.metrics["overlap_ratio"] == pytest.approx(0.75)
+    assert record.metrics["tokens_per_s_gpu"] == pytest.approx(640)
+    assert [record.metrics[f"peak_{name}_bytes"] for name in ("memory", "active", "reserved")] == [
+        3 * GIB,
+        4 * GIB,
+        5 * GIB,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "failure"),
+    [
+        ({"announced": (GATHERS,)}, "the plan announced 13 all_gather of 1000 B, the recording shows 13 all_gather"),
+        ({"steps": (msgspec.structs.replace(STEP, issued=(REDUCES,)),)}, "the recording shows 7 reduce_scatter of"),
+        ({"stepped": 12}, "the optimizers of all ranks step 96 elements together, of 100 that are trained"),
+        ({"wrapped_units": ()}, "the model was not wrapped: it has no unit"),
+        ({"wrapped_units": BLOCKS[1:]}, "no unit is, or lies in, model.layers.0"),
+        (
+            {"announced": (), "steps": (msgspec.structs.replace(STEP, issued=()),)},
+            "no collective was announced: several ranks train together only by communicating",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_as_announced_fails_the_case(changes: dict[str, Any], failure: str, tmp_path: Path) -> None:
+    result = msgspec.structs.replace(GOOD, **changes)
+    assert any(failure in told for told in prove_dry(CASE, [result]).failures)
+    record = record_of(Leaves(lambda _: result), tmp_path)
+    assert (record.state, record.metrics) == ("failed", {})
+    assert str(record.error).startswith("proof of run: ")
+
+
+def test_out_of_memory_is_run_again_without_a_limit(tmp_path: Path) -> None:
+    launcher = Leaves(lambda asked: OUT if asked.limited else GOOD)
+    record = record_of(launcher, tmp_path)
+    assert [asked.limited for asked in launcher.asked] == [True, False]
+    assert record.error == (
+        "out of memory: needs at least 3.00 GiB (5.00 GiB reserved) of 2.00 GiB; 1.00 GiB were in use when it asked "
+        "for 1.96 GiB"
+    )
+    assert {name: value for name, value in record.metrics.items() if value is not None} == {
+        "peak_memory_bytes": 3 * GIB, "peak_active_bytes": 4 * GIB, "peak_reserved_bytes": 5 * GIB,
+    }  # fmt: skip
+    assert record.metrics.keys() == METRICS.keys() - DERIVED
+
+
+def test_what_would_be_needed_may_stay_unknown(tmp_path: Path) -> None:
+    failed = DryResult(state="failed", error="no")
+    record = record_of(Leaves(lambda asked: OUT if asked.limited else failed), tmp_path)
+    assert record.error == "out of memory: 1.00 GiB were in use when it asked for 1.96 GiB, of 2.00 GiB"
+    assert (record.state, record.metrics) == ("oom", {})
+
+
+@pytest.mark.parametrize(
+    ("launch", "result", "state", "error"),
+    [
+        (Launch(), None, "failed", "the process ended without a result"),
+        (Launch(failed_rank=0, error="rank 0 ended with signal 11"), None, "failed", "rank 0 ended with signal 11"),
+        (Launch(timed_out=True), None, "timeout", "did not end within time_limit_s = 600; the ranks were ended"),
+        (Launch(), DryResult(state="failed", error="aten::odd: no meta kernel"), "failed", "aten::odd: no meta kernel"),
+        (Launch(), DryResult(state="unsupported", error="no"), "unsupported", "no"),
+    ],
+)
+def test_a_process_that_does_not_end_well_is_the_case_s_end(
+    launch: Launch, result: DryResult | None, state: str, error: str, tmp_path: Path
+) -> None:
+    record = record_of(Leaves(lambda _: result, launch), tmp_path)
+    assert (record.state, record.error) == (state, error)
+
+
+def test_ranks_that_differ_run_in_turn_and_the_slowest_counts(tmp_path: Path) -> None:
+    case = msgspec.structs.replace(CASE, strategy="pipeline", world_size=2, global_batch=2)
+    slow = msgspec.structs.replace(STEP, step_s=0.4)
+
+    def answer(asked: DryCase) -> DryResult:
+        reserved = msgspec.structs.replace(GOOD.peak, reserved=(6 - asked.rank) * GIB)
+        return msgspec.structs.replace(GOOD, trained=26, peak=reserved, steps=(STEP, slow) if asked.rank else ())
+
+    launcher = Leaves(answer)
+    record = record_of(launcher, tmp_path, case)
+    assert [asked.rank for asked in launcher.asked] == [0, 1]
+    assert record.step_times_s == ((0.1,), (0.4,))
+    assert (record.metrics["step_time_s"], record.metrics["peak_reserved_bytes"]) == (0.4, 6 * GIB)
+
+
+def test_a_rank_that_ends_badly_is_the_last(tmp_path: Path) -> None:
+    case = msgspec.structs.replace(CASE, strategy="pipeline", world_size=2, global_batch=2)
+    launcher = Leaves(lambda _: DryResult(state="failed", error="no"))
+    assert record_of(launcher, tmp_path, case).state == "failed"
+    assert [asked.rank for asked in launcher.asked] == [0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cluster": "no-such"}, "cluster: no profile and no file 'no-such'"),
+        ({"cluster": "lab-2x2gbit"}, "cluster must have CUDA GPUs for dryrun cases, and 'lab-2x2gbit' has none"),
+        ({"world_size": 12}, "on nodes of 8 ranks, got 12"),
+    ],
+)
+def test_a_cluster_that_cannot_hold_the_case_is_refused_before_anything_runs(
+    changes: dict[str, Any], message: str
+) -> None:
+    suite = make_suite(matrix={"strategy": ["fsdp2"]}, case={**DRY, "world_size": 8, **changes})
+    with pytest.raises(SpecError, match=message):
+        check_suite(suite, LocalLauncher(), oversubscribe=False)
+
+
+@needs_device
+def test_a_world_of_any_size_needs_no_cores() -> None:
+    suite = dry_suite([{"strategy": "fsdp2", "world_size": 256}])
+    (case,) = check_suite(suite, Leaves(lambda _: None), oversubscribe=False)
+    assert (case.processes, case.world_size) == (1, 256)

@@ -1,0 +1,90 @@
+"""Models from the meta device, sharded before they are filled: each strategy starts from the very same parameters."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from refshard.harness.trainer import Trainer, build_model, is_deferred
+from refshard.specs.case import CaseSpec
+from refshard.specs.model import load_model
+from refshard.strategies import make_strategy
+from refshard.strategies.table import ROWS
+from tests.distributed.ranks import run_each
+
+RANKS = 4
+TINY: dict[str, Any] = {"world_size": RANKS, "model": "llama-tiny", "global_batch": 4, "seq_len": 16}
+CASES: dict[str, dict[str, int]] = {
+    "fsdp1": {},
+    "fsdp1-no-shard": {},
+    "fsdp2": {},
+    "fsdp2 over tensor parallel": {"tensor_parallel": 2},
+    "fsdp2 tied": {},
+    "fsdp1 tied": {},
+    "refshard-fsdp tied": {},
+    "fsdp2-tuned hybrid": {"replicas": 2},
+    "tensor-parallel": {},
+    "pipeline": {"microbatches": 4},
+    "refshard-replicate": {},
+    "refshard-yafsdp": {},
+    "refshard-fsdp over tensor parallel": {"tensor_parallel": 2},
+}
+"""The strategy, and what tells cases of one apart."""
+DRY = {"fidelity": "dryrun", "cluster": "dgx-h100"}
+
+
+def case_of(name: str, tied: str = "") -> CaseSpec:
+    """``tied`` is the file of a tied model."""
+    model = {"model": tied} if name.endswith("tied") and tied else {}
+    return CaseSpec(strategy=name.split()[0], **{**TINY, **CASES[name], **model})
+
+
+def parameters(case: CaseSpec, *, deferred: bool) -> dict[str, torch.Tensor]:
+    """The whole parameters before any step, on this rank."""
+    if deferred:
+        case = msgspec.structs.replace(case, **DRY)
+        assert next(build_model(case, load_model(case.model), torch.device("cpu")).parameters()).is_meta
+    group, strategy = dist.group.WORLD, make_strategy(case.strategy)
+    assert group is not None
+    Trainer(case, load_model(case.model), strategy, group, torch.device("cpu"))
+    return dict(strategy.full_parameters())
+
+
+def differing(case: CaseSpec) -> list[str]:
+    """Names of parameters that are not the same to the bit."""
+    whole, deferred = parameters(case, deferred=False), parameters(case, deferred=True)
+    assert whole.keys() == deferred.keys()
+    return [key for key, value in whole.items() if not torch.equal(value, deferred[key])]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+    """By case, what differs on each rank."""
+    spec = load_model("llama-tiny")
+    tied = msgspec.structs.replace(spec, tied=True, params=spec.params - spec.vocab * spec.dim)
+    path = tmp_path_factory.mktemp("tied") / "tied.toml"
+    given = {key: value for key, value in msgspec.structs.asdict(tied).items() if value is not None}
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in given.items()))
+    ranks = run_each(RANKS, differing, [(case_of(name, str(path)),) for name in CASES])
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sharding_first_changes_no_parameter(found: dict[str, list[list[str]]], name: str) -> None:
+    assert found[name] == [[]] * RANKS
+
+
+def test_every_deferred_strategy_is_here() -> None:
+    modules = {ROWS[case_of(name).strategy].module for name in CASES}
+    assert modules == {row.module for row in ROWS.values() if row.deferred}
+
+
+def test_only_dry_runs_of_whole_models_are_deferred() -> None:
+    case = case_of("fsdp2")
+    assert not is_deferred(case)
+    assert is_deferred(msgspec.structs.replace(case, **DRY))
+    assert not is_deferred(msgspec.structs.replace(case, **DRY, tuning="lora"))
+    assert not is_deferred(msgspec.structs.replace(case, **DRY, strategy="ddp"))
