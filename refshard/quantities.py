@@ -89,3 +89,12 @@ def _three_digits(x: float) -> str:
     if size >= 10:
         return f"{x:.1f}"
     return f"{x:.2f}" if size >= 1 else f"{x:.3f}"
+
+
+def format_times(count: int) -> str:
+    """How often something happened.
+
+    >>> format_times(1), format_times(1200)
+    ('once', '1,200 times')
+    """
+    return "once" if count == 1 else f"{count:,} times"

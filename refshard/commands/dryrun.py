@@ -65,7 +65,7 @@ def dryrun(
     else:
         parts = [terminal_dryrun(found), *([terminal_races(races)] if asked.races else [])]
         text = "\n\n".join(parts + ([f"page: {html}"] if html is not None else []))
-    return text, 0 if found.run.answer.outcome in ("stepped", "ended") and not races else 1
+    return text, 0 if found.fits and found.run.answer.outcome != "failed" and not races else 1
 
 
 def _world_size(asked: Asked, command: TrainingCommand, cluster: ClusterSpec) -> int:
@@ -104,6 +104,7 @@ def as_object(found: Analysis) -> dict[str, Any]:
         "request": msgspec.to_builtins(found.run.request),
         "answer": msgspec.to_builtins(answer),
         "fits": found.fits,
+        "refused": msgspec.to_builtins(found.run.refused),
         "usable_bytes": found.usable_bytes,
         "headroom_bytes": found.headroom_bytes,
         "overheads": [{"name": o.name, "bytes": o.bytes, "source": o.source} for o in found.overheads],

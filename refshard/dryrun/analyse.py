@@ -63,11 +63,11 @@ class Analysis:
     @property
     def fits(self) -> bool:
         """Whether the allocator got what was asked of it."""
-        return self.run.answer.outcome != "oom"
+        return self.run.refused is None and self.run.answer.outcome != "oom"
 
     @property
     def headroom_bytes(self) -> int:
-        """What the allocator could still have reserved at its peak."""
+        """What the allocator could still have reserved at its peak; what it lacks, if negative."""
         return self.usable_bytes - self.run.answer.peak.reserved
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from refshard.dryrun.launchers import Launchers, is_program, run_python
-from refshard.dryrun.request import Answer, Outcome, Request
+from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Outcome, Request
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
 from refshard.specs.cluster import load_cluster
@@ -33,12 +33,11 @@ def main(folder: Path) -> int:
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     began = time.monotonic()
     os.environ.update(request.environment)
+    hardware = load_cluster(request.cluster).accelerator
+    if not request.limited:
+        hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
     try:
-        ext = activate(
-            load_cluster(request.cluster).accelerator,
-            devices=request.local_ranks,
-            unusable_bytes=request.unusable_bytes,
-        )
+        ext = activate(hardware, devices=request.local_ranks, unusable_bytes=request.unusable_bytes)
     except RefshardError as refusal:
         print(f"refshard: {refusal}", file=sys.stderr)
         return 2
@@ -117,6 +116,11 @@ def _cause(error: BaseException) -> str:
             f"{name}: torch.compile's inductor generates Triton kernels, which only a GPU can run, so compiled "
             "code is not dry-run; leave torch.compile out, or give it backend='aot_eager', which launches the same "
             "operators unfused"
+        )
+    if any(frame.name == "_tensor_to_object" for frame in traceback.extract_tb(error.__traceback__)):
+        return (
+            f"{name}: the script unpickles an object that another rank would have sent, and a rank of a dry run runs "
+            "alone; run the rank that sends it (--rank, usually 0)"
         )
     return f"{name}: {_first_line(error)}"
 

@@ -85,6 +85,7 @@ class Observer:
         self._roots[id(root)] = root
         for path, module in root.named_modules():
             self._codes.setdefault(id(module), self._ext.module_code(path or ROOT))
+        self._label_parameters()
 
     def _count_tokens(self, inputs: tuple[Any, ...]) -> None:
         """Token ids are what a language model's outermost module is given: integers, of (sequences, tokens). Where it
@@ -96,10 +97,13 @@ class Observer:
                 self._uncounted = False
                 return
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._ext.in_optimizer(True)
+    def _label_parameters(self) -> None:
         for parameter in self._parameters():
             self._label(getattr(parameter, "ds_tensor", parameter), Category.PARAMETERS)  # ZeRO-3 keeps its part there
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._ext.in_optimizer(True)
+        self._label_parameters()
         for parameter in _optimized(optimizer):
             self._label(parameter, Category.PARAMETERS)
             self._label(parameter.grad, Category.GRADIENTS)

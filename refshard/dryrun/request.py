@@ -8,6 +8,8 @@ from refshard.specs.reading import within
 
 Outcome = Literal["stepped", "ended", "oom", "failed"]
 """How the script went: it took the steps, ended before it had, ran out of the GPU's memory, or raised."""
+UNLIMITED_BYTES = 2**50
+"""The memory of a GPU that is to have no end."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +17,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     ``command`` is the script's command line: ``[script.py, *arguments]``, or with ``module`` ``[package.module,
     *arguments]``. ``local_ranks`` GPUs are on each node. ``unusable_bytes`` of a GPU's memory are not the allocator's.
-    ``environment`` is added to the script's environment variables before the device is made.
+    Unless ``limited``, a GPU's memory has no end. ``environment`` is added to the script's environment variables before
+    the device is made.
     """
 
     command: tuple[str, ...]
@@ -26,6 +29,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     steps: int = 3
     unusable_bytes: int = 0
+    limited: bool = True
     environment: dict[str, str] = {}
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -17,19 +17,36 @@ from refshard.errors import RefshardError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DryRun:
-    """What was asked for, how it went, and what was asked of the device."""
+    """What was asked for, how it went, and what was asked of the device.
+
+    ``refused`` is how it went within the GPU's memory, if that was too small. The rest then tells of a second run, in
+    which memory had no end.
+    """
 
     request: Request
     answer: Answer
     recording: Recording
+    refused: Answer | None = None
 
 
 def dry_run(request: Request) -> DryRun:
     """Run the script that the request names; what it prints goes where this process's output goes, on standard error.
 
+    A script that runs out of memory runs a second time, without a limit, to learn what it needs.
+
     Raises:
         RefshardError: the device could not be made, or the script's process ended without a word.
     """
+    run = _run(request)
+    if run.answer.outcome != "oom":
+        return run
+    unlimited = _run(msgspec.structs.replace(request, limited=False))
+    if unlimited.answer.outcome not in ("stepped", "ended"):
+        return run
+    return replace(unlimited, request=request, refused=run.answer)
+
+
+def _run(request: Request) -> DryRun:
     with tempfile.TemporaryDirectory(prefix="refshard-dryrun-") as name:
         folder = Path(name)
         (folder / REQUEST).write_bytes(msgspec.json.encode(request))

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 _TIMEOUT = datetime.timedelta(minutes=10)
 """NCCL's, unless the script gives another."""
+_ALONE = {"rank": 0, "world_size": 1}
 
 
 class _Options:
@@ -39,8 +41,6 @@ def install(ext: ModuleType) -> None:
     real_gloo = c10d.ProcessGroupGloo
     ext.make_process_group_classes(make_gloo)
     ext.ProcessGroupNCCL.Options = _Options
-    ext.ProcessGroupNCCL.options = property(lambda group: group.__dict__.setdefault("_options", _Options()))
-    ext.ProcessGroupNCCL._set_default_timeout = lambda group, timeout: setattr(group.options, "_timeout", timeout)
     # torch splits NCCL's communicator where a device is bound to it, and else makes the same groups one by one.
     c10d.ProcessGroup.bound_device_id = property(lambda *_: None, lambda *_: None)  # type: ignore[assignment]
     c10d._DEFAULT_PG_NCCL_TIMEOUT = _TIMEOUT
@@ -60,8 +60,12 @@ def meet_nobody(ext: ModuleType) -> None:
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     store = HashStore()
 
-    def alone(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:  # noqa: ARG001
-        yield store, int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    def alone(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
+        asked = {
+            name: value for name, value in parse_qsl(urlsplit(url).query) if value != "-1"
+        }  # where torch puts what init_process_group is given
+        rank, size = (int(asked.get(name, os.environ.get(name.upper(), rest))) for name, rest in _ALONE.items())
+        yield store, rank, size
 
     for scheme in ("env", "tcp", "file"):
         rendezvous._rendezvous_handlers[scheme] = alone

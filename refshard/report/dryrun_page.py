@@ -17,7 +17,7 @@ from refshard.dryrun.steps import steps_of
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.report import dryrun_tables, trace_captions, trace_charts
 from refshard.report.charts import Chart, chart, theme
-from refshard.report.dryrun_words import CATEGORIES, how_it_ended, moment, sentences, what_ran
+from refshard.report.dryrun_words import CATEGORIES, how_it_ended, moment, needed, refusal, sentences, what_ran
 from refshard.report.lanes import Window
 from refshard.report.memory_picture import Axis, picture
 from refshard.report.palette import LEGEND, STYLES
@@ -86,16 +86,14 @@ def page(found: Analysis, command: str) -> Iterable[str]:
 def verdict(found: Analysis) -> tuple[str, list[str]]:
     """The verdict in a sentence, and what else there is to say."""
     answer, more = found.run.answer, sentences(found)
-    if answer.outcome not in ("failed", "oom"):
+    if not found.fits:
+        return f"It does not fit: it {needed(found)}.", [refusal(found), *more]
+    if answer.outcome != "failed":
         return f"It fits, with {format_bytes(found.headroom_bytes)} of headroom{_pace(found)}.", more
     told = _SENTENCES.split(answer.error)
     first, rest = " ".join(told[:_LEADING]), " ".join(told[_LEADING:])
     where = [f"At {answer.where}."] if answer.where else []
-    return f"{'The script failed' if found.fits else 'It does not fit'}: {first}", [
-        *where,
-        *filter(None, [rest]),
-        *more,
-    ]
+    return f"The script failed: {first}", [*where, *filter(None, [rest]), *more]
 
 
 def _pace(found: Analysis) -> str:
@@ -118,7 +116,8 @@ def _memory_fact(found: Analysis) -> Fact:
         "allocated."
     )
     if not found.fits:
-        return Fact(label="memory", value="does not fit", detail=f"Until then: {detail}", mood="doubt")
+        until = "" if found.run.refused else "Until then: "
+        return Fact(label="memory", value="does not fit", detail=f"{until}{detail}", mood="doubt")
     if found.run.answer.outcome == "failed":
         return Fact(label="memory until it failed", value=f"{format_bytes(peak.reserved)} reserved", detail=detail)
     return Fact(label="memory", value=f"fits, {format_bytes(found.headroom_bytes)} left", detail=detail, mood="good")

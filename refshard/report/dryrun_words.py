@@ -11,7 +11,7 @@ from refshard.dryrun.memory import Held
 from refshard.dryrun.races import Race
 from refshard.dryrun.recording import Category, Phase, Recording
 from refshard.dryrun.request import Request
-from refshard.quantities import format_bytes, format_percent, format_seconds
+from refshard.quantities import format_bytes, format_percent, format_seconds, format_times
 
 _LISTED = 8
 CATEGORIES = {
@@ -58,7 +58,7 @@ def what_ran(request: Request) -> str:
 
 def how_it_ended(found: Analysis) -> str:
     """After how many steps, and how long it took."""
-    answer = found.run.answer
+    answer = found.run.refused or found.run.answer
     steps = f"{answer.steps_taken} optimizer {'step' if answer.steps_taken == 1 else 'steps'}"
     seconds = f"in {answer.wall_s:.1f} s on this machine"
     if answer.outcome == "oom":
@@ -80,12 +80,30 @@ def _verdict(found: Analysis) -> str:
             f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(answer.peak.allocated)}"
         )
     else:
-        lines.append(f"DOES NOT FIT  {answer.error}\n              at {answer.where or 'a place in torch'}")
+        lines += [f"DOES NOT FIT  {needed(found)}", f"      {refusal(found)}"]
     rest = ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in found.overheads)
     lines.append(f"      of {total}, kept free for what torch's allocator does not see: {rest} (estimates)")
     if (figures := found.figures) is not None:
-        lines.append(f"      step time {format_seconds(figures.step_s)}{_rates(found)}")
+        would = "" if found.fits else "if it did fit: "
+        lines.append(f"      {would}step time {format_seconds(figures.step_s)}{_rates(found)}")
     return "\n".join(lines)
+
+
+def needed(found: Analysis) -> str:
+    """What a script that does not fit would have reserved, if that is known."""
+    peak, usable = found.run.answer.peak, format_bytes(found.usable_bytes)
+    if found.run.refused is None:
+        return f"needs more than {usable}"
+    return (
+        f"needs {format_bytes(peak.reserved)} reserved, {format_bytes(-found.headroom_bytes)} more than {usable}; peak "
+        f"allocated {format_bytes(peak.allocated)}"
+    )
+
+
+def refusal(found: Analysis) -> str:
+    """The request that was refused, in torch's words without the advice, and the line of the script."""
+    answer = found.run.refused or found.run.answer
+    return f"{answer.error.partition(' Including')[0]} At {answer.where or 'a place in torch'}."
 
 
 def _rates(found: Analysis) -> str:
@@ -157,13 +175,13 @@ def _time(found: Analysis) -> str:
 
 
 def parts_of_step(figures: StepFigures) -> tuple[tuple[str, float], ...]:
-    """Where the time of a step goes, seconds by name. Classes overlap; what is indented is a part of what is above."""
+    """Where the time of a step goes, seconds by name. Compute and communication overlap."""
     return (
         ("compute", figures.compute_s),
         ("communication", figures.comm_s),
-        ("  of it exposed", figures.exposed_comm_s),
+        ("exposed communication", figures.exposed_comm_s),
         ("idle", figures.idle_s),
-        ("  waiting for the host", figures.host_bound_s),
+        ("idle, waiting for the host", figures.host_bound_s),
     )
 
 
@@ -184,7 +202,7 @@ def place(one: Synchronisation) -> str:
 
 def sentences(found: Analysis) -> list[str]:
     """What explains the peak, and the largest thing to change."""
-    return [*_explained(found), *_advice(found)]
+    return [*_explained(found), *_doubted(found), *_advice(found)]
 
 
 def _explained(found: Analysis) -> Iterator[str]:
@@ -194,13 +212,27 @@ def _explained(found: Analysis) -> Iterator[str]:
     yield f"The peak is {moment(recording, at)}."
 
 
+def _doubted(found: Analysis) -> Iterator[str]:
+    """Operators with an uncertain price that takes more than a hundredth of all launches' time."""
+    doubts, total = found.prices.doubts, float(found.prices.seconds.sum())
+    if doubts and (uncertain := sum(doubt.seconds for doubt in doubts)) > 0.01 * total:
+        worst = doubts[0]
+        yield (
+            f"{format_percent(uncertain / total)} of the operators' time is uncertain; most of it {worst.name}: "
+            f"{worst.reason}."
+        )
+
+
 def moment(recording: Recording, at: int) -> str:
     """Where in a step event ``at`` is; a negative one is before all."""
     if at < 0:
         return "at the start"
-    phase = Phase(int(recording.phases[at])).name.lower()
+    phase = Phase(int(recording.phases[at]))
     module = recording.module_table[recording.modules[at]]
-    return f"{'outside of any module' if phase == 'other' else f'in {phase}'}{f' of {module}' if module else ''}"
+    if phase == Phase.OTHER:
+        return f"in {module}" if module else "outside of the model's modules, in the script's own code"
+    part = "the optimizer step" if phase == Phase.OPTIMIZER else phase.name.lower()
+    return f"in {part}{f' of {module}' if module else ''}"
 
 
 def _advice(found: Analysis) -> Iterator[str]:
@@ -214,8 +246,8 @@ def _advice(found: Analysis) -> Iterator[str]:
         )
     if answer.retries:
         yield (
-            f"The allocator emptied its cache {answer.retries} times to serve a request, and the host waits for the "
-            "device each time. Try: a smaller batch, or more checkpointing."
+            f"The allocator emptied its cache {format_times(answer.retries)} to serve a request, and the host waits "
+            "for the device each time. Try: a smaller batch, or more checkpointing."
         )
     if found.figures is None:
         return

@@ -38,6 +38,32 @@ held = [torch.empty(2**30, device="cuda") for _ in range(30)]
 """
 """4 GiB each."""
 
+RECEIVES = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("nccl")
+told = ["a run's name" if dist.get_rank() == 0 else None]
+dist.broadcast_object_list(told, src=0)
+"""
+
+ENDLESS = """
+import torch
+held = []
+while True:
+    held.append(torch.empty(2**46, device="cuda"))
+"""
+
+TOO_LARGE_IN_BACKWARD = """
+import torch
+from torch import nn
+model = nn.Sequential(*(nn.Linear(2**15, 2**15, bias=False, device="cuda") for _ in range(10)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(1):
+    model(torch.ones(8, 2**15, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+"""Parameters of 40 GiB in fp32, and gradients of as much."""
+
 READS = """
 import torch
 large = torch.ones(4096, 4096, device="cuda")
@@ -48,3 +74,12 @@ assert torch.isfinite(large.sum()).item()
 torch.optim.SGD([large.requires_grad_()], lr=1.0).step()
 """
 """Reads two values that were computed or follow from one, and one that was not."""
+
+FORWARD = """
+import torch
+from torch import nn
+model = nn.Linear(1024, 1024, bias=False, device="cuda")
+with torch.no_grad():
+    model(torch.ones(8, 1024, device="cuda"))
+"""
+"""No optimizer ever steps."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from refshard.dryrun.recording import Flag, Kind
@@ -120,3 +121,20 @@ def refused() -> str:
     except NotImplementedError as error:
         return str(error).splitlines()[0]
     return ""
+
+
+@check
+def groups() -> dict[str, Any]:
+    """Names of groups, by backend, and what NCCL allocates to gather a list and to scatter a sum of one."""
+    ext: Any = sys.modules[NAME]
+    dist.init_process_group("nccl", rank=0, world_size=4)
+    dist.new_group([0, 1], backend="gloo")
+    parts = [torch.empty(WIDE, WIDE, device="cuda") for _ in range(4)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    taken = []
+    for work in (dist.all_gather(parts, parts[0], async_op=True), dist.reduce_scatter(parts[0], parts, async_op=True)):
+        taken.append((torch.cuda.max_memory_allocated() - before) // parts[0].nbytes)
+        work.wait()
+    dist.destroy_process_group()
+    return {"named": [bool(name) for name, _ in ext.groups()], "taken": taken}

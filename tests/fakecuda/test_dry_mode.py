@@ -49,3 +49,9 @@ def test_an_operator_without_a_meta_kernel_is_named(seen: Seen) -> None:
         "aten::_to_sparse has no meta kernel, so the fake CUDA device cannot run it. Give it one that returns empty "
         'tensors of the right shapes: @torch.library.register_fake("aten::_to_sparse")'
     )
+
+
+def test_groups_are_named_and_lists_are_gathered_by_way_of_one_tensor(seen: Seen) -> None:
+    found = seen("groups")
+    assert found["named"] == [True, True]
+    assert found["taken"] == [8, 8]  # both at once: nobody has waited for the first

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <functional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -18,6 +19,8 @@ namespace refshard {
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+int64_t bytes_of(const Tensors& tensors);
 
 // The options of all groups of this process, by id: their names, and the global ranks in them.
 std::vector<c10::intrusive_ptr<c10d::Backend::Options>> group_options();
@@ -58,7 +61,20 @@ class FakeNccl : public c10d::Backend {
   int64_t id() const { return id_; }
 
  private:
-  struct Call;
+  // A collective that a caller asks for.
+  struct Call {
+    const char* op;
+    Tensors out, in;
+    bool async = true;
+    int64_t bytes = 0;  // of the unsharded tensor
+    int64_t peer = -1;
+    Tensors staging{};  // what NCCL allocates for itself
+    // Moves the bytes over gloo, and gives what is still under way.
+    std::function<WorkPtr(c10d::Backend&, const Tensors& out, const Tensors& in)> over_gloo;
+    // Gives resident results their values where all ranks hold the same; none where values are unknown.
+    std::function<void(const Tensors& out, const Tensors& in)> alike;
+  };
+
   // Puts a collective on its stream, has its bytes moved and gives what waits for it.
   WorkPtr issue(const Call& call);
   StreamId stream_of(const Call& call, c10::DeviceIndex device);

@@ -10,13 +10,12 @@ from types import ModuleType
 import msgspec
 
 from refshard.dryrun.overheads import overheads
+from refshard.dryrun.request import UNLIMITED_BYTES
 from refshard.errors import RefshardError
 from refshard.fakecuda import activate
 from refshard.folders import replace_file
 from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, result_file
 from refshard.specs.cluster import ClusterSpec, load_cluster
-
-_UNLIMITED_BYTES = 2**50
 
 
 def run_dry_rank(folder: Path) -> int:
@@ -52,7 +51,7 @@ def _device(asked: DryCase, cluster: ClusterSpec) -> tuple[int, ModuleType]:
     """Bytes that the allocator may reserve, and the device's extension."""
     hardware, beside = cluster.accelerator, sum(one.bytes for one in overheads(asked.case.world_size))
     if not asked.limited:
-        hardware = msgspec.structs.replace(hardware, memory_bytes=_UNLIMITED_BYTES)
+        hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
     ext = activate(hardware, devices=cluster.ranks_per_node, unusable_bytes=beside)
     return hardware.memory_bytes - beside, ext
 

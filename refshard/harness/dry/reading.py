@@ -13,6 +13,7 @@ from refshard.dryrun.recording import Flag, Kind, Recording
 from refshard.dryrun.replay import NS, Replayed
 from refshard.dryrun.steps import Step
 from refshard.harness.dry.result import StepResult
+from refshard.quantities import format_times
 from refshard.records import Census, CollectiveCount, StepTrace
 from refshard.tracing.memory import highest_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns
@@ -74,8 +75,7 @@ def _remarks(recording: Recording, retries: int) -> Iterator[str]:
         values = "a value" if unknown == 1 else f"{unknown:,} values"
         yield f"the host reads {values} that a dry run does not compute; what it decides by them may differ on a GPU"
     if retries:
-        times = "once" if retries == 1 else f"{retries:,} times"
-        yield f"the allocator emptied its cache {times} to serve a request, and the host waits for that"
+        yield f"the allocator emptied its cache {format_times(retries)} to serve a request, and the host waits for that"
 
 
 def _rows(recording: Recording, step: Step, *kinds: Kind) -> npt.NDArray[np.int64]:
