@@ -235,8 +235,10 @@ def test_losses_and_parameters_equal_ddp_to_the_bit(trained: Results, cell: Key)
 @those("bf16", "offload", "replicas", but=("single", "ddp", *WHOLE_BATCH))
 def test_strategies_that_cast_and_sum_alike_agree_to_the_bit(trained: Results, cell: Key) -> None:
     """Where DDP does not: it computes under autocast, and adds microbatches up before the ranks."""
-    same = trained[cell]["losses"] == trained[*cell[:2], "fsdp2"]["losses"]
-    assert same == (cell[1] == "bf16" or cell[2] not in ("refshard-replicate", "refshard-zero1"))
+    ours, theirs = trained[cell]["losses"], trained[*cell[:2], "fsdp2"]["losses"]
+    assert ours == pytest.approx(theirs, rel=parity_tolerance(case_of(cell[2], cell[1])))
+    # Whole gradients are added up in another order, which changes a bit on some machines.
+    assert ours == theirs or (cell[1] != "bf16" and cell[2] in ("refshard-replicate", "refshard-zero1"))
 
 
 @pytest.mark.parametrize("name", [name for name in CORE if name not in VARIANTS])
