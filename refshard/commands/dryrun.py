@@ -13,12 +13,11 @@ from refshard.dryrun.analyse import Analysis, analyse
 from refshard.dryrun.as_kineto import as_kineto
 from refshard.dryrun.command_line import TrainingCommand, read_command
 from refshard.dryrun.overheads import overheads
-from refshard.dryrun.races import find_races
 from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
 from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.report.dryrun_words import sentences, terminal_dryrun, terminal_races
+from refshard.report.dryrun_words import sentences, terminal_dryrun
 from refshard.specs.cluster import ClusterSpec, load_cluster
 
 
@@ -54,18 +53,16 @@ def dryrun(
         request = _request(asked, command, cluster)
     except ValueError as error:
         raise SpecError(f"dryrun: {error}") from None
-    found = analyse(dry_run(request), cluster, global_tokens=asked.tokens_per_step)
+    found = analyse(dry_run(request), cluster, global_tokens=asked.tokens_per_step, races=asked.races)
     if trace is not None:
         replace_file(trace, [as_kineto(found.run.recording, found.replayed)])
     if html is not None:
         _write_page(found, html)
-    races = find_races(found.run.recording) if asked.races else ()
     if as_json:
-        text = json.dumps({**as_object(found), **({"races": list(map(str, races))} if asked.races else {})}, indent=2)
+        text = json.dumps(as_object(found), indent=2)
     else:
-        parts = [terminal_dryrun(found), *([terminal_races(races)] if asked.races else [])]
-        text = "\n\n".join(parts + ([f"page: {html}"] if html is not None else []))
-    return text, 0 if found.fits and found.run.answer.outcome != "failed" and not races else 1
+        text = terminal_dryrun(found) + (f"\n\npage: {html}" if html is not None else "")
+    return text, 0 if found.fits and found.run.answer.outcome != "failed" and not found.races else 1
 
 
 def _world_size(asked: Asked, command: TrainingCommand, cluster: ClusterSpec) -> int:
@@ -125,6 +122,7 @@ def as_object(found: Analysis) -> dict[str, Any]:
         "host_synchronisations": [
             {"why": s.why, "site": s.site, "count": s.count, "value_unknown": s.unknown} for s in found.synchronisations
         ],
+        "races": None if found.races is None else [str(race) for race in found.races],
         "says": sentences(found),
         "doubts": [msgspec.to_builtins(doubt) for doubt in found.prices.doubts],
     }

@@ -11,6 +11,7 @@ from refshard.dryrun.figures import StepFigures, step_figures
 from refshard.dryrun.memory import MemoryAccount, account_memory
 from refshard.dryrun.overheads import Overhead, overheads
 from refshard.dryrun.price import Prices, price
+from refshard.dryrun.races import Race, find_races
 from refshard.dryrun.recording import Flag, Kind, Phase, Recording
 from refshard.dryrun.replay import Replayed, replay
 from refshard.dryrun.run import DryRun
@@ -38,7 +39,8 @@ class Analysis:
 
     ``usable_bytes`` is what the allocator can reserve: the device's memory less ``overheads``. ``model_flops`` are
     those of the step's matrix products and attention, what is recomputed not counted, causal attention by half.
-    ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown.
+    ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown. ``races`` is None
+    unless they were looked for.
     """
 
     run: DryRun
@@ -54,6 +56,7 @@ class Analysis:
     model_flops: float
     tokens: float | None
     synchronisations: tuple[Synchronisation, ...]
+    races: tuple[Race, ...] | None = None
 
     @property
     def hardware(self) -> HardwareSpec:
@@ -82,8 +85,11 @@ class Analysis:
         return self.model_flops / self.figures.step_s / rate.peak if self.figures else None
 
 
-def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = None) -> Analysis:
-    """Price and replay a dry run on ``cluster``. ``global_tokens`` are those of a step over all ranks, where given."""
+def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = None, races: bool = False) -> Analysis:
+    """Price and replay a dry run on ``cluster``, and look for ``races``.
+
+    ``global_tokens`` are those of a step over all ranks, where given.
+    """
     recording = run.recording
     prices = price(recording, cluster)
     replayed = replay(recording, prices, Rates.of(cluster))
@@ -97,7 +103,7 @@ def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = No
         step=step, figures=figures[-1] if figures else None, overheads=held_back,
         usable_bytes=cluster.accelerator.memory_bytes - run.request.unusable_bytes,
         model_flops=_model_flops(recording, prices, step), tokens=_tokens(run, global_tokens),
-        synchronisations=_synchronisations(recording, step),
+        synchronisations=_synchronisations(recording, step), races=find_races(recording) if races else None,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from refshard.dryrun.clocks import known_before
 from refshard.dryrun.recording import Category, Flag, Kind, Phase, Recording
+from refshard.quantities import format_times
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -70,8 +71,7 @@ class Race:
     nbytes: int
 
     def __str__(self) -> str:
-        times = "once" if self.times == 1 else f"{self.times} times"
-        return f"{self.conflict.value}, {times}: {self.earlier}, then {self.later}"
+        return f"{self.conflict.value}, {format_times(self.times)}: {self.earlier}, then {self.later}"
 
 
 def find_races(recording: Recording) -> tuple[Race, ...]:

@@ -17,7 +17,16 @@ from refshard.dryrun.steps import steps_of
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.report import dryrun_tables, trace_captions, trace_charts
 from refshard.report.charts import Chart, chart, theme
-from refshard.report.dryrun_words import CATEGORIES, how_it_ended, moment, needed, refusal, sentences, what_ran
+from refshard.report.dryrun_words import (
+    CATEGORIES,
+    NO_RACES,
+    how_it_ended,
+    moment,
+    needed,
+    refusal,
+    sentences,
+    what_ran,
+)
 from refshard.report.lanes import Window
 from refshard.report.memory_picture import Axis, picture
 from refshard.report.palette import LEGEND, STYLES
@@ -70,6 +79,8 @@ def page(found: Analysis, command: str) -> Iterable[str]:
         "time": dryrun_tables.time(found) if found.figures else None,
         "operators": dryrun_tables.operators(found) if found.figures else None,
         "synchronisations": dryrun_tables.synchronisations(found),
+        "races": None if found.races is None else [str(race) for race in found.races],
+        "no_races": NO_RACES,
         "doubts": dryrun_tables.doubts(found),
         "peak": format_bytes(found.memory.peak_bytes),
         "command": command,

@@ -32,15 +32,9 @@ def terminal_dryrun(found: Analysis) -> str:
     if found.figures is not None:
         parts += [_time(found), _synchronisations(found)]
     parts.append("\n".join(f"* {sentence}" for sentence in sentences(found)))
+    if found.races is not None:
+        parts.append(_races(found.races))
     return "\n\n".join(part for part in parts if part)
-
-
-def terminal_races(races: Sequence[Race]) -> str:
-    """Accesses of two streams to the same memory that no event orders, one a line."""
-    if not races:
-        return "races: none; every two accesses to the same memory from two streams are ordered by an event"
-    lines = "\n".join(f"  {race}" for race in races)
-    return f"RACES: accesses to the same memory from two streams that no event orders\n{lines}"
 
 
 def _title(found: Analysis) -> str:
@@ -198,6 +192,17 @@ def _synchronisations(found: Analysis) -> str:
 def place(one: Synchronisation) -> str:
     """The line of the script at which the host waits."""
     return one.site or "in backward or in torch"
+
+
+NO_RACES = "none; an event orders every two accesses to the same memory from two streams"
+
+
+def _races(races: Sequence[Race]) -> str:
+    """Accesses of two streams to the same memory that no event orders, one a line."""
+    if not races:
+        return f"races: {NO_RACES}"
+    lines = "\n".join(f"  {race}" for race in races)
+    return f"RACES: accesses to the same memory from two streams that no event orders\n{lines}"
 
 
 def sentences(found: Analysis) -> list[str]:

@@ -168,3 +168,14 @@ def test_a_mistake_is_one_line_that_names_the_remedy(tmp_path: Path, words: list
     assert done.returncode == 2
     assert says in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_races_and_the_page_are_made_of_one_run(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = run(tmp_path, scripts.TRAIN, "--races", "--html", str(page), "--world-size", "2")
+    assert done.returncode == 0, done.stderr
+    assert "races: none; an event orders every two accesses" in done.stdout
+    assert f"page: {page}" in done.stdout
+    text = page.read_text()
+    assert "It fits, with " in text
+    assert "Races" in text

@@ -1,17 +1,20 @@
 """The page of a dry run: self-contained, escaped, and with the figures of the analysis."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.price import Doubt
+from refshard.dryrun.races import find_races
 from refshard.dryrun.recording import Category, Phase
 from refshard.quantities import format_percent, format_seconds
 from refshard.report.dryrun_page import facts, memory_charts, page, verdict
-from refshard.report.dryrun_words import CATEGORIES, sentences
+from refshard.report.dryrun_words import CATEGORIES, sentences, terminal_dryrun
 from tests.dryrun.made import Made
+from tests.dryrun.touching import GATHER, MAIN, Touching
 from tests.report.dryruns import GIB, SITE, analysed, doubtful, trained
 from tests.report.pages import Page
 from tests.report.test_layer_svg import HOSTILE
@@ -216,3 +219,17 @@ def test_a_script_that_fails_before_it_asks_for_anything_has_a_page() -> None:
     assert "The script took no memory of the GPU." in seen.text
     assert not [box for box in seen.having("div") if box.get("class") == "chart"]
     assert len(seen.having("canvas")) == 0
+
+
+def test_races_are_told_where_they_were_looked_for(found: Analysis) -> None:
+    def told(made: Touching | None) -> tuple[str, str]:
+        looked = found if made is None else replace(found, races=find_races(made.recording()))
+        return rows(Page("".join(page(looked, COMMAND)))), terminal_dryrun(looked)
+
+    ordered, racing = Touching(), Touching()
+    ordered.write(GATHER)
+    racing.write(GATHER)
+    racing.read(MAIN)
+    assert all("race" not in text.lower() for text in told(None))
+    assert all("one; an event orders every two accesses" in text for text in told(ordered))
+    assert all("read-write, once: write on 20 (writes, " in text for text in told(racing))
