@@ -40,8 +40,8 @@ def warnings(plan: Plan, job: Job) -> list[str]:
         f"Tensors can fill {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}: the rest is "
         "allowed for what else lies there, and for fragmentation.",
         f"USD are at {plan.price_usd:g} per GPU and hour (--price).",
-        "Step times were 4 to 9 % off in the median where results are published, strategies less reliably in order: "
-        "see docs/validation.md.",
+        "Step times were 6 % off in the median of published results that no constant was fitted to, strategies less "
+        "reliably in order: see docs/validation.md.",
         *(f"Of memory: {doubt}." for doubt in doubts),
     ]
 

@@ -38,11 +38,11 @@ def embedding_call(t: Tensors) -> Call:
     Where the head is tied to it, the head's gradient of the matrix has been waiting for this one, and their sum
     arrives.
     """
-    tape, matrix = _tape(t), t.model.vocab * t.model.dim * t.element
+    tape, matrix = new_tape(t), t.model.vocab * t.model.dim * t.element
     for name, nbytes in (("x", t.hidden), ("cosines", t.table), ("sines", t.table)):
         tape.make(name, nbytes)
     forward = tape.cut()
-    tape = _tape(t)
+    tape = new_tape(t)
     tape.category = "workspace"
     tape.adopt("gradient", t.hidden)
     tape.make("embedding", matrix)
@@ -62,7 +62,7 @@ def block_call(t: Tensors, *, recompute: Recompute = "nothing", first: bool = Fa
     saves. The backward of the ``first`` block is the last to read the rotary tables.
     """
     kept = KEPT_BY_OP if recompute == "some" else frozenset[str]()
-    tape = _tape(t, keeps=recompute == "nothing", retained=kept)
+    tape = new_tape(t, keeps=recompute == "nothing", retained=kept)
     tape.adopt("x", t.hidden)
     _block_until_last_product(tape, t)
     tape.make("down", t.hidden)
@@ -76,7 +76,7 @@ def block_call(t: Tensors, *, recompute: Recompute = "nothing", first: bool = Fa
     # A checkpoint holds on to what the block was given until the last of what is recomputed has been read.
     ends: tuple[str, ...] = ()
     if recompute != "nothing":
-        tape = _tape(t, present=kept)
+        tape = new_tape(t, present=kept)
         tape.adopt("x", t.hidden)
         _block_until_last_product(tape, t)
         tape.drop("norm2.output", "gated", "middle")
@@ -99,7 +99,7 @@ def head_call(t: Tensors) -> Call:
 
     The gradient of a head that is tied to the embedding does not arrive: it waits for the embedding's.
     """
-    tape = _tape(t)
+    tape = new_tape(t)
     tape.adopt("x", t.hidden)
     norm_forward(tape, t, "norm", "x")
     tape.drop("x")
@@ -115,15 +115,19 @@ def head_call(t: Tensors) -> Call:
     return Call(forward, tape.cut())
 
 
-def loss_call(t: Tensors) -> Call:
-    """The loss in fp32 of logits, which it is the last to read, and their gradient."""
-    tape, wide = _tape(t), t.widens
+def loss_call(t: Tensors, remembered: tuple[int, ...] = ()) -> Call:
+    """The loss in fp32 of logits, which it is the last to read, and their gradient.
+
+    Autocast, whose context ends with it, lets go of casts of so many bytes that it ``remembered`` and nobody saved.
+    """
+    tape, wide = new_tape(t), t.widens
+    casts = [tape.adopt(f"cast {index}", nbytes) for index, nbytes in enumerate(remembered)]
     tape.category = "workspace"
     tape.adopt("logits", t.logits)
     if wide:
         tape.make("wide", t.wide_logits)
     tape.make("log-probabilities", t.wide_logits)
-    tape.drop(*(("wide", "logits") if wide else ("logits",)))
+    tape.drop(*(("wide", "logits") if wide else ("logits",)), *casts)
     forward = tape.cut()
     tape.make("of log-probabilities", t.wide_logits)
     tape.make("of wide", t.wide_logits)
@@ -134,9 +138,10 @@ def loss_call(t: Tensors) -> Call:
     return Call(forward, tape.cut())
 
 
-def _tape(
+def new_tape(
     t: Tensors, *, keeps: bool = True, retained: frozenset[str] = frozenset(), present: frozenset[str] = frozenset()
 ) -> Tape:
+    """A tape that rounds as the device's allocator does; see :class:`~refshard.simulate.tape.Tape`."""
     return Tape(keeps=keeps, granule=t.granule, retained=retained, present=present)
 
 

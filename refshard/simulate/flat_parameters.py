@@ -2,7 +2,9 @@
 
 Read in torch 2.13, ``distributed/fsdp/_flat_param.py`` and ``_runtime_utils.py``. Modules see views of a gathered flat
 parameter, so that autograd puts the gradients of a unit together once all of them, and that of its input, are there;
-what is reduced is that, in the dtype of the reduction and padded where the ranks do not divide it.
+what is reduced is that, in the dtype of the reduction and padded where the ranks do not divide it. The root's unit (the
+final norm and the head, or what lies around the blocks) is flattened first and so put together last: it is gathered
+before the embedding, and reduced when backward has ended.
 """
 
 from typing import final
@@ -21,7 +23,7 @@ from refshard.simulate.ledger import Ledger
 
 @final
 class FlatParameters(Holdings):
-    """FSDP1 with units beside the blocks, or with one around them, which stays gathered from forward to backward."""
+    """FSDP1 with a unit for the embedding, or with one around the blocks."""
 
     def __init__(self, setting: Setting, ledger: Ledger) -> None:
         super().__init__(setting, ledger)
@@ -29,7 +31,9 @@ class FlatParameters(Holdings):
         self._unsharded: set[int] = set()
         self._fresh = [0] * len(setting.units)
         self._shard_gradients = False
-        self._around = setting.units[0].role == "around"
+        self._root = 0 if setting.units[0].role == "around" else len(setting.units) - 1
+        others = [unit for unit in range(len(setting.units)) if unit != self._root]
+        self._before = dict(zip([*others[1:], self._root], others))
 
     def settle(self) -> None:
         """See :meth:`Holdings.settle`."""
@@ -40,20 +44,21 @@ class FlatParameters(Holdings):
     def open_pass(self, *, first: bool, last: bool) -> None:
         """See :meth:`Holdings.open_pass`: every microbatch is reduced."""
         self._shard_gradients = not first
+        self._gather(self._root)
 
     def begin(self, unit: int, phase: Phase) -> None:
         """See :meth:`Holdings.begin`: in backward the unit before is gathered ahead."""
         self._gather(unit)
-        if phase == "backward":
-            before = len(self._shards) - 1 if self._around and unit == 0 else unit - 1
-            if before >= (1 if self._around else 0):
-                self._gather(before)
+        if phase == "backward" and unit in self._before:
+            self._gather(self._before[unit])
 
     def end(self, unit: int, phase: Phase) -> None:
         """See :meth:`Holdings.end`."""
+        if unit == self._root:
+            return
         if phase == "backward":
             self._reduce(unit)
-        elif unit > 0 or not self._around:
+        else:
             self._reshard(unit)
 
     def forward_done(self) -> None:
@@ -65,6 +70,7 @@ class FlatParameters(Holdings):
 
     def close_pass(self) -> None:
         """See :meth:`Holdings.close_pass`."""
+        self._reduce(self._root)
 
     def drop_gradients(self) -> None:
         """See :meth:`Holdings.drop_gradients`."""

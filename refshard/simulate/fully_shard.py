@@ -4,7 +4,7 @@ Read in torch 2.13, ``distributed/fsdp/_fully_shard/_fsdp_param_group.py`` and `
 output of its own, from which parameters are copied out; in forward that stays until the next one has been copied out.
 Gradients wait where autograd puts them until the unit's last one, and are copied into the input of a reduce-scatter,
 which stays until the next unit's; the last parameter's gradient stays while they are reduced. A unit whose input has no
-gradient is reduced when backward has ended.
+gradient is reduced when backward has ended. With replicas, what their all-reduce was given stays until then too.
 """
 
 import math
@@ -41,6 +41,7 @@ class FullyShard(Holdings):
         self._copied_last: int | None = None
         self._reduced_last: int | None = None
         self._fresh = [0] * len(setting.units)
+        self._all_reduced: list[int] = []
         self._shard_gradients = False
 
     def settle(self) -> None:
@@ -101,6 +102,8 @@ class FullyShard(Holdings):
             if waiting:
                 self._reduce(unit)
         self._let_go_of_reduced()
+        while self._all_reduced:
+            self.ledger.free("workspace", self._all_reduced.pop())
 
     def drop_gradients(self) -> None:
         """See :meth:`Holdings.drop_gradients`."""
@@ -192,14 +195,23 @@ class FullyShard(Holdings):
             gloo_reduce_scatter(ledger, setting.reduced * numel * setting.shards, setting.shards)
         if setting.gloo and setting.replicas > 1:
             gloo_all_reduce(ledger, setting.reduced * numel, setting.replicas)
-        if setting.reduced != MASTER_BYTES:
+        cast = setting.reduced != MASTER_BYTES
+        if cast:
             ledger.take("workspace", MASTER_BYTES * numel)
-            ledger.free("workspace", setting.reduced * numel)
-        if self._shard_gradients:
-            ledger.free("workspace", MASTER_BYTES * numel)
-        else:
+        if not self._shard_gradients:
             ledger.rename(MASTER_BYTES * numel, "workspace", "gradients")
+        elif cast:
+            ledger.free("workspace", MASTER_BYTES * numel)
+        if cast or self._shard_gradients:
+            self._let_go_of_output(setting.reduced * numel)
         ledger.free("workspace", named)
+
+    def _let_go_of_output(self, nbytes: int) -> None:
+        """Of a reduction whose result is elsewhere; with replicas, at the end of backward."""
+        if self.setting.replicas > 1:
+            self._all_reduced.append(nbytes)
+        else:
+            self.ledger.free("workspace", nbytes)
 
     def _let_go_of_reduced(self) -> None:
         if self._reduced_last is not None:

@@ -17,6 +17,7 @@ from refshard.plan.recipe import Recipe
 from refshard.plan.units import ModelUnit, model_units
 from refshard.quantities import GIB
 from refshard.simulate.activations import Call, block_call, embedding_call, head_call, loss_call
+from refshard.simulate.autocast import autocast_block_call, autocast_head_call, weight_casts, widened
 from refshard.simulate.flat_parameters import FlatParameters
 from refshard.simulate.forecast import Job
 from refshard.simulate.fully_shard import FullyShard
@@ -126,7 +127,7 @@ def predict_memory(job: RankJob, recipe: Recipe | None) -> MemoryForecast:
     """What one rank allocates in a training step that is not its first; without a recipe, one rank alone.
 
     Beside the model and its optimizer (a fused AdamW) that is the tokens of the step. What libraries keep for
-    themselves is left out, gloo's buffers excepted.
+    themselves (cuBLAS its workspaces) is left out, gloo's buffers excepted.
     """
     recipe = recipe or ALONE
     everywhere = recipe.mode.optimizer == "replicate"
@@ -149,7 +150,10 @@ def predict_memory(job: RankJob, recipe: Recipe | None) -> MemoryForecast:
     ledger.close("between steps")
     tokens = 2 * job.microbatches * tensors.ids
     ledger.take("activations", tokens)  # of all microbatches: inputs and targets
-    walk = _Walk(setting.units, _parts(setting.units, tensors, job.checkpointing), loss_call(tensors), holdings, ledger)
+    autocast = recipe.grouping == "buckets" and tensors.widens
+    parts = _parts(setting.units, tensors, job.checkpointing, autocast=autocast)
+    remembered = weight_casts(tensors) * len(job.checkpointing.layers) if autocast else ()
+    walk = _Walk(setting.units, parts, loss_call(tensors, remembered), holdings, ledger)
     for index in range(job.microbatches):
         walk.microbatch(first=index == 0, last=index == job.microbatches - 1)
     holdings.drop_gradients()
@@ -196,22 +200,26 @@ class _Part:
     closes: bool = True
 
 
-def _parts(units: Sequence[ModelUnit], t: Tensors, checkpointing: Checkpointing) -> tuple[_Part, ...]:
+def _parts(
+    units: Sequence[ModelUnit], t: Tensors, checkpointing: Checkpointing, *, autocast: bool
+) -> tuple[_Part, ...]:
     """The layers in forward's order. Calls of like layers are one object."""
+    of_block = autocast_block_call if autocast else block_call
+    of_head = autocast_head_call if autocast else head_call
     blocks = [(index, unit) for index, unit in enumerate(units) if unit.role == "block"]
     calls: dict[tuple[Recompute, bool], Call] = {}
     parts = []
     for index, unit in blocks:
         key = checkpointing.recompute(unit.layer), unit.layer == 0
         if key not in calls:
-            calls[key] = block_call(t, recompute=key[0], first=key[1])
+            calls[key] = of_block(t, recompute=key[0], first=key[1])
         parts.append(_Part(unit.name, index, calls[key]))
     around = units[0].role == "around"
     last = 0 if around else len(units) - 1
     return (
-        _Part("embedding", 0, embedding_call(t), closes=not around),
+        _Part("embedding", 0, embedding_call(widened(t) if autocast else t), closes=not around),
         *parts,
-        _Part("head", last, head_call(t), opens=not around),
+        _Part("head", last, of_head(t), opens=not around),
     )
 
 

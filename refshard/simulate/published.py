@@ -6,7 +6,7 @@ from refshard.flops import flops_per_token
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import find_recipe
 from refshard.simulate.forecast import CONVENTION, Job, forecast_step
-from refshard.specs.cluster import load_cluster
+from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.model import load_model
 from refshard.specs.published import PublishedRow, PublishedTable
 
@@ -33,23 +33,26 @@ class Prediction:
         return self.predicted / self.published - 1
 
 
-def predict(table: PublishedTable) -> tuple[Prediction, ...]:
-    """Predict every result of a table, in its order.
+def predict(table: PublishedTable, cluster: ClusterSpec | None = None) -> tuple[Prediction, ...]:
+    """Predict every result of a table, in its order; on nodes like the cluster's, by default the table's own.
 
     Raises:
         SpecError: a row names what does not exist.
     """
+    nodes = cluster or load_cluster(table.cluster)
     return tuple(
-        _prediction(table, row, strategy, published)
+        _prediction(table, nodes, row, strategy, published)
         for row in table.rows
         for strategy, published in row.results.items()
     )
 
 
-def _prediction(table: PublishedTable, row: PublishedRow, strategy: str, published: float) -> Prediction:
+def _prediction(
+    table: PublishedTable, cluster: ClusterSpec, row: PublishedRow, strategy: str, published: float
+) -> Prediction:
     job = Job(
         model=load_model(row.model),
-        cluster=load_cluster(table.cluster).of_nodes(row.nodes),
+        cluster=cluster.of_nodes(row.nodes),
         seq_len=row.seq_len,
         sequences=row.sequences,
         reduction=table.reduction.get(strategy, "fp32"),

@@ -13,8 +13,8 @@ class Whole(Holdings):
     """Parameters, and gradients where autograd puts them; with buckets (DDP), gradients are views of those.
 
     Without buckets to reduce in, as DDP has none before the last microbatch, a gradient stays as it came and later ones
-    are added to it. A bucket takes a gradient as it arrives, with what was there before. In bf16, a copy of all
-    parameters is held to compute with, as the engine does where it replicates.
+    are added to it. A bucket takes a gradient as it arrives, with what was there before. In bf16, forward runs
+    under autocast (:mod:`refshard.simulate.autocast`); gradients arrive in fp32 all the same.
     """
 
     _own: bool
@@ -28,8 +28,6 @@ class Whole(Holdings):
         every = [numel for unit in setting.units for numel in numels(unit)]
         for numel in every:
             self.ledger.take("parameters", MASTER_BYTES * numel)
-            if setting.element != MASTER_BYTES:
-                self.ledger.take("unsharded", setting.element * numel)
         if setting.recipe.bucket_bytes:
             buckets = Buckets(setting.recipe, setting.reduced)
             full = [buckets.add(numel) for unit in reversed(setting.units) for numel in reversed(numels(unit))]
@@ -64,7 +62,7 @@ class Whole(Holdings):
             if self._own:
                 self._kept -= nbytes
                 self.ledger.free("gradients", nbytes)
-            self._reduce(self._open.add(nbytes // self.setting.element))
+            self._reduce(self._open.add(nbytes // MASTER_BYTES))
 
     def close_pass(self) -> None:
         """See :meth:`Holdings.close_pass`."""

@@ -33,7 +33,7 @@ def wrap(model: Llama, strategy: str, mesh: DeviceMesh, *, bf16: bool) -> nn.Mod
         return shard(model, mesh, mode=strategy, precision=Precision(parameters=BF16 if bf16 else None))
     if strategy.startswith("fsdp1"):
         mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32) if bf16 else None
-        ends = () if strategy == "fsdp1-root" else (model.model.embed_tokens, model.lm_head)
+        ends = () if strategy == "fsdp1-root" or model.spec.tied else (model.model.embed_tokens,)
         policy = CustomPolicy(lambda module: isinstance(module, Block) or module in ends)
         return FullyShardedDataParallel(
             model, process_group=mesh.get_group(), auto_wrap_policy=policy, mixed_precision=mixed, device_id=CPU
@@ -81,11 +81,13 @@ def levels_of_a_step(
         checkpoint_layers(model, policy)
         module = model if strategy == "single" else wrap(model, strategy, mesh, bf16=bf16)
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+        autocast = bf16 and strategy in ("single", "ddp")
+        computing = partial(torch.autocast, "cpu", BF16) if autocast else nullcontext
         pause = {"ddp": getattr(module, "no_sync", nullcontext), **dict.fromkeys(MODES, partial(no_sync, module))}
         for index in range(3):
             live.watching = index == 2
             tokens = torch.zeros(2, microbatches, sequences, seq_len, dtype=torch.int64)
-            step(module, optimizer, tokens, pause.get(strategy, nullcontext))
+            step(module, optimizer, tokens, pause.get(strategy, nullcontext), computing)
             del tokens
         live.levels.append(live.total())
     return live.levels
@@ -96,11 +98,15 @@ def step(
     optimizer: torch.optim.Optimizer,
     tokens: torch.Tensor,
     pause: Callable[[], AbstractContextManager[object]],
+    computing: Callable[[], AbstractContextManager[object]],
 ) -> None:
-    """One optimizer step over all microbatches, as the harness takes it; all but the last within ``pause``."""
+    """One optimizer step over all microbatches, as the harness takes it; all but the last within ``pause``, and each
+    forward with its loss within ``computing``.
+    """
     for index, (inputs, targets) in enumerate(zip(*tokens)):
         with nullcontext() if index == len(tokens[0]) - 1 else pause():
-            loss = next_token_loss(module(inputs), targets)
+            with computing():
+                loss = next_token_loss(module(inputs), targets)
             (loss / len(tokens[0])).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from refshard.errors import SpecError
 from refshard.flops import parameter_count
 from refshard.plan.checkpointing import Checkpointing, checkpointing_of
-from refshard.plan.recipe import MASTER_BYTES, RECIPES, find_recipe
+from refshard.plan.recipe import RECIPES, find_recipe
 from refshard.plan.units import model_units
 from refshard.quantities import GIB
 from refshard.simulate.forecast import Job
@@ -55,14 +55,12 @@ def check(model: ModelSpec, strategy: str, **features: Any) -> None:
     predicted = predict_memory(job(model, **features), None if strategy == "single" else STRATEGIES[strategy])
     measured = levels_of_a_step(model, strategy, sequences=2, seq_len=24, **features)
     counts = numbers(model, strategy)
-    # FSDP1 makes no unit of two modules: the final norm's few weights are in a unit of the root's.
-    apart = 8 * MASTER_BYTES * model.dim if strategy == "fsdp1" else 0
-    assert sum(predicted.between_steps.values()) - counts == pytest.approx(measured[0], abs=apart), "between steps"
-    assert predicted.peak - counts == pytest.approx(max(measured), abs=apart), "at the peak"
+    assert sum(predicted.between_steps.values()) - counts == measured[0], "between steps"
+    assert predicted.peak - counts == max(measured), "at the peak"
     # So are the tops of the stretches in between; while the rotary tables are made, more is there for a moment.
     climbs = [new for last, new in pairwise(predicted.events) if new.highest > last.after]
     missed = [e.name for e in climbs if e.name != "forward embedding" and e.highest - counts not in measured]
-    assert not missed or apart
+    assert not missed
 
 
 TWICE = {"microbatches": 2, "policy": "full"}
@@ -71,12 +69,13 @@ HYBRID = {"replicas": 2, "microbatches": 2, "policy": "every-2"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((strategy, {}) for strategy in ("single", *STRATEGIES)),
     *((strategy, TWICE) for strategy in ("single", "ddp", "fsdp1-root", "fsdp2", "replicate")),
-    *((strategy, BF16) for strategy in ("fsdp1-root", "fsdp2-tuned", "zero1", "yafsdp")),
+    *((strategy, BF16) for strategy in ("single", "ddp", "fsdp1-root", "fsdp2-tuned", "zero1", "yafsdp")),
     *((strategy, HYBRID) for strategy in ("fsdp", "yafsdp", "zero2")),
     *((strategy, {"tied": True, "bf16": True}) for strategy in ("fsdp2-tuned", "fsdp", "yafsdp")),
     *((strategy, {"vocab": 97}) for strategy in ("fsdp1-root", "fsdp2", "yafsdp")),
+    *((strategy, {"replicas": 2, **BF16}) for strategy in ("fsdp2", "fsdp2-tuned")),
     ("fsdp2", {"replicas": 2, "bf16": True}),
-    ("replicate", {"bf16": True, "policy": "full"}),
+    *((strategy, {"bf16": True, "policy": "full"}) for strategy in ("single", "ddp", "replicate")),
 ]
 """Every strategy plainly, and each feature with the strategies that meet it in ways of their own."""
 
