@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from refshard.specs.cluster import Algorithm, ClusterSpec, CollectiveOp, LinkSpec, MeasuredCollective
-from refshard.specs.hardware import Dtype, HardwareSpec
+from refshard.specs.hardware import AttentionKernel, Dtype, HardwareSpec
 
 Link = Literal["within", "between"]
 _ROUNDS: dict[CollectiveOp, int] = {
@@ -76,14 +76,16 @@ def product_seconds(hardware: HardwareSpec, dtype: Dtype, flops: float, nbytes: 
 
 
 def attention_seconds(
-    hardware: HardwareSpec, dtype: Dtype, *, heads: int, seq_len: int, head_dim: int, backward: bool = False
-) -> float:
+    hardware: HardwareSpec, dtype: Dtype, *, heads: int, seq_len: int, head_dim: int, backward: bool = False,
+    kernel: AttentionKernel = "flash",
+) -> float:  # fmt: skip
     """What causal attention takes, forward or backward; ``heads`` are query heads, of all sequences together."""
     scores = heads * seq_len**2 / 2
     rate = hardware.attention[dtype]
+    flops_per_s = rate.flops_per_s * hardware.attention_kernels.get(kernel, 1.0)
     flops = 4 * head_dim * (BACKWARD_PRODUCTS if backward else 1)
     measured = _score_seconds(hardware, dtype, seq_len, head_dim, backward=backward)
-    return hardware.kernel_s + rate.overhead_s + scores * (measured or flops / rate.flops_per_s)
+    return hardware.kernel_s + rate.overhead_s + scores * (measured or flops / flops_per_s)
 
 
 def _score_seconds(hardware: HardwareSpec, dtype: Dtype, seq_len: int, head_dim: int, *, backward: bool) -> float:

@@ -281,6 +281,14 @@ def test_attention_counts_the_causal_half_and_five_products_backward() -> None:
     assert backward == pytest.approx(1 + 2.5 * 150 * 8 / 250)
 
 
+def test_another_attention_kernel_runs_as_many_times_as_fast_as_its_profile_says() -> None:
+    about: dict[str, Any] = {"heads": 3, "seq_len": 10, "head_dim": 2}
+    made = hardware(attention_kernels={"cudnn": 2.0})
+    flash = attention_seconds(made, "bf16", **about)
+    assert attention_seconds(made, "bf16", **about, kernel="efficient") == flash
+    assert attention_seconds(made, "bf16", **about, kernel="cudnn") - 1 == pytest.approx((flash - 1) / 2)
+
+
 def test_attention_is_read_between_what_was_measured() -> None:
     points = [
         AttentionPoint(dtype="bf16", head_dim=width, seq_len=length, forward_s=seconds, backward_s=2 * seconds)

@@ -183,7 +183,7 @@ class _Pricing:
         heads = round(2 * scores.pairs / scores.length**2)
         return attention_seconds(
             self._hardware, dtype, heads=heads, seq_len=scores.length, head_dim=scores.head_dim,
-            backward=scores.backward,
+            backward=scores.backward, kernel=scores.kernel,
         )  # fmt: skip
 
     def _optimizer(self, operator: str, reads: int, nbytes: float) -> float:

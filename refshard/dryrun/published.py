@@ -22,7 +22,7 @@ from refshard.dryrun.request import Request
 from refshard.dryrun.run import DryRun, dry_run
 from refshard.dryrun.steps import steps_of
 from refshard.quantities import GIB
-from refshard.specs.cluster import load_cluster
+from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.model import load_model
 from refshard.specs.published_run import PublishedRun
 
@@ -220,7 +220,7 @@ def predict(name: str, run: PublishedRun, *, launch: Callable[[Request], DryRun]
         return Prediction(name=name, run=run, refused=reason, request=request)
     predicted = _memory(found.recording, found.answer.peak.active)
     if run.tokens_per_s_gpu is not None:
-        predicted["tokens/s/GPU"] = _speed(run, found)
+        predicted["tokens/s/GPU"] = speed_of(run, found, load_cluster(run.cluster))
     other = _in_other_mode(run, launch) if _in_doubt(run) else {}
     return Prediction(
         name=name, run=run, request=request, compared=_compared(run, predicted, other), retries=found.answer.retries
@@ -248,10 +248,10 @@ def _memory(recording: Recording, active_bytes: int) -> dict[Figure, float]:
     }
 
 
-def _speed(run: PublishedRun, found: DryRun) -> float:
-    """Tokens a second of one GPU; ranks that share a sequence count it once."""
+def speed_of(run: PublishedRun, found: DryRun, cluster: ClusterSpec) -> float:
+    """Tokens a second of one GPU on nodes like the cluster's; ranks that share a sequence count it once."""
     tokens = run.local_batch * run.seq_len * run.gpus // run.tensor
-    analysis = analyse(found, load_cluster(run.cluster).of_world_size(run.gpus), global_tokens=tokens)
+    analysis = analyse(found, cluster.of_world_size(run.gpus), global_tokens=tokens)
     assert analysis.tokens_per_s is not None
     return analysis.tokens_per_s
 

@@ -10,10 +10,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from refshard.dryrun.recording import Flag
 from refshard.dryrun.signatures import Signature, Tensor, parse
+from refshard.specs.hardware import AttentionKernel
 
 WorkKind = Literal["product", "attention", "optimizer", "move"]
 _NO_FORMULA = "priced by its bytes: no FLOP formula; register one (torch.utils.flop_counter.register_flop_formula)"
@@ -39,13 +40,14 @@ class Scores:
     """The scores of one attention: ``pairs`` of a query and a key that are computed, over all sequences and heads.
 
     ``length`` is that of the longer of queries and keys in one sequence, ``head_dim`` the mean of the keys' and the
-    values'.
+    values'. ``kernel`` is the one that computes them.
     """
 
     pairs: float
     length: int
     head_dim: int
     backward: bool
+    kernel: AttentionKernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +123,22 @@ def _attention(op: str, found: Signature, *, causal: bool) -> Work | None:
             packed, sequences, doubt = sequences, offsets.shape[0] - 1, _EVEN_LENGTHS
             queries, keys = -(-packed * queries // sequences), -(-packed * keys // sequences)
     pairs = float(sequences * heads) * _pairs(queries, keys, causal=causal)
-    return _scores(pairs, max(queries, keys), key.shape[-1], value.shape[-1], backward, query.dtype, doubt)
+    kernel: AttentionKernel = next((name for name in get_args(AttentionKernel) if name in op), "flash")
+    scores = Scores(
+        pairs=pairs, length=max(queries, keys), head_dim=(key.shape[-1] + value.shape[-1]) // 2, backward=backward,
+        kernel=kernel,
+    )  # fmt: skip
+    flops = _score_flops(pairs, key.shape[-1], value.shape[-1], backward=backward)
+    return Work(kind="attention", flops=flops, dtype=query.dtype, scores=scores, doubt=doubt)
 
 
-def _scores(pairs: float, length: int, keys: int, values: int, backward: bool, dtype: str, doubt: str) -> Work:
+def _score_flops(pairs: float, keys: int, values: int, *, backward: bool) -> float:
     """``keys`` and ``values`` are head dimensions.
 
     Forward multiplies queries with keys and scores with values. Backward does the first again, and has two products
     more for each of the two.
     """
-    flops = pairs * 2 * (3 * keys + 2 * values if backward else keys + values)
-    scores = Scores(pairs=pairs, length=length, head_dim=(keys + values) // 2, backward=backward)
-    return Work(kind="attention", flops=flops, dtype=dtype, scores=scores, doubt=doubt)
+    return pairs * 2 * (3 * keys + 2 * values if backward else keys + values)
 
 
 def _pairs(queries: int, keys: int, *, causal: bool) -> float:

@@ -9,6 +9,7 @@ from refshard.errors import SpecError, nearest
 from refshard.specs.reading import convert, finite, read_toml, sourced, within
 
 Dtype = Literal["fp32", "bf16"]
+AttentionKernel = Literal["flash", "efficient", "cudnn"]
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
 
@@ -62,15 +63,16 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One accelerator, or one rank's share of a CPU. ``sources`` says of each field where its value comes from.
 
     ``matmul`` and ``attention`` are by dtype (fp32, bf16); attention's FLOPs are those of the causal half, backward
-    2.5 times forward, and ``attention_points`` go before its rate. ``memory_bytes_per_s`` is what elementwise kernels
-    reach, bytes read and written, on tensors that no cache holds. ``transcendental_per_s`` is how many exponentials a
-    second such a kernel gets done (0: memory is slower), ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as
-    any elementwise kernel), ``first_touch_bytes_per_s`` how fast the system provides memory that the process did not
-    have (0: at once, as a caching allocator does), ``host_link_bytes_per_s`` what a copy between pinned memory of the
-    host and the device reaches (0: unknown). ``kernel_s`` is what any kernel takes however little it does, ``host_s``
-    what the host needs to launch one. On hardware that is ``asynchronous`` the host runs ahead of the device
-    (CUDA); elsewhere it is the device, and both are the cost of one eager operation. ``multiprocessors`` is 0 where
-    there is no such thing. ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it.
+    2.5 times forward, and ``attention_points`` go before its rate. That rate is FlashAttention's; ``attention_kernels``
+    says how many times as fast another of torch's kernels runs (1 where it is not listed). ``memory_bytes_per_s`` is
+    what elementwise kernels reach, bytes read and written, on tensors that no cache holds. ``transcendental_per_s`` is
+    how many exponentials a second such a kernel gets done (0: memory is slower), ``optimizer_bytes_per_s`` what a fused
+    AdamW reaches (0: as any elementwise kernel), ``first_touch_bytes_per_s`` how fast the system provides memory that
+    the process did not have (0: at once, as a caching allocator does), ``host_link_bytes_per_s`` what a copy between
+    pinned memory of the host and the device reaches (0: unknown). ``kernel_s`` is what any kernel takes however little
+    it does, ``host_s`` what the host needs to launch one. On hardware that is ``asynchronous`` the host runs ahead of
+    the device (CUDA); elsewhere it is the device, and both are the cost of one eager operation. ``multiprocessors`` is
+    0 where there is no such thing. ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it.
     """
 
     device: Literal["cuda", "cpu"]
@@ -86,6 +88,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first_touch_bytes_per_s: float = 0.0
     host_link_bytes_per_s: float = 0.0
     attention_points: tuple[AttentionPoint, ...] = ()
+    attention_kernels: dict[AttentionKernel, float] = {}
     device_name: str = ""
     capability: tuple[int, int] = (0, 0)
     about: str = ""
@@ -103,6 +106,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"matmul and attention must give the same dtypes, at least one, got {sorted(self.matmul)} and "
                 f"{sorted(self.attention)}"
             )
+        for kernel, times in self.attention_kernels.items():
+            finite(f"attention_kernels.{kernel}", times, above=0)
         sourced(self, exempt=("device", "device_name", "capability", "about", "sources"))
 
     @property

@@ -112,7 +112,8 @@ def sourced(spec: msgspec.Struct, *, exempt: Sequence[str]) -> None:
     if unknown := next((name for name in sources if name not in spec.__struct_fields__), None):
         raise ValueError(f"sources has the unknown key '{unknown}'; {nearest(unknown, list(spec.__struct_fields__))}")
     for field in fields:
-        given = getattr(spec, field.name) != field.default
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        given = getattr(spec, field.name) != default
         if given and field.name not in exempt and not sources.get(field.name, "").strip():
             raise ValueError(f"sources must say where {field.name} comes from, got nothing; add it")
 

@@ -174,7 +174,7 @@ def test_races_and_the_page_are_made_of_one_run(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     done = run(tmp_path, scripts.TRAIN, "--races", "--html", str(page), "--world-size", "2")
     assert done.returncode == 0, done.stderr
-    assert "races: none; an event orders every two accesses" in done.stdout
+    assert "races: none; all accesses to the same memory" in done.stdout
     assert f"page: {page}" in done.stdout
     text = page.read_text()
     assert "It fits, with " in text

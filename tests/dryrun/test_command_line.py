@@ -42,10 +42,10 @@ def test_another_launcher_runs_as_it_is_installed_with_this_python(script: str) 
     [
         (["nothere"], "no program of that name is installed with this Python"),
         (["nothere.py"], "there is no script 'nothere.py'"),
-        (["srun", "train.py"], "'srun' starts processes in a way that cannot be followed"),
+        (["srun", "train.py"], "a dry run cannot follow the processes that 'srun' starts"),
         (["torchrun", "--nproc-per-node", "many", "train.py"], "--nproc-per-node must be a number >= 1, got 'many'"),
         (["-m"], "-m must be followed by a module"),
-        ([], "no script is named"),
+        ([], "no script was given"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(words: list[str], says: str) -> None:

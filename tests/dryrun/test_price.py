@@ -139,6 +139,7 @@ def test_flops_of_attention_are_torchs_and_half_of_them_under_a_causal_mask(kern
         assert (whole.kind, whole.flops, causal.flops) == ("attention", counted, counted / 2)
         assert whole.scores is not None
         assert (whole.scores.length, whole.scores.head_dim, whole.scores.backward) == (64, 20, backward)
+        assert whole.scores.kernel == kernel
 
 
 def test_attention_in_other_layouts() -> None:
@@ -232,6 +233,14 @@ def test_attention_takes_what_its_law_says_and_twice_the_scores_without_a_mask()
     assert seconds_of(forward, f"{q} {kv} {kv} -> {q}") == doubled
     back = attention_seconds(device, "bf16", heads=64, seq_len=8192, head_dim=128, backward=True)
     assert seconds_of(backward, f"{q} {q} {kv} {kv} {q} -> {q}", flags=Flag.CAUSAL) == back
+    other = attention_seconds(device, "bf16", heads=64, seq_len=8192, head_dim=128, backward=True, kernel="cudnn")
+    assert (
+        seconds_of(
+            "aten::_scaled_dot_product_cudnn_attention_backward", f"{q} {q} {kv} {kv} {q} -> {q}", flags=Flag.CAUSAL
+        )
+        == other
+        < back
+    )
     # One query reads all keys and values: that takes longer than its scores.
     one = seconds_of(forward, "bf16[8,32,1,128] bf16[8,32,8192,128] bf16[8,32,8192,128]", reads=2**30)
     assert one == move_seconds(device, 2**30)

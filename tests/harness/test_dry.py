@@ -167,7 +167,7 @@ class TestRun:
         needs = record.metrics["peak_memory_bytes"] or 0
         assert needs > 4 * 4 * 4_951_296
         assert f"out of memory: needs at least {format_bytes(needs)} (" in str(record.error)
-        assert "of 60.0 MiB; " in str(record.error)
+        assert ", 60.0 MiB usable; " in str(record.error)
         assert record.metrics["step_time_s"] is None
         assert record.proof is None
 
@@ -250,7 +250,7 @@ def test_what_a_rank_leaves_becomes_the_record(tmp_path: Path) -> None:
     [
         ({"announced": (GATHERS,)}, "the plan announced 13 all_gather of 1000 B, the recording shows 13 all_gather"),
         ({"steps": (msgspec.structs.replace(STEP, issued=(REDUCES,)),)}, "the recording shows 7 reduce_scatter of"),
-        ({"stepped": 12}, "the optimizers of all ranks step 96 elements together, of 100 that are trained"),
+        ({"stepped": 12}, "the optimizers of all ranks together step 96 of 100 trained elements"),
         ({"wrapped_units": ()}, "the model was not wrapped: it has no unit"),
         ({"wrapped_units": BLOCKS[1:]}, "no unit is, or lies in, model.layers.0"),
         (
@@ -272,8 +272,8 @@ def test_out_of_memory_is_run_again_without_a_limit(tmp_path: Path) -> None:
     record = record_of(launcher, tmp_path)
     assert [asked.limited for asked in launcher.asked] == [True, False]
     assert record.error == (
-        "out of memory: needs at least 3.00 GiB (5.00 GiB reserved) of 2.00 GiB; 1.00 GiB were in use when it asked "
-        "for 1.96 GiB"
+        "out of memory: needs at least 3.00 GiB (5.00 GiB reserved), 2.00 GiB usable; 1.00 GiB were in use when it "
+        "asked for 1.96 GiB"
     )
     assert {name: value for name, value in record.metrics.items() if value is not None} == {
         "peak_memory_bytes": 3 * GIB, "peak_active_bytes": 4 * GIB, "peak_reserved_bytes": 5 * GIB,
@@ -284,7 +284,7 @@ def test_out_of_memory_is_run_again_without_a_limit(tmp_path: Path) -> None:
 def test_what_would_be_needed_may_stay_unknown(tmp_path: Path) -> None:
     failed = DryResult(state="failed", error="no")
     record = record_of(Leaves(lambda asked: OUT if asked.limited else failed), tmp_path)
-    assert record.error == "out of memory: 1.00 GiB were in use when it asked for 1.96 GiB, of 2.00 GiB"
+    assert record.error == "out of memory: 1.00 GiB were in use when it asked for 1.96 GiB (2.00 GiB usable)"
     assert (record.state, record.metrics) == ("oom", {})
 
 
@@ -331,7 +331,7 @@ def test_a_rank_that_ends_badly_is_the_last(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"cluster": "no-such"}, "cluster: no profile and no file 'no-such'"),
-        ({"cluster": "lab-2x2gbit"}, "cluster must have CUDA GPUs for dryrun cases, and 'lab-2x2gbit' has none"),
+        ({"cluster": "lab-2x2gbit"}, "cluster must have CUDA GPUs for dryrun cases, but 'lab-2x2gbit' has none"),
         ({"world_size": 12}, "on nodes of 8 ranks, got 12"),
     ],
 )

@@ -73,8 +73,8 @@ def test_the_verdict_comes_first_and_has_the_figures(found: Analysis, seen: Page
     assert told["memory"] == ("fits, 58.2 GiB left", "good")
     assert told["step time"] == (step, "")
     assert told["exposed communication"][0] == format_percent(figures.exposed_comm_s / figures.step_s)
-    assert told["host synchronisations a step"][0] == "1"
-    assert "8,192 tokens a step and GPU" in text
+    assert told["host synchronisations per step"][0] == "1"
+    assert "8,192 tokens per step and GPU" in text
 
 
 def test_the_picture_of_memory_is_stacked_to_what_is_allocated(found: Analysis) -> None:
@@ -107,14 +107,14 @@ def test_the_picture_marks_the_peak_the_limit_and_the_phases(found: Analysis) ->
     (peak,) = [note for note in chart.figure["layout"]["annotations"] if "peak" in note["text"]]
     assert peak["y"] == 17
     assert chart.alternative.startswith(
-        "Step 1, the last: at the peak, in backward of layers.0.mlp, 17.0 GiB are allocated, of which "
+        "Step 1 (the last): memory peaks in backward of layers.0.mlp, with 17.0 GiB allocated (largest: "
     )
-    assert "At most 20.0 GiB are reserved, of 78.2 GiB that are usable." in chart.alternative
+    assert "At most 20.0 GiB of 78.2 GiB usable are reserved." in chart.alternative
 
 
 def test_what_is_held_at_the_peak_is_listed(seen: Page) -> None:
     text = rows(seen)
-    assert "17.0 GiB allocated, by what it holds" in text
+    assert "17.0 GiB allocated, by category" in text
     assert "activations 5.00 GiB 29.4 %" in text
     assert "activations layers.*.mlp, forward aten::mm 1 5.00 GiB" in text
     assert "CUDA context 500 MiB" in text
@@ -183,8 +183,8 @@ def test_a_run_that_runs_out_of_memory_is_drawn_until_it_does() -> None:
     assert held["y"][-1] == 70
     assert chart.alternative.endswith("It ends where memory ran out.")
     text = rows(Page("".join(page(found, COMMAND))))
-    assert "No step ended, so there is no timeline of one." in text
-    assert "No step ended, so none was timed." in text
+    assert "No step was completed, so there is no timeline." in text
+    assert "No step was completed, so there are no step times." in text
 
 
 def test_the_whole_run_is_drawn_too_where_its_peak_is_not_in_the_last_step() -> None:
@@ -209,14 +209,14 @@ def test_a_limit_far_above_is_left_out_so_that_the_picture_is_not_flat() -> None
     (chart,) = memory_charts(analysed(made, steps_taken=0))
     assert [note["text"] for note in chart.figure["layout"]["annotations"]] == ["<b>peak: 1.00 GiB</b>"]
     assert chart.figure["layout"]["yaxis"]["range"][1] < 2
-    assert "78.2 GiB that are usable" in chart.alternative
+    assert "78.2 GiB usable" in chart.alternative
 
 
 def test_a_script_that_fails_before_it_asks_for_anything_has_a_page() -> None:
     found = analysed(Made(), outcome="failed", error="ValueError: no", where=SITE, steps_taken=0)
     seen = Page("".join(page(found, COMMAND)))
     assert "The script failed: ValueError: no" in seen.text
-    assert "The script took no memory of the GPU." in seen.text
+    assert "The script allocated no GPU memory." in seen.text
     assert not [box for box in seen.having("div") if box.get("class") == "chart"]
     assert len(seen.having("canvas")) == 0
 
@@ -231,5 +231,5 @@ def test_races_are_told_where_they_were_looked_for(found: Analysis) -> None:
     racing.write(GATHER)
     racing.read(MAIN)
     assert all("race" not in text.lower() for text in told(None))
-    assert all("one; an event orders every two accesses" in text for text in told(ordered))
+    assert all("one; all accesses to the same memory" in text for text in told(ordered))
     assert all("read-write, once: write on 20 (writes, " in text for text in told(racing))
