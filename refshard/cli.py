@@ -217,27 +217,27 @@ def plan(
 @app.command(context_settings={"ignore_unknown_options": True})
 def dryrun(
     command: Annotated[
-        list[str], typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a whole torchrun line.")
+        list[str], typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a launcher's command line.")
     ],
-    cluster: Annotated[str, typer.Option(help="A cluster's profile or TOML file, and xN after it for N nodes.")],
+    cluster: Annotated[str, typer.Option(help="Cluster profile or TOML file; append xN for N nodes.")],
     world_size: Annotated[
-        int | None, typer.Option(help="Number of ranks [default: as torchrun is told, or the whole cluster].")
+        int | None, typer.Option(help="Number of ranks (default: from torchrun's options, or the whole cluster).")
     ] = None,
     rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
     steps: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 3,
     tokens_per_step: Annotated[
-        int | None, typer.Option(help="Tokens of a step over all ranks [default: what the model is given].")
+        int | None, typer.Option(help="Tokens per step over all ranks (default: counted from the model's input).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the replayed steps as a Kineto trace.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network.")] = None,
     races: Annotated[
-        bool, typer.Option("--races", help="Report accesses to the same memory from two streams that no event orders.")
+        bool, typer.Option("--races", help="Report unordered accesses to the same memory from two streams.")
     ] = False,
 ) -> None:
-    """Run one rank of a training script, unmodified, on GPUs that are not here: whether it fits, and how fast it is.
+    """Run one rank of an unmodified training script on fake GPUs, and report whether it fits and how fast it is.
 
-    Exit status: 0 if it fits, 1 if it does not or the script failed, 2 for a mistake in what was asked.
+    Exit status: 0 if it fits; 1 if it does not, the script fails or --races finds a race; 2 if the command is wrong.
     """
     from refshard.commands import dryrun as made
 

@@ -1,7 +1,7 @@
 """``python -m refshard.dryrun.child FOLDER``: the process that a script runs in.
 
-It puts the fake device in place before torch, runs the script as Python would, and leaves ``recording.npz`` and
-``answer.json`` in the folder, however the script ends.
+It activates the fake device before torch is imported and runs the script as Python would. It writes ``recording.npz``
+and ``answer.json`` to the folder, however the script ends.
 """
 
 import os
@@ -29,7 +29,7 @@ REQUEST, ANSWER, RECORDING = "request.json", "answer.json", "recording.npz"
 
 
 def main(folder: Path) -> int:
-    """Run the request in ``folder`` and return the process's exit status: 0 if an answer was left."""
+    """Run the request in ``folder`` and return the process's exit status: 0 if an answer was written."""
     request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
     began = time.monotonic()
     os.environ.update(request.environment)
@@ -54,7 +54,7 @@ def main(folder: Path) -> int:
     peaks.install()
     launched = not request.module and is_program(request.command[0])
     rank = _rank_environment(request)
-    if not launched:  # else this process becomes the rank where the launcher would start it
+    if not launched:  # a launcher's process becomes the rank when the launcher would start it
         os.environ.update(rank)
     with Launchers(rank).following(program=launched):
         outcome, error, where = _run(request)
@@ -65,7 +65,7 @@ def main(folder: Path) -> int:
 
 
 def _rank_environment(request: Request) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """The environment variables that torchrun sets for a rank."""
     nodes = request.world_size // request.local_ranks
     return {
         "RANK": str(request.rank),
@@ -86,7 +86,7 @@ def _rank_environment(request: Request) -> dict[str, str]:
 
 
 def _run(request: Request) -> tuple[Outcome, str, str]:
-    """Run the script; how it went, what it raised, and where."""
+    """Run the script. Returns its outcome, what it raised, and where."""
     import torch
 
     from refshard.dryrun.observe import StepsDone
@@ -111,16 +111,16 @@ def _run(request: Request) -> tuple[Outcome, str, str]:
 
 def _cause(error: BaseException) -> str:
     name = type(error).__name__
-    if name in ("TritonMissing", "InductorError"):  # the second where Triton is installed and looks for a GPU
+    if name in ("TritonMissing", "InductorError"):  # InductorError: Triton is installed, but finds no GPU
         return (
-            f"{name}: torch.compile's inductor generates Triton kernels, which only a GPU can run, so compiled "
-            "code is not dry-run; leave torch.compile out, or give it backend='aot_eager', which launches the same "
+            f"{name}: torch.compile's inductor generates Triton kernels, which need a real GPU, so a dry run "
+            "does not support compiled code; remove torch.compile, or use backend='aot_eager', which launches the same "
             "operators unfused"
         )
     if any(frame.name == "_tensor_to_object" for frame in traceback.extract_tb(error.__traceback__)):
         return (
-            f"{name}: the script unpickles an object that another rank would have sent, and a rank of a dry run runs "
-            "alone; run the rank that sends it (--rank, usually 0)"
+            f"{name}: the script unpickles an object that another rank would have sent, but a dry run runs one rank "
+            "only; run the rank that sends it (--rank, usually 0)"
         )
     return f"{name}: {_first_line(error)}"
 
@@ -162,4 +162,4 @@ if __name__ == "__main__":
     status = main(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads of the script, and tensors that outlive the device, have nothing left to say
+    os._exit(status)  # skip the script's threads and the destructors of tensors that outlive the device

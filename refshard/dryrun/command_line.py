@@ -1,6 +1,6 @@
-"""Read a training command as users have it: a script, a module, a line for torchrun, or another launcher's.
+"""Read a training command: a script, a module, or the command line of torchrun or another launcher.
 
-torchrun's line is read here. Of other launchers that are written in Python the program itself is what runs; see
+This module parses torchrun's options. Other launchers that are Python programs run unmodified; see
 :mod:`refshard.dryrun.launchers`.
 """
 
@@ -14,15 +14,15 @@ from refshard.errors import SpecError
 
 _TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _FLAGS = frozenset({"standalone", "module", "m", "no_python", "run_path", "use_env", "virtual_local_rank"})
-"""Options of torchrun without a value."""
+"""Options of torchrun that take no value."""
 _OTHER_LAUNCHERS = frozenset({"srun", "mpirun", "mpiexec", "horovodrun", "ray"})
-"""Programs that start ranks and are not Python's."""
+"""Launchers that a dry run cannot follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCommand:
-    """``command`` is a script or, with ``module``, a module, and its arguments. ``nodes`` and ``ranks_per_node`` are
-    what torchrun was told, None where it was not.
+    """``command`` is a script (with ``module``, a module) and its arguments. ``nodes`` and ``ranks_per_node`` are
+    torchrun's options, None if not given.
     """
 
     command: tuple[str, ...]
@@ -38,13 +38,13 @@ class _Torchrun:
 
 
 def read_command(words: Sequence[str]) -> TrainingCommand:
-    """What a command line runs.
+    """Find out what a command line runs.
 
     >>> read_command(["torchrun", "--nproc-per-node", "8", "-m", "mine.train", "--lr", "1"])
     TrainingCommand(command=('mine.train', '--lr', '1'), module=True, nodes=None, ranks_per_node=8)
 
     Raises:
-        SpecError: it names no script, one that does not exist, or a launcher that is not understood.
+        SpecError: it names no script, a script that does not exist, or an unsupported launcher.
     """
     left = list(words)
     if left and Path(left[0]).name.startswith("python"):
@@ -64,17 +64,17 @@ def _read_script(
             raise SpecError("dryrun: -m must be followed by a module; write `refshard dryrun -- -m package.train`")
         return TrainingCommand(command=tuple(words[1:]), module=True, nodes=nodes, ranks_per_node=ranks_per_node)
     if not words:
-        raise SpecError("dryrun: no script is named; write it after `--`: `refshard dryrun -- train.py --args`")
+        raise SpecError("dryrun: no script was given; write it after `--`: `refshard dryrun -- train.py --args`")
     if Path(words[0]).is_file():
         return TrainingCommand(command=tuple(words), nodes=nodes, ranks_per_node=ranks_per_node)
     if (name := words[0]) in _OTHER_LAUNCHERS:
         raise SpecError(
-            f"dryrun: '{name}' starts processes in a way that cannot be followed; give the script it starts"
+            f"dryrun: a dry run cannot follow the processes that '{name}' starts; give the script that it starts"
         )
     if (program := find_program(name)) is None:
         raise SpecError(
             f"dryrun: there is no script '{name}', and no program of that name is installed with this Python "
-            f"({sys.executable}); for a module write -m before it"
+            f"({sys.executable}); to run a module, write -m before it"
         )
     return TrainingCommand(command=(program, *words[1:]), nodes=nodes, ranks_per_node=ranks_per_node)
 
@@ -90,7 +90,7 @@ def _read_torchrun(words: Sequence[str]) -> TrainingCommand:
 
 
 def _options(words: Sequence[str]) -> _Torchrun:
-    """The options of torchrun itself, and what comes after them."""
+    """Split torchrun's own options from the words after them."""
     read, left = _Torchrun(), list(words)
     while left and left[0].startswith("-"):
         name, has_value, value = left.pop(0).lstrip("-").replace("-", "_").partition("=")
@@ -105,7 +105,7 @@ def _count(options: dict[str, str], name: str) -> int | None:
     given = options.get(name)
     if given is None or given in ("gpu", "auto"):
         return None
-    most = given.rpartition(":")[2]  # of MIN:MAX nodes
+    most = given.rpartition(":")[2]  # MAX of MIN:MAX nodes
     if not most.isdigit() or int(most) < 1:
         raise SpecError(f"dryrun: torchrun's --{name.replace('_', '-')} must be a number >= 1, got '{given}'")
     return int(most)

@@ -1,8 +1,8 @@
-"""Launchers as they are: where one would start a process for each rank, this process becomes the rank.
+"""Run launchers unmodified: where one would start a process for each rank, this process becomes the rank.
 
-``accelerate launch``, ``deepspeed``, ``tune run`` and their like read options and files of their own and set an
-environment of their own. Nothing of that is repeated here: the launcher itself runs, and what it starts is followed. It
-starts ranks in one of three ways: torch's elastic agent, ``torch.multiprocessing.spawn``, or a process of Python's.
+``accelerate launch``, ``deepspeed``, ``tune run`` and similar launchers read their own options and files, and set their
+own environment variables. This module reimplements none of that: it runs the launcher, and intercepts the calls that
+start ranks. These are torch's elastic agent, ``torch.multiprocessing.spawn`` and ``subprocess.Popen``.
 """
 
 import os
@@ -18,16 +18,16 @@ from typing import Any
 from refshard.errors import SpecError
 
 _ALONE = frozenset({"-u", "-O", "-B", "-E", "-s", "-I"})
-"""Options of Python without a value."""
+"""Python's options that take no value."""
 
 
 def is_program(path: str) -> bool:
-    """Whether a script is a program that was installed beside this Python, such as ``accelerate``."""
+    """Whether a script is a program installed in the same folder as this Python, such as ``accelerate``."""
     return Path(path).parent == Path(sys.executable).parent
 
 
 def find_program(name: str) -> str | None:
-    """The script of a program that was installed beside this Python."""
+    """The path of a program installed in the same folder as this Python, if it is a script."""
     found = shutil.which(name, path=str(Path(sys.executable).parent))
     return found if found and Path(found).read_bytes()[:2] == b"#!" else None
 
@@ -44,7 +44,7 @@ def run_python(command: Sequence[str], *, module: bool) -> None:
 
 
 class Launchers:
-    """Follows launchers until the first rank starts; ``rank`` is the environment that torchrun gives this rank."""
+    """Follows launchers until they start this rank; ``rank`` holds the variables that torchrun sets for it."""
 
     def __init__(self, rank: Mapping[str, str]) -> None:
         self._rank = dict(rank)
@@ -52,7 +52,7 @@ class Launchers:
 
     @contextmanager
     def following(self, *, program: bool) -> Iterator[None]:
-        """Stand where ranks are started; with ``program`` also where any process of this Python is."""
+        """Intercept the calls that start ranks; with ``program``, also those that start any process of this Python."""
         import torch.distributed.launcher.api as elastic
         import torch.multiprocessing as multiprocessing
 
@@ -74,7 +74,7 @@ class Launchers:
             setattr(*self._replaced.pop())
 
     def _become_rank(self) -> None:
-        """What the script starts from here on is its own affair."""
+        """Set the rank's environment variables, and stop intercepting: the script's own processes start as usual."""
         os.environ.update(self._rank)
         self._stand_aside()
 
@@ -97,7 +97,7 @@ class Launchers:
         asked = self._rank["WORLD_SIZE"]
         if str(ranks) != asked:
             print(
-                f"refshard: the launcher would start {ranks} ranks; this dry run has {asked}: see --world-size",
+                f"refshard: the launcher would start {ranks} ranks; this dry run has {asked} (set by --world-size)",
                 file=sys.stderr,
             )
 
@@ -105,7 +105,7 @@ class Launchers:
         launchers, real = self, subprocess.Popen
 
         class Followed(real):  # type: ignore[misc, valid-type]
-            """A process of this Python is run here, but not those of other ranks; any other program is started."""
+            """Runs this Python's processes here, but skips those of other ranks; starts all other programs."""
 
             def __init__(self, args: Any, *rest: Any, env: Mapping[str, str] | None = None, **options: Any) -> None:
                 self.followed = _is_this_python(args)
@@ -129,8 +129,8 @@ class Launchers:
         return Followed
 
     def _follow_process(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """A process with a ``LOCAL_RANK`` of its own is a rank, after which nothing is left to launch; one without is a
-        launcher's next part.
+        """Run a process of this Python here. With a ``LOCAL_RANK`` it is a rank: others are skipped, and the launcher
+        ends after this one. Without a ``LOCAL_RANK`` it is the launcher's next stage.
         """
         local = environment.get("LOCAL_RANK")
         if local is not None and local != self._rank["LOCAL_RANK"]:
@@ -152,10 +152,10 @@ def _is_this_python(args: Any) -> bool:
 
 
 def _follow(command: Sequence[Any]) -> None:
-    """Run a command line of Python's in this process."""
+    """Run a Python command line in this process."""
     left = [str(word) for word in command]
     if not _is_this_python(left):
-        raise SpecError(f"dryrun: the launcher starts '{left[0]}', which is no Python; give the script itself")
+        raise SpecError(f"dryrun: the launcher starts '{left[0]}', which is not this Python; give the script itself")
     left = left[1:]
     while left and left[0] in _ALONE:
         left = left[1:]

@@ -1,4 +1,4 @@
-"""Memory of a GPU that torch's allocator does not see: estimates, with their source."""
+"""GPU memory outside torch's allocator: estimates, with their sources."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from refshard.quantities import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Bytes of device memory outside of the caching allocator, what for, and who says so."""
+    """Bytes of device memory outside the caching allocator: their purpose, and the source of the estimate."""
 
     name: str
     bytes: int
@@ -17,16 +17,17 @@ class Overhead:
 CONTEXT = Overhead(
     name="CUDA context",
     bytes=500 * MIB,
-    source="about 0.5 GiB on A100 and H100, CUDA 12 with lazily loaded kernels: nvidia-smi less what torch reserves",
+    source="about 0.5 GiB on A100 and H100 with CUDA 12 and lazily loaded kernels: nvidia-smi minus torch's reserved "
+    "memory",
 )
 _NCCL = Overhead(
     name="NCCL buffers",
     bytes=600 * MIB,
-    source="channels of a communicator times NCCL_BUFFSIZE (4 MiB, NCCL's documentation), counted for one communicator "
-    "over all ranks: estimated",
+    source="estimated for one communicator over all ranks: its channels times NCCL_BUFFSIZE (4 MiB in NCCL's "
+    "documentation)",
 )
 
 
 def overheads(world_size: int) -> tuple[Overhead, ...]:
-    """What a rank of so many takes beside its tensors."""
+    """What each of ``world_size`` ranks needs outside the allocator; a single rank needs no NCCL."""
     return (CONTEXT,) if world_size == 1 else (CONTEXT, _NCCL)

@@ -1,4 +1,4 @@
-"""Run one rank of a script on the fake device, in a process of its own, and say what it asked of the device."""
+"""Run one rank of a script on the fake device, in a separate process, and return what it asked the device for."""
 
 import subprocess
 import sys
@@ -17,10 +17,10 @@ from refshard.errors import RefshardError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DryRun:
-    """What was asked for, how it went, and what was asked of the device.
+    """The request, the outcome, and the recording of what the script asked the device for.
 
-    ``refused`` is how it went within the GPU's memory, if that was too small. The rest then tells of a second run, in
-    which memory had no end.
+    ``refused`` is the outcome within the GPU's memory, if the script ran out of it. The other fields then describe a
+    second run, with unlimited memory.
     """
 
     request: Request
@@ -30,12 +30,12 @@ class DryRun:
 
 
 def dry_run(request: Request) -> DryRun:
-    """Run the script that the request names; what it prints goes where this process's output goes, on standard error.
+    """Run the script that the request names. Its output goes to this process's standard error.
 
-    A script that runs out of memory runs a second time, without a limit, to learn what it needs.
+    A script that runs out of memory runs a second time, without a memory limit, to find out how much it needs.
 
     Raises:
-        RefshardError: the device could not be made, or the script's process ended without a word.
+        RefshardError: the device could not be created, or the script's process ended without an answer.
     """
     run = _run(request)
     if run.answer.outcome != "oom":
@@ -59,6 +59,6 @@ def _run(request: Request) -> DryRun:
 
 def _cause(status: int) -> str:
     if status == 2:
-        return "dryrun: the fake device could not be made; the reason is above"
-    how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-    return f"dryrun: the script's process {how} and left no recording; run it alone to see why"
+        return "dryrun: the fake device could not be created; see the error above"
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
+    return f"dryrun: the script's process {how} and left no recording; run the script without refshard to see why"

@@ -1,4 +1,4 @@
-"""Make the fake device in this process, before torch is there."""
+"""Activate the fake device in this process, before torch is imported."""
 
 import importlib.abc
 import importlib.machinery
@@ -20,21 +20,20 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def activate(
     hardware: HardwareSpec, *, mode: DeviceMode = "dry", devices: int = 8, unusable_bytes: int = 0
 ) -> ModuleType:
-    """Put a node of ``devices`` fake GPUs of this ``hardware`` into this process and return the extension.
+    """Give this process a node of ``devices`` fake GPUs of this ``hardware``, and return the extension.
 
-    In mode ``dry`` nothing is computed; in mode ``host`` the CPU computes, on the host's memory. ``unusable_bytes`` of
-    each GPU are not the allocator's: CUDA's context, NCCL's buffers. The allocator is configured, as on a GPU, by
-    ``PYTORCH_ALLOC_CONF``.
+    In mode ``dry`` nothing is computed; in mode ``host`` the CPU computes, in host memory. The allocator cannot use
+    ``unusable_bytes`` of each GPU (CUDA's context, NCCL's buffers). ``PYTORCH_ALLOC_CONF`` configures it, as on a GPU.
 
     Raises:
         RefshardError: torch is imported already, the device cannot be built, or it exists already.
     """
     if is_active():
-        raise RefshardError("the fake CUDA device is active already; a process has one")
+        raise RefshardError("the fake CUDA device is already active; activate it once per process")
     if "torch" in sys.modules:
         raise RefshardError(
             "the fake CUDA device must be activated before torch is imported; call refshard.fakecuda.activate() first, "
-            "or start the script by `refshard dryrun -- SCRIPT`"
+            "or start the script with `refshard dryrun -- SCRIPT`"
         )
     loaded = _load()
     capability = loaded.Capability()
@@ -67,7 +66,7 @@ def _load() -> ModuleType:
 
 
 class _Interception(importlib.abc.MetaPathFinder):
-    """Puts what torch's CPU build lacks into ``torch._C`` just before torch's own Python code looks for it there."""
+    """Adds what torch's CPU build lacks to ``torch._C``, just before torch's own Python code looks for it there."""
 
     def __init__(self, loaded: ModuleType) -> None:
         from refshard.fakecuda import c10d, torch_c
@@ -80,6 +79,6 @@ class _Interception(importlib.abc.MetaPathFinder):
         self._loaded = loaded
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Never finds anything: the next finder does."""
+        """Always return None, so that the next finder finds the module."""
         if (install := self._before.pop(name, None)) is not None:
             install(self._loaded)

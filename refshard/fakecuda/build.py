@@ -1,7 +1,7 @@
-"""Build the extension with the user's compiler against the torch that is installed, once for each version of either.
+"""Build the extension with the user's compiler, once per version of torch, of Python and of the sources.
 
-torch is not imported here: the extension has to be loaded before torch, and building it takes torch's own build tools,
-so that is done by another process.
+torch is not imported here, because the extension must be loaded before torch. The build needs torch's own build tools,
+so it runs in another process.
 """
 
 import fcntl
@@ -20,13 +20,13 @@ from refshard.errors import RefshardError
 NAME = "refshard_fakecuda"
 SOURCES = Path(__file__).parent / "csrc"
 _ENVIRONMENT = (
-    "make an environment with the CPU build: python3 -m venv .dryrun && "
+    "create an environment with the CPU build: python3 -m venv .dryrun && "
     ".dryrun/bin/pip install refshard torch --extra-index-url https://download.pytorch.org/whl/cpu"
 )
 
 
 def extension() -> Path:
-    """The built extension, a shared library; built now if it is not there yet, with a line on standard error.
+    """The path of the extension, a shared library. Builds it if necessary, with a message on standard error.
 
     Raises:
         RefshardError: torch is missing or is a CUDA build, there is no C++ compiler, or the build failed.
@@ -46,7 +46,7 @@ def extension() -> Path:
 
 
 def _torch() -> tuple[Path, str]:
-    """Where torch lies, and its version."""
+    """The folder of the installed torch, and its version."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         raise RefshardError(f"the fake CUDA device needs torch, which is not installed; {_ENVIRONMENT}")
@@ -55,7 +55,7 @@ def _torch() -> tuple[Path, str]:
     version = re.search(r"__version__ = '([^']+)'", text)
     if re.search(r"^cuda[^=\n]*= '", text, re.MULTILINE):
         raise RefshardError(
-            "the fake CUDA device stands in for CUDA in torch's CPU build, and the torch installed here is a CUDA "
+            "the fake CUDA device needs torch's CPU build, but the torch installed here is a CUDA "
             f"build ({version[1] if version else 'unknown version'}); {_ENVIRONMENT}"
         )
     return folder, version[1] if version else "unknown"
@@ -76,15 +76,15 @@ def _sources_hash() -> str:
 def _check_tools() -> None:
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         raise RefshardError(
-            "the fake CUDA device is built with a C++ compiler, and there is none; install g++ (Debian, Ubuntu: "
-            "apt-get install g++), or name yours in CXX"
+            "building the fake CUDA device needs a C++ compiler, and none was found; install g++ (Debian, Ubuntu: "
+            "apt-get install g++), or set CXX to your compiler"
         )
     if shutil.which("ninja") is None and find_spec("ninja") is None:
-        raise RefshardError("the fake CUDA device is built by ninja, which is not installed; pip install ninja")
+        raise RefshardError("building the fake CUDA device needs ninja, which is not installed; run pip install ninja")
 
 
 def _build(folder: Path, built: Path, torch_folder: Path) -> None:
-    print("refshard: building the fake CUDA device (about 40 s, once for this torch)", file=sys.stderr, flush=True)
+    print("refshard: building the fake CUDA device (about 40 s, once per torch version)", file=sys.stderr, flush=True)
     began = time.monotonic()
     command = [sys.executable, "-m", "refshard.fakecuda.compile", str(folder), str(torch_folder)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
@@ -95,8 +95,8 @@ def _build(folder: Path, built: Path, torch_folder: Path) -> None:
         lines = (done.stdout + done.stderr).splitlines()
         errors = [line for line in lines if re.search(r"error:|undefined symbol|Error: ", line)]
         raise RefshardError(
-            f"the fake CUDA device could not be built; the first error: {errors[0] if errors else 'none named'}; the "
-            f"whole log is {log}"
+            f"the fake CUDA device could not be built; first error: {errors[0] if errors else 'none found'}; full "
+            f"log: {log}"
         )
     (folder / "build" / f"{NAME}.so").replace(built)
     print(f"refshard: built in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``python -m refshard.fakecuda.compile FOLDER TORCH``: the build, in a process of its own, since it imports torch."""
+"""``python -m refshard.fakecuda.compile FOLDER TORCH``: the build, in a separate process because it imports torch."""
 
 import re
 import sys
@@ -15,11 +15,11 @@ _OWN = frozenset(
 )
 """Operators that have a kernel of their own in the extension."""
 _ONE_LAUNCH = ("convolution",)
-"""Composite everywhere, which chooses a backend by what the build has: here one launch."""
+"""Composite operators that choose a backend by what the build supports; the fake device counts each as one launch."""
 
 
 def operators_with_composite() -> list[str]:
-    """Operators with a kernel for CUDA and a composite one, which torch would take before a fallback."""
+    """Operators with both a CUDA kernel and a composite kernel, which torch would prefer to a fallback."""
     found = []
     for name, entry in _native_functions():
         dispatch = entry.partition("\n  dispatch:")[2]

@@ -1,7 +1,7 @@
-"""A dry run as one HTML file that needs nothing else; computes no figure, only lays out what others give.
+"""A dry run as one self-contained HTML file; this module lays out figures and computes none.
 
-Names of modules and operators, lines of scripts and errors come from outside and are hostile until escaped: Jinja2
-escapes them in the page, ``tojson`` in the data, and the page's content security policy runs no script but its own.
+Names of modules and operators, lines of scripts and errors are untrusted: Jinja2 escapes them in the page, ``tojson``
+escapes them in the data, and the page's content security policy allows only the page's own scripts.
 """
 
 import re
@@ -36,12 +36,12 @@ from refshard.tracing.analysis import figures_of
 from refshard.tracing.figures import TraceFigures
 
 MOST_BLOCKS = 8_000
-"""Of the timeline at full detail, which with its coarser levels is some 300 kB of the page."""
+"""Most blocks of the timeline at full detail; with its coarser levels it takes about 300 kB of the page."""
 _UNITS = (("s", 10**9), ("ms", 10**6), ("us", 10**3))
 _NAMED = 3
 _SENTENCES = re.compile(r"(?<=[.:]) (?=[A-Z])")
 _LEADING = 2
-"""Of an error's sentences; torch's message of being out of memory has seven."""
+"""How many sentences of an error open the verdict; torch's out-of-memory error has seven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Fact:
 
 
 def page(found: Analysis, command: str) -> Iterable[str]:
-    """The page's HTML in pieces, in order; ``command`` is what prints the same as text."""
+    """The page's HTML in pieces, in order; ``command`` is the command line that made it."""
     request = found.run.request
     traced = _traced(found)
     memory = memory_charts(found)
@@ -95,7 +95,7 @@ def page(found: Analysis, command: str) -> Iterable[str]:
 
 
 def verdict(found: Analysis) -> tuple[str, list[str]]:
-    """The verdict in a sentence, and what else there is to say."""
+    """The verdict in one sentence, and further sentences."""
     answer, more = found.run.answer, sentences(found)
     if not found.fits:
         return f"It does not fit: it {needed(found)}.", [refusal(found), *more]
@@ -123,48 +123,48 @@ def facts(found: Analysis) -> list[Fact]:
 def _memory_fact(found: Analysis) -> Fact:
     peak, usable = found.run.answer.peak, format_bytes(found.usable_bytes)
     detail = (
-        f"At the peak {format_bytes(peak.reserved)} of {usable} usable are reserved, {format_bytes(peak.allocated)} "
+        f"{format_bytes(peak.reserved)} reserved at the peak ({usable} usable); {format_bytes(peak.allocated)} "
         "allocated."
     )
     if not found.fits:
-        until = "" if found.run.refused else "Until then: "
+        until = "" if found.run.refused else "Until memory ran out: "
         return Fact(label="memory", value="does not fit", detail=f"{until}{detail}", mood="doubt")
     if found.run.answer.outcome == "failed":
-        return Fact(label="memory until it failed", value=f"{format_bytes(peak.reserved)} reserved", detail=detail)
+        return Fact(label="memory until the failure", value=f"{format_bytes(peak.reserved)} reserved", detail=detail)
     return Fact(label="memory", value=f"fits, {format_bytes(found.headroom_bytes)} left", detail=detail, mood="good")
 
 
 def _time_facts(found: Analysis) -> Iterable[Fact]:
     figures, answer = found.figures, found.run.answer
     assert figures is not None
-    which = "the only one" if answer.steps_taken == 1 else f"the last of {answer.steps_taken}"
-    yield Fact(label="step time", value=format_seconds(figures.step_s), detail=f"Of {which}, replayed; a prediction.")
+    which = "the only step" if answer.steps_taken == 1 else f"the last of {answer.steps_taken} steps"
+    yield Fact(label="step time", value=format_seconds(figures.step_s), detail=f"Predicted: a replay of {which}.")
     if found.tokens is not None and found.tokens_per_s is not None:
-        shared = f", of batches that {answer.sharing} ranks share" if answer.sharing > 1 else ""
+        shared = f"; {answer.sharing} ranks share each batch" if answer.sharing > 1 else ""
         yield Fact(
             label="tokens/s/GPU", value=f"{found.tokens_per_s:,.0f}",
-            detail=f"{found.tokens:,.0f} tokens a step and GPU{shared}.",
+            detail=f"{found.tokens:,.0f} tokens per step and GPU{shared}.",
         )  # fmt: skip
     if found.mfu is not None:
         yield Fact(
             label="MFU", value=format_percent(found.mfu),
-            detail=f"{found.model_flops / 1e12:,.1f} trillion FLOPs a step, recomputation not counted.",
+            detail=f"{found.model_flops / 1e12:,.1f} trillion FLOPs per step, without recomputation.",
         )  # fmt: skip
     if figures.comm_s:
         yield Fact(
             label="exposed communication", value=format_percent(figures.exposed_comm_s / figures.step_s),
-            detail=f"{format_seconds(figures.exposed_comm_s)} of {format_seconds(figures.comm_s)} run while nothing "
-            "computes.",
+            detail=f"{format_seconds(figures.exposed_comm_s)} of {format_seconds(figures.comm_s)} communication run "
+            "while nothing computes.",
         )  # fmt: skip
     count = sum(one.count for one in found.synchronisations)
     yield Fact(
-        label="host synchronisations a step", value=f"{count:,}",
+        label="host synchronisations per step", value=f"{count:,}",
         detail="Lines that wait for the GPU are listed below." if count else "No line waits for the GPU.",
     )  # fmt: skip
 
 
 def memory_charts(found: Analysis) -> list[Chart]:
-    """Memory over the last whole step; and over the run, where there is no such step or the run's peak is not in it."""
+    """Memory over the last whole step; also over the whole run, unless that step has the peak and the job fits."""
     recording, step = found.run.recording, found.step
     if not found.memory.peak_bytes:
         return []
@@ -176,11 +176,11 @@ def memory_charts(found: Analysis) -> list[Chart]:
             ((name, size) for name, size in _UNITS if course.places[-1] - course.places[0] >= size), ("ns", 1)
         )
         caption = (
-            f"{_caption(found, course, f'Step {step.number}, the last')} Time is the GPU's: each change stands where "
-            "the stream that computes has done all that was launched before. The script asks for memory earlier, in "
-            "the same order."
+            f"{_caption(found, course, f'Step {step.number} (the last)')} Time is GPU time: each change is drawn where "
+            "the compute stream has finished everything launched before it. The script allocates earlier, in the "
+            "same order."
         )
-        axis = Axis(title=f"{unit} of the step, on the GPU", name=unit, unit=size)
+        axis = Axis(title=f"GPU time in the step ({unit})", name=unit, unit=size)
         drawn = picture(recording, course, axis, found.usable_bytes)
         charts.append(chart("memory-step", "Over the last step", drawn, caption, with_still=False))
         if found.fits and course.peak_bytes == found.memory.peak_bytes:
@@ -193,7 +193,7 @@ def _run_chart(found: Analysis) -> Chart:
     course = memory_course(recording, found.memory, clock, first=0, end=_end(found))
     marks = tuple(int(clock[step.end]) for step in steps_of(recording, "step")) if found.step else ()
     axis = Axis(
-        title=f"blocks taken and given back{'; dotted: a step ends' if marks else ''}", name="calls", unit=1,
+        title=f"allocations and frees{'; dotted: a step ends' if marks else ''}", name="calls", unit=1,
         marks=marks,
     )  # fmt: skip
     ends = {"oom": " It ends where memory ran out.", "failed": " It ends where the script failed."}
@@ -203,7 +203,7 @@ def _run_chart(found: Analysis) -> Chart:
 
 
 def _end(found: Analysis) -> int:
-    """The end of the run; of one that failed, the last event before it gave back what it held."""
+    """The end of the run; if the run failed, the last event before it freed its memory."""
     recording = found.run.recording
     if found.run.answer.outcome in ("stepped", "ended"):
         return len(recording)
@@ -211,20 +211,19 @@ def _end(found: Analysis) -> int:
 
 
 def _caption(found: Analysis, course: MemoryCourse, what: str) -> str:
-    """What the picture shows, in words."""
+    """The picture in words."""
     at_peak = course.held[course.peak]
     order = sorted(Category, key=lambda category: -at_peak[category])[:_NAMED]
     most = ", ".join(f"{CATEGORIES[one]} {format_bytes(int(at_peak[one]))}" for one in order if at_peak[one])
     when = moment(found.run.recording, int(course.counts[course.peak]) - 1)
     return (
-        f"{what}: at the peak, {when}, {format_bytes(course.peak_bytes)} are allocated, of which {most}. At most "
-        f"{format_bytes(course.peak_reserved_bytes)} are reserved, of {format_bytes(found.usable_bytes)} that are "
-        "usable."
+        f"{what}: memory peaks {when}, with {format_bytes(course.peak_bytes)} allocated (largest: {most}). At most "
+        f"{format_bytes(course.peak_reserved_bytes)} of {format_bytes(found.usable_bytes)} usable are reserved."
     )
 
 
 def _traced(found: Analysis) -> TraceFigures | None:
-    """What the replay's timeline tells, as that of any trace; None without a whole step."""
+    """The figures of the replayed timeline, read like any trace's; None without a whole step."""
     if found.figures is None:
         return None
     return figures_of(found.timeline, file=what_ran(found.run.request), device=found.hardware.about)
@@ -234,7 +233,7 @@ def _timeline(found: Analysis, traced: TraceFigures) -> TimelineView:
     last = traced.steps[-1]
     window = Window(
         step=last.step, begin=last.start_ns, close=last.start_ns + last.breakdown.span_ns,
-        label=f"step {last.step}, the last", name="last step",
+        label=f"step {last.step} (the last)", name="last step",
     )  # fmt: skip
     return view_timeline(found.timeline, traced, (window,), "timeline", MOST_BLOCKS)
 

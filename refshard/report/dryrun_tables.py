@@ -1,4 +1,4 @@
-"""What a dry run found as tables of text, ready for a page."""
+"""The findings of a dry run as tables of text, ready for a page."""
 
 import pandas as pd
 
@@ -12,7 +12,7 @@ MOST_WAITS = 40
 
 
 def by_category(found: Analysis) -> pd.DataFrame:
-    """Bytes at the peak."""
+    """Bytes at the peak, by category."""
     peak = max(found.memory.peak_bytes, 1)
     rows = [
         {"category": CATEGORIES[category], "bytes": format_bytes(size), "share": format_percent(size / peak)}
@@ -22,12 +22,12 @@ def by_category(found: Analysis) -> pd.DataFrame:
 
 
 def largest(found: Analysis) -> pd.DataFrame:
-    """What is held at the peak, layers that differ only by their number together, the :data:`MOST_HELD` largest."""
+    """The :data:`MOST_HELD` largest entries at the peak; layers that differ only in their number are merged."""
     rows = [
         {
             "category": CATEGORIES[one.category],
-            "made in": where(one),
-            "by": one.operator or "-",
+            "allocated in": where(one),
+            "operator": one.operator or "-",
             "blocks": f"{one.blocks:,}",
             "bytes": format_bytes(one.bytes),
         }
@@ -37,14 +37,14 @@ def largest(found: Analysis) -> pd.DataFrame:
 
 
 def overheads(found: Analysis) -> pd.DataFrame:
-    """Memory that the allocator does not see."""
+    """GPU memory outside torch's allocator."""
     return pd.DataFrame(
         [{"what": one.name, "bytes": format_bytes(one.bytes), "source": one.source} for one in found.overheads]
     )
 
 
 def time(found: Analysis) -> pd.DataFrame:
-    """Where the last step goes."""
+    """Where the time of the last step goes."""
     figures = found.figures
     assert figures is not None
     return pd.DataFrame(
@@ -60,7 +60,7 @@ def time(found: Analysis) -> pd.DataFrame:
 
 
 def operators(found: Analysis) -> pd.DataFrame:
-    """The longest of the last step; FLOPs a second where an operator has any."""
+    """The longest operators of the last step, with TFLOPS if they have FLOPs."""
     figures = found.figures
     assert figures is not None
     return pd.DataFrame(
@@ -78,8 +78,8 @@ def operators(found: Analysis) -> pd.DataFrame:
 
 
 def synchronisations(found: Analysis) -> pd.DataFrame:
-    """Lines at which the host waits in the last step, and how long it does. Of a line with several waits of one kind,
-    computed and not, the first has the time of both.
+    """Lines at which the host waits in the last step, and for how long. If a line waits for computed and for uncomputed
+    values in the same way, its first row has the time of both.
     """
     waits = {(one.why, one.site): one.seconds for one in (found.figures.waits if found.figures else ())}
     return pd.DataFrame(
@@ -87,8 +87,8 @@ def synchronisations(found: Analysis) -> pd.DataFrame:
             {
                 "where": place(one),
                 "waits for": one.why,
-                "times a step": f"{one.count:,}",
-                "host waits": format_seconds(waits.pop((one.why, one.site), None)),
+                "times per step": f"{one.count:,}",
+                "waiting time": format_seconds(waits.pop((one.why, one.site), None)),
                 "value": "not computed" if one.unknown else "-",
             }
             for one in found.synchronisations[:MOST_WAITS]
@@ -97,7 +97,7 @@ def synchronisations(found: Analysis) -> pd.DataFrame:
 
 
 def doubts(found: Analysis) -> pd.DataFrame:
-    """Operators with an uncertain price, over the whole run; the longest first."""
+    """Operators with an uncertain price over the whole run, longest first."""
     return pd.DataFrame(
         [
             {

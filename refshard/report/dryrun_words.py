@@ -1,4 +1,4 @@
-"""What a dry run says in the terminal: does it fit, how fast is it, where do memory and time go, what to change."""
+"""A dry run's report in the terminal: does it fit, how fast is it, where do memory and time go, what to change."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ def what_ran(request: Request) -> str:
 
 
 def how_it_ended(found: Analysis) -> str:
-    """After how many steps, and how long it took."""
+    """How many steps it took, in how many seconds, and whether it failed."""
     answer = found.run.refused or found.run.answer
     steps = f"{answer.steps_taken} optimizer {'step' if answer.steps_taken == 1 else 'steps'}"
     seconds = f"in {answer.wall_s:.1f} s on this machine"
@@ -70,21 +70,21 @@ def _verdict(found: Analysis) -> str:
     usable, total = format_bytes(found.usable_bytes), format_bytes(found.hardware.memory_bytes)
     if found.fits:
         lines.append(
-            f"FITS  peak reserved {format_bytes(answer.peak.reserved)} of {usable} "
+            f"FITS  peak reserved {format_bytes(answer.peak.reserved)} of {usable} usable "
             f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(answer.peak.allocated)}"
         )
     else:
         lines += [f"DOES NOT FIT  {needed(found)}", f"      {refusal(found)}"]
     rest = ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in found.overheads)
-    lines.append(f"      of {total}, kept free for what torch's allocator does not see: {rest} (estimates)")
+    lines.append(f"      the GPU has {total}; outside torch's allocator: {rest} (estimates)")
     if (figures := found.figures) is not None:
-        would = "" if found.fits else "if it did fit: "
+        would = "" if found.fits else "without the memory limit: "
         lines.append(f"      {would}step time {format_seconds(figures.step_s)}{_rates(found)}")
     return "\n".join(lines)
 
 
 def needed(found: Analysis) -> str:
-    """What a script that does not fit would have reserved, if that is known."""
+    """How much memory a script that does not fit needs, if that is known."""
     peak, usable = found.run.answer.peak, format_bytes(found.usable_bytes)
     if found.run.refused is None:
         return f"needs more than {usable}"
@@ -95,9 +95,9 @@ def needed(found: Analysis) -> str:
 
 
 def refusal(found: Analysis) -> str:
-    """The request that was refused, in torch's words without the advice, and the line of the script."""
+    """Torch's out-of-memory error without its advice, and the line of the script that raised it."""
     answer = found.run.refused or found.run.answer
-    return f"{answer.error.partition(' Including')[0]} At {answer.where or 'a place in torch'}."
+    return f"{answer.error.partition(' Including')[0]} At {answer.where or 'a line inside torch'}."
 
 
 def _rates(found: Analysis) -> str:
@@ -112,7 +112,7 @@ def _rates(found: Analysis) -> str:
 
 
 def _memory(found: Analysis) -> str:
-    """Two tables side by side would not fit 80 columns: one below the other."""
+    """Two tables, one below the other: side by side they are wider than 80 columns."""
     memory = found.memory
     if not memory.held:
         return ""
@@ -128,19 +128,19 @@ def _memory(found: Analysis) -> str:
     head = f"memory at the peak ({format_bytes(memory.peak_bytes)} allocated)"
     return f"{tabulate(by_category, headers=[head, '', ''], colalign=('left', 'right', 'right'))}\n\n" + tabulate(
         largest,
-        headers=["largest", "made in", "by", "blocks", "bytes"],
+        headers=["largest", "allocated in", "operator", "blocks", "bytes"],
         colalign=("left", "left", "left", "right", "right"),
     )
 
 
 def where(one: Held) -> str:
-    """The module and the part of the step that made it."""
+    """The module and the phase of the step that allocated it."""
     phase = _PHASES.get(one.phase, one.phase.name.lower())
     return f"{one.module}, {phase}" if one.module else phase
 
 
 def merged(held: tuple[Held, ...]) -> list[Held]:
-    """Rows of the same module in different layers as one: ``layers.*.mlp.up``."""
+    """Merge the rows of the same module in different layers: ``layers.*.mlp.up``."""
     sizes: Counter[tuple[object, ...]] = Counter()
     blocks: Counter[tuple[object, ...]] = Counter()
     for one in held:
@@ -162,14 +162,14 @@ def _time(found: Analysis) -> str:
         [one.name, one.count, format_seconds(one.seconds), format_percent(one.seconds / figures.step_s)]
         for one in figures.operators[:_LISTED]
     ]
-    head = f"a step ({format_seconds(figures.step_s)})"
+    head = f"one step ({format_seconds(figures.step_s)})"
     return f"{tabulate(rows, headers=[head, '', 'of the step'], colalign=('left', 'right', 'right'))}\n\n" + tabulate(
         operators, headers=["longest operators", "count", "time", "of the step"], colalign=("left", *["right"] * 3)
     )
 
 
 def parts_of_step(figures: StepFigures) -> tuple[tuple[str, float], ...]:
-    """Where the time of a step goes, seconds by name. Compute and communication overlap."""
+    """Seconds of a step by name. Compute and communication overlap, so the parts do not add up to the step."""
     return (
         ("compute", figures.compute_s),
         ("communication", figures.comm_s),
@@ -181,32 +181,32 @@ def parts_of_step(figures: StepFigures) -> tuple[tuple[str, float], ...]:
 
 def _synchronisations(found: Analysis) -> str:
     if not found.synchronisations:
-        return "host synchronisations in a step: none"
+        return "host synchronisations per step: none"
     rows = [
         [one.count, one.why, place(one), "not computed" if one.unknown else ""]
         for one in found.synchronisations[:_LISTED]
     ]
-    return tabulate(rows, headers=["host synchronisations in a step", "why", "where", "value"], colalign=("right",))
+    return tabulate(rows, headers=["host synchronisations per step", "why", "where", "value"], colalign=("right",))
 
 
 def place(one: Synchronisation) -> str:
     """The line of the script at which the host waits."""
-    return one.site or "in backward or in torch"
+    return one.site or "in backward or inside torch"
 
 
-NO_RACES = "none; an event orders every two accesses to the same memory from two streams"
+NO_RACES = "none; all accesses to the same memory from different streams are ordered"
 
 
 def _races(races: Sequence[Race]) -> str:
-    """Accesses of two streams to the same memory that no event orders, one a line."""
+    """Unordered accesses to the same memory from two streams, one race per line."""
     if not races:
         return f"races: {NO_RACES}"
     lines = "\n".join(f"  {race}" for race in races)
-    return f"RACES: accesses to the same memory from two streams that no event orders\n{lines}"
+    return f"RACES: unordered accesses to the same memory from two streams\n{lines}"
 
 
 def sentences(found: Analysis) -> list[str]:
-    """What explains the peak, and the largest thing to change."""
+    """Where memory peaks, how uncertain the prices are, and what to change first."""
     return [*_explained(found), *_doubted(found), *_advice(found)]
 
 
@@ -214,69 +214,69 @@ def _explained(found: Analysis) -> Iterator[str]:
     recording, at = found.run.recording, found.memory.peak_at
     if not len(recording):
         return
-    yield f"The peak is {moment(recording, at)}."
+    yield f"Memory peaks {moment(recording, at)}."
 
 
 def _doubted(found: Analysis) -> Iterator[str]:
-    """Operators with an uncertain price that takes more than a hundredth of all launches' time."""
+    """Uncertain prices, if they make up more than 1 % of the time of all launches."""
     doubts, total = found.prices.doubts, float(found.prices.seconds.sum())
     if doubts and (uncertain := sum(doubt.seconds for doubt in doubts)) > 0.01 * total:
         worst = doubts[0]
         yield (
-            f"{format_percent(uncertain / total)} of the operators' time is uncertain; most of it {worst.name}: "
+            f"{format_percent(uncertain / total)} of the operators' time is uncertain; most of it in {worst.name}: "
             f"{worst.reason}."
         )
 
 
 def moment(recording: Recording, at: int) -> str:
-    """Where in a step event ``at`` is; a negative one is before all."""
+    """The phase and the module of event ``at``; a negative ``at`` is before the first event."""
     if at < 0:
         return "at the start"
     phase = Phase(int(recording.phases[at]))
     module = recording.module_table[recording.modules[at]]
     if phase == Phase.OTHER:
-        return f"in {module}" if module else "outside of the model's modules, in the script's own code"
+        return f"in {module}" if module else "outside the model's modules, in the script's own code"
     part = "the optimizer step" if phase == Phase.OPTIMIZER else phase.name.lower()
     return f"in {part}{f' of {module}' if module else ''}"
 
 
 def _advice(found: Analysis) -> Iterator[str]:
-    """The largest of what the figures show, one sentence; and what the allocator wastes, if it is much."""
+    """Sentences on fragmentation and allocator retries, if any, and one on the largest loss of time."""
     answer = found.run.answer
     wasted = answer.peak.reserved - answer.peak.allocated
     if wasted > 0.08 * found.usable_bytes:
         yield (
-            f"{format_bytes(wasted)} are reserved beyond the peak of what is allocated: fragmentation. Try: "
+            f"Fragmentation: peak reserved exceeds peak allocated by {format_bytes(wasted)}. Try: "
             "PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
     if answer.retries:
         yield (
-            f"The allocator emptied its cache {format_times(answer.retries)} to serve a request, and the host waits "
-            "for the device each time. Try: a smaller batch, or more checkpointing."
+            f"The allocator emptied its cache {format_times(answer.retries)} to serve an allocation; the host waits "
+            "for the GPU each time. Try: a smaller batch, or more checkpointing."
         )
     if found.figures is None:
         return
     figures = found.figures
     losses = {
-        f"communication that nothing hides takes {format_seconds(figures.exposed_comm_s)} a step. Try: prefetching, "
+        f"exposed communication takes {format_seconds(figures.exposed_comm_s)} per step. Try: prefetching, "
         "larger batches, or sharding within a node only (HSDP).": figures.exposed_comm_s,
-        f"the GPU waits for the host for {format_seconds(figures.host_bound_s)} a step. Try: torch.compile, fewer and "
+        f"the GPU waits {format_seconds(figures.host_bound_s)} per step for the host. Try: torch.compile, fewer and "
         "larger operators, and no .item() in the step.": figures.host_bound_s,
-        f"recomputation takes {format_seconds(_recomputed(found))} a step. Try: checkpointing fewer layers, if the "
+        f"recomputation takes {format_seconds(_recomputed(found))} per step. Try: checkpointing fewer layers, if the "
         "headroom allows it.": _recomputed(found) if found.headroom_bytes > 0.1 * found.usable_bytes else 0.0,
     }
     worst = max(losses, key=lambda words: losses[words])
     if losses[worst] > 0.01 * figures.step_s:
-        yield f"Largest thing to change: {worst}"
+        yield f"Largest loss: {worst}"
     elif found.fits and found.headroom_bytes > 0.2 * found.usable_bytes:
         yield (
-            f"{format_bytes(found.headroom_bytes)} of memory are left: a larger batch would amortise communication and "
-            "launches."
+            f"{format_bytes(found.headroom_bytes)} of memory are unused. Try: a larger batch, to amortise "
+            "communication and launches."
         )
 
 
 def _recomputed(found: Analysis) -> float:
-    """Seconds of kernels that compute activations again."""
+    """Seconds of kernels that recompute activations."""
     assert found.step is not None
     rows = slice(found.step.first, found.step.end)
     again = found.run.recording.phases[rows] == Phase.RECOMPUTE

@@ -1,4 +1,4 @@
-"""What the recording of a dry run says of its last step."""
+"""Read the figures of a dry run's last step from its recording."""
 
 import hashlib
 from collections import Counter
@@ -20,9 +20,9 @@ from refshard.tracing.overlap import collectives_per_step, step_breakdowns
 
 
 def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -> StepResult:
-    """The last of ``steps``, two or more that follow each other.
+    """The figures of the last of ``steps``: two or more consecutive steps.
 
-    Its window begins where that of the step before ends, as on a device that is never drained between steps.
+    The last step's window begins where the previous one ends, because the device is not drained between steps.
     """
     timeline, last = as_timeline(recording, replayed, steps=steps), steps[-1]
     found = step_breakdowns(timeline)[-1]
@@ -46,9 +46,10 @@ def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -
 
 
 def census_of(recording: Recording, step: Step) -> Census:
-    """Launches and collectives of a step, in the host's order, and what its allocator handed out, as it rounds.
+    """Count a step's launches and collectives, stream waits and allocations; sizes are as the allocator rounds them.
 
-    The order is that of launches, collectives and waits, each with its stream, numbered as the step first uses them.
+    The order covers launches, collectives, event records and waits in host order, each with its stream. Streams are
+    numbered by their first use in the step.
     """
     asked = _rows(recording, step, Kind.LAUNCH, Kind.COLLECTIVE)
     ordered = _rows(recording, step, Kind.LAUNCH, Kind.COLLECTIVE, Kind.RECORD, Kind.WAIT)
@@ -66,16 +67,16 @@ def census_of(recording: Recording, step: Step) -> Census:
 
 
 def remarks(recording: Recording, retries: int) -> tuple[str, ...]:
-    """What weakens the figures of a rank; ``retries`` counts how often the allocator gave its cache back."""
+    """Warnings about a rank's figures; ``retries`` counts how often the allocator emptied its cache."""
     return tuple(_remarks(recording, retries))
 
 
 def _remarks(recording: Recording, retries: int) -> Iterator[str]:
     if unknown := int((recording.flags & Flag.VALUE_UNKNOWN != 0).sum()):
         values = "a value" if unknown == 1 else f"{unknown:,} values"
-        yield f"the host reads {values} that a dry run does not compute; what it decides by them may differ on a GPU"
+        yield f"the host reads {values} that a dry run does not compute; a GPU run may branch differently"
     if retries:
-        yield f"the allocator emptied its cache {format_times(retries)} to serve a request, and the host waits for that"
+        yield f"the allocator emptied its cache {format_times(retries)} to serve an allocation: a host wait each time"
 
 
 def _rows(recording: Recording, step: Step, *kinds: Kind) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The launch of a dry run, and its record: metrics, proof of run, or the state that the case ended in."""
+"""Launch the dry run of a case, and make its record: metrics and proof of run, or the state in which it ended."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ NS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryLaunch:
-    """How the launches of a case's ranks ended, the last of them, and what they left.
+    """The results of a case's ranks; ``launch`` says how the last of their launches ended.
 
-    ``unlimited`` is what the ranks left with memory without end, of a case that ran out of it.
+    If the case ran out of memory, ``unlimited`` holds the results of a second run without a memory limit.
     """
 
     launch: Launch
@@ -46,28 +46,28 @@ class DryLaunch:
 
 
 def check_dry(case: CaseSpec) -> None:
-    """Check that a case can be dry-run, and have the fake device ready, which takes a minute once for each torch.
+    """Check that a case can be dry-run. Build the fake device if necessary: a minute, once per torch version.
 
     Raises:
-        SpecError: the cluster has no GPUs that torch knows, or cannot hold the ranks.
-        RefshardError: the device cannot be made here.
+        SpecError: the cluster has no CUDA GPUs, no rate for the precision, or too few GPUs for the ranks.
+        RefshardError: the device cannot be built here.
     """
     hardware = load_cluster(case.cluster).of_world_size(case.world_size).accelerator
     if hardware.device != "cuda" or not hardware.device_name:
         raise SpecError(
-            f"cluster must have CUDA GPUs for dryrun cases, and '{case.cluster}' has none whose profile gives "
-            "device_name and capability; choose another, see profiles/clusters/"
+            f"cluster must have CUDA GPUs for dryrun cases, but '{case.cluster}' has none with device_name and "
+            "capability in its profile; choose another from profiles/clusters/"
         )
     if (dtype := _dtype(case)) not in hardware.matmul:
         raise SpecError(
-            f"precision: the profile of '{case.cluster}' has no rate for {dtype}, got rates for "
-            f"{', '.join(sorted(hardware.matmul))}; choose one of these"
+            f"precision: the profile of '{case.cluster}' must have a rate for {dtype}, got rates for "
+            f"{', '.join(sorted(hardware.matmul))}; choose a precision with a rate"
         )
     extension()
 
 
 def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None]) -> DryLaunch:
-    """Run the ranks of ``case``, one after the other; if one runs out of memory, all once more without that limit."""
+    """Run the ranks of ``case`` in turn. If one runs out of memory, run all again without a memory limit."""
     launched = _launch(case, launcher, work, on_progress, limited=True)
     if not launched.results or launched.results[-1].state != "oom":
         return launched
@@ -78,11 +78,11 @@ def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Call
 def _launch(
     case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None], *, limited: bool
 ) -> DryLaunch:
-    """Until a rank does not end well."""
+    """Run the ranks in turn; stop after the first that does not end ok."""
     results: list[DryResult] = []
     ranks, launch = ranks_of(case), Launch()
     for rank in ranks:
-        words = ("" if limited else "without a limit, ") + (f"rank {rank}, " if len(ranks) > 1 else "")
+        words = ("" if limited else "without a memory limit, ") + (f"rank {rank}, " if len(ranks) > 1 else "")
         folder = rank_folder(work, rank)
         folder.mkdir(parents=True)
         (folder / ASKED_FILE).write_bytes(msgspec.json.encode(DryCase(case=case, rank=rank, limited=limited)))
@@ -97,7 +97,7 @@ def _launch(
 
 
 def record_dry(blank: CaseRecord, launched: DryLaunch) -> CaseRecord:
-    """Complete ``blank``, whose state is preset to ok, with what the launches of its ranks left."""
+    """Complete ``blank``, which starts in state ok, with the results of its ranks."""
     case, launch, results = blank.case, launched.launch, launched.results
     named = _named(blank, results)
     log_tail = tuple(map(without_home, launch.log_tail))
@@ -127,7 +127,7 @@ def record_dry(blank: CaseRecord, launched: DryLaunch) -> CaseRecord:
 
 
 def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
-    """What the strategy announced beside what its steps asked the device for. Values would take a computation."""
+    """Compare what the strategy announced with what its steps asked the device for. Values are not checked."""
     issued = [step.issued for step in results[-1].steps]
     differing = next((rank for rank, result in enumerate(results) if issued[rank] != result.announced), None)
     failures = [*failed_announcement(case, results[0].announced), *failed_units(case, results[0].wrapped_units)]
@@ -149,15 +149,15 @@ def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
 
 
 def _failed_elements(case: CaseSpec, results: Sequence[DryResult]) -> Iterator[str]:
-    """Whether the ranks together step all that is trained; a rank that is followed alone stands for all."""
+    """Check that the ranks together step all trained elements; if only one rank ran, it stands for all."""
     stands_for = case.world_size // len(results)
     stepped, trained = sum(result.stepped for result in results) * stands_for, results[0].trained
     if case.workload == "training" and stepped < trained:
-        yield f"the optimizers of all ranks step {stepped:,} elements together, of {trained:,} that are trained"
+        yield f"the optimizers of all ranks together step {stepped:,} of {trained:,} trained elements"
 
 
 def _named(blank: CaseRecord, results: Sequence[DryResult]) -> CaseRecord:
-    """With what is known of a case however it ends."""
+    """Add what is known about a case regardless of how it ended."""
     case, model = blank.case, load_model(blank.case.model)
     hardware = load_cluster(case.cluster).accelerator
     planned = memory_of(case, "cuda")
@@ -180,20 +180,20 @@ def _dtype(case: CaseSpec) -> Dtype:
 
 
 def _out_of_memory(record: CaseRecord, unwell: DryResult, unlimited: Sequence[DryResult]) -> CaseRecord:
-    """With what was asked for when there was no more, and what the case would have taken."""
+    """Add the allocation that failed and, if known, how much memory the case needs."""
     usable, held = format_bytes(unwell.usable_bytes), format_bytes(unwell.peak.allocated)
     met = f"{held} were in use when it asked for {unwell.refused}"
     if len(unlimited) < len(ranks_of(record.case)) or unlimited[-1].state != "ok":
-        return msgspec.structs.replace(record, state="oom", error=f"out of memory: {met}, of {usable}")
+        return msgspec.structs.replace(record, state="oom", error=f"out of memory: {met} ({usable} usable)")
     needs = _peaks(unlimited)
     tensors, reserved = (format_bytes(needs[name]) for name in ("peak_memory_bytes", "peak_reserved_bytes"))
-    error = f"out of memory: needs at least {tensors} ({reserved} reserved) of {usable}; {met}"
+    error = f"out of memory: needs at least {tensors} ({reserved} reserved), {usable} usable; {met}"
     metrics = {**dict.fromkeys(METRICS.keys() - DERIVED), **needs}
     return msgspec.structs.replace(record, state="oom", error=error, metrics=metrics)
 
 
 def _peaks(results: Sequence[DryResult]) -> dict[str, float | None]:
-    """The highest of all ranks, each."""
+    """Each peak is the highest over all ranks."""
     return {
         "peak_memory_bytes": float(max(result.peak.allocated for result in results)),
         "peak_active_bytes": float(max(result.peak.active for result in results)),
