@@ -116,6 +116,7 @@ PRINTED = {
         "refshard plan --model llama3-70b --cluster dgx-h100x32 --seq-len 8192",
         "refshard trace profiles/recorded/epyc-2-cores/engine_network",
         "refshard show profiles/recorded/epyc-2-cores/quickstart",
+        "refshard show profiles/recorded/dryrun/llama3_8b_h100",
     ],
     "validation.md": [
         "refshard validate",
