@@ -13,9 +13,8 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(IN
 	--constraint constraints.txt --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# Runs that dashboards/published shows, in this order.
-RECORDED := $(addprefix profiles/recorded/,dryrun/llama3_8b_h100 \
-	$(addprefix epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard))
+# Runs that dashboards/published shows.
+RECORDED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard)
 
 .PHONY: quickstart test check lint types slow matrix crosscheck gate dashboard clients full clean
 .DELETE_ON_ERROR:
@@ -53,7 +52,7 @@ gate: $(VENV)/.run
 	$(BIN)/refshard gate --portable
 	$(BIN)/refshard gate --portable --suite gate_cuda
 
-# The page of profiles/recorded: dry runs of Llama 3 8B first, then what real machines measured.
+# The page of what real machines measured, from profiles/recorded.
 dashboard: $(VENV)/.run
 	$(BIN)/refshard report $(RECORDED) --out dashboards/published/index.html
 
