@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from refshard.errors import SpecError
 from refshard.records import Environment, Run
 from refshard.report.cases import Case, cases_of
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity, spelled
@@ -48,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Runs, oldest first, and their cases: by model, then world size, then batch, then strategy.
+    """Runs, oldest first, and their cases: by model, axes, world size, batch and strategy.
 
     ``trainings`` holds measured cases by what they train: those of one must have equal losses.
     """
@@ -88,13 +89,14 @@ def gather(*runs: Run) -> Evidence:
     for run in runs:
         where = machine(run.header.environment), run.header.suite.fixes_batch_per_rank
         latest |= {(case.spec, case.fidelity, *where): case for case in cases_of(run)}
-    order = _order(runs)
+    order, axes = _order(runs), _axes_order(runs)
     machines = list(dict.fromkeys(machine(run.header.environment) for run in runs))
     found = sorted(
         _told_apart(list(latest.values())),
         key=lambda case: (
             case.spec.model,
             case.spec.seq_len,
+            axes.get(case.spec.axes, len(axes)),
             case.spec.axes,
             machines.index(machine(case.header.environment)),
             case.spec.world_size,
@@ -117,6 +119,20 @@ def machine(env: Environment) -> str:
 def _order(runs: Iterable[Run]) -> dict[str, int]:
     named = dict.fromkeys(name for run in runs for name in run.header.suite.strategies)
     return {name: place for place, name in enumerate(named)}
+
+
+def _axes_order(runs: Iterable[Run]) -> dict[tuple[str, ...], int]:
+    """Places of the axes in the order in which the suites give them."""
+    named = dict.fromkeys(case.axes for run in runs for case in _planned(run))
+    return {axes: place for place, axes in enumerate(named)}
+
+
+def _planned(run: Run) -> tuple[CaseSpec, ...]:
+    """The suite's cases; none if this version no longer accepts a suite that an older one ran."""
+    try:
+        return run.header.suite.cases()
+    except SpecError:
+        return ()
 
 
 def _settings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, ...]:

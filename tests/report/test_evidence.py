@@ -44,6 +44,22 @@ def test_cases_are_numbered_in_their_order() -> None:
     assert [case.number for case in gather(run()).cases] == list(range(6))
 
 
+def test_settings_keep_the_order_in_which_the_suite_gives_their_axes() -> None:
+    """Not that of the alphabet, in which "bf16" comes first."""
+    made = run(CASES[:2], rounds=1, failed=False)
+    records = [
+        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, **axes))
+        for axes in ({"precision": "bf16"}, {"microbatches": 2}, {"checkpointing": "full"})
+        for record in made.cases
+    ]
+    shared = {"model": made.cases[0].case.model, "world_size": 2, "global_batch": 4, "strategy": ["ddp", "fsdp2"]}
+    matrix = [{**shared, "microbatches": 2}, {**shared, "checkpointing": "full"}, {**shared, "precision": "bf16"}]
+    suite = msgspec.structs.replace(made.header.suite, matrix=matrix)
+    header = msgspec.structs.replace(made.header, suite=suite)
+    settings = gather(msgspec.structs.replace(made, header=header, cases=tuple(reversed(records)))).settings
+    assert [setting.cases[0].spec.axes for setting in settings] == [("2 microbatches",), ("checkpointing full",), ("bf16",)]
+
+
 def test_a_longer_time_limit_keeps_nobody_out_of_a_contest() -> None:
     made = run(failed=False)
     patient = msgspec.structs.replace(made.cases[-1].case, time_limit_s=900.0)
