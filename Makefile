@@ -13,8 +13,8 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(IN
 	--constraint constraints.txt --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# Runs that dashboards/published shows.
-RECORDED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard)
+# Measured runs that dashboards/published shows on one page.
+MEASURED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard)
 
 .PHONY: quickstart test check lint types slow matrix crosscheck gate dashboard clients full clean
 .DELETE_ON_ERROR:
@@ -52,9 +52,10 @@ gate: $(VENV)/.run
 	$(BIN)/refshard gate --portable
 	$(BIN)/refshard gate --portable --suite gate_cuda
 
-# The page of what real machines measured, from profiles/recorded.
+# The published pages, from profiles/recorded: dry runs of Llama 3 8B on H100s, and what a real machine measured.
 dashboard: $(VENV)/.run
-	$(BIN)/refshard report $(RECORDED) --out dashboards/published/index.html
+	$(BIN)/refshard report profiles/recorded/dryrun/llama3_8b_h100 --out dashboards/published/index.html
+	$(BIN)/refshard report $(MEASURED) --out dashboards/published/measured.html
 
 # Frameworks from PyPI under the dry run, each in an environment of its own in .clients: half an hour, and 10 GB of disk.
 # Of some of them: make clients CLIENTS="torchtitan trl". Where the index serves CUDA builds of torch, set
