@@ -1,4 +1,4 @@
-"""The house: who may import whom, and what the public face is."""
+"""The layers: who may import whom, and what the public face is."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ import pytest
 import refshard
 
 PACKAGE = Path(refshard.__file__).parent
-FLOORS = {
+LAYERS = {
     "errors": 1, "quantities": 1, "resources": 1,
     "folders": 2, "specs": 2, "timeline": 2,
     "costs": 3, "flops": 3, "records": 3,
@@ -43,7 +43,7 @@ OPTIONAL = {
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -60,34 +60,40 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Rooms that a file imports; the package itself is the room ``__init__``."""
-    found = set()
-    for module in imported_modules(path):
-        if module == "refshard" or module.startswith("refshard."):
-            room = module.partition(".")[2].partition(".")[0]
-            found.add(room if room in FLOORS else "__init__")
-    return found
+IMPORTS = {path: imported_modules(path) for path in SOURCES}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_rooms_import_strictly_lower_floors(path: Path) -> None:
-    mine = room_of(path)
-    for other in imported_rooms(path) - {mine}:
-        assert FLOORS[other] < FLOORS[mine], f"{mine} (floor {FLOORS[mine]}) imports {other} (floor {FLOORS[other]})"
+def imported_packages(modules: set[str]) -> set[str]:
+    """Packages of refshard among these modules; what its own ``__init__`` offers is the package ``__init__``."""
+    inside = [parts for module in modules if (parts := module.split("."))[0] == "refshard"]
+    return {parts[1] if len(parts) > 1 and parts[1] in LAYERS else "__init__" for parts in inside}
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room_of(path) for path in SOURCES} <= FLOORS.keys()
+def test_packages_import_strictly_lower_layers() -> None:
+    offenders = [
+        f"{path.relative_to(PACKAGE)} (layer {LAYERS[mine]}) imports {other} (layer {LAYERS[other]})"
+        for path, modules in IMPORTS.items()
+        for mine in [package_of(path)]
+        for other in imported_packages(modules) - {mine}
+        if LAYERS[other] >= LAYERS[mine]
+    ]
+    assert not offenders
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_what_is_imported_is_declared(path: Path) -> None:
+def test_every_package_has_a_layer() -> None:
+    assert {package_of(path) for path in SOURCES} <= LAYERS.keys()
+
+
+def test_what_is_imported_is_declared() -> None:
     """Every distribution is named in pyproject.toml: no import lives by what another package happens to bring."""
     declared = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {re.split(r"[<>=]", requirement)[0] for requirement in declared} | OPTIONAL.get(path.name, set())
-    packages = {module.partition(".")[0] for module in imported_modules(path)}
-    assert packages - sys.stdlib_module_names - {"refshard"} <= names
+    names = {re.split(r"[<>=]", requirement)[0] for requirement in declared} | sys.stdlib_module_names | {"refshard"}
+    offenders = {
+        str(path.relative_to(PACKAGE)): undeclared
+        for path, modules in IMPORTS.items()
+        if (undeclared := {m.partition(".")[0] for m in modules} - names - OPTIONAL.get(path.name, set()))
+    }
+    assert not offenders
 
 
 def test_public_face() -> None:
