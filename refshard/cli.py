@@ -73,9 +73,9 @@ def run(
 ) -> None:
     """Measure every case of a suite and compare them."""
     with mortal():
+        from refshard.analysis.evidence import gather
         from refshard.commands import run as command
-        from refshard.report.evidence import gather
-        from refshard.report.views import terminal_table, terminal_verdict
+        from refshard.report.run.views import terminal_table, terminal_verdict
 
     if (status := command.serve_harness(launcher)) is not None:
         raise typer.Exit(status)

@@ -3,6 +3,8 @@
 GiB is 2**30 bytes and is written GiB. TFLOPS is 10**12 floating-point operations per second.
 """
 
+from typing import Literal
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -98,3 +100,13 @@ def format_times(count: int) -> str:
     ('once', '1,200 times')
     """
     return "once" if count == 1 else f"{count:,} times"
+
+
+def axis_unit(unit: Literal["s", "B"], largest: float) -> tuple[str, float]:
+    """The unit that shows ``largest`` seconds or bytes as a number of at least 1, and its size.
+
+    >>> axis_unit("B", 3 * 2**30), axis_unit("s", 0.04)
+    (('GiB', 1073741824), ('ms', 0.001))
+    """
+    units = {"s": (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)), "B": (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))}
+    return next(((name, size) for name, size in units[unit] if largest >= size), (unit, 1.0))

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from refshard import resources
+from refshard.analysis.evidence import gather
 from refshard.harness.store import read_run
 from refshard.records import CaseRecord, Run
-from refshard.report.evidence import gather
-from refshard.report.run_page import Beside, write_dashboard
-from refshard.report.why import MOST_TRACED, Traced, read_traces
+from refshard.report.run.page import Beside, write_dashboard
+from refshard.report.run.why import MOST_TRACED, Traced, read_traces
 
 FOLDER = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "quickstart"
 CHROMIUM = Path("/usr/bin/chromium")

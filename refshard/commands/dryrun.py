@@ -17,7 +17,7 @@ from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
 from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.report.dryrun_words import sentences, terminal_dryrun
+from refshard.report.dryrun.words import sentences, terminal_dryrun
 from refshard.specs.cluster import ClusterSpec, load_cluster
 
 
@@ -86,10 +86,10 @@ def _request(asked: Asked, command: TrainingCommand, cluster: ClusterSpec) -> Re
 
 
 def _write_page(found: Analysis, path: Path) -> None:
-    from refshard.report import dryrun_page  # plotly and pandas take a second to import
+    from refshard.report.dryrun.page import page  # plotly and pandas take a second to import
 
     try:
-        replace_file(path, dryrun_page.page(found, shlex.join(["refshard", *sys.argv[1:]])))
+        replace_file(path, page(found, shlex.join(["refshard", *sys.argv[1:]])))
     except OSError as error:
         raise SpecError(f"html: {path} cannot be written ({error.strerror}); name a file that can") from None
 

@@ -22,8 +22,8 @@ from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import run_suite
 from refshard.harness.store import read_run
 from refshard.records import CaseRecord, Environment
-from refshard.report import gate as report
-from refshard.report.gate import GateCase, GateReport
+from refshard.report.gate import formats as report
+from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.specs.gate import MetricRule
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite

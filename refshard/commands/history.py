@@ -4,10 +4,10 @@ import json
 import sys
 from pathlib import Path
 
+from refshard.analysis.history import as_object, history_table, series_of
 from refshard.errors import SpecError, StoreError, nearest
 from refshard.harness.store import RECORDS, read_run
 from refshard.records import METRICS, Run
-from refshard.report.history import as_object, history_table, series_of
 
 
 def history(folder: Path, *, metric: str, suite: str | None, as_json: bool) -> str:

@@ -14,7 +14,7 @@ from refshard.harness.environment import capture_environment
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.noise import keep_noise, read_rounds, record_rounds
 from refshard.harness.series import kind, serial
-from refshard.report.gate import noise_table
+from refshard.report.gate.formats import noise_table
 from refshard.specs.suite import find_suite, load_suite
 from refshard.stats.rehearsal import noise_of
 

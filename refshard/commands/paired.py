@@ -15,7 +15,7 @@ from refshard.harness.noise import noise_file, read_noise
 from refshard.harness.rounds import PairedRounds, Side, of_strategy
 from refshard.harness.series import serial
 from refshard.records import CaseRecord
-from refshard.report.gate import GateCase, GateReport
+from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import FEWEST_ROUNDS, GateSpec
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite

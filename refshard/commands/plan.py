@@ -13,7 +13,7 @@ from refshard.errors import SpecError
 from refshard.folders import replace_file
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES, Recipe, find_recipe
-from refshard.report.plan_table import as_object, terminal_plan
+from refshard.report.plan.table import as_object, terminal_plan
 from refshard.simulate.forecast import Job, simulate
 from refshard.simulate.ranking import Checkpoint, Plan, rank_strategies
 from refshard.simulate.trace import as_kineto
@@ -146,10 +146,10 @@ def _title(asked: Asked, job: Job) -> str:
 
 
 def _write_page(found: Plan, job: Job, title: str, path: Path) -> None:
-    from refshard.report import plan_page  # pandas takes longer to import than a plan takes
+    from refshard.report.plan.page import page  # pandas takes longer to import than a plan takes
 
     try:
-        replace_file(path, plan_page.page(found, job, title, shlex.join(["refshard", *sys.argv[1:]])))
+        replace_file(path, page(found, job, title, shlex.join(["refshard", *sys.argv[1:]])))
     except OSError as error:
         raise SpecError(
             f"html: {path} cannot be written ({error.strerror}); name a file in a folder that exists"

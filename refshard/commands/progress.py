@@ -12,10 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from refshard.analysis.cases import plain
 from refshard.harness.run import Observer
 from refshard.quantities import format_duration, format_rate, format_seconds
 from refshard.records import CaseRecord
-from refshard.report.cases import plain
 from refshard.specs.case import CaseSpec
 
 _STEP = re.compile(r"(?P<phase>.+) (?P<step>\d+)/\d+")

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refshard import resources
+from refshard.analysis.cases import Case
+from refshard.analysis.evidence import Evidence, gather
 from refshard.errors import SpecError, StoreError
 from refshard.harness.noise import newest_noise
 from refshard.harness.store import read_run
-from refshard.report.cases import Case
-from refshard.report.evidence import Evidence, gather
-from refshard.report.run_page import Beside, write_dashboard
-from refshard.report.trace_page import AnalysedTrace, write_trace_page
-from refshard.report.why import Traced, read_traces
+from refshard.report.run.page import Beside, write_dashboard
+from refshard.report.run.why import Traced, read_traces
+from refshard.report.trace.page import AnalysedTrace, write_trace_page
 from refshard.stats.rehearsal import Noise
 
 PAGE = "dashboard.html"

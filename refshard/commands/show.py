@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 
+from refshard.analysis.evidence import gather
+from refshard.analysis.ratios import RATIO_COLUMNS, ratio_columns
 from refshard.errors import SpecError
 from refshard.harness.store import read_run
-from refshard.report import markdown, views
-from refshard.report.columns import as_csv as csv_text
-from refshard.report.evidence import gather
-from refshard.report.ratios import RATIO_COLUMNS, check_peer, ratio_columns, terminal_ratios
+from refshard.report.run import markdown, views
+from refshard.report.run.columns import as_csv as csv_text
+from refshard.report.run.ratios import check_peer, terminal_ratios
 
 
 def show(

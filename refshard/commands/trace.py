@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from refshard.errors import SpecError, TraceError
-from refshard.report import trace_table
+from refshard.report.trace import terminal as trace_table
 from refshard.timeline import Timeline
 from refshard.tracing import hta
 from refshard.tracing.analysis import Analysis, analyse, join
@@ -101,7 +101,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 def _write(analyses: Sequence[Analysis], page: Path) -> None:
     # plotly and pandas take a second to import, and no other output needs them.
-    from refshard.report.trace_page import AnalysedTrace, write_trace_page
+    from refshard.report.trace.page import AnalysedTrace, write_trace_page
 
     if page.resolve() in {one.path.resolve() for one in analyses}:
         raise SpecError(f"html: {page} is one of the traces, which the page would overwrite; name another file")

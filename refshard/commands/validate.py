@@ -9,8 +9,8 @@ from pathlib import Path
 from refshard.dryrun.published import Prediction
 from refshard.dryrun.published import predict as predict_by_dry_run
 from refshard.errors import SpecError
-from refshard.report.dryrun_validation import terminal_dryrun_validation, validation_objects
-from refshard.report.published_table import as_objects, terminal_published
+from refshard.report.dryrun.validation import terminal_dryrun_validation, validation_objects
+from refshard.report.plan.published import as_objects, terminal_published
 from refshard.simulate.published import predict
 from refshard.specs.published import load_published
 from refshard.specs.published_run import PublishedRun, load_published_runs
@@ -58,14 +58,15 @@ def _by_dry_runs(run: Path | None, *, as_json: bool, only: str | None) -> str:
 
 
 def _of_run(folder: Path, *, as_json: bool) -> str:
+    from refshard.analysis.evidence import gather
+    from refshard.analysis.validation import as_objects, validated
     from refshard.harness.store import read_run  # these bring torch and pandas
-    from refshard.report import validation
-    from refshard.report.evidence import gather
+    from refshard.report.run.validation import terminal_validation
 
-    pairs = validation.validated(gather(read_run(folder)))
+    pairs = validated(gather(read_run(folder)))
     if not pairs:
         raise SpecError(
             f"{folder}: holds no case that was measured and predicted too; run a suite whose fidelity lists 'measured' "
             "beside 'emulated' or 'simulated'"
         )
-    return json.dumps(validation.as_objects(pairs), indent=2) if as_json else validation.terminal_validation(pairs)
+    return json.dumps(as_objects(pairs), indent=2) if as_json else terminal_validation(pairs)

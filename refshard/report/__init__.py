@@ -1,1 +1,1 @@
-"""Records become tables, charts and a page."""
+"""Results become words, tables, charts and pages."""

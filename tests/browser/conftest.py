@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from refshard import resources
+from refshard.analysis.evidence import gather
 from refshard.harness.store import read_run
-from refshard.report.evidence import gather
-from refshard.report.run_page import Beside
-from refshard.report.trace_page import write_trace_page
-from refshard.report.why import read_traces
+from refshard.report.run.page import Beside
+from refshard.report.run.why import read_traces
+from refshard.report.trace.page import write_trace_page
 from tests.browser.visits import CONTENT, Visit, earlier, visiting, wide, written
 from tests.report import traces
 from tests.report.runs import CASES
-from tests.report.test_trace_page import hostile
+from tests.report.trace.test_page import hostile
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

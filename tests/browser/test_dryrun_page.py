@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from refshard.folders import replace_file
-from refshard.report.dryrun_page import page
+from refshard.report.dryrun.page import page
 from tests.browser.test_accessibility import WIDTHS, violations
 from tests.browser.visits import Visit, visiting
 from tests.report.dryruns import analysed

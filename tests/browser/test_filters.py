@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from refshard.report.cases import Case
+from refshard.analysis.cases import Case
 from tests.browser.visits import Visit, visiting, wide
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from refshard.report.evidence import gather
-from refshard.report.run_page import UNFOLDED
+from refshard.analysis.evidence import gather
+from refshard.report.run.page import UNFOLDED
 from tests.browser.visits import Visit, visiting, written
-from tests.report.test_run_page import many
+from tests.report.run.test_page import many
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

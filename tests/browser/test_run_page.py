@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from refshard.report.evidence import Evidence, gather
+from refshard.analysis.evidence import Evidence, gather
 from tests.browser.visits import Visit, visiting, written
 from tests.report.runs import CASES, HOSTILE, run, with_record
 

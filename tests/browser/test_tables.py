@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from refshard.report.evidence import gather
+from refshard.analysis.evidence import gather
 from tests.browser.visits import Visit, visiting, written
 from tests.report.runs import CASES, FAILED, HOSTILE, run
 

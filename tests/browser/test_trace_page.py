@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from refshard.report.trace_page import write_trace_page
+from refshard.report.trace.page import write_trace_page
 from tests.browser.visits import CONTENT, PATIENCE_S, visiting
 from tests.report import traces
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from refshard.analysis.evidence import Evidence, gather
 from refshard.records import CaseRecord, Run
-from refshard.report.evidence import Evidence, gather
-from refshard.report.run_page import Beside, write_dashboard
+from refshard.report.run.page import Beside, write_dashboard
 from tests.report.runs import CASES, Made, run
 
 if TYPE_CHECKING:

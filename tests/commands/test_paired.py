@@ -9,7 +9,7 @@ from refshard.commands.paired import Comparison, gone_and_come, shared, suite_in
 from refshard.errors import SpecError
 from refshard.harness.launchers.base import Launch
 from refshard.harness.rounds import PairedRounds, Side
-from refshard.report.gate import GateCase
+from refshard.report.gate.formats import GateCase
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import GateSpec
 from refshard.specs.reading import convert

@@ -20,8 +20,8 @@ from refshard.errors import SpecError, StoreError
 from refshard.harness.store import RunWriter
 from refshard.records import EndRecord, Run
 from refshard.specs.case import Fidelity
+from tests.analysis.test_evidence import later, quicker
 from tests.report.runs import CASES, over_network, run
-from tests.report.test_evidence import later, quicker
 
 RECORDED = sorted(path.parent for path in (resources.root() / "profiles" / "recorded").glob("*/*/records.jsonl"))
 

@@ -18,7 +18,7 @@ from refshard.dryrun.published import (
 )
 from refshard.dryrun.request import Answer, Outcome, Pool, Request
 from refshard.dryrun.run import DryRun
-from refshard.report.dryrun_validation import terminal_dryrun_validation
+from refshard.report.dryrun.validation import terminal_dryrun_validation
 from refshard.specs.cluster import load_cluster
 from refshard.specs.published_run import PublishedRun, load_published_runs
 from tests.dryrun.made import Made

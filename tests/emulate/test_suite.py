@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from refshard.analysis.evidence import gather
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import run_suite
 from refshard.records import Run
-from refshard.report import views
-from refshard.report.evidence import gather
-from refshard.report.run_page import write_dashboard
+from refshard.report.run import views
+from refshard.report.run.page import write_dashboard
 from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 from refshard.tracing.kineto import read_timeline

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from refshard.report.trace_page import AnalysedTrace
+from refshard.report.trace.page import AnalysedTrace
 from refshard.timeline import (
     KINDS,
     UNKNOWN,

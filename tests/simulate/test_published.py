@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from refshard.errors import SpecError
 from refshard.plan.checkpointing import Checkpointing, checkpointing_of
 from refshard.plan.recipe import find_recipe
-from refshard.report.plan_words import warnings
-from refshard.report.published_table import in_order, terminal_published, typical_error
+from refshard.report.plan.published import in_order, terminal_published, typical_error
+from refshard.report.plan.words import warnings
 from refshard.simulate.forecast import Job
 from refshard.simulate.published import Prediction, predict
 from refshard.simulate.ranking import rank_strategies
@@ -84,7 +84,7 @@ def test_a_table_says_what_it_assumes_and_how_far_it_is_off() -> None:
 def test_a_plan_says_by_how_much_published_step_times_were_missed(
     predictions: dict[str, tuple[Prediction, ...]],
 ) -> None:
-    """The figure in report/plan_words.py."""
+    """The figure in report/plan/words.py."""
     unfitted = [[one for one in of if not one.row.fitted] for of in predictions.values()]
     (found,) = {round(100 * (typical_error(of) or 0)) for of in unfitted}
     job = Job(model=load_model("llama-tiny"), cluster=load_cluster("dgx-h100"), seq_len=64)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import refshard.strategies
+from refshard.analysis.efficiency import link_bytes
 from refshard.errors import SpecError, UnsupportedError
 from refshard.harness.trainer import Trainer
 from refshard.models.llama import Llama, initialise
 from refshard.records import CollectiveCount, parity_tolerance
-from refshard.report.efficiency import link_bytes
 from refshard.specs.case import WHOLE_BATCH, CaseSpec
 from refshard.specs.model import ModelSpec
 from refshard.strategies import check_name, make_strategy, strategy_for

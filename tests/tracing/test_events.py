@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.errors import TraceError
-from refshard.report.trace_table import as_objects
+from refshard.report.trace.terminal import as_objects
 from refshard.tracing.analysis import analyse
 from refshard.tracing.events import TraceFile
 from refshard.tracing.reader import read_trace

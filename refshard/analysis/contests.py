@@ -1,0 +1,151 @@
+"""Who is fastest and who needs the least memory, per setting and world size: one decision, for sentences and tables.
+
+A *contest* is held among the strategies whose every launch ended ok. The unsharded reference does not compete: it
+answers another question, on another number of GPUs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from refshard.analysis.cases import Case
+from refshard.analysis.compared import compared
+from refshard.analysis.evidence import Evidence, Setting
+from refshard.specs.case import REFERENCE_STRATEGY, REPEATING
+from refshard.stats.compare import Comparison
+
+_SPEED = ("step_time_s", "tokens_per_s_gpu", "tflops", "mfu")
+"""Metrics that the step time decides, where cases share their tokens and FLOPs."""
+ALIKE = 0.03
+"""Relative difference of step times under which a model cannot tell two strategies apart."""
+EQUAL_MEMORY = 0.03
+"""Relative difference of peak memories under which two strategies need equally much: between two launches of one case
+the figure varies by about 3 % on a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """A contender that lost: its step time over the winner's, with an interval where samples give one."""
+
+    case: Case
+    comparison: Comparison | None
+    ratio: float
+
+    @property
+    def tied(self) -> bool:
+        """Whether the winner's lead does not count: the interval includes 1, or the model cannot tell the two apart."""
+        if self.comparison is None:
+            return self.case.fidelity in REPEATING and self.ratio < 1 + ALIKE
+        return not self.comparison.significant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """One setting at one world size: ``cases`` are all that are there, ``contenders`` those that compete.
+
+    ``rivals`` are the contenders but for the ``winner``, fastest first. ``peaks`` has the memory of each contender, B,
+    least first: reserved memory if that is known of all, since that is what must fit, else the peak of what is in use.
+    """
+
+    setting: Setting
+    world_size: int
+    cases: tuple[Case, ...]
+    contenders: tuple[Case, ...]
+    winner: Case | None
+    rivals: tuple[Rival, ...]
+    peaks: dict[Case, float]
+
+    @property
+    def tied(self) -> tuple[Rival, ...]:
+        """The rivals that the winner does not beat."""
+        return tuple(rival for rival in self.rivals if rival.tied)
+
+    @property
+    def runner_up(self) -> Rival | None:
+        """The fastest rival that is beaten."""
+        return next((rival for rival in self.rivals if not rival.tied), None)
+
+    @property
+    def fastest(self) -> tuple[Case, ...]:
+        """The winner and those tied with it; empty if nothing finished."""
+        return () if self.winner is None else (self.winner, *(rival.case for rival in self.tied))
+
+    @property
+    def leanest(self) -> tuple[Case, ...]:
+        """Those with the least memory, as far as launches tell them apart."""
+        least = min(self.peaks.values(), default=0.0)
+        return tuple(case for case, peak in self.peaks.items() if peak <= least * (1 + EQUAL_MEMORY))
+
+    @property
+    def memory_metric(self) -> str:
+        """The metric of :attr:`peaks`."""
+        return _memory_metric(self.contenders)
+
+
+def contests(evidence: Evidence) -> tuple[Contest, ...]:
+    """Every contest, in the order of the settings; world sizes ascend."""
+    return tuple(contest_of(setting, size) for setting in evidence.contested for size in _contested_sizes(setting))
+
+
+def contest_of(setting: Setting, world_size: int) -> Contest:
+    """The contest of the setting's cases of this world size."""
+    here = [case for case in setting.cases if case.spec.world_size == world_size]
+    entered = [case for case in here if case.strategy != REFERENCE_STRATEGY] or here
+    contenders = tuple(case for case in entered if case.ok and case.metrics["step_time_s"] is not None)
+    winner = _winner(contenders) if contenders else None
+    return Contest(
+        setting=setting, world_size=world_size, cases=tuple(here), contenders=contenders, winner=winner,
+        rivals=_ranked(winner, contenders), peaks=_peaks(contenders),
+    )  # fmt: skip
+
+
+def leaders(setting: Setting) -> dict[str, frozenset[Case]]:
+    """By metric, the cases that lead it at their world size, those tied included; one that is alone does not lead."""
+    held = [contest for size in setting.world_sizes if len((contest := contest_of(setting, size)).contenders) > 1]
+    found: dict[str, frozenset[Case]] = {}
+    for contest in held:
+        led = dict.fromkeys(_SPEED, contest.fastest) | {contest.memory_metric: contest.leanest}
+        found |= {metric: found.get(metric, frozenset()) | set(cases) for metric, cases in led.items()}
+    return found
+
+
+def step_time(case: Case) -> float:
+    """A contender's step time, s."""
+    seconds = case.metrics["step_time_s"]
+    assert seconds is not None, "only cases with a step time contend"
+    return seconds
+
+
+def _contested_sizes(setting: Setting) -> tuple[int, ...]:
+    sharded = tuple(n for n in setting.world_sizes if n > 1)
+    return sharded or setting.world_sizes
+
+
+def _rival(winner: Case, case: Case) -> Rival:
+    comparison = compared(winner, case)
+    ratio = comparison.ratio if comparison else step_time(case) / step_time(winner)
+    return Rival(case=case, comparison=comparison, ratio=ratio)
+
+
+def _winner(contenders: Sequence[Case]) -> Case:
+    """The smallest median, unless the ratio within rounds favours another one."""
+    first = min(contenders, key=step_time)
+    return min(contenders, key=lambda case: 1.0 if case is first else _rival(first, case).ratio)
+
+
+def _ranked(winner: Case | None, contenders: Sequence[Case]) -> tuple[Rival, ...]:
+    """All but the winner, fastest first."""
+    if winner is None:
+        return ()
+    rivals = (_rival(winner, case) for case in contenders if case is not winner)
+    return tuple(sorted(rivals, key=lambda rival: rival.ratio))
+
+
+def _memory_metric(contenders: Sequence[Case]) -> str:
+    knows_reserved = all(case.metrics["peak_reserved_bytes"] for case in contenders)
+    return "peak_reserved_bytes" if knows_reserved else "peak_memory_bytes"
+
+
+def _peaks(contenders: Sequence[Case]) -> dict[Case, float]:
+    metric = _memory_metric(contenders)
+    found = {case: peak for case in contenders if (peak := case.metrics[metric])}
+    return dict(sorted(found.items(), key=lambda item: item[1]))

@@ -1,0 +1,37 @@
+"""What the launches of a case proved together, and in words why something is not known."""
+
+from refshard.analysis.cases import Case, plain
+
+
+def proof_failures(case: Case) -> tuple[str, ...]:
+    """What the launches of this case failed to prove."""
+    found = [failure for launch in case.launches if launch.proof for failure in launch.proof.failures]
+    return tuple(plain(failure) for failure in dict.fromkeys(found))
+
+
+def proof_summary(case: Case) -> str:
+    """``proved`` by every launch, ``incomplete`` (by some), ``none``, or ``failed: ...``."""
+    if failures := proof_failures(case):
+        return f"failed: {'; '.join(failures)}"
+    proofs = sum(launch.proof is not None for launch in case.launches)
+    return "none" if not proofs else "proved" if proofs == len(case.launches) else "incomplete"
+
+
+def bit_identical(case: Case) -> bool | None:
+    """Whether every launch was bit-identical to DDP; None if one is unknown and none differed."""
+    verdicts = [launch.proof.bit_identical_to_ddp if launch.proof else None for launch in case.launches]
+    if False in verdicts:
+        return False
+    return None if None in verdicts else True
+
+
+def bits_note(case: Case) -> str:
+    """Why the case is not bit-identical to DDP, or why that is unknown."""
+    notes = [launch.proof.bits_note for launch in case.launches if launch.proof and launch.proof.bits_note]
+    return plain("; ".join(dict.fromkeys(notes)))
+
+
+def parity_note(case: Case) -> str:
+    """Why there is no loss parity; empty where there is one."""
+    notes = [launch.proof.parity_note for launch in case.launches if launch.proof and launch.proof.parity_note]
+    return plain("; ".join(dict.fromkeys(notes)))

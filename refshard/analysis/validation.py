@@ -1,0 +1,119 @@
+"""Predictions beside measurements, where a run holds both: cases that differ in fidelity and cluster only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from refshard.analysis.cases import Case
+from refshard.analysis.evidence import Evidence, machine
+from refshard.specs.case import CaseSpec, Fidelity
+
+PREDICTED: tuple[Fidelity, ...] = ("emulated", "dryrun", "simulated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validated:
+    """One measured case and a prediction of it."""
+
+    measured: Case
+    predicted: Case
+
+    @property
+    def step_time_error(self) -> float | None:
+        """Relative: above 0 where the prediction is larger."""
+        return self._error("step_time_s")
+
+    @property
+    def memory_error(self) -> float | None:
+        """As :attr:`step_time_error`, of the peak memory."""
+        return self._error("peak_memory_bytes")
+
+    @property
+    def quickest_error(self) -> float | None:
+        """As :attr:`step_time_error`, but of the quickest measured launch, which other work disturbed least."""
+        times = [t for launch in self.measured.launches if (t := launch.metrics.get("step_time_s"))]
+        mine = self.predicted.metrics.get("step_time_s")
+        return mine / min(times) - 1 if mine and times else None
+
+    def _error(self, metric: str) -> float | None:
+        mine, theirs = self.predicted.metrics.get(metric), self.measured.metrics.get(metric)
+        return mine / theirs - 1 if mine and theirs else None
+
+
+def validated(evidence: Evidence) -> tuple[Validated, ...]:
+    """Every prediction of a measured case that was made on the same machine, in the order of the evidence."""
+    found = [case for case in evidence.cases if case.ok]
+    measured = {_place(case): case for case in found if case.fidelity == "measured"}
+    pairs = ((measured.get(_place(case)), case) for case in found if case.fidelity in PREDICTED)
+    return tuple(Validated(measured=mine, predicted=case) for mine, case in pairs if mine is not None)
+
+
+def _place(case: Case) -> tuple[CaseSpec, str]:
+    """What a prediction and its measurement share: the spec as measured, and the machine."""
+    spec = msgspec.structs.replace(case.spec, fidelity="measured", cluster="", resident_ranks=1)
+    return spec, machine(case.header.environment)
+
+
+def errors(pairs: Sequence[Validated], fidelity: Fidelity, metric: str) -> list[float]:
+    """Absolute relative errors of ``"step_time_s"`` or ``"peak_memory_bytes"``, as far as both sides know it."""
+    of = [pair for pair in pairs if pair.predicted.fidelity == fidelity]
+    found = [pair.step_time_error if metric == "step_time_s" else pair.memory_error for pair in of]
+    return [abs(error) for error in found if error is not None]
+
+
+def scaled(pairs: Sequence[Validated], fidelity: Fidelity) -> tuple[float, list[float]]:
+    """One factor on all predictions of step times, the median of what each would need, and the absolute relative errors
+    that it leaves: a machine that was faster when it was calibrated than when it was measured is faster for all.
+    """
+    found = [p.step_time_error for p in pairs if p.predicted.fidelity == fidelity and p.step_time_error is not None]
+    factor = median(1 / (1 + error) for error in found)
+    return factor, [abs(factor * (1 + error) - 1) for error in found]
+
+
+def in_order(pairs: Sequence[Validated], fidelity: Fidelity) -> tuple[int, int]:
+    """Of the pairs of strategies in one setting whose measured intervals do not meet, how many are predicted in their
+    order, and how many there are.
+    """
+    agreed = told = 0
+    of = [pair for pair in pairs if pair.predicted.fidelity == fidelity]
+    for one, other in combinations(of, 2):
+        if _setting(one) != _setting(other) or one.measured.step_time is None or other.measured.step_time is None:
+            continue
+        if one.measured.step_time.high < other.measured.step_time.low:
+            faster, slower = one, other
+        elif other.measured.step_time.high < one.measured.step_time.low:
+            faster, slower = other, one
+        else:
+            continue
+        told += 1
+        agreed += (faster.predicted.metrics["step_time_s"] or 0) < (slower.predicted.metrics["step_time_s"] or 0)
+    return agreed, told
+
+
+def _setting(pair: Validated) -> CaseSpec:
+    return msgspec.structs.replace(pair.predicted.spec, strategy="")
+
+
+def as_objects(pairs: Sequence[Validated]) -> list[dict[str, Any]]:
+    """One object a prediction: seconds, bytes and fractions."""
+    return [
+        {
+            "strategy": pair.measured.strategy,
+            "world_size": pair.measured.spec.world_size,
+            "model": pair.measured.spec.model,
+            "fidelity": pair.predicted.fidelity,
+            "cluster": pair.predicted.spec.cluster,
+            "measured_step_time_s": pair.measured.metrics["step_time_s"],
+            "predicted_step_time_s": pair.predicted.metrics["step_time_s"],
+            "step_time_error": pair.step_time_error,
+            "step_time_error_of_quickest_launch": pair.quickest_error,
+            "measured_peak_memory_bytes": pair.measured.metrics["peak_memory_bytes"],
+            "predicted_peak_memory_bytes": pair.predicted.metrics["peak_memory_bytes"],
+            "peak_memory_error": pair.memory_error,
+        }
+        for pair in pairs
+    ]

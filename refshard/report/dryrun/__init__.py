@@ -1,0 +1,1 @@
+"""A dry run: report, page, and published runs beside theirs."""

@@ -1,0 +1,182 @@
+"""A course of memory as a picture: what is held, stacked by category, under what is reserved and what a GPU has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from refshard.dryrun.memory_course import MemoryCourse
+from refshard.dryrun.recording import Category, Phase, Recording
+from refshard.quantities import axis_unit, format_bytes
+from refshard.report.draw.charts import OKABE_ITO, REFERENCE_COLOUR, THEME, label_text
+from refshard.report.dryrun.words import CATEGORIES, moment
+
+_LOOKS = {
+    Category.PARAMETERS: (OKABE_ITO[0], ""),
+    Category.OPTIMIZER: (OKABE_ITO[1], "/"),
+    Category.GRADIENTS: (OKABE_ITO[2], "x"),
+    Category.UNSHARDED: (OKABE_ITO[3], "\\"),
+    Category.ACTIVATIONS: (OKABE_ITO[4], "."),
+    Category.WORKSPACE: (OKABE_ITO[6], "-"),
+    Category.OTHER: (REFERENCE_COLOUR, "+"),
+}
+"""Colour and pattern, from below: what stays, then what comes and goes."""
+_LIMIT, _RESERVED = OKABE_ITO[5], "#777777"
+_GREYS = {Phase.FORWARD: 0.12, Phase.BACKWARD: 0.3, Phase.OPTIMIZER: 0.55}
+"""How dark each phase is in the strip above the picture."""
+_STRIP = (0.94, 1.0)
+_HEADROOM = 1.22
+"""Room above the highest line: for the strip, and for the label of a phase too short to hold it."""
+_FAR = 4
+"""A limit so many times as high as what is reserved is not drawn: it would leave the picture flat."""
+_NARROW = 0.12
+"""Of the picture: a phase's name takes as much."""
+_MOST_RUNS = 200
+_MOST_CHARACTERS = 44
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """What a course goes along: ``unit`` places of its clock are 1 on the axis, which counts from the course's first.
+
+    ``name`` is what follows a number on it. ``marks`` are places for dotted lines.
+    """
+
+    title: str
+    name: str
+    unit: int
+    marks: tuple[int, ...] = ()
+
+
+def picture(recording: Recording, course: MemoryCourse, axis: Axis, usable_bytes: int) -> go.Figure:
+    """A course of ``recording``. The allocator cannot pass ``usable_bytes``, a line unless it is far above."""
+    shown = course.peak_reserved_bytes >= usable_bytes / _FAR
+    highest = max(course.peak_reserved_bytes, course.peak_bytes, usable_bytes if shown else 0, 1)
+    unit, size = axis_unit("B", highest)
+    xs = [_x(place, course, axis) for place in course.places.tolist()]
+    figure = go.Figure([*_stack(course, xs, unit, size), *_lines(recording, course, xs, unit, size)])
+    _add_phases(figure, course, axis)
+    for mark in axis.marks:
+        figure.add_shape(_line(_x(mark, course, axis)))
+    top = _HEADROOM * highest / size
+    limit = usable_bytes / size if shown else None
+    if limit is not None:
+        _add_limit(figure, limit, f"usable: {format_bytes(usable_bytes)}")
+    _add_peak(figure, course, xs, size, _label_height(course, size, top, limit))
+    figure.update_layout(template=THEME, height=460, showlegend=True, hovermode="x unified")
+    figure.update_xaxes(
+        title_text=axis.title, nticks=6, range=[0, xs[-1] or 1],
+        unifiedhovertitle={"text": f"%{{x:,.4~r}} {axis.name}"},
+    )  # fmt: skip
+    return figure.update_yaxes(title_text=unit, range=[0, top], nticks=7)
+
+
+def _x(place: int, course: MemoryCourse, axis: Axis) -> float:
+    return float(f"{(place - int(course.places[0])) / axis.unit:.6g}")
+
+
+def _stack(course: MemoryCourse, xs: list[float], unit: str, size: float) -> list[go.Scatter]:
+    """A band for each category that ever holds anything."""
+    return [
+        go.Scatter(
+            name=CATEGORIES[category],
+            x=xs,
+            y=_scaled(course.held[:, category].tolist(), size),
+            mode="lines",
+            stackgroup="held",
+            line={"shape": "hv", "width": 0, "color": colour},
+            fillcolor=colour,
+            fillpattern={"shape": pattern, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7},
+            hovertemplate=f"%{{y:.2f}} {unit}",
+        )
+        for category, (colour, pattern) in _LOOKS.items()
+        if course.held[:, category].any()
+    ]  # fmt: skip
+
+
+def _lines(recording: Recording, course: MemoryCourse, xs: list[float], unit: str, size: float) -> list[go.Scatter]:
+    """What is allocated, which the stack shows already and which carries the moments; and what is reserved."""
+    line = {"shape": "hv", "color": _RESERVED}
+    return [
+        go.Scatter(
+            name="allocated", x=xs, y=_scaled(course.allocated.tolist(), size), mode="lines", showlegend=False,
+            line={**line, "width": 1},
+            customdata=[_short(moment(recording, count - 1)) for count in course.counts.tolist()],
+            hovertemplate=f"%{{y:.2f}} {unit}<br>%{{customdata}}",
+        ),
+        go.Scatter(
+            name="reserved", x=xs, y=_scaled(course.reserved.tolist(), size), mode="lines", line={**line, "width": 2.5},
+            hovertemplate=f"%{{y:.2f}} {unit}",
+        ),
+    ]  # fmt: skip
+
+
+def _short(text: str) -> str:
+    """Without the middle, where a path of modules is long."""
+    half = _MOST_CHARACTERS // 2
+    return label_text(text if len(text) <= 2 * half else f"{text[:half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}")
+
+
+def _scaled(values: Sequence[int], size: float) -> list[float]:
+    return [float(f"{value / size:.5g}") for value in values]
+
+
+def _line(x: float) -> dict[str, Any]:
+    return {
+        "type": "line", "x0": x, "x1": x, "y0": 0, "y1": _STRIP[0], "yref": "paper",
+        "line": {"dash": "dot", "width": 1, "color": "#888888"},
+    }  # fmt: skip
+
+
+def _add_phases(figure: go.Figure, course: MemoryCourse, axis: Axis) -> None:
+    """A strip of all phases, with their names in the pieces that are long enough."""
+    whole = _x(int(course.places[-1]), course, axis)
+    extents = [(run, _x(run.begin, course, axis), _x(run.end, course, axis)) for run in course.phases[:_MOST_RUNS]]
+    for run, begin, end in extents:
+        grey = f"rgba(128,128,128,{_GREYS[run.phase]})"
+        figure.add_shape(
+            type="rect", x0=begin, x1=end, y0=_STRIP[0], y1=_STRIP[1], yref="paper", fillcolor=grey, line={"width": 0}
+        )
+    named = {"yref": "paper", "showarrow": False, "font": {"size": 11}, "borderpad": 1}
+    wide = [(run, (begin + end) / 2) for run, begin, end in extents if end - begin >= _NARROW * whole]
+    for run, middle in wide:
+        figure.add_annotation(x=middle, y=sum(_STRIP) / 2, yanchor="middle", text=run.phase.name.lower(), **named)
+    below: list[float] = []
+    for phase in sorted({run.phase for run, _, _ in extents} - {run.phase for run, _ in wide}):
+        length, begin = max((end - begin, begin) for run, begin, end in extents if run.phase is phase)
+        late = begin > whole / 2
+        x = begin + length if late else begin
+        if all(abs(x - other) >= _NARROW * whole for other in below):
+            below.append(x)
+            figure.add_annotation(
+                x=x, y=_STRIP[0], xanchor="right" if late else "left", yanchor="top", text=phase.name.lower(), **named
+            )
+
+
+def _add_limit(figure: go.Figure, y: float, text: str) -> None:
+    figure.add_shape(
+        type="line", x0=0, x1=1, xref="paper", y0=y, y1=y, line={"dash": "dash", "width": 2, "color": _LIMIT}
+    )
+    figure.add_annotation(
+        x=0, xref="paper", xanchor="left", xshift=4, y=y, yanchor="bottom", showarrow=False, text=text
+    )  # fmt: skip
+
+
+def _label_height(course: MemoryCourse, size: float, top: float, limit: float | None) -> float:
+    """Where the label of the peak stands: above the line of what is reserved, and not on that of the limit."""
+    above = max(int(course.reserved[course.peak]), course.peak_bytes) / size + 0.05 * top
+    if limit is not None and abs(above + 0.03 * top - limit) < 0.05 * top:
+        return limit + 0.02 * top
+    return above
+
+
+def _add_peak(figure: go.Figure, course: MemoryCourse, xs: list[float], size: float, label: float) -> None:
+    """An arrow to it from ``label``."""
+    x, whole = xs[course.peak], xs[-1] or 1
+    side = "left" if x < 0.2 * whole else "right" if x > 0.8 * whole else "center"
+    figure.add_annotation(
+        x=x, y=course.peak_bytes / size, text=f"<b>peak: {format_bytes(course.peak_bytes)}</b>", xanchor=side,
+        showarrow=True, arrowhead=2, arrowwidth=1.5, arrowcolor=_RESERVED, ax=0, ay=label, ayref="y", yanchor="bottom",
+        borderpad=0,
+    )  # fmt: skip

@@ -1,0 +1,275 @@
+"""What a gate found, for a terminal, a pull request, JUnit's readers, and machines."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+from tabulate import tabulate
+
+from refshard.analysis.cases import plain
+from refshard.quantities import format_percent
+from refshard.stats.exact import Change
+from refshard.stats.gate import TimeVerdict, Verdict
+from refshard.stats.rehearsal import CaseNoise, Noise
+
+PASS, REGRESSION, HARNESS_ERROR, INCONCLUSIVE, NOT_COMPARABLE = range(5)
+"""Exit statuses of ``refshard gate``."""
+_WORST: tuple[Verdict, ...] = (
+    "not comparable", "regressed", "removed", "inconclusive", "improved", "new", "pass",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateCase:
+    """One case: what changed exactly, what its time says, and what went wrong with its launches, if anything."""
+
+    name: str
+    changes: tuple[Change, ...] = ()
+    time: TimeVerdict | None = None
+    trouble: str = ""
+    trouble_is: Verdict = "regressed"
+    remark: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all that was found."""
+        found: list[Verdict] = [change.verdict for change in self.changes]
+        if self.trouble:
+            found.append(self.trouble_is)
+        if self.time is not None:
+            found.append(self.time.verdict)
+        return min(found, key=_WORST.index, default="pass")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateReport:
+    """All cases of one gate. Beside an accepted baseline (``must_accept``) an improvement fails too: someone has to
+    accept it. ``error`` and ``mismatch`` say why there is no comparison. ``noise`` is what gates on this machine are
+    worth, if that was measured.
+    """
+
+    baseline: str
+    candidate: str
+    cases: tuple[GateCase, ...] = ()
+    must_accept: bool = False
+    error: str = ""
+    mismatch: str = ""
+    notes: tuple[str, ...] = ()
+    noise: Noise | None = None
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        verdicts = {case.verdict for case in self.cases}
+        if self.error:
+            return HARNESS_ERROR
+        if self.mismatch:
+            return NOT_COMPARABLE
+        if not self.cases:
+            return HARNESS_ERROR
+        if any(self.fails(case) for case in self.cases):
+            return REGRESSION
+        if "not comparable" in verdicts:
+            return NOT_COMPARABLE
+        return INCONCLUSIVE if "inconclusive" in verdicts else PASS
+
+    def fails(self, case: GateCase) -> bool:
+        """Whether this case alone makes the gate fail."""
+        return case.verdict in ("regressed", "removed", *(("improved", "new") if self.must_accept else ()))
+
+
+def terminal(report: GateReport) -> str:
+    """Table, changes, and the verdict in a sentence."""
+    return _text(report, "simple")
+
+
+def markdown(report: GateReport) -> str:
+    """The same for a pull request or a job's summary."""
+    return f"### refshard gate: {_words(report.status)}\n\n{_text(report, 'github')}\n"
+
+
+def _text(report: GateReport, style: str) -> str:
+    parts = []
+    if report.cases:
+        rows = [_row(case, report.noise) for case in report.cases]
+        parts.append(tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True))
+    changed = [
+        [plain(c.case), c.metric or "the case", _value(c.before), _value(c.after), c.verdict]
+        for case in report.cases
+        for c in case.changes
+    ]
+    if changed:
+        headers = ["case", "metric", report.baseline, report.candidate, "verdict"]
+        parts.append(tabulate(changed, headers=headers, tablefmt=style, disable_numparse=True))
+    parts += [
+        f"* {plain(case.name)}: {plain(told)}" for case in report.cases for told in (case.trouble, case.remark) if told
+    ]
+    if report.noise is not None:
+        parts.append(f"* {noise_words(report.noise)}")
+    parts += [f"* {plain(note)}" for note in report.notes]
+    parts.append(f"{_words(report.status).upper()}: {_sentence(report)}")
+    return "\n\n".join(parts)
+
+
+def noise_words(noise: Noise) -> str:
+    """What a machine's own noise does to gates, in a sentence."""
+    judged = noise.gates * len(noise.cases)
+    alarms = sum(case.false_alarms for case in noise.cases.values())
+    return (
+        f"This machine's noise, from {noise.launches} launches of the same code: of {noise.gates:,} gates with "
+        f"permuted labels {noise.failing_gates:,} failed, and {format_percent(alarms / judged)} of all cases."
+    )
+
+
+def noise_table(noise: Noise) -> str:
+    """A row a case: how gates would judge it."""
+    rows = [
+        {
+            "case": plain(name),
+            "rounds": str(case.rounds),
+            "B / A": f"{case.ratio:.3f} ({case.low:.3f} to {case.high:.3f})",
+            "spread of a round": format_percent(case.spread),
+            "smallest visible": format_percent(case.smallest_visible),
+            "inconclusive": format_percent(case.inconclusive / noise.gates),
+            **_of_noise(case, noise),
+        }
+        for name, case in noise.cases.items()
+    ]
+    return f"{tabulate(rows, headers='keys', disable_numparse=True)}\n\n{noise_words(noise)}"
+
+
+def _of_noise(case: CaseNoise | None, noise: Noise) -> dict[str, str]:
+    """How gates judged one case; a case whose times are not compared was in none. All have had the same planted."""
+    planted = f"+{format_percent(next(iter(noise.cases.values())).planted)} found here"
+    if case is None:
+        return {"false alarms here": "-", planted: "-"}
+    return {
+        "false alarms here": format_percent(case.false_alarms / noise.gates),
+        planted: format_percent(case.found / case.tried),
+    }
+
+
+def _row(case: GateCase, noise: Noise | None) -> dict[str, str]:
+    time = case.time
+    of_noise = {} if noise is None else _of_noise(noise.cases.get(case.name), noise)
+    return {
+        "case": plain(case.name),
+        "verdict": case.verdict,
+        "exact changes": str(len(case.changes)),
+        "time, candidate / baseline": "-"
+        if time is None
+        else f"{time.effect.ratio:.3f} ({time.effect.low:.3f} to {time.effect.high:.3f})",
+        "rounds": "-" if time is None else str(time.effect.rounds),
+        "smallest visible": "-" if time is None else format_percent(time.smallest_visible),
+        **of_noise,
+    }
+
+
+def _value(value: object) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _words(status: int) -> str:
+    return ("pass", "regression", "harness error", "inconclusive", "not comparable")[status]
+
+
+def _sentence(report: GateReport) -> str:
+    if report.error or report.mismatch or not report.cases:
+        return plain(report.error or report.mismatch or "there was no case to compare")
+    counts = {verdict: sum(case.verdict == verdict for case in report.cases) for verdict in _WORST}
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    return f"of {len(report.cases)} case{'' if len(report.cases) == 1 else 's'} {told}"
+
+
+def as_object(report: GateReport) -> dict[str, Any]:
+    """Everything, for machines."""
+    return {
+        "status": report.status,
+        "verdict": _words(report.status),
+        "baseline": report.baseline,
+        "candidate": report.candidate,
+        "error": report.error,
+        "mismatch": report.mismatch,
+        "notes": list(report.notes),
+        "noise": None if report.noise is None else msgspec.to_builtins(report.noise),
+        "cases": [
+            {
+                "case": case.name,
+                "verdict": case.verdict,
+                "trouble": case.trouble,
+                "remark": case.remark,
+                "changes": [
+                    {"metric": c.metric, "before": c.before, "after": c.after, "verdict": c.verdict}
+                    for c in case.changes
+                ],
+                "time": None
+                if case.time is None
+                else {
+                    "verdict": case.time.verdict,
+                    "ratio": case.time.effect.ratio,
+                    "low": case.time.effect.low,
+                    "high": case.time.effect.high,
+                    "p_slower": case.time.effect.p_slower,
+                    "p_faster": case.time.effect.p_faster,
+                    "rounds": case.time.effect.rounds,
+                    "smallest_visible": case.time.smallest_visible,
+                    "suspect": case.time.suspect,
+                },
+            }
+            for case in report.cases
+        ],
+    }
+
+
+def junit(report: GateReport) -> str:
+    """A test case for each case of the suite, as CI systems read them."""
+    failing = [case for case in report.cases if report.fails(case)]
+    amiss = report.status in (HARNESS_ERROR, NOT_COMPARABLE)
+    root = ElementTree.Element(
+        "testsuite", name="refshard gate", tests=str(len(report.cases) + amiss), failures=str(len(failing)),
+        errors=str(int(amiss)),
+    )  # fmt: skip
+    for case in report.cases:
+        node = ElementTree.SubElement(root, "testcase", classname="refshard.gate", name=plain(case.name))
+        told = _told(case)
+        if case in failing:
+            ElementTree.SubElement(node, "failure", message=told)
+        elif case.verdict in ("inconclusive", "not comparable"):
+            ElementTree.SubElement(node, "skipped", message=told)
+    if amiss:
+        node = ElementTree.SubElement(root, "testcase", classname="refshard.gate", name="gate")
+        ElementTree.SubElement(node, "error", message=_sentence(report))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
+
+
+def annotations(report: GateReport) -> Sequence[str]:
+    """Workflow commands that mark a job's page: an error for each case that fails, a warning where it is unclear."""
+    found = []
+    for case in report.cases:
+        if report.fails(case) or case.verdict in ("inconclusive", "not comparable"):
+            level = "error" if report.fails(case) else "warning"
+            found.append(f"::{level} title=refshard gate::{_escaped(f'{plain(case.name)}: {_told(case)}')}")
+    if report.status in (HARNESS_ERROR, NOT_COMPARABLE):
+        found.append(f"::error title=refshard gate::{_escaped(_sentence(report))}")
+    return found
+
+
+def _told(case: GateCase) -> str:
+    """Why a case has its verdict, in a line."""
+    words = [
+        f"{change.metric or 'the case'}: {_value(change.before)} -> {_value(change.after)} ({change.verdict})"
+        for change in case.changes
+    ]
+    if case.time is not None and case.time.verdict != "pass":
+        effect = case.time.effect
+        words.append(
+            f"time {case.time.verdict}: {effect.ratio:.3f} times the baseline's ({effect.low:.3f} to {effect.high:.3f})"
+        )
+    return plain("; ".join([*words, *([case.trouble] if case.trouble else [])]) or case.verdict)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")

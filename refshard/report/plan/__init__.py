@@ -1,0 +1,1 @@
+"""A plan, and predictions beside published results."""

@@ -1,0 +1,129 @@
+"""What a plan says in sentences: which strategy to take, why, and what the model behind it leaves out."""
+
+from collections.abc import Sequence
+
+from refshard.analysis.contests import ALIKE
+from refshard.quantities import format_bytes, format_percent, format_seconds
+from refshard.simulate.account import Account
+from refshard.simulate.forecast import Job
+from refshard.simulate.ranking import Plan, PlanRow
+
+_SHOWN = 0.2
+"""Part of the difference that a cause must make up to be named."""
+LEFT_OUT = (
+    "ranks that straggle, and other jobs on the network",
+    "reading data, clipping gradients and saving checkpoints",
+    "fragmentation of the allocator, beyond a fixed allowance",
+    "tensor, pipeline and context parallelism",
+)
+
+
+def verdict(plan: Plan, job: Job) -> list[str]:
+    """Sentences: the recommendation, why it is ahead, and what does not fit."""
+    fitting = [row for row in plan.rows if row.fits]
+    told = [_first(fitting), *_ahead(fitting)] if fitting else [_too_large(plan, job)]
+    left = [row for row in plan.rows if not row.fits]
+    if fitting and left:
+        needs = ", ".join(f"{row.strategy} ({format_bytes(row.memory.peak)})" for row in left)
+        told.append(f"Too large for {_room(plan)}: {needs}.")
+    return told
+
+
+def warnings(plan: Plan, job: Job) -> list[str]:
+    """What the model behind the figures leaves out, assumes of this job, and does not know of it."""
+    doubts = dict.fromkeys(doubt for row in plan.rows for doubt in row.memory.warnings)
+    return [
+        f"The model leaves out: {'; '.join(LEFT_OUT)}.",
+        f"It takes parameters in {job.dtype}, gradients reduced in {job.reduction}, fp32 masters, fused AdamW, flash "
+        f"attention, and {'compiled blocks and loss' if job.compiled else 'eager blocks'}.",
+        f"Tensors can fill {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}: the rest is "
+        "allowed for what else lies there, and for fragmentation.",
+        f"USD are at {plan.price_usd:g} per GPU and hour (--price).",
+        "Step times were 6 % off in the median of published results that no constant was fitted to, strategies less "
+        "reliably in order: see docs/validation.md.",
+        *(f"Of memory: {doubt}." for doubt in doubts),
+    ]
+
+
+def _room(plan: Plan) -> str:
+    return f"{format_bytes(plan.usable_bytes)}, which tensors can fill of {format_bytes(plan.available_bytes)}"
+
+
+def _too_large(plan: Plan, job: Job) -> str:
+    """What is missing where nothing fits, and what would help the leanest strategy."""
+    least = min(plan.rows, key=lambda row: row.memory.peak)
+    remedies = ["shorter sequences", "tensor parallelism beside it"]
+    if least.sharded:
+        remedies.insert(0, "more ranks")
+    if job.replicas > 1:
+        remedies.insert(0, "fewer replicas")
+    if job.sequences > 1:
+        remedies.insert(0, "a smaller microbatch, accumulated")
+    if least.checkpointed < least.layers:
+        remedies.insert(0, "more checkpointed layers")
+    elif least.checkpointing.by_op:
+        remedies.insert(0, "whole layers checkpointed")
+    return (
+        f"Nothing fits in {_room(plan)}: {least.strategy}, the leanest, needs {format_bytes(least.memory.peak)} with "
+        f"{least.checkpointed} of {least.layers} layers checkpointed; use {', '.join(remedies[:-1])} or {remedies[-1]}."
+    )
+
+
+def _first(fitting: Sequence[PlanRow]) -> str:
+    best = fitting[0]
+    layers = f", {best.checkpointed} layers checkpointed" if best.checkpointed else ""
+    exposed = best.step.exposed_comm_s
+    return (
+        f"{best.strategy} takes {format_seconds(best.step.step_time_s)} a step{layers}: MFU "
+        f"{format_percent(best.step.mfu)}, {format_percent(exposed / best.step.step_time_s)} of the time exposed "
+        f"communication, {format_bytes(best.memory.peak)} at its peak."
+    )
+
+
+def _ahead(fitting: Sequence[PlanRow]) -> list[str]:
+    best = fitting[0]
+    alike = [r for r in fitting[1:] if r.step.step_time_s / best.step.step_time_s - 1 < ALIKE]
+    told = []
+    if alike:
+        names = ", ".join(row.strategy for row in alike)
+        leanest = min((best, *alike), key=lambda row: row.memory.peak)
+        told.append(
+            f"The model cannot tell it from {names} in time; of these, {leanest.strategy} needs least memory, "
+            f"{format_bytes(leanest.memory.peak)}."
+        )
+    if rest := [row for row in fitting[1:] if row not in alike]:
+        slower = rest[0].step.step_time_s / best.step.step_time_s - 1
+        told.append(f"The next, {rest[0].strategy}, takes {format_percent(slower)} longer{_because(best, rest[0])}.")
+    return told
+
+
+def _because(best: PlanRow, other: PlanRow) -> str:
+    more = other.step.step_time_s - best.step.step_time_s
+    mine, theirs = parts(best.step.account), parts(other.step.account)
+    if best.checkpointed != other.checkpointed:
+        theirs["compute"], theirs["compute, of which more layers recompute"] = mine["compute"], theirs["compute"]
+        mine["compute, of which more layers recompute"] = mine["compute"]
+    differences = sorted(((theirs[name] - mine[name], name) for name in mine), reverse=True)
+    named = [f"{format_seconds(d)} more on {name}" for d, name in differences if d >= _SHOWN * more]
+    return f": {' and '.join(named[:2])}" if named else ""
+
+
+def parts(account: Account) -> dict[str, float]:
+    """Seconds of a step by what they are spent on; they add up to the step."""
+    waits = {f"waiting for {_WAITS[cause]}": seconds for cause, seconds in account.waits_by_cause_s.items()}
+    return {
+        "compute": account.compute_s,
+        "copies": account.copies_s,
+        "compute slowed by what runs beside it": account.contention_s,
+        "the optimizer": account.optimizer_s,
+        **waits,
+    }
+
+
+_WAITS = {
+    "first gather": "the first gathers",
+    "gather in forward": "gathers in forward",
+    "gather in backward": "gathers in backward",
+    "reduction in backward": "reductions in backward",
+    "last reductions": "the last reductions",
+}

@@ -1,0 +1,144 @@
+"""When sharding pays: step time beside DDP's as the tokens of a rank grow.
+
+Cases that differ in strategy and sequence length only are in one drawing; a curve is one strategy. Communication is
+paid per parameter and compute per token, so that curves fall towards 1, and where one crosses it the choice turns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from refshard.analysis.cases import Case
+from refshard.analysis.evidence import Evidence, Setting, machine, shared
+from refshard.analysis.ratios import Ratio, ratios
+from refshard.report.draw.charts import DASHES, MARKERS, THEME, Chart, chart, label_text
+from refshard.report.run.charts import colour
+
+BASELINE = "ddp"
+"""What others are held against: the strategy that shards nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One strategy at one world size over tokens a rank, two counts or more, ascending."""
+
+    setting: Setting
+    strategy: str
+    ratios: tuple[Ratio, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossover:
+    """The curves that may be drawn together, with their table and their drawing."""
+
+    label: str
+    table: pd.DataFrame
+    cases: tuple[Case, ...]
+    chart: Chart
+
+
+def crossovers(evidence: Evidence) -> tuple[Crossover, ...]:
+    """One for each group of settings in which DDP and another ran at two sequence lengths or more."""
+    groups: dict[tuple[object, ...], list[tuple[Setting, Ratio]]] = {}
+    for setting in evidence.contested:
+        for ratio in ratios(setting, BASELINE):
+            if ratio.step_time is not None:
+                groups.setdefault(_group(ratio.case), []).append((setting, ratio))
+    found = [curves for group in groups.values() if (curves := _curves(group))]
+    return tuple(_crossover(curves, f"x{place}") for place, curves in enumerate(found))
+
+
+def tokens(case: Case) -> int:
+    """Tokens of a rank and step."""
+    return case.spec.global_batch * case.spec.seq_len // case.spec.world_size
+
+
+def _group(case: Case) -> tuple[object, ...]:
+    return shared(case.spec, True, but=("seq_len",)), case.spec.world_size, machine(case.header.environment)
+
+
+def _curves(group: Sequence[tuple[Setting, Ratio]]) -> list[Curve]:
+    by_strategy: dict[str, list[tuple[Setting, Ratio]]] = {}
+    for setting, ratio in sorted(group, key=lambda pair: tokens(pair[1].case)):
+        by_strategy.setdefault(ratio.case.strategy, []).append((setting, ratio))
+    return [
+        Curve(setting=members[0][0], strategy=strategy, ratios=tuple(ratio for _, ratio in members))
+        for strategy, members in by_strategy.items()
+        if len({tokens(ratio.case) for _, ratio in members}) > 1
+    ]
+
+
+def _crossover(curves: Sequence[Curve], identity: str) -> Crossover:
+    rows = [ratio for curve in curves for ratio in curve.ratios]
+    spec = rows[0].case.spec
+    label = f"{spec.model}, {spec.world_size} ranks{rows[0].case.kind}"
+    return Crossover(
+        label=label,
+        table=pd.DataFrame([_row(ratio) for ratio in rows]),
+        cases=tuple(ratio.case for ratio in rows),
+        chart=chart(
+            f"{identity}-crossover", "step time beside DDP's over tokens a rank", draw(curves), sentence(curves)
+        ),
+    )
+
+
+def _row(ratio: Ratio) -> dict[str, str]:
+    time, memory = ratio.step_time, ratio.peak_memory
+    assert time is not None
+    return {
+        "case": ratio.case.full_label,
+        "tokens a rank": f"{tokens(ratio.case):,}",
+        "step time / ddp's": f"{time.ratio:.2f} ({time.low:.2f} to {time.high:.2f})",
+        "peak memory / ddp's": "-" if memory is None else f"{memory:.2f}",
+    }
+
+
+def sentence(curves: Sequence[Curve]) -> str:
+    """Each curve's first and last ratio, and from how many tokens on it is surely faster, if it ever is."""
+    return f"Of ddp's step time: {'; '.join(_told(curve) for curve in curves)}."
+
+
+def _told(curve: Curve) -> str:
+    first, last = curve.ratios[0], curve.ratios[-1]
+    told = f"{curve.strategy} takes {_times(first)}, {_times(last)}"
+    faster = [tokens(r.case) for r in curve.ratios if r.step_time is not None and r.step_time.high < 1]
+    return f"{told}, and is faster at {', '.join(f'{count:,}' for count in faster)}" if faster else told
+
+
+def _times(ratio: Ratio) -> str:
+    assert ratio.step_time is not None
+    return f"{ratio.step_time.ratio:.2f} times at {tokens(ratio.case):,} tokens a rank"
+
+
+def draw(curves: Sequence[Curve]) -> go.Figure:
+    """Ratios over tokens a rank, and the level at which nobody loses."""
+    counts = sorted({tokens(ratio.case) for curve in curves for ratio in curve.ratios})
+    numbers = [ratio.case.number for curve in curves for ratio in curve.ratios]
+    level = go.Scatter(
+        name="ddp", x=[counts[0], counts[-1]], y=[1, 1], mode="lines", hoverinfo="skip", meta={"any": numbers},
+        line={"color": "#777777", "dash": DASHES[4], "width": 1.5},
+    )  # fmt: skip
+    figure = go.Figure([*(_trace(curve) for curve in curves), level])
+    figure.update_layout(template=THEME, height=420 + 20 * len(curves), showlegend=True)
+    figure.update_xaxes(
+        title_text="tokens a rank", type="log", tickvals=counts, ticktext=[f"{count:,}" for count in counts],
+        minor_showgrid=False,
+    )  # fmt: skip
+    return figure.update_yaxes(title_text="step time / ddp's", rangemode="tozero")
+
+
+def _trace(curve: Curve) -> go.Scatter:
+    known = curve.setting.known
+    place = known.index(curve.strategy) if curve.strategy in known else 0
+    return go.Scatter(
+        name=label_text(curve.strategy),
+        x=[tokens(ratio.case) for ratio in curve.ratios],
+        y=[float(f"{ratio.step_time.ratio:.4g}") for ratio in curve.ratios if ratio.step_time is not None],
+        mode="lines+markers",
+        line={"color": colour(curve.setting, curve.strategy)},
+        marker={"symbol": MARKERS[place % len(MARKERS)], "size": 9},
+        meta={"cases": [ratio.case.number for ratio in curve.ratios]},
+        hovertemplate=f"{label_text(curve.strategy)}<br>%{{x:,}} tokens a rank: %{{y:.3g}} of ddp's<extra></extra>",
+    )

@@ -1,0 +1,184 @@
+"""Memory that the model predicts, by category and over a step, beside what was measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from refshard.analysis.cases import Case, ranks
+from refshard.analysis.evidence import Setting
+from refshard.errors import SpecError
+from refshard.quantities import axis_unit, format_bytes, format_percent
+from refshard.report.draw.charts import BAR, OKABE_ITO, PATTERNS, THEME, Chart, chart, filling, label_text, lay_out
+from refshard.report.run.charts import case_rows, colour
+from refshard.simulate.memory import MemoryForecast
+from refshard.simulate.of_case import memory_of
+from refshard.specs.case import CaseSpec, spelled
+
+MOST_CURVES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Predicted memory of a setting's cases: its table, its drawing by category, and its drawing over a step."""
+
+    table: pd.DataFrame
+    cases: tuple[Case, ...]
+    parts: Chart
+    steps: Chart
+
+
+@lru_cache(maxsize=4096)
+def forecast(spec: CaseSpec, device: str) -> MemoryForecast | None:
+    """What the model says of a case on ``device``; None where it knows no such case or no such model."""
+    try:
+        return memory_of(spec, "cpu" if device == "cpu" else "cuda")
+    except SpecError:
+        return None
+
+
+def memory(setting: Setting, prefix: str) -> Memory | None:
+    """None where the model knows none of the cases that ended ok."""
+    found = [(case, told) for case in setting.cases if case.ok and (told := forecast(case.spec, _device(case)))]
+    if not found:
+        return None
+    largest = max(case.spec.world_size for case, _ in found)
+    return Memory(
+        table=pd.DataFrame([_row(case, told) for case, told in found]),
+        cases=tuple(case for case, _ in found),
+        parts=chart(f"{prefix}-parts", "memory by category", parts(found), sentence(found)),
+        steps=chart(
+            f"{prefix}-over-step",
+            "memory over a step",
+            over_step(setting, [(case, told) for case, told in found if case.spec.world_size == largest]),
+            _course_sentence(found, largest),
+        ),
+    )
+
+
+def _device(case: Case) -> str:
+    return case.launches[0].device or "cpu"
+
+
+def _course_sentence(found: Sequence[tuple[Case, MemoryForecast]], world_size: int) -> str:
+    """Predicted peaks, and how many courses were measured beside them."""
+    here = [(case, told) for case, told in found if case.spec.world_size == world_size][:MOST_CURVES]
+    peaks = ", ".join(f"{case.strategy} peaks at {format_bytes(told.peak)}" for case, told in here)
+    measured = sum(bool(_course(case)) for case, _ in here)
+    dry = all(case.fidelity == "dryrun" for case, _ in here)
+    beside = f" Dotted: {'dry run of' if dry else 'measured on'} rank 0, {measured} of them." if measured else ""
+    return f"Predicted over a step of {ranks(world_size)}: {peaks}.{beside}"
+
+
+def _course(case: Case) -> tuple[int, ...]:
+    """Of the first launch that has one."""
+    return next((launch.memory_course_bytes for launch in case.launches if launch.memory_course_bytes), ())
+
+
+def _row(case: Case, told: MemoryForecast) -> dict[str, str]:
+    measured = case.metrics["peak_memory_bytes"]
+    fidelity = spelled(case.fidelity)
+    beside = {} if case.fidelity == "simulated" else {
+        fidelity: format_bytes(measured),
+        f"predicted / {fidelity}": "-" if not measured else f"{told.peak / measured:.3f}",
+    }  # fmt: skip
+    by_category = {str(name): format_bytes(size) for name, size in told.at_peak.items()}
+    return {"case": case.full_label, "predicted": format_bytes(told.peak), **beside, **by_category}
+
+
+def sentence(found: Sequence[tuple[Case, MemoryForecast]]) -> str:
+    """How far predictions are off, and what takes most."""
+    errors = [
+        (abs(told.peak / measured - 1), case.full_label)
+        for case, told in found
+        if case.fidelity != "simulated" and (measured := case.metrics["peak_memory_bytes"])
+    ]
+    case, told = max(found, key=lambda pair: pair[1].peak)
+    name, most = max(told.at_peak.items(), key=lambda item: item[1])
+    largest = f"At the highest predicted peak ({case.full_label}) {name} take{'s' if name[-1] != 's' else ''} most"
+    share = f"{largest}: {format_bytes(most)} of {format_bytes(told.peak)}."
+    if not errors:
+        return share
+    worst, where = max(errors)
+    return f"{share} Predictions are at most {format_percent(worst)} off {_held_against(found)} ({where})."
+
+
+def _held_against(found: Sequence[tuple[Case, MemoryForecast]]) -> str:
+    """What predictions stand beside, in words."""
+    return "the dry run" if all(case.fidelity == "dryrun" for case, _ in found) else "what was measured"
+
+
+def parts(found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:
+    """A bar per case, stacked by category; a mark at what was measured."""
+    names = [name for name in found[0][1].at_peak if any(told.at_peak.get(name) for _, told in found)]
+    measured = [case.metrics["peak_memory_bytes"] or 0.0 for case, _ in found]
+    unit, size = axis_unit("B", max(*measured, *(told.peak for _, told in found)))
+    rows, places = case_rows([case for case, _ in found])
+    figure = go.Figure(
+        [
+            go.Bar(
+                name=name,
+                y=places,
+                x=[float(f"{told.at_peak.get(name, 0) / size:.5g}") for _, told in found],
+                width=BAR,
+                orientation="h",
+                marker=filling(OKABE_ITO[place % len(OKABE_ITO)], PATTERNS[place % len(PATTERNS)]),
+                customdata=[
+                    f"{label_text(case.label)}<br>{name}: {format_bytes(told.at_peak.get(name, 0))}"
+                    for case, told in found
+                ],
+                hovertemplate="%{customdata}<extra></extra>",
+            )
+            for place, name in enumerate(names)
+        ]
+    )
+    known = [(place, value) for place, value, (case, _) in zip(places, measured, found) if case.fidelity != "simulated"]
+    figure.add_scatter(
+        name="peak of the dry run" if _held_against(found) == "the dry run" else "measured peak",
+        y=[place for place, value in known if value],
+        x=[float(f"{value / size:.5g}") for _, value in known if value],
+        mode="markers",
+        marker={"symbol": "line-ns", "size": 16, "line": {"width": 3, "color": "#777777"}, "color": "#777777"},
+        customdata=[format_bytes(value) for _, value in known if value],
+        hovertemplate=f"{_held_against(found)}: %{{customdata}}<extra></extra>",
+    )
+    lay_out(figure, rows, barmode="stack", legend=True)
+    return figure.update_xaxes(title_text=f"{unit} per rank at the peak", rangemode="tozero")
+
+
+def over_step(setting: Setting, found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:
+    """The highest sum in each stretch of a step, in the host's order, as predicted and, dotted, as measured.
+
+    Stretches of the prediction are parts of units, those of a measurement as many operators each.
+    """
+    unit, size = axis_unit("B", max(told.peak for _, told in found))
+    figure = go.Figure()
+    for case, told in found[:MOST_CURVES]:
+        events = [(event.name, event.highest) for event in told.events]
+        figure.add_trace(_course_trace(setting, case, "predicted", events, unit, size))
+        if measured := [("", highest) for highest in _course(case)]:
+            figure.add_trace(_course_trace(setting, case, spelled(case.fidelity), measured, unit, size))
+    figure.update_layout(template=THEME, height=380 + 12 * len(figure.data), showlegend=True)
+    figure.update_xaxes(title_text="% of the step, in the host's order")
+    return figure.update_yaxes(title_text=f"{unit} per rank", rangemode="tozero")
+
+
+def _course_trace(
+    setting: Setting, case: Case, kind: str, points: Sequence[tuple[str, int]], unit: str, size: float
+) -> go.Scatter:
+    name = label_text(f"{case.strategy}, {kind}")
+    last = max(len(points) - 1, 1)
+    return go.Scatter(
+        name=name,
+        x=[float(f"{100 * n / last:.4g}") for n in range(len(points))],
+        y=[float(f"{highest / size:.5g}") for _, highest in points],
+        mode="lines",
+        line={
+            "color": colour(setting, case.strategy), "width": 2, "dash": "solid" if kind == "predicted" else "dot"
+        },
+        meta={"case": case.number},
+        customdata=[label_text(part) for part, _ in points],
+        hovertemplate=f"{name}<br>%{{customdata}} %{{y:,.4g}} {unit}<extra></extra>",
+    )  # fmt: skip

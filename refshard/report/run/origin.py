@@ -1,0 +1,104 @@
+"""Where runs come from: machine and software, in what these differ, the commands that produce a run and each case."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pandas as pd
+
+from refshard.analysis.cases import Case
+from refshard.quantities import format_bytes, format_rate
+from refshard.records import Run
+
+_OF_ONE_RUN = ("--out", "-o", "--only")
+"""Options that another run does not share, each with a value."""
+
+
+def environment(run: Run) -> list[tuple[str, str]]:
+    """The machine and its software as label and value."""
+    env = run.header.environment
+    commit = env.git_commit or "not a git checkout"
+    return [
+        ("environment", env.id),
+        ("host", env.hostname),
+        ("operating system", env.os),
+        ("processor", f"{env.cpu}, {env.physical_cores} cores ({env.logical_cores} logical)"),
+        ("memory", format_bytes(env.memory_bytes)),
+        ("GPUs", ", ".join(env.gpus) or "none"),
+        ("network", env.network or "none: all ranks on one host"),
+        ("matrix multiplication", gemm(run)),
+        ("Python", env.python),
+        ("torch", f"{env.torch} ({', '.join(env.backends) or 'no backend'})"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in sorted(env.packages.items())) or "-"),
+        ("refshard", run.header.refshard),
+        ("git commit", f"{commit} with uncommitted changes" if env.git_dirty else commit),
+        *(("peak for MFU", source) for source in _peaks(run)),
+        *(("FLOPs convention", name) for name in _distinct(run, "flops_convention")),
+        *(("recompute", name) for name in _distinct(run, "recompute")),
+    ]
+
+
+def environment_differences(runs: Sequence[Run]) -> pd.DataFrame:
+    """Fields of the environment in which runs are not the same; a column a run."""
+    told = [{**msgspec.to_builtins(run.header.environment), "refshard": run.header.refshard} for run in runs]
+    fields = [name for name in told[0] if name != "argv" and len({repr(one[name]) for one in told}) > 1]
+    rows = [{"": name.replace("_", " "), **_columns([one[name] for one in told], run_names(runs))} for name in fields]
+    return pd.DataFrame(rows)
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """A name for each run, its id; with a number where two have one."""
+    ids = [run.header.run_id for run in runs]
+    return [f"{id_} ({ids[: n + 1].count(id_)})" if ids.count(id_) > 1 else id_ for n, id_ in enumerate(ids)]
+
+
+def _columns(values: Sequence[object], names: Sequence[str]) -> dict[str, str]:
+    def words(value: object) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{key} {part}" for key, part in sorted(value.items()))
+        return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    return dict(zip(names, map(words, values)))
+
+
+def gemm(run: Run) -> str:
+    """The measured matrix-multiplication rate of the machine."""
+    env = run.header.environment
+    threads = f"{env.gemm_threads} thread{'' if env.gemm_threads == 1 else 's'}"
+    return f"{format_rate(env.gemm_flops_per_s / 1e12)} TFLOPS measured, fp32, {threads}"
+
+
+def _peaks(run: Run) -> list[str]:
+    found = {(c.peak_flops_per_s, c.peak_source): None for c in run.cases if c.peak_flops_per_s is not None}
+    return [f"{format_rate(peak / 1e12)} TFLOPS per rank: {source}" for peak, source in found if peak]
+
+
+def _distinct(run: Run, field: str) -> list[str]:
+    return list(dict.fromkeys(str(value) for c in run.cases if (value := getattr(c, field))))
+
+
+def command(run: Run) -> str:
+    """The command line that produced the run, quoted for a shell."""
+    return shlex.join(run.header.environment.argv)
+
+
+def case_command(case: Case, others: Sequence[Case]) -> str:
+    """The command line that measures one case anew, quoted for a shell: that of its run, for this case alone.
+
+    The case goes by its name, or by its hash where ``others`` have the name too.
+    """
+    named = [other for other in others if other.header is case.header and other.spec.name == case.spec.name]
+    name = case.spec.name if len(named) == 1 else case.spec.hash
+    kept, skip = list[str](), False
+    for word in case.header.environment.argv:
+        option = word.partition("=")[0] if word.startswith("--") else word[:2]
+        if skip or option in _OF_ONE_RUN:
+            skip = not skip and word in _OF_ONE_RUN
+            continue
+        kept.append(word)
+    if kept:
+        kept[0] = Path(kept[0]).name
+    if "--resume" in kept or kept[1:2] != ["run"]:
+        kept = ["refshard", "run", f"suites/{case.header.suite.name}.toml"]
+    return shlex.join([*kept, "--only", name])

@@ -1,0 +1,203 @@
+"""How far to trust what runs say: the facts of its trust strip, each a value with what it means."""
+
+import math
+import statistics
+from dataclasses import dataclass
+from itertools import combinations
+
+from refshard.analysis.cases import FIDELITY, Case
+from refshard.analysis.compared import compared
+from refshard.analysis.evidence import Evidence
+from refshard.analysis.proof import bit_identical, parity_note, proof_summary
+from refshard.quantities import format_percent
+from refshard.records import parity_tolerance
+from refshard.report.run.verdict import findings
+from refshard.report.run.views import format_metric
+from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
+from refshard.stats.rehearsal import Noise
+from refshard.stats.sample import MIN_LAUNCHES
+
+PERTURBATION_LIMIT = 1.2
+"""Traced over untraced step time from which on the breakdown describes the tracer too."""
+NOISE_LIMIT = 0.05
+"""Half-interval of the step time, relative, over which a small difference drowns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One statement about the evidence; ``good`` is False where readers should hesitate, None if it is neutral."""
+
+    label: str
+    value: str
+    detail: str
+    good: bool | None = None
+
+
+def trust(evidence: Evidence, noise: Noise | None = None) -> tuple[Fact, ...]:
+    """The facts that a sceptic asks for first; ``noise`` is the machine's own, if that was measured."""
+    found = evidence.cases
+    finished = tuple(case for case in found if case.ok)
+    return (
+        _proof(finished),
+        _parity(finished),
+        _bits(finished),
+        _perturbation(finished),
+        _fidelity(finished),
+        _noise(finished),
+        _visible(evidence),
+        _itself(noise, several=len({run.header.environment.id for run in evidence.runs}) > 1),
+        _completeness(evidence),
+    )
+
+
+def _proof(finished: tuple[Case, ...]) -> Fact:
+    """Of cases that ran: what is simulated has done nothing that could be proved."""
+    ran = tuple(case for case in finished if case.fidelity != "simulated")
+    proved = sum(proof_summary(case) == "proved" for case in ran)
+    detail = f"units{_proved(ran)} are what the strategy's plan announced"
+    if finished and not ran:
+        return Fact(label="Proof of run", value="nothing ran", detail="simulated cases only follow their plan")
+    return Fact(
+        label="Proof of run",
+        value=f"{proved} of {len(ran)} finished cases",
+        detail=detail if len(ran) == len(finished) else f"{detail}; simulated cases did not run",
+        good=proved == len(ran) > 0,
+    )
+
+
+def _proved(finished: tuple[Case, ...]) -> str:
+    return ", collectives and losses" if any(case.fidelity == "measured" for case in finished) else " and collectives"
+
+
+def _worst(finished: tuple[Case, ...], metric: str) -> tuple[float, Case] | None:
+    found = [(value, case) for case in finished if (value := case.metrics[metric]) is not None]
+    return max(found, key=lambda pair: pair[0]) if found else None
+
+
+def _parity(finished: tuple[Case, ...]) -> Fact:
+    label, meaning = "Worst loss parity", "largest relative difference of a loss from one unsharded rank"
+    known = [(value, case) for case in finished if (value := case.metrics["loss_parity"]) is not None]
+    if finished and not any(case.fidelity == "measured" for case in finished):
+        return Fact(label=label, value="not compared", detail=parity_note(finished[0]) or meaning)
+    if not known:
+        return Fact(label=label, value="unknown", detail=meaning, good=False)
+    parity, case = max(known, key=lambda pair: pair[0] / parity_tolerance(pair[1].spec))
+    tolerance = parity_tolerance(case.spec)
+    detail = meaning if parity == 0 else f"{meaning} ({case.full_label}; at most {tolerance:g})"
+    return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=parity <= tolerance)
+
+
+def _bits(finished: tuple[Case, ...]) -> Fact:
+    known = [answer for case in finished if (answer := bit_identical(case)) is not None]
+    detail = "losses and final parameters; the proof table says why others differ"
+    if not known:
+        return Fact(label="Bit-identical to DDP", value="not compared", detail=detail)
+    return Fact(label="Bit-identical to DDP", value=f"{sum(known)} of {len(known)} compared cases", detail=detail)
+
+
+def _perturbation(finished: tuple[Case, ...]) -> Fact:
+    worst = _worst(finished, "perturbation")
+    detail = "traced over untraced step time; step times come from untraced steps"
+    if worst is None:
+        return Fact(label="Perturbation by tracing", value="not traced", detail=detail)
+    ratio, case = worst
+    return Fact(
+        label="Perturbation by tracing",
+        value=f"at most {ratio:.2f} times",
+        detail=f"{detail} ({case.full_label})",
+        good=ratio < PERTURBATION_LIMIT,
+    )
+
+
+def _fidelity(finished: tuple[Case, ...]) -> Fact:
+    present = list(dict.fromkeys(case.fidelity for case in finished))
+    words = {name: spelled(name) for name in present}
+    where = dict.fromkeys(
+        f"{launch.device} with {launch.backend}{f' on {case.spec.cluster}' if case.spec.cluster else ''}"
+        for case in finished
+        for launch in case.launches
+        if launch.device and launch.backend
+    )
+    where |= dict.fromkeys(joined for case in finished if (joined := case.header.environment.network))
+    meaning = "; ".join(f"{words[name]}: {FIDELITY[name]}" if len(present) > 1 else FIDELITY[name] for name in present)
+    detail = f"{meaning} ({', '.join(where)})" if where else meaning
+    return Fact(
+        label="Fidelity",
+        value=" and ".join(words.values()) or "none",
+        detail=detail,
+        good=None if present else False,
+    )
+
+
+def _noise(finished: tuple[Case, ...]) -> Fact:
+    sampled = [case for case in finished if case.step_time and case.fidelity not in REPEATING]
+    summaries = [summary for case in sampled if (summary := case.step_time) and math.isfinite(summary.high)]
+    calculated = finished and all(case.fidelity in REPEATING for case in finished)
+    if not summaries:
+        return Fact(
+            label="Noise",
+            value="none" if calculated else "unknown",
+            detail="times are calculated" if calculated else "no two steps were sampled",
+            good=None if calculated else False,
+        )
+    typical = statistics.median(summary.high / summary.median - 1 for summary in summaries)
+    rounds = min(summary.launches for summary in summaries)
+    launches = f"{rounds} round{'' if rounds == 1 else 's'}"
+    enough = rounds >= MIN_LAUNCHES
+    remark = "" if enough else f"; under {MIN_LAUNCHES} rounds, launch-to-launch variation is under-sampled"
+    return Fact(
+        label="Noise",
+        value=f"± {format_percent(typical)} over {launches}",
+        detail=f"typical half-width of a step time's 95 % interval{remark}",
+        good=enough and typical <= NOISE_LIMIT,
+    )
+
+
+def _visible(evidence: Evidence) -> Fact:
+    """From the ratios of all pairs in each contest, as wide as noise made them."""
+    label = "Smallest visible difference"
+    detail = "typical half-width of the 95 % interval of a ratio of two step times"
+    widths = []
+    for finding in findings(evidence):
+        entered = [case for case in finding.cases if case.ok and case.strategy != REFERENCE_STRATEGY]
+        ratios = (compared(a, b) for a, b in combinations(entered, 2))
+        widths += [ratio.high / ratio.ratio - 1 for ratio in ratios if ratio and ratio.low < ratio.high]
+    if not (known := [width for width in widths if math.isfinite(width)]):
+        return Fact(label=label, value="unknown", detail=f"{detail}; no two cases have one")
+    typical = statistics.median(known)
+    return Fact(label=label, value=f"± {format_percent(typical)}", detail=detail, good=typical <= NOISE_LIMIT)
+
+
+def _itself(noise: Noise | None, *, several: bool) -> Fact:
+    """The same code against itself, on the latest run's machine where there were several."""
+    label = "A/A on the latest machine" if several else "A/A on this machine"
+    if noise is None:
+        return Fact(label=label, value="not measured", detail="refshard calibrate --aa launches the same code again")
+    seen = [case.smallest_visible for case in noise.cases.values()]
+    return Fact(
+        label=label,
+        value=f"{noise.failing_gates:,} of {noise.gates:,} gates failed",
+        detail=f"the same code against itself, {noise.launches:,} launches; a gate here sees slow-downs from "
+        f"{format_percent(min(seen))} to {format_percent(max(seen))} on, by case",
+    )
+
+
+def _completeness(evidence: Evidence) -> Fact:
+    ok = sum(record.state == "ok" for run in evidence.runs for record in run.cases)
+    planned = sum(run.header.planned for run in evidence.runs)
+    by_itself = all(run.end is not None and not run.end.interrupted for run in evidence.runs)
+    which = "the run" if len(evidence.runs) == 1 else "a run"
+    if any(run.end is None for run in evidence.runs):
+        detail = f"{which} was cut off: it has no closing record"
+    elif not by_itself:
+        detail = f"{which} was interrupted"
+    elif ok < planned:
+        detail = "the others are listed under case states"
+    else:
+        detail = f"{'the run' if len(evidence.runs) == 1 else 'every run'} ended by itself"
+    return Fact(
+        label="Launches ended ok",
+        value=f"{ok} of {planned}",
+        detail=detail,
+        good=ok == planned and by_itself,
+    )

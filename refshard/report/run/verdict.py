@@ -1,0 +1,287 @@
+"""The findings of a run in words: who is fastest and leanest, by how much, why, and how far to trust it."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from refshard.analysis.cases import FIDELITY, Case, plain, ranks
+from refshard.analysis.contests import ALIKE, Contest, Rival, contests, step_time
+from refshard.analysis.evidence import Evidence
+from refshard.quantities import format_bytes, format_percent, format_seconds
+from refshard.records import Run
+from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
+from refshard.stats.compare import Comparison
+
+RELEVANT = 0.01
+"""Difference of step times under which a significant one is called small."""
+MANY = 4
+"""Contests from which on a sentence sums them up."""
+_ERROR_LENGTH = 120
+_TIMES = 2  # ratio from which "2.3 times as long" reads better than "130 % longer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one contest: a title, sentences, and doubts about them.
+
+    ``cases`` are those of the contest, references and those that did not end ok included. ``fastest`` and ``leanest``
+    name who leads, several where none is alone; empty where nothing is to be ranked.
+    """
+
+    title: str
+    cases: tuple[Case, ...]
+    fastest: tuple[str, ...]
+    leanest: tuple[str, ...]
+    speed: str
+    margin: str
+    memory: str
+    why: str
+    caveats: tuple[str, ...]
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The outcome's sentences that are there."""
+        return tuple(sentence for sentence in (self.speed, self.margin, self.memory, self.why) if sentence)
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """The outcome of every contest."""
+    return tuple(map(_finding, contests(evidence)))
+
+
+def overview(found: Sequence[Finding]) -> tuple[str, ...]:
+    """Who leads how often, a sentence per fidelity that holds :data:`MANY` contests or more."""
+    told = []
+    for fidelity in dict.fromkeys(finding.cases[0].fidelity for finding in found):
+        ranked = [finding for finding in found if finding.cases[0].fidelity == fidelity and _has_rivals(finding)]
+        if len(ranked) >= MANY:
+            speed, memory = (_tally([getattr(f, lead) for f in ranked]) for lead in ("fastest", "leanest"))
+            told.append(f"Of {len(ranked)} {spelled(fidelity)} contests, fastest: {speed}; leanest: {memory}.")
+    return tuple(told)
+
+
+def _has_rivals(finding: Finding) -> bool:
+    """Whether two strategies or more finished."""
+    return sum(case.ok and case.strategy != REFERENCE_STRATEGY for case in finding.cases) > 1
+
+
+def _tally(leads: Sequence[tuple[str, ...]]) -> str:
+    """How often who led alone, most often first, and in how many contests nobody did."""
+    alone = Counter(names[0] for names in leads if len(names) == 1)
+    told = [f"{name} in {count}" for name, count in sorted(alone.items(), key=lambda item: (-item[1], item[0]))]
+    shared = len(leads) - alone.total()
+    return ", ".join([*told, *([f"nobody alone in {shared}"] if shared else [])])
+
+
+def unranked(evidence: Evidence) -> tuple[str, ...]:
+    """A sentence for every case that did not end ok."""
+    return tuple(_unranked(case) for case in evidence.cases if not case.ok)
+
+
+def verdict(evidence: Evidence) -> list[str]:
+    """All findings as sentences: by contest if there are several, the network, what is modelled, failures, doubts."""
+    found = findings(evidence)
+    several = len(found) > 1
+    told = [sentence for finding in found for sentence in finding.sentences]
+    if several:
+        told = [f"{finding.title}: {' '.join(finding.sentences)}" for finding in found if finding.sentences]
+    parts = (unfinished(evidence), told, network(evidence), modelled(evidence), unranked(evidence), caveats(evidence))
+    return [*overview(found), *(sentence for part in parts for sentence in part)]
+
+
+def network(evidence: Evidence) -> tuple[str, ...]:
+    """A sentence that names each network between hosts, if there were several."""
+    joined = dict.fromkeys(run.header.environment.network for run in evidence.runs)
+    return tuple(f"The ranks ran on {words}." for words in joined if words)
+
+
+def modelled(evidence: Evidence) -> tuple[str, ...]:
+    """A sentence for every cluster on which cases were not measured."""
+    kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
+    return tuple(
+        f"{'A dry run' if fidelity == 'dryrun' else f'What is {fidelity}'} on {cluster} is no measurement: "
+        f"{FIDELITY[fidelity]}."
+        for fidelity, cluster in kinds
+    )
+
+
+def unfinished(evidence: Evidence) -> tuple[str, ...]:
+    """A sentence for each run that did not end by itself: what is missing may change the verdict."""
+    told = ((run, _unfinished(run)) for run in evidence.runs)
+    several = len(evidence.runs) > 1
+    return tuple(f"{run.header.run_id}: {words}" if several else words for run, words in told if words)
+
+
+def _unfinished(run: Run) -> str:
+    """A gate's run does not know how many launches it will need."""
+    if run.end is not None and not run.end.interrupted:
+        return "" if run.cases else "Nothing was launched."
+    why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
+    done = f"{len(run.cases)} of {run.header.planned}" if run.header.planned else f"{len(run.cases)}"
+    return f"Not finished: {done} launches are done; {why}."
+
+
+def caveats(evidence: Evidence) -> list[str]:
+    """What weakens the findings, each doubt once; of the warnings that launches left, the first."""
+    doubts = dict.fromkeys(doubt for finding in findings(evidence) for doubt in finding.caveats)
+    left = [(case, warning) for case in evidence.cases for launch in case.launches for warning in launch.warnings]
+    told = [f"Caution: {doubt}." for doubt in doubts]
+    if left:
+        case, warning = left[0]
+        others = len({case.full_label for case, _ in left}) - 1
+        more = f"; {others} more {'case has' if others == 1 else 'cases have'} warnings too, which --json shows"
+        told.append(f"Caution: {case.full_label}: {plain(warning)}{more if others else ''}.")
+    return told
+
+
+def _finding(contest: Contest) -> Finding:
+    return Finding(
+        title=f"{contest.setting.label}, {ranks(contest.world_size)}",
+        cases=contest.cases,
+        fastest=tuple(case.strategy for case in contest.fastest),
+        leanest=tuple(case.strategy for case in contest.leanest),
+        speed=_speed(contest),
+        margin=_margin(contest),
+        memory=_memory(contest),
+        why=_why(contest),
+        caveats=tuple(dict.fromkeys((*_apart(contest.contenders), *_doubts(contest.rivals)))),
+    )
+
+
+def _apart(contenders: Sequence[Case]) -> tuple[str, ...]:
+    """A doubt where contenders come from several runs."""
+    if len({id(case.header) for case in contenders if case.fidelity not in REPEATING}) < 2:
+        return ()
+    return ("cases of several runs were not measured in turns, so a drift of the machine looks like a difference",)
+
+
+def _doubts(rivals: Sequence[Rival]) -> tuple[str, ...]:
+    return tuple(doubt for rival in rivals if rival.comparison for doubt in rival.comparison.warnings)
+
+
+def _speed(contest: Contest) -> str:
+    if contest.winner is None:
+        return "No strategy finished, so there is nothing to rank."
+    time = format_seconds(step_time(contest.winner))
+    if not contest.rivals:
+        return f"{contest.winner.strategy} is the only strategy here that finished: {time} per step."
+    if not contest.tied:
+        return f"{contest.winner.strategy} is fastest at {time} per step."
+    names = listed([case.strategy for case in contest.fastest])
+    times = f"{time} and {format_seconds(step_time(contest.fastest[-1]))} per step"
+    return f"{names} cannot be told apart as the fastest: {times if len(contest.tied) == 1 else f'between {times}'}."
+
+
+def _margin(contest: Contest) -> str:
+    """By how much the first rival that is beaten is slower, and how narrowly the tied ones are not."""
+    told = []
+    if contest.tied:
+        last = contest.tied[-1]
+        told.append(
+            f"{last.case.strategy} takes {last.ratio:.3f} times as long as the first, {_tied(last.comparison)}."
+        )
+    if contest.runner_up:
+        told.append(_behind("The next" if contest.tied else "The runner-up", contest.runner_up))
+    return " ".join(told)
+
+
+def _tied(comparison: Comparison | None) -> str:
+    """Why a ratio does not count."""
+    if comparison is None:
+        return f"and under {1 + ALIKE:g} times the model cannot tell them apart"
+    if not math.isfinite(comparison.high):
+        return "but one step of each gives no interval; more steps or rounds do"
+    return f"but the {_interval(comparison, as_ratio=True)} includes 1; more rounds narrow it"
+
+
+def _behind(place: str, rival: Rival) -> str:
+    time = format_seconds(step_time(rival.case))
+    sentence = f"{place}, {rival.case.strategy}, takes {time}, {_longer(rival.ratio)}"
+    if rival.comparison is None:
+        fidelity = rival.case.fidelity
+        why = f"{spelled(fidelity)}, so" if fidelity in REPEATING else "without samples"
+        return f"{sentence} ({why} there is no interval)."
+    interval = _interval(rival.comparison, as_ratio=rival.ratio >= _TIMES)
+    size = "significant" if abs(rival.ratio - 1) >= RELEVANT else f"significant, but under {RELEVANT:.0%}"
+    return f"{sentence} ({interval}; {size})."
+
+
+def _longer(ratio: float) -> str:
+    if ratio >= _TIMES:
+        return f"{ratio:.1f} times as long"
+    return f"{format_percent(ratio - 1)} longer"
+
+
+def _interval(comparison: Comparison, *, as_ratio: bool) -> str:
+    if as_ratio:
+        return f"95 % interval {comparison.low:.3f} to {comparison.high:.3f}"
+    low = format_percent(comparison.low - 1).removesuffix(" %")
+    return f"95 % interval {low} to {format_percent(comparison.high - 1)}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a list in words.
+
+    >>> listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])
+    ('a', 'a and b', 'a, b and c')
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _memory(contest: Contest) -> str:
+    peaks = contest.peaks
+    if len(peaks) < 2:
+        return ""
+    equal = [case.strategy for case in contest.leanest]
+    rest = list(peaks)[len(equal) :]
+    least = min(peaks.values())
+    lead = f"{listed(equal)} {'is leanest' if len(equal) == 1 else 'are equally lean'}"
+    what = "reserved memory" if contest.memory_metric == "peak_reserved_bytes" else "peak memory"
+    told = f"{lead} at {format_bytes(least)} of {what} per rank."
+    if not rest:
+        return told
+    more = format_percent(peaks[rest[0]] / least - 1)
+    return f"{told} The next, {rest[0].strategy}, needs {format_bytes(peaks[rest[0]])}, {more} more."
+
+
+def _why(contest: Contest) -> str:
+    """Where the first beaten rival loses the most, from the traced pass of both; empty where tracing does not tell."""
+    winner, beaten = contest.winner, contest.runner_up
+    if winner is None or beaten is None:
+        return ""
+    mine, theirs = winner.breakdown, beaten.case.breakdown
+    if mine is None or theirs is None:
+        return ""
+    parts, others = _parts(mine), _parts(theirs)
+    total = sum(others.values()) - sum(parts.values())
+    most = max(parts, key=lambda part: others[part] - parts[part])
+    lost = others[most] - parts[most]
+    if total <= 0 or lost <= 0:
+        return ""
+    share = "Most" if lost > total / 2 else "The largest part"
+    return (
+        f"{share} of what {beaten.case.strategy} loses to {winner.strategy} in the traced pass is {most}: "
+        f"{format_seconds(others[most])} against {format_seconds(parts[most])} per step."
+    )
+
+
+def _parts(breakdown: dict[str, float]) -> dict[str, float]:
+    """Compute, under communication or not; exposed communication; and idle time, s."""
+    return {
+        "compute": breakdown["compute alone"] + breakdown["overlapped communication"],
+        "exposed communication": breakdown["exposed communication"],
+        "idle time": breakdown["idle"],
+    }
+
+
+def _unranked(case: Case) -> str:
+    ended = sum(launch.state == case.state for launch in case.launches)
+    rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
+    lines = (case.error or "").strip().splitlines()
+    reason = f" ({_shortened(lines[0])})" if lines else ""
+    return f"{case.full_label}: not ranked, state {case.state}{rounds}{reason}."
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _ERROR_LENGTH else f"{text[: _ERROR_LENGTH - 3]}..."

@@ -1,0 +1,276 @@
+"""Records to tables and plain values; everything that a page, a terminal or a script shows is computed here.
+
+Numbers stay in seconds, bytes and fractions wherever another program reads them (:func:`rows`,
+:func:`as_json`, :func:`pivot`). Tables for people hold text, with "-" for what does not
+exist.
+"""
+
+import math
+import textwrap
+
+import pandas as pd
+from tabulate import tabulate
+
+from refshard.analysis.cases import Case, plain
+from refshard.analysis.evidence import Evidence, Setting
+from refshard.analysis.proof import bit_identical, bits_note, parity_note, proof_summary
+from refshard.quantities import (
+    format_bytes,
+    format_percent,
+    format_rate,
+    format_seconds,
+)
+from refshard.records import METRICS, CaseRecord, CollectiveCount
+from refshard.report.run.columns import Row, values
+from refshard.report.run.verdict import verdict
+from refshard.specs.case import REPEATING
+from refshard.stats.sample import Summary
+
+MISSING = "-"
+TERMINAL_COLUMNS = 120
+"""Width at which sentences wrap in a terminal; the table may take 140."""
+_TERMINAL_HEADERS = {
+    "step time (95 % interval)": "step time\n(95 % interval)",
+    "tokens/s/GPU": "tokens/s\n/GPU",
+    "compile time": "compile\ntime",
+    "peak memory": "peak\nmemory",
+    "peak reserved": "peak\nreserved",
+    "exposed communication": "exposed comm.\n(of step)",
+    "overlap ratio": "overlap\nratio",
+    "overlap efficiency": "overlap\nefficiency",
+    "loss parity": "loss\nparity",
+}
+
+
+def rows(evidence: Evidence) -> pd.DataFrame:
+    """One row per case, with the columns of :func:`as_json`; what does not exist is None or NaN."""
+    return pd.DataFrame(as_json(evidence))
+
+
+def as_json(evidence: Evidence) -> list[Row]:
+    """One flat object per case, safe for JSON: seconds, bytes and fractions, None for what does not exist."""
+    return [{**values(case), "network": case.header.environment.network or None} for case in evidence.cases]
+
+
+def pivot(setting: Setting, value: str) -> pd.DataFrame:
+    """One number per strategy and world size, of the cases that ended ok; NaN where there is none.
+
+    Args:
+        setting: cases that may be compared.
+        value: a key of :func:`as_json`.
+    """
+    table = pd.DataFrame([values(case) for case in setting.cases if case.ok])
+    if table.empty:
+        return pd.DataFrame(index=list(setting.strategies), columns=list(setting.world_sizes), dtype=float)
+    wide = table.astype({value: float}).pivot(index="strategy", columns="world_size", values=value)
+    return wide.reindex(index=list(setting.strategies), columns=list(setting.world_sizes))
+
+
+def format_metric(metric: str, value: float | None) -> str:
+    """A metric for people.
+
+    >>> format_metric("overlap_ratio", 0.5), format_metric("loss_parity", 0.00000012)
+    ('50.0 %', '1.2e-07')
+    """
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if metric == "loss_parity":
+        return "0" if value == 0 else f"{value:.1e}"
+    formats = {"s": format_seconds, "B": format_bytes, "fraction": format_percent}
+    return formats.get(METRICS[metric].unit, format_rate)(value)
+
+
+def step_time_text(summary: Summary | None, fallback: float | None = None) -> str:
+    """Median and 95 % interval; the unit is written once where both ends share the median's."""
+    if summary is None:
+        return format_metric("step_time_s", fallback)
+    median = format_seconds(summary.median)
+    if not math.isfinite(summary.high):
+        return f"{median} (no interval)"
+    low, high = format_seconds(summary.low), format_seconds(summary.high)
+    unit = median.rpartition(" ")[2]
+    if low.endswith(f" {unit}") and high.endswith(f" {unit}"):
+        low, high = low.removesuffix(f" {unit}"), high.removesuffix(f" {unit}")
+    return f"{median} ({low} to {high})"
+
+
+def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
+    """Every headline figure of each case as text, one row per case.
+
+    Overlap efficiency, reserved memory and compile time where any case has them, loss parity where any was measured.
+    """
+    table = pd.DataFrame([_summary_row(case) for case in members])
+    dropped = [] if knows_efficiency(members) else ["overlap efficiency"]
+    if all(case.compile_s is None for case in members):
+        dropped.append("compile time")
+    if all(case.metrics["peak_reserved_bytes"] is None for case in members):
+        dropped.append("peak reserved")
+    if not any(case.fidelity == "measured" for case in members):
+        dropped.append("loss parity")
+    return table.drop(columns=dropped, errors="ignore")
+
+
+def knows_efficiency(members: tuple[Case, ...]) -> bool:
+    """Whether any of the cases has an overlap efficiency."""
+    return any(case.metrics["overlap_efficiency"] is not None for case in members)
+
+
+def _summary_row(case: Case) -> Row:
+    return {
+        "strategy": case.strategy,
+        "ranks": f"{case.spec.world_size:,}",
+        "state": case.state,
+        "step time (95 % interval)": step_time_text(_sampled(case), case.metrics["step_time_s"]),
+        "compile time": MISSING if case.compile_s is None else format_seconds(case.compile_s),
+        "tokens/s/GPU": format_metric("tokens_per_s_gpu", case.metrics["tokens_per_s_gpu"]),
+        "TFLOPS": format_metric("tflops", case.metrics["tflops"]),
+        "MFU": format_metric("mfu", case.metrics["mfu"]),
+        "peak memory": format_metric("peak_memory_bytes", case.metrics["peak_memory_bytes"]),
+        "peak reserved": format_metric("peak_reserved_bytes", case.metrics["peak_reserved_bytes"]),
+        "exposed communication": exposed_text(case),
+        "overlap ratio": format_metric("overlap_ratio", case.metrics["overlap_ratio"]),
+        "overlap efficiency": format_metric("overlap_efficiency", case.metrics["overlap_efficiency"]),
+        "loss parity": format_metric("loss_parity", case.metrics["loss_parity"]),
+    }
+
+
+def _sampled(case: Case) -> Summary | None:
+    """The step time's samples; what is calculated has none."""
+    return None if case.fidelity in REPEATING else case.step_time
+
+
+def exposed_text(case: Case) -> str:
+    """Exposed communication and its share of the traced step; "-" for a case that does not communicate."""
+    if not case.metrics["comm_s"]:
+        return MISSING
+    exposed, share = format_metric("exposed_comm_s", case.metrics["exposed_comm_s"]), case.exposed_share
+    return exposed if share is None else f"{exposed} ({format_percent(share)})"
+
+
+def breakdown_table(setting: Setting) -> pd.DataFrame:
+    """The parts of a traced step as text, with the exposed share of the step and the overlap ratio."""
+    return pd.DataFrame(
+        [
+            {
+                "case": case.label,
+                **{part: format_seconds(seconds) for part, seconds in parts.items()},
+                "exposed share": format_percent(case.exposed_share),
+                "overlap ratio": format_metric("overlap_ratio", case.metrics["overlap_ratio"]),
+                "perturbation": format_metric("perturbation", case.metrics["perturbation"]),
+            }
+            for case in setting.cases
+            if case.ok and (parts := case.breakdown)
+        ]
+    )
+
+
+def losses(setting: Setting) -> pd.DataFrame:
+    """Loss per step from 1, a column per case that has losses; its launches repeat the same curve."""
+    curves = {
+        case.label: pd.Series(launch.losses, index=range(1, len(launch.losses) + 1), dtype=float)
+        for case in setting.cases
+        if (launch := _with_losses(case))
+    }
+    table = pd.DataFrame(curves)
+    table.index.name = "step"
+    return table
+
+
+def _with_losses(case: Case) -> CaseRecord | None:
+    return next((launch for launch in case.launches if launch.state == "ok" and launch.losses), None)
+
+
+def loss_table(setting: Setting) -> pd.DataFrame:
+    """:func:`losses` as text, with the six digits that float32 carries."""
+    table = losses(setting)
+    text = table.map(lambda loss: MISSING if pd.isna(loss) else f"{loss:.6g}")
+    text.insert(0, "step", [str(step) for step in table.index])
+    return text
+
+
+def proof_table(evidence: Evidence) -> pd.DataFrame:
+    """What each case proved before its timing counted, one row per case."""
+    return pd.DataFrame([_proof_row(case) for case in evidence.cases])
+
+
+def _proof_row(case: Case) -> Row:
+    proof = next((launch.proof for launch in case.launches if launch.proof), None)
+    return {
+        "case": case.full_label,
+        "proof": proof_summary(case),
+        "units": MISSING if proof is None else str(len(proof.wrapped_units)),
+        "collectives announced (per rank and step)": collectives(proof.announced) if proof else MISSING,
+        "collectives traced": _traced(proof.announced, proof.traced) if proof else MISSING,
+        "loss parity": MISSING if proof is None else _parity(case, proof.parity_steps),
+        "bit-identical to DDP": _bits(case),
+    }
+
+
+def collectives(counts: tuple[CollectiveCount, ...]) -> str:
+    """Collectives in words: ``12 all_gather (36.0 MiB)``."""
+    return ", ".join(f"{c.count:,} {c.op} ({format_bytes(c.bytes)})" for c in counts) or "none"
+
+
+def _traced(announced: tuple[CollectiveCount, ...], traced: tuple[CollectiveCount, ...]) -> str:
+    return "the same" if sorted(announced) == sorted(traced) else collectives(traced)
+
+
+def _parity(case: Case, steps: int) -> str:
+    parity = case.metrics["loss_parity"]
+    if parity is None:
+        return parity_note(case) or MISSING
+    return f"{format_metric('loss_parity', parity)} over {steps} steps"
+
+
+def _bits(case: Case) -> str:
+    answer, note = bit_identical(case), bits_note(case)
+    if answer is None:
+        return note or MISSING
+    word = "yes" if answer else "no"
+    return f"{word}: {note}" if note else word
+
+
+def state_table(evidence: Evidence) -> pd.DataFrame:
+    """Every launch and how it ended, one row per launch; ``log`` is the tail of its output, lines joined."""
+    columns = ["case", "round", "state", "duration", "error", "log"]
+    found = [(case, launch) for case in evidence.cases for launch in case.launches]
+    return pd.DataFrame([_state_row(case, launch) for case, launch in found], columns=columns)
+
+
+def _state_row(case: Case, launch: CaseRecord) -> Row:
+    return {
+        "case": case.full_label,
+        "round": str(launch.round + 1),
+        "state": launch.state,
+        "duration": format_seconds(launch.duration_s),
+        "error": plain(launch.error or ""),
+        "log": plain("\n".join(launch.log_tail)),
+    }
+
+
+def terminal_verdict(evidence: Evidence) -> str:
+    """The verdict, an item per sentence."""
+    return "\n".join(
+        textwrap.fill(plain(sentence), TERMINAL_COLUMNS, initial_indent="* ", subsequent_indent="  ")
+        for sentence in verdict(evidence)
+    )
+
+
+def terminal_table(evidence: Evidence) -> str:
+    """One table per setting, headed by its label."""
+    return "\n\n".join(f"{plain(setting.label)}\n\n{_terminal_table(setting)}" for setting in evidence.settings)
+
+
+def _terminal_table(setting: Setting) -> str:
+    table = summary_table(setting.cases).map(plain)
+    if all(case.fidelity in REPEATING for case in setting.cases):
+        table = table.rename(columns={"step time (95 % interval)": "step time"})
+    if knows_efficiency(setting.cases):  # one column more than fits; tokens/s tell the same at one model
+        table = table.drop(columns="TFLOPS")
+    return tabulate(
+        table.values.tolist(),
+        headers=[_TERMINAL_HEADERS.get(column, column) for column in table.columns],
+        tablefmt="simple",
+        disable_numparse=True,  # the cells are text already and must keep their digits
+        colalign=["left", "right", "left", *["right"] * (len(table.columns) - 3)],
+    )

@@ -1,0 +1,207 @@
+"""Why one strategy is faster: what the traces of a run's cases say, side by side."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import pandas as pd
+from markupsafe import Markup
+
+from refshard.analysis.cases import Case
+from refshard.analysis.evidence import Evidence, Setting
+from refshard.errors import TraceError
+from refshard.quantities import format_ns, format_percent, format_rate
+from refshard.records import Run
+from refshard.report.draw.charts import Chart, chart
+from refshard.report.run.charts import PART_COLOURS, PART_PATTERNS, stacked
+from refshard.report.trace import charts as trace_charts
+from refshard.report.trace import layer_svg
+from refshard.report.trace import tables as trace_tables
+from refshard.report.trace import words as trace_words
+from refshard.report.trace.lanes import drawn_windows
+from refshard.tracing.analysis import Analysis, analyse
+from refshard.tracing.figures import CollectiveFigures, StepFigures, TraceFigures
+
+MOST_TRACED = 64
+"""Traces that are analysed for one page; every trace has its link."""
+MOST_LAYERS = 8
+"""Layers drawn for one setting."""
+MOST_BLOCKS = 400
+LEAST_SHARE = 0.005
+"""Of a step in copies and preparation, from which on a drawing that has them is worth its place."""
+COPIES = "copy, preparation, other"
+PARTS = {
+    "compute alone": ("compute alone",),
+    "overlapped communication": ("compute over communication",),
+    "exposed communication": ("exposed communication",),
+    COPIES: ("other",),
+    "idle": ("idle, host-bound", "idle, dependency-bound", "idle"),
+}
+"""Parts of a traced step, which add up to it, and what :func:`trace_charts.split` calls them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """A case's first rank in the last round that has a trace of it: its file, the link to that, what it says."""
+
+    case: Case
+    path: Path
+    link: str
+    analysis: Analysis | None
+    view: layer_svg.View | None
+
+    @property
+    def figures(self) -> TraceFigures:
+        """Those of an analysed trace."""
+        assert self.analysis is not None
+        return self.analysis.figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnLayer:
+    """One layer's backward under one strategy."""
+
+    case: Case
+    title: str
+    alternative: str
+    svg: Markup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Why:
+    """What traces say of one setting: a row for each, a layer of each on one scale, and where their steps go if that
+    is more than the records say.
+    """
+
+    parts: Chart | None
+    table: pd.DataFrame
+    cases: tuple[Case, ...]
+    links: tuple[str, ...]
+    layers: tuple[DrawnLayer, ...]
+
+
+def read_traces(evidence: Evidence, folders: Sequence[tuple[Run, Path]], page: Path) -> dict[Case, Traced]:
+    """The traces that lie in the runs' folders, by case; ``page`` is the file that links to them."""
+    found: dict[Case, Traced] = {}
+    for case in evidence.cases:
+        folder = next((folder for run, folder in folders if run.header is case.header), None)
+        path = None if folder is None else _file(case, folder)
+        if path is None:
+            continue
+        link = os.path.relpath(path.resolve(), page.resolve().parent).replace(os.sep, "/")
+        analysis, view = _analysed(path) if len(found) < MOST_TRACED else (None, None)
+        found[case] = Traced(case=case, path=path, link=link, analysis=analysis, view=view)
+    return found
+
+
+def _file(case: Case, folder: Path) -> Path | None:
+    rounds = [launch.traces for launch in case.launches if launch.state == "ok" and launch.traces]
+    files = (folder / name for traces in reversed(rounds) for name in traces[:1])
+    return next((path for path in files if path.is_file()), None)
+
+
+def _analysed(path: Path) -> tuple[Analysis | None, layer_svg.View | None]:
+    """Nothing of a trace that is damaged: its link stays."""
+    try:
+        found = analyse(path)
+    except TraceError:
+        return None, None
+    return found, _view(found)
+
+
+def why(setting: Setting, traced: Mapping[Case, Traced], prefix: str, *, with_layers: bool = True) -> Why | None:
+    """None where no case of the setting has a trace that can be read."""
+    here = [traced[case] for case in setting.cases if case in traced and traced[case].analysis is not None]
+    if not here:
+        return None
+    parts = {one.case: parts_of(one.figures) for one in here}
+    return Why(
+        parts=chart(f"{prefix}-traced", "traced step", stacked(parts, _colours()), _sentence(parts))
+        if any(one[COPIES] > LEAST_SHARE * sum(one.values()) for one in parts.values())
+        else None,
+        table=pd.DataFrame([_row(one) for one in here]),
+        cases=tuple(one.case for one in here),
+        links=tuple(one.link for one in here),
+        layers=tuple(_layers(here)) if with_layers else (),
+    )
+
+
+def _colours() -> dict[str, tuple[str, str]]:
+    copies = ("#CC79A7", "x")
+    return {part: (PART_COLOURS[part], PART_PATTERNS[part]) if part in PART_COLOURS else copies for part in PARTS}
+
+
+def parts_of(figures: TraceFigures) -> dict[str, float]:
+    """Of the mean step, s."""
+    split = trace_charts.mean_split(figures)
+    return {part: sum(split[name] for name in names) / 1e9 for part, names in PARTS.items()}
+
+
+def _sentence(parts: Mapping[Case, Mapping[str, float]]) -> str:
+    """Whose rank communicates, exposed, for the least and the largest share of its step."""
+    shares = {case.label: one["exposed communication"] / (sum(one.values()) or 1.0) for case, one in parts.items()}
+    least, most = min(shares, key=lambda name: shares[name]), max(shares, key=lambda name: shares[name])
+    told = f"Rank 0 of one round: exposed communication takes {format_percent(shares[least])} of a step ({least})"
+    return f"{told}." if least == most else f"{told} to {format_percent(shares[most])} ({most})."
+
+
+def _row(one: Traced) -> dict[str, str]:
+    figures = one.figures
+    steps = len(trace_words.parts(figures))
+    copies, whole = figures.copies, figures.whole
+    known = whole.idle_host_ns is not None
+    return {
+        "case": one.case.full_label,
+        "give-way index": format_percent(figures.giveway.index, 2),
+        "blocking gaps": trace_tables.blocking(figures.collectives, steps),
+        "queued": format_ns(trace_tables.middle_of([found.queued_ns for found in figures.collectives])),
+        "copies": format_ns((copies.copy_in_ns + copies.copy_out_ns) / steps),
+        "of them exposed": format_ns(copies.exposed_ns / steps),
+        "idle for the host": format_ns(_idle(figures.steps, steps)) if known else "-",
+        "bus bandwidth": _bandwidths(figures.collectives, one.case),
+    }
+
+
+def _idle(every: Sequence[StepFigures], steps: int) -> float:
+    return sum(step.breakdown.idle_host_ns or 0 for step in every) / steps
+
+
+def _bandwidths(collectives: Sequence[CollectiveFigures], case: Case) -> str:
+    """The median bus bandwidth of the larger half of each kind, and its share of the link where that has a rate."""
+    network = case.header.suite.network if case.fidelity == "measured" else None
+    told = []
+    for op in dict.fromkeys(found.op for found in collectives if found.bus_bandwidth):
+        mine = [found for found in collectives if found.op == op and found.bus_bandwidth]
+        middle = median(found.bytes or 0 for found in mine)
+        rate = median(found.bus_bandwidth or 0.0 for found in mine if (found.bytes or 0) >= middle)
+        share = f" ({format_percent(rate * 8 / network.bits_per_s)} of the link)" if network else ""
+        told.append(f"{op} {format_rate(rate / 2**30)} GiB/s{share}")
+    return ", ".join(told) or "-"
+
+
+def _layers(here: Sequence[Traced]) -> Iterable[DrawnLayer]:
+    """Those of the largest world size that has most of them: the same layer, as long as the longest, so that lengths
+    compare.
+    """
+    sizes = [one.case.spec.world_size for one in here if one.view is not None]
+    if not sizes:
+        return
+    size = max(sizes, key=lambda size: (sizes.count(size), size))
+    shown = [one for one in here if one.view is not None and one.case.spec.world_size == size][:MOST_LAYERS]
+    views = [_view(one.analysis, like=shown[0].view) for one in shown]
+    length = max(view.length for view in views if view)
+    for one, view in zip(shown, views):
+        if view is not None:
+            drawn = layer_svg.draw(view.stretched(length), MOST_BLOCKS)
+            yield DrawnLayer(case=one.case, title=drawn.title, alternative=drawn.alternative, svg=Markup(drawn.svg))
+
+
+def _view(analysis: Analysis | None, like: layer_svg.View | None = None) -> layer_svg.View | None:
+    """A layer's backward in the step of median length: the layer of ``like``, if the trace has that."""
+    if analysis is None or not len(analysis.timeline.spans):
+        return None
+    window = drawn_windows(analysis.figures, analysis.timeline)[0]
+    unit = like.unit if like else None
+    return layer_svg.find_layer(analysis.timeline, window.begin, window.close, unit=unit)

@@ -1,0 +1,1 @@
+"""Analysed traces: tables, timeline, page."""

@@ -1,0 +1,68 @@
+"""What each chart of a trace shows, in a sentence that stands in for it."""
+
+from collections.abc import Sequence
+
+from refshard.quantities import format_bytes, format_ns, format_percent
+from refshard.report.trace.words import counted, each, has_steps, parts, who
+from refshard.tracing.figures import MemoryPoint, TraceFigures
+
+
+def ranks(shown: Sequence[TraceFigures], whole: int, names: dict[int, str]) -> str:
+    """What the bars of all ranks show, and which of them are left out."""
+    shortest, longest = min(shown, key=mean_span), max(shown, key=mean_span)
+    left_out = f" Of {whole} ranks, the {len(shown)} with the longest step are drawn." if len(shown) < whole else ""
+    return (
+        f"Mean {each(longest)} of each rank: from {format_ns(mean_span(shortest))} on {_where(shortest, names)} to "
+        f"{format_ns(mean_span(longest))} on {_where(longest, names)}.{left_out}"
+    )
+
+
+def _where(one: TraceFigures, names: dict[int, str]) -> str:
+    return who(one) if len(names) == 1 or one.rank is None else f"{who(one)} of {names[one.job]}"
+
+
+def mean_span(one: TraceFigures) -> float:
+    """Nanoseconds of a step of one rank, in the mean."""
+    spans = [part.breakdown.span_ns for part in parts(one)]
+    return sum(spans) / len(spans)
+
+
+def steps(figures: TraceFigures) -> str:
+    """What the bars of the steps show."""
+    every = [part.breakdown for part in parts(figures)]
+    exposed = [part.exposed_ns / part.span_ns for part in every if part.span_ns]
+    idle = [part.idle_ns / part.span_ns for part in every if part.span_ns]
+    if not exposed:
+        return "The trace holds no time."
+    what = counted(len(every), "step") if has_steps(figures) else "The whole trace, which has no steps"
+    return f"{what}: exposed communication takes {_range(exposed)}, idle time {_range(idle)} of it."
+
+
+def gaps(collective: Sequence[int], blocking: int, idle: Sequence[int]) -> str:
+    """What the histogram of gaps shows."""
+    between = _gaps("gap{} between collectives", collective)
+    return f"{between}{f'; {blocking} blocking' if collective else ''}. {_gaps('idle gap{}', idle)}."
+
+
+def _gaps(noun: str, lengths: Sequence[int]) -> str:
+    if not lengths:
+        return f"No {noun.format('')}"
+    middle, longest = sorted(lengths)[len(lengths) // 2], max(lengths)
+    return (
+        f"{len(lengths):,} {noun.format('' if len(lengths) == 1 else 's')}, {format_ns(sum(lengths))} together, median "
+        f"{format_ns(middle)}, longest {format_ns(longest)}"
+    )
+
+
+def memory(points: Sequence[MemoryPoint]) -> str:
+    """The peak of every device."""
+    told = []
+    for device in dict.fromkeys(point.device for point in points):
+        mine = [point.bytes for point in points if point.device == device]
+        told.append(f"{device}: from {format_bytes(mine[0])} at first to a peak of {format_bytes(max(mine))}.")
+    return f"Bytes that torch's allocator holds. {' '.join(told)}"
+
+
+def _range(shares: Sequence[float]) -> str:
+    ends = format_percent(min(shares)), format_percent(max(shares))
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"

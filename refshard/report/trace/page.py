@@ -1,0 +1,195 @@
+"""Analysed traces to one HTML file that needs nothing else; computes no metric, only lays out what others give.
+
+Names in traces come from outside and are hostile until escaped: Jinja2 escapes them in the page, ``tojson`` in the
+data, :mod:`refshard.report.trace.layer_svg` in its drawing, and the page's content security policy runs no script but
+the page's own.
+"""
+
+import base64
+import gzip
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import msgspec
+import pandas as pd
+from markupsafe import Markup
+
+from refshard.folders import replace_file
+from refshard.quantities import MIB
+from refshard.report.draw.charts import Chart, theme
+from refshard.report.draw.palette import LEGEND, STYLES
+from refshard.report.draw.render import fill, resource, script
+from refshard.report.trace import charts as trace_charts
+from refshard.report.trace import tables as trace_tables
+from refshard.report.trace import words as trace_words
+from refshard.report.trace.gaps import gap_table, gaps_of
+from refshard.report.trace.lanes import drawn_windows
+from refshard.report.trace.layer_svg import Layer, draw_layer
+from refshard.report.trace.timelines import TimelineView, view_timeline
+from refshard.timeline import Timeline
+from refshard.tracing.figures import TraceFigures
+
+MOST_BLOCKS = 400_000
+"""Of all timelines of a page at full detail; each trace has an equal share, but not less than :data:`LEAST_BLOCKS`."""
+LEAST_BLOCKS = 8_000
+MOST_EMBEDDED = 4 * MIB
+MOST_EMBEDDED_TOGETHER = 12 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalysedTrace:
+    """One rank's trace: what it holds, what an analysis found in it, and the file that it came from."""
+
+    figures: TraceFigures
+    timeline: Timeline
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Section:
+    """What the page shows of one trace. ``content`` is the trace's gzip as base64, None where it is not embedded."""
+
+    id: str
+    figures: TraceFigures
+    timeline: TimelineView
+    layer: Layer | None
+    charts: tuple[Chart, ...]
+    steps: pd.DataFrame
+    gaps: pd.DataFrame
+    units: pd.DataFrame
+    collectives: pd.DataFrame
+    overheads: list[tuple[str, str]]
+    per_step: str
+    file_name: str
+    content: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waits:
+    """Who waits for whom in one job."""
+
+    job: str
+    per_step: str
+    late: str
+    table: pd.DataFrame
+
+
+def write_trace_page(traces: Sequence[AnalysedTrace], path: Path) -> None:
+    """Write the page of ``traces`` to ``path``, whole or not at all.
+
+    Raises:
+        ValueError: there is no trace to show.
+        OSError: the folder does not exist or cannot be written; what was at ``path`` stays.
+    """
+    if not traces:
+        raise ValueError("a page of traces needs one trace or more, got none")
+    replace_file(path, page(traces))
+
+
+def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
+    """The page's HTML in pieces, in order."""
+    traces = _named_shortly(traces)
+    figures = [one.figures for one in traces]
+    sections = _sections(traces)
+    ranks = trace_charts.ranks_chart(figures)
+    charts = [*([ranks] if ranks else []), *(chart for section in sections for chart in section.charts)]
+    content = {
+        "title": _title(figures),
+        "findings": trace_words.findings(figures),
+        "ranks": ranks,
+        "summary": trace_tables.summary(figures),
+        "links": [f"#{section.id}" for section in sections],
+        "warnings": trace_words.doubts(figures),
+        "waits": _waits(figures),
+        "sections": sections,
+        "data": {"theme": theme()} if charts else {},
+        "styles": {name: asdict(style) for name, style in STYLES.items()},
+        "legend": LEGEND,
+    }
+    own = [script(resource(name)) for name in ("drawing.js", "timeline.js", "perfetto.js")]
+    scripts = [*own, script(resource("charts.js"))] if charts else own
+    style = resource("style.css") + resource("trace.css")
+    return fill("trace.html.j2", content, style=style, scripts=scripts, plotted=bool(charts))
+
+
+def _named_shortly(traces: Sequence[AnalysedTrace]) -> list[AnalysedTrace]:
+    """The same without the folder that all of their files lie in."""
+    files = [Path(one.figures.file) for one in traces]
+    common = len(os.path.commonprefix([file.parent.parts for file in files]))  # noqa: RUF071 -- of whole parts here
+    names = [str(Path(*file.parts[common:])) for file in files]
+    return [replace(one, figures=msgspec.structs.replace(one.figures, file=name)) for one, name in zip(traces, names)]
+
+
+def _title(figures: Sequence[TraceFigures]) -> str:
+    if len(figures) == 1:
+        return figures[0].file
+    count = len({one.job for one in figures})
+    return f"{len(figures)} traces of {f'{count} jobs' if count > 1 else 'one job'}"
+
+
+def _waits(figures: Sequence[TraceFigures]) -> tuple[_Waits, ...]:
+    names = trace_words.job_names(figures)
+    found = [
+        _Waits(
+            job=names[job], per_step=trace_tables.per_step(members[0]), late=trace_words.late(members),
+            table=trace_tables.waits(members),
+        )
+        for job, members in trace_words.jobs(figures).items()
+    ]  # fmt: skip
+    return tuple(one for one in found if not one.table.empty)
+
+
+def _sections(traces: Sequence[AnalysedTrace]) -> list[_Section]:
+    most = max(LEAST_BLOCKS, MOST_BLOCKS // len(traces))
+    left = MOST_EMBEDDED_TOGETHER
+    made = []
+    for place, one in enumerate(traces):
+        content = _gzipped(one.path, min(left, MOST_EMBEDDED))
+        left -= len(content or b"")
+        made.append(_section(one, f"trace-{place}", most, content))
+    return made
+
+
+def _section(one: AnalysedTrace, identity: str, most: int, content: bytes | None) -> _Section:
+    figures, timeline = one.figures, one.timeline
+    windows = drawn_windows(figures, timeline) if len(timeline.spans) else ()
+    gaps = gaps_of(figures, timeline)
+    return _Section(
+        id=identity,
+        figures=figures,
+        timeline=view_timeline(timeline, figures, windows, identity, most),
+        layer=_marked(draw_layer(timeline, windows[0].begin, windows[0].close)) if windows else None,
+        charts=trace_charts.charts_of(figures, gaps, identity),
+        steps=trace_tables.steps(figures),
+        gaps=gap_table(gaps) if gaps else pd.DataFrame(),
+        units=trace_tables.units(figures),
+        collectives=trace_tables.collectives(figures),
+        overheads=trace_tables.overheads(figures),
+        per_step=trace_tables.per_step(figures),
+        file_name=one.path.name,
+        content=None if content is None else base64.b64encode(content).decode(),
+    )
+
+
+def _marked(layer: Layer | None) -> Layer | None:
+    """Its drawing is markup already, and holds escaped names."""
+    return None if layer is None else Layer(title=layer.title, alternative=layer.alternative, svg=Markup(layer.svg))
+
+
+def _gzipped(path: Path, most: int) -> bytes | None:
+    """The trace's bytes as gzip, None where they are more than ``most`` or the file cannot be read any more."""
+    try:
+        size = path.stat().st_size
+        if size > 16 * most:  # a trace as plain JSON compresses to about a tenth
+            return None
+        with path.open("rb") as file:
+            compressed = file.read(2) == b"\x1f\x8b"
+        if compressed and size > most:
+            return None
+        content = path.read_bytes()
+    except OSError:
+        return None
+    content = content if compressed else gzip.compress(content, mtime=0)
+    return content if len(content) <= most else None

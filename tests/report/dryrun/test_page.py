@@ -1,0 +1,235 @@
+"""The page of a dry run: self-contained, escaped, and with the figures of the analysis."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from refshard.dryrun.analyse import Analysis
+from refshard.dryrun.price import Doubt
+from refshard.dryrun.races import find_races
+from refshard.dryrun.recording import Category, Phase
+from refshard.quantities import format_percent, format_seconds
+from refshard.report.dryrun.page import facts, memory_charts, page, verdict
+from refshard.report.dryrun.words import CATEGORIES, sentences, terminal_dryrun
+from tests.dryrun.made import Made
+from tests.dryrun.touching import GATHER, MAIN, Touching
+from tests.report.dryruns import GIB, SITE, analysed, doubtful, trained
+from tests.report.pages import Page
+from tests.report.trace.test_layer_svg import HOSTILE
+
+COMMAND = "refshard dryrun --cluster dgx-h100 --html x.html -- train.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> Analysis:
+    return doubtful(analysed(), Doubt(name="mylib::scale", reason="no bytes are known", count=6, seconds=0.002))
+
+
+@pytest.fixture(scope="module")
+def seen(found: Analysis) -> Page:
+    return Page("".join(page(found, COMMAND)))
+
+
+def traces_of(found: Analysis) -> dict[str, dict[str, Any]]:
+    """Bands and lines of the first picture of memory, by name."""
+    return {trace["name"]: trace for trace in memory_charts(found)[0].figure["data"]}
+
+
+def rows(seen: Page) -> str:
+    """The page's text with single spaces and no hard ones."""
+    return " ".join(seen.text.replace("\N{NO-BREAK SPACE}", " ").split())
+
+
+def test_the_page_asks_the_network_for_nothing_and_leads_nowhere(seen: Page) -> None:
+    for tag, attributes in seen.tags:
+        for name in ("src", "srcset", "action", "poster", "xlink:href", "data"):
+            assert attributes.get(name) is None, f"<{tag} {name}={attributes.get(name)}>"
+        assert (attributes.get("href") or "#").startswith(("#", "data:"))
+    assert "url(" not in seen.style
+    assert "http" not in seen.text
+    assert seen.policy.startswith("default-src 'none'; script-src 'sha256-")
+    for kind, text in seen.scripts:
+        assert seen.allows(text) == (kind not in ("application/json", "application/gzip"))
+
+
+def test_every_link_within_the_page_leads_somewhere(seen: Page) -> None:
+    ids = {attributes["id"] for _, attributes in seen.tags if "id" in attributes}
+    assert {str(link["href"]).removeprefix("#") for link in seen.having("a")} <= ids
+
+
+def test_the_verdict_comes_first_and_has_the_figures(found: Analysis, seen: Page) -> None:
+    figures = found.figures
+    assert figures is not None
+    assert found.tokens_per_s is not None
+    lead, more = verdict(found)
+    step, rate, mfu = format_seconds(figures.step_s), f"{found.tokens_per_s:,.0f}", format_percent(found.mfu)
+    assert lead == f"It fits, with 58.2 GiB of headroom; a step takes {step}, {rate} tokens/s/GPU, MFU {mfu}."
+    assert more == sentences(found)
+    text = rows(seen)
+    assert text.index(lead) < text.index("Over the last step") < text.index("Timeline of step 1")
+    told = {fact.label: (fact.value, fact.mood) for fact in facts(found)}
+    assert told["memory"] == ("fits, 58.2 GiB left", "good")
+    assert told["step time"] == (step, "")
+    assert told["exposed communication"][0] == format_percent(figures.exposed_comm_s / figures.step_s)
+    assert told["host synchronisations per step"][0] == "1"
+    assert "8,192 tokens per step and GPU" in text
+
+
+def test_the_picture_of_memory_is_stacked_to_what_is_allocated(found: Analysis) -> None:
+    traces = traces_of(found)
+    bands = {name: trace for name, trace in traces.items() if trace.get("stackgroup")}
+    assert set(bands) == {CATEGORIES[one] for one in Category if one not in (Category.WORKSPACE, Category.OTHER)}
+    assert [sum(column) for column in zip(*(band["y"] for band in bands.values()))] == traces["allocated"]["y"]
+    assert max(traces["allocated"]["y"]) == 17
+    assert set(traces["reserved"]["y"]) == {20}
+    assert all(band["x"] == traces["reserved"]["x"] for band in bands.values())
+    assert bands["activations"]["hovertemplate"] == "%{y:.2f} GiB"
+    assert len({(band["fillcolor"], band["fillpattern"]["shape"]) for band in bands.values()}) == len(bands)
+    assert "in backward of layers.0.mlp" in traces["allocated"]["customdata"]
+
+
+def test_the_picture_marks_the_peak_the_limit_and_the_phases(found: Analysis) -> None:
+    (chart,) = memory_charts(found)
+    assert found.step is not None
+    assert chart.id == "memory-step"
+    texts = [note["text"] for note in chart.figure["layout"]["annotations"]]
+    assert texts == [
+        "forward",
+        "backward",
+        "forward",
+        "backward",
+        "optimizer",
+        "usable: 78.2 GiB",
+        "<b>peak: 17.0 GiB</b>",
+    ]
+    (peak,) = [note for note in chart.figure["layout"]["annotations"] if "peak" in note["text"]]
+    assert peak["y"] == 17
+    assert chart.alternative.startswith(
+        "Step 1 (the last): memory peaks in backward of layers.0.mlp, with 17.0 GiB allocated (largest: "
+    )
+    assert "At most 20.0 GiB of 78.2 GiB usable are reserved." in chart.alternative
+
+
+def test_what_is_held_at_the_peak_is_listed(seen: Page) -> None:
+    text = rows(seen)
+    assert "17.0 GiB allocated, by category" in text
+    assert "activations 5.00 GiB 29.4 %" in text
+    assert "activations layers.*.mlp, forward aten::mm 1 5.00 GiB" in text
+    assert "CUDA context 500 MiB" in text
+
+
+def test_time_operators_waits_and_doubts_are_listed(found: Analysis, seen: Page) -> None:
+    text, figures = rows(seen), found.figures
+    assert figures is not None
+    for name, seconds in (("compute", figures.compute_s), ("idle, waiting for the host", figures.host_bound_s)):
+        assert f"{name} {format_seconds(seconds)} {format_percent(seconds / figures.step_s)}" in text
+    longest = figures.operators[0]
+    assert f"{longest.name} {longest.count} {format_seconds(longest.seconds)}" in text
+    assert f"{SITE} item 1 {format_seconds(figures.waits[0].seconds)} -" in text
+    assert "mylib::scale no bytes are known 6 2.00 ms" in text
+    assert "docs/dryrun.md" in text
+    assert COMMAND in text
+
+
+def test_the_timeline_is_that_of_the_last_step(found: Analysis, seen: Page) -> None:
+    (drawing,) = [text for kind, text in seen.scripts if kind == "application/json" and "nameTable" in text]
+    data = json.loads(drawing)
+    window = found.timeline.windows[-1]
+    assert (data["close"] - data["begin"]) * data["tick"] == window.end - window.start
+    assert next(lane["label"] for lane in data["lanes"] if lane["role"] == "spans") == "stream 0: compute"
+    assert "aten::mm" in data["nameTable"]
+
+
+def test_hostile_names_stay_text() -> None:
+    made = trained(module=HOSTILE, operator=HOSTILE)
+    made.synchronise(stream=0, why=HOSTILE, site=HOSTILE)
+    made.mark()
+    bad = doubtful(
+        analysed(made, command=(HOSTILE,), steps_taken=3, outcome="failed", error=HOSTILE, where=HOSTILE),
+        Doubt(name=HOSTILE, reason=HOSTILE, count=1, seconds=1.0),
+    )
+    seen = Page("".join(page(bad, HOSTILE)))
+    assert not any(name.startswith("on") for _, attributes in seen.tags for name in attributes)
+    assert not seen.having("img")
+    assert [kind for kind, _ in seen.scripts].count(None) == 3
+    assert seen.text.count("<script>alert(1)</script>") > 8
+    drawn = [trace for chart in memory_charts(bad) for trace in chart.figure["data"]]
+    labels = [text for trace in drawn for text in trace.get("customdata", ())]
+    assert any("&lt;/script" in label for label in labels)
+    assert not any("<" in label for label in labels)
+
+
+def test_a_run_that_runs_out_of_memory_is_drawn_until_it_does() -> None:
+    made = Made()
+    made.segment(70 * GIB)
+    blocks = [made.allocate(10 * GIB) for _ in range(7)]
+    for block in blocks:
+        made.free(block)
+    torchs = (
+        "CUDA out of memory. Tried to allocate 10.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 8.18 GiB "
+        "is free."
+    )
+    found = analysed(made, outcome="oom", error=torchs, where=SITE, steps_taken=0, tokens=0)
+    lead, more = verdict(found)
+    assert lead == "It does not fit: it needs more than 78.2 GiB."
+    assert more[0] == f"{torchs} At {SITE}."
+    assert [(fact.value, fact.mood) for fact in facts(found)] == [("does not fit", "doubt")]
+    (chart,) = memory_charts(found)
+    assert chart.id == "memory-run"
+    held = traces_of(found)["other"]
+    assert list(dict.fromkeys(held["y"])) == [0, 10, 20, 30, 40, 50, 60, 70]
+    assert held["y"][-1] == 70
+    assert chart.alternative.endswith("It ends where memory ran out.")
+    text = rows(Page("".join(page(found, COMMAND))))
+    assert "No step was completed, so there is no timeline." in text
+    assert "No step was completed, so there are no step times." in text
+
+
+def test_the_whole_run_is_drawn_too_where_its_peak_is_not_in_the_last_step() -> None:
+    made = trained()
+    made.phase = Phase.FORWARD
+    made.free(made.allocate(30 * GIB))
+    assert [chart.id for chart in memory_charts(analysed(made))] == ["memory-step", "memory-run"]
+
+
+def test_without_communication_none_is_exposed() -> None:
+    made = Made(world_size=1)
+    made.phase = Phase.FORWARD
+    made.launch("aten::mm", writes=GIB)
+    made.mark()
+    assert "exposed communication" not in [fact.label for fact in facts(analysed(made, steps_taken=1))]
+
+
+def test_a_limit_far_above_is_left_out_so_that_the_picture_is_not_flat() -> None:
+    made = Made()
+    made.segment(GIB)
+    made.allocate(GIB)
+    (chart,) = memory_charts(analysed(made, steps_taken=0))
+    assert [note["text"] for note in chart.figure["layout"]["annotations"]] == ["<b>peak: 1.00 GiB</b>"]
+    assert chart.figure["layout"]["yaxis"]["range"][1] < 2
+    assert "78.2 GiB usable" in chart.alternative
+
+
+def test_a_script_that_fails_before_it_asks_for_anything_has_a_page() -> None:
+    found = analysed(Made(), outcome="failed", error="ValueError: no", where=SITE, steps_taken=0)
+    seen = Page("".join(page(found, COMMAND)))
+    assert "The script failed: ValueError: no" in seen.text
+    assert "The script allocated no GPU memory." in seen.text
+    assert not [box for box in seen.having("div") if box.get("class") == "chart"]
+    assert len(seen.having("canvas")) == 0
+
+
+def test_races_are_told_where_they_were_looked_for(found: Analysis) -> None:
+    def told(made: Touching | None) -> tuple[str, str]:
+        looked = found if made is None else replace(found, races=find_races(made.recording()))
+        return rows(Page("".join(page(looked, COMMAND)))), terminal_dryrun(looked)
+
+    ordered, racing = Touching(), Touching()
+    ordered.write(GATHER)
+    racing.write(GATHER)
+    racing.read(MAIN)
+    assert all("race" not in text.lower() for text in told(None))
+    assert all("one; all accesses to the same memory" in text for text in told(ordered))
+    assert all("read-write, once: write on 20 (writes, " in text for text in told(racing))

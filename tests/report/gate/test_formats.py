@@ -1,0 +1,112 @@
+"""What a gate's report says, in all its forms, and the exit status that it comes to."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from refshard.report.gate.formats import GateCase, GateReport, annotations, as_object, junit, markdown, terminal
+from refshard.stats.exact import Change
+from refshard.stats.gate import Effect, TimeVerdict, Verdict
+from refshard.stats.rehearsal import CaseNoise, Noise
+
+
+def timed(verdict: Verdict, ratio: float = 1.0) -> TimeVerdict:
+    low, high = ratio - 0.01, ratio + 0.01
+    effect = Effect(ratio=ratio, low=low, high=high, p_slower=0.5, p_faster=0.5, spread=0.02, rounds=16)
+    return TimeVerdict(verdict=verdict, effect=effect, smallest_visible=0.035, suspect=verdict == "regressed")
+
+
+def case(name: str, verdict: Verdict = "pass", **changes: object) -> GateCase:
+    return GateCase(name=name, time=timed(verdict), **changes)  # type: ignore[arg-type]
+
+
+def changed(verdict: Verdict) -> GateCase:
+    change = Change(case="c", metric="all_gather count", before=4, after=5, verdict=verdict)
+    return GateCase(name="c", changes=(change,), time=timed("pass"))
+
+
+def report(*cases: GateCase, **changes: object) -> GateReport:
+    return GateReport(baseline="v1", candidate=".", cases=cases, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        (report(case("a"), case("b")), 0),
+        (report(case("a"), case("b", "improved")), 0),
+        (report(case("a"), case("b", "regressed")), 1),
+        (report(changed("regressed")), 1),
+        (report(changed("improved")), 0),
+        (report(changed("improved"), must_accept=True), 1),
+        (report(case("a", trouble="the candidate ended failed: no")), 1),
+        (report(case("a"), case("b", "inconclusive")), 3),
+        (report(case("a", "regressed"), case("b", "inconclusive")), 1),
+        (report(case("a"), case("b", trouble="the baseline ended failed", trouble_is="not comparable")), 4),
+        (report(case("a"), case("b", trouble="only 3 of 16 rounds", trouble_is="inconclusive")), 3),
+        (report(), 2),
+        (report(mismatch="no baseline for this machine"), 4),
+        (report(case("a"), error="the disk is full"), 2),
+    ],
+)
+def test_the_exit_status(found: GateReport, status: int) -> None:
+    assert found.status == status
+    assert as_object(found)["status"] == status
+    assert (
+        terminal(found)
+        .splitlines()[-1]
+        .startswith(("PASS:", "REGRESSION:", "HARNESS ERROR:", "INCONCLUSIVE:", "NOT COMPARABLE:")[status])
+    )
+
+
+def test_the_table_says_ratio_interval_and_what_could_have_been_seen() -> None:
+    found = terminal(report(case("ddp-w2", "regressed"), changed("regressed")))
+    assert "1.000 (0.990 to 1.010)" in found
+    assert "3.5 %" in found
+    assert "all_gather count" in found
+    assert "REGRESSION: of 2 cases 2 regressed" in found
+
+
+def test_a_pull_request_gets_a_table_of_its_own_kind() -> None:
+    text = markdown(report(case("ddp-w2"), changed("regressed")))
+    assert text.startswith("### refshard gate: regression\n")
+    assert "| ddp-w2 " in text
+
+
+def test_junit_counts_failures_and_names_reasons() -> None:
+    root = ElementTree.fromstring(junit(report(case("a"), changed("regressed"), case("b", "inconclusive"))))
+    assert (root.get("tests"), root.get("failures"), root.get("errors")) == ("3", "1", "0")
+    failure = root.find("testcase/failure")
+    assert failure is not None
+    assert failure.get("message") == "all_gather count: 4 -> 5 (regressed)"
+    assert len(root.findall("testcase/skipped")) == 1
+    for amiss in (report(error="the disk is full"), report(mismatch="no baseline"), report()):
+        broken = ElementTree.fromstring(junit(amiss))
+        assert (broken.get("tests"), broken.get("errors")) == ("1", "1")
+        assert broken.find("testcase/error") is not None
+    unaccepted = ElementTree.fromstring(junit(report(changed("improved"), must_accept=True)))
+    assert unaccepted.get("failures") == "1", "what the status says"
+
+
+def test_annotations_are_one_line_each_whatever_a_name_holds() -> None:
+    bad = GateCase(name="50%\nx", time=timed("regressed", 1.1))
+    (line,) = annotations(report(bad, case("a")))
+    assert line.startswith("::error title=refshard gate::50%25")
+    assert "\n" not in line
+    assert "1.100 times the baseline's (1.090 to 1.110)" in line
+    assert annotations(report(changed("improved"), must_accept=True))[0].startswith("::error ")
+    assert not annotations(report(changed("improved")))
+    assert annotations(report(case("a", "inconclusive")))[0].startswith("::warning ")
+    assert annotations(report(mismatch="no baseline")) == ["::error title=refshard gate::no baseline"]
+
+
+def test_a_case_without_recorded_noise_has_its_dashes_in_the_same_columns() -> None:
+    known = CaseNoise(
+        rounds=150, ratio=1.0, low=0.97, high=1.03, spread=0.1, false_alarms=1, inconclusive=600, planted=0.05,
+        tried=250, found=10, smallest_visible=0.118,
+    )  # fmt: skip
+    noise = Noise(launches=300, gates=1000, failing_gates=8, cases={"known": known})
+    report = GateReport(baseline="a", candidate="b", cases=(GateCase(name="new"), GateCase(name="known")), noise=noise)
+    header, _, first, second = terminal(report).splitlines()[:4]
+    assert header.count("found here") == header.count("false alarms here") == 1
+    assert first.split()[-2:] == ["-", "-"]
+    assert second.endswith("0.1 %                4.0 %")

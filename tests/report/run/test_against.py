@@ -1,0 +1,150 @@
+"""What changed since a baseline: known answers."""
+
+import msgspec
+import pytest
+
+from refshard.analysis.evidence import gather
+from refshard.records import Census, Run
+from refshard.report.run.against import Against, against
+from refshard.report.run.origin import environment_differences
+from tests.analysis.test_evidence import later, quicker
+from tests.report.runs import CASES, run, with_record
+
+
+def compared(now: Run, before: Run) -> Against:
+    return against(gather(now), gather(before))
+
+
+def by_label(found: Against) -> dict[str, str]:
+    return {one.case.strategy: one.outcome for one in found.changed}
+
+
+def steady(made: Run) -> Run:
+    """The run, had its machine not drifted by 0.5 % a round."""
+    first = {record.case: record.step_times_s for record in reversed(made.cases)}
+    records = [msgspec.structs.replace(record, step_times_s=first[record.case]) for record in made.cases]
+    return msgspec.structs.replace(made, cases=tuple(records))
+
+
+BEFORE = run(rounds=3, failed=False)
+
+
+@pytest.mark.parametrize(
+    ("factor", "outcome", "lead"),
+    [
+        (1.1, "slower", "Against made, slower: "),
+        (0.9, "faster", "Against made, faster: "),
+        (1.001, "unchanged", "Of 5 cases that made has too: 5 within 2.5 %."),
+    ],
+)
+def test_a_change_is_told_with_its_interval(factor: float, outcome: str, lead: str) -> None:
+    before = steady(BEFORE) if outcome == "unchanged" else BEFORE
+    found = compared(later(quicker(before, factor), "now"), before)
+    assert set(by_label(found).values()) == {outcome}
+    assert found.sentences[0].startswith(lead)
+    assert len(found.changed) == 5
+    assert found.worse == (outcome == "slower")
+    if outcome == "slower":
+        assert "ddp, 2 ranks 10.0 % longer (times 1.053 to 1.150)" in found.sentences[0]
+
+
+def test_an_interval_that_holds_no_change_and_a_large_one_is_unknown() -> None:
+    """One round of each: from steps alone; and one step of each leaves no interval at all."""
+    before = run(CASES[1:2], rounds=1, failed=False)
+    noisy = with_record(before, 0, step_times_s=((0.040, 0.050, 0.060, 0.045, 0.055),))
+    found = compared(later(noisy, "now"), before)
+    assert by_label(found) == {"ddp": "unknown"}
+    assert found.sentences == ("Of 1 cases that made has too: 1 too noisy to tell.",)
+    single = with_record(before, 0, step_times_s=((0.09,),))
+    found = compared(later(single, "now"), before)
+    assert by_label(found) == {"ddp": "unknown"}
+    assert found.table.iloc[0]["now / then (95 % interval)"] == "1.800 (no interval)"
+    assert not found.worse
+
+
+def test_warnings_of_a_comparison_are_passed_on() -> None:
+    doubts = compared(later(run(failed=False), "now"), run(failed=False)).doubts
+    assert doubts[0].startswith("The two were not measured in turns, so a drift of the machine")
+    assert doubts[1].startswith("2 launches are too few (3 needed)")
+
+
+def test_another_machine_compares_exact_metrics_that_travel_and_no_time() -> None:
+    there = later(BEFORE, "there", id="bbbbbbbbbbbb")
+    found = compared(there, BEFORE)
+    assert set(by_label(found).values()) == {"not compared"}
+    assert set(found.table["now / then (95 % interval)"]) == {"another machine"}
+    other = with_record(there, 1, losses=(1.0, 2.0))
+    assert all(one.exact == () for one in compared(other, BEFORE).changed), "losses may differ between processors"
+    assert any(one.exact for one in compared(with_record(later(BEFORE, "now"), 1, losses=(1.0, 2.0)), BEFORE).changed)
+
+
+def test_of_several_machines_the_baselines_own_is_compared() -> None:
+    before = steady(BEFORE)
+    there = later(quicker(before, 2.0), "there", id="bbbbbbbbbbbb")
+    found = against(gather(later(before, "now", 13)), gather(before, there))
+    assert set(by_label(found).values()) == {"unchanged"}
+
+
+def test_an_exact_change_is_told_however_equal_the_times() -> None:
+    census = Census(operators=100, allocations=10, allocated_bytes=1000, order_sha256="aa")
+    before = with_record(BEFORE, 1, census=census)
+    now = with_record(BEFORE, 1, census=msgspec.structs.replace(census, operators=121))
+    found = compared(later(now, "now"), before)
+    assert found.worse
+    assert "Exact metrics changed in 1 of 5 cases" in found.sentences[0]
+    assert "ddp, 2 ranks, operators 100 to 121 (regressed)" in found.sentences[0]
+
+
+def test_what_one_refshard_did_not_record_is_no_change() -> None:
+    census = Census(operators=100, allocations=10, allocated_bytes=1000, order_sha256="aa")
+    found = compared(with_record(later(BEFORE, "now"), 1, census=census), BEFORE)
+    assert not any(one.exact for one in found.changed)
+
+
+def test_a_case_that_broke_is_worse() -> None:
+    broken = with_record(later(BEFORE, "now"), 1, state="oom", error="too large")
+    found = compared(broken, BEFORE)
+    assert found.worse
+    assert "Ended ok in made and not here: ddp, 2 ranks." in found.sentences
+    assert found.table.iloc[1]["now / then (95 % interval)"] == "now oom"
+
+
+def test_what_one_side_alone_holds_is_counted() -> None:
+    found = compared(later(run(CASES[:3], rounds=3, failed=False), "now"), BEFORE)
+    assert found.doubts[-1] == "2 cases are in the baseline only"
+    strangers = compared(later(run(CASES[3:], rounds=3, failed=False), "now"), run(CASES[:2], rounds=3, failed=False))
+    assert strangers.sentences == ("Nothing here is in made too, so there is no change to tell.",)
+    assert strangers.table.empty
+
+
+def test_a_reference_counts_like_any_other() -> None:
+    before = run(CASES[:1], rounds=3, failed=False)
+    found = compared(later(quicker(before, 2.0), "now"), before)
+    assert found.worse
+    assert found.sentences[0].startswith("Against made, slower: single, 1 rank 100.0 % longer")
+
+
+def test_where_nothing_exact_was_compared_nothing_is_said_to_be_the_same() -> None:
+    before = with_record(BEFORE, 1, state="failed", error="x", proof=None)
+    before = with_record(with_record(before, 6, state="failed", proof=None), 11, state="failed", proof=None)
+    found = compared(later(BEFORE, "now"), before)
+    texts = dict(zip(found.table["case"], found.table["exact metrics"]))
+    assert (texts["ddp, 2 ranks"], texts["fsdp2, 2 ranks"]) == ("-", "the same")
+    simulated = run(CASES[1:2], rounds=1, failed=False, fidelity="simulated")
+    assert list(compared(later(simulated, "now"), simulated).table["exact metrics"]) == ["-"]
+
+
+def test_simulated_times_have_no_interval_and_need_no_machine() -> None:
+    before = run(CASES[1:2], rounds=1, failed=False, fidelity="simulated")
+    found = compared(later(quicker(before, 1.2), "now", id="bbbbbbbbbbbb"), before)
+    assert by_label(found) == {"ddp": "slower"}
+    assert found.sentences[0] == "Against made, slower: ddp, 2 ranks, simulated on dgx-h100 20.0 % longer."
+
+
+def test_the_environments_difference_has_a_column_for_each_run() -> None:
+    now = later(BEFORE, "now", torch="2.14.0", packages={"numpy": "2.5.0", "msgspec": "0.22.0"})
+    table = environment_differences([BEFORE, now]).set_index("")
+    assert table.loc["torch"].to_dict() == {"made": "2.13.0", "now": "2.14.0"}
+    assert table.loc["packages", "now"] == "msgspec 0.22.0, numpy 2.5.0"
+    assert set(table.index) == {"torch", "packages"}
+    assert environment_differences([BEFORE]).empty

@@ -1,0 +1,120 @@
+"""How dry runs are told apart from measurements, and what they say that measurements do not."""
+
+import msgspec
+import pytest
+
+from refshard.analysis.evidence import Evidence, gather
+from refshard.analysis.validation import validated
+from refshard.quantities import MIB
+from refshard.records import Run
+from refshard.report.run.columns import values
+from refshard.report.run.page import page
+from refshard.report.run.scaling import scalings
+from refshard.report.run.trust import trust
+from refshard.report.run.validation import terminal_validation
+from refshard.report.run.verdict import findings, modelled, unranked, verdict
+from refshard.report.run.views import summary_table, terminal_table
+from tests.report.runs import CASES, CLUSTER, both, run
+
+RESERVED = {"ddp": 700, "fsdp2": 400, "refshard-fsdp": 410, "refshard-yafsdp": 300}
+"""MiB; ``refshard-yafsdp`` is leanest by this too, fsdp2 second."""
+
+
+def dry(*, out_of_memory: str = "") -> Run:
+    """One step each, with reserved memory; ``out_of_memory`` names a strategy that has no room."""
+    made = run(CASES, rounds=1, failed=False, fidelity="dryrun")
+    cases = []
+    for record in made.cases:
+        reserved = RESERVED.get(record.case.strategy)
+        metrics = {**record.metrics, "peak_reserved_bytes": None if reserved is None else float(reserved * MIB)}
+        changed = msgspec.structs.replace(record, metrics=metrics, step_times_s=((record.step_times_s[0][0],),))
+        if record.case.strategy == out_of_memory:
+            needs = {**dict.fromkeys(metrics), "peak_memory_bytes": 900.0 * MIB, "peak_reserved_bytes": 950.0 * MIB}
+            changed = msgspec.structs.replace(changed, state="oom", error="needs", metrics=needs, step_times_s=())
+        cases.append(changed)
+    return msgspec.structs.replace(made, cases=tuple(cases))
+
+
+@pytest.fixture
+def evidence() -> Evidence:
+    return gather(dry())
+
+
+def test_dry_runs_never_share_a_setting_with_measurements() -> None:
+    found = gather(both("dryrun"))
+    assert [setting.fidelity for setting in found.settings] == ["measured", "dryrun"]
+    assert "dry run on dgx-h100" in found.settings[1].label
+    assert all(setting.label.endswith(", measured") for setting in found.settings[:1])
+
+
+def test_a_dry_run_says_what_it_is(evidence: Evidence) -> None:
+    assert modelled(evidence) == (
+        f"A dry run on {CLUSTER} is no measurement: the strategy's own code on GPUs that are not there; every duration "
+        "is modelled.",
+    )
+    facts = {fact.label: fact for fact in trust(evidence)}
+    assert facts["Fidelity"].value == "dry run"
+    assert (facts["Noise"].value, facts["Noise"].good) == ("none", None)
+    assert values(evidence.cases[0])["fidelity"] == "dryrun"
+
+
+def test_a_time_that_is_calculated_has_no_interval(evidence: Evidence) -> None:
+    assert "95 %" not in terminal_table(evidence)
+    assert not any(
+        "under-sampled" in warning or "n = 1" in warning for case in evidence.cases for warning in case.warnings
+    )
+    (told,) = {finding.margin for finding in findings(evidence)}
+    assert "(dry run, so there is no interval)" in told or "the model cannot tell them apart" in told
+
+
+def test_who_is_leanest_goes_by_what_is_reserved(evidence: Evidence) -> None:
+    (finding,) = findings(evidence)
+    assert finding.memory.startswith("refshard-yafsdp is leanest at 300 MiB of reserved memory per rank.")
+    assert "The next, fsdp2, needs 400 MiB" in finding.memory
+    assert summary_table(evidence.settings[0].cases)["peak reserved"].tolist()[-1] == "300 MiB"
+
+
+def test_measured_cases_have_no_column_of_reserved_memory() -> None:
+    assert "peak reserved" not in summary_table(gather(run()).settings[0].cases)
+
+
+def test_out_of_memory_shows_what_it_would_take_and_competes_with_nobody() -> None:
+    evidence = gather(dry(out_of_memory="ddp"))
+    (row,) = [row for row in summary_table(evidence.cases).to_dict("records") if row["strategy"] == "ddp"]
+    assert (row["state"], row["peak memory"], row["peak reserved"]) == ("oom", "900 MiB", "950 MiB")
+    assert row["tokens/s/GPU"] == "-"
+    assert all("ddp" not in (*finding.fastest, *finding.leanest) for finding in findings(evidence))
+    assert any("state oom (needs)" in sentence for sentence in unranked(evidence))
+
+
+def test_a_prediction_stands_beside_its_measurement() -> None:
+    pairs = validated(gather(both("dryrun")))
+    assert len(pairs) == len(CASES)
+    told = terminal_validation(pairs)
+    assert "dry run" in told
+    assert "Dry run: median error of the step time" in told
+
+
+def test_several_contests_are_told_in_a_sentence_group_each() -> None:
+    """The title stands once before all that is said of a contest."""
+    told = verdict(gather(both("dryrun")))
+    titles = [sentence.split(": ")[0] for sentence in told if ", 2 ranks: " in sentence]
+    assert len(titles) == len(set(titles)) == 2
+
+
+def test_the_page_and_its_filters_name_dry_runs() -> None:
+    text = "".join(page(gather(both("dryrun"))))
+    assert '"fidelity": "dry run"' in text or '"fidelity":"dry run"' in text
+    assert "dryrun on" not in text
+
+
+def test_a_curve_says_where_it_was_run_dry() -> None:
+    made = dry()
+    larger = tuple(
+        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, world_size=4))
+        for record in made.cases
+        if record.case.strategy != "single"
+    )
+    (scaling,) = scalings(gather(msgspec.structs.replace(made, cases=(*made.cases, *larger))))
+    assert {curve.label for curve in scaling.curves} >= {f"fsdp2, dry run on {CLUSTER}"}
+    assert "dry run" not in scaling.label

@@ -1,0 +1,296 @@
+"""The page: self-contained, escaped, complete, and replaced whole or not at all."""
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from plotly.offline import get_plotlyjs_version
+
+from refshard import resources
+from refshard.analysis.evidence import gather
+from refshard.folders import replace_file
+from refshard.records import Run
+from refshard.report.draw.render import PLOTLY
+from refshard.report.run.page import UNFOLDED, UNFOLDED_ROWS, page, write_dashboard
+from tests.report.pages import Page
+from tests.report.runs import CASES, HOSTILE, run, with_record
+
+CHARTS = {
+    "s0-step_time_s", "s0-tokens_per_s_gpu", "s0-peak_memory_bytes", "s0-breakdown", "s0-parts", "s0-over-step",
+    "t0-losses",
+}  # fmt: skip
+
+
+def drawn(made: Run) -> Page:
+    return Page("".join(page(gather(made))))
+
+
+@pytest.fixture(scope="module")
+def whole() -> str:
+    return "".join(page(gather(run())))
+
+
+@pytest.fixture(scope="module")
+def seen(whole: str) -> Page:
+    return Page(whole)
+
+
+def test_the_page_asks_the_network_for_nothing(seen: Page) -> None:
+    for tag, attributes in seen.tags:
+        for name in ("src", "href", "srcset", "action", "poster"):
+            target = attributes.get(name)
+            assert target is None or target.startswith(("#", "data:")), f"<{tag} {name}={target}>"
+    assert "url(" not in seen.style
+    assert "@import" not in seen.style
+
+
+def test_plotly_is_there_once_and_packed(seen: Page) -> None:
+    """Its basic bundle, of the version that the figures are made for; the page may run what it inflates to."""
+    kinds = [kind for kind, _ in seen.scripts]
+    assert kinds == [*["application/json"] * len(CHARTS), "application/gzip", "application/json", None, None]
+    packed = base64.b64decode(seen.scripts[-4][1])
+    assert packed == (resources.dashboards() / PLOTLY).read_bytes()
+    bundle = gzip.decompress(packed).decode()
+    assert f"plotly.js (basic - minified) v{get_plotlyjs_version()}" in bundle[:200]
+    assert seen.allows(bundle)
+
+
+def test_the_policy_allows_the_pages_own_scripts_and_no_network(seen: Page) -> None:
+    assert seen.policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "'unsafe-inline'" not in seen.policy.partition("script-src")[2].partition(";")[0]
+    for kind, text in seen.scripts:
+        assert seen.allows(text) == (kind is None)
+    assert seen.policy.count("sha256-") == 3
+
+
+def test_logs_and_errors_are_text_and_never_markup(whole: str, seen: Page) -> None:
+    assert HOSTILE not in whole
+    assert HOSTILE in seen.text
+    assert "<img src=x onerror=alert(2)>" in seen.text
+    assert not seen.having("img")
+    assert len(seen.scripts) == len(CHARTS) + 4
+
+
+def test_hostile_strategies_and_titles_stay_text() -> None:
+    made = run([replace(case, strategy=HOSTILE) for case in CASES[1:2]], rounds=1, failed=False)
+    suite = msgspec.structs.replace(made.header.suite, about='"><b onclick=alert(3)>')
+    made = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite, run_id=HOSTILE))
+    found = drawn(made)
+    assert [kind for kind, _ in found.scripts].count(None) == 2
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    assert found.text.count(HOSTILE) > 5
+
+
+def data_of(seen: Page) -> dict[str, Any]:
+    """What the page's own script reads."""
+    return json.loads(seen.scripts[-3][1])  # type: ignore[no-any-return]
+
+
+def figures_of(seen: Page) -> dict[str, Any]:
+    """Plotly's data by chart: each lies in its chart's box."""
+    boxes = [box["id"] for box in seen.having("div") if box.get("class") == "chart"]
+    found = [json.loads(text) for kind, text in seen.scripts[:-3] if kind == "application/json"]
+    assert len(boxes) == len(found)
+    return {str(id_): figure for id_, figure in zip(boxes, found)}
+
+
+def test_data_of_the_charts_survives_its_escaping(seen: Page) -> None:
+    figures = figures_of(seen)
+    assert set(figures) == CHARTS
+    assert figures["s0-peak_memory_bytes"]["data"][1]["x"] == [440]
+
+
+def test_the_theme_is_there_once(seen: Page) -> None:
+    data = data_of(seen)
+    assert data["theme"]["layout"]["paper_bgcolor"] == "rgba(0,0,0,0)"
+    assert not any("template" in figure["layout"] for figure in figures_of(seen).values())
+
+
+def test_every_chart_has_its_place_its_sentence_and_a_still_drawing(whole: str, seen: Page) -> None:
+    boxes = [box for box in seen.having("div") if box.get("class") == "chart"]
+    assert {box["id"] for box in boxes} == CHARTS
+    for box in boxes:
+        sentence = box["aria-label"]
+        assert sentence
+        assert seen.text.count(sentence) == 1
+    assert whole.count('<svg class="still"') == len(CHARTS)
+
+
+def test_rows_of_cases_carry_their_numbers(seen: Page) -> None:
+    """The script's filters go by them: each case has its row in each of the tables, and its facets."""
+    data = data_of(seen)
+    assert [case["strategy"] for case in data["cases"]] == ["single", "ddp", "fsdp2", "fsdp2-tuned", *NAMES[3:]]
+    rows = [row.get("data-case") for row in seen.having("tr")]
+    assert {row for row in rows if row is not None} == {str(number) for number in range(6)}
+    assert data["pairs"][0][:2] == [1, 2]
+    assert data["pairs"][0][2] == pytest.approx(1.2, rel=0.01)
+
+
+NAMES = [case.strategy for case in CASES]
+
+
+def test_the_page_is_in_the_order_of_a_readers_questions(seen: Page) -> None:
+    assert [section["id"] for section in seen.having("section")] == [
+        "verdict", "trust", "tables", "why", "published", "memory", "losses", "proof", "states", "environment",
+        "reproduce",
+    ]  # fmt: skip
+
+
+def test_the_page_says_what_the_views_say(seen: Page) -> None:
+    said = seen.text.replace("\N{NO-BREAK SPACE}", " ")
+    for text in (
+        "refshard-yafsdp is fastest at 40.0 ms per step.",
+        "not ranked, state failed in 1 of 2 rounds",
+        "3 of 4 compared cases",
+        "26 all_gather (48.0 MiB), 13 reduce_scatter (24.0 MiB)",
+        "16.0 ms (25.8 %)",
+        "AMD EPYC 7B13, 4 cores (8 logical)",
+        "suites/quickstart.toml",
+    ):
+        assert text in said
+
+
+def test_tables_are_told_by_their_captions_and_scopes(seen: Page) -> None:
+    assert len(seen.having("caption")) == len(seen.having("table")) > 6
+    assert all(cell.get("scope") in ("col", "row") for cell in seen.having("th"))
+
+
+def test_a_keyboard_reaches_the_verdict_first(seen: Page) -> None:
+    links = seen.having("a")
+    assert (links[0]["class"], links[0]["href"]) == ("skip", "#verdict")
+    ids = {attributes.get("id") for _, attributes in seen.tags}
+    assert {link["href"] for link in links} <= {f"#{name}" for name in ids}
+
+
+def test_ids_are_unique(seen: Page) -> None:
+    ids = [attributes["id"] for _, attributes in seen.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_words_that_the_project_avoids_are_not_on_the_page(seen: Page) -> None:
+    assert not re.search(r"\b(GB|iterations?|TPS)\b", seen.text)
+
+
+def test_the_same_run_gives_the_same_page(whole: str) -> None:
+    assert "".join(page(gather(run()))) == whole
+
+
+@pytest.mark.parametrize("made", [run(CASES[:1], failed=False), run(rounds=1), run(rounds=3, failed=False)])
+def test_any_run_can_be_drawn(made: Run) -> None:
+    assert drawn(made).having("table")
+
+
+def test_a_run_cut_off_before_its_first_case_can_be_drawn() -> None:
+    found = drawn(msgspec.structs.replace(run(), cases=(), end=None))
+    assert "No case finished yet." in found.text
+    assert "the run was cut off: it has no closing record" in found.text
+
+
+def test_a_dashboard_is_one_file(tmp_path: Path) -> None:
+    write_dashboard(gather(run()), tmp_path / "dashboard.html")
+    (file,) = tmp_path.iterdir()
+    assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_log_that_is_not_unicode_does_not_stop_the_page(tmp_path: Path) -> None:
+    made = with_record(run(), -1, log_tail=("half a pair: \ud800",))
+    write_dashboard(gather(made), tmp_path / "dashboard.html")
+    assert "half a pair: " in (tmp_path / "dashboard.html").read_text(encoding="utf-8")
+
+
+def failing() -> Iterator[str]:
+    yield "half a page"
+    raise RuntimeError("the template broke")
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "dashboard.html"
+    target.write_text("old")
+    with pytest.raises(RuntimeError, match="the template broke"):
+        replace_file(target, failing())
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_target_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        replace_file(tmp_path / "taken", ["page"])
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_the_old_file_stays_readable_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "dashboard.html"
+    target.write_text("old")
+    seen_meanwhile = []
+
+    def pieces() -> Iterator[str]:
+        yield "new"
+        seen_meanwhile.append(target.read_text())
+
+    replace_file(target, pieces())
+    assert seen_meanwhile == ["old"]
+    assert target.read_text() == "new"
+
+
+def test_a_page_of_emulated_cases_says_so_and_shows_no_loss() -> None:
+    text = "".join(page(gather(run(rounds=1, failed=False, fidelity="emulated"))))
+    seen = Page(text).text
+    assert "What is emulated on dgx-h100 is no measurement" in seen
+    assert "emulated on dgx-h100" in seen
+    assert not [tag for tag in Page(text).having("section") if tag.get("id") == "losses"]
+    assert 'href="#losses"' not in text
+
+
+def many(settings: int) -> Run:
+    """A run whose cases stand in as many settings, by their sequence lengths."""
+    made = run(CASES[1:3], rounds=1, failed=False)
+    records = [
+        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, seq_len=256 + place))
+        for place in range(settings)
+        for record in made.cases
+    ]
+    return msgspec.structs.replace(made, cases=tuple(records))
+
+
+def test_of_many_settings_those_after_the_first_are_folded() -> None:
+    """Text in a comment, with its figures; nothing that a browser lays out, and no still drawing."""
+    whole = "".join(page(gather(many(UNFOLDED + 2))))
+    comments = re.findall(r"<!--(.*?)-->", whole, re.DOTALL)
+    assert len(comments) == 2 * 4, "in the comparison, why, memory and the losses"
+    assert "257 tokens" in Page(whole).text
+    hidden = 255 + UNFOLDED + 2
+    assert f"global batch of 8 sequences of {hidden} tokens" in Page(whole).text, "its name, to unfold it by"
+    (last,) = [text for text in comments if f"{hidden} tokens</span></caption>" in text and "tokens/s/GPU" in text]
+    assert last.count('<script type="application/json">') == 3
+    assert '<svg class="still"' not in last
+    assert Page(last).having("table")
+
+
+def test_many_rows_are_folded_too() -> None:
+    rounds = UNFOLDED_ROWS // len(CASES) + 1
+    whole = "".join(page(gather(run(rounds=rounds, failed=False))))
+    shown = Page(re.sub(r"<!--.*?-->", "", whole, flags=re.DOTALL))
+    assert len([row for row in shown.having("tr") if "data-case" in row]) < UNFOLDED_ROWS
+    assert f"{rounds * len(CASES)} launches" in shown.text
+
+
+def test_names_in_folded_parts_cannot_end_them() -> None:
+    made = many(UNFOLDED + 1)
+    hostile = "--><script>alert(1)</script><!--"
+    records = [
+        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, strategy=hostile))
+        if record.case.strategy == "ddp"
+        else record
+        for record in made.cases
+    ]
+    found = drawn(msgspec.structs.replace(made, cases=tuple(records)))
+    assert [kind for kind, _ in found.scripts].count(None) == 2
+    assert not any("alert(1)" in text for kind, text in found.scripts if kind is None)

@@ -1,0 +1,114 @@
+"""Predictions beside the measured cases of one run."""
+
+import msgspec
+import pytest
+
+from refshard.analysis.evidence import gather
+from refshard.analysis.validation import as_objects, errors, in_order, scaled, validated
+from refshard.records import CaseRecord, Run
+from refshard.report.run.validation import findings, terminal_validation
+from refshard.specs.case import Fidelity
+from tests.report.runs import run
+
+
+def predicted(record: CaseRecord, fidelity: Fidelity, times: float, memory: float | None = 1.0) -> CaseRecord:
+    """The same case as predicted, its figures so many times the measured ones."""
+    replace = msgspec.structs.replace
+    peak = record.metrics["peak_memory_bytes"]
+    metrics = {
+        **record.metrics,
+        "step_time_s": (record.metrics["step_time_s"] or 0) * times,
+        "peak_memory_bytes": None if memory is None or peak is None else peak * memory,
+    }
+    samples = tuple(tuple(step * times for step in rank) for rank in record.step_times_s)
+    case = replace(record.case, fidelity=fidelity, cluster="lab")
+    return replace(record, case=case, spec_hash=case.hash, fidelity=fidelity, step_times_s=samples, metrics=metrics)
+
+
+def both(times: dict[str, float], memory: float | None = 1.0, fidelity: Fidelity = "simulated") -> Run:
+    """A measured run, and predictions of the strategies named."""
+    measured = run(failed=False)
+    more = [
+        predicted(record, fidelity, times[record.case.strategy], memory)
+        for record in measured.cases
+        if record.case.strategy in times
+    ]
+    return msgspec.structs.replace(measured, cases=(*measured.cases, *more))
+
+
+def test_errors_are_relative_and_signed_and_what_was_not_measured_is_left_out() -> None:
+    made = both({"ddp": 1.1, "fsdp2": 0.8})
+    alone = msgspec.structs.replace(made, cases=tuple(c for c in made.cases if c.fidelity == "simulated"))
+    assert validated(gather(alone)) == ()
+    pairs = validated(gather(made))
+    assert {pair.measured.strategy: round(pair.step_time_error or 0, 6) for pair in pairs} == {
+        "ddp": 0.1,
+        "fsdp2": -0.2,
+    }
+    assert [pair.memory_error for pair in pairs] == [0.0, 0.0]
+    assert errors(pairs, "simulated", "step_time_s") == [pytest.approx(0.1), pytest.approx(0.2)]
+    assert errors(pairs, "emulated", "step_time_s") == []
+
+
+def test_a_prediction_that_knows_no_memory_has_no_error_of_it() -> None:
+    pairs = validated(gather(both({"ddp": 1.0}, memory=None)))
+    assert pairs[0].memory_error is None
+    assert "peak memory" not in findings(pairs)[0]
+
+
+def test_only_pairs_that_measurement_tells_apart_count_for_the_order() -> None:
+    # Measured, yafsdp is faster than fsdp2 beyond doubt; predicted the other way round, no pair agrees.
+    right = validated(gather(both({"fsdp2": 1.0, "refshard-yafsdp": 1.0})))
+    wrong = validated(gather(both({"fsdp2": 0.1, "refshard-yafsdp": 1.0})))
+    assert in_order(right, "simulated") == (1, 1)
+    assert in_order(wrong, "simulated") == (0, 1)
+    assert in_order(right, "emulated") == (0, 0)
+
+
+def test_the_findings_name_median_and_worst_of_each_fidelity() -> None:
+    pairs = validated(
+        gather(both({"ddp": 1.1, "fsdp2": 0.8, "refshard-yafsdp": 1.0}, memory=1.02, fidelity="emulated"))
+    )
+    (told,) = findings(pairs)
+    assert told.startswith(
+        "Emulated: median error of the step time 10.0 % (of each case's quickest launch 10.0 %), at most 20.0 %;"
+    )
+    assert told.endswith("; of peak memory at most 2.0 %.")
+    text = terminal_validation(pairs)
+    assert "+10.0 %" in text
+    assert "-20.0 %" in text
+    assert told in " ".join(text.split())
+
+
+def test_json_holds_both_sides_in_plain_units() -> None:
+    (row,) = as_objects(validated(gather(both({"ddp": 1.1}))))
+    assert row["strategy"] == "ddp"
+    assert row["fidelity"] == "simulated"
+    assert row["cluster"] == "lab"
+    assert row["predicted_step_time_s"] == pytest.approx(1.1 * row["measured_step_time_s"])
+
+
+def test_of_several_launches_the_quickest_is_named_beside_the_median() -> None:
+    made = both({"ddp": 1.1})
+
+    def slowed(record: CaseRecord) -> CaseRecord:
+        if record.fidelity != "measured" or record.round:
+            return record
+        time = 1.5 * (record.metrics["step_time_s"] or 0)
+        return msgspec.structs.replace(record, metrics={**record.metrics, "step_time_s": time})
+
+    (pair,) = validated(gather(msgspec.structs.replace(made, cases=tuple(map(slowed, made.cases)))))
+    assert len(pair.measured.launches) > 1
+    assert pair.quickest_error == pytest.approx(0.1, rel=1e-3)
+    assert "(of each case's quickest launch 10.0 %)" in findings([pair])[0]
+    one = msgspec.structs.replace(made, cases=tuple(record for record in made.cases if not record.round))
+    assert "quickest" not in findings(validated(gather(one)))[0]
+
+
+def test_one_factor_on_all_is_told_from_what_is_wrong_with_each() -> None:
+    """All 20 % too quick, one of them by 10 % more than that."""
+    pairs = validated(gather(both({"ddp": 0.8, "fsdp2": 0.8, "refshard-yafsdp": 0.72})))
+    factor, left = scaled(pairs, "simulated")
+    assert factor == pytest.approx(1.25, rel=1e-3)
+    assert sorted(left) == pytest.approx([0, 0, 0.1], abs=1e-3)
+    assert "; one factor on all, 1.25, leaves 0.0 %, at most 10.0 %;" in findings(pairs)[0]

@@ -1,0 +1,262 @@
+"""Tables and plain values, against the numbers that the run was made of."""
+
+import json
+import math
+from dataclasses import replace
+
+import msgspec
+import pandas as pd
+import pytest
+
+from refshard.analysis.cases import BREAKDOWN
+from refshard.analysis.evidence import gather
+from refshard.analysis.proof import bit_identical, proof_summary
+from refshard.quantities import MIB
+from refshard.records import METRICS, CollectiveCount, Run
+from refshard.report.run import views
+from refshard.stats.sample import Summary
+from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, run, with_record
+
+KEYS = {
+    "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "workload",
+    "microbatches", "checkpointing", "precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel",
+    "memory_limit_gib", "compile_s", "host_waits", "fidelity", "device", "backend", "state", "rounds", "samples",
+    *METRICS, "step_time_low_s", "step_time_high_s", "flops_convention", "recompute", "peak_flops_per_s", "peak_source",
+    "proof", "bit_identical_to_ddp", "bits_note", "parity_note", "cluster", "warnings", "error", "network",
+}  # fmt: skip
+
+
+def summary(median: float, low: float, high: float) -> Summary:
+    return Summary(median=median, low=low, high=high, n=9, launches=3)
+
+
+def test_json_has_an_object_per_case_with_flat_keys() -> None:
+    found = views.as_json(gather(run()))
+    assert [row["strategy"] for row in found] == list(STRATEGIES)
+    assert all(row.keys() == KEYS for row in found)
+
+
+def test_json_values_are_those_of_the_run() -> None:
+    fsdp2 = views.as_json(gather(run()))[2]
+    assert fsdp2["case"] == "fsdp2-w2-llama-mini-b8x256"
+    assert (fsdp2["state"], fsdp2["rounds"], fsdp2["samples"], fsdp2["world_size"]) == ("ok", 2, 40, 2)
+    assert fsdp2["step_time_s"] == pytest.approx(0.060, rel=1e-4)
+    assert fsdp2["step_time_low_s"] < fsdp2["step_time_s"] < fsdp2["step_time_high_s"]
+    assert fsdp2["peak_memory_bytes"] == 300 * MIB
+    assert fsdp2["exposed_comm_s"] == pytest.approx(0.016)
+    assert (fsdp2["proof"], fsdp2["bit_identical_to_ddp"]) == ("proved", False)
+    assert fsdp2["bits_note"] == "reduces in another order"
+    assert fsdp2["error"] is None
+
+
+def test_what_does_not_exist_is_null_in_json() -> None:
+    single, *_ = views.as_json(gather(run()))
+    assert single["overlap_ratio"] is None
+    assert single["bit_identical_to_ddp"] is None
+    bare = with_record(run(CASES[:1], rounds=1, failed=False), 0, step_times_s=((0.5,),))
+    (row,) = views.as_json(gather(bare))
+    assert (row["step_time_s"], row["step_time_low_s"], row["step_time_high_s"]) == (0.5, None, None)
+
+
+def test_json_is_safe_even_for_numbers_that_json_lacks() -> None:
+    made = run()
+    broken = {**made.cases[1].metrics, "mfu": math.nan, "tflops": math.inf}
+    text = json.dumps(views.as_json(gather(with_record(made, 1, metrics=broken))), allow_nan=False)
+    assert len(json.loads(text)) == 6
+
+
+def test_a_failed_case_keeps_its_error_and_the_figures_of_the_round_that_ended_ok() -> None:
+    tuned = views.as_json(gather(run()))[3]
+    assert (tuned["strategy"], tuned["state"], tuned["rounds"], tuned["samples"]) == (FAILED, "failed", 2, 20)
+    assert tuned["error"] == f"RuntimeError: mat1 and mat2 shapes differ {HOSTILE}\nsecond line"
+    assert tuned["proof"] == "incomplete"
+
+
+def test_rows_are_the_json_as_a_table() -> None:
+    table = views.rows(gather(run()))
+    assert table.shape == (6, len(KEYS))
+    assert table.loc[table["strategy"] == "ddp", "peak_memory_bytes"].item() == 440 * MIB
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"), [((), "proved"), (("the model was not wrapped",), "failed: the model was not wrapped")]
+)
+def test_proof_in_a_word(failures: tuple[str, ...], expected: str) -> None:
+    made = run(CASES[:1], rounds=1, failed=False)
+    changed = msgspec.structs.replace(proof(CASES[0]), failures=failures)
+    assert proof_summary(gather(with_record(made, 0, proof=changed)).cases[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [((True, True), True), ((True, False), False), ((None, False), False), ((None, True), None)],
+)
+def test_bits_are_identical_only_if_every_round_says_so(
+    rounds: tuple[bool | None, bool | None], expected: bool | None
+) -> None:
+    made = run(CASES[1:2], failed=False)
+    for place, answer in enumerate(rounds):
+        changed = msgspec.structs.replace(proof(CASES[1]), bit_identical_to_ddp=answer)
+        made = with_record(made, place, proof=changed)
+    assert bit_identical(gather(made).cases[0]) is expected
+
+
+def test_pivot_is_strategy_by_world_size() -> None:
+    table = views.pivot(gather(run()).settings[0], "peak_memory_bytes")
+    nan = pytest.approx(math.nan, nan_ok=True)
+    assert table.to_dict("index") == {
+        "single": {1: 420 * MIB, 2: nan},
+        "ddp": {1: nan, 2: 440 * MIB},
+        "fsdp2": {1: nan, 2: 300 * MIB},
+        FAILED: {1: nan, 2: nan},
+        "refshard-fsdp": {1: nan, 2: 280 * MIB},
+        "refshard-yafsdp": {1: nan, 2: 240 * MIB},
+    }
+    assert list(table.index) == list(STRATEGIES)
+
+
+def test_pivot_of_nothing_is_empty() -> None:
+    made = with_record(run(CASES[:1], rounds=1, failed=False), 0, state="failed")
+    assert views.pivot(gather(made).settings[0], "tflops").isna().all(axis=None)
+
+
+@pytest.mark.parametrize(
+    ("metric", "text"),
+    [
+        ("step_time_s", "40.0 ms"),
+        ("tokens_per_s_gpu", "25,600"),
+        ("overlap_ratio", "95.0 %"),
+        ("loss_parity", "2.0e-07"),
+        ("perturbation", "1.02"),
+    ],
+)
+def test_each_metric_has_its_format(metric: str, text: str) -> None:
+    (case,) = [case for case in gather(run()).cases if case.strategy == "refshard-yafsdp"]
+    assert views.format_metric(metric, case.metrics[metric]) == text
+
+
+def test_a_case_without_communication_exposes_nothing_to_speak_of() -> None:
+    texts = {case.strategy: views.exposed_text(case) for case in gather(run()).cases}
+    assert (texts["single"], texts["refshard-yafsdp"]) == ("-", "1.00 ms (2.4 %)")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (summary(0.0412, 0.0408, 0.0419), "41.2 ms (40.8 to 41.9)"),
+        (summary(0.9, 0.7, 1.2), "900 ms (700 ms to 1.20 s)"),
+        (summary(0.9, 0.0, math.inf), "900 ms (no interval)"),
+        (None, "-"),
+    ],
+)
+def test_step_time_with_its_interval(given: Summary | None, text: str) -> None:
+    assert views.step_time_text(given) == text
+
+
+def test_breakdown_adds_up_to_the_traced_step() -> None:
+    found = {case.strategy: case.breakdown for case in gather(run()).cases if case.ok}
+    assert found["fsdp2"] == pytest.approx(dict(zip(BREAKDOWN, (0.028, 0.014, 0.016, 0.004))))
+    assert FAILED not in found
+
+
+def test_losses_have_a_row_per_step_and_a_column_per_case() -> None:
+    table = views.losses(gather(run()).trainings[0])
+    assert table.shape == (30, 6)
+    assert table.loc[1, "single, 1 rank"] == pytest.approx(6.93)
+
+
+def test_losses_of_different_lengths_leave_dashes() -> None:
+    made = with_record(run(failed=False), 1, losses=(6.5,))
+    text = views.loss_table(gather(made).trainings[0])
+    assert text["ddp, 2 ranks"].tolist()[:2] == ["6.5", "-"]
+    assert text["step"].tolist()[:2] == ["1", "2"]
+
+
+def test_proof_table_says_what_was_announced_and_traced() -> None:
+    table = views.proof_table(gather(run())).set_index("case").to_dict("index")
+    assert list(table["refshard-yafsdp, 2 ranks"].values()) == [
+        "proved", "13", "26 all_gather (48.0 MiB), 13 reduce_scatter (24.0 MiB)", "the same",
+        "2.0e-07 over 10 steps", "yes",
+    ]  # fmt: skip
+    assert table["fsdp2, 2 ranks"]["bit-identical to DDP"] == "no: reduces in another order"
+
+
+def test_proof_table_shows_a_trace_that_differs() -> None:
+    made = run(CASES[1:2], rounds=1, failed=False)
+    traced = (CollectiveCount(op="all_reduce", count=3, bytes=24 * MIB),)
+    changed = msgspec.structs.replace(proof(CASES[1]), traced=traced)
+    table = views.proof_table(gather(with_record(made, 0, proof=changed)))
+    assert table["collectives traced"].item() == "3 all_reduce (24.0 MiB)"
+
+
+def test_state_table_has_a_row_per_launch_with_its_log() -> None:
+    table = views.state_table(gather(run()))
+    assert len(table) == 12
+    (failed,) = table[table["state"] == "failed"].to_dict("records")
+    assert (failed["case"], failed["round"], failed["duration"]) == ("fsdp2-tuned, 2 ranks", "2", "3.25 s")
+    assert failed["log"].splitlines()[1] == f"rank 1: {HOSTILE}"
+
+
+def test_the_terminal_table_fits_and_shows_every_case() -> None:
+    lines = views.terminal_table(gather(run())).splitlines()
+    assert max(len(line) for line in lines) <= 140
+    assert lines[0] == "llama-mini, global batch of 8 sequences of 256 tokens"
+    (fsdp2,) = (line for line in lines if line.startswith("fsdp2 "))
+    assert fsdp2.split("  ")[0] == "fsdp2"
+    for text in ("60.0 ms (59.8 to 60.2)", "17,067", "300 MiB", "16.0 ms (25.8 %)", "46.7 %", "3.1e-07"):
+        assert text in fsdp2
+
+
+def test_inference_and_training_meet_in_no_table_and_no_sentence() -> None:
+    made = run(rounds=2, failed=False)
+    slower = [replace(case, step_time=2 * case.step_time) for case in CASES]
+    inference = tuple(
+        msgspec.structs.replace(r, case=msgspec.structs.replace(r.case, workload="inference"))
+        for r in run(slower, failed=False).cases
+    )
+    both = msgspec.structs.replace(made, cases=(*made.cases, *inference))
+    label = "llama-mini, global batch of 8 sequences of 256 tokens"
+    training_table, _, inference_table = views.terminal_table(gather(both)).partition(f"{label}, inference\n")
+    assert training_table.startswith(f"{label}\n")
+    assert ("40.0 ms" in training_table, "120 ms" in training_table) == (True, False)
+    assert ("40.0 ms" in inference_table, "80.0 ms" in inference_table) == (False, True)
+    assert views.terminal_table(gather(made)).rstrip() == training_table.rstrip()
+    told = views.terminal_verdict(gather(both)).replace("\n  ", " ")
+    assert f"* {label}, 2 ranks: refshard-yafsdp is fastest at 40.0 ms per step." in told
+    assert f"* {label}, inference, 2 ranks: refshard-yafsdp is fastest at 80.0 ms per step." in told
+
+
+def test_the_terminal_verdict_wraps_and_obeys_no_log() -> None:
+    text = views.terminal_verdict(gather(with_record(run(), -1, error="\x1b[2J\x07boom")))
+    assert max(len(line) for line in text.splitlines()) <= views.TERMINAL_COLUMNS
+    assert text.startswith("* refshard-yafsdp is fastest at 40.0 ms per step.\n")
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+def empty(made: Run) -> Run:
+    return msgspec.structs.replace(made, cases=(), end=None)
+
+
+def test_a_run_cut_off_before_its_first_case_has_empty_views() -> None:
+    made = empty(run())
+    assert views.as_json(gather(made)) == []
+    assert views.rows(gather(made)).empty
+    assert views.proof_table(gather(made)).empty
+    assert isinstance(views.state_table(gather(made)), pd.DataFrame)
+    assert views.terminal_table(gather(made)) == ""
+    assert views.terminal_verdict(gather(made)).startswith(
+        "* Not finished: 0 of 12 launches are done; the run was cut off"
+    )
+
+
+def test_no_table_shows_the_losses_of_what_is_emulated() -> None:
+    emulated = run(rounds=1, failed=False, fidelity="emulated")
+    (setting,) = gather(emulated).settings
+    assert "loss parity" not in views.summary_table(setting.cases).columns
+    assert set(views.proof_table(gather(emulated))["loss parity"]) == {"compares with nothing"}
+    assert {(row["loss_parity"], row["parity_note"], row["cluster"]) for row in views.as_json(gather(emulated))} == {
+        (None, "compares with nothing", "dgx-h100")
+    }
+    for setting in gather(both("emulated")).settings:
+        assert ("loss parity" in views.summary_table(setting.cases).columns) == ("measured" in setting.label)

@@ -1,0 +1,105 @@
+"""What traces say of a run's cases: the recorded run of two strategies over a real network, which has two traces."""
+
+import gzip
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from refshard import resources
+from refshard.analysis.evidence import Evidence, gather
+from refshard.harness.store import read_run
+from refshard.records import Run
+from refshard.report.run.page import Beside, page
+from refshard.report.run.why import COPIES, MOST_TRACED, PARTS, Traced, parts_of, read_traces, why
+from tests.report import traces
+from tests.report.pages import Page
+
+FOLDER = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Run:
+    return read_run(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def evidence(recorded: Run) -> Evidence:
+    return gather(recorded)
+
+
+@pytest.fixture(scope="module")
+def traced(recorded: Run, evidence: Evidence) -> list[Traced]:
+    return list(read_traces(evidence, [(recorded, FOLDER)], FOLDER.parent / "page.html").values())
+
+
+def test_the_cases_whose_traces_are_there_lead_to_them(traced: list[Traced]) -> None:
+    assert sorted(one.case.strategy for one in traced) == ["fsdp2-tuned", "refshard-yafsdp"]
+    for one in traced:
+        assert one.link.startswith("engine_network/traces/")
+        assert (FOLDER.parent / one.link).samefile(one.path)
+
+
+def test_parts_of_a_step_add_up_to_its_length(traced: list[Traced]) -> None:
+    for one in traced:
+        steps = [step.breakdown.span_ns for step in one.figures.steps]
+        assert sum(parts_of(one.figures).values()) == pytest.approx(sum(steps) / len(steps) / 1e9, rel=1e-6)
+
+
+def test_copies_are_drawn_where_a_trace_has_them(traced: list[Traced], evidence: Evidence, tmp_path: Path) -> None:
+    """Preparatory kernels of a GPU; gloo's traces count them to compute or to communication."""
+    (setting,) = [setting for setting in evidence.contested if traced[0].case in setting.cases]
+    found = why(setting, {one.case: one for one in traced}, "s")
+    assert found is not None
+    assert found.parts is None
+    analysis = traced[0].analysis
+    assert analysis is not None
+    made = traces.trace(tmp_path, traces.gpu(layers=3))
+    gpu = replace(traced[0], analysis=replace(analysis, figures=made.figures, kept=made.timeline))
+    drawn = why(setting, {gpu.case: gpu}, "s")
+    assert drawn is not None
+    assert drawn.parts is not None
+    assert [part["name"] for part in drawn.parts.figure["data"]] == list(PARTS)
+    assert parts_of(made.figures)[COPIES] > 0
+
+
+def test_a_row_for_each_trace(evidence: Evidence, traced: list[Traced]) -> None:
+    (setting,) = [setting for setting in evidence.contested if traced[0].case in setting.cases]
+    found = why(setting, {one.case: one for one in traced}, "s")
+    assert found is not None
+    assert list(found.table["give-way index"]) == ["-", "-"], "a CPU trace has none"
+    assert all("GiB/s" in text for text in found.table["bus bandwidth"])
+    assert all("% of the link" in text for text in found.table["bus bandwidth"])
+    assert why(setting, {one.case: one for one in traced}, "s", with_layers=False).layers == ()  # type: ignore[union-attr]
+
+
+def test_a_trace_that_is_damaged_keeps_its_link_alone(recorded: Run, evidence: Evidence, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "run")
+    first, second = sorted((tmp_path / "run" / "traces").iterdir())
+    first.write_bytes(gzip.compress(b'{"traceEvents": [{'))
+    second.unlink()
+    (one,) = read_traces(evidence, [(recorded, tmp_path / "run")], tmp_path / "page.html").values()
+    assert one.analysis is None
+    text = "".join(page(evidence, Beside(traces={one.case: one})))
+    assert f'href="run/traces/{first.name}"' in text
+
+
+def test_two_runs_of_one_name_keep_their_own_traces(recorded: Run, tmp_path: Path) -> None:
+    """By the run's object, not by its id: copies of a folder have one id."""
+    shutil.copytree(FOLDER, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "traces")
+    again = read_run(tmp_path / "copy")
+    evidence = gather(again)
+    places = [(recorded, FOLDER), (again, tmp_path / "copy")]
+    assert read_traces(evidence, places, tmp_path / "page.html") == {}
+
+
+def test_the_page_has_the_layers_and_the_links(evidence: Evidence, traced: list[Traced]) -> None:
+    text = "".join(page(evidence, Beside(traces={one.case: one for one in traced})))
+    seen = Page(text)
+    links = {link["href"] for link in seen.having("a")}
+    assert {one.link for one in traced} <= links
+    assert len(re.findall(r'<svg class="layer"', text)) >= 1
+    assert len(traced) <= MOST_TRACED

@@ -1,0 +1,262 @@
+"""A step becomes lanes: which there are, in which order, and that every nanosecond of every kind is in them."""
+
+import base64
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refshard.report.trace.encode import encode
+from refshard.report.trace.hulls import hulls
+from refshard.report.trace.lanes import MOST_ROWS, Drawing, draw_step, drawn_windows, idle_styles
+from refshard.timeline import KINDS, Kind, Meaning, Span, Spans, Timeline, Window
+from tests.report import traces
+
+rows = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.sampled_from("ab"), st.integers(0, 500), st.integers(0, 500)), min_size=1,
+    max_size=40,
+)  # fmt: skip
+
+
+def simple(spans: list[Span], start: int = 0, end: int | None = None) -> Timeline:
+    last = max((span.end for span in spans), default=1)
+    window = Window(step=0, start=start, end=last if end is None else end)
+    return Timeline(rank=0, windows=(window,), spans=Spans.of(spans))
+
+
+def drawn(timeline: Timeline, most: int = 10**6) -> Drawing:
+    figures = traces.figures(timeline)
+    return draw_step(timeline, figures, drawn_windows(figures, timeline)[0], most)
+
+
+def span(kind: Kind, lane: str, start: int, end: int) -> Span:
+    return Span(kind=kind, lane=lane, name=f"{kind} on {lane}", start=start, end=end)
+
+
+def busy_by_lane_and_kind(drawing: Drawing, level: int) -> dict[tuple[str, str], int]:
+    found: dict[tuple[str, str], int] = {}
+    blocks = drawing.levels[level]
+    for code, group in enumerate(drawing.groups):
+        if drawing.lanes[group.lane].role == "spans" and not group.style.startswith("gap"):
+            key = drawing.lanes[group.lane].label.partition(":")[0], group.style
+            found[key] = found.get(key, 0) + int(blocks.busy[blocks.groups == code].sum())
+    return found
+
+
+@given(rows)
+@settings(max_examples=100, deadline=None)
+def test_every_level_covers_each_lane_and_kind_for_as_long_as_its_spans(
+    made: list[tuple[Kind, str, int, int]],
+) -> None:
+    now, spans = {"a": 0, "b": 0}, []
+    for kind, lane, pause, length in made:
+        start = now[lane] + pause
+        spans.append(span(kind, lane, start, start + length))
+        now[lane] = start + length
+    drawing = drawn(simple(spans, end=10**6))
+    expected: dict[tuple[str, str], int] = {}
+    for one in spans:
+        expected[one.lane, one.kind] = expected.get((one.lane, one.kind), 0) + one.end - one.start
+    for level in range(len(drawing.levels)):
+        assert busy_by_lane_and_kind(drawing, level) == expected
+
+
+def test_a_made_step_has_its_units_lanes_and_strips_in_order() -> None:
+    drawing = drawn(traces.gpu())
+    assert [(lane.label, lane.role) for lane in drawing.lanes] == [
+        ("units", "units"),
+        ("stream 7: compute", "spans"),
+        ("stream 20: communication", "spans"),
+        ("exposed communication", "strip"),
+        ("idle", "strip"),
+    ]
+    assert {group.style for group in drawing.groups} >= {
+        "compute", "comm", "prep", "copy", "unit", "unit-odd", "exposed", "idle-host", "idle-dependency", "gap",
+        "gap-blocking",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "drawn"),
+    [
+        (1, [(0, "only step 0", "step 0, the only one")]),
+        (2, [(0, "faster step 0", "step 0, the faster of two"), (1, "slower step 1", "step 1, the slower of two")]),
+        (3, [(1, "median step 1", "step 1, of median length"), (2, "slowest step 2", "step 2, the slowest")]),
+    ],
+)
+def test_the_step_of_median_length_is_drawn_and_the_slowest(steps: int, drawn: list[tuple[int, str, str]]) -> None:
+    timeline = traces.gpu(layers=4, steps=steps)
+    lengths = [window.end - window.start for window in timeline.windows]
+    assert lengths == sorted(set(lengths))
+    found = drawn_windows(traces.figures(timeline), timeline)
+    assert [(window.step, window.name, window.label) for window in found] == drawn
+    assert [window.close - window.begin for window in found] == [lengths[step] for step, *_ in drawn]
+
+
+def test_a_slowest_step_no_longer_than_the_median_is_not_drawn_again() -> None:
+    timeline = simple([span(Kind.COMPUTE, "s", 10 * n, 10 * n + 5) for n in range(3)])
+    windows = tuple(Window(step=n, start=10 * n, end=10 * n + 10) for n in range(3))
+    timeline = replace(timeline, windows=windows)
+    assert [window.step for window in drawn_windows(traces.figures(timeline), timeline)] == [1]
+
+
+def test_without_steps_everything_is_drawn() -> None:
+    timeline = traces.gpu(layers=3)
+    spans = timeline.spans
+    whole = Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max()))
+    timeline = replace(timeline, windows=(whole,))
+    (window,) = drawn_windows(traces.figures(timeline), timeline)
+    assert (window.step, window.begin, window.close, window.label) == (None, whole.start, whole.end, "the whole trace")
+    assert drawn(timeline).levels[0].counts.sum() > len(spans)
+
+
+def test_operators_within_operators_stand_in_rows() -> None:
+    nested = [span(Kind.COMPUTE, "main", n, 100 - n) for n in range(10)]
+    drawing = drawn(simple(nested))
+    assert drawing.lanes[0].rows == MOST_ROWS
+    by_row = {g.row: drawing.levels[0].busy[drawing.levels[0].groups == n] for n, g in enumerate(drawing.groups)
+              if g.style == "compute"}  # fmt: skip
+    assert by_row[0].tolist() == [100]
+    assert by_row[MOST_ROWS - 1].tolist() == [100 - 2 * (MOST_ROWS - 1)]
+
+
+def test_the_strips_add_up_to_the_figures() -> None:
+    timeline = traces.gpu()
+    for step in traces.figures(timeline).steps:
+        begin, close = step.start_ns, step.start_ns + step.breakdown.span_ns
+        idle = {style: int((gaps.ends - gaps.starts).sum()) for style, gaps in idle_styles(timeline, begin, close)}
+        assert idle["idle-host"] == step.breakdown.idle_host_ns
+        assert idle["idle-dependency"] == step.breakdown.idle_dependency_ns
+
+
+def test_a_gap_is_host_bound_if_what_follows_was_launched_after_it_began() -> None:
+    timeline = simple([span(Kind.COMPUTE, "s", n, n + 10) for n in (0, 30, 60)], end=100)
+    launches = np.array([-5, 12, 35], np.int64)
+    timeline = replace(timeline, spans=replace(timeline.spans, launches=launches))
+    found = {style: list(zip(gaps.starts, gaps.ends)) for style, gaps in idle_styles(timeline, 0, 100)}
+    assert found == {
+        "idle-host": [(10, 30), (70, 100)],
+        "idle-dependency": [(40, 60)],
+    }
+
+
+def test_hulls_are_a_units_forward_and_backward_on_the_main_lane() -> None:
+    timeline = traces.gpu(layers=3, steps=1)
+    window = timeline.windows[0]
+    found = hulls(timeline, window.start, window.end)
+    assert [(hull.unit, hull.phase) for hull in found] == [
+        (0, "forward"), (1, "forward"), (2, "forward"), (2, "backward"), (1, "backward"), (0, "backward"),
+    ]  # fmt: skip
+    assert all(one.end <= other.start for one, other in pairwise(found))
+
+
+def phased(*rows: tuple[str, int, int, int], reductions: tuple[tuple[str, int], ...] = ()) -> list[tuple[str, str]]:
+    """Hulls of spans (unit, start, end, under), and of reductions that start then, as (unit, phase)."""
+    maker = traces.Maker()
+    for unit, start, end, under in rows:
+        maker.add(Kind.COMPUTE, "main", "mm", start, end, unit=unit, step=0, under=under)
+    for unit, start in reductions:
+        maker.collective("reduce_scatter", "comm", "rs", start, start + 5, unit=unit, step=0)
+    timeline = maker.timeline((Window(step=0, start=0, end=1000),), 0, on_device=True)
+    return [(timeline.spans.unit_names[hull.unit], hull.phase) for hull in hulls(timeline, 0, 1000)]
+
+
+def test_what_belongs_to_a_prefetch_or_a_reduction_cuts_no_hull() -> None:
+    back = Meaning.BACKWARD
+    rows = [("a", 0, 10, back), ("a", 40, 50, back)]
+    for under in (Meaning.COPY_IN, Meaning.COPY_OUT, Meaning.ALL_GATHER, Meaning.REDUCE):
+        assert phased(*rows, ("b", 20, 30, back | under)) == [("a", "backward")]
+    assert phased(*rows, ("b", 20, 30, back)) == [("a", "backward"), ("b", "backward"), ("a", "backward")]
+
+
+def test_spans_that_tell_no_phase_are_of_the_one_that_began_before() -> None:
+    rows = [("a", 0, 9, Meaning.FORWARD), ("a", 10, 19, 0), ("a", 20, 29, Meaning.BACKWARD), ("a", 30, 39, 0)]
+    assert phased(*rows) == [("a", "forward"), ("a", "backward")]
+    assert phased(*rows, ("b", 40, 49, 0)) == [("a", "forward"), ("a", "backward"), ("b", "")]
+
+
+def test_without_phases_the_last_run_before_a_reduction_is_the_backward() -> None:
+    rows = [(unit, 10 * n, 10 * n + 5, 0) for n, unit in enumerate("abba")]
+    assert phased(*rows, ("a", 90, 95, 0), reductions=(("b", 27), ("a", 50))) == [
+        ("a", ""), ("b", "backward"), ("a", "backward"),
+    ]  # fmt: skip
+    assert phased(*rows) == [("a", ""), ("b", ""), ("a", "")]
+
+
+def unpacked(text: str) -> list[int]:
+    width, _, content = text.partition(":")
+    return np.frombuffer(base64.b64decode(content), f"<u{width}").tolist()  # type: ignore[no-any-return]
+
+
+def test_what_is_sent_is_what_was_drawn() -> None:
+    drawing = drawn(traces.gpu(layers=2, steps=1))
+    sent, finest = encode(drawing), drawing.levels[0]
+    assert sent["tick"] == 1
+    assert unpacked(sent["levels"][0]["starts"]) == (finest.starts - drawing.start).tolist()
+    assert unpacked(sent["levels"][0]["extents"]) == (finest.ends - finest.starts).tolist()
+    names = [sent["nameTable"][code] for code in unpacked(sent["names"])]
+    assert names.count(traces.REDUCE) == 2
+    units = [code and sent["unitTable"][code - 1] for code in unpacked(sent["units"])]
+    assert units[names.index(traces.REDUCE)] == "model.layers.1"
+    assert unpacked(sent["queued"])[names.index(traces.PREP)] == 35_000 + 1
+    assert unpacked(sent["queued"])[names.index(traces.REDUCE)] == 0  # its note tells
+    name, told = sent["noteTable"][unpacked(sent["notes"])[names.index(traces.REDUCE)] - 1]
+    assert name == "reduce_scatter model.layers.1"
+    assert told == (
+        "416 MiB; algorithm bandwidth 369 GiB/s; bus bandwidth 323 GiB/s; exposed 19.0 us; queued 40.0 us; "
+        "gap of 666 us before it, which does not block"
+    )
+
+
+def notes_of(drawing: Drawing, style: str) -> list[str]:
+    finest = drawing.levels[0]
+    rows = [first for code, first in zip(finest.groups, finest.firsts) if drawing.groups[code].style == style]
+    return ["; ".join(drawing.note_table[drawing.notes[row]]) for row in rows]
+
+
+def test_idle_exposed_and_gaps_name_their_causes() -> None:
+    drawing = drawn(traces.gpu(layers=2, steps=1))
+    assert notes_of(drawing, "idle-dependency")[0] == f"; ended by {traces.GEMM}, which was launched already and waited"
+    assert notes_of(drawing, "idle-host")[0] == f"; ended by {traces.GATHER}, launched after the gap began"
+    assert all(note.endswith(", launched after the gap began") for note in notes_of(drawing, "idle-host")[:-1])
+    assert notes_of(drawing, "idle-host")[-1] == "; nothing runs after it"
+    assert notes_of(drawing, "exposed")[0] == "; all_gather model.layers.0"
+    assert notes_of(drawing, "gap")[0] == "; before all_gather model.layers.0"
+
+
+def test_operators_of_a_cpu_tell_of_no_launch() -> None:
+    timeline = traces.cpu(layers=2, steps=1)
+    known = replace(timeline, spans=replace(timeline.spans, launches=timeline.spans.starts))
+    assert set(unpacked(encode(drawn(known))["queued"])) == {0}
+    assert all("launched after" not in note for note in notes_of(drawn(known), "idle-host"))
+
+
+def test_an_exposed_strip_names_up_to_three_collectives_the_longest_first() -> None:
+    maker = traces.Maker()
+    for n in range(4):
+        maker.collective("all_gather", f"gloo {n}", "g", 0, 100 + n, unit=f"u{n}", step=0)
+    maker.collective("all_gather", "gloo 4", "g", 0, 103, unit="u3", step=0)
+    drawing = drawn(maker.timeline((Window(step=0, start=0, end=200),), 0, on_device=True))
+    assert notes_of(drawing, "exposed") == ["; 2 x all_gather u3, all_gather u2, all_gather u1 and 1 more"]
+
+
+def test_blocks_of_coarse_levels_lead_to_spans_of_the_finest() -> None:
+    drawing = drawn(traces.gpu(kernels=400, steps=1), most=3000)
+    sent = encode(drawing)
+    assert drawing.levels[0].resolution > 0
+    finest = unpacked(sent["levels"][0]["starts"])
+    for level in sent["levels"][1:]:
+        assert [finest[first] for first in unpacked(level["firsts"])] == unpacked(level["starts"])
+
+
+def test_a_step_longer_than_four_seconds_is_sent_in_coarser_ticks() -> None:
+    second = 10**9
+    drawing = drawn(simple([span(Kind.COMPUTE, "main", n * second, (n + 1) * second - 8) for n in range(12)]))
+    sent = encode(drawing)
+    assert sent["tick"] == 4
+    starts = unpacked(sent["levels"][0]["starts"])
+    assert [start * 4 for start in starts[:12]] == [n * second for n in range(12)]
+    assert sent["length"] * 4 >= drawing.end - drawing.start

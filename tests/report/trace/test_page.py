@@ -1,0 +1,229 @@
+"""The page of traces: self-contained, escaped, complete, of bounded size, and replaced whole or not at all."""
+
+import base64
+import gzip
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from refshard.report.trace import page as trace_page
+from refshard.report.trace.page import AnalysedTrace, page, write_trace_page
+from refshard.timeline import Spans, Timeline, Window
+from tests.report import traces
+from tests.report.pages import Page
+from tests.report.trace.test_layer_svg import HOSTILE
+
+PERFETTO = "https://ui.perfetto.dev"
+DATA = ("application/json", "application/octet-stream", "application/gzip")
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> list[AnalysedTrace]:
+    folder = tmp_path_factory.mktemp("traces")
+    return [
+        traces.trace(folder, traces.gpu(layers=6)),
+        traces.trace(folder, traces.gpu(layers=6, rank=1, slow_comm=1.4)),
+        traces.trace(folder, traces.cpu(), file="gloo/rank0.json", job=1, content=b'{"traceEvents": []}'),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(shown: list[AnalysedTrace]) -> str:
+    return "".join(page(shown))
+
+
+@pytest.fixture(scope="module")
+def seen(whole: str) -> Page:
+    return Page(whole)
+
+
+def hostile(folder: Path) -> AnalysedTrace:
+    """Every text of a trace says something bad."""
+    timeline = traces.renamed(traces.gpu(layers=4), HOSTILE)
+    figures = traces.figures(timeline, file=HOSTILE)
+    bad = msgspec.structs.replace(
+        figures,
+        device=HOSTILE,
+        giveway=msgspec.structs.replace(figures.giveway, index=None, reason=HOSTILE, baseline=HOSTILE),
+        memory=tuple(msgspec.structs.replace(point, device=HOSTILE) for point in figures.memory),
+        warnings=tuple(msgspec.structs.replace(told, message=HOSTILE) for told in figures.warnings),
+    )
+    path = folder / "<img src=x onerror=alert(3)>.json"
+    path.write_text("{}")
+    return AnalysedTrace(figures=bad, timeline=timeline, path=path)
+
+
+def test_the_page_asks_the_network_for_nothing_and_leads_to_perfetto_alone(seen: Page) -> None:
+    for tag, attributes in seen.tags:
+        for name in ("src", "srcset", "action", "poster", "xlink:href", "data"):
+            assert attributes.get(name) is None, f"<{tag} {name}={attributes.get(name)}>"
+        target = attributes.get("href")
+        assert target is None or target.startswith(("#", "data:")) or (tag, target) == ("a", PERFETTO)
+    assert "url(" not in seen.style
+    assert "@import" not in seen.style
+
+
+def test_the_policy_allows_the_pages_own_scripts_and_no_network(seen: Page) -> None:
+    assert seen.policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "'unsafe-inline'" not in seen.policy.partition("script-src")[2].partition(";")[0]
+    for kind, text in seen.scripts:
+        assert seen.allows(text) == (kind not in DATA)
+
+
+def test_hostile_names_stay_text(tmp_path: Path, seen: Page) -> None:
+    text = "".join(page([hostile(tmp_path)]))
+    found = Page(text)
+    assert "<script>alert" not in text
+    assert "<img" not in text
+    assert not found.having("img")
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    # As many scripts as a page has for one trace whose file it holds.
+    assert [kind for kind, _ in found.scripts].count(None) == [kind for kind, _ in seen.scripts].count(None)
+    assert sum(kind in DATA for kind, _ in found.scripts) == 9
+    assert found.text.count("<script>alert(1)</script>") > 10
+    (drawing, _) = [content for kind, content in found.scripts if kind == DATA[0] and "nameTable" in content]
+    assert HOSTILE in json.loads(drawing)["nameTable"]
+    figures = [
+        json.loads(content) for kind, content in found.scripts if kind == DATA[0] and content.startswith('{"data"')
+    ]
+    names = [trace.get("name", "") for figure in figures for trace in figure["data"]]
+    assert any(name.startswith("&lt;/script&gt;&lt;script&gt;alert(1)") for name in names)
+
+
+def test_the_drawings_of_layers_are_well_formed(whole: str) -> None:
+    drawings = re.findall(r"<svg class=\"layer\".*?</svg>", whole, re.DOTALL)
+    assert len(drawings) == 3
+    for drawing in drawings:
+        ET.fromstring(drawing)
+
+
+def test_each_trace_has_its_timeline_drawing_charts_and_tables(seen: Page) -> None:
+    sections = [details for details in seen.having("details") if details.get("class") == "trace"]
+    assert [details["id"] for details in sections] == ["trace-0", "trace-1", "trace-2"]
+    assert ["open" in details for details in sections] == [True, False, False]
+    assert len(seen.having("canvas")) == 3
+    figures = {box["id"] for box in seen.having("div") if box.get("class") == "chart"}
+    assert figures == {"ranks"} | {f"trace-{n}-{chart}" for n in range(3) for chart in ("steps", "gaps", "memory")}
+    for box in seen.having("div"):
+        if box.get("class") == "chart":
+            assert seen.text.count(str(box["aria-label"])) >= 1
+
+
+def test_the_slowest_step_travels_beside_the_median_one(seen: Page) -> None:
+    names = [button["data-drawing"] for button in seen.having("button") if "data-drawing" in button]
+    assert names == [f"trace-{n}-drawing-{step}" for n in range(2) for step in range(2)]  # the CPU's steps are equal
+    names.append("trace-2-drawing-0")
+    assert names == [tag["id"] for tag in seen.having("script") if "-drawing-" in str(tag.get("id"))]
+
+
+def test_numbers_are_not_broken_from_their_units(seen: Page) -> None:
+    visible = seen.text[: seen.text.index("Means over")]
+    assert re.search("[0-9]\N{NO-BREAK SPACE}%", visible)
+    assert not re.search(r"\d (%|ms|us|s|MiB|GiB)\b", visible)
+
+
+def test_a_trace_without_steps_is_called_a_trace(tmp_path: Path) -> None:
+    timeline = traces.gpu(layers=2, steps=1)
+    spans = timeline.spans
+    whole = Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max()))
+    text = Page("".join(page([traces.trace(tmp_path, replace(timeline, windows=(whole,)))]))).text
+    for word in ("Timeline of the whole trace", "Whole trace", "Where the time goes", "of a trace of"):
+        assert word in text
+    for word in ("step None", "1 step", "nan", "Whole step", "None"):
+        assert word not in text
+
+
+def test_the_answer_and_the_doubts_come_first(seen: Page) -> None:
+    assert [section["id"] for section in seen.having("section")] == ["verdict", "summary", "traces", "waits", "words"]
+    assert seen.text.count("The largest loss is ") == 2
+    assert seen.text.index("The largest loss is ") < seen.text.index(traces.FEW) < seen.text.index("Timeline of")
+    assert "all 3 traces" not in seen.text  # the counts differ: three steps here, two there
+    assert "rank0.json.gz, rank1.json.gz" in seen.text
+    assert seen.text.count(traces.FEW) == 2
+    assert [link["href"] for link in seen.having("a") if "doubt" in str(link.get("class"))] == ["#warnings"] * 3
+
+
+def test_ids_are_unique_and_links_lead_somewhere(seen: Page) -> None:
+    ids = [attributes["id"] for _, attributes in seen.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    inside = {link["href"] for link in seen.having("a")} - {PERFETTO}
+    assert inside <= {f"#{name}" for name in ids}
+    drawings = {box["data-drawing"] for box in seen.having("div") if "data-drawing" in box}
+    assert drawings <= set(ids)
+
+
+def test_tables_are_told_by_their_captions_and_scopes(seen: Page) -> None:
+    assert len(seen.having("caption")) == len(seen.having("table")) > 8
+    assert all(cell.get("scope") in ("col", "row") for cell in seen.having("th"))
+
+
+def test_words_that_the_project_avoids_are_not_on_the_page(seen: Page) -> None:
+    assert not re.search(r"\b(GB(?!\s+HBM)|iterations?|TPS)\b", seen.text)
+
+
+def contents(text: str) -> list[bytes]:
+    return [base64.b64decode(content) for kind, content in Page(text).scripts if kind == DATA[1]]
+
+
+def test_small_traces_travel_in_the_page_as_gzip(whole: str, shown: list[AnalysedTrace]) -> None:
+    one, other, plain = contents(whole)
+    assert one == shown[0].path.read_bytes()
+    assert other == shown[1].path.read_bytes()
+    assert gzip.decompress(plain) == shown[2].path.read_bytes()
+
+
+def test_large_and_lost_traces_are_asked_for(tmp_path: Path) -> None:
+    timeline = traces.gpu(layers=2)
+    noise = np.random.default_rng(0).bytes(trace_page.MOST_EMBEDDED + 1)
+    large = traces.trace(tmp_path, timeline, file="large.json.gz", content=b"\x1f\x8b" + noise)
+    lost = replace(traces.trace(tmp_path, timeline, file="lost.json.gz"), path=tmp_path / "gone.json.gz")
+    text = "".join(page([large, lost]))
+    assert contents(text) == []
+    assert len([box for box in Page(text).having("input") if box["type"] == "file"]) == 2
+    assert "gone.json.gz" in text
+
+
+def test_all_traces_together_keep_to_their_limit(tmp_path: Path) -> None:
+    content = b"\x1f\x8b" + bytes(trace_page.MOST_EMBEDDED - 2)
+    many = [
+        traces.trace(tmp_path, traces.cpu(rank=rank, layers=2, steps=1), content=content)
+        for rank in range(trace_page.MOST_EMBEDDED_TOGETHER // trace_page.MOST_EMBEDDED + 2)
+    ]
+    assert len(contents("".join(page(many)))) == len(many) - 2
+
+
+def test_the_same_traces_give_the_same_page(whole: str, shown: list[AnalysedTrace]) -> None:
+    assert "".join(page(shown)) == whole
+
+
+def test_a_page_of_traces_is_one_file(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write_trace_page([traces.trace(tmp_path, traces.cpu())], folder / "trace.html")
+    (file,) = folder.iterdir()
+    assert file.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_no_trace_is_no_page(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs one trace or more, got none"):
+        write_trace_page([], tmp_path / "trace.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_in_which_nothing_ran_can_be_shown(tmp_path: Path) -> None:
+    full = traces.trace(tmp_path, traces.gpu(layers=2))
+    nothing = msgspec.structs.replace(full.figures.whole, **dict.fromkeys(full.figures.whole.__struct_fields__, 0))
+    figures = msgspec.structs.replace(
+        full.figures, whole=nothing, steps=(), units=(), collectives=(), waits_for=(), memory=(), warnings=()
+    )
+    empty = replace(full, figures=figures, timeline=Timeline(rank=0, windows=(), spans=Spans.of([])))
+    text = Page("".join(page([empty]))).text
+    assert "The trace holds no span to draw." in text
+    assert "profile_memory=True" in text
+    assert "No collective ran in this trace." in text

@@ -1,0 +1,358 @@
+"""What is said of traces, in sentences, tables and charts: by figures whose answer is known."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from refshard.quantities import format_ns
+from refshard.report.trace import captions as trace_captions
+from refshard.report.trace import charts as trace_charts
+from refshard.report.trace import gaps as trace_gaps
+from refshard.report.trace import tables as trace_tables
+from refshard.report.trace import words as trace_words
+from refshard.tracing.figures import GiveWay, MemoryPoint, RankWait, TraceFigures, TraceWarning
+from tests.report import traces
+
+MS = 1_000_000
+GPU = traces.gpu(layers=4)
+
+
+def made(
+    *, span: int = 100, compute: int = 60, comm: int = 50, exposed: int = 20, host: int | None = 5,
+    dependency: int | None = 10, lost: int = 1, copies: int = 0, **others: Any,
+) -> TraceFigures:  # fmt: skip
+    """Two equal steps, times in ms; 5 ms of other work beside compute, communication and 15 ms of idle."""
+    base = traces.figures(GPU)
+    part = msgspec.structs.replace(
+        base.whole, span_ns=span * MS, busy_ns=(span - 15) * MS, compute_ns=compute * MS, comm_ns=comm * MS,
+        exposed_ns=exposed * MS, idle_ns=15 * MS, idle_host_ns=None if host is None else host * MS,
+        idle_dependency_ns=None if dependency is None else dependency * MS,
+    )  # fmt: skip
+    step = msgspec.structs.replace(
+        base.steps[0],
+        breakdown=part,
+        giveway=msgspec.structs.replace(base.giveway, lost_ns=lost * MS),
+        copies=msgspec.structs.replace(base.copies, exposed_ns=copies * MS),
+    )
+    return msgspec.structs.replace(base, **{"steps": (step, step), "whole": part, "waits_for": (), **others})
+
+
+def lead(figures: Sequence[TraceFigures]) -> str:
+    (finding,) = trace_words.findings(figures)
+    return finding.lead
+
+
+@pytest.mark.parametrize(
+    ("figures", "loss"),
+    [
+        (made(), "exposed communication: 20.0 %"),
+        (made(exposed=3, dependency=10, host=5), "idle time that waits for dependencies: 10.0 %"),
+        (made(exposed=3, dependency=5, host=10), "idle time that waits for the host: 10.0 %"),
+        (made(exposed=3, dependency=None, host=None), "idle time of unknown cause: 15.0 %"),
+        (made(exposed=3, lost=30), "give-way of preparatory kernels: 30.0 %"),
+        (made(exposed=3, copies=30), "exposed copies of what collectives send and receive: 30.0 %"),
+    ],
+)
+def test_the_largest_loss_leads(figures: TraceFigures, loss: str) -> None:
+    assert lead([figures]) == f"The largest loss is {loss} of a step of 100 ms."
+
+
+def test_no_small_loss_is_called_the_largest() -> None:
+    small = made(span=10_000, exposed=3, host=5, dependency=10, lost=1)
+    assert lead([small]) == "No loss reaches 1 % of a step of 10.0 s."
+
+
+def wait(rank: int, ms: int, collectives: int = 1) -> RankWait:
+    return RankWait(rank=rank, waited_ns=ms * MS, collectives=collectives)
+
+
+def test_a_job_is_told_with_its_extremes_and_its_late_rank() -> None:
+    ranks = [made(exposed=20 + 10 * n, rank=n, waits_for=(wait(7, 1),), collectives=()) for n in (0, 1)]
+    (finding,) = trace_words.findings(ranks)
+    assert "25.0 % of a step of 100 ms (from 20.0 % on rank 0 to 30.0 % on rank 1)" in finding.lead
+    assert finding.more[0].startswith("To win it back: gather earlier")
+    assert finding.more[1].startswith("Rank 7 is waited for longest: in all, the others stand 1.00 ms a step")
+    assert trace_words.late(ranks).endswith("until it enters, 100 % of all such waiting of this job.")
+
+
+@pytest.mark.parametrize(
+    ("compute", "advice"),
+    [
+        (80, "Rank 0 computes 80.0 ms a step against 60.0 ms: balance the work, or look at that host."),
+        (61, "Rank 0 computes about as long (61.0 ms a step against 60.0 ms): look at what else holds that host up."),
+        (40, "Rank 0 computes less (40.0 ms a step against 60.0 ms): look at what else holds that host up."),
+    ],
+)
+def test_exposed_communication_that_is_waiting_asks_for_balance(compute: int, advice: str) -> None:
+    # Two steps of 30 ms exposed, so that 15 ms a step are half of it.
+    waiting = made(exposed=30, rank=1, waits_for=(wait(0, 32),))
+    (finding,) = trace_words.findings([made(compute=compute, rank=0), waiting])
+    told = "Rank 1 exposes 30.0 ms a step and waits 16.0 ms a step in collectives for rank 0 to enter. "
+    assert told + advice in finding.more
+    assert not any("gather earlier" in sentence for sentence in finding.more)
+    less = msgspec.structs.replace(waiting, waits_for=(wait(0, 28),))
+    assert any("gather earlier" in told for told in trace_words.findings([made(rank=0), less])[0].more)
+
+
+def test_of_several_late_ranks_the_one_waited_for_longest_is_named() -> None:
+    (finding,) = trace_words.findings([made(rank=1, exposed=30, waits_for=(wait(5, 30), wait(3, 10)))])
+    assert "waits 20.0 ms a step in collectives for the last rank, longest for rank 5 (15.0 ms) to enter" in str(
+        finding.more
+    )
+    assert "Balance the work, or look at the host of rank 5." in str(finding.more)
+
+
+def test_where_communication_is_exposed_most_is_named() -> None:
+    figures = made(exposed=30)
+    (finding,) = trace_words.findings([figures])
+    most = max({(c.op, c.unit) for c in figures.collectives}, key=lambda key: exposed_of(figures, *key))
+    assert finding.more[0].startswith(f"Most exposed on rank 0: {most[0]} of {most[1]}, ")
+
+
+def exposed_of(figures: TraceFigures, op: str, unit: str | None) -> int:
+    return sum(c.exposed_ns for c in figures.collectives if (c.op, c.unit) == (op, unit))
+
+
+def test_a_cpu_is_not_advised_cuda_graphs() -> None:
+    assert "CUDA graphs" in str(trace_words.findings([made(exposed=3, host=30)]))
+    assert "CUDA" not in str(trace_words.findings([made(exposed=3, host=30, device="cpu")]))
+
+
+HASHED = ("fsdp2-w2-tiny-5a30c0d831ee-r0-rank{}.json.gz", "yafsdp-w2-tiny-7c1d8d39291c-r0-rank{}.json.gz")
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ([[name.format(rank) for rank in (0, 1)] for name in HASHED], ["fsdp2", "yafsdp"]),
+        ([[HASHED[0].format(0), HASHED[0].format(1)]], ["fsdp2-w2-tiny-r0"]),
+        ([["a-5a30c0d831ee-rank0.json"], ["a-7c1d8d39291c-rank0.json"]], ["a-5a30c0d831ee", "a-7c1d8d39291c"]),
+        ([["one/rank0.json"], ["two/rank0.json"]], ["one", "two"]),
+        ([["rank0.json"], ["rank0.json"]], ["job 0", "job 1"]),
+        ([["rank0.json", "rank1.json"]], ["job 0"]),
+    ],
+)
+def test_jobs_are_named_by_what_tells_their_files_apart(files: list[list[str]], names: list[str]) -> None:
+    members = [made(job=job, file=file, rank=rank) for job, of in enumerate(files) for rank, file in enumerate(of)]
+    assert list(trace_words.job_names(members).values()) == names
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "told"),
+    [(2, 2, "2 of 2 ranks, nccl"), (1, 1, "1 rank, nccl"), (1, 8, "1 of 8 ranks"), (2, None, "2 traces, nccl")],
+)
+def test_a_card_says_how_many_ranks_of_the_job_are_here(ranks: int, size: int | None, told: str) -> None:
+    assert trace_words.ranks([made(rank=rank, world_size=size) for rank in range(ranks)]).startswith(told)
+
+
+def test_sentences_need_neither_pandas_nor_plotly() -> None:
+    code = "import sys, refshard.report.trace.words; print({'pandas', 'plotly', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_equal_ranks_are_told_as_such() -> None:
+    assert lead([made(rank=0), made(rank=1)]).endswith("20.0 % of a step of 100 ms on every rank.")
+
+
+def test_each_job_has_its_finding() -> None:
+    found = trace_words.findings([made(job=1, file="b0"), made(job=0, file="a"), made(job=1, file="b1")])
+    assert [finding.title.partition(":")[0] for finding in found] == ["a", "b"]
+
+
+def test_a_warning_of_many_traces_is_told_once() -> None:
+    few, lost = TraceWarning(code="few", message="Few steps.", count=3), TraceWarning(code="x", message="Lost.", ns=MS)
+    given = [made(file=f"r{n}", warnings=(few, lost) if n == 1 else (few,)) for n in range(9)]
+    many, once = trace_words.doubts(given)
+    assert (many.sentence, many.where[0], len(many.where), many.more) == ("Few steps. (3 events)", ("r0", 0), 6, 3)
+    assert (once.sentence, once.where, once.more) == ("Lost. (1.00 ms)", (("r1", 1),), 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [("1,200 spans lost", "1,200 spans lost"), ("1200 lost", "1200 lost"), ("12003 lost", "12003 lost (1,200 events)")],
+)
+def test_a_warning_tells_its_count_once(message: str, told: str) -> None:
+    assert trace_words.warning(TraceWarning(code="x", message=message, count=1200)) == told
+    assert trace_words.warning(TraceWarning(code="x", message="2.00 ms lost", ns=2 * MS)) == "2.00 ms lost"
+
+
+def test_the_summary_holds_means_and_says_what_is_not_known() -> None:
+    figures = made(host=None, dependency=None, rank=None, world_size=None, giveway=GiveWay(reason="too few samples"))
+    (row,) = trace_tables.summary([figures]).to_dict("records")
+    assert row["span"] == "100 ms"
+    assert row["exposed"] == "20.0 ms"
+    assert row["overlap ratio"] == "60.0 %"
+    assert row["of it host / dependency"] == "-"
+    assert row["rank"] == "- of ?"
+    assert "give-way index" not in row
+    assert "job" not in row
+    assert "device" not in row
+    whole = made(steps=())
+    assert trace_tables.summary([whole, figures])["steps"].tolist() == ["-", "2"]
+
+
+def test_the_summary_tells_jobs_and_devices_apart_where_there_are_several() -> None:
+    table = trace_tables.summary([made(job=0, file="a"), made(job=1, file="b", device="B200")])
+    assert table["job"].tolist() == ["a", "b"]
+    assert table["device"].tolist() == ["NVIDIA H100 80GB HBM3", "B200"]
+
+
+def test_exposed_to_all_is_told_where_it_differs() -> None:
+    figures = made()
+    assert "exposed to all" in trace_tables.summary([figures])
+    alike = msgspec.structs.replace(figures.whole, exposed_any_ns=figures.whole.exposed_ns)
+    assert "exposed to all" not in trace_tables.summary([made(steps=(), whole=alike)])
+
+
+def test_every_step_and_the_whole_trace_are_told_in_full() -> None:
+    table = trace_tables.steps(traces.figures(GPU))
+    assert table["step"].tolist() == ["0", "1", "2", "whole trace"]
+    assert not table.isna().any().any()
+    assert table["give-way"].tolist() == ["400 us"] * 4
+    assert table["copy-in"].tolist() == ["300 us"] * 4
+    (row,) = trace_tables.steps(made(steps=())).to_dict("records")
+    assert row["step"] == "whole trace"
+
+
+def test_collectives_are_told_by_operation_size_and_group() -> None:
+    table = trace_tables.collectives(traces.figures(GPU)).set_index("collective")
+    assert dict(table["count"]) == {"all_gather": "7", "reduce_scatter": "4"}
+    assert table.loc["all_gather", "bytes"] == "416 MiB"
+    assert table.loc["all_gather", "group"] == "default_pg (8 ranks)"
+    assert table.loc["all_gather", "median duration"] == "770 us"
+
+
+def test_sizes_that_round_alike_are_told_exactly() -> None:
+    one = traces.figures(GPU).collectives[0]
+    of = [msgspec.structs.replace(one, bytes=size, group=None) for size in (1_048_576, 1_049_600, 2_097_152)]
+    table = trace_tables.collectives(made(collectives=tuple(of)))
+    assert table["bytes"].tolist() == ["1,048,576 B", "1,049,600 B", "2.00 MiB"]
+    assert set(table["group"]) == {"unknown (8 ranks)"}
+    assert table["count"].tolist() == ["0.5"] * 3
+
+
+def test_units_and_waits_are_told_per_step() -> None:
+    figures = made(waits_for=(wait(3, 10, collectives=4),))
+    first = figures.units[0]
+    assert trace_tables.per_step(figures) == "per step, mean of 2"
+    assert trace_tables.units(figures).loc[0, "compute"] == format_ns(first.compute_ns / 2)
+    (row,) = trace_tables.waits([figures]).to_dict("records")
+    assert (row["waited"], row["collectives"]) == ("5.00 ms", "2")
+    assert trace_tables.per_step(made(steps=())) == "over the whole trace"
+
+
+@pytest.mark.parametrize("figures", [made(), made(host=None, dependency=None)])
+def test_the_parts_of_a_step_add_up_to_it(figures: TraceFigures) -> None:
+    parts = trace_charts.split(figures.steps[0].breakdown)
+    assert sum(parts.values()) == 100 * MS
+    assert parts["compute alone"] == 30 * MS
+    assert parts["compute over communication"] == 30 * MS
+    assert parts["other"] == 5 * MS
+
+
+@pytest.mark.parametrize("timeline", [traces.gpu(), traces.cpu()])
+def test_the_parts_of_a_made_step_add_up_and_none_is_negative(timeline: Any) -> None:
+    for step in traces.figures(timeline).steps:
+        parts = trace_charts.split(step.breakdown)
+        assert sum(parts.values()) == step.breakdown.span_ns
+        assert min(parts.values()) >= 0
+
+
+def test_the_bars_hold_the_parts() -> None:
+    bars = trace_charts.step_bars(made())
+    assert {bar.name: list(bar.x) for bar in bars.data}["exposed communication"] == [20, 20]
+    assert sum(bar.x[0] for bar in bars.data) == pytest.approx(100)
+
+
+def test_ranks_stand_beside_each_other_by_job() -> None:
+    ranks = [
+        made(job=job, rank=rank, file=f"{job}x-rank{rank}", exposed=20 + rank) for job in (0, 1) for rank in (0, 1)
+    ]
+    chart = trace_charts.ranks_chart(ranks)
+    assert chart is not None
+    bars = {bar["name"]: bar for bar in chart.figure["data"]}
+    assert bars["exposed communication"]["x"] == [20, 21, 20, 21]
+    assert bars["exposed communication"]["y"] == [1, 2, 4, 5]
+    assert [head["text"] for head in chart.figure["layout"]["annotations"]] == ["<b>0x</b>", "<b>1x</b>"]
+    assert trace_charts.ranks_chart(ranks[:1]) is None
+
+
+def test_of_many_ranks_the_slowest_are_drawn() -> None:
+    many = [made(rank=rank, span=100 + (37 * rank) % 60) for rank in range(60)]
+    chart = trace_charts.ranks_chart(many)
+    assert chart is not None
+    assert len(chart.figure["data"][0]["x"]) == trace_charts.MOST_RANKS
+    assert "Of 60 ranks, the 40 with the longest step are drawn." in chart.alternative
+    assert "to 159 ms on " in chart.alternative
+
+
+def test_a_trace_without_steps_is_one_bar_of_the_whole() -> None:
+    step = msgspec.structs.replace(made().steps[0], step=None)
+    figures = made(steps=(step,))
+    bars = trace_charts.step_bars(figures)
+    assert list(bars.layout.yaxis.ticktext) == ["whole trace"]
+    assert bars.layout.xaxis.title.text == "ms per trace"
+    assert trace_captions.steps(figures).startswith("The whole trace, which has no steps: ")
+
+
+def test_each_gap_is_in_the_histogram_once_by_its_time() -> None:
+    figures = traces.figures(GPU)
+    sets = trace_gaps.gaps_of(figures, GPU)
+    assert sum(len(one.lengths) for one in sets if one.style.startswith("gap")) == sum(
+        1 for one in figures.collectives if one.gap_ns
+    )
+    lengths = {one.style: sum(one.lengths) for one in sets}
+    assert lengths["idle-host"] + lengths["idle-dependency"] == figures.whole.idle_ns
+    histogram = trace_gaps.gap_histogram(sets)
+    counts = [sum(count for count, _ in bar.customdata) for bar in histogram.data]
+    assert counts == [len(one.lengths) for one in sets]
+    # The axes are in ms, for the most that a bin holds is 1 ms or more.
+    assert [sum(bar.y) for bar in histogram.data] == pytest.approx([sum(one.lengths) / MS for one in sets])
+
+
+def test_the_table_of_gaps_holds_counts_and_times() -> None:
+    sets = [trace_gaps.GapSet(style="idle", lengths=(1000, 1999, 2000)), trace_gaps.GapSet(style="gap", lengths=(7,))]
+    table = trace_gaps.gap_table(sets).set_index("length")
+    assert table.loc["1 us to 2 us", "idle"] == "2 (3.00 us)"
+    assert table.loc["2 us to 5 us", "idle"] == "1 (2.00 us)"
+    assert table.loc["5 ns to 10 ns", "between collectives, other"] == "1 (7 ns)"
+
+
+def test_memory_is_marked_where_steps_begin() -> None:
+    figures = traces.figures(GPU)
+    curves = trace_charts.memory_curves(figures)
+    first = min(point.ns for point in figures.memory)
+    assert [line.x0 for line in curves.layout.shapes] == pytest.approx(
+        [(step.start_ns - first) / MS for step in figures.steps]
+    )
+    assert curves.data[0].line.dash is None
+
+
+def test_a_long_memory_timeline_is_thinned_but_keeps_its_peak() -> None:
+    points = [MemoryPoint(device="cuda:0", ns=n, bytes=1000 + n % 7) for n in range(100_000)]
+    points[61_803] = MemoryPoint(device="cuda:0", ns=61_803, bytes=5000)
+    kept = trace_charts.thinned(points)
+    assert len(kept) <= trace_charts.MOST_POINTS
+    assert max(point.bytes for point in kept) == 5000
+    assert [point.ns for point in kept] == sorted(point.ns for point in kept)
+    assert "peak of 4.88 KiB" in trace_captions.memory(points)
+
+
+def test_without_memory_points_there_is_no_memory_chart() -> None:
+    with_memory = {chart.title for chart in trace_charts.charts_of(made(), (), "t")}
+    without = {chart.title for chart in trace_charts.charts_of(made(memory=()), (), "t")}
+    assert with_memory - without == {"Memory"}
+
+
+def test_a_trace_without_collectives_or_gaps_is_still_told() -> None:
+    bare = replace(GPU, collectives=())
+    figures = msgspec.structs.replace(made(), collectives=(), units=(), waits_for=(), memory=(), steps=())
+    assert trace_tables.collectives(figures).empty
+    assert lead([figures]).endswith("of a trace of 100 ms.")
+    assert trace_charts.charts_of(figures, trace_gaps.gaps_of(figures, bare), "t")
