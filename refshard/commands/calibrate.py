@@ -9,9 +9,9 @@ from typing import cast, get_args
 from refshard.errors import SpecError
 from refshard.harness.calibrate import calibrate as measure
 from refshard.harness.calibrate import plan_calibration
-from refshard.harness.launchers import network as networks
 from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.launchers.netlab import NetlabLauncher
+from refshard.harness.launchers.netlab import network as networks
+from refshard.harness.launchers.netlab.launcher import NetlabLauncher
 from refshard.report.calibration import terminal_profile
 from refshard.specs.case import Device
 from refshard.specs.cluster import load_cluster

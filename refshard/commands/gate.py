@@ -14,10 +14,10 @@ from refshard.commands.paired import side_by_side
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.harness.baseline import Baseline, baseline_file, machine_of, read_baseline, read_others
-from refshard.harness.baseline import accept as accept_run
-from refshard.harness.checkout import checked_out
 from refshard.harness.environment import capture_environment
+from refshard.harness.gate.baseline import Baseline, baseline_file, machine_of, read_baseline, read_others
+from refshard.harness.gate.baseline import accept as accept_run
+from refshard.harness.gate.checkout import checked_out
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import run_suite
 from refshard.harness.store import read_run

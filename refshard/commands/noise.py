@@ -11,9 +11,9 @@ from refshard.commands.asked import check_gated, run_folder, tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.harness.environment import capture_environment
+from refshard.harness.gate.noise import keep_noise, read_rounds, record_rounds
+from refshard.harness.gate.series import kind, serial
 from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.noise import keep_noise, read_rounds, record_rounds
-from refshard.harness.series import kind, serial
 from refshard.report.gate.formats import noise_table
 from refshard.specs.suite import find_suite, load_suite
 from refshard.stats.rehearsal import noise_of

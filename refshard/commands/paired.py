@@ -8,12 +8,12 @@ from pathlib import Path
 from refshard.commands.asked import check_gated, run_folder, tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import RefshardError, SpecError, StoreError
-from refshard.harness.checkout import checked_out
 from refshard.harness.environment import capture_environment
+from refshard.harness.gate.checkout import checked_out
+from refshard.harness.gate.noise import noise_file, read_noise
+from refshard.harness.gate.rounds import PairedRounds, Side, of_strategy
+from refshard.harness.gate.series import serial
 from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.noise import noise_file, read_noise
-from refshard.harness.rounds import PairedRounds, Side, of_strategy
-from refshard.harness.series import serial
 from refshard.records import CaseRecord
 from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import CaseSpec

@@ -7,7 +7,7 @@ from refshard import resources
 from refshard.analysis.cases import Case
 from refshard.analysis.evidence import Evidence, gather
 from refshard.errors import SpecError, StoreError
-from refshard.harness.noise import newest_noise
+from refshard.harness.gate.noise import newest_noise
 from refshard.harness.store import read_run
 from refshard.report.run.page import Beside, write_dashboard
 from refshard.report.run.why import Traced, read_traces

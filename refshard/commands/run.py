@@ -11,13 +11,13 @@ from refshard.commands.asked import tell
 from refshard.commands.progress import observer
 from refshard.commands.report import report
 from refshard.errors import SpecError, nearest
-from refshard.harness.launchers import network
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.launchers.netlab import NetlabLauncher
-from refshard.harness.launchers.slurm import SlurmLauncher
-from refshard.harness.launchers.torchrun import TorchrunLauncher
-from refshard.harness.launchers.torchrun_server import place_of, serve
+from refshard.harness.launchers.netlab import network
+from refshard.harness.launchers.netlab.launcher import NetlabLauncher
+from refshard.harness.launchers.slurm.launcher import SlurmLauncher
+from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
+from refshard.harness.launchers.torchrun.server import place_of, serve
 from refshard.harness.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
 from refshard.harness.store import read_run
 from refshard.records import Run

@@ -18,7 +18,7 @@ from refshard.strategies.fully_sharded import (
     sharded_units,
 )
 from refshard.strategies.loop import PlainLoop
-from refshard.strategies.tensor_parallel import announce_split, split
+from refshard.strategies.peers.tensor_parallel import announce_split, split
 from refshard.strategies.world import World
 
 

@@ -114,23 +114,23 @@ ROWS: dict[str, Row] = {
     ),
     "ddp": Row(module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY, by_block=False),
     "fsdp1": Row(
-        module="fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD", axes=SHARDED,
+        module="peers.fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD", axes=SHARDED,
         deferred=True,
     ),
     "fsdp1-post": Row(
-        module="fsdp1", class_name="FSDP1", about="... that prefetches after a unit's backward, not before it",
+        module="peers.fsdp1", class_name="FSDP1", about="... that prefetches after a unit's backward, not before it",
         axes=SHARDED, arguments={"prefetch": "BACKWARD_POST"}, deferred=True,
     ),
     "fsdp1-no-prefetch": Row(
-        module="fsdp1", class_name="FSDP1", about="... that does not prefetch in backward", axes=SHARDED,
+        module="peers.fsdp1", class_name="FSDP1", about="... that does not prefetch in backward", axes=SHARDED,
         arguments={"prefetch": None}, deferred=True,
     ),
     "fsdp1-grad-op": Row(
-        module="fsdp1", class_name="FSDP1", about="... SHARD_GRAD_OP: parameters stay gathered until backward",
+        module="peers.fsdp1", class_name="FSDP1", about="... SHARD_GRAD_OP: parameters stay gathered until backward",
         axes=SHARDED, arguments={"sharding": "SHARD_GRAD_OP"}, deferred=True,
     ),
     "fsdp1-no-shard": Row(
-        module="fsdp1", class_name="FSDP1", about="... NO_SHARD: everything replicated", axes=PLAIN,
+        module="peers.fsdp1", class_name="FSDP1", about="... NO_SHARD: everything replicated", axes=PLAIN,
         arguments={"sharding": "NO_SHARD"}, deferred=True,
     ),
     "fsdp2": Row(
@@ -143,7 +143,7 @@ ROWS: dict[str, Row] = {
     ),
     **{
         name: Row(
-            module="simplefsdp", class_name="SimpleFSDP", about=about, arguments=knobs, compiles=True,
+            module="peers.simplefsdp", class_name="SimpleFSDP", about=about, arguments=knobs, compiles=True,
             axes=frozenset({"inference", "microbatches", "checkpointing", "bf16"}),
         )
         for name, about, knobs in (
@@ -155,52 +155,52 @@ ROWS: dict[str, Row] = {
         )
     },
     "fsdp2-compiled": Row(
-        module="fsdp2_compiled", class_name="FSDP2Compiled", about="torch's FSDP2, each block compiled", compiles=True,
-        labels=True,
+        module="peers.fsdp2_compiled", class_name="FSDP2Compiled", about="torch's FSDP2, each block compiled",
+        compiles=True, labels=True,
         axes=frozenset({"inference", "microbatches", "checkpointing", "bf16"}),
     ),
     "accelerate": Row(
-        module="accelerate_fsdp2", class_name="AccelerateFSDP2", packages=("accelerate", "transformers"), extra="peers",
-        about="Hugging Face Accelerate's FSDP2 plugin, transformers' Llama", labels=True,
+        module="peers.accelerate_fsdp2", class_name="AccelerateFSDP2", packages=("accelerate", "transformers"),
+        extra="peers", about="Hugging Face Accelerate's FSDP2 plugin, transformers' Llama", labels=True,
         axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "offload", "lora", "qlora"}),
     ),
     "hf-trainer": Row(
-        module="hf_trainer", class_name="HFTrainer", packages=("accelerate", "transformers", "greenlet"), extra="peers",
-        about="transformers' Trainer with its own FSDP2 sharding", labels=True,
+        module="peers.hf_trainer", class_name="HFTrainer", packages=("accelerate", "transformers", "greenlet"),
+        extra="peers", about="transformers' Trainer with its own FSDP2 sharding", labels=True,
         axes=frozenset({"microbatches", "checkpointing", "bf16", "lora", "qlora"}),
     ),
     **{
         f"deepspeed-zero{stage}": Row(
-            module="deepspeed_zero", class_name="DeepSpeedZero", arguments={"stage": stage}, packages=("deepspeed",),
-            extra="deepspeed", about=about, axes=frozenset({"inference", "microbatches", "checkpointing", "lora"}),
+            module="peers.deepspeed_zero", class_name="DeepSpeedZero", arguments={"stage": stage},
+            packages=("deepspeed",), extra="deepspeed", about=about, axes=frozenset({"inference", "microbatches", "checkpointing", "lora"}),
         )
         for stage, about in (
             (1, "DeepSpeed's ZeRO-1"), (2, "... ZeRO-2: gradients too"), (3, "... ZeRO-3: parameters too"),
         )
     },
     "megatron-fsdp": Row(
-        module="megatron_fsdp", class_name="MegatronFSDP", packages=("megatron_fsdp",), extra="megatron",
+        module="peers.megatron_fsdp", class_name="MegatronFSDP", packages=("megatron_fsdp",), extra="megatron",
         about="NVIDIA's Megatron-FSDP, blocks as units",
         axes=frozenset({"microbatches", "checkpointing", "bf16"}),
         without_cuda="AssertionError: Torch not compiled with CUDA enabled",
     ),
     "yafsdp": Row(
-        module="yafsdp", class_name="YaFSDP", packages=("ya_fsdp",), about="upstream's YaFSDP, fully_shard",
+        module="peers.yafsdp", class_name="YaFSDP", packages=("ya_fsdp",), about="upstream's YaFSDP, fully_shard",
         labels=True,
         axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "lora"}),
     ),
     "tensor-parallel": Row(
-        module="tensor_parallel", class_name="TensorParallel", about="torch's parallelize_module over all ranks",
+        module="peers.tensor_parallel", class_name="TensorParallel", about="torch's parallelize_module over all ranks",
         axes=PLAIN, deferred=True,
     ),
     "pipeline": Row(
-        module="pipeline", class_name="Pipeline", about="torch's 1F1B schedule, blocks divided over all ranks",
+        module="peers.pipeline", class_name="Pipeline", about="torch's 1F1B schedule, blocks divided over all ranks",
         by_block=False, deferred=True, staged=True,
         axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit"}),
     ),
     **{
         f"refshard-{mode}": Row(
-            module="engine", class_name="Refshard", about=about, arguments={"mode": mode}, labels=True,
+            module="refshard", class_name="Refshard", about=about, arguments={"mode": mode}, labels=True,
             axes=COMPOSED - {"replicas"} if mode == "replicate" else COMPOSED, deferred=True,
         )
         for mode, about in {

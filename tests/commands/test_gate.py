@@ -13,8 +13,8 @@ import pytest
 
 from refshard.commands.gate import Asked, find_accepted, two_strategies
 from refshard.errors import SpecError
-from refshard.harness.baseline import Baseline
-from refshard.harness.baseline import accept as accept_run
+from refshard.harness.gate.baseline import Baseline
+from refshard.harness.gate.baseline import accept as accept_run
 from refshard.harness.run import run_suite
 from tests.harness.commandline import write_suite
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite

@@ -7,8 +7,8 @@ import pytest
 
 from refshard.commands.paired import Comparison, gone_and_come, shared, suite_in
 from refshard.errors import SpecError
+from refshard.harness.gate.rounds import PairedRounds, Side
 from refshard.harness.launchers.base import Launch
-from refshard.harness.rounds import PairedRounds, Side
 from refshard.report.gate.formats import GateCase
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import GateSpec

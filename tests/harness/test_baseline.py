@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from refshard.errors import SpecError, StoreError
-from refshard.harness.baseline import accept, baseline_file, read_baseline
+from refshard.harness.gate.baseline import accept, baseline_file, read_baseline
 from refshard.harness.launchers.base import Launch
 from refshard.harness.run import run_suite
 from refshard.records import Run

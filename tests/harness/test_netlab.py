@@ -12,8 +12,8 @@ import pytest
 from refshard.errors import LaunchError
 from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job
-from refshard.harness.launchers.netlab import NetlabLauncher, placed
-from refshard.harness.launchers.network import (
+from refshard.harness.launchers.netlab.launcher import NetlabLauncher, placed
+from refshard.harness.launchers.netlab.network import (
     BURST_BYTES,
     Names,
     Network,
@@ -241,7 +241,7 @@ def test_a_network_that_cannot_be_finished_is_removed_and_says_why() -> None:
 
 HOLD = """
 import time
-from refshard.harness.launchers.network import Network
+from refshard.harness.launchers.netlab.network import Network
 from refshard.specs.suite import NetworkSpec
 with Network(NetworkSpec(hosts=2, rate="100mbit")):
     print("made", flush=True)

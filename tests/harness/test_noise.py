@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from refshard.errors import SpecError, StoreError
+from refshard.harness.gate.noise import keep_noise, noise_file, read_noise, read_rounds, record_rounds
 from refshard.harness.launchers.base import Launch
-from refshard.harness.noise import keep_noise, noise_file, read_noise, read_rounds, record_rounds
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import TimeLimits
 from refshard.stats.rehearsal import noise_of

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from refshard.harness.gate.rounds import PairedRounds, Side
 from refshard.harness.launchers.base import Launch
-from refshard.harness.rounds import PairedRounds, Side
 from refshard.harness.store import read_run
 from refshard.records import CaseRecord
 from refshard.specs.case import CaseSpec

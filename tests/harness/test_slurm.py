@@ -14,9 +14,9 @@ from psutil import Process
 from refshard.errors import LaunchError, SpecError
 from refshard.harness.launchers.base import Job, Launch
 from refshard.harness.launchers.ranks import launch_of
-from refshard.harness.launchers.slurm import SlurmLauncher, launch_of_job
-from refshard.harness.launchers.slurm_job import Status, ask, ends_of, scripts
-from refshard.harness.launchers.slurm_submit import job_name
+from refshard.harness.launchers.slurm.job import Status, ask, ends_of, scripts
+from refshard.harness.launchers.slurm.launcher import SlurmLauncher, launch_of_job
+from refshard.harness.launchers.slurm.submit import job_name
 from refshard.harness.run import run_suite
 from refshard.harness.store import RunWriter, read_run
 from tests.harness.commandline import only_case, processes_of, start, status_of, wait_for, write_suite

@@ -20,8 +20,8 @@ from refshard.errors import SpecError
 from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job
 from refshard.harness.launchers.ranks import RankEnd, children, timed_out
-from refshard.harness.launchers.torchrun import TorchrunLauncher
-from refshard.harness.launchers.torchrun_server import Announced, Key, Place, Report, Server, place_of
+from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
+from refshard.harness.launchers.torchrun.server import Announced, Key, Place, Report, Server, place_of
 from refshard.harness.store import read_run
 from refshard.specs.case import CaseSpec
 from tests.harness.commandline import only_case, processes_of, wait_for, write_suite

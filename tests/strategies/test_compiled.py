@@ -19,7 +19,7 @@ from refshard.harness.trainer import Trainer
 from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy
-from refshard.strategies.simplefsdp_compiler import check_compiler
+from refshard.strategies.peers.simplefsdp_compiler import check_compiler
 from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec

@@ -18,10 +18,10 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.models.transformers_llama import llama_for_causal_lm
 from refshard.records import CollectiveCount
-from refshard.strategies.accelerate_sharding import check_sharded, issued
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.fully_sharded import ROOT, PaddedUnit, full_dtensors, sharded_units
-from refshard.strategies.hf_trainer_loop import HFTrainerLoop
+from refshard.strategies.peers.accelerate_sharding import check_sharded, issued
+from refshard.strategies.peers.hf_trainer_loop import HFTrainerLoop
 from refshard.strategies.world import World
 
 

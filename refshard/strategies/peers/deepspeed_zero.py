@@ -11,8 +11,8 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
-from refshard.strategies.deepspeed_loop import EngineLoop
 from refshard.strategies.optimizer import make_optimizer
+from refshard.strategies.peers.deepspeed_loop import EngineLoop
 from refshard.strategies.world import World
 
 

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from refshard.harness.assemble import Peers
+from refshard.harness.gate.series import kind, launch_series
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import rank_file
 from refshard.harness.run import Observer, launch_case, launch_name, launching
-from refshard.harness.series import kind, launch_series
 from refshard.harness.store import RunWriter
 from refshard.records import CaseRecord, Environment, RunRecord, timestamp
 from refshard.specs.case import CaseSpec

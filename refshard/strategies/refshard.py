@@ -18,7 +18,7 @@ from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import values
 from refshard.strategies.exchange import announce_exchange
 from refshard.strategies.loop import PlainLoop
-from refshard.strategies.tensor_parallel import announce_split, split
+from refshard.strategies.peers.tensor_parallel import announce_split, split
 from refshard.strategies.world import World
 
 

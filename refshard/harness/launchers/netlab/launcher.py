@@ -8,7 +8,7 @@ from refshard.harness.environment import capture_environment
 from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.machine import check_fits_machine
-from refshard.harness.launchers.network import INTERFACE, Network
+from refshard.harness.launchers.netlab.network import INTERFACE, Network
 from refshard.harness.launchers.ranks import rank_environment, run_ranks, worker_arguments
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec

@@ -13,7 +13,7 @@ from pathlib import Path
 from refshard.errors import LaunchError
 from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job
-from refshard.harness.launchers.slurm_job import ENDED, OWN, Ask, scripts
+from refshard.harness.launchers.slurm.job import ENDED, OWN, Ask, scripts
 
 POLL_S = 1.0
 PATIENCE_S = 600.0

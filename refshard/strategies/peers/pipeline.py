@@ -12,7 +12,7 @@ from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import storage_and_values
-from refshard.strategies.pipeline_stage import PipelineLoop, Stage
+from refshard.strategies.peers.pipeline_stage import PipelineLoop, Stage
 from refshard.strategies.world import World
 
 

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate's FSDP2 plugin, called as its documentation does: ``prepare``, ``accumulate``, ``backward``.
 
 On a CPU, where Accelerate would not shard, two attributes of its state are set from here, those that it sets on a GPU;
-see :mod:`refshard.strategies.accelerate_sharding`. All else, from units to optimizer, is its own code.
+see :mod:`refshard.strategies.peers.accelerate_sharding`. All else, from units to optimizer, is its own code.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from refshard.models.llama import Llama, next_token_loss
 from refshard.models.transformers_llama import BLOCK, bare_name, llama_for_causal_lm
 from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec
-from refshard.strategies.accelerate_sharding import check_accelerator, check_sharded, issued, shard_on_cpu
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.fully_sharded import full_dtensors, sharded_units
 from refshard.strategies.optimizer import make_optimizer
+from refshard.strategies.peers.accelerate_sharding import check_accelerator, check_sharded, issued, shard_on_cpu
 from refshard.strategies.world import World
 
 

@@ -9,7 +9,7 @@ from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy
 from refshard.strategies.fsdp2 import FSDP2
-from refshard.strategies.simplefsdp_compiler import check_compiler
+from refshard.strategies.peers.simplefsdp_compiler import check_compiler
 from refshard.strategies.world import World
 
 

@@ -13,8 +13,8 @@ from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.elsewhere import environment_elsewhere
 from refshard.harness.launchers.ranks import RankEnd, launch_of, log_tail, timed_out
-from refshard.harness.launchers.slurm_job import GONE, OWN, Ask, Status, ask, ends_of, status_of
-from refshard.harness.launchers.slurm_submit import PATIENCE_S, POLL_S, cancel_named, submit
+from refshard.harness.launchers.slurm.job import GONE, OWN, Ask, Status, ask, ends_of, status_of
+from refshard.harness.launchers.slurm.submit import PATIENCE_S, POLL_S, cancel_named, submit
 from refshard.harness.launchers.stacks import stacks
 from refshard.harness.rank import PROGRESS_FILE
 from refshard.harness.worker import ASK

@@ -19,7 +19,7 @@ from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.loop import PlainLoop
-from refshard.strategies.simplefsdp_compiler import MIB, Knobs, Plan, check_compiler
+from refshard.strategies.peers.simplefsdp_compiler import MIB, Knobs, Plan, check_compiler
 from refshard.strategies.world import World
 
 _ATTENTION = [f"self_attn.{projection}_proj" for projection in "qkvo"]

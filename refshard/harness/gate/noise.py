@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 
 from refshard.errors import SpecError, StoreError
-from refshard.harness.baseline import write_json
+from refshard.harness.gate.baseline import write_json
+from refshard.harness.gate.rounds import PairedRounds, Side, log_ratios
 from refshard.harness.launchers.base import Launcher
-from refshard.harness.rounds import PairedRounds, Side, log_ratios
 from refshard.harness.run import Observer
 from refshard.harness.store import read_run
 from refshard.records import Environment, RunRecord, timestamp

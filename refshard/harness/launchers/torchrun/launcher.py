@@ -19,7 +19,7 @@ from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.elsewhere import environment_elsewhere
 from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.launchers.ranks import POLL_S, RankEnd, Ranks, watch
-from refshard.harness.launchers.torchrun_server import Announced, Key, Place, Report, agents_store, start_rank
+from refshard.harness.launchers.torchrun.server import Announced, Key, Place, Report, agents_store, start_rank
 from refshard.harness.worker import ASK, end_with_parent
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec

@@ -1,0 +1,1 @@
+"""Ranks on hosts that this machine makes of itself, joined by links of a limited rate."""

@@ -1,0 +1,1 @@
+"""Ranks as tasks of Slurm jobs."""

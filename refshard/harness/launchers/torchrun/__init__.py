@@ -1,0 +1,1 @@
+"""Ranks that a torchrun of the user has started."""

@@ -1,0 +1,1 @@
+"""Other ways of sharding, each by its own public interface."""
