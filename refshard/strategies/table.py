@@ -172,7 +172,8 @@ ROWS: dict[str, Row] = {
     **{
         f"deepspeed-zero{stage}": Row(
             module="peers.deepspeed_zero", class_name="DeepSpeedZero", arguments={"stage": stage},
-            packages=("deepspeed",), extra="deepspeed", about=about, axes=frozenset({"inference", "microbatches", "checkpointing", "lora"}),
+            packages=("deepspeed",), extra="deepspeed", about=about,
+            axes=frozenset({"inference", "microbatches", "checkpointing", "lora"}),
         )
         for stage, about in (
             (1, "DeepSpeed's ZeRO-1"), (2, "... ZeRO-2: gradients too"), (3, "... ZeRO-3: parameters too"),

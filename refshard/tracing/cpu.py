@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Window
-from refshard.tracing.events import ANNOTATION, HOST, TraceFile
+from refshard.tracing.events import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
 from refshard.tracing.labels import Labels
-from refshard.tracing.messages import EMULATED, GLOO
 from refshard.tracing.steps import step_at
 
 _COMPILED = re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region)")

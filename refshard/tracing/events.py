@@ -11,6 +11,8 @@ import numpy.typing as npt
 HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD = range(7)
 """Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`."""
 
+GLOO, EMULATED = "gloo:", "emulated:"
+"""What the names of the spans begin with in which a collective runs on a CPU: gloo's, and emulated ones."""
 UNUSED = -1
 
 CATEGORIES = {
@@ -93,3 +95,8 @@ class TraceFile:
     metadata: dict[str, Any]
     count: int
     skipped: dict[str, int] = field(default_factory=dict)
+
+
+def whole(value: Any) -> int | None:
+    """A number of things, or None for what is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62 else None

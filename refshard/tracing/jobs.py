@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from refshard.errors import TraceError
-from refshard.tracing.events import TraceFile
+from refshard.tracing.events import TraceFile, whole
 from refshard.tracing.kineto import rank_of
-from refshard.tracing.messages import whole
 
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d+)", re.IGNORECASE)
 

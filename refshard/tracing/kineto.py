@@ -13,10 +13,9 @@ from refshard.errors import TraceError
 from refshard.timeline import UNKNOWN, Collective, Spans, Timeline, Window
 from refshard.tracing.cpu import cpu_spans, main_thread
 from refshard.tracing.device import device_spans, find_launches
-from refshard.tracing.events import TraceFile
+from refshard.tracing.events import TraceFile, whole
 from refshard.tracing.issued import find_collectives
 from refshard.tracing.labels import find_labels
-from refshard.tracing.messages import whole
 from refshard.tracing.reader import read_trace
 from refshard.tracing.steps import device_windows, host_steps
 

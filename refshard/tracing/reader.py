@@ -21,6 +21,8 @@ from refshard.tracing.decimals import nanoseconds
 from refshard.tracing.events import (
     ANNOTATION,
     CATEGORIES,
+    EMULATED,
+    GLOO,
     HOST,
     KERNEL,
     LAUNCH,
@@ -32,7 +34,6 @@ from refshard.tracing.events import (
     MemoryEvent,
     TraceFile,
 )
-from refshard.tracing.messages import EMULATED, GLOO
 from refshard.tracing.stream import EventStream
 
 _DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))

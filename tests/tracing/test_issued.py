@@ -7,7 +7,7 @@ import pytest
 
 from refshard.tracing.analysis import Analysis, analyse
 from refshard.tracing.figures import CollectiveFigures
-from refshard.tracing.messages import OF_SHARDS, OPERATORS, bytes_of_message, group_of, operation_of
+from refshard.tracing.issued import OF_SHARDS, OPERATORS, bytes_of_message, group_of, operation_of
 from tests.tracing.handmade import event, shaped, step, write
 
 Events = list[dict[str, Any]]
