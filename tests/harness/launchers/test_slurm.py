@@ -21,7 +21,7 @@ from refshard.harness.run import run_suite
 from refshard.harness.store import RunWriter, read_run
 from tests.harness.commandline import only_case, processes_of, start, status_of, wait_for, write_suite
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
-from tests.harness.slurm import Slurm, obstacle, running_slurm
+from tests.harness.launchers.slurm import Slurm, obstacle, running_slurm
 
 JOB = Job(program="case", processes=2, time_limit_s=600.0)
 
