@@ -12,18 +12,18 @@ import pytest
 import refshard
 
 PACKAGE = Path(refshard.__file__).parent
-LAYERS = {
-    "errors": 1, "quantities": 1, "resources": 1,
-    "folders": 2, "specs": 2, "timeline": 2,
-    "costs": 3, "flops": 3, "records": 3,
-    "fakecuda": 4, "plan": 4, "stats": 4,
-    "analysis": 5, "dryrun": 5, "engine": 5, "emulate": 5, "models": 5, "simulate": 5, "tracing": 5,
-    "strategies": 6, "report": 6, "replay": 6,
-    "harness": 7,
-    "commands": 8,
-    "cli": 9, "__init__": 9,
-    "__main__": 10,
-}  # fmt: skip
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+
+
+def drawn_layers() -> dict[str, int]:
+    """Each package's layer, from 1 at the bottom, in the picture of the page on architecture."""
+    picture = PAGE.read_text().partition("## Layers")[2].partition("```text\n")[2].partition("```")[0]
+    names = [re.split(r" {3,}", line)[0].split() for line in reversed(picture.splitlines())]
+    return {name: layer for layer, line in enumerate(names, 1) for name in line}
+
+
+LAYERS = drawn_layers()
+LAYERS |= {"__init__": LAYERS["cli"], "__main__": LAYERS["cli"] + 1}
 OPTIONAL = {
     "accelerate_fsdp2.py": {"accelerate"},
     "accelerate_sharding.py": {"accelerate"},
