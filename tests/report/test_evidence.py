@@ -57,7 +57,11 @@ def test_settings_keep_the_order_in_which_the_suite_gives_their_axes() -> None:
     suite = msgspec.structs.replace(made.header.suite, matrix=matrix)
     header = msgspec.structs.replace(made.header, suite=suite)
     settings = gather(msgspec.structs.replace(made, header=header, cases=tuple(reversed(records)))).settings
-    assert [setting.cases[0].spec.axes for setting in settings] == [("2 microbatches",), ("checkpointing full",), ("bf16",)]
+    assert [setting.cases[0].spec.axes for setting in settings] == [
+        ("2 microbatches",),
+        ("checkpointing full",),
+        ("bf16",),
+    ]
 
 
 def test_a_longer_time_limit_keeps_nobody_out_of_a_contest() -> None:
