@@ -179,3 +179,29 @@ def test_races_and_the_page_are_made_of_one_run(tmp_path: Path) -> None:
     text = page.read_text()
     assert "It fits, with " in text
     assert "Races" in text
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    done = run(tmp_path, "print('ran')", "--trace", "missing/trace.json")
+    assert done.returncode == 2
+    assert "trace: missing/trace.json cannot be written; name a file in a folder that exists" in done.stderr
+    assert "ran" not in done.stderr
+
+
+def test_errors_show_the_scripts_own_lines(tmp_path: Path) -> None:
+    done = run(tmp_path, "def load():\n    raise ValueError('no data')\n\n\nload()\n")
+    assert done.returncode == 1
+    assert "FAILED  ValueError: no data\n        at train.py:2 in load" in done.stdout
+    assert "in load" in done.stderr
+    assert "child.py" not in done.stderr
+
+
+def test_an_exit_message_is_shown(tmp_path: Path) -> None:
+    done = run(tmp_path, "import sys\n\nsys.exit('no such config')\n")
+    assert "FAILED  the script ended with exit status 1: no such config" in done.stdout
+
+
+def test_a_compiled_module_is_not_run_uncompiled(tmp_path: Path) -> None:
+    done = run(tmp_path, scripts.COMPILED)
+    assert done.returncode == 0, done.stderr
+    assert "compiled graphs: 1" in done.stderr

@@ -15,6 +15,7 @@ namespace py = pybind11;
 
 namespace refshard {
 void register_attention();
+void register_recurrent();
 
 namespace {
 
@@ -193,6 +194,7 @@ void bind_process_group(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(c10::DeviceType::CUDA, &refshard::device_allocator(), /*priority=*/1);
   refshard::register_attention();
+  refshard::register_recurrent();
   refshard::bind_device(m);
   refshard::bind_memory(m);
   refshard::bind_recorder(m);

@@ -38,6 +38,7 @@ void put_copy(const at::Tensor& to, const at::Tensor& from, StreamId stream) {
   if (from.is_cuda()) accesses.push_back(access_of(from, false));
   if (to.is_cuda()) accesses.push_back(access_of(to, true));
   recorder().add(event, accesses);
+  if (to.is_cuda()) recorder().written(block_at(to.device().index(), to.storage().data()), event.name);
   spread_categories("aten::copy_", accesses);
 }
 

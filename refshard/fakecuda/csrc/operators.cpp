@@ -61,17 +61,43 @@ bool gives_little(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
   return bytes <= size_t{4} << 20;
 }
 
+// How many places there are to choose from, for an operator that returns places in its first argument; else 0.
+int64_t choices(std::string_view name, const torch::jit::Stack& stack, size_t first) {
+  const bool along_last = name == "aten::multinomial";
+  if (!along_last && name != "aten::topk" && name != "aten::argmax") return 0;
+  const auto& from = stack[first].toTensor();
+  const auto& dim = stack[first + (name == "aten::argmax" ? 1 : 2)];
+  if (!along_last && !dim.isInt()) return from.numel();
+  return from.dim() ? from.size(along_last ? -1 : dim.toInt()) : 1;
+}
+
+// What a comparison gives if the values that nobody has are those that they read as; nothing for other operators.
+std::optional<bool> compared(std::string_view name, const torch::jit::Stack& stack, size_t first) {
+  const auto value = [&](size_t place) {
+    const auto& given = stack[first + place];
+    if (given.isTensor()) return c10::isFloatingType(given.toTensor().scalar_type()) ? 1.0 : 0.0;
+    return given.isScalar() ? given.toScalar().toDouble() : 0.0;
+  };
+  if (name == "aten::eq") return value(0) == value(1);
+  if (name == "aten::ne") return value(0) != value(1);
+  if (name == "aten::lt") return value(0) < value(1);
+  if (name == "aten::le") return value(0) <= value(1);
+  if (name == "aten::gt") return value(0) > value(1);
+  if (name == "aten::ge") return value(0) >= value(1);
+  return std::nullopt;
+}
+
 // A value where there is none: 1 for a float (its logarithm and its inverse are finite), 0 for a count.
-void put_placeholder(const at::Tensor& tensor, std::string_view name) {
+void put_placeholder(const at::Tensor& tensor, std::string_view name, int64_t choices, std::optional<bool> truth) {
   if (!resident(tensor) || !tensor.numel()) return;
   auto host = on_host(tensor);
-  if (name == "aten::topk" || name == "aten::argmax" || name == "aten::multinomial") {
+  if (choices) {
     if (c10::isIntegralType(host.scalar_type(), false)) {
       // As even as can be: a router that sends all tokens to one expert would be the worst case, not the usual one.
-      host.copy_(at::arange(host.numel(), host.options()).view(host.sizes()));
+      host.copy_(at::arange(host.numel(), host.options()).remainder_(choices).view(host.sizes()));
     }
   } else {
-    host.fill_(c10::isFloatingType(host.scalar_type()) || name == "aten::all" ? 1 : 0);
+    host.fill_(truth.value_or(c10::isFloatingType(host.scalar_type()) || name == "aten::all") ? 1 : 0);
   }
   set_unknown(tensor, true);
 }
@@ -134,13 +160,15 @@ void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fir
     give_back_arguments(op.schema(), stack, first);
     return;
   }
+  const auto to_choose_from = choices(name, stack, first);
+  const auto truth = compared(name, stack, first);
   run(c10::DeviceType::Meta, op, stack, first);
   const auto& arguments = op.schema().arguments();
   const bool writes_out = std::any_of(arguments.begin(), arguments.end(), [](const auto& one) { return one.is_out(); });
   for (size_t place = 0; place < op.schema().returns().size(); ++place) {
     if (op.schema().returns()[place].alias_info() && !writes_out) continue;
     for_each_tensor(stack[first + place], [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda()) put_placeholder(tensor, name);
+      if (tensor.is_cuda()) put_placeholder(tensor, name, to_choose_from, truth);
     });
   }
 }
