@@ -168,16 +168,22 @@ def _leave(
 
     from refshard.dryrun.collect import collect, save
     from refshard.dryrun.peaks import pool
+    from refshard.dryrun.recording import Kind
+    from refshard.dryrun.settle_answer import settle_answer
 
     device = request.rank % request.local_ranks
-    save(collect(ext, request.rank, request.world_size), folder / RECORDING)
+    recording = collect(ext, request.rank, request.world_size)
+    allocations = int((recording.kinds == Kind.ALLOCATE).sum()) if outcome == "oom" else 0
     answer = Answer(
         outcome=outcome, error=error, where=where, steps_taken=observer.steps_taken, tokens=sum(observer.tokens),
-        parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size, peak=peaks.highest(),
+        parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size,
+        allocations=allocations, peak=peaks.highest(),
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, wall_s=wall_s,
         torch=str(torch.__version__),
     )  # fmt: skip
+    answer, recording = settle_answer(answer, recording, request, ext)
+    save(recording, folder / RECORDING)
     (folder / ANSWER).write_bytes(msgspec.json.encode(answer))
 
 
