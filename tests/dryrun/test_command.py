@@ -100,6 +100,14 @@ def test_what_does_not_fit_says_what_it_needs_and_what_was_refused(tmp_path: Pat
     assert re.search(r"At train.py:3 in <(listcomp|module)>\.", words)
 
 
+def test_expandable_segments_have_addresses_where_memory_has_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    words = " ".join(run(tmp_path, scripts.TOO_LARGE, "--world-size", "1").stdout.split())
+    assert "DOES NOT FIT needs 120 GiB reserved, 41.3 GiB more than 78.7 GiB; peak allocated 120 GiB" in words
+
+
 def test_what_would_not_fit_any_gpu_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.ENDLESS, "--world-size", "1")
     assert done.returncode == 1
