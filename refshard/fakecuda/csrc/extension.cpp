@@ -15,6 +15,7 @@
 #include "guard.cpp"
 #include "hooks.cpp"
 #include "host_kernels.cpp"
+#include "large_integers.cpp"
 #include "kernel_workspaces.cpp"
 #include "launch.cpp"
 #include "memory.cpp"
@@ -23,6 +24,7 @@
 #include "process_group.cpp"
 #include "recorder.cpp"
 #include "reduction_workspaces.cpp"
+#include "runs.cpp"
 #include "translation.cpp"
 #include "workspaces.cpp"
 
