@@ -15,6 +15,7 @@
 #include "guard.cpp"
 #include "hooks.cpp"
 #include "host_kernels.cpp"
+#include "large_integers.cpp"
 #include "kernel_workspaces.cpp"
 #include "launch.cpp"
 #include "layouts.cpp"
@@ -26,6 +27,7 @@
 #include "recorder.cpp"
 #include "recurrent.cpp"
 #include "reduction_workspaces.cpp"
+#include "runs.cpp"
 #include "translation.cpp"
 #include "workspaces.cpp"
 

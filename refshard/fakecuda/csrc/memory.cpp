@@ -6,6 +6,8 @@
 #include <cstring>
 #include <unordered_set>
 
+#include "large_integers.h"
+
 namespace refshard {
 namespace {
 
@@ -33,6 +35,7 @@ void free_block(void* address) {
   const auto [size, stream] = std::pair(block->size, block->stream);
   const auto id = memory.free(reinterpret_cast<uintptr_t>(address));
   recorder().freed(id, reinterpret_cast<int64_t>(address), static_cast<int64_t>(size), stream);
+  values_are_freed(address, size);
   std::lock_guard unknown_guard(unknown_mutex);
   unknown_addresses.erase(address);
 }
