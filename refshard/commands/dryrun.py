@@ -42,11 +42,12 @@ def dryrun(
     ``trace`` is a file to write the replayed steps to, as a Kineto trace; ``html`` one for a page of everything.
 
     Raises:
-        SpecError: the command, the cluster or another value is wrong, or the page cannot be written.
+        SpecError: the command, the cluster or another value is wrong, or the trace or the page cannot be written.
         RefshardError: the fake device cannot be made.
     """
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise SpecError(f"html: {html} cannot be written; name a file in a folder that exists")
+    for option, path in (("trace", trace), ("html", html)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise SpecError(f"{option}: {path} cannot be written; name a file in a folder that exists")
     command, whole = read_command(asked.words), load_cluster(asked.cluster)
     cluster = whole.of_world_size(_world_size(asked, command, whole))
     try:

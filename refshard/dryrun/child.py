@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,6 +24,9 @@ from refshard.specs.cluster import load_cluster
 if TYPE_CHECKING:
     from refshard.dryrun.observe import Observer
     from refshard.dryrun.peaks import Peaks
+
+_FROM_OTHERS = frozenset({"_tensor_to_object", "broadcast_object_list", "recv_object_list", "scatter_object_list"})
+"""Functions of torch.distributed that unpickle what another rank sent."""
 
 REQUEST, ANSWER, RECORDING = "request.json", "answer.json", "recording.npz"
 
@@ -98,15 +101,30 @@ def _run(request: Request) -> tuple[Outcome, str, str]:
     except SystemExit as ended:
         if ended.code in (0, None):
             return "ended", "", ""
-        return "failed", f"the script ended with exit status {ended.code}", ""
+        return "failed", f"the script ended with {_status(ended.code)}", ""
     except torch.OutOfMemoryError as error:
         return "oom", _first_line(error), _site(error)
     except BaseException as error:
         if isinstance(error.__cause__ or error.__context__, StepsDone):
             return "stepped", "", ""
-        traceback.print_exc()
+        traceback.print_exception(type(error), error, _of_script(error))
         return "failed", _cause(error), _site(error)
     return "ended", "", ""
+
+
+def _status(code: object) -> str:
+    """What Python makes of ``sys.exit``'s argument."""
+    return f"exit status {code}" if isinstance(code, int) else f"exit status 1: {code}"
+
+
+def _of_script(error: BaseException) -> TracebackType | None:
+    """The traceback from the script's own first line on, or the whole of it if it never got there."""
+    from refshard.fakecuda.torch_c import is_internal
+
+    rest = error.__traceback__
+    while rest is not None and is_internal(rest.tb_frame.f_code.co_filename):
+        rest = rest.tb_next
+    return rest if rest is not None or isinstance(error, SyntaxError) else error.__traceback__
 
 
 def _cause(error: BaseException) -> str:
@@ -117,7 +135,12 @@ def _cause(error: BaseException) -> str:
             "does not support compiled code; remove torch.compile, or use backend='aot_eager', which launches the same "
             "operators unfused"
         )
-    if any(frame.name == "_tensor_to_object" for frame in traceback.extract_tb(error.__traceback__)):
+    if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+        return (
+            f"{name}: the script imports triton, which torch's CPU build does not install; run pip install triton if "
+            "it is only imported, as a dry run cannot launch Triton kernels"
+        )
+    if any(frame.name in _FROM_OTHERS for frame in traceback.extract_tb(error.__traceback__)):
         return (
             f"{name}: the script unpickles an object that another rank would have sent, but a dry run runs one rank "
             "only; run the rank that sends it (--rank, usually 0)"
@@ -145,16 +168,22 @@ def _leave(
 
     from refshard.dryrun.collect import collect, save
     from refshard.dryrun.peaks import pool
+    from refshard.dryrun.recording import Kind
+    from refshard.dryrun.settle_answer import settle_answer
 
     device = request.rank % request.local_ranks
-    save(collect(ext, request.rank, request.world_size), folder / RECORDING)
+    recording = collect(ext, request.rank, request.world_size)
+    allocations = int((recording.kinds == Kind.ALLOCATE).sum()) if outcome == "oom" else 0
     answer = Answer(
         outcome=outcome, error=error, where=where, steps_taken=observer.steps_taken, tokens=sum(observer.tokens),
-        parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size, peak=peaks.highest(),
+        parameters=observer.parameters, sharing=observer.sharing, world_size=request.world_size,
+        allocations=allocations, peak=peaks.highest(),
         now=pool(device, "current"), retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, wall_s=wall_s,
         torch=str(torch.__version__),
     )  # fmt: skip
+    answer, recording = settle_answer(answer, recording, request, ext)
+    save(recording, folder / RECORDING)
     (folder / ANSWER).write_bytes(msgspec.json.encode(answer))
 
 

@@ -67,6 +67,8 @@ class Observer:
         return max(degrees)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():  # a hook that Dynamo cannot trace would let it run the module uncompiled
+            return
         if id(module) not in self._codes:
             self._name(module)
         if self._depth == 0:
@@ -77,6 +79,8 @@ class Observer:
         self._ext.push_module(self._codes[id(module)])
 
     def _leave(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._depth -= 1
         self._ext.pop_module()
 

@@ -88,7 +88,7 @@ class Compared:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """A published run and its dry run. ``refused`` says why there is none; ``retries`` counts how often the allocator
-    emptied its cache.
+    emptied its cache; ``doubt`` says why its memory is an upper bound, if it is.
     """
 
     name: str
@@ -97,6 +97,15 @@ class Prediction:
     request: Request | None = None
     compared: tuple[Compared, ...] = ()
     retries: int = 0
+    doubt: str = ""
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """How it differs from the run, and what is doubtful of its memory."""
+        if not any(figure.is_memory for figure in self.compared):
+            return ()
+        bound = (f"memory that record_stream() holds back is an upper bound: {self.doubt}",) if self.doubt else ()
+        return (*caveats(self.run), *bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +144,8 @@ def caveats(run: PublishedRun) -> tuple[str, ...]:
         found.append("its torch held what collectives touch by record_stream; the installed one does not")
     if run.record_streams and run.strategy == "fsdp1":
         found.append(
-            "what FSDP1 holds by record_stream comes free when the GPU is done with it; the dry run frees it only once "
-            "the host is certain, which is later"
+            "what FSDP1 holds back by record_stream comes free when the GPU is done with it; when that is, the dry run "
+            "takes from its replay, so memory depends on modelled times"
         )
     if run.strategy == "fsdp2" and run.run_date < FSDP2_OF_TODAY:
         found.append("its FSDP2 is that of torch 2.4 or older, which allocates reduce-scatter inputs on another stream")
@@ -223,8 +232,9 @@ def predict(name: str, run: PublishedRun, *, launch: Callable[[Request], DryRun]
         predicted["tokens/s/GPU"] = speed_of(run, found, load_cluster(run.cluster))
     other = _in_other_mode(run, launch) if _in_doubt(run) else {}
     return Prediction(
-        name=name, run=run, request=request, compared=_compared(run, predicted, other), retries=found.answer.retries
-    )
+        name=name, run=run, request=request, compared=_compared(run, predicted, other), retries=found.answer.retries,
+        doubt=found.answer.doubt,
+    )  # fmt: skip
 
 
 def _in_doubt(run: PublishedRun) -> bool:

@@ -20,7 +20,9 @@ class Kind(IntEnum):
     event ``subject`` on ``stream``; ``WAIT`` lets ``stream`` wait for it. ``SYNCHRONISE`` lets the host wait: for
     ``stream``, for the event ``subject`` if that is not 0, or for the whole device if neither is given. ``ALLOCATE``
     and ``FREE`` are blocks of the caching allocator, ``SEGMENT`` is memory that the allocator takes from the device
-    (negative: gives back). ``MARK`` is a boundary that the driver set, such as the end of a step.
+    (negative: gives back). ``MARK`` is a boundary that the driver set, such as the end of a step. ``HOLD`` is
+    ``record_stream()``: once freed, the block ``subject`` is held back until ``stream``, which is not its own, has
+    passed what it was asked by then.
     """
 
     LAUNCH = 0
@@ -32,6 +34,7 @@ class Kind(IntEnum):
     FREE = 6
     SEGMENT = 7
     MARK = 8
+    HOLD = 9
 
 
 class Phase(IntEnum):
@@ -87,11 +90,12 @@ class Recording:
       waits (``item``), or what a mark says.
     - ``streams`` (int64): the stream's id, 0 being the default stream, :data:`NO_STREAM` where there is none.
     - ``subjects`` (int64): an event's id (``RECORD``, ``WAIT``, ``SYNCHRONISE``), a group's id (``COLLECTIVE``), a
-      block's id (``ALLOCATE``, ``FREE``; never used again), a peer for ``send`` and ``recv`` in the upper 32 bits.
+      block's id (``ALLOCATE``, ``FREE``, ``HOLD``; never used again), a peer for ``send`` and ``recv`` in the upper 32
+      bits.
     - ``sizes`` (int64): bytes of the block (as rounded by the allocator) or of the segment; of a collective, of the
       unsharded tensor.
     - ``reads``, ``writes`` (int64): bytes that the operator reads and writes; of ``ALLOCATE`` and ``FREE``, ``reads``
-      is the block's address.
+      is the block's address, and of ``ALLOCATE``, ``writes`` are the bytes as asked for.
     - ``signatures`` (int32, into ``signature_table``): tensors in the order of the operator's arguments, then results,
       as in ``bf16[2,8192,4096] bf16[4096,14336] -> bf16[2,8192,14336]``.
     - ``modules`` (int32, into ``module_table``): the module's path within the model, empty where unknown.

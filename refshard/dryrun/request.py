@@ -8,6 +8,10 @@ from refshard.specs.reading import within
 
 Outcome = Literal["stepped", "ended", "oom", "failed"]
 """How the script went: it took the steps, ended before it had, ran out of the GPU's memory, or raised."""
+HeldUntil = Literal["", "gpu", "host"]
+"""Until when memory that ``record_stream()`` holds back counts as held: until the GPU is done with it by the replay, or
+until the host has waited, an upper bound. Empty if there is none.
+"""
 UNLIMITED_BYTES = 2**50
 """The memory of a GPU that is to have no end."""
 
@@ -52,9 +56,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     ``error`` is the first line of what it raised, ``where`` the line of the script that raised it. ``tokens`` are those
     that the outermost module was given in training, summed over all steps; 0 where it was given none; ``sharing`` ranks
-    were given the same (tensor, context and pipeline parallelism). ``parameters``
-    counts the model's elements, unsharded. ``peak`` and ``now`` are the device's. ``retries`` counts how often the
-    allocator gave its cache back to serve a request.
+    were given the same (tensor, context and pipeline parallelism). ``parameters`` counts the model's elements,
+    unsharded. If it ran out of memory, ``allocations`` were served before. ``peak`` and ``now`` are the device's.
+    ``retries`` counts how often the allocator gave its cache back to serve a request.
+
+    Where memory is ``held_until`` the GPU is done, ``peak``, ``now``, ``retries`` and the recording are those of a GPU,
+    and ``peak_as_run`` is what the script's process saw. ``doubt`` says why it is held until the host has waited.
+    ``limited`` is the answer within the GPU's memory, whether the script's process had a limit or not. If it is out of
+    memory, all else describes a run without a limit.
     """
 
     outcome: Outcome
@@ -65,9 +74,14 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
     sharing: int = 1
     world_size: int = 1
+    allocations: int = 0
     peak: Pool
     now: Pool
     retries: int = 0
     host_peak_bytes: int = 0
     wall_s: float = 0.0
     torch: str = ""
+    held_until: HeldUntil = ""
+    doubt: str = ""
+    peak_as_run: Pool | None = None
+    limited: "Answer | None" = None

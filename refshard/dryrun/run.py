@@ -32,18 +32,27 @@ class DryRun:
 def dry_run(request: Request) -> DryRun:
     """Run the script that the request names. Its output goes to this process's standard error.
 
-    A script that runs out of memory runs a second time, without a memory limit, to find out how much it needs.
+    A script that runs out of memory runs a second time, without a memory limit, to find out how much it needs. If it
+    ran out only because ``record_stream()`` held memory back for too long, that shows there, and it counts as fitting.
 
     Raises:
         RefshardError: the device could not be created, or the script's process ended without an answer.
     """
     run = _run(request)
     if run.answer.outcome != "oom":
-        return run
+        return _within_memory(run, run.answer)
     unlimited = _run(msgspec.structs.replace(request, limited=False))
     if unlimited.answer.outcome not in ("stepped", "ended"):
         return run
-    return replace(unlimited, request=request, refused=run.answer)
+    return _within_memory(replace(unlimited, request=request), run.answer)
+
+
+def _within_memory(run: DryRun, answer: Answer) -> DryRun:
+    """The run, refused if it ran out of the GPU's memory: by ``answer``, unless memory held back tells otherwise."""
+    within = run.answer.limited or answer
+    if within.outcome == answer.outcome == "oom" and within.allocations == answer.allocations:
+        within = msgspec.structs.replace(within, where=answer.where)  # the same allocation, and the script's own line
+    return replace(run, refused=within if within.outcome == "oom" else None)
 
 
 def _run(request: Request) -> DryRun:

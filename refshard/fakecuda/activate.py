@@ -75,6 +75,8 @@ class _Interception(importlib.abc.MetaPathFinder):
             "torch.cuda": torch_c.install,
             "torch.distributed.constants": c10d.install,
             "torch.distributed.distributed_c10d": c10d.meet_nobody,
+            "torch.distributed.checkpoint.filesystem": c10d.save_alone,
+            "torch.distributed.pipelining.schedules": c10d.infer_nothing,
         }
         self._loaded = loaded
 

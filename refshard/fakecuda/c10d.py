@@ -1,9 +1,10 @@
 """What torch's CPU build lacks of ``torch.distributed``: NCCL's process group, and in a dry run peers to meet."""
 
+import dataclasses
 import datetime
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -69,3 +70,38 @@ def meet_nobody(ext: ModuleType) -> None:
 
     for scheme in ("env", "tcp", "file"):
         rendezvous._rendezvous_handlers[scheme] = alone
+
+
+def save_alone(ext: ModuleType) -> None:
+    """In a dry run the other ranks' plans of a distributed checkpoint are copies of this rank's. It writes all that it
+    has, as if the others had nothing of it, and torch's check that nothing is missing is skipped.
+    """
+    if not ext.is_dry():
+        return
+    planner: Any = importlib.import_module("torch.distributed.checkpoint.default_planner")
+
+    def keep_own(plans: Sequence[Any], *_: Any) -> list[Any]:
+        return [plans[0], *(dataclasses.replace(plan, items=[]) for plan in plans[1:])]
+
+    planner.dedup_save_plans = keep_own
+    planner._validate_global_plan = lambda *_: []
+
+
+def infer_nothing(ext: ModuleType) -> None:
+    """In a dry run a pipeline stage cannot ask its neighbours for shapes: its own must be given, and theirs are then
+    taken to be given too.
+    """
+    if not ext.is_dry():
+        return
+    stages = importlib.import_module("torch.distributed.pipelining.stage")
+    vote = stages.PipelineStage._warmup_backward_result
+
+    def agreed(stage: Any, received_result: Any = None) -> Any:
+        if stages.InferenceMode.needs_dynamic(stage._user_meta, stage_has_backward=True):
+            raise NotImplementedError(
+                "PipelineStage would ask other ranks for the shapes of its inputs and outputs, but a dry run runs one "
+                "rank only; give it input_args and output_args (if they are DTensors, input_grads and output_grads too)"
+            )
+        return vote(stage, received_result).fill_(1)
+
+    stages.PipelineStage._warmup_backward_result = agreed

@@ -17,8 +17,8 @@ NCCL_VERSION = (2, 27, 5)
 _CUDA = 1
 """c10::DeviceType::CUDA."""
 _ARCHITECTURES = "sm_80 sm_86 sm_89 sm_90 sm_100 sm_120"
-_PACKAGE = str(Path(__file__).parent.parent)
-_INTERNAL = (f"{os.sep}torch{os.sep}", f"{os.sep}importlib{os.sep}", "<frozen")
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
+_STANDARD_LIBRARY = f"{Path(os.__file__).parent}{os.sep}"
 
 
 def install(ext: ModuleType) -> None:
@@ -26,26 +26,47 @@ def install(ext: ModuleType) -> None:
     import torch
     import torch.version
 
-    for name, value in {**_devices(ext), **_streams(ext), **_libraries(ext), **_refused(), **_memory(ext)}.items():
+    for name, value in {
+        **_devices(ext),
+        **_streams(ext),
+        **_libraries(ext),
+        **_attention(ext),
+        **_refused(),
+        **_memory(ext),
+    }.items():
         setattr(torch._C, name, value)
     torch._C._has_cuda = torch._C._has_cudnn = True
     torch.version.cuda = CUDA_VERSION
-    resize = torch.UntypedStorage.resize_
+    _storages(ext)
+    ext.set_site_callback(site)
+
+
+def _storages(ext: ModuleType) -> None:
+    """Storages that Python code makes or resizes: torch's CPU build knows none of CUDA."""
+    import torch
+
+    storage: Any = torch.UntypedStorage
+    make, resize = storage.__new__, storage.resize_
+
+    def new(cls: type, *args: Any, device: Any = None, **options: Any) -> Any:
+        if device is None or torch.device(device).type != "cuda":
+            return make(cls, *args, **options) if device is None else make(cls, *args, device=device, **options)
+        if args and not isinstance(args[0], int):
+            return make(cls, *args, **options).to(device)
+        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
 
     def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        """The CPU build of torch knows no storage of CUDA that it could resize."""
         if self.device.type != "cuda":
             return resize(self, size)  # type: ignore[no-any-return]
         ext.resize_storage(self._cdata, size)
         return self
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
-    ext.set_site_callback(site)
+    storage.__new__, storage.resize_ = new, resize_
 
 
 def site() -> str:
     """The innermost line that is neither torch's nor this project's, as ``train.py:31 in train``."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe()  # the only one, where autograd's own thread calls
     while frame is not None:
         path = frame.f_code.co_filename
         if not is_internal(path):
@@ -56,7 +77,20 @@ def site() -> str:
 
 def is_internal(path: str) -> bool:
     """Whether a source file is torch's, Python's or this project's."""
-    return any(part in path for part in _INTERNAL) or path.startswith(_PACKAGE)
+    if path.startswith(_STANDARD_LIBRARY):
+        return not path.startswith(_installed()) or path.startswith(_torch())
+    return path.startswith((_PACKAGE, _torch(), "<frozen"))
+
+
+@cache
+def _torch() -> str:
+    return f"{Path(sys.modules['torch'].__path__[0])}{os.sep}"
+
+
+@cache
+def _installed() -> tuple[str, str]:
+    """Folders of installed packages within the standard library's."""
+    return f"{_STANDARD_LIBRARY}site-packages{os.sep}", f"{_STANDARD_LIBRARY}dist-packages{os.sep}"
 
 
 def short(path: str) -> str:
@@ -216,7 +250,7 @@ def _libraries(ext: ModuleType) -> dict[str, Any]:
     numbers = (version // 10000, version // 100 % 100, version % 100)
     cudnn = SimpleNamespace(
         is_cuda=True, getVersionInt=lambda: version, getRuntimeVersion=lambda: numbers,
-        getCompileVersion=lambda: numbers,
+        getCompileVersion=lambda: numbers, RNNMode=SimpleNamespace(rnn_relu=0, rnn_tanh=1, lstm=2, gru=3),
     )  # fmt: skip
     nvtx = SimpleNamespace(
         rangePushA=lambda text: 0, rangePop=lambda: 0, rangeStartA=lambda text: 0, rangeEnd=lambda handle: None,  # noqa: ARG005
@@ -227,6 +261,35 @@ def _libraries(ext: ModuleType) -> dict[str, Any]:
         "_nvtx": nvtx,
         "_cuda_get_cudnn_benchmark_limit": lambda: 10,
         "_cuda_set_cudnn_benchmark_limit": lambda limit: None,  # noqa: ARG005
+    }
+
+
+def _attention(ext: ModuleType) -> dict[str, Any]:
+    """What :mod:`torch.backends.cuda` says about the attention kernels that would take a call."""
+    import torch
+
+    def dense(tensor: torch.Tensor) -> torch.Tensor:
+        """A jagged tensor as one sequence: what is asked is about its heads and its dtype."""
+        return tensor.transpose(1, 2).values().transpose(0, 1)[None] if tensor.is_nested else tensor
+
+    def can_use(name: str) -> Callable[..., bool]:
+        backend = int(getattr(torch._C._SDPBackend, name))
+
+        def asked(params: Any, debug: bool = False) -> bool:  # noqa: ARG001
+            jagged = params.query.is_nested
+            if jagged and name == "CUDNN_ATTENTION":
+                return False  # only with TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED=1
+            return ext.is_dry() and ext.can_use_attention(  # type: ignore[no-any-return]
+                backend, dense(params.query), dense(params.key), dense(params.value), params.attn_mask, params.dropout,
+                params.is_causal, params.enable_gqa,
+            )  # fmt: skip
+
+        return asked
+
+    return {
+        "_can_use_flash_attention": can_use("FLASH_ATTENTION"),
+        "_can_use_mem_efficient_attention": can_use("EFFICIENT_ATTENTION"),
+        "_can_use_cudnn_attention": can_use("CUDNN_ATTENTION"),
     }
 
 

@@ -88,13 +88,19 @@ class Made:
     ) -> int:
         """The new block's id."""
         block = self._new_id()
-        self._add(Kind.ALLOCATE, name, streams=stream, subjects=block, sizes=nbytes, categories=int(category))
+        self._add(
+            Kind.ALLOCATE, name, streams=stream, subjects=block, sizes=nbytes, writes=nbytes, categories=int(category)
+        )  # fmt: skip
         self._blocks[block] = nbytes
         return block
 
     def free(self, block: int) -> None:
         """Give a block back to the allocator."""
         self._add(Kind.FREE, "free", subjects=block, sizes=self._blocks.get(block, 0))
+
+    def hold(self, block: int, stream: int) -> None:
+        """``record_stream()``: another stream uses the block."""
+        self._add(Kind.HOLD, "hold", streams=stream, subjects=block)
 
     def segment(self, nbytes: int) -> None:
         """Memory that the allocator takes from the device, or gives back."""

@@ -83,3 +83,20 @@ with torch.no_grad():
     model(torch.ones(8, 1024, device="cuda"))
 """
 """No optimizer ever steps."""
+
+COMPILED = """
+import torch
+from torch import nn
+
+graphs = []
+
+
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+
+model = torch.compile(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).cuda(), backend=backend)
+model(torch.randn(64, 512, device="cuda")).sum().backward()
+print("compiled graphs:", len(graphs))
+"""

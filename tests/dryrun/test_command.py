@@ -100,6 +100,14 @@ def test_what_does_not_fit_says_what_it_needs_and_what_was_refused(tmp_path: Pat
     assert re.search(r"At train.py:3 in <(listcomp|module)>\.", words)
 
 
+def test_expandable_segments_have_addresses_where_memory_has_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    words = " ".join(run(tmp_path, scripts.TOO_LARGE, "--world-size", "1").stdout.split())
+    assert "DOES NOT FIT needs 120 GiB reserved, 41.3 GiB more than 78.7 GiB; peak allocated 120 GiB" in words
+
+
 def test_what_would_not_fit_any_gpu_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.ENDLESS, "--world-size", "1")
     assert done.returncode == 1
@@ -179,3 +187,29 @@ def test_races_and_the_page_are_made_of_one_run(tmp_path: Path) -> None:
     text = page.read_text()
     assert "It fits, with " in text
     assert "Races" in text
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    done = run(tmp_path, "print('ran')", "--trace", "missing/trace.json")
+    assert done.returncode == 2
+    assert "trace: missing/trace.json cannot be written; name a file in a folder that exists" in done.stderr
+    assert "ran" not in done.stderr
+
+
+def test_errors_show_the_scripts_own_lines(tmp_path: Path) -> None:
+    done = run(tmp_path, "def load():\n    raise ValueError('no data')\n\n\nload()\n")
+    assert done.returncode == 1
+    assert "FAILED  ValueError: no data\n        at train.py:2 in load" in done.stdout
+    assert "in load" in done.stderr
+    assert "child.py" not in done.stderr
+
+
+def test_an_exit_message_is_shown(tmp_path: Path) -> None:
+    done = run(tmp_path, "import sys\n\nsys.exit('no such config')\n")
+    assert "FAILED  the script ended with exit status 1: no such config" in done.stdout
+
+
+def test_a_compiled_module_is_not_run_uncompiled(tmp_path: Path) -> None:
+    done = run(tmp_path, scripts.COMPILED)
+    assert done.returncode == 0, done.stderr
+    assert "compiled graphs: 1" in done.stderr

@@ -93,6 +93,69 @@ def memory() -> dict[str, bool]:
     return {"pages": grown_kib < 100 << 10, "allocated": torch.cuda.memory_allocated() >= x.nbytes + y.nbytes}
 
 
+def _reserved_after(waits_for_the_later_event: bool) -> int:
+    """Bytes in segments after a block was freed that a side stream uses, and one like it was asked for.
+
+    The side stream has passed the block's kernel, but waits for another stream. The host waits for an event of it from
+    before, or from after, it waits.
+    """
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    block = torch.empty(64 << 20, device="cuda")
+    block.record_stream(side)
+    earlier = side.record_event()
+    side.wait_event(other.record_event())
+    del block
+    (side.record_event() if waits_for_the_later_event else earlier).synchronize()
+    fresh = torch.empty(64 << 20, device="cuda")
+    reserved = torch.cuda.memory_reserved() - before
+    del fresh
+    return reserved >> 20
+
+
+@check
+def held_back() -> list[int]:
+    return [_reserved_after(False), _reserved_after(True)]
+
+
+@check
+def holds() -> dict[str, Any]:
+    """What is recorded of ``record_stream()``, and of how much was asked for."""
+    ext: Any = sys.modules[NAME]
+    side = torch.cuda.Stream()
+    ext.clear_recording()
+    ext.record(True)
+    block = torch.empty(1000, dtype=torch.uint8, device="cuda")
+    block.record_stream(torch.cuda.current_stream())  # its own, for which nothing is held back
+    block.record_stream(side)
+    ext.record(False)
+    table = ext.recording()
+    rows = [int(row) for row in (table["kinds"] == Kind.HOLD).nonzero()[0]]
+    (made,) = (table["kinds"] == Kind.ALLOCATE).nonzero()[0]
+    return {
+        "streams": [int(table["streams"][row]) == side.stream_id for row in rows],
+        "blocks": [int(table["subjects"][row]) == int(table["subjects"][made]) for row in rows],
+        "sizes": [int(table["sizes"][made]), int(table["writes"][made])],
+    }
+
+
+@check
+def allocators_alike() -> dict[str, int]:
+    """An allocator like the device's, on a device of another size: settings, memory and fraction."""
+    ext: Any = sys.modules[NAME]
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    taken: list[int] = []
+    allocator = ext.allocator_like(0, ext.Streams(), taken.append, 100 << 20)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    allocator.allocate(40 << 20, 0)
+    try:
+        allocator.allocate(40 << 20, 0)
+    except ext.OutOfMemory:
+        taken.append(0)
+    return {"fraction": round(allocator.memory_fraction, 6), "taken": taken}
+
+
 @check
 def values() -> dict[str, Any]:
     """What is small is known, and what follows from large tensors is not and says so."""

@@ -33,6 +33,18 @@ def test_memory_has_addresses_without_pages(seen: Seen) -> None:
     assert seen("memory") == {"pages": True, "allocated": True}
 
 
+def test_a_stream_that_waits_holds_memory_back(seen: Seen) -> None:
+    assert seen("held_back") == [2 * 256, 256]
+
+
+def test_what_record_stream_holds_is_recorded(seen: Seen) -> None:
+    assert seen("holds") == {"streams": [True], "blocks": [True], "sizes": [1024, 1000]}
+
+
+def test_an_allocator_like_the_device_s_has_its_settings(seen: Seen) -> None:
+    assert seen("allocators_alike") == {"fraction": 0.5, "taken": [40 << 20, 0]}
+
+
 def test_small_values_are_known_and_others_marked(seen: Seen) -> None:
     found = seen("values")
     assert found["known"] == [15, [0, 1, 2, 3, 4, 5], 5.0]

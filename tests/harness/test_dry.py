@@ -16,6 +16,7 @@ from refshard.harness.dry.record import NOT_CLAIMED, launch_dry, prove_dry, reco
 from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, StepResult, result_file
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.launchers.local import LocalLauncher
+from refshard.harness.rank import trace_file
 from refshard.harness.run import blank_record, check_suite, run_suite
 from refshard.quantities import GIB, MIB, format_bytes
 from refshard.records import DERIVED, METRICS, CaseRecord, Census, CollectiveCount, Environment, RunRecord, StepTrace
@@ -279,6 +280,37 @@ def test_out_of_memory_is_run_again_without_a_limit(tmp_path: Path) -> None:
         "peak_memory_bytes": 3 * GIB, "peak_active_bytes": 4 * GIB, "peak_reserved_bytes": 5 * GIB,
     }  # fmt: skip
     assert record.metrics.keys() == METRICS.keys() - DERIVED
+
+
+def test_what_fits_by_the_replay_counts_as_it_does_without_a_limit(tmp_path: Path) -> None:
+    """``record_stream()`` held memory back for too long; the traces are those of the second run."""
+    peak = msgspec.structs.replace(GOOD.peak, reserved=2 * GIB)
+    fits = msgspec.structs.replace(GOOD, fits=True, steps=(msgspec.structs.replace(STEP, peak=peak),))
+
+    def answer(asked: DryCase) -> DryResult:
+        if not asked.limited:
+            trace_file(tmp_path / "unlimited", asked.rank).write_text("trace")
+        return OUT if asked.limited else fits
+
+    record = record_of(Leaves(answer), tmp_path)
+    assert (record.state, record.error) == ("ok", None)
+    assert record.metrics["peak_reserved_bytes"] == 2 * GIB
+    assert trace_file(tmp_path, 0).read_text() == "trace"
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_out_of_memory_is_told_as_the_replay_has_it(limited: bool, tmp_path: Path) -> None:
+    """Memory that comes free earlier may also leave less room than the run met, where it is in pieces."""
+    within = DryResult(state="oom", peak=msgspec.structs.replace(GOOD.peak, allocated=GIB // 2), refused="1.70 GiB")
+    needs = msgspec.structs.replace(GOOD, limited=within)
+    launcher = Leaves(lambda asked: needs if limited or not asked.limited else OUT)
+    record = record_of(launcher, tmp_path)
+    assert len(launcher.asked) == (1 if limited else 2)
+    assert record.state == "oom"
+    assert record.error == (
+        "out of memory: needs at least 3.00 GiB (5.00 GiB reserved), "
+        f"{'8.00' if limited else '2.00'} GiB usable; 512 MiB were in use when it asked for 1.70 GiB"
+    )
 
 
 def test_what_would_be_needed_may_stay_unknown(tmp_path: Path) -> None:

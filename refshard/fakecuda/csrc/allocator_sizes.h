@@ -13,6 +13,7 @@ constexpr size_t kLeastUnshared = 10 * kMebibyte; // requests from this size on 
 constexpr size_t kUnsharedUnit = 2 * kMebibyte;   // ... rounded up to this
 constexpr size_t kTooLarge = size_t{1} << 60;     // requests that torch refuses outright
 constexpr size_t kUnlimitedMemory = size_t{128} << 30;  // by which a device without limit sizes expandable segments
+constexpr size_t kMostAddresses = size_t{512} << 30;  // of an expandable segment; 9/8 of any GPU's memory is less
 
 constexpr size_t round_down(size_t bytes, size_t unit) { return bytes / unit * unit; }
 constexpr size_t round_up(size_t bytes, size_t unit) { return round_down(bytes + unit - 1, unit); }

@@ -176,6 +176,14 @@ AttentionTensor describe(const at::Tensor& tensor) {
   return made;
 }
 
+AttentionCall call_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                      const std::optional<at::Tensor>& mask, double dropout, bool causal, bool grouped) {
+  AttentionCall call{describe(query), describe(key), describe(value), std::nullopt, dropout, causal, grouped,
+                     at::GradMode::is_enabled()};
+  if (mask && mask->defined()) call.mask = describe(*mask);
+  return call;
+}
+
 // priority_order: once in a process, and over whatever order the user has set before.
 void put_cudnn_first_once(const Capability& capability) {
   static std::atomic<bool> done = false;
@@ -292,10 +300,7 @@ AttentionSettings current_attention_settings() {
 int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const std::optional<at::Tensor>& mask, double dropout, bool causal,
                          std::optional<double> /*scale*/, bool grouped) {
-  using attention_rules::describe;
-  AttentionCall call{describe(query), describe(key), describe(value), std::nullopt, dropout, causal, grouped,
-                     at::GradMode::is_enabled()};
-  if (mask && mask->defined()) call.mask = describe(*mask);
+  const auto call = attention_rules::call_of(query, key, value, mask, dropout, causal, grouped);
   const auto& capability = device().options.capability;
   auto& context = at::globalContext();
   if (context.userEnabledMathSDP() || context.userEnabledFlashSDP() || context.userEnabledMemEfficientSDP() ||
@@ -306,6 +311,19 @@ int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const a
   TORCH_CHECK(backend != at::SDPBackend::error, "No viable backend for scaled_dot_product_attention was found. ",
               "This is likely due to turning off both the math kernel and the fused kernels.");
   return static_cast<int64_t>(backend);
+}
+
+bool can_use_attention(int64_t backend, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                       const std::optional<at::Tensor>& mask, double dropout, bool causal, bool grouped) {
+  const auto call = attention_rules::call_of(query, key, value, mask, dropout, causal, grouped);
+  const auto settings = current_attention_settings();
+  const auto& capability = device().options.capability;
+  switch (static_cast<at::SDPBackend>(backend)) {
+    case at::SDPBackend::flash_attention: return !refuse_flash(call, settings, capability);
+    case at::SDPBackend::efficient_attention: return !refuse_efficient(call, settings, capability);
+    case at::SDPBackend::cudnn_attention: return !refuse_cudnn(call, settings, capability);
+    default: return false;
+  }
 }
 
 }  // namespace refshard

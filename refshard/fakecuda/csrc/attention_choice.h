@@ -69,4 +69,8 @@ int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const a
                          const std::optional<at::Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped);
 
+// Whether one kernel would take the call, as torch.backends.cuda.can_use_flash_attention and its like say.
+bool can_use_attention(int64_t backend, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                       const std::optional<at::Tensor>& mask, double dropout, bool causal, bool grouped);
+
 }  // namespace refshard

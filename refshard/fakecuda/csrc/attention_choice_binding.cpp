@@ -1,6 +1,7 @@
 #include "attention_choice_binding.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <map>
@@ -172,6 +173,8 @@ void bind_attention_choice(pybind11::module_& module) {
       .def_readwrite("cuda_version", &Capability::cuda_version);
   bind_settings(module);
   bind_workspaces(module);
+  module.def("can_use_attention", &can_use_attention, py::arg("backend"), py::arg("query"), py::arg("key"),
+             py::arg("value"), py::arg("mask"), py::arg("dropout"), py::arg("causal"), py::arg("grouped"));
   module.def("prefers_cudnn", &prefers_cudnn, py::arg("capability"));
   module.def(
       "choose_attention",

@@ -15,6 +15,7 @@ namespace py = pybind11;
 
 namespace refshard {
 void register_attention();
+void register_recurrent();
 
 namespace {
 
@@ -107,6 +108,26 @@ void bind_device(py::module_& m) {
   });
 }
 
+// To allocate once more what a recording allocated: streams as they were, and allocators like the device's.
+void bind_reallocation(py::module_& m) {
+  py::class_<Streams, Progress>(m, "Streams")
+      .def(py::init<>())
+      .def("launched", &Streams::launched)
+      .def("record", &Streams::record)
+      .def("wait", &Streams::wait)
+      .def("host_waits_for_stream", &Streams::host_waits_for_stream)
+      .def("host_waits_for_event", &Streams::host_waits_for_event)
+      .def("synchronise", &Streams::synchronise);
+  // An empty allocator with the settings of the device's own, on a device of `total` bytes.
+  m.def(
+      "allocator_like",
+      [](int index, Progress& progress, std::function<void(int64_t)> on_segment, size_t total) {
+        std::lock_guard lock(device().mutex);
+        return device().allocator_like(static_cast<c10::DeviceIndex>(index), progress, std::move(on_segment), total);
+      },
+      py::arg("index"), py::arg("progress"), py::arg("on_segment"), py::arg("total"), py::keep_alive<0, 2>());
+}
+
 void bind_memory(py::module_& m) {
   // Both as torch._C gives them to torch.cuda.memory_stats() and torch.cuda.memory_snapshot().
   m.def("statistics", [](int index) {
@@ -193,10 +214,12 @@ void bind_process_group(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   c10::SetAllocator(c10::DeviceType::CUDA, &refshard::device_allocator(), /*priority=*/1);
   refshard::register_attention();
+  refshard::register_recurrent();
   refshard::bind_device(m);
   refshard::bind_memory(m);
   refshard::bind_recorder(m);
   refshard::bind_process_group(m);
   refshard::bind_caching_allocator(m);
+  refshard::bind_reallocation(m);
   refshard::bind_attention_choice(m);
 }

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
 #include "translation.h"
@@ -38,10 +39,15 @@ void put_copy(const at::Tensor& to, const at::Tensor& from, StreamId stream) {
   if (from.is_cuda()) accesses.push_back(access_of(from, false));
   if (to.is_cuda()) accesses.push_back(access_of(to, true));
   recorder().add(event, accesses);
+  if (to.is_cuda()) recorder().written(block_at(to.device().index(), to.storage().data()), event.name);
   spread_categories("aten::copy_", accesses);
 }
 
-void move_values(const at::Tensor& to, const at::Tensor& from) {
+// Whether `to` now holds what `from` holds.
+bool move_values(const at::Tensor& to, const at::Tensor& from) {
+  const auto values = in_runs(to) || in_runs(from) ? values_of(from) : std::nullopt;
+  values_are_overwritten(to);
+  if (values && put_values(to, *values)) return true;
   const auto real = [](const at::Tensor& tensor) { return tensor.is_cpu() || (tensor.is_cuda() && resident(tensor)); };
   if (real(to) && real(from)) {
     on_host(to).copy_(on_host(from));
@@ -50,11 +56,14 @@ void move_values(const at::Tensor& to, const at::Tensor& from) {
       const bool now_unknown = from.is_cuda() && unknown(from);
       if (now_unknown || whole) set_unknown(to, now_unknown);
     }
-  } else if (to.is_cpu() && to.nbytes() <= kZeroed) {
+    return !(from.is_cuda() && unknown(from));
+  }
+  if (to.is_cpu() && to.nbytes() <= kZeroed) {
     to.zero_();
   } else if (to.is_cuda() && resident(to)) {
     set_unknown(to, true);
   }
+  return false;
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) {
@@ -64,9 +73,9 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& given, bool non_blocking) 
   const auto& on_device = self.is_cuda() ? self : from;
   const auto stream = current_stream(on_device.device().index());
   put_copy(self, from, stream);
-  move_values(self, from);
+  const bool known = move_values(self, from);
   if (!non_blocking && self.is_cpu() != from.is_cpu()) {
-    synchronise(direction(self, from), stream, 0, from.is_cuda() && (!resident(from) || unknown(from)) ? kValueUnknown : 0);
+    synchronise(direction(self, from), stream, 0, from.is_cuda() && !known ? kValueUnknown : 0);
   }
   return self;
 }
@@ -84,9 +93,11 @@ void put_read(const char* name, std::initializer_list<at::Tensor> tensors) {
 }
 
 at::Scalar item(const at::Tensor& self) {
-  const bool known = resident(self) && !unknown(self);
+  const auto value = in_runs(self) ? values_of(self) : std::nullopt;
+  const bool known = value || (resident(self) && !unknown(self));
   put_read("aten::_local_scalar_dense", {self});
   synchronise("item", current_stream(self.device().index()), 0, known ? 0 : kValueUnknown);
+  if (value) return self.scalar_type() == at::kBool ? at::Scalar(value->sum() != 0) : at::Scalar(value->sum());
   if (resident(self)) return on_host(self).item();
   if (c10::isFloatingType(self.scalar_type())) return 1.0;
   return self.scalar_type() == at::kBool ? at::Scalar(false) : at::Scalar(int64_t{0});

@@ -43,10 +43,11 @@ struct FakeDevice::Memory {
                   [](int64_t delta) { recorder().segment(delta); }, options.total_memory) {}
   ~Memory() { munmap(reinterpret_cast<void*>(base), kSpan); }
 
-  static size_t usable(const DeviceOptions& options) {
-    if (!options.total_memory) return 0;  // no limit
-    TORCH_CHECK(options.total_memory > options.unusable_memory, "a device must have more memory than its context takes");
-    return options.total_memory - options.unusable_memory;
+  static size_t usable(const DeviceOptions& options) { return usable(options, options.total_memory); }
+  static size_t usable(const DeviceOptions& options, size_t total) {
+    if (!total) return 0;  // no limit
+    TORCH_CHECK(total > options.unusable_memory, "a device must have more memory than its context takes");
+    return total - options.unusable_memory;
   }
 
   uintptr_t base;
@@ -70,6 +71,7 @@ int64_t Streams::record(StreamId stream, int64_t event) {
 }
 
 void Streams::wait(StreamId stream, int64_t event) {
+  ++clocks_[stream][stream];  // so that who waits for the stream from now on waits for the event too
   if (const auto found = events_.find(event); found != events_.end()) join(clocks_[stream], found->second);
 }
 
@@ -95,6 +97,16 @@ CachingAllocator& FakeDevice::memory(c10::DeviceIndex index) {
   auto& found = memories_[index];
   if (!found) found = std::make_shared<Memory>(options, streams);
   return found->allocator;
+}
+
+std::unique_ptr<CachingAllocator> FakeDevice::allocator_like(c10::DeviceIndex index, Progress& progress,
+                                                             std::function<void(int64_t)> on_segment, size_t total) {
+  auto& own = memory(index);
+  auto made = std::make_unique<CachingAllocator>(kSpan, kSpan, Memory::usable(options, total), own.settings(), progress,
+                                                 std::move(on_segment), total);
+  // Fractions are kept as bytes, and each rounding may lose one.
+  if (made->memory_fraction() != own.memory_fraction()) made->set_memory_fraction(own.memory_fraction());
+  return made;
 }
 
 c10::DeviceIndex FakeDevice::owner_of(const void* address) const {

@@ -35,7 +35,8 @@ struct DeviceOptions {
 using Clock = std::unordered_map<StreamId, int64_t>;
 
 // Streams and events. Nothing tells when a kernel ends on a device that is not there, so a stream counts as having come
-// as far as the host has waited for: the host is taken to run ahead as far as it can.
+// as far as the host has waited for: the host is taken to run ahead as far as it can. A replay knows better, later:
+// refshard/dryrun/held_back.py.
 class Streams final : public Progress {
  public:
   // As cudaStreamCreate's streams in torch: 32 for each device and priority, handed out in turn.
@@ -75,6 +76,9 @@ class FakeDevice {
 
   bool dry() const { return options.mode == Mode::Dry; }
   CachingAllocator& memory(c10::DeviceIndex device);
+  // An empty one, set as that of the device is now, of a device with `total` bytes; its addresses have no memory.
+  std::unique_ptr<CachingAllocator> allocator_like(c10::DeviceIndex device, Progress& progress,
+                                                   std::function<void(int64_t)> on_segment, size_t total);
   // The device among whose addresses this one is; -1 if it is none of a device.
   c10::DeviceIndex owner_of(const void* address) const;
   void empty_caches();

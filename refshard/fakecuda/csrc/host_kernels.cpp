@@ -113,14 +113,6 @@ Tensor addmm_to(const Tensor& sum, const Tensor& a, const Tensor& b, at::ScalarT
   return at::addmm(sum.to(dtype), a.to(dtype), b.to(dtype), beta, alpha);
 }
 
-// Where cuDNN's recurrent layers keep all their weights.
-Tensor flat_weights(at::TensorList weights, int64_t, c10::SymInt, int64_t, c10::SymInt, c10::SymInt, int64_t, bool,
-                    bool) {
-  int64_t elements = 0;
-  for (const auto& weight : weights) elements += weight.numel();
-  return at::empty({elements}, weights.front().options());
-}
-
 template <typename Library>
 void put_batch_norm(Library& library) {
   library.impl("batch_norm_stats", batch_norm_stats);
@@ -139,7 +131,6 @@ TORCH_LIBRARY_IMPL(aten, CPU, library) {
 }
 
 TORCH_LIBRARY_IMPL(aten, Meta, library) {
-  library.impl("_cudnn_rnn_flatten_weight", flat_weights);
   put_batch_norm(library);
 }
 

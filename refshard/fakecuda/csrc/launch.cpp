@@ -4,6 +4,7 @@
 #include <unordered_set>
 
 #include "device.h"
+#include "large_integers.h"
 #include "memory.h"
 #include "translation.h"
 
@@ -136,6 +137,15 @@ void spread_categories(std::string_view name, const std::vector<Access>& accesse
     if (recorder().category_of(of) != Category::Other) continue;
     if (access.write && unsharded) recorder().categorise(of, Category::Unsharded);
     if (!access.write && name == "aten::_chunk_cat") recorder().categorise(of, Category::Gradients);
+  }
+}
+
+void Launch::overwrites_values() const {
+  // torch's own operators declare all that they write; others may not.
+  const bool declared = std::string_view(schema_.name()).starts_with("aten::");
+  for (const auto& access : accesses_) {
+    if (!access.write && declared) continue;
+    values_are_overwritten(reinterpret_cast<const void*>(access.address), static_cast<size_t>(access.size));
   }
 }
 

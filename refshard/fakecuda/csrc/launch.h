@@ -34,6 +34,8 @@ class Launch {
   // Whether it launched nothing: all of its results are views of what it was given.
   bool view_only() const { return view_only_; }
   const std::vector<TensorArgument>& inputs() const { return inputs_; }
+  // Before it runs: what it writes does not keep its values.
+  void overwrites_values() const;
   // Puts it on the stream, in the recording and in the device's books.
   void put(int64_t stream);
 

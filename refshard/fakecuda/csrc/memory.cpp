@@ -6,6 +6,8 @@
 #include <cstring>
 #include <unordered_set>
 
+#include "large_integers.h"
+
 namespace refshard {
 namespace {
 
@@ -33,6 +35,7 @@ void free_block(void* address) {
   const auto [size, stream] = std::pair(block->size, block->stream);
   const auto id = memory.free(reinterpret_cast<uintptr_t>(address));
   recorder().freed(id, reinterpret_cast<int64_t>(address), static_cast<int64_t>(size), stream);
+  values_are_freed(address, size);
   std::lock_guard unknown_guard(unknown_mutex);
   unknown_addresses.erase(address);
 }
@@ -41,8 +44,8 @@ void* allocate_block(size_t size, c10::DeviceIndex index, StreamId stream) {
   std::lock_guard guard(device().mutex);
   try {
     const auto made = device().memory(index).allocate(size, stream);
-    recorder().allocated(made.id, static_cast<int64_t>(made.address), static_cast<int64_t>(made.size), stream,
-                         allocating_name, allocating_category);
+    recorder().allocated(made.id, static_cast<int64_t>(made.address), static_cast<int64_t>(made.size),
+                         static_cast<int64_t>(size), stream, allocating_name, allocating_category);
     auto* address = reinterpret_cast<void*>(made.address);
     // What was there before must not look like a value; in host compute it shows as NaN.
     if (!device().dry()) std::memset(address, 0xff, made.size);
@@ -179,7 +182,9 @@ void keep_until_passed(c10::DeviceIndex index, const void* address, StreamId str
   std::lock_guard guard(device().mutex);
   auto& memory = device().memory(index);
   const auto* block = memory.find(reinterpret_cast<uintptr_t>(address));
-  if (block && block->stream != stream) memory.record_stream(block->address, stream);
+  if (!block || block->stream == stream) return;
+  memory.record_stream(block->address, stream);
+  recorder().held(block->id, stream);
 }
 
 void record_stream(c10::DeviceIndex index, const void* address, StreamId stream) {

@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "generator.h"
+#include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
 #include "translation.h"
@@ -21,9 +22,15 @@ const std::unordered_set<std::string_view> kSynchronising = {
 };
 // Above this, an operator on known values is looked at on meta before it is computed: its result may be huge.
 constexpr size_t kComputeUnseen = 16384;
+// Operators that no meta kernel can size. Their results are at most a few times as large as their arguments.
+const std::unordered_set<std::string_view> kSizedByValues = {"aten::nonzero", "aten::index"};
+// An operator that makes a result of any size from no arguments.
+constexpr std::string_view kArange = "aten::arange";
 
 struct Known {
   bool all_resident = true;
+  bool integers = false;
+  bool in_runs = false;
   bool unknown = false;
   size_t bytes = 0;
 };
@@ -33,9 +40,12 @@ Known known_arguments(const torch::jit::Stack& stack, size_t first) {
   for (size_t place = first; place < stack.size(); ++place) {
     for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
       if (!tensor.is_cuda()) return;
-      found.all_resident = found.all_resident && resident(tensor);
       found.unknown = found.unknown || unknown(tensor);
       found.bytes += tensor.nbytes();
+      found.all_resident = found.all_resident && resident(tensor);
+      if (!c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) return;
+      found.integers = true;
+      found.in_runs = found.in_runs || in_runs(tensor);
     });
   }
   return found;
@@ -50,7 +60,10 @@ void run(c10::DeviceType target, const c10::OperatorHandle& op, torch::jit::Stac
 }
 
 // Whether an operator on these arguments gives results that are small enough to be computed.
-bool gives_little(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+bool gives_little(const c10::OperatorHandle& op, const Known& known, const torch::jit::Stack& stack, size_t first) {
+  const auto& name = op.schema().name();
+  if (known.bytes <= kComputeUnseen && name != kArange) return true;
+  if (!known.unknown && kSizedByValues.contains(name)) return true;
   torch::jit::Stack trial(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end());
   Translation(c10::DeviceType::Meta).arguments(op, trial, 0);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &trial);
@@ -61,17 +74,43 @@ bool gives_little(const c10::OperatorHandle& op, const torch::jit::Stack& stack,
   return bytes <= size_t{4} << 20;
 }
 
+// How many places there are to choose from, for an operator that returns places in its first argument; else 0.
+int64_t choices(std::string_view name, const torch::jit::Stack& stack, size_t first) {
+  const bool along_last = name == "aten::multinomial";
+  if (!along_last && name != "aten::topk" && name != "aten::argmax") return 0;
+  const auto& from = stack[first].toTensor();
+  const auto& dim = stack[first + (name == "aten::argmax" ? 1 : 2)];
+  if (!along_last && !dim.isInt()) return from.numel();
+  return from.dim() ? from.size(along_last ? -1 : dim.toInt()) : 1;
+}
+
+// What a comparison gives if the values that nobody has are those that they read as; nothing for other operators.
+std::optional<bool> compared(std::string_view name, const torch::jit::Stack& stack, size_t first) {
+  const auto value = [&](size_t place) {
+    const auto& given = stack[first + place];
+    if (given.isTensor()) return c10::isFloatingType(given.toTensor().scalar_type()) ? 1.0 : 0.0;
+    return given.isScalar() ? given.toScalar().toDouble() : 0.0;
+  };
+  if (name == "aten::eq") return value(0) == value(1);
+  if (name == "aten::ne") return value(0) != value(1);
+  if (name == "aten::lt") return value(0) < value(1);
+  if (name == "aten::le") return value(0) <= value(1);
+  if (name == "aten::gt") return value(0) > value(1);
+  if (name == "aten::ge") return value(0) >= value(1);
+  return std::nullopt;
+}
+
 // A value where there is none: 1 for a float (its logarithm and its inverse are finite), 0 for a count.
-void put_placeholder(const at::Tensor& tensor, std::string_view name) {
+void put_placeholder(const at::Tensor& tensor, std::string_view name, int64_t choices, std::optional<bool> truth) {
   if (!resident(tensor) || !tensor.numel()) return;
   auto host = on_host(tensor);
-  if (name == "aten::topk" || name == "aten::argmax" || name == "aten::multinomial") {
+  if (choices) {
     if (c10::isIntegralType(host.scalar_type(), false)) {
       // As even as can be: a router that sends all tokens to one expert would be the worst case, not the usual one.
-      host.copy_(at::arange(host.numel(), host.options()).view(host.sizes()));
+      host.copy_(at::arange(host.numel(), host.options()).remainder_(choices).view(host.sizes()));
     }
   } else {
-    host.fill_(c10::isFloatingType(host.scalar_type()) || name == "aten::all" ? 1 : 0);
+    host.fill_(truth.value_or(c10::isFloatingType(host.scalar_type()) || name == "aten::all") ? 1 : 0);
   }
   set_unknown(tensor, true);
 }
@@ -115,10 +154,28 @@ void give_back_arguments(const c10::FunctionSchema& schema, torch::jit::Stack& s
   stack.insert(stack.end(), results.begin(), results.end());
 }
 
+// Runs an operator whose result gets its values, or at least its size, from runs. False if it needs another way.
+bool run_on_runs(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
+  const auto result = result_in_runs(op, stack, first);
+  if (!result) return false;
+  const auto& name = op.schema().name();
+  const auto truth = compared(name, stack, first);
+  if (result->tensor) {
+    stack.resize(first);
+    stack.emplace_back(*result->tensor);
+  } else {
+    run(c10::DeviceType::Meta, op, stack, first);
+  }
+  const auto made = stack[first].toTensor();
+  if (!result->values || !put_values(made, *result->values)) put_placeholder(made, name, 0, truth);
+  return true;
+}
+
 void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
   const auto& name = op.schema().name();
   const auto known = known_arguments(stack, first);
-  if (known.all_resident && (known.bytes <= kComputeUnseen || gives_little(op, stack, first))) {
+  if (known.integers && (known.in_runs || !known.all_resident) && run_on_runs(op, stack, first)) return;
+  if (known.all_resident && gives_little(op, known, stack, first)) {
     if (op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
       run(c10::DeviceType::CPU, op, stack, first);
       if (!known.unknown) return;
@@ -130,17 +187,20 @@ void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fir
       return;
     }
   }
+  if (name == kArange && run_on_runs(op, stack, first)) return;
   if (only_writes(op.schema()) && !has_meta_kernel(op)) {
     give_back_arguments(op.schema(), stack, first);
     return;
   }
+  const auto to_choose_from = choices(name, stack, first);
+  const auto truth = compared(name, stack, first);
   run(c10::DeviceType::Meta, op, stack, first);
   const auto& arguments = op.schema().arguments();
   const bool writes_out = std::any_of(arguments.begin(), arguments.end(), [](const auto& one) { return one.is_out(); });
   for (size_t place = 0; place < op.schema().returns().size(); ++place) {
     if (op.schema().returns()[place].alias_info() && !writes_out) continue;
     for_each_tensor(stack[first + place], [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda()) put_placeholder(tensor, name);
+      if (tensor.is_cuda()) put_placeholder(tensor, name, to_choose_from, truth);
     });
   }
 }
@@ -192,6 +252,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (op.hasTag(at::Tag::nondeterministic_seeded)) drawing.emplace(*stack, first);
   Launch launch(op);
   launch.arguments(*stack, first);
+  launch.overwrites_values();
   const auto scratch = workspaces_of(op, launch, *stack, first);
   {
     Allocating for_kernel(name, Category::Workspace);

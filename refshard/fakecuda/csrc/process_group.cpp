@@ -7,6 +7,7 @@
 
 #include "collective_work.h"
 #include "guard.h"
+#include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
 #include "translation.h"
@@ -100,6 +101,7 @@ void FakeNccl::move(const Call& call) {
 
 WorkPtr FakeNccl::issue(const Call& call) {
   ++sequence_;
+  for (const auto& tensor : call.out) values_are_overwritten(tensor);
   std::vector<WorkPtr> pending;
   if (gloo_) {
     pending.push_back(call.over_gloo(*gloo_, hosts(call.out), hosts(call.in)));

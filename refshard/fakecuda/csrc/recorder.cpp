@@ -46,13 +46,14 @@ void Recorder::add(Event event, const std::vector<Access>& accesses) {
   events_.push_back(event);
 }
 
-void Recorder::allocated(int64_t block, int64_t address, int64_t size, int64_t stream, std::string_view by,
-                         Category category) {
+void Recorder::allocated(int64_t block, int64_t address, int64_t size, int64_t requested, int64_t stream,
+                         std::string_view by, Category category) {
   const auto where = place();
   const auto name = names.code(by);
   Event event{.kind = Kind::Allocate, .name = name, .stream = stream, .subject = block, .size = size};
   event.category = category;
   event.reads = address;
+  event.writes = requested;
   add(event);
   std::lock_guard guard(mutex_);
   const auto row = on ? static_cast<int64_t>(events_.size()) - 1 : -1;
@@ -66,6 +67,8 @@ void Recorder::freed(int64_t block, int64_t address, int64_t size, int64_t strea
 }
 
 void Recorder::segment(int64_t delta) { add({.kind = Kind::Segment, .size = delta}); }
+
+void Recorder::held(int64_t block, int64_t stream) { add({.kind = Kind::Hold, .stream = stream, .subject = block}); }
 
 void Recorder::categorise(int64_t block, Category category) {
   std::lock_guard guard(mutex_);

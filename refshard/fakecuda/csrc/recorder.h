@@ -12,7 +12,7 @@
 
 namespace refshard {
 
-enum class Kind : uint8_t { Launch, Collective, Record, Wait, Synchronise, Allocate, Free, Segment, Mark };
+enum class Kind : uint8_t { Launch, Collective, Record, Wait, Synchronise, Allocate, Free, Segment, Mark, Hold };
 enum class Phase : uint8_t { Other, Forward, Backward, Recompute, Optimizer };
 enum Flag : int32_t { kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16 };
 enum class Category : uint8_t { Other, Parameters, Gradients, Optimizer, Unsharded, Activations, Workspace };
@@ -68,10 +68,13 @@ class Recorder {
 
   // Appends an event of the calling thread, with the memory that it touches.
   void add(Event event, const std::vector<Access>& accesses = {});
-  // Their rows have the address in the column of reads.
-  void allocated(int64_t block, int64_t address, int64_t size, int64_t stream, std::string_view by, Category category);
+  // Their rows have the address in the column of reads. `requested` bytes, as asked, are in that of writes.
+  void allocated(int64_t block, int64_t address, int64_t size, int64_t requested, int64_t stream, std::string_view by,
+                 Category category);
   void freed(int64_t block, int64_t address, int64_t size, int64_t stream);
   void segment(int64_t delta);
+  // record_stream(): once freed, the block is held back until the stream has passed what it was asked by then.
+  void held(int64_t block, int64_t stream);
   // What a live block holds, also of blocks whose allocation was recorded earlier.
   void categorise(int64_t block, Category category);
   Category category_of(int64_t block) const;

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <unordered_set>
 
+#include "large_integers.h"
 #include "memory.h"
 
 namespace refshard {
@@ -22,6 +23,7 @@ const std::unordered_set<std::string_view> kTakingHostTensors = {
 c10::Storage storage_over(const at::Tensor& tensor, c10::DeviceType target) {
   const auto& storage = tensor.storage();
   void* address = target == c10::DeviceType::CPU ? const_cast<void*>(storage.data()) : nullptr;
+  if (address) write_out_values(address);
   return {c10::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(address, c10::Device(target)),
           c10::GetAllocator(target), /*resizable=*/true};
 }

@@ -66,15 +66,16 @@ def census_of(recording: Recording, step: Step) -> Census:
     )
 
 
-def remarks(recording: Recording, retries: int) -> tuple[str, ...]:
+def remarks(recording: Recording, retries: int) -> Iterator[str]:
     """Warnings about a rank's figures; ``retries`` counts how often the allocator emptied its cache."""
-    return tuple(_remarks(recording, retries))
-
-
-def _remarks(recording: Recording, retries: int) -> Iterator[str]:
     if unknown := int((recording.flags & Flag.VALUE_UNKNOWN != 0).sum()):
         values = "a value" if unknown == 1 else f"{unknown:,} values"
         yield f"the host reads {values} that a dry run does not compute; a GPU run may branch differently"
+    yield from retried(retries)
+
+
+def retried(retries: int) -> Iterator[str]:
+    """A warning if the allocator emptied its cache."""
     if retries:
         yield f"the allocator emptied its cache {format_times(retries)} to serve an allocation: a host wait each time"
 

@@ -21,6 +21,7 @@ from refshard.harness.assemble import (
 from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.measure import CONVENTION
+from refshard.harness.rank import trace_file
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, CaseRecord, Proof
 from refshard.simulate.of_case import memory_of
@@ -67,11 +68,18 @@ def check_dry(case: CaseSpec) -> None:
 
 
 def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None]) -> DryLaunch:
-    """Run the ranks of ``case`` in turn. If one runs out of memory, run all again without a memory limit."""
+    """Run the ranks of ``case`` in turn. If one runs out of memory, run all again without a memory limit.
+
+    If it ran out only because ``record_stream()`` held memory back for too long, the second run is the case's.
+    """
     launched = _launch(case, launcher, work, on_progress, limited=True)
     if not launched.results or launched.results[-1].state != "oom":
         return launched
     again = _launch(case, launcher, work / "unlimited", on_progress, limited=False)
+    if again.results and again.results[-1].fits:
+        for rank in ranks_of(case):
+            trace_file(work / "unlimited", rank).replace(trace_file(work, rank))
+        return again
     return DryLaunch(launch=launched.launch, results=launched.results, unlimited=again.results)
 
 
@@ -104,6 +112,10 @@ def record_dry(blank: CaseRecord, launched: DryLaunch) -> CaseRecord:
     if launch.timed_out:
         return msgspec.structs.replace(named, state="timeout", error=timeout_text(case, launch), log_tail=log_tail)
     unwell = next((result for result in results if result.state != "ok"), None)
+    replayed = (launched.unlimited or results)[-1].limited if results else None
+    if replayed is not None:
+        limited = msgspec.structs.replace(replayed, usable_bytes=results[-1].usable_bytes)
+        return _out_of_memory(named, limited, launched.unlimited or results)
     if unwell is not None and unwell.state == "oom":
         return _out_of_memory(named, unwell, launched.unlimited)
     if unwell is not None:
@@ -193,11 +205,12 @@ def _out_of_memory(record: CaseRecord, unwell: DryResult, unlimited: Sequence[Dr
 
 
 def _peaks(results: Sequence[DryResult]) -> dict[str, float | None]:
-    """Each peak is the highest over all ranks."""
+    """Each peak is the highest over all ranks: as replayed, or as each rank said itself."""
+    peaks = [step.peak for step in results[-1].steps if step.peak] or [result.peak for result in results]
     return {
-        "peak_memory_bytes": float(max(result.peak.allocated for result in results)),
-        "peak_active_bytes": float(max(result.peak.active for result in results)),
-        "peak_reserved_bytes": float(max(result.peak.reserved for result in results)),
+        "peak_memory_bytes": float(max(peak.allocated for peak in peaks)),
+        "peak_active_bytes": float(max(peak.active for peak in peaks)),
+        "peak_reserved_bytes": float(max(peak.reserved for peak in peaks)),
     }
 
 

@@ -29,7 +29,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """The last step of a rank, replayed: where its time goes, the collectives that its host issued, what it asked for.
 
     ``step_s`` is from the end of the step before to its own end. ``host_waits`` counts by reason how often the host
-    waited for the device.
+    waited for the device. ``peak`` is the rank's, of all steps, if a rank held memory back by ``record_stream()``.
     """
 
     step_s: float
@@ -38,12 +38,16 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     census: Census
     memory_course_bytes: tuple[int, ...]
     host_waits: dict[str, int]
+    peak: Pool | None = None
 
 
 class DryResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank reports. ``peak`` is that of the caching allocator over all steps, ``usable_bytes`` what it may
     reserve. ``refused`` is how much was asked for when there was no more, in torch's words. The optimizer of this rank
     steps ``stepped`` elements of those ``trained`` by all. The last rank has the ``steps`` of all.
+
+    If a rank held memory back by ``record_stream()``, the replay decides, and the last rank tells of all: whether the
+    case ``fits`` into the GPU's memory; if not, ``limited`` is the result within it.
     """
 
     state: State
@@ -57,6 +61,8 @@ class DryResult(msgspec.Struct, frozen=True, kw_only=True):
     trained: int = 0
     steps: tuple[StepResult, ...] = ()
     warnings: tuple[str, ...] = ()
+    fits: bool = False
+    limited: "DryResult | None" = None
 
 
 def ranks_of(case: CaseSpec) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """A few steps of a case on the fake device, and what its last one comes to."""
 
-import gzip
 import sys
 import traceback
 from pathlib import Path
@@ -13,19 +12,15 @@ import torch.distributed as dist
 import torch.fx.experimental._config as symbolic
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from refshard.dryrun.as_kineto import as_kineto
 from refshard.dryrun.collect import collect, load, save
-from refshard.dryrun.device import Rates
+from refshard.dryrun.held_back import holds_back
 from refshard.dryrun.observe import Observer
 from refshard.dryrun.peaks import pool
-from refshard.dryrun.price import price
-from refshard.dryrun.recording import Recording
-from refshard.dryrun.replay import replay_together
-from refshard.dryrun.steps import steps_of
 from refshard.errors import UnsupportedError
-from refshard.harness.dry.reading import read_step, remarks
-from refshard.harness.dry.result import RECORDING_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of
-from refshard.harness.rank import PROGRESS_FILE, describe, trace_file
+from refshard.harness.dry.ranks import BUILT, STEPS, asked_for, read_ranks
+from refshard.harness.dry.reading import remarks
+from refshard.harness.dry.result import RECORDING_FILE, DryCase, DryResult, rank_folder, ranks_of
+from refshard.harness.rank import PROGRESS_FILE, describe
 from refshard.harness.trainer import Trainer
 from refshard.records import State
 from refshard.specs.case import CaseSpec
@@ -33,10 +28,6 @@ from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import load_model
 from refshard.strategies import strategy_for
 from refshard.strategies.base import Strategy
-
-STEPS = 3
-"""The third is the first whose like was there before: the first makes the optimizer's state, and before the second DDP
-lays out its buckets anew."""
 
 
 def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Path) -> DryResult:
@@ -63,13 +54,15 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
     except BaseException as error:
         return _ended_by(error, device.index)
     recording = collect(ext, asked.rank, asked.case.world_size)
-    retries = torch.cuda.memory_stats()["num_alloc_retries"]
-    result = msgspec.structs.replace(result, warnings=remarks(recording, retries))
+    # The allocator's retries are known here only if all of its memory came free when the host knew.
+    retries = 0 if holds_back(recording) else torch.cuda.memory_stats()["num_alloc_retries"]
+    result = msgspec.structs.replace(result, warnings=tuple(remarks(recording, retries)))
     if asked.rank != ranks_of(asked.case)[-1]:
         save(recording, folder / RECORDING_FILE)
         return result
     _tell(folder, "replay")
-    return msgspec.structs.replace(result, steps=_replayed(asked.case, recording, cluster, folder.parent))
+    recordings = [load(rank_folder(folder.parent, rank) / RECORDING_FILE) for rank in ranks_of(asked.case)[:-1]]
+    return read_ranks(asked, result, [*recordings, recording], cluster, ext, folder.parent)
 
 
 def _train(case: CaseSpec, strategy: Strategy, device: torch.device, ext: ModuleType, folder: Path) -> tuple[int, int]:
@@ -93,7 +86,7 @@ def _train(case: CaseSpec, strategy: Strategy, device: torch.device, ext: Module
     inputs, targets = trainer.batch(0)
     torch.cuda.empty_cache()  # what building took is not the steps'
     torch.cuda.reset_peak_memory_stats(device)
-    ext.mark("build")
+    ext.mark(BUILT)
     for step in range(STEPS):
         _tell(folder, f"step {step + 1}/{STEPS}")
         trainer.step(inputs, targets)
@@ -108,20 +101,6 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "_local_tensor", parameter)
 
 
-def _replayed(case: CaseSpec, last: Recording, cluster: ClusterSpec, folder: Path) -> tuple[StepResult, ...]:
-    """The last step of every rank, of which the ``last`` is here and others are in files; and their traces."""
-    *others, _ = ranks_of(case)
-    recordings = [*(load(rank_folder(folder, rank) / RECORDING_FILE) for rank in others), last]
-    prices = [price(recording, cluster) for recording in recordings]
-    found = []
-    for recording, replayed in zip(recordings, replay_together(recordings, prices, Rates.of(cluster))):
-        steps = steps_of(recording)[-STEPS:]  # building comes first, in which some optimizers step too
-        found.append(read_step(recording, replayed, steps))
-        with gzip.open(trace_file(folder, recording.rank), "wt", encoding="utf-8") as file:
-            file.write(as_kineto(recording, replayed, steps=steps[-1:]))
-    return tuple(found)
-
-
 def _tell(folder: Path, what: str) -> None:
     (folder / PROGRESS_FILE).write_text(what)
 
@@ -129,7 +108,8 @@ def _tell(folder: Path, what: str) -> None:
 def _ended_by(error: BaseException, device: int) -> DryResult:
     traceback.print_exception(error)
     if isinstance(error, torch.OutOfMemoryError):
-        refused = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
-        return DryResult(state="oom", error=describe(error), peak=pool(device, "peak"), refused=refused)
+        return DryResult(
+            state="oom", error=describe(error), peak=pool(device, "peak"), refused=asked_for(str(error))
+        )  # fmt: skip
     state: State = "unsupported" if isinstance(error, UnsupportedError) else "failed"
     return DryResult(state=state, error=describe(error))

@@ -42,8 +42,7 @@ def _sentences(found: Sequence[Prediction]) -> list[str]:
                 told.append(f"{words}, {half}: {_said(errors)}")
     told += [f"{one.name}: not reproduced: {one.refused}" for one in found if one.refused]
     for one in found:
-        if any(figure.is_memory for figure in one.compared):
-            told += [f"{one.name}: {caveat}" for caveat in caveats(one.run)]
+        told += [f"{one.name}: {caveat}" for caveat in one.caveats]
     return told
 
 

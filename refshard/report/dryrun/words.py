@@ -207,7 +207,7 @@ def _races(races: Sequence[Race]) -> str:
 
 def sentences(found: Analysis) -> list[str]:
     """Where memory peaks, how uncertain the prices are, and what to change first."""
-    return [*_explained(found), *_doubted(found), *_advice(found)]
+    return [*_explained(found), *_held_back(found), *_doubted(found), *_advice(found)]
 
 
 def _explained(found: Analysis) -> Iterator[str]:
@@ -215,6 +215,23 @@ def _explained(found: Analysis) -> Iterator[str]:
     if not len(recording):
         return
     yield f"Memory peaks {moment(recording, at)}."
+
+
+def _held_back(found: Analysis) -> Iterator[str]:
+    """How long ``record_stream()`` holds memory, if that changes how much is reserved."""
+    answer = found.run.answer
+    if answer.held_until == "host":
+        yield (
+            "Reserved memory is an upper bound: record_stream() holds freed memory back, here until the host has "
+            f"waited for the GPU ({answer.doubt})."
+        )
+    as_run = answer.peak_as_run
+    if as_run is not None and as_run.reserved != answer.peak.reserved:
+        yield (
+            "record_stream() holds freed memory back until the GPU is done with it, here by the replay. The script "
+            "itself cannot know that: while it ran, such memory stayed held until the host had waited for the GPU, and "
+            f"the peak was {format_bytes(as_run.reserved)} reserved."
+        )
 
 
 def _doubted(found: Analysis) -> Iterator[str]:

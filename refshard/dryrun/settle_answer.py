@@ -1,0 +1,71 @@
+"""The answer of a script that held memory back by ``record_stream()``, as on a GPU."""
+
+from types import ModuleType
+
+import msgspec
+
+from refshard.dryrun.held_back import UNLIMITED, NotReproducedError, Settled, holds_back, settle
+from refshard.dryrun.reallocate import Refusal
+from refshard.dryrun.recording import Kind, Phase, Recording
+from refshard.dryrun.request import UNLIMITED_BYTES, Answer, Request
+from refshard.errors import SpecError
+from refshard.specs.cluster import load_cluster
+
+
+def settle_answer(answer: Answer, recording: Recording, request: Request, ext: ModuleType) -> tuple[Answer, Recording]:
+    """The answer and the recording with memory held until the GPU is done with it; unchanged if none is held back.
+
+    Whether the run had a limit or not, the answer within the GPU's memory is beside it.
+    """
+    if not holds_back(recording):
+        return answer, recording
+    if answer.outcome not in ("stepped", "ended"):
+        doubt = "a script that does not take its steps is not replayed"
+        return msgspec.structs.replace(answer, held_until="host", doubt=doubt), recording
+    memory_bytes = load_cluster(request.cluster).accelerator.memory_bytes
+    try:
+        found = _settle(recording, request, ext, memory_bytes)
+        within = settled(answer, found, request)
+        if found.allocator.refused is not None:
+            found = _settle(recording, request, ext, UNLIMITED)
+    except (NotReproducedError, SpecError) as error:
+        return msgspec.structs.replace(answer, held_until="host", doubt=str(error)), recording
+    return msgspec.structs.replace(settled(answer, found, request), limited=within), found.recording
+
+
+def _settle(recording: Recording, request: Request, ext: ModuleType, memory_bytes: int) -> Settled:
+    cluster = load_cluster(request.cluster)
+    (found,) = settle(
+        (recording,), cluster.of_world_size(request.world_size), ext, request.rank % request.local_ranks,
+        as_run_bytes=cluster.accelerator.memory_bytes if request.limited else UNLIMITED_BYTES,
+        total_bytes=memory_bytes,
+    )  # fmt: skip
+    return found
+
+
+def settled(answer: Answer, found: Settled, request: Request) -> Answer:
+    """The answer with what the allocator tells; out of memory where it refused an allocation."""
+    allocator = found.allocator
+    figures = {
+        "held_until": "gpu", "peak_as_run": answer.peak, "peak": allocator.peak, "now": allocator.now,
+        "retries": allocator.retries,
+    }  # fmt: skip
+    if (refused := allocator.refused) is not None:
+        figures |= _refusal(refused, found.recording, request.rank % request.local_ranks)
+    return msgspec.structs.replace(answer, **figures)
+
+
+def _refusal(refused: Refusal, recording: Recording, device: int) -> dict[str, object]:
+    before = recording.kinds[: refused.row]
+    return {
+        "outcome": "oom", "error": refused.message.replace(" GPU 0 ", f" GPU {device} "),
+        "where": _place(recording, refused.row), "steps_taken": int((before == Kind.MARK).sum()),
+        "allocations": int((before == Kind.ALLOCATE).sum()),
+    }  # fmt: skip
+
+
+def _place(recording: Recording, row: int) -> str:
+    """The script's lines are not recorded for allocations."""
+    operator = recording.name_table[recording.names[row]] or "an allocation"
+    module = recording.module_table[recording.modules[row]]
+    return f"{operator}, {Phase(int(recording.phases[row])).name.lower()}" + (f" of {module}" if module else "")
