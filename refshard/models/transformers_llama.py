@@ -4,17 +4,21 @@ Both name their modules alike, so embedding, head and every projection, adapted 
 whoever holds the bare model still holds what is trained. Norms are transformers' own, and both models have them.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from refshard.models.hugging_face import config_of
 from refshard.models.llama import Llama
+from refshard.specs.model import ModelSpec
 
 BLOCK = "LlamaDecoderLayer"
 """The class of transformers' blocks."""
 _WRAPPER = "_checkpoint_wrapped_module."
+_DEFAULT_POSITIONS = 2048
+"""``max_position_embeddings`` of a model whose spec does not bound it: transformers' own default for Llama."""
 
 
 def llama_for_causal_lm(model: Llama) -> nn.Module:
@@ -22,9 +26,7 @@ def llama_for_causal_lm(model: Llama) -> nn.Module:
 
     ``model`` is not to be called any more. Modules keep the mode, training or not, that they are in.
     """
-    fields = {**config_of(model.spec), "attn_implementation": "sdpa"}
-    config = LlamaConfig(**{key: value for key, value in fields.items() if key not in ("architectures", "model_type")})
-    config.use_cache = False
+    config = LlamaConfig(**_config_of(model.spec), attn_implementation="sdpa", use_cache=False)
     with torch.device("meta"):
         theirs: nn.Module = LlamaForCausalLM(config)
     # Its tables are buffers, which it computes when it is made.
@@ -44,3 +46,35 @@ def llama_for_causal_lm(model: Llama) -> nn.Module:
 def bare_name(name: str) -> str:
     """A module's or parameter's name in the bare model, less what wraps a block whose activations are recomputed."""
     return f"{name}.".replace(_WRAPPER, "").removesuffix(".")
+
+
+def _config_of(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments with which transformers' Llama computes what ``Llama(spec)`` does."""
+    config: dict[str, Any] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_size": spec.dim,
+        "intermediate_size": spec.ffn_dim,
+        "num_hidden_layers": spec.n_layers,
+        "num_attention_heads": spec.n_heads,
+        "num_key_value_heads": spec.n_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": spec.tied,
+        "max_position_embeddings": _DEFAULT_POSITIONS,
+    }
+    if spec.rope_scaling is not None:
+        scaling = spec.rope_scaling
+        config["max_position_embeddings"] = int(scaling.factor * scaling.original_context)
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return config

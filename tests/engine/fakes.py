@@ -25,16 +25,19 @@ class LateWork:
 
 
 class LateCollectives(Collectives):
-    """One rank. Outputs hold NaN from issue to wait, so that reading too early shows; ``issued`` lists the calls."""
+    """One rank. Outputs hold NaN from issue to wait, so that reading too early shows.
+
+    ``issued`` lists each collective and the bytes of its larger tensor.
+    """
 
     rank = 0
     world_size = 1
 
     def __init__(self) -> None:
-        self.issued: list[str] = []
+        self.issued: list[tuple[str, int]] = []
 
     def _issue(self, op: str, target: torch.Tensor, source: torch.Tensor) -> Pending:
-        self.issued.append(op)
+        self.issued.append((op, max(target.nbytes, source.nbytes)))
         seen = source.detach().clone()
         target.detach().fill_(float("nan"))
         return LateWork(source, target, seen)
@@ -49,7 +52,7 @@ class LateCollectives(Collectives):
         return self._issue("all_reduce", tensor, tensor)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self.issued.append("broadcast")
+        self.issued.append(("broadcast", tensor.nbytes))
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: str) -> None:
         """One rank's sum is its own."""

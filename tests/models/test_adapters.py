@@ -1,12 +1,9 @@
-"""Adapters that start alike everywhere, 4-bit layers, and peft's files."""
-
-from pathlib import Path
+"""Adapters that start alike everywhere, and 4-bit layers."""
 
 import pytest
 import torch
 from torch import nn
 
-from refshard.errors import CheckpointError
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.specs.tuning import LORA
@@ -18,9 +15,6 @@ bitsandbytes = pytest.importorskip("bitsandbytes", reason="4-bit layers need the
 from refshard.models.adapters import (  # noqa: E402
     adapt,
     adapter_layers,
-    adapter_state,
-    load_adapters,
-    save_adapters,
     switch_dropout,
 )
 from refshard.models.nf4 import Nf4Linear, quantise  # noqa: E402
@@ -118,37 +112,3 @@ def test_dropout_is_off_in_the_proof_on_after_it_and_drawn_again_alike_in_recomp
     for loss, gradient in losses[1:]:
         assert torch.equal(loss, losses[0][0])
         assert torch.equal(gradient, losses[0][1])
-
-
-def test_peft_loads_what_was_saved(tmp_path: Path) -> None:
-    model = make()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(3):
-        step(model)
-        optimizer.step()
-    save_adapters(tmp_path, model, adapter_state(model.named_parameters()))
-    assert sorted(path.name for path in tmp_path.glob("adapter_*")) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
-    fresh = Llama(small_spec(n_layers=2))
-    initialise(fresh, 0)
-    adapted = adapt(fresh, 5)
-    assert not torch.equal(fresh(TOKENS), model(TOKENS))
-    load_adapters(tmp_path, adapted)
-    switch_dropout(fresh, on=False)
-    assert torch.equal(fresh(TOKENS), model(TOKENS))
-
-
-def test_an_incomplete_set_of_adapters_is_refused(tmp_path: Path) -> None:
-    model = make()
-    state = adapter_state(model.named_parameters())
-    state.pop(next(iter(state)))
-    with pytest.raises(CheckpointError, match="are missing or are not the model's; give all full parameters"):
-        save_adapters(tmp_path, model, state)
-    assert not list(tmp_path.iterdir())
-    smaller = Llama(small_spec(n_layers=1))
-    initialise(smaller, 0)
-    save_adapters(tmp_path, model, adapter_state(model.named_parameters()))
-    with pytest.raises(CheckpointError, match="adapt the model that they were saved from"):
-        load_adapters(tmp_path, adapt(smaller, 0))

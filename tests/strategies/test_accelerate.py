@@ -1,7 +1,6 @@
 """Accelerate and transformers' Trainer on two ranks: that they shard, what they issue, and that nothing else passes."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,24 +196,6 @@ def test_adapters_drop_only_once_they_are_told_to(trained: Results, name: str) -
 def test_the_trainer_recomputes_what_was_dropped(trained: Results) -> None:
     recomputed, plain = trained["hf-trainer", "lora full", False], trained["hf-trainer", "lora", False]
     assert recomputed["dropping"] == plain["dropping"]
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_adapters_are_saved_and_loaded_by_peft(trained: Results, name: str, tmp_path: Path) -> None:
-    from refshard.models.adapters import adapt, adapter_state, load_adapters, save_adapters
-
-    parameters = trained[name, "lora", False]["parameters"]
-    wrapped, fresh = (Llama(small_spec(n_layers=3)) for _ in range(2))
-    initialise(wrapped, 0)
-    initialise(fresh, 0)
-    save_adapters(tmp_path, wrapped, adapter_state(parameters.items()))
-    loaded = adapt(fresh, seed=1)
-    load_adapters(tmp_path, loaded)
-    adapt(wrapped, seed=2)
-    wrapped.load_state_dict(parameters)
-    tokens = torch.arange(16).view(2, 8)
-    with torch.no_grad():
-        assert torch.equal(fresh.eval()(tokens), wrapped.eval()(tokens))
 
 
 def trap(kind: str) -> str:
