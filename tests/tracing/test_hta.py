@@ -3,8 +3,6 @@
 import ast
 import importlib.metadata
 import importlib.util
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,11 @@ import refshard
 from refshard.errors import TraceError
 from refshard.tracing.hta import HtaFailure, HtaFigures, cross_check
 from tests.tracing.handmade import event, step, write
-
-SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
+from tests.tracing.test_others import EXACT_US, FIELDS, OTHERS
 
 needs_hta = pytest.mark.skipif(
     importlib.util.find_spec("hta") is None, reason='HTA is not here; pip install "refshard[hta]"'
 )
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED.name} traces of others are not here")
 
 GEMM = "ampere_sgemm"
 NCCL = "ncclDevKernel_AllGather"
@@ -221,49 +217,24 @@ def test_what_hta_cannot_read_is_one_line_of_data(tmp_path: Path, name: str, eve
     assert "\n" not in found.error
 
 
-EXACT_WITH_ALL_STEPS = (
-    "hta_trace_diff_control_a100_8rank_r3.json.gz", "hta_sampled_128rank_r0.json.gz", "hta_sampled_128rank_r1.json.gz",
-)  # fmt: skip
+@needs_hta
+@pytest.mark.parametrize("rank", [0, 1])
+def test_with_all_steps_and_whole_microseconds_hta_is_exact(rank: int) -> None:
+    name = f"hta_sampled_128rank_r{rank}"
+    exact = dict(zip(FIELDS, EXACT_US[name], strict=True))
+    found = figures(OTHERS / f"{name}.json.gz", include_last_step=True)
+    assert times(found) == (exact["span"], exact["compute"], exact["busy"] - exact["compute"], exact["idle"])
+    assert found.overlap_pct == round(100 * exact["overlap"] / exact["comm"], 2)
 
 
 @needs_hta
-@needs_shared
-@pytest.mark.parametrize("name", EXACT_WITH_ALL_STEPS)
-def test_with_all_steps_and_whole_microseconds_hta_is_exact(name: str) -> None:
-    exact = json.loads((SHARED / "manifest.json").read_text())[name]["exact_us"]
-    found = figures(SHARED / name, include_last_step=True)
-    assert times(found) == (exact["span_us"], exact["compute"], exact["busy"] - exact["compute"], exact["idle"])
-    assert found.overlap_pct == exact["ov_pct"]
+def test_real_sync_events_count_as_busy() -> None:
+    name = "hta_cuda_event_sync_multi_stream"
+    assert figures(OTHERS / f"{name}.json.gz").idle_us == EXACT_US[name][FIELDS.index("idle")] - 2
 
 
 @needs_hta
-@needs_shared
-def test_a_trace_to_the_nanosecond_is_exact_without_rounding_only() -> None:
-    """The figures of HTA 0.5.0 in the manifest, which 0.6.1 repeats."""
-    name = "hta_nccl_data_a100_2rank_r0.json.gz"
-    entry = json.loads((SHARED / "manifest.json").read_text())[name]
-    for rounded, key in ((True, "hta_default_rounding"), (False, "hta_no_rounding")):
-        found, old = figures(SHARED / name, include_last_step=True, rounded=rounded), entry[key]
-        assert times(found) == pytest.approx((old["span"], old["compute"], old["noncompute"], old["idle"]), abs=0.01)
-        assert found.overlap_pct == old["overlap_pct"]
-    assert math.isclose(found.compute_us, entry["exact_us"]["compute"], abs_tol=0.01)
-    assert times(figures(SHARED / name)) == (435_586, 75_169, 21_636, 338_781)
-
-
-@needs_hta
-@needs_shared
-def test_real_sync_events_and_streamed_operators_count_as_busy() -> None:
-    manifest = json.loads((SHARED / "manifest.json").read_text())
-    sync, streamed = "hta_cuda_event_sync_multi_stream.json.gz", "tracelens_b200_eager_8rank_r0.json.gz"
-    assert figures(SHARED / sync).idle_us == manifest[sync]["exact_us"]["idle"] - 2
-    exact = manifest[streamed]["exact_us"]
-    assert figures(SHARED / streamed, rounded=False).compute_us == pytest.approx(exact["compute"] + 72.7, abs=0.01)
-    assert figures(SHARED / streamed).compute_us == 10_153
-
-
-@needs_hta
-@needs_shared
 def test_a_real_cpu_trace_is_beyond_hta() -> None:
-    found = cross_check(SHARED / "hta_cpu_only_gloo.json.gz")
+    found = cross_check(OTHERS / "hta_cpu_only_gloo.json.gz")
     assert isinstance(found, HtaFailure)
     assert found.error == "IndexError: single positional indexer is out-of-bounds"

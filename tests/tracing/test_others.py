@@ -1,49 +1,40 @@
-"""Real traces of others, which nobody here made, with exact figures: to the nanosecond."""
+"""Real traces that others recorded, with exact figures: to the nanosecond. ``others/README.md`` gives their source."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from refshard.timeline import Kind
 from refshard.tracing.analysis import Analysis, analyse, join
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
-MANIFEST: dict[str, Any] = json.loads((SHARED / "manifest.json").read_text()) if SHARED.is_dir() else {}
-# Of one trace the manifest's span was subtracted in floats: its last kernel ends at 4458677083276.404 + 154.782 us and
-# its first event starts at 4458676422880.181 us, as the file writes them.
-CORRECTED = {"hta_nccl_data_a100_2rank_r0.json.gz": {"span_us": 660551.005, "idle": 503050.991}}
-EXACT = {
-    name: {**entry["exact_us"], **CORRECTED.get(name, {})}
-    for name, entry in MANIFEST.items()
-    if name != "_about" and "exact_us" in entry
+OTHERS = Path(__file__).parent / "others"
+FIELDS = ("n", "span", "busy", "compute", "comm", "overlap", "exposed_vs_compute", "exposed_vs_any", "idle")
+EXACT_US = {
+    "hta_sampled_128rank_r0": (1204, 1222847, 547656, 210320, 396199, 59216, 336983, 336033, 675191),
+    "hta_sampled_128rank_r1": (1154, 1231186, 580050, 271973, 379053, 75530, 303523, 299495, 651136),
+    "hta_cuda_event_sync_multi_stream": (6, 19506, 372, 369, 0, 0, 0, 0, 19134),
 }
-
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/traces, traces of others, are not here")
 
 
 @pytest.fixture(scope="module")
 def analyses() -> dict[str, Analysis]:
-    found = join([analyse(path) for path in sorted(SHARED.glob("*.json.gz"))])
-    return {one.path.name: one for one in found}
+    found = join([analyse(path) for path in sorted(OTHERS.glob("*.json.gz"))])
+    return {one.path.name.removesuffix(".json.gz"): one for one in found}
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", EXACT_US)
 def test_figures_are_exact_over_the_whole_trace(analyses: dict[str, Analysis], name: str) -> None:
-    exact, one = EXACT[name], analyses[name]
+    exact, one = dict(zip(FIELDS, EXACT_US[name], strict=True)), analyses[name]
     whole = one.figures.whole
-    found = {
-        "n": len(one.timeline.spans), "span_us": whole.span_ns, "busy": whole.busy_ns, "compute": whole.compute_ns,
-        "comm": whole.comm_ns, "overlap": whole.comm_ns - whole.exposed_ns, "exposed_vs_compute": whole.exposed_ns,
+    found_ns = {
+        "span": whole.span_ns, "busy": whole.busy_ns, "compute": whole.compute_ns, "comm": whole.comm_ns,
+        "overlap": whole.comm_ns - whole.exposed_ns, "exposed_vs_compute": whole.exposed_ns,
         "exposed_vs_any": whole.exposed_any_ns, "idle": whole.idle_ns,
     }  # fmt: skip
-    assert found == {key: round(exact[key] * (1 if key == "n" else 1000)) for key in found}
-    if exact["comm"]:
-        assert round(100 * (whole.overlap_ratio or 0), 2) == exact["ov_pct"]
-    else:
-        assert whole.overlap_ratio is None
+    assert len(one.timeline.spans) == exact.pop("n")
+    assert found_ns == {key: 1000 * us for key, us in exact.items()}
+    assert whole.overlap_ratio == (exact["overlap"] / exact["comm"] if exact["comm"] else None)
 
 
 def test_every_class_of_time_is_in_its_place(analyses: dict[str, Analysis]) -> None:
@@ -57,25 +48,13 @@ def test_every_class_of_time_is_in_its_place(analyses: dict[str, Analysis]) -> N
             assert part.exposed_any_ns <= part.exposed_ns <= part.comm_ns <= part.busy_ns
 
 
-def test_the_schema_of_2021_by_hand(analyses: dict[str, Analysis]) -> None:
-    """No exact figures came with it; an independent sum over its kernels gives these."""
-    trace = analyses["kineto_tb_resnet50_v100_oldformat.json.gz"]
-    assert [window.step for window in trace.timeline.windows] == [16, 17, 18, 19, 20, 21]
-    assert len(trace.timeline.spans) == 8772 + 312 + 12
-    assert trace.figures.whole.compute_ns == 591_209_000
-    assert trace.figures.whole.comm_ns == 0
-    assert trace.figures.rank is None
-    assert {warning.code for warning in trace.figures.warnings} == {"no_rank"}
-    assert max(point.bytes for point in trace.figures.memory if point.device == "device 0") > 2**30
-
-
 def test_gloo_without_a_gpu_by_hand(analyses: dict[str, Analysis]) -> None:
     """Ten all-reduces on two threads, of which the first two lie in the step: their union, and what the step lacks.
 
     From the file: the step is [1212075529876.817, +210109.162) us, the all-reduces in it
     [1212075548353.304, +173209.713) and [1212075556659.473, +170471.258).
     """
-    trace = analyses["hta_cpu_only_gloo.json.gz"]
+    trace = analyses["hta_cpu_only_gloo"]
     (step,) = trace.figures.steps
     assert step.breakdown.span_ns == 210_109_162
     assert step.breakdown.comm_ns == (1212075556659473 + 170471258) - 1212075548353304
@@ -86,25 +65,13 @@ def test_gloo_without_a_gpu_by_hand(analyses: dict[str, Analysis]) -> None:
     assert trace.figures.rank == 34
 
 
-def test_nccls_arguments_are_read(analyses: dict[str, Analysis]) -> None:
-    """HTA's own test of this trace asserts the same 21 kernels and message."""
-    trace = analyses["hta_nccl_data_a100_2rank_r0.json.gz"]
-    assert len(trace.figures.collectives) == 21
-    found = [c for c in trace.figures.collectives if c.op == "all_reduce" and c.bytes == 2049000 * 4]
-    assert found
-    assert all((c.group, c.group_size, c.dtype) == ("0 [0-1]", 2, "Float") for c in found)
-    for one in found:
-        assert one.algorithm_bandwidth == pytest.approx(2049000 * 4 / (one.duration_ns * 1e-9))
-        assert one.bus_bandwidth == pytest.approx(one.algorithm_bandwidth)  # 2 (n - 1) / n is 1 with two ranks
-
-
 def test_only_ranks_of_one_run_are_one_job(analyses: dict[str, Analysis]) -> None:
-    """Two of these traces say NCCL and eight ranks, but ran on an A100 and on a B200, three years apart."""
     jobs: dict[int, list[str]] = {}
     for name, one in analyses.items():
         jobs.setdefault(one.figures.job, []).append(name)
-    assert [names for names in jobs.values() if len(names) > 1] == [
-        ["hta_sampled_128rank_r0.json.gz", "hta_sampled_128rank_r1.json.gz"]
+    assert sorted(jobs.values()) == [
+        ["hta_cpu_only_gloo"],
+        ["hta_cuda_event_sync_multi_stream"],
+        ["hta_sampled_128rank_r0", "hta_sampled_128rank_r1"],
     ]
-    waits = analyses["hta_sampled_128rank_r0.json.gz"].figures.waits_for
-    assert [wait.rank for wait in waits] == [1]
+    assert [wait.rank for wait in analyses["hta_sampled_128rank_r0"].figures.waits_for] == [1]
