@@ -4,8 +4,6 @@ PYTHON ?= python3
 VENV ?= .venv
 # How many processes share the tests; a file's tests stay in one, where they share what the file launches.
 JOBS ?= 2
-# Which of them; .ci/run has the slow ones run among the others, where they fill what those leave idle.
-TESTS ?= not slow and not full
 # Of pip; .ci/run leaves modules to be compiled as they are imported, which most of what is installed never is.
 INSTALL_OPTIONS ?=
 BIN := $(VENV)/bin
@@ -16,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-lo
 # Measured runs that dashboards/published shows on one page.
 MEASURED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard)
 
-.PHONY: quickstart test check lint types slow matrix crosscheck gate dashboard clients full clean
+.PHONY: quickstart quick test full check lint types everything gate dashboard clients clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.run
@@ -31,20 +29,15 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
+# Three tiers, by markers; CONTRIBUTING.md has the rule.
+quick: $(VENV)/.test
+	$(PYTEST) -m "not processes and not full"
+
 test: $(VENV)/.test
-	$(PYTEST) -m "$(TESTS)"
+	$(PYTEST) -m "not full"
 
-# Builds the wheel, installs it outside of the checkout and runs a round of the quickstart; the slower faults: minutes.
-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow $$(grep -rl 'mark\.slow' tests --include='*.py')
-
-# Every cell of the parity matrix, of which `make test` runs a pairwise cover, and more of what `make slow` samples.
-matrix: $(VENV)/.test
-	$(BIN)/python -m pytest -m full
-
-# Holistic Trace Analysis beside refshard's figures; `make test` skips this, for HTA brings eighty packages with it.
-crosscheck: $(VENV)/.hta
-	$(PYTEST) --dist load tests/tracing/test_hta.py
+everything: $(VENV)/.hta
+	$(PYTEST)
 
 # Operators, collectives, bytes and losses of the engine beside what was accepted: one launch of each case. And what
 # the same code does on a GPU: dry runs.
@@ -63,7 +56,7 @@ dashboard: $(VENV)/.run
 clients: $(VENV)/.test
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
-full: check slow matrix crosscheck gate
+full: lint types everything gate
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,8 @@
-"""Settings of all tests."""
+"""Settings of all tests, and the rule that keeps `make quick` quick."""
 
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,10 +19,39 @@ torch.set_num_threads(1)
 settings.register_profile("refshard", deadline=None)
 settings.load_profile("refshard")
 
-LONG = ("slow", "full", "early")
+STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
+TIERS = ("full", "processes")
+
+
+class _Guard:
+    """An audit hook, which Python never removes; ``test`` is the unmarked test that runs."""
+
+    test: str | None = None
+
+    def __call__(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self.test is not None and event in STARTS_A_PROCESS:
+            raise AssertionError(f"{self.test} starts {arguments[:2]}; mark it pytest.mark.processes (CONTRIBUTING.md)")
+
+
+_guard = _Guard()
+sys.addaudithook(_guard)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test without a marker starts no process, nor do the fixtures that are made for it."""
+    _guard.test = None if any(map(item.get_closest_marker, TIERS)) else item.nodeid
+    try:
+        return (yield)
+    finally:
+        _guard.test = None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that hold something long come first, so that none of them is what the others wait for at the end."""
-    long = {item.path for item in items if any(map(item.get_closest_marker, LONG))}
-    items.sort(key=lambda item: item.path not in long)
+    """Files with the longest tests come first, so that none of them is what the others wait for at the end."""
+    rank = {marker: place for place, marker in enumerate(("early", *TIERS))}
+    first = {}
+    for item in items:
+        place = min((rank[mark.name] for mark in item.iter_markers() if mark.name in rank), default=len(rank))
+        first[item.path] = min(place, first.get(item.path, place))
+    items.sort(key=lambda item: first[item.path])
