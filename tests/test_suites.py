@@ -16,6 +16,8 @@ from refshard.stats.exact import exact_metrics
 from tests.harness.commandline import write_suite
 from tests.report.runs import FAILED, run
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
 from pathlib import Path

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 ROUNDS = "rounds = 3"
 """Of the quickstart: the wheel needs one to show that it works."""
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -6,6 +6,8 @@ import pytest
 
 from tests.browser.visits import Visit, visiting
 
+pytestmark = pytest.mark.processes
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 

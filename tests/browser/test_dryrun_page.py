@@ -11,6 +11,8 @@ from tests.browser.test_accessibility import WIDTHS, violations
 from tests.browser.visits import Visit, visiting
 from tests.report.dryruns import analysed
 
+pytestmark = pytest.mark.processes
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 

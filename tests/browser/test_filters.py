@@ -8,6 +8,8 @@ import pytest
 from refshard.analysis.cases import Case
 from tests.browser.visits import Visit, visiting, wide
 
+pytestmark = pytest.mark.processes
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 

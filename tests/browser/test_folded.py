@@ -10,6 +10,8 @@ from refshard.report.run.page import UNFOLDED
 from tests.browser.visits import Visit, visiting, written
 from tests.report.run.test_page import many
 
+pytestmark = pytest.mark.processes
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 

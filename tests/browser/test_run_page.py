@@ -13,6 +13,8 @@ from refshard.analysis.evidence import Evidence, gather
 from tests.browser.visits import Visit, visiting, written
 from tests.report.runs import CASES, HOSTILE, run, with_record
 
+pytestmark = pytest.mark.processes
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 

@@ -12,6 +12,8 @@ from refshard.analysis.evidence import gather
 from tests.browser.visits import Visit, visiting, written
 from tests.report.runs import CASES, FAILED, HOSTILE, run
 
+pytestmark = pytest.mark.processes
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator
 

@@ -9,6 +9,8 @@ from refshard.report.trace.page import write_trace_page
 from tests.browser.visits import CONTENT, PATIENCE_S, visiting
 from tests.report import traces
 
+pytestmark = pytest.mark.processes
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 

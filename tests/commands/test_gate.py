@@ -74,9 +74,7 @@ def test_the_same_code_passes_beside_what_was_accepted(accepted: tuple[Path, Pat
     assert [case["changes"] for case in found["cases"]] == [[], []]
 
 
-@pytest.mark.parametrize(
-    "planted", [pytest.param(name, marks=pytest.mark.full if n else pytest.mark.slow) for n, name in enumerate(PATCHES)]
-)
+@pytest.mark.parametrize("planted", [pytest.param(name, marks=pytest.mark.full) for n, name in enumerate(PATCHES)])
 def test_what_makes_the_engine_worse_is_caught_by_one_launch(
     accepted: tuple[Path, Path], tmp_path: Path, planted: str
 ) -> None:

@@ -27,6 +27,8 @@ from refshard.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import LateCollectives, loss_of, make_batch, make_net
 
+pytestmark = pytest.mark.processes
+
 ROWS = 12
 BEFORE, AFTER = 3, 4
 """Steps before and after the checkpoint."""

@@ -19,6 +19,8 @@ from refshard.plan.placement import MODES
 from tests.distributed.ranks import rank_processes
 from tests.engine.fakes import Net, loss_of, make_batch, make_net
 
+pytestmark = pytest.mark.processes
+
 TIMEOUT_S = 20
 VICTIM = 1
 UNITS = r"(embed|layers\.\d|norm\+head)"

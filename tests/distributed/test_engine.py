@@ -16,6 +16,8 @@ from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import Net, loss_of, make_batch, make_net
 
+pytestmark = pytest.mark.processes
+
 STEPS = 12
 ROWS = 12
 

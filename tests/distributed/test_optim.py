@@ -14,6 +14,8 @@ from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import loss_of, make_batch, make_net
 
+pytestmark = pytest.mark.processes
+
 NORMS = (1.0, 2.0, 3.0, math.inf)
 LIMIT = 1e-3
 

@@ -28,6 +28,8 @@ from tests.distributed.parity_train import (
 )
 from tests.distributed.ranks import run_each
 
+pytestmark = pytest.mark.processes
+
 COVER = pairwise_cover(CELLS)
 Launched = list[dict[tuple[str, str], Trace | str]]
 """Per rank, traces by (mode or peer, feature), or in place of one the traceback of an exception."""

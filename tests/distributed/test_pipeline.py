@@ -15,6 +15,8 @@ from refshard.engine.executor import Order
 from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 STAGES, SHARDS, MICROBATCHES, STEPS, WIDTH = 2, 2, 4, 4, 6
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 

@@ -18,6 +18,8 @@ from refshard.strategies.peers.tensor_parallel import split
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 
+pytestmark = pytest.mark.processes
+
 NORMS = (1.0, 2.0, math.inf)
 
 

@@ -22,6 +22,8 @@ from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import loss_of, make_batch, make_net
 
+pytestmark = pytest.mark.processes
+
 N_BLOCKS = 4
 MICROBATCHES = 3
 

@@ -4,20 +4,21 @@ Both count what torch's allocator hands out. cuBLAS's workspaces, which the clos
 the dry runs too. The allocator gives a block the rest of a segment where that is at most 1 MiB; closed forms do not.
 """
 
+from functools import cache
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-from refshard.harness.dry.record import launch_dry
-from refshard.harness.launchers.local import LocalLauncher
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import find_recipe
 from refshard.simulate.kernels import Batch
 from refshard.simulate.memory import RankJob, predict_memory
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
+from tests.dryrun.forked import run_forked
 from tests.fakecuda.needs import needs_device
+
+pytestmark = pytest.mark.processes
 
 PEERS = ("ddp", "fsdp1", "fsdp2", "fsdp2-tuned")
 ENGINE = tuple(f"refshard-{mode}" for mode in ("replicate", "zero1", "zero2", "fsdp", "yafsdp"))
@@ -55,12 +56,30 @@ def grid() -> list[Case]:
     return [case for case in made if case not in COVER]
 
 
-def dry_peak(case: CaseSpec, folder: Path) -> int:
-    """Bytes of the highest that the allocator has handed out, in a dry run without a limit of memory."""
-    launched = launch_dry(case, LocalLauncher(), folder, lambda _: None)
-    result = (launched.unlimited or launched.results)[-1]
-    assert (result.state, result.error) == ("ok", None)
-    return result.peak.allocated
+def spec_of(strategy: str, model: str, ranks: int, replicas: int, policy: str, microbatches: int) -> CaseSpec:
+    """Sequences of 4,096 tokens, one for each rank and microbatch."""
+    return CaseSpec(
+        strategy=strategy,
+        world_size=ranks,
+        model=model,
+        global_batch=ranks * microbatches,
+        seq_len=4096,
+        microbatches=microbatches,
+        checkpointing=policy,
+        precision="bf16",
+        replicas=replicas,
+        fidelity="dryrun",
+        cluster="dgx-h100x8",
+    )
+
+
+@cache
+def dry_peaks(ranks: int, *, cover: bool) -> dict[Case, int]:
+    """Bytes of the highest that the allocator hands out, without a limit of memory: of all cases of a world size."""
+    cases = [case for case in (COVER if cover else grid()) if case[2] == ranks]
+    results = run_forked([spec_of(*case) for case in cases])
+    assert [(result.state, result.error) for result in results] == [("ok", None)] * len(cases)
+    return {case: result.peak.allocated for case, result in zip(cases, results, strict=True)}
 
 
 def predicted_peak(case: CaseSpec) -> int:
@@ -81,34 +100,10 @@ def predicted_peak(case: CaseSpec) -> int:
 
 
 @needs_device
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    ("strategy", "model", "ranks", "replicas", "policy", "microbatches"),
-    [*COVER, *(pytest.param(*case, marks=pytest.mark.full) for case in grid())],
-)
-def test_a_closed_form_is_what_the_strategys_own_code_allocates(
-    strategy: str,
-    model: str,
-    ranks: int,
-    replicas: int,
-    policy: str,
-    microbatches: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    case = CaseSpec(
-        strategy=strategy,
-        world_size=ranks,
-        model=model,
-        global_batch=ranks * microbatches,
-        seq_len=4096,
-        microbatches=microbatches,
-        checkpointing=policy,
-        precision="bf16",
-        replicas=replicas,
-        fidelity="dryrun",
-        cluster="dgx-h100x8",
+@pytest.mark.parametrize("case", [*COVER, *(pytest.param(case, marks=pytest.mark.full) for case in grid())], ids=str)
+def test_a_closed_form_is_what_the_strategys_own_code_allocates(case: Case) -> None:
+    strategy, _, ranks, *_ = case
+    dry_peak = dry_peaks(ranks, cover=case in COVER)[case]
+    assert predicted_peak(spec_of(*case)) == pytest.approx(
+        dry_peak, rel=PEER_ERROR if strategy in PEERS else ENGINE_ERROR
     )
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    error = PEER_ERROR if strategy in PEERS else ENGINE_ERROR
-    assert predicted_peak(case) == pytest.approx(dry_peak(case, tmp_path), rel=error)

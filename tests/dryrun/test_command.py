@@ -13,7 +13,7 @@ import pytest
 from tests.dryrun import scripts
 from tests.fakecuda.needs import needs_device
 
-pytestmark = [needs_device, pytest.mark.early]
+pytestmark = [needs_device, pytest.mark.processes]
 MIB = 2**20
 
 

@@ -15,6 +15,8 @@ from refshard.dryrun.launchers import Launchers, find_program, is_program
 from tests.dryrun import scripts
 from tests.fakecuda.needs import needs_device
 
+pytestmark = pytest.mark.processes
+
 RANK = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8"}
 MULTIPROCESSING: Any = torch.multiprocessing
 SEEN: list[Any] = []

@@ -24,6 +24,8 @@ from refshard.specs.published_run import PublishedRun, load_published_runs
 from tests.dryrun.made import Made
 from tests.fakecuda.needs import needs_device
 
+pytestmark = pytest.mark.processes
+
 RUNS = load_published_runs()
 GIB = 2**30
 PLAIN = RUNS["llama3-8b-h100x8-2025-06"]

@@ -17,7 +17,7 @@ from tests.emulate import make_cluster, write_cluster
 from tests.harness.fakes import ENVIRONMENT, Silent
 
 # Elastic leaves the files of its logs to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"), pytest.mark.processes]
 
 
 @pytest.fixture(scope="module")

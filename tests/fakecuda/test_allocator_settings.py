@@ -9,6 +9,8 @@ import pytest
 
 from tests.fakecuda.allocator_build import allocator_module
 
+pytestmark = pytest.mark.processes
+
 MIB = 1 << 20
 UNLIMITED = (1 << 64) - 1
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.fakecuda.answers import ask
 
+pytestmark = pytest.mark.processes
+
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3
 V100, T4, A100, L4, H100, B200, RTX5090 = (
     {"major": major, "minor": minor} for major, minor in ((7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))

@@ -12,6 +12,8 @@ from tests.fakecuda.allocator_device import BASE, Clock, Device
 from tests.fakecuda.allocator_model import ModelAllocator, ModelOutOfMemoryError
 from tests.fakecuda.allocator_programs import MIB, ModelSettings, Step
 
+pytestmark = pytest.mark.processes
+
 GIB = 1 << 30
 CONTEXT = 30 * MIB
 """What the device has beyond what the allocator may use."""

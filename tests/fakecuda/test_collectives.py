@@ -6,6 +6,8 @@ import pytest
 
 from tests.fakecuda.fresh import Seen, see
 
+pytestmark = pytest.mark.processes
+
 CHECKS = "tests.fakecuda.collective_checks"
 
 

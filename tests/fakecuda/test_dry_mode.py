@@ -4,6 +4,8 @@ import pytest
 
 from tests.fakecuda.fresh import Seen, see
 
+pytestmark = pytest.mark.processes
+
 WIDE = 1 << 10
 
 

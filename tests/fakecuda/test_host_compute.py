@@ -7,6 +7,8 @@ import pytest
 from tests.fakecuda.fresh import Seen, see
 from tests.fakecuda.host_compute_cases import CASES
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def seen() -> Seen:

@@ -5,6 +5,8 @@ import pytest
 from tests.fakecuda.fresh import Seen, see
 from tests.fakecuda.integer_programs import LARGE
 
+pytestmark = pytest.mark.processes
+
 UNKNOWN_WITHIN = [True, False, True]
 """Whether elements before, in and after those that were written to are known."""
 SYNCHRONISED = ["launch aten::nonzero s0", "synchronise aten::nonzero s0"]

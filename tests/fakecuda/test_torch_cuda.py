@@ -8,6 +8,8 @@ import pytest
 from refshard.specs.hardware import load_hardware
 from tests.fakecuda.fresh import Seen, see
 
+pytestmark = pytest.mark.processes
+
 MIB, GIB = 1 << 20, 1 << 30
 
 

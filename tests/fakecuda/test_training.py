@@ -6,6 +6,8 @@ from tests.distributed.ranks import run_each
 from tests.fakecuda.fresh import Seen, see
 from tests.fakecuda.training import ON_EIGHT, ON_THE_HOST, ON_TWO, Way, losses
 
+pytestmark = pytest.mark.processes
+
 ROUNDED = ("fsdp2 offload", "refshard-fsdp offload", "refshard-yafsdp hybrid")
 """The host's optimizer is not the fused one; and gloo's ranks add up in another order."""
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.fakecuda.answers import ask
 
+pytestmark = pytest.mark.processes
+
 A100, L4, H100 = (
     {"major": major, "minor": minor, "multiprocessors": count}
     for major, minor, count in ((8, 0, 108), (8, 9, 58), (9, 0, 132))

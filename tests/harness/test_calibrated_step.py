@@ -25,6 +25,8 @@ from refshard.specs.hardware import HardwareSpec
 from refshard.specs.model import ModelSpec, load_model
 from tests.distributed.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 E = 4
 
 

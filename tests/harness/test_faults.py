@@ -28,6 +28,8 @@ from tests.harness.faults import (
 )
 from tests.harness.planted.sitecustomize import HANGING
 
+pytestmark = pytest.mark.full
+
 LIMIT_S = 60.0  # enough for a reference beside it, on a machine with four times as much to do
 SUITE = f"""
 name = "beaten"
@@ -332,7 +334,7 @@ def test_an_end_that_is_asked_for_while_the_dashboard_is_drawn(tmp_path: Path) -
     assert (run / "dashboard.html").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_ignores_a_hang_up_goes_on(tmp_path: Path) -> None:
     """As under nohup."""
     suite, run = write_suite(tmp_path, "single"), tmp_path / "run"
@@ -368,7 +370,6 @@ def moments() -> list[object]:
             index % len(EVENTS),
             drawn.uniform(0, 4),
             drawn.choice(kinds),
-            marks=pytest.mark.slow if index < 1 else pytest.mark.full,
         )
         for index in range(15)
     ]

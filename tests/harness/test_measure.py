@@ -19,6 +19,8 @@ from refshard.strategies.world import World
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 
+pytestmark = pytest.mark.processes
+
 
 class Watching(Strategy):
     """One rank whose gradients, batches and microbatches are written down."""

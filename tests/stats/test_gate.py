@@ -183,7 +183,7 @@ def gates(*, is_harsh: bool, slower: float = 0.0, cases: int = 10) -> Draw:
 
 
 @pytest.mark.parametrize(
-    "scale", [pytest.param(5, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.full)], ids=["a fifth", "all"]
+    "scale", [pytest.param(5, marks=pytest.mark.full), pytest.param(1, marks=pytest.mark.full)], ids=["a fifth", "all"]
 )
 @pytest.mark.parametrize("is_harsh", [False, True], ids=["3 % noise", "bursts and drift"])
 def test_false_alarms_are_rare_and_a_slow_down_of_5_percent_is_found(is_harsh: bool, scale: int) -> None:

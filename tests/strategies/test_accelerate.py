@@ -23,7 +23,7 @@ from tests.strategies.test_strategies import CountingMode
 
 PEERS = ("accelerate", "hf-trainer")
 MISSING = ROWS["accelerate"].missing() or ROWS["hf-trainer"].missing()
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.processes]
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -25,6 +25,8 @@ from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 from tests.strategies.test_strategies import CountingMode
 
+pytestmark = pytest.mark.processes
+
 LAYERS, STEPS, LEARNING_RATE = 2, 4, 1e-3
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},

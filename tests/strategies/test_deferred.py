@@ -15,6 +15,8 @@ from refshard.strategies import make_strategy
 from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_each
 
+pytestmark = pytest.mark.processes
+
 RANKS = 4
 TINY: dict[str, Any] = {"world_size": RANKS, "model": "llama-tiny", "global_batch": 4, "seq_len": 16}
 CASES: dict[str, dict[str, int]] = {

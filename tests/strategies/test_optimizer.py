@@ -15,6 +15,8 @@ from refshard.specs.case import CaseSpec
 from refshard.strategies.optimizer import make_optimizer
 from tests.distributed.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 CASE = CaseSpec(strategy="single", world_size=1, model="small", global_batch=1, seq_len=8, optimizer="adamw-8bit")
 ELEMENTS = (4096, 4352, 4097, 4095, 3840)
 TOLD = (

@@ -28,7 +28,7 @@ from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 
-pytestmark = pytest.mark.early
+pytestmark = pytest.mark.processes
 
 C10D = {
     "allreduce_": ("all_reduce", lambda args: sum(t.nbytes for t in args[0])),

@@ -39,16 +39,16 @@ def run_dry_rank(folder: Path) -> int:
 
 def _run(asked: DryCase, folder: Path) -> DryResult:
     cluster = load_cluster(asked.case.cluster).of_world_size(asked.case.world_size)
-    usable, ext = _device(asked, cluster)
-    _take_place(asked.rank, asked.case.world_size, cluster.ranks_per_node)
+    usable, ext = make_device(asked, cluster)
+    take_place(asked.rank, asked.case.world_size, cluster.ranks_per_node)
     # Here, since torch must not be imported before the device is there.
     from refshard.harness.dry.steps import run_steps
 
     return msgspec.structs.replace(run_steps(asked, cluster, ext, folder), usable_bytes=usable)
 
 
-def _device(asked: DryCase, cluster: ClusterSpec) -> tuple[int, ModuleType]:
-    """Bytes that the allocator may reserve, and the device's extension."""
+def make_device(asked: DryCase, cluster: ClusterSpec) -> tuple[int, ModuleType]:
+    """Give this process the case's GPUs: returns the bytes that the allocator may reserve, and the extension."""
     hardware, beside = cluster.accelerator, sum(one.bytes for one in overheads(asked.case.world_size))
     if not asked.limited:
         hardware = msgspec.structs.replace(hardware, memory_bytes=UNLIMITED_BYTES)
@@ -56,7 +56,7 @@ def _device(asked: DryCase, cluster: ClusterSpec) -> tuple[int, ModuleType]:
     return hardware.memory_bytes - beside, ext
 
 
-def _take_place(rank: int, world_size: int, ranks_per_node: int) -> None:
+def take_place(rank: int, world_size: int, ranks_per_node: int) -> None:
     """A rank's place in the world, instead of its place among the processes that were really started."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node), "WORLD_SIZE": str(world_size),

@@ -155,7 +155,7 @@ def test_the_end_of_rank_0s_agent_ends_all(tmp_path: Path) -> None:
     wait_for(lambda: not processes_of(run), 120)
 
 
-@pytest.mark.slow  # it waits for half a minute
+@pytest.mark.full  # it waits for half a minute
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="hiding a folder from a process needs root")
 @pytest.mark.full
 def test_a_folder_that_a_node_does_not_share_is_told(tmp_path: Path) -> None:
