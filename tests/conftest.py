@@ -49,7 +49,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the longest tests come first, so that none of them is what the others wait for at the end."""
-    rank = {marker: place for place, marker in enumerate(("early", *TIERS))}
+    rank = {marker: place for place, marker in enumerate(TIERS)}
     first = {}
     for item in items:
         place = min((rank[mark.name] for mark in item.iter_markers() if mark.name in rank), default=len(rank))

@@ -111,10 +111,12 @@ def modules_after(statement: str) -> set[str]:
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
+@pytest.mark.processes
 def test_importing_refshard_or_its_command_line_does_not_import_torch() -> None:
     assert "torch" not in modules_after("import refshard, refshard.cli")
 
 
+@pytest.mark.processes
 def test_a_rank_imports_nothing_heavier_than_torch() -> None:
     heavy = {"pandas", "plotly", "scipy", "rich", "typer", "tabulate", "jinja2", "psutil", "transformers"}
     assert not modules_after("import refshard.harness.rank, refshard.harness.calibration.rank") & heavy

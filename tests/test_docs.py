@@ -37,6 +37,7 @@ def test_python_blocks_run_on_two_ranks(tmp_path: Path, language: str, code: str
     assert "UserWarning" not in run_script(2, script)
 
 
+@pytest.mark.processes
 def test_the_readmes_first_python_block_starts_as_it_says(tmp_path: Path) -> None:
     page = (ROOT / "README.md").read_text()
     block = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)
@@ -83,6 +84,7 @@ def test_console_blocks_name_what_exists(language: str, code: str) -> None:
             assert option in done.output, f"{command} has no {option}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("language", "code"), of_language("sbatch"))
 def test_sbatch_blocks_are_a_shells(language: str, code: str) -> None:
     """A real Slurm runs them in ``tests/harness/launchers/test_slurm.py``."""

@@ -58,6 +58,7 @@ PEFT = "needs peft, which is not installed; pip install 'refshard[peers]'"
 TORCHAO = "needs torchao, which is not installed; pip install 'refshard[peers]'"
 
 
+@pytest.mark.processes
 def test_an_axis_whose_package_is_not_installed_is_told_and_unsupported() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ def asked(**changes: Any) -> Asked:
     return Asked(**{**fields, **changes})
 
 
+@pytest.mark.processes
 def test_every_strategy_of_405b_on_16384_gpus_takes_seconds_and_no_torch() -> None:
     """The command that the README shows, in a process of its own; the goals are 5 s and 1 GiB."""
     script = (

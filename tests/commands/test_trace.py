@@ -45,6 +45,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.processes
 def test_json_has_one_object_per_trace(folder: Path) -> None:
     done = refshard("trace", str(folder), "--json", folder=folder)
     first, second = json.loads(done.stdout)
@@ -110,6 +111,7 @@ def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
         trace([folder / "rank0.json"], against=several)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +132,7 @@ def test_a_mistake_is_one_line(folder: Path, arguments: list[str], message: str)
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.processes
 def test_a_run_keeps_its_traces_apart_and_a_file_named_twice_is_one(folder: Path) -> None:
     (folder / "traces").mkdir()
     (folder / "rank1.json").rename(folder / "traces" / "rank1.json")
@@ -140,6 +143,7 @@ def test_a_run_keeps_its_traces_apart_and_a_file_named_twice_is_one(folder: Path
     assert done.stderr == ""
 
 
+@pytest.mark.processes
 def test_a_damaged_file_in_a_folder_is_skipped_and_named(folder: Path) -> None:
     whole = (folder / "rank1.json").read_bytes()
     (folder / "rank1.json").write_bytes(whole[: len(whole) // 2])

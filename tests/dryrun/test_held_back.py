@@ -383,8 +383,8 @@ def on_side(run: DryRun) -> int:
     return int(sizes[(kinds == Kind.SEGMENT) & (sizes == BATCH)].sum())
 
 
+@pytest.mark.processes
 @needs_device
-@pytest.mark.early
 class TestPrograms:
     """Scripts on the fake device."""
 

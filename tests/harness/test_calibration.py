@@ -318,6 +318,7 @@ def test_shapes_are_those_that_training_meets() -> None:
         assert all(min(shape) >= 64 for shape in thorough.products)
 
 
+@pytest.mark.processes
 def test_calibrate_measures_this_machine_and_writes_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "mine.toml"
     done = refshard("calibrate", "--quick", "--ranks", "2", "--device", "cpu", "--out", path)

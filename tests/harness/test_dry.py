@@ -68,8 +68,8 @@ def ran(folder: Path) -> dict[str, CaseRecord]:
     return run(folder, dry_suite(TABLES))
 
 
+@pytest.mark.processes
 @needs_device
-@pytest.mark.early
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestRun:
     """Real processes on the fake device."""

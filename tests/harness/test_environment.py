@@ -11,6 +11,7 @@ from refshard.harness.environment import available_cores, capture_environment, c
 from tests.harness.fakes import ENVIRONMENT
 
 
+@pytest.mark.processes
 def test_environment_describes_this_machine() -> None:
     found = capture_environment(threads_per_rank=1)
     assert found.python == platform.python_version()
@@ -22,12 +23,14 @@ def test_environment_describes_this_machine() -> None:
     assert found.gemm_flops_per_s > 1e9
 
 
+@pytest.mark.processes
 def test_the_id_is_that_of_what_must_match_and_not_of_the_moment() -> None:
     first, again = capture_environment(1), capture_environment(1)
     assert first.id == again.id
     assert capture_environment(2).id != first.id
 
 
+@pytest.mark.processes
 def test_times_over_a_network_are_not_comparable_with_others() -> None:
     alone, joined = capture_environment(1), capture_environment(1, "2 hosts joined at 2 Gbit/s")
     assert (alone.network, joined.network) == ("", "2 hosts joined at 2 Gbit/s")

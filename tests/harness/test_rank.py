@@ -37,6 +37,7 @@ sys.exit(run_rank(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("limit_gib", "state", "error"),
     [

@@ -16,6 +16,8 @@ from refshard.tracing.kineto import read_timeline
 from tests.harness.commandline import SUITE, processes_of, refshard, status_of, wait_for, write_suite
 from tests.harness.faults import running
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, "single", "fsdp2", "ddp", "refshard-yafsdp", ranks=2)

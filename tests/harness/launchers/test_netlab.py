@@ -126,6 +126,7 @@ def test_what_is_in_the_way_is_told_with_its_remedy(platform: str, user: int, mi
     assert obstacle("linux", 0, lambda program: f"/sbin/{program}") is None
 
 
+@pytest.mark.processes
 def test_a_run_that_cannot_make_hosts_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     suite = netlab_suite(tmp_path, "single", rate="1gbit")
     with running("run", suite, "--out", tmp_path / "run", env={**os.environ, "PATH": "/nowhere"}) as process:
@@ -190,6 +191,7 @@ def transfer(network: Network, size: int) -> tuple[int, float]:
         receiver.wait()
 
 
+@pytest.mark.processes
 @real
 def test_a_transfer_takes_what_the_rate_demands() -> None:
     size = 6 * 2**20
@@ -199,6 +201,7 @@ def test_a_transfer_takes_what_the_rate_demands() -> None:
     assert seconds >= (size - BURST_BYTES) * 8 / TWO.bits_per_s
 
 
+@pytest.mark.processes
 @real
 def test_two_networks_stand_beside_each_other() -> None:
     with Network(TWO) as first, Network(TWO) as second:
@@ -207,6 +210,7 @@ def test_two_networks_stand_beside_each_other() -> None:
     assert not namespaces_of(os.getpid())
 
 
+@pytest.mark.processes
 @real
 def test_nothing_is_made_in_the_machines_own_namespace() -> None:
     def interfaces() -> set[str]:
@@ -217,6 +221,7 @@ def test_nothing_is_made_in_the_machines_own_namespace() -> None:
         assert interfaces() == before
 
 
+@pytest.mark.processes
 @real
 def test_an_exception_leaves_no_namespace() -> None:
     with pytest.raises(ZeroDivisionError), Network(TWO):
@@ -232,6 +237,7 @@ class Impossible(NetworkSpec, frozen=True, kw_only=True):
         return -1
 
 
+@pytest.mark.processes
 @real
 def test_a_network_that_cannot_be_finished_is_removed_and_says_why() -> None:
     with pytest.raises(LaunchError, match=r"'tc -n \S+ qdisc add .* rate -1bit .*' failed \(.+\); allow this process"):
@@ -249,6 +255,7 @@ with Network(NetworkSpec(hosts=2, rate="100mbit")):
 """
 
 
+@pytest.mark.processes
 @real
 def test_what_a_killed_run_left_is_removed_and_a_living_runs_network_is_not() -> None:
     held = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
@@ -270,6 +277,7 @@ def test_a_process_is_told_from_a_later_one_with_its_id() -> None:
     assert born_at(2**31 - 1) is None
 
 
+@pytest.mark.processes
 @real
 def test_a_suite_runs_over_the_network(tmp_path: Path) -> None:
     suite = netlab_suite(tmp_path, "single", "ddp", rate="500mbit")
@@ -325,6 +333,7 @@ def test_a_killed_rank_leaves_neither_namespace_nor_process(tmp_path: Path) -> N
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.processes
 @real
 def test_an_interruption_leaves_neither_namespace_nor_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -338,6 +347,7 @@ def test_an_interruption_leaves_neither_namespace_nor_process(tmp_path: Path) ->
     assert not processes_of(run)
 
 
+@pytest.mark.processes
 @real
 def test_a_run_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -350,6 +360,7 @@ def test_a_run_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
     assert not namespaces_of(process.pid)
 
 
+@pytest.mark.processes
 @real
 def test_an_exception_while_ranks_run_leaves_neither_namespace_nor_process(tmp_path: Path) -> None:
     def fail(text: str) -> None:
@@ -363,6 +374,7 @@ def test_an_exception_while_ranks_run_leaves_neither_namespace_nor_process(tmp_p
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.processes
 @real
 def test_a_case_that_hangs_is_ended_at_its_time_limit(tmp_path: Path) -> None:
     shown: list[str] = []

@@ -89,6 +89,7 @@ def test_options_must_be_a_shells() -> None:
         SlurmLauncher("--comment='a")
 
 
+@pytest.mark.processes
 def test_a_machine_without_slurm_is_told_so() -> None:
     with pytest.raises(LaunchError, match="needs the program 'no-such-sbatch', not found on PATH; run on a login node"):
         ask("no-such-sbatch")
@@ -281,6 +282,7 @@ def workers(run: Path) -> list[Process]:
     return [p for p in processes_of(run / "cases") if p.cmdline()[1:3] == ["-m", "refshard.harness.worker"]]
 
 
+@pytest.mark.processes
 @pytest.mark.slurm
 def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Path, cluster: Slurm) -> None:
     run = tmp_path / "a run"
@@ -331,6 +333,7 @@ def test_a_job_that_slurm_takes_back_starts_afresh(tmp_path: Path, cluster: Slur
     assert (first in outputs, len(outputs)) == (True, 2)
 
 
+@pytest.mark.processes
 @pytest.mark.slurm
 def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed(
     tmp_path: Path, cluster: Slurm
@@ -408,6 +411,7 @@ def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_p
     assert not processes_of(run)
 
 
+@pytest.mark.processes
 @pytest.mark.slurm
 def test_what_sbatch_refuses_is_one_line(tmp_path: Path, cluster: Slurm) -> None:
     process = submitted(cluster, write_suite(tmp_path, "single"), tmp_path / "run", "--partition=nope")

@@ -88,6 +88,7 @@ def workers(run: Path) -> dict[str, psutil.Process]:
     return {process.environ()["RANK"]: process for process in found}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("by", "options"),
     [pytest.param(TORCHRUN, ALONE, marks=pytest.mark.full), (ACCELERATE, ())],  # the agents are the same
@@ -109,6 +110,7 @@ def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...])
     assert not processes_of(run)
 
 
+@pytest.mark.processes
 def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None:
     run, options = tmp_path / "run", two_nodes()
     suite = write_suite(tmp_path, "single", "ddp", "refshard-fsdp", ranks=2)
@@ -128,6 +130,7 @@ def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None
     assert not processes_of(run)
 
 
+@pytest.mark.processes
 def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with torchrun(ALONE, write_suite(tmp_path, "ddp", ranks=2, steps=100_000), run) as process:
@@ -140,6 +143,7 @@ def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
     assert not processes_of(run)
 
 
+@pytest.mark.processes
 def test_the_end_of_rank_0s_agent_ends_all(tmp_path: Path) -> None:
     run, options = tmp_path / "run", two_nodes()
     suite = write_suite(tmp_path, "ddp", ranks=2)
@@ -215,6 +219,7 @@ def test_a_server_that_cannot_start_its_rank_says_why(tmp_path: Path) -> None:
     assert trouble.endswith("); correct that and --resume the run")
 
 
+@pytest.mark.processes
 def test_only_own_processes_are_asked_where_they_stand() -> None:
     with subprocess.Popen(["sleep", "100"]) as child:
         try:
@@ -247,6 +252,7 @@ def test_a_process_that_torchrun_did_not_start_is_told_how() -> None:
         place_of({"RANK": "0"})
 
 
+@pytest.mark.processes
 def test_torchrun_must_not_start_several_harnesses(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
     with running("run", write_suite(tmp_path, "single"), "--out", tmp_path / "run", env=environment) as process:

@@ -150,6 +150,7 @@ def test_a_card_says_how_many_ranks_of_the_job_are_here(ranks: int, size: int | 
     assert trace_words.ranks([made(rank=rank, world_size=size) for rank in range(ranks)]).startswith(told)
 
 
+@pytest.mark.processes
 def test_sentences_need_neither_pandas_nor_plotly() -> None:
     code = "import sys, refshard.report.trace.words; print({'pandas', 'plotly', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
