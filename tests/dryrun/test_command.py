@@ -76,6 +76,7 @@ def test_the_trace_shows_every_unit_gathered_and_reduced(trained: tuple[dict[str
     assert Counter(collectives) == {"reduce_scatter": 3 * 4, "all_gather": 3 * 8}
 
 
+@pytest.mark.full
 def test_torchrun_says_how_many_ranks_there_are(tmp_path: Path) -> None:
     launcher = ("torchrun", "--nnodes=2", "--nproc_per_node", "8")
     done = run(tmp_path, scripts.TRAIN, "--json", "--steps", "1", launcher=launcher)
@@ -100,6 +101,7 @@ def test_what_does_not_fit_says_what_it_needs_and_what_was_refused(tmp_path: Pat
     assert re.search(r"At train.py:3 in <(listcomp|module)>\.", words)
 
 
+@pytest.mark.full
 def test_expandable_segments_have_addresses_where_memory_has_no_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,12 +110,14 @@ def test_expandable_segments_have_addresses_where_memory_has_no_limit(
     assert "DOES NOT FIT needs 120 GiB reserved, 41.3 GiB more than 78.7 GiB; peak allocated 120 GiB" in words
 
 
+@pytest.mark.full
 def test_what_would_not_fit_any_gpu_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.ENDLESS, "--world-size", "1")
     assert done.returncode == 1
     assert "DOES NOT FIT  needs more than 78.7 GiB" in done.stdout
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_explained_by_a_run_without_a_limit(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.TOO_LARGE_IN_BACKWARD, "--json", "--world-size", "1")
     found = json.loads(done.stdout)
@@ -127,6 +131,7 @@ def test_what_does_not_fit_is_explained_by_a_run_without_a_limit(tmp_path: Path)
     assert held["other"] == 2**20  # what the model is given
 
 
+@pytest.mark.full
 def test_objects_of_another_rank_cannot_be_received(tmp_path: Path) -> None:
     assert run(tmp_path, scripts.RECEIVES, "--world-size", "2").returncode == 0
     done = run(tmp_path, scripts.RECEIVES, "--world-size", "2", "--rank", "1")
@@ -135,6 +140,7 @@ def test_objects_of_another_rank_cannot_be_received(tmp_path: Path) -> None:
     assert "at train.py:6 in <module>" in done.stdout
 
 
+@pytest.mark.full
 def test_parameters_are_known_before_an_optimizer_steps(tmp_path: Path) -> None:
     found = json.loads(run(tmp_path, scripts.FORWARD, "--json", "--world-size", "1").stdout)
     assert found["peak_by_category"]["parameters"] == 4 * 2**20
@@ -151,6 +157,7 @@ def test_small_integers_are_computed_and_what_is_not_computed_is_reported(tmp_pa
     }
 
 
+@pytest.mark.full
 def test_two_dry_runs_of_a_script_are_the_same_to_the_bit(tmp_path: Path) -> None:
     first, second = (json.loads(run(tmp_path, scripts.TRAIN, "--json").stdout) for _ in range(2))
     for found in (first, second):
@@ -196,6 +203,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path
     assert "ran" not in done.stderr
 
 
+@pytest.mark.full
 def test_errors_show_the_scripts_own_lines(tmp_path: Path) -> None:
     done = run(tmp_path, "def load():\n    raise ValueError('no data')\n\n\nload()\n")
     assert done.returncode == 1
@@ -204,11 +212,13 @@ def test_errors_show_the_scripts_own_lines(tmp_path: Path) -> None:
     assert "child.py" not in done.stderr
 
 
+@pytest.mark.full
 def test_an_exit_message_is_shown(tmp_path: Path) -> None:
     done = run(tmp_path, "import sys\n\nsys.exit('no such config')\n")
     assert "FAILED  the script ended with exit status 1: no such config" in done.stdout
 
 
+@pytest.mark.full
 def test_a_compiled_module_is_not_run_uncompiled(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.COMPILED)
     assert done.returncode == 0, done.stderr

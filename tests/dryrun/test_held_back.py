@@ -402,11 +402,13 @@ class TestPrograms:
         assert answer.limited is not None
         assert (answer.limited.outcome, run.refused) == ("stepped", None)
 
+    @pytest.mark.full
     def test_batches_stay_where_the_gpu_is_far_behind(self, tmp_path: Path) -> None:
         run = ran(tmp_path, SLOW)
         assert run.answer.held_until == "gpu"
         assert on_side(run) > 12 * BATCH
 
+    @pytest.mark.full
     def test_two_runs_agree_to_the_bit(self, tmp_path: Path) -> None:
         first, second = ran(tmp_path, SLOW), ran(tmp_path, SLOW)
         for name in Recording.__slots__:
@@ -416,6 +418,7 @@ class TestPrograms:
         alike = {"wall_s": 0, "host_peak_bytes": 0, "limited": None}
         assert msgspec.structs.replace(first.answer, **alike) == msgspec.structs.replace(second.answer, **alike)
 
+    @pytest.mark.full
     def test_what_cannot_be_allocated_again_stays_an_upper_bound_and_says_so(self, tmp_path: Path) -> None:
         done = run_command(tmp_path, TWO_DEVICES, "--json")
         found = json.loads(done.stdout)
@@ -427,10 +430,12 @@ class TestPrograms:
             for told in found["says"]
         )
 
+    @pytest.mark.full
     def test_the_report_tells_what_the_script_saw(self, tmp_path: Path) -> None:
         done = run_command(tmp_path, FAST)
         assert "holds freed memory back until the GPU is done with it, here by the replay" in done.stdout
 
+    @pytest.mark.full
     def test_a_script_without_record_stream_is_not_replayed(self, tmp_path: Path) -> None:
         run = ran(tmp_path, FAST.replace("batch.record_stream", "id"))
         assert not holds_back(run.recording)

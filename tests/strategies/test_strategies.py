@@ -5,6 +5,7 @@ On every axis that a strategy has, tied and not; some of them on four ranks.
 
 import itertools
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ KEPT = ("ddp", "fsdp1-grad-op", "fsdp1-no-shard", "refshard-replicate", "refshar
 """Strategies that gather nothing in inference: parameters are whole, or stay so after the first pass."""
 VARIANTS = ("fsdp1-post", "fsdp1-no-prefetch")
 """Strategies that differ from the row above them in the order of calls alone."""
+FEW = ("single", "ddp", "fsdp2", "refshard-yafsdp")
 Key = tuple[bool, str, str]
 Results = dict[Key, dict[str, Any]]
 
@@ -120,6 +122,12 @@ def case_of(name: str, scenario: str) -> CaseSpec:
     """Eight sequences a step, whatever the number of ranks."""
     fields = {"world_size": 1 if name == "single" else 2, **SCENARIOS[scenario]}
     return CaseSpec(strategy=name, model="small", global_batch=8, seq_len=8, learning_rate=1e-2, **fields)
+
+
+def is_few(key: Key) -> bool:
+    """Whether `make test` runs it: some strategies in every scenario, and each strategy in one."""
+    tied, scenario, name = key
+    return not tied and (scenario == "plain" or name in FEW)
 
 
 def cells() -> list[Key]:
@@ -171,80 +179,92 @@ def train_all(wanted: list[Key]) -> Results:
     }
 
 
-@pytest.fixture(scope="module")
-def trained() -> Results:
-    """All strategies in all scenarios, each with the mean loss over its ranks."""
+@cache
+def trained(few: bool) -> Results:
+    """The few cells, or the others; each with the mean loss over its ranks."""
     found: Results = {}
     for ranks_ in (1, 2, 4):
-        wanted = [key for key in CELLS if case_of(key[2], key[1]).world_size == ranks_]
-        ranks = run_ranks(ranks_, train_all, wanted)
-        for key, result in ranks[0].items():
+        wanted = [key for key in CELLS if is_few(key) is few and case_of(key[2], key[1]).world_size == ranks_]
+        ranks = run_ranks(ranks_, train_all, wanted) if wanted else []
+        for key in wanted:
             losses = [sum(step) / ranks_ for step in zip(*(rank[key]["losses"] for rank in ranks))]
-            found[key] = {**result, "losses": losses}
+            found[key] = {**ranks[0][key], "losses": losses}
     return found
+
+
+def of(*key: Any) -> dict[str, Any]:
+    """What the cell of this key came to."""
+    return trained(is_few(key))[key]
 
 
 def those(*scenarios: str, but: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     """The cells of some scenarios, by default of all, without some strategies'."""
     return pytest.mark.parametrize(
         "cell",
-        [c for c in CELLS if (not scenarios or c[1] in scenarios) and c[2] not in but],
+        [
+            pytest.param(cell, marks=() if is_few(cell) else pytest.mark.full)
+            for cell in CELLS
+            if (not scenarios or cell[1] in scenarios) and cell[2] not in but
+        ],
         ids=lambda cell: f"{cell[2]}, {cell[1]}{', tied' if cell[0] else ''}",
     )
 
 
 @those(but=("single",))
-def test_announced_collectives_are_those_at_the_dispatcher(trained: Results, cell: Key) -> None:
-    result = trained[cell]
+def test_announced_collectives_are_those_at_the_dispatcher(cell: Key) -> None:
+    result = of(*cell)
     assert result["announced"] == result["counted"]
     assert bool(result["counted"]) == ("inference" not in cell[1] or cell[2] not in KEPT)
 
 
 @those("plain", "full", "both", "inference", "bf16", "qlora", but=("single", *WHOLE_BATCH))
-def test_bytes_that_a_report_takes_from_the_announced_are_those_sent(trained: Results, cell: Key) -> None:
-    assert link_bytes(trained[cell]["announced"], world_size=2, hosts=2) == trained[cell]["sent"]
+def test_bytes_that_a_report_takes_from_the_announced_are_those_sent(cell: Key) -> None:
+    assert link_bytes(of(*cell)["announced"], world_size=2, hosts=2) == of(*cell)["sent"]
 
 
 @those("plain", "inference", "lora", "replicas", "tensor parallel", but=("single", "ddp", *WHOLE_BATCH))
-def test_every_block_is_a_unit_and_others_hold_the_rest(trained: Results, cell: Key) -> None:
+def test_every_block_is_a_unit_and_others_hold_the_rest(cell: Key) -> None:
     tied, _, name = cell
     blocks = {f"model.layers.{i}" for i in range(3)}
-    units = set(trained[cell]["units"])
+    units = set(of(*cell)["units"])
     assert blocks < units
-    assert units == set(trained[tied, "plain", name]["units"])
+    assert units == set(of(tied, "plain", name)["units"])
 
 
 @those()
-def test_losses_equal_those_of_one_unsharded_rank(trained: Results, cell: Key) -> None:
+def test_losses_equal_those_of_one_unsharded_rank(cell: Key) -> None:
     case = case_of(cell[2], cell[1])
     plain = {"lora": "lora", "qlora": "qlora", "full": "8-bit" if case.optimizer != "adamw" else "plain"}
     like = "inference" if case.workload == "inference" else plain[case.tuning]
-    reference = trained[cell[0], like, "single"]["losses"]
-    assert trained[cell]["losses"] == pytest.approx(reference, rel=parity_tolerance(case))
+    reference = of(cell[0], like, "single")["losses"]
+    assert of(*cell)["losses"] == pytest.approx(reference, rel=parity_tolerance(case))
     assert case.workload == "inference" or reference[-1] < reference[0]
 
 
 @those("plain", "full", "inference", "lora", "qlora", "bf16 qlora", but=("single", *WHOLE_BATCH))
-def test_losses_and_parameters_equal_ddp_to_the_bit(trained: Results, cell: Key) -> None:
-    ours, ddp = trained[cell], trained[*cell[:2], "ddp"]
+def test_losses_and_parameters_equal_ddp_to_the_bit(cell: Key) -> None:
+    ours, ddp = of(*cell), of(*cell[:2], "ddp")
     assert ours["losses"] == ddp["losses"]
     assert ours["parameters"].keys() == ddp["parameters"].keys()
     assert all(torch.equal(bits(ours["parameters"][n]), bits(p)) for n, p in ddp["parameters"].items())
 
 
 @those("bf16", "offload", "replicas", but=("single", "ddp", *WHOLE_BATCH))
-def test_strategies_that_cast_and_sum_alike_agree_to_the_bit(trained: Results, cell: Key) -> None:
+def test_strategies_that_cast_and_sum_alike_agree_to_the_bit(cell: Key) -> None:
     """Where DDP does not: it computes under autocast, and adds microbatches up before the ranks."""
-    ours, theirs = trained[cell]["losses"], trained[*cell[:2], "fsdp2"]["losses"]
+    ours, theirs = of(*cell)["losses"], of(*cell[:2], "fsdp2")["losses"]
     assert ours == pytest.approx(theirs, rel=parity_tolerance(case_of(cell[2], cell[1])))
     # Whole gradients are added up in another order, which changes a bit on some machines.
     assert ours == theirs or (cell[1] != "bf16" and cell[2] in ("refshard-replicate", "refshard-zero1"))
 
 
-@pytest.mark.parametrize("name", [name for name in CORE if name not in VARIANTS])
-def test_recomputation_changes_no_bit_and_inference_no_weight(trained: Results, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in FEW else pytest.mark.full) for n in CORE if n not in VARIANTS],
+)
+def test_recomputation_changes_no_bit_and_inference_no_weight(name: str) -> None:
     scenarios = ("plain", "full", "selective", "inference")
-    plain, full, selective, inference = (trained[False, s, name]["parameters"] for s in scenarios)
+    plain, full, selective, inference = (of(False, s, name)["parameters"] for s in scenarios)
     model = Llama(small_spec(n_layers=3))
     initialise(model, 0)
     assert all(torch.equal(plain[n], full[n]) for n in plain)
@@ -273,7 +293,9 @@ def unwrapped_units(name: str) -> tuple[str, ...]:
     return strategy.wrapped_units()
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-tuned", "simplefsdp", "tensor-parallel"])
+@pytest.mark.parametrize(
+    "name", ["fsdp2", "fsdp2-tuned", pytest.param("simplefsdp", marks=pytest.mark.full), "tensor-parallel"]
+)
 def test_units_are_found_and_not_said(name: str) -> None:
     assert run_ranks(2, unwrapped_units, name) == [(), ()]
 

@@ -106,6 +106,7 @@ def test_a_case_that_hangs_is_ended_at_its_time_limit(trouble: Run) -> None:
     assert record.error.startswith("did not end within time_limit_s = 4; the ranks were ended: rank 0 ")
 
 
+@pytest.mark.full
 def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path) -> None:
     """By SIGTERM; ``test_faults.py`` has SIGINT."""
     run = tmp_path / "run"

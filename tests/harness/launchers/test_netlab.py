@@ -333,6 +333,7 @@ def test_a_killed_rank_leaves_neither_namespace_nor_process(tmp_path: Path) -> N
     assert not processes_of(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @real
 def test_an_interruption_leaves_neither_namespace_nor_process(tmp_path: Path) -> None:
@@ -347,6 +348,7 @@ def test_an_interruption_leaves_neither_namespace_nor_process(tmp_path: Path) ->
     assert not processes_of(run)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @real
 def test_a_run_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:

@@ -333,6 +333,7 @@ def test_a_job_that_slurm_takes_back_starts_afresh(tmp_path: Path, cluster: Slur
     assert (first in outputs, len(outputs)) == (True, 2)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slurm
 def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed(

@@ -110,6 +110,7 @@ def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...])
     assert not processes_of(run)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None:
     run, options = tmp_path / "run", two_nodes()
@@ -130,6 +131,7 @@ def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None
     assert not processes_of(run)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
