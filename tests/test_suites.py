@@ -133,6 +133,7 @@ def test_without_measuring_nothing_is_replayed_but_states_count(folder: Path) ->
     assert "1 failed, 4 passed" in done.stdout
 
 
+@pytest.mark.full
 def test_selected_cases_are_launched_and_their_steps_are_the_benchmarks_rounds(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, "ddp", head="rounds = 2")
     cases, left = ROOT / "suites" / "bench_cases.py", tmp_path / "b.json"
@@ -147,12 +148,14 @@ def test_selected_cases_are_launched_and_their_steps_are_the_benchmarks_rounds(t
     assert named == {(r.spec_hash, r.round): slowest(r) for r in kept.cases}
 
 
+@pytest.mark.full
 def test_a_suite_that_is_none_is_a_mistake_in_one_line(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, ROOT / "suites" / "bench_cases.py", "--suite", "gat", "--benchmark-disable")
     assert done.returncode == 2
     assert "\nsuite: no file 'gat'; did you mean 'gate'?\n" in done.stdout
 
 
+@pytest.mark.full
 def test_what_takes_long_is_skipped_with_the_option_that_runs_it(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, ROOT / "suites" / "bench_blocks.py")
     assert "2 skipped" in done.stdout

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 CHECKS = "tests.fakecuda.collective_checks"
 
 
-@pytest.fixture(scope="module", params=[2, 3, pytest.param(8, marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (3, 8))])
 def world(request: pytest.FixtureRequest) -> tuple[Seen, int]:
     return see(CHECKS, mode="host", ranks=request.param), request.param
 

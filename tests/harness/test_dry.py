@@ -158,6 +158,7 @@ class TestRun:
         assert "reserved" in told
         assert "interval" not in told.replace("there is no interval", "")
 
+    @pytest.mark.full
     def test_too_small_a_gpu_is_told_with_what_the_case_needs(self, tmp_path: Path) -> None:
         cluster = tmp_path / "small.toml"
         cluster.write_text(small_cluster(60 * MIB))

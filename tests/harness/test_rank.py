@@ -45,6 +45,7 @@ sys.exit(run_rank(Path(sys.argv[1])))
         (None, "failed", "RuntimeError: all of them started"),
     ],
 )
+@pytest.mark.full
 def test_a_thread_without_room_for_its_stack_is_out_of_memory(
     tmp_path: Path, limit_gib: float | None, state: str, error: str
 ) -> None:

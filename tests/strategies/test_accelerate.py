@@ -23,7 +23,7 @@ from tests.strategies.test_strategies import CountingMode
 
 PEERS = ("accelerate", "hf-trainer")
 MISSING = ROWS["accelerate"].missing() or ROWS["hf-trainer"].missing()
-pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.processes]
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.full]
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -25,7 +25,7 @@ from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 from tests.strategies.test_strategies import observe
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.full
 
 FAKE = "tests.strategies.fake_ya_fsdp"
 OPTIONAL = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3", "megatron-fsdp", "yafsdp")

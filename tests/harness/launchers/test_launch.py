@@ -43,6 +43,7 @@ def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
     assert not processes_of(tmp_path / "run")
 
 
+@pytest.mark.full
 def test_what_is_unsupported_is_told_and_is_no_failure(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, "tensor-parallel", ranks=2, more="offload = true")
     done = refshard("run", suite, "--out", tmp_path / "run")
@@ -86,6 +87,7 @@ def trouble(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read_run(folder / "run")
 
 
+@pytest.mark.full
 def test_a_case_that_fails_is_recorded_with_its_log(trouble: Run) -> None:
     (record,) = (r for r in trouble.cases if r.case.data != "synthetic")
     assert record.state == "failed"
@@ -94,11 +96,13 @@ def test_a_case_that_fails_is_recorded_with_its_log(trouble: Run) -> None:
     assert any("SpecError" in line for line in record.log_tail)
 
 
+@pytest.mark.full
 def test_a_case_that_runs_out_of_memory_is_oom(trouble: Run) -> None:
     (record,) = (r for r in trouble.cases if r.case.memory_limit_gib is not None)
     assert record.state == "oom", record.error
 
 
+@pytest.mark.full
 def test_a_case_that_hangs_is_ended_at_its_time_limit(trouble: Run) -> None:
     (record,) = (r for r in trouble.cases if r.case.time_limit_s == 4)
     assert record.state == "timeout"

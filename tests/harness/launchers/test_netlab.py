@@ -127,6 +127,7 @@ def test_what_is_in_the_way_is_told_with_its_remedy(platform: str, user: int, mi
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_a_run_that_cannot_make_hosts_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     suite = netlab_suite(tmp_path, "single", rate="1gbit")
     with running("run", suite, "--out", tmp_path / "run", env={**os.environ, "PATH": "/nowhere"}) as process:

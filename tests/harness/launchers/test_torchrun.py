@@ -146,6 +146,7 @@ def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_the_end_of_rank_0s_agent_ends_all(tmp_path: Path) -> None:
     run, options = tmp_path / "run", two_nodes()
     suite = write_suite(tmp_path, "ddp", ranks=2)
