@@ -1,6 +1,6 @@
 """The command line: parse, call one command, print.
 
-Exit status: 0 when everything asked for was done and every case ended ok or is unsupported, 1 when a case did not, 2
+Exit status: 0 when everything asked for was done and the run went well (``records.Run.well``), 1 when it did not, 2
 for a mistake in what was asked, 130 when interrupted.
 """
 
@@ -87,7 +87,7 @@ def run(
         finished, dashboard = command.run(asked)
     found = gather(finished)
     print(f"\n{terminal_table(found)}\n\n{terminal_verdict(found)}\n\ndashboard: {dashboard}")
-    if any(case.state not in ("ok", "unsupported") for case in finished.cases):
+    if not finished.well:
         raise typer.Exit(1)
 
 
