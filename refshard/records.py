@@ -271,5 +271,5 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def well(self) -> bool:
-        """Whether every launch ended ok or is unsupported, which is an answer; out of memory and time are none."""
+        """Whether every launch ended ok or is unsupported, which is a result and no failure."""
         return all(case.state in ("ok", "unsupported") for case in self.cases)
