@@ -172,7 +172,9 @@ def plan(
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 8192,
     microbatch: Annotated[int, typer.Option(help="Sequences that a rank computes at once.")] = 1,
     accumulate: Annotated[int, typer.Option(help="Microbatches of a rank in a step.")] = 1,
-    strategy: Annotated[str | None, typer.Option(help="Strategies, by commas; all by default.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Strategies, by commas; by default all with a closed form.")
+    ] = None,
     checkpoint: Annotated[
         str,
         typer.Option(
@@ -193,7 +195,7 @@ def plan(
         Path | None, typer.Option(help="A folder to write each simulated step to, as a Kineto trace.")
     ] = None,
 ) -> None:
-    """Forecast memory, step time and cost of every strategy on a cluster, without running anything."""
+    """Forecast memory, step time and cost of strategies on a cluster in closed form, without running anything."""
     from refshard.commands import plan as command
 
     asked = command.Asked(
