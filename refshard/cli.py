@@ -1,6 +1,6 @@
 """The command line: parse, call one command, print.
 
-Exit status: 0 when everything asked for was done and every case ended ok or is unsupported, 1 when a case did not, 2
+Exit status: 0 when everything asked for was done and the run went well (``records.Run.well``), 1 when it did not, 2
 for a mistake in what was asked, 130 when interrupted.
 """
 
@@ -87,7 +87,7 @@ def run(
         finished, dashboard = command.run(asked)
     found = gather(finished)
     print(f"\n{terminal_table(found)}\n\n{terminal_verdict(found)}\n\ndashboard: {dashboard}")
-    if any(case.state not in ("ok", "unsupported") for case in finished.cases):
+    if not finished.well:
         raise typer.Exit(1)
 
 
@@ -172,7 +172,9 @@ def plan(
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 8192,
     microbatch: Annotated[int, typer.Option(help="Sequences that a rank computes at once.")] = 1,
     accumulate: Annotated[int, typer.Option(help="Microbatches of a rank in a step.")] = 1,
-    strategy: Annotated[str | None, typer.Option(help="Strategies, by commas; all by default.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Strategies, by commas; by default all with a closed form.")
+    ] = None,
     checkpoint: Annotated[
         str,
         typer.Option(
@@ -193,7 +195,7 @@ def plan(
         Path | None, typer.Option(help="A folder to write each simulated step to, as a Kineto trace.")
     ] = None,
 ) -> None:
-    """Forecast memory, step time and cost of every strategy on a cluster, without running anything."""
+    """Forecast memory, step time and cost of strategies on a cluster in closed form, without running anything."""
     from refshard.commands import plan as command
 
     asked = command.Asked(

@@ -268,3 +268,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     header: RunRecord
     cases: tuple[CaseRecord, ...]
     end: EndRecord | None = None
+
+    @property
+    def well(self) -> bool:
+        """Whether every launch ended ok or is unsupported, which is a result and no failure."""
+        return all(case.state in ("ok", "unsupported") for case in self.cases)

@@ -6,7 +6,7 @@ which ``refshard show`` reads. ``suites/gate.toml`` takes a minute or two; anoth
 ``-k`` leaves out is not launched, unless as a reference.
 
     pytest suites/bench_cases.py --benchmark-json=cases.json
-    pytest suites/bench_cases.py --suite mine.toml -k yafsdp --benchmark-json=mine.json
+    pytest suites/bench_cases.py --suite mine.toml -k refshard-yafsdp --benchmark-json=mine.json
 
 With ``--benchmark-disable`` the cases of the suite's last strategy take one step each, and nothing is kept.
 """

@@ -97,7 +97,7 @@ def _fake_process_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_fake_process_group")
 def test_host_time(benchmark: Any) -> None:
-    """The benchmark's own figure is yafsdp's whole step; ``extra_info`` holds what each way adds, and the ratios."""
+    """The benchmark's own figure is refshard-yafsdp's step; ``extra_info`` holds what each way adds, and ratios."""
     models = {way: make(way) for way in WAYS}
     x = torch.randn(4, 32)
     rounds = [{way: step(model, x) for way, model in models.items()} for _ in range(WARM_UP + ROUNDS)][WARM_UP:]

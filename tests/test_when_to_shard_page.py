@@ -95,13 +95,13 @@ def predicted() -> list[str]:
     found = []
     for model, cluster, tokens in PLANNED:
         words = ["plan", "--model", model, "--cluster", cluster, "--seq-len", str(tokens), "--json"]
-        made = CliRunner().invoke(app, [*words, "--strategy", "ddp,fsdp2,yafsdp"])
+        made = CliRunner().invoke(app, [*words, "--strategy", "ddp,fsdp2,refshard-yafsdp"])
         rows = {row["strategy"]: row for row in json.loads(made.stdout)["strategies"]}
         cells = [
             f"{row['step_time_s'] * 1e3:.0f} ms, {row['peak_memory_bytes'] / GIB:.0f} GiB"
             if row["fits"]
             else f"does not fit ({row['peak_memory_bytes'] / GIB:.0f} GiB)"
-            for row in (rows[name] for name in ("ddp", "fsdp2", "yafsdp"))
+            for row in (rows[name] for name in ("ddp", "fsdp2", "refshard-yafsdp"))
         ]
         found.append(f"| {model} | {cluster} | {tokens:,} | {' | '.join(cells)} |")
     return found

@@ -21,6 +21,7 @@ from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ModelSpec, load_model
 from refshard.specs.reading import within
+from refshard.strategies import check_name
 
 MOST_MICROBATCHES = 256
 """Each is simulated."""
@@ -81,7 +82,9 @@ def plan(asked: Asked, *, as_json: bool = False, page: Path | None = None, trace
         replicas=asked.replicas,
         compiled=asked.compiled,
     )
-    found = rank_strategies(job, _recipes(asked.strategies), _checkpoint(asked, model), asked.price_usd)
+    recipes, unplanned = _chosen(asked.strategies)
+    found = rank_strategies(job, recipes, _checkpoint(asked, model), asked.price_usd)
+    found = msgspec.structs.replace(found, unplanned=unplanned)
     if traces is not None:
         _write_traces(job, found, traces, asked)
     title = _title(asked, job)
@@ -97,13 +100,22 @@ def _name_of(model: str) -> str:
     return Path(model).stem if model.endswith(".toml") else model
 
 
-def _recipes(given: str | None) -> list[Recipe]:
+def _chosen(given: str | None) -> tuple[list[Recipe], tuple[str, ...]]:
+    """The recipes of the strategies asked for, and the names of those that have none.
+
+    Raises:
+        SpecError: a strategy does not exist, or none of them has a recipe.
+    """
     if given is None:
-        return list(RECIPES.values())
-    found = {find_recipe(name.strip()).name: find_recipe(name.strip()) for name in given.split(",") if name.strip()}
-    if not found:
+        return list(RECIPES.values()), ()
+    names = dict.fromkeys(name.strip() for name in given.split(",") if name.strip())
+    if not names:
         raise SpecError(f"strategy: none is named in {given!r}; name some, by commas, or leave the option out")
-    return list(found.values())
+    for name in names:
+        check_name(name)
+    without = tuple(name for name in names if name not in RECIPES)
+    known = [name for name in names if name in RECIPES] or [without[0]]
+    return [find_recipe(name) for name in known], without
 
 
 def _checkpoint(asked: Asked, model: ModelSpec) -> Checkpoint:

@@ -74,7 +74,7 @@ def run(asked: Asked) -> tuple[Run, Path]:
     with make_launcher(suite, asked) as launcher:
         finished, dashboard = _run(suite, given, asked, launcher)
         if isinstance(launcher, TorchrunLauncher):
-            launcher.dismiss(well=all(case.state == "ok" for case in finished.cases))
+            launcher.dismiss(well=finished.well)
         return finished, dashboard
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from refshard.errors import SpecError, nearest
+from refshard.errors import SpecError
 from refshard.plan.placement import MODES, Mode
 from refshard.quantities import MIB
 
@@ -20,7 +20,7 @@ units at all, but buckets of gradients.
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy.
+    """One strategy, under the name that suites give it.
 
     ``copies_out``: a gather lands in a buffer of its own, from which compute copies into the parameters; the buffer is
     kept until the next gather has been copied out. ``copies_in``: compute copies gradients into the buffer that is
@@ -89,23 +89,30 @@ RECIPES: dict[str, Recipe] = {
         ),
         *(
             Recipe(
-                name=mode.name, mode=mode, grouping="ends", one_communicator=False,
+                name=f"refshard-{mode.name}", mode=mode, grouping="ends", one_communicator=False,
                 exchanges_gathers=True, exchanges_reductions=True,
             )
             for mode in MODES.values()
         ),
     )
 }  # fmt: skip
-"""Rows by name, the engine's under their modes' names."""
+"""Rows by name; the engine's modes are ``refshard-<mode>``."""
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of a strategy; the engine's modes also under the names that suites give them, ``refshard-<mode>``.
+    """The recipe of a strategy.
 
     Raises:
-        SpecError: there is none.
+        SpecError: it has none.
     """
-    short = name.removeprefix("refshard-")
-    if short not in RECIPES or (short != name and short not in MODES):
-        raise SpecError(f"strategy: none is called '{name}' here; {nearest(name, list(RECIPES))}")
-    return RECIPES[short]
+    if name not in RECIPES:
+        raise SpecError(f"strategy: {no_closed_form(name)}")
+    return RECIPES[name]
+
+
+def no_closed_form(name: str) -> str:
+    """What to do about a strategy without a recipe, in words."""
+    return (
+        f"'{name}' has no closed form to plan or simulate it by; dry-run it: `refshard dryrun` your script, or "
+        '`refshard run` a suite with fidelity = "dryrun"'
+    )

@@ -1,8 +1,7 @@
 """What the memory model says of a case that a suite names."""
 
-from refshard.errors import SpecError
 from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import find_recipe
+from refshard.plan.recipe import RECIPES
 from refshard.simulate.kernels import Batch
 from refshard.simulate.memory import MemoryForecast, RankJob, predict_memory
 from refshard.simulate.tensors import Device
@@ -16,11 +15,7 @@ def memory_of(case: CaseSpec, device: Device) -> MemoryForecast | None:
     Raises:
         SpecError: the case's model cannot be read.
     """
-    if case.workload != "training" or case.unmodelled:
-        return None
-    try:
-        recipe = None if case.strategy == REFERENCE_STRATEGY else find_recipe(case.strategy)
-    except SpecError:
+    if case.workload != "training" or case.unmodelled or case.strategy not in (REFERENCE_STRATEGY, *RECIPES):
         return None
     model = load_model(case.model)
     sequences = case.global_batch // case.world_size // case.microbatches
@@ -33,4 +28,4 @@ def memory_of(case: CaseSpec, device: Device) -> MemoryForecast | None:
         device=device,
         library="nccl" if device == "cuda" else "gloo",
     )
-    return predict_memory(job, recipe)
+    return predict_memory(job, RECIPES.get(case.strategy))

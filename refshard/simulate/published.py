@@ -4,11 +4,27 @@ from dataclasses import dataclass
 
 from refshard.flops import flops_per_token
 from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import find_recipe
+from refshard.plan.recipe import Recipe, find_recipe
 from refshard.simulate.forecast import CONVENTION, Job, forecast_step
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.model import load_model
 from refshard.specs.published import PublishedRow, PublishedTable
+
+STANDS_FOR = {"yafsdp": "refshard-yafsdp"}
+"""Published strategies without a recipe, and whose recipe predicts them.
+
+Upstream's YaFSDP is other code than the engine's mode of that name, so a case of it has no plan. But the mode follows
+its published design (a unit per layer, rings of two buffers), and the published speeds are of that design.
+"""
+
+
+def recipe_of(strategy: str) -> Recipe:
+    """The recipe that predicts a published strategy.
+
+    Raises:
+        SpecError: there is none.
+    """
+    return find_recipe(STANDS_FOR.get(strategy, strategy))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +75,7 @@ def _prediction(
         compiled=row.compiled,
         fused_norms=table.fused_norms,
     )
-    step = forecast_step(job, find_recipe(strategy), checkpointing_of(row.checkpointing, job.model.n_layers))
+    step = forecast_step(job, recipe_of(strategy), checkpointing_of(row.checkpointing, job.model.n_layers))
     peak = job.cluster.accelerator.matmul[job.dtype].peak
     return Prediction(
         row=row,

@@ -40,7 +40,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Every strategy's row, best first; ``available_bytes`` is the memory of each rank, ``usable_bytes`` what of it
-    tensors can fill.
+    tensors can fill. ``unplanned`` are strategies that were asked for and have no recipe.
     """
 
     rows: tuple[PlanRow, ...]
@@ -48,6 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     available_bytes: int
     usable_bytes: int
     price_usd: float
+    unplanned: tuple[str, ...] = ()
 
 
 def rank_strategies(job: Job, recipes: Sequence[Recipe], checkpoint: Checkpoint, price_usd: float) -> Plan:

@@ -20,8 +20,8 @@ from refshard.tracing.overlap import step_breakdowns
 def asked(**changes: Any) -> Asked:
     fields: dict[str, Any] = {
         "model": "llama3-8b", "cluster": "dgx-h100x2", "seq_len": 4096, "microbatch": 1, "accumulate": 1,
-        "strategies": "yafsdp,ddp", "checkpoint": "auto", "checkpoint_layers": None, "replicas": 1, "dtype": None,
-        "reduction": "fp32", "compiled": False, "price_usd": 2.5,
+        "strategies": "refshard-yafsdp,ddp", "checkpoint": "auto", "checkpoint_layers": None, "replicas": 1,
+        "dtype": None, "reduction": "fp32", "compiled": False, "price_usd": 2.5,
     }  # fmt: skip
     return Asked(**{**fields, **changes})
 
@@ -51,23 +51,27 @@ def test_a_model_may_be_a_file_of_ones_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text((Path(__file__).parents[2] / "profiles/models/llama3-8b.toml").read_text())
     own, preset = (
-        json.loads(plan(asked(model=model, strategies="fsdp"), as_json=True, traces=tmp_path / "traces"))
+        json.loads(plan(asked(model=model, strategies="refshard-fsdp"), as_json=True, traces=tmp_path / "traces"))
         for model in (str(mine), "llama3-8b")
     )
     assert own["strategies"] == preset["strategies"]
-    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["fsdp-llama3-8b.json", "fsdp-mine.json"]
+    traces = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert traces == ["refshard-fsdp-llama3-8b.json", "refshard-fsdp-mine.json"]
     with pytest.raises(SpecError, match=r"none\.toml: cannot be read"):
         plan(asked(model=str(tmp_path / "none.toml")))
 
 
-def test_names_of_suites_are_taken_too_and_each_strategy_comes_once() -> None:
-    told = json.loads(plan(asked(strategies="refshard-yafsdp, yafsdp,ddp"), as_json=True))
-    assert sorted(row["strategy"] for row in told["strategies"]) == ["ddp", "yafsdp"]
+def test_each_strategy_comes_once_and_one_without_a_closed_form_is_told() -> None:
+    """Upstream's YaFSDP is other code than the engine's mode, whose plan is not its."""
+    told = json.loads(plan(asked(strategies="refshard-yafsdp, yafsdp,ddp,ddp"), as_json=True))
+    assert sorted(row["strategy"] for row in told["strategies"]) == ["ddp", "refshard-yafsdp"]
+    assert told["unplanned"] == ["yafsdp"]
+    assert told["warnings"][0].startswith("Not planned: 'yafsdp' has no closed form to plan or simulate it by; dry-run")
 
 
 def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
     def layers(**changes: Any) -> int:
-        told = json.loads(plan(asked(strategies="yafsdp", **changes), as_json=True))
+        told = json.loads(plan(asked(strategies="refshard-yafsdp", **changes), as_json=True))
         return int(told["strategies"][0]["checkpointed_layers"])
 
     assert layers(checkpoint_layers=10) == 10
@@ -79,7 +83,8 @@ def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
 
 def test_a_trace_of_each_step_can_be_read_like_any_other(tmp_path: Path) -> None:
     told = json.loads(plan(asked(), as_json=True, traces=tmp_path / "traces"))
-    assert sorted(p.name for p in (tmp_path / "traces").iterdir()) == ["ddp-llama3-8b.json", "yafsdp-llama3-8b.json"]
+    traces = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert traces == ["ddp-llama3-8b.json", "refshard-yafsdp-llama3-8b.json"]
     for row in told["strategies"]:
         (step,) = step_breakdowns(read_timeline(tmp_path / "traces" / f"{row['strategy']}-llama3-8b.json"))
         assert step.span_ns == pytest.approx(row["step_time_s"] * 1e9, abs=1)
@@ -99,7 +104,11 @@ def test_a_page_can_be_written_and_a_folder_that_is_not_there_is_refused(tmp_pat
     [
         ({"model": "llama3-8bb"}, "no preset 'llama3-8bb'; did you mean 'llama3-8b'"),
         ({"cluster": "dgx-h10x4"}, "no profile and no file 'dgx-h10'; did you mean 'dgx-h100'"),
-        ({"strategies": "yafspd"}, "none is called 'yafspd' here; did you mean 'yafsdp'"),
+        ({"strategies": "ddp,refshard-yafspd"}, "no strategy 'refshard-yafspd'; did you mean 'refshard-yafsdp'"),
+        (
+            {"strategies": "yafsdp"},
+            "'yafsdp' has no closed form to plan or simulate it by; dry-run it: `refshard dryrun`",
+        ),
         ({"strategies": " , "}, "none is named in ' , '"),
         ({"seq_len": 0}, "seq_len must be >= 1, got 0"),
         ({"microbatch": -1}, "microbatch must be >= 1, got -1"),

@@ -53,7 +53,7 @@ def measured(strategy: str, policy: str) -> int:
 
 
 @pytest.mark.parametrize("policy", ["none", "full"])
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-tuned", "zero2", "fsdp", "yafsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-tuned", "refshard-zero2", "refshard-fsdp", "refshard-yafsdp"])
 def test_the_peak_is_predicted_within_3_percent(strategy: str, policy: str) -> None:
     spec = load_model("llama-mini")
     batch = Batch(sequences=SEQUENCES, seq_len=SEQ_LEN, dtype="bf16")

@@ -89,6 +89,14 @@ def test_what_cannot_be_emulated_is_refused_before_anything_is_launched(
         check_suite(suite(cluster, **changes), FakeLauncher(), oversubscribe=False)
 
 
+def test_a_case_without_a_closed_form_is_not_simulated() -> None:
+    """Such as upstream's YaFSDP, which is not the engine's mode."""
+    case = {"fidelity": "simulated", "cluster": "lab-2x2gbit", "world_size": 2, "global_batch": 2, "seq_len": 16}
+    made = make_suite(matrix={"strategy": ["yafsdp"], "model": ["llama-tiny"]}, case=case)
+    with pytest.raises(SpecError, match=r"'yafsdp' has no closed form .* fidelity = \"dryrun\""):
+        check_suite(made, FakeLauncher(), oversubscribe=False)
+
+
 def test_cases_that_are_not_measured_may_stand_beside_those_over_a_network(cluster: str) -> None:
     made = suite(cluster, resident_ranks=2)
     networked = make_suite(matrix=made.matrix, case=made.case, launcher="netlab", network={"hosts": 2, "rate": "2gbit"})

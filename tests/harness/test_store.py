@@ -5,6 +5,7 @@ import resource
 import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from refshard.errors import StoreError
 from refshard.harness.launchers.base import Launch
 from refshard.harness.run import resume_run, run_suite
 from refshard.harness.store import RECORDS, RunWriter, read_run
-from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord
+from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord, State
 from refshard.specs.case import CaseSpec
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite
 
@@ -237,3 +238,12 @@ def test_each_record_is_on_disk_when_append_returns(tmp_path: Path) -> None:
         )
         writer.append(header)
         assert (tmp_path / "run" / RECORDS).read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.parametrize("state", get_args(State))
+def test_a_run_went_well_if_every_launch_is_ok_or_unsupported(state: State, folder: Path) -> None:
+    """By this `refshard run` exits, and so does every process of a torchrun that runs it."""
+    run = read_run(folder)
+    last = msgspec.structs.replace(run.cases[-1], state=state)
+    changed = msgspec.structs.replace(run, cases=(*run.cases[:-1], last))
+    assert changed.well == (state in ("ok", "unsupported"))

@@ -29,8 +29,9 @@ CPU = torch.device("cpu")
 
 def wrap(model: Llama, strategy: str, mesh: DeviceMesh, *, bf16: bool) -> nn.Module:
     """The model as a strategy trains it; in bf16, with fp32 masters and reductions."""
-    if strategy in MODES:
-        return shard(model, mesh, mode=strategy, precision=Precision(parameters=BF16 if bf16 else None))
+    if strategy.startswith("refshard-"):
+        mode = strategy.removeprefix("refshard-")
+        return shard(model, mesh, mode=mode, precision=Precision(parameters=BF16 if bf16 else None))
     if strategy.startswith("fsdp1"):
         mixed = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32) if bf16 else None
         ends = () if strategy == "fsdp1-root" or model.spec.tied else (model.model.embed_tokens,)
@@ -83,7 +84,8 @@ def levels_of_a_step(
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)
         autocast = bf16 and strategy in ("single", "ddp")
         computing = partial(torch.autocast, "cpu", BF16) if autocast else nullcontext
-        pause = {"ddp": getattr(module, "no_sync", nullcontext), **dict.fromkeys(MODES, partial(no_sync, module))}
+        own = {f"refshard-{mode}": partial(no_sync, module) for mode in MODES}
+        pause = {"ddp": getattr(module, "no_sync", nullcontext), **own}
         for index in range(3):
             live.watching = index == 2
             tokens = torch.zeros(2, microbatches, sequences, seq_len, dtype=torch.int64)

@@ -14,12 +14,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from refshard.errors import SpecError
 from refshard.flops import parameter_count
 from refshard.plan.checkpointing import Checkpointing, checkpointing_of
-from refshard.plan.recipe import RECIPES, find_recipe
+from refshard.plan.recipe import RECIPES
 from refshard.plan.units import model_units
 from refshard.quantities import GIB
 from refshard.simulate.forecast import Job
 from refshard.simulate.kernels import Batch
 from refshard.simulate.memory import RankJob, forecast_memory, predict_memory, usable
+from refshard.simulate.of_case import memory_of
+from refshard.simulate.published import recipe_of
+from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import ModelSpec, load_model
 from refshard.specs.published import load_published
@@ -68,14 +71,15 @@ BF16 = {"bf16": True, "microbatches": 2}
 HYBRID = {"replicas": 2, "microbatches": 2, "policy": "every-2"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((strategy, {}) for strategy in ("single", *STRATEGIES)),
-    *((strategy, TWICE) for strategy in ("single", "ddp", "fsdp1-root", "fsdp2", "replicate")),
-    *((strategy, BF16) for strategy in ("single", "ddp", "fsdp1-root", "fsdp2-tuned", "zero1", "yafsdp")),
-    *((strategy, HYBRID) for strategy in ("fsdp", "yafsdp", "zero2")),
-    *((strategy, {"tied": True, "bf16": True}) for strategy in ("fsdp2-tuned", "fsdp", "yafsdp")),
-    *((strategy, {"vocab": 97}) for strategy in ("fsdp1-root", "fsdp2", "yafsdp")),
+    *((strategy, TWICE) for strategy in ("single", "ddp", "fsdp1-root", "fsdp2", "refshard-replicate")),
+    *((strategy, BF16) for strategy in ("single", "ddp", "fsdp1-root", "fsdp2-tuned")),
+    *((strategy, BF16) for strategy in ("refshard-zero1", "refshard-yafsdp")),
+    *((strategy, HYBRID) for strategy in ("refshard-fsdp", "refshard-yafsdp", "refshard-zero2")),
+    *((strategy, {"tied": True, "bf16": True}) for strategy in ("fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp")),
+    *((strategy, {"vocab": 97}) for strategy in ("fsdp1-root", "fsdp2", "refshard-yafsdp")),
     *((strategy, {"replicas": 2, **BF16}) for strategy in ("fsdp2", "fsdp2-tuned")),
     ("fsdp2", {"replicas": 2, "bf16": True}),
-    *((strategy, {"bf16": True, "policy": "full"}) for strategy in ("single", "ddp", "replicate")),
+    *((strategy, {"bf16": True, "policy": "full"}) for strategy in ("single", "ddp", "refshard-replicate")),
 ]
 """Every strategy plainly, and each feature with the strategies that meet it in ways of their own."""
 
@@ -128,21 +132,22 @@ def test_a_large_model_is_predicted_by_its_closed_forms() -> None:
     batch = Batch(sequences=1, seq_len=8192, dtype="bf16")
     full = checkpointing_of("full", model.n_layers)
     large = RankJob(model=model, world_size=16_384, batch=batch, checkpointing=full)
-    ring, transient = (predict_memory(large, RECIPES[s]).between_steps for s in ("yafsdp", "fsdp"))
+    ring, transient = (predict_memory(large, RECIPES[s]).between_steps for s in ("refshard-yafsdp", "refshard-fsdp"))
     shard = parameter_count(model) / 16_384
     assert ring["parameters"] == transient["parameters"] == pytest.approx(4 * shard, rel=1e-3)
     assert ring["optimizer"] == pytest.approx(8 * shard, rel=0.01)
     units = model_units(model, "ends")
-    assert ring["unsharded"] - transient["unsharded"] == 2 * (2 + 4) * units[1].gathered_numel(RECIPES["fsdp"], 16_384)
+    block = units[1].gathered_numel(RECIPES["refshard-fsdp"], 16_384)
+    assert ring["unsharded"] - transient["unsharded"] == 2 * (2 + 4) * block
 
 
 def test_over_gloo_exchanges_have_buffers_and_gathers_copies() -> None:
     """The engine receives into buffers that it keeps: two for the blocks' shards, which are reduced two at a time."""
     model = spec()
-    blocks = model_units(model, "ends")[1].gathered_numel(RECIPES["yafsdp"], WORLD_SIZE) // WORLD_SIZE
+    blocks = model_units(model, "ends")[1].gathered_numel(RECIPES["refshard-yafsdp"], WORLD_SIZE) // WORLD_SIZE
     units = model_units(model, "ends")[:: LAYERS + 1]
-    ends = [unit.gathered_numel(RECIPES["yafsdp"], WORLD_SIZE) // WORLD_SIZE for unit in units]
-    kept = predict_memory(job(model, library="gloo"), RECIPES["yafsdp"]).between_steps["workspace"]
+    ends = [unit.gathered_numel(RECIPES["refshard-yafsdp"], WORLD_SIZE) // WORLD_SIZE for unit in units]
+    kept = predict_memory(job(model, library="gloo"), RECIPES["refshard-yafsdp"]).between_steps["workspace"]
     assert kept == 4 * (WORLD_SIZE - 1) * (2 * blocks + sum(ends))
     over = {library: predict_memory(job(model, library=library), RECIPES["fsdp2"]) for library in ("gloo", "nccl")}
     assert over["gloo"].peak > over["nccl"].peak
@@ -166,7 +171,7 @@ def test_a_job_that_cannot_be_is_refused_with_its_remedy() -> None:
 
 def test_what_the_model_is_not_made_for_is_said() -> None:
     compiled = Batch(sequences=1, seq_len=8, dtype="fp32", compiled=True)
-    told = predict_memory(RankJob(model=spec(), world_size=4, batch=compiled), RECIPES["fsdp"]).warnings
+    told = predict_memory(RankJob(model=spec(), world_size=4, batch=compiled), RECIPES["refshard-fsdp"]).warnings
     assert [warning.split()[0] for warning in told] == ["attention", "compiled"]
 
 
@@ -184,8 +189,18 @@ def test_what_others_have_run_is_predicted_to_fit() -> None:
                     fused_norms=table.fused_norms,
                 )  # fmt: skip
                 forecast = forecast_memory(
-                    asked, find_recipe(strategy), checkpointing_of(row.checkpointing, model.n_layers)
+                    asked, recipe_of(strategy), checkpointing_of(row.checkpointing, model.n_layers)
                 )
                 assert forecast.peak <= usable(cluster.accelerator), (table.cluster, row, strategy)
                 peaks.append(forecast.peak)
     assert max(peaks) > 65 * GIB
+
+
+def test_a_case_of_upstreams_yafsdp_has_no_plan_and_the_engines_has() -> None:
+    """Nor has one of any strategy without a recipe; the unsharded rank has one."""
+    cases = {
+        strategy: CaseSpec(strategy=strategy, model="llama-tiny", world_size=ranks, global_batch=2, seq_len=16)
+        for strategy, ranks in (("yafsdp", 2), ("refshard-yafsdp", 2), ("megatron-fsdp", 2), ("single", 1))
+    }
+    planned = {strategy for strategy, case in cases.items() if memory_of(case, "cpu") is not None}
+    assert planned == {"refshard-yafsdp", "single"}

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -49,12 +48,12 @@ def test_a_peer_issues_the_collectives_that_its_trace_showed(strategy: str) -> N
     assert issued(program(strategy, on, dtype="fp32")) == {c.op: (c.count, c.bytes) for c in proof.traced}
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "yafsdp"])
-def test_the_engine_moves_the_bytes_that_its_trace_showed(mode: str) -> None:
+@pytest.mark.parametrize("strategy", ["refshard-fsdp", "refshard-yafsdp"])
+def test_the_engine_moves_the_bytes_that_its_trace_showed(strategy: str) -> None:
     """Over gloo two ranks exchange halves, in pieces: half the bytes of what is gathered and reduced."""
-    proof = recorded()[f"refshard-{mode}"].proof
+    proof = recorded()[strategy].proof
     assert proof is not None
-    planned = issued(program(mode, cluster().of_world_size(2), dtype="fp32"))
+    planned = issued(program(strategy, cluster().of_world_size(2), dtype="fp32"))
     assert sum(size for _, size in planned.values()) / 2 == sum(c.bytes for c in proof.traced)
 
 
@@ -79,7 +78,7 @@ def test_every_strategy_computes_the_same() -> None:
         items = program(strategy, on, microbatches=2, checkpointing=Checkpointing(frozenset({1})))
         return sum(i.seconds for i in items if i.kind is Kind.COMPUTE and i.stage != "optimizer")
 
-    assert {round(computed(s), 12) for s in RECIPES} == {round(computed("fsdp"), 12)}
+    assert {round(computed(s), 12) for s in RECIPES} == {round(computed("refshard-fsdp"), 12)}
 
 
 @pytest.mark.parametrize("model", ["llama-mini", "llama3.2-1b"])
@@ -102,7 +101,7 @@ def test_the_parts_of_a_step_add_up_and_its_trace_says_the_same(strategy: str, m
 
 
 def test_gathers_wait_for_what_was_released_last() -> None:
-    items = program("yafsdp", cluster().of_world_size(16))
+    items = program("refshard-yafsdp", cluster().of_world_size(16))
     gathers = [i for i in items if i.call is not None and i.call.op == "all_gather" and i.stage == "forward"]
     names = [items[i.after[-1]].name if i.after else None for i in gathers]
     # Each gather follows the cast of this rank's own part, which is what waits.
@@ -117,8 +116,8 @@ def test_gathers_wait_for_what_was_released_last() -> None:
 def test_one_communicator_queues_reductions_behind_gathers() -> None:
     on = cluster().of_world_size(16)
     assert {i.lane for i in program("fsdp2", on) if i.call} == {"gather"}
-    assert {i.lane for i in program("yafsdp", on) if i.call} == {"gather", "reduce"}
-    assert {i.lane for i in program("yafsdp", on, replicas=2) if i.call} == {"gather", "reduce", "combine"}
+    assert {i.lane for i in program("refshard-yafsdp", on) if i.call} == {"gather", "reduce"}
+    assert {i.lane for i in program("refshard-yafsdp", on, replicas=2) if i.call} == {"gather", "reduce", "combine"}
 
 
 def test_over_gloo_fsdp2_awaits_every_collective_and_overlaps_nothing() -> None:
@@ -134,7 +133,7 @@ def test_over_gloo_fsdp2_awaits_every_collective_and_overlaps_nothing() -> None:
 
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 16), (2, 8), (16, 1)])
 def test_hybrid_meshes_reduce_shards_over_replicas(replicas: int, shards: int) -> None:
-    found = issued(program("fsdp", cluster().of_world_size(16), replicas=replicas))
+    found = issued(program("refshard-fsdp", cluster().of_world_size(16), replicas=replicas))
     parameters = load_model("llama-mini").params
     if shards > 1:
         assert found["reduce_scatter"][1] == pytest.approx(4 * parameters, rel=0.01)
@@ -152,16 +151,16 @@ def test_ddp_reduces_once_a_step_in_buckets_that_hold_every_gradient() -> None:
 
 def test_zero2_reduces_each_microbatch_and_zero1_once() -> None:
     on = cluster().of_world_size(8)
-    found: dict[str, Any] = {s: issued(program(s, on, microbatches=3)) for s in ("zero1", "zero2")}
-    assert found["zero2"]["reduce_scatter"][0] == 3 * found["zero1"]["reduce_scatter"][0]
-    assert found["zero2"]["all_gather"][0] == 3 * found["zero1"]["all_gather"][0]
+    zero1, zero2 = (issued(program(s, on, microbatches=3)) for s in ("refshard-zero1", "refshard-zero2"))
+    assert zero2["reduce_scatter"][0] == 3 * zero1["reduce_scatter"][0]
+    assert zero2["all_gather"][0] == 3 * zero1["all_gather"][0]
 
 
 def test_a_checkpointed_layer_computes_again_up_to_its_last_product() -> None:
     on = cluster().of_world_size(8)
     first = frozenset({0})
     kinds = (Checkpointing(), Checkpointing(first), Checkpointing(first, by_op=True))
-    plain, again, by_op = (program("fsdp", on, checkpointing=kind) for kind in kinds)
+    plain, again, by_op = (program("refshard-fsdp", on, checkpointing=kind) for kind in kinds)
 
     def spent(items: tuple[Item, ...], name: str) -> float:
         return sum(i.seconds for i in items if i.name == name)
@@ -172,7 +171,7 @@ def test_a_checkpointed_layer_computes_again_up_to_its_last_product() -> None:
     assert spent(plain, "backward block") < spent(by_op, "backward block") < spent(again, "backward block")
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-tuned", "fsdp", "yafsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp"])
 def test_over_gloo_a_hybrid_mesh_reduces_in_two_legs_too(strategy: str) -> None:
     on = cluster(library="gloo", hardware=hardware(device="cpu")).of_world_size(16)
     items = program(strategy, on, dtype="fp32", replicas=2, microbatches=2)
@@ -197,7 +196,7 @@ def test_torchs_fsdp_issues_a_units_reduction_before_the_gather_after_it() -> No
 
     assert backward("fsdp1") == ["r7", "a5", "r6", "a4"]
     assert backward("fsdp2") == ["r7", "a5", "r6", "a4"]
-    assert backward("yafsdp")[:1] != ["r7"]
+    assert backward("refshard-yafsdp")[:1] != ["r7"]
 
 
 def test_fsdp1_gathers_the_embedding_for_backward_which_does_not_read_it() -> None:
@@ -206,10 +205,10 @@ def test_fsdp1_gathers_the_embedding_for_backward_which_does_not_read_it() -> No
     def gathers(strategy: str) -> int:
         return sum(i.call is not None and i.name == "all_gather" and "embed" in i.unit for i in program(strategy, on))
 
-    assert (gathers("fsdp1"), gathers("fsdp")) == (2, 1)
+    assert (gathers("fsdp1"), gathers("refshard-fsdp")) == (2, 1)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "replicate"])
+@pytest.mark.parametrize("strategy", ["ddp", "refshard-replicate"])
 def test_what_replicates_casts_its_parameters_in_bf16_and_not_in_fp32(strategy: str) -> None:
     on = cluster().of_world_size(8)
 
@@ -230,6 +229,6 @@ def test_one_rank_prepares_and_waits_for_nothing() -> None:
 
 def test_groups_that_straddle_nodes_are_priced_as_such() -> None:
     """Ranks 6 to 8 of nodes of 8 span two, so that groups of 3 are as slow as what joins the nodes."""
-    whole = program("fsdp", cluster().of_world_size(24), replicas=8)
+    whole = program("refshard-fsdp", cluster().of_world_size(24), replicas=8)
     gathers = [i.call for i in whole if i.call is not None and i.call.op == "all_gather"]
     assert {(call.cost.link, call.ranks) for call in gathers} == {("between", 3)}

@@ -79,6 +79,12 @@ def test_a_table_says_what_it_assumes_and_how_far_it_is_off() -> None:
     assert "* Median error 12.5 %; of rows not fitted 12.5 %." in text
     assert "* Of 1 pairs of rows, 1 have their speed-ups in the published order." in text
     assert "* Assumed: much" in text
+    assert "closed form" not in text
+
+
+def test_whose_closed_form_predicts_upstreams_yafsdp_is_told(predictions: dict[str, tuple[Prediction, ...]]) -> None:
+    tables = {name: (table, predictions[name]) for name, table in load_published().items()}
+    assert terminal_published(tables).count("* yafsdp is predicted by the closed form of refshard-yafsdp.") == 1
 
 
 def test_a_plan_says_by_how_much_published_step_times_were_missed(
@@ -88,7 +94,7 @@ def test_a_plan_says_by_how_much_published_step_times_were_missed(
     unfitted = [[one for one in of if not one.row.fitted] for of in predictions.values()]
     (found,) = {round(100 * (typical_error(of) or 0)) for of in unfitted}
     job = Job(model=load_model("llama-tiny"), cluster=load_cluster("dgx-h100"), seq_len=64)
-    plan = rank_strategies(job, [find_recipe("fsdp")], Checkpointing(), 1.0)
+    plan = rank_strategies(job, [find_recipe("refshard-fsdp")], Checkpointing(), 1.0)
     assert any(f"were {found} % off in the median" in told for told in warnings(plan, job))
 
 

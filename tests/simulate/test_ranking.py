@@ -45,7 +45,7 @@ def test_what_fits_goes_first_and_then_what_is_faster() -> None:
     plan = rank_strategies(small, list(RECIPES.values()), NO_CHECKPOINTING, 2.0)
     fits = [row.fits for row in plan.rows]
     assert fits == sorted(fits, reverse=True)
-    assert {row.strategy for row in plan.rows if not row.fits} >= {"ddp", "replicate"}
+    assert {row.strategy for row in plan.rows if not row.fits} >= {"ddp", "refshard-replicate"}
     times = [row.step.step_time_s for row in plan.rows if row.fits]
     assert times == sorted(times)
     peaks = [row.memory.peak for row in plan.rows if not row.fits]
@@ -54,17 +54,17 @@ def test_what_fits_goes_first_and_then_what_is_faster() -> None:
 
 def test_auto_checkpoints_as_few_layers_as_fit() -> None:
     tight = job(cluster=cluster(hardware=hardware(memory_bytes=20 * GIB)).of_world_size(16), sequences=4)
-    (row,) = rank_strategies(tight, [find_recipe("fsdp")], "auto", 2.0).rows
+    (row,) = rank_strategies(tight, [find_recipe("refshard-fsdp")], "auto", 2.0).rows
     assert row.fits
     assert 0 < row.checkpointed < tight.model.n_layers
     fewer = Checkpointing(frozenset(range(row.checkpointed - 1)))
-    (over,) = rank_strategies(tight, [find_recipe("fsdp")], fewer, 2.0).rows
+    (over,) = rank_strategies(tight, [find_recipe("refshard-fsdp")], fewer, 2.0).rows
     assert not over.fits
     assert over.step.step_time_s < row.step.step_time_s
 
 
 def test_cost_follows_from_throughput_and_price() -> None:
-    (row,) = rank_strategies(job(), [find_recipe("yafsdp")], NO_CHECKPOINTING, 3.0).rows
+    (row,) = rank_strategies(job(), [find_recipe("refshard-yafsdp")], NO_CHECKPOINTING, 3.0).rows
     tokens = 2048 / row.step.step_time_s
     assert row.step.tokens_per_s_gpu == pytest.approx(tokens)
     assert row.gpu_hours == pytest.approx(TRILLION / tokens / HOUR)
@@ -73,14 +73,17 @@ def test_cost_follows_from_throughput_and_price() -> None:
 
 
 def test_more_microbatches_take_as_much_longer_where_every_one_is_reduced() -> None:
-    once, twice = (forecast_step(job(microbatches=n), find_recipe("fsdp")).step_time_s for n in (1, 2))
+    once, twice = (forecast_step(job(microbatches=n), find_recipe("refshard-fsdp")).step_time_s for n in (1, 2))
     assert 1.9 * once < twice < 2.01 * once
 
 
 def test_time_lost_to_preparation_is_what_the_step_would_save_without_it() -> None:
-    lost = {s: forecast_step(job(seq_len=8192), find_recipe(s)).preparation_s for s in ("fsdp1", "fsdp2", "yafsdp")}
-    assert lost["fsdp1"] > 0
-    assert lost["fsdp2"] == lost["yafsdp"] == 0
+    fsdp1, fsdp2, ours = (
+        forecast_step(job(seq_len=8192), find_recipe(strategy)).preparation_s
+        for strategy in ("fsdp1", "fsdp2", "refshard-yafsdp")
+    )
+    assert fsdp1 > 0
+    assert fsdp2 == ours == 0
 
 
 def test_a_job_that_cannot_be_is_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from tabulate import tabulate
 
 from refshard.quantities import format_percent
-from refshard.simulate.published import Prediction
+from refshard.simulate.published import STANDS_FOR, Prediction
 from refshard.specs.published import PublishedTable
 
 _WIDTH = 120
@@ -61,7 +61,12 @@ def _told(table: PublishedTable, found: Sequence[Prediction]) -> str:
     ]  # fmt: skip
     printed = tabulate(rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 8 + ["left"])
     assumed = [f"* Assumed: {table.assumed}"] if table.assumed else []
-    sums = [textwrap.fill(told, _WIDTH, subsequent_indent="  ") for told in (*_sums(found), *assumed)]
+    stands = [
+        f"* {name} is predicted by the closed form of {recipe}."
+        for name, recipe in STANDS_FOR.items()
+        if any(one.strategy == name for one in found)
+    ]
+    sums = [textwrap.fill(told, _WIDTH, subsequent_indent="  ") for told in (*_sums(found), *assumed, *stands)]
     return "\n".join([f"{table.title}, {table.unit}, on {table.cluster}", printed, *sums])
 
 

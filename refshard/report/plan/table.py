@@ -36,6 +36,7 @@ def as_object(plan: Plan, job: Job, *, model: str, cluster: str) -> dict[str, An
         "tokens_per_step": job.tokens_per_rank * plan.world_size,
         "price_usd_per_gpu_hour": plan.price_usd,
         "strategies": [_as_object(row) for row in plan.rows],
+        "unplanned": plan.unplanned,
         "verdict": plan_words.verdict(plan, job),
         "warnings": plan_words.warnings(plan, job),
     }

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from refshard.analysis.contests import ALIKE
+from refshard.plan.recipe import no_closed_form
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.simulate.account import Account
 from refshard.simulate.forecast import Job
@@ -33,6 +34,7 @@ def warnings(plan: Plan, job: Job) -> list[str]:
     """What the model behind the figures leaves out, assumes of this job, and does not know of it."""
     doubts = dict.fromkeys(doubt for row in plan.rows for doubt in row.memory.warnings)
     return [
+        *(f"Not planned: {no_closed_form(name)}." for name in plan.unplanned),
         f"The model leaves out: {'; '.join(LEFT_OUT)}.",
         f"It takes parameters in {job.dtype}, gradients reduced in {job.reduction}, fp32 masters, fused AdamW, flash "
         f"attention, and {'compiled blocks and loss' if job.compiled else 'eager blocks'}.",

@@ -97,7 +97,8 @@ def workers(run: Path) -> dict[str, psutil.Process]:
 def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...]) -> None:
     pytest.importorskip(by[0].partition(".")[0], reason="accelerate comes with the extra 'peers'")
     run = tmp_path / "run"
-    with torchrun(options, write_suite(tmp_path, "single", "ddp", ranks=2), run, by=by) as process:
+    suite = write_suite(tmp_path, "single", "ddp", "megatron-fsdp", ranks=2)  # the last needs a GPU
+    with torchrun(options, suite, run, by=by) as process:
         wait_for(lambda: len(workers(run)) == 2, 240)
         assert workers(run)["1"].environ()["LOCAL_RANK"] == "1"
         out, err = process.communicate(timeout=240)
@@ -105,8 +106,10 @@ def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...])
     assert out.count("dashboard: ") == 1, "rank 0 prints, and no other"
     assert err.count("run folder: ") == 1
     assert "recvValue" not in err, "servers leave before rank 0's store does"
-    ok = {r.case.strategy: len(r.step_times_s) for r in read_run(run).cases if r.state == "ok"}
+    records = read_run(run)
+    ok = {r.case.strategy: len(r.step_times_s) for r in records.cases if r.state == "ok"}
     assert ok == {"single": 1, "ddp": 2}
+    assert only_case(records, "megatron-fsdp")[0] == "unsupported", "which fails no launch"
     assert not processes_of(run)
 
 

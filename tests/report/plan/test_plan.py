@@ -27,7 +27,7 @@ def made(*strategies: str, memory: int = 80 * GIB) -> tuple[Plan, Job]:
 
 
 def test_the_verdict_names_the_fastest_and_what_the_next_loses() -> None:
-    plan, job = made("fsdp", "zero2")
+    plan, job = made("refshard-fsdp", "refshard-zero2")
     first, second = plan_words.verdict(plan, job)
     assert first.startswith(f"{plan.rows[0].strategy} takes ")
     more = plan.rows[1].step.step_time_s / plan.rows[0].step.step_time_s - 1
@@ -36,7 +36,7 @@ def test_the_verdict_names_the_fastest_and_what_the_next_loses() -> None:
 
 
 def test_strategies_that_the_model_cannot_tell_apart_are_not_ranked() -> None:
-    plan, job = made("fsdp", "yafsdp")
+    plan, job = made("refshard-fsdp", "refshard-yafsdp")
     gap = plan.rows[1].step.step_time_s / plan.rows[0].step.step_time_s - 1
     assert gap < ALIKE
     leanest = min(plan.rows, key=lambda row: row.memory.peak)
@@ -46,22 +46,24 @@ def test_strategies_that_the_model_cannot_tell_apart_are_not_ranked() -> None:
 
 
 def test_what_does_not_fit_is_said_and_where_nothing_does_what_would_help() -> None:
-    plan, job = made("fsdp", "ddp", memory=20 * GIB)
+    plan, job = made("refshard-fsdp", "ddp", memory=20 * GIB)
     assert plan_words.verdict(plan, job)[-1].startswith(
         "Too large for 17.3 GiB, which tensors can fill of 20.0 GiB: ddp ("
     )
-    plan, job = made("fsdp", "ddp", memory=3 * GIB)
+    plan, job = made("refshard-fsdp", "ddp", memory=3 * GIB)
     (told,) = plan_words.verdict(plan, job)
-    assert told.startswith("Nothing fits in 983 MiB, which tensors can fill of 3.00 GiB: fsdp, the leanest, needs ")
+    assert told.startswith(
+        "Nothing fits in 983 MiB, which tensors can fill of 3.00 GiB: refshard-fsdp, the leanest, needs "
+    )
     assert "with 0 of 16 layers checkpointed; use more checkpointed layers, more ranks, shorter sequences or" in told
     hybrid = replace(job, replicas=2, sequences=4)
     recomputing = Checkpointing(frozenset(range(16)), by_op=True)
-    (told,) = plan_words.verdict(rank_strategies(hybrid, [find_recipe("fsdp")], recomputing, 2.0), hybrid)
+    (told,) = plan_words.verdict(rank_strategies(hybrid, [find_recipe("refshard-fsdp")], recomputing, 2.0), hybrid)
     assert "use whole layers checkpointed, a smaller microbatch, accumulated, fewer replicas, more ranks," in told
 
 
 def test_warnings_say_what_the_figures_rest_on() -> None:
-    plan, job = made("fsdp", memory=20 * GIB)
+    plan, job = made("refshard-fsdp", memory=20 * GIB)
     told = plan_words.warnings(plan, job)
     assert "USD are at 2 per GPU and hour (--price)." in told
     assert any(sentence.startswith("Tensors can fill 17.3 GiB of 20.0 GiB: ") for sentence in told)
@@ -69,14 +71,14 @@ def test_warnings_say_what_the_figures_rest_on() -> None:
 
 
 def test_the_parts_of_every_row_add_up_to_its_step() -> None:
-    plan, _ = made("fsdp", "fsdp1", "fsdp2", "ddp")
+    plan, _ = made("refshard-fsdp", "fsdp1", "fsdp2", "ddp")
     for row in plan.rows:
         assert sum(plan_words.parts(row.step.account).values()) == pytest.approx(row.step.step_time_s)
         assert sum(row.memory.at_peak.values()) == row.memory.peak
 
 
 def test_json_holds_everything_in_plain_units() -> None:
-    plan, job = made("fsdp", "ddp")
+    plan, job = made("refshard-fsdp", "ddp")
     told = plan_table.as_object(plan, job, model="m", cluster="c")
     assert told["fidelity"] == "simulated"
     assert told["tokens_per_step"] == 16 * 2048
@@ -89,15 +91,15 @@ def test_json_holds_everything_in_plain_units() -> None:
 
 
 def test_the_terminal_shows_a_row_a_strategy_thrice_and_no_line_is_too_wide() -> None:
-    plan, job = made("fsdp", "yafsdp", "ddp")
+    plan, job = made("refshard-fsdp", "refshard-yafsdp", "ddp")
     text = plan_table.terminal_plan(plan, job, "llama on made")
     assert text.startswith("llama on made (simulated)\n")
-    assert len(re.findall(r"^yafsdp ", text, re.MULTILINE)) == 3
+    assert len(re.findall(r"^refshard-yafsdp ", text, re.MULTILINE)) == 3
     assert max(len(line) for line in text.splitlines()) <= 160
 
 
 def test_the_page_escapes_names_runs_no_script_and_asks_for_nothing() -> None:
-    plan, job = made("fsdp", "ddp")
+    plan, job = made("refshard-fsdp", "ddp")
     html = "".join(plan_page.page(plan, job, "<script>alert(1)</script>", "refshard plan --model '<b>'"))
     assert "<script" not in html
     assert "&lt;script&gt;alert(1)" in html
