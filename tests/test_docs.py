@@ -37,7 +37,7 @@ def test_python_blocks_run_on_two_ranks(tmp_path: Path, language: str, code: str
     assert "UserWarning" not in run_script(2, script)
 
 
-@pytest.mark.processes
+@pytest.mark.full
 def test_the_readmes_first_python_block_starts_as_it_says(tmp_path: Path) -> None:
     page = (ROOT / "README.md").read_text()
     block = re.search(r"^```python\n(.*?)^```", page, re.M | re.S)

@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "add-a-strategy.md").read_text()
 FILE = "refshard/strategies/peers/late.py"
 TABLE = "refshard/strategies/table.py"
 
-pytestmark = [needs_device, pytest.mark.early]
+pytestmark = [needs_device, pytest.mark.full]
 
 
 def blocks(language: str) -> list[str]:

@@ -55,6 +55,7 @@ def cut(rows: int, dtype: torch.dtype) -> list[bool] | str:
         return str(error)
 
 
+@pytest.mark.full
 def test_a_ranks_part_decides_and_not_the_whole() -> None:
     """Also whether bf16 DTensors are refused."""
     pytest.importorskip("torchao.optim", reason="it comes with the extra 'peers'")

@@ -15,7 +15,7 @@ from refshard.tracing.hta import HtaFailure, HtaFigures, cross_check
 from tests.tracing.handmade import event, step, write
 from tests.tracing.test_others import EXACT_US, FIELDS, OTHERS
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.full
 
 needs_hta = pytest.mark.skipif(
     importlib.util.find_spec("hta") is None, reason='HTA is not here; pip install "refshard[hta]"'

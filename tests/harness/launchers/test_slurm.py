@@ -284,6 +284,15 @@ def workers(run: Path) -> list[Process]:
 
 @pytest.mark.processes
 @pytest.mark.slurm
+def test_a_case_runs_as_a_job(tmp_path: Path, cluster: Slurm) -> None:
+    with submitted(cluster, write_suite(tmp_path, "single"), tmp_path / "run") as process:
+        out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err + out
+    assert only_case(read_run(tmp_path / "run"), "single")[0] == "ok"
+
+
+@pytest.mark.full
+@pytest.mark.slurm
 def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Path, cluster: Slurm) -> None:
     run = tmp_path / "a run"
     suite = write_suite(tmp_path, "single", "ddp", "refshard-fsdp", ranks=2, steps=30)

@@ -91,7 +91,7 @@ def workers(run: Path) -> dict[str, psutil.Process]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("by", "options"),
-    [pytest.param(TORCHRUN, ALONE, marks=pytest.mark.full), (ACCELERATE, ())],  # the agents are the same
+    [(TORCHRUN, ALONE), pytest.param(ACCELERATE, (), marks=pytest.mark.full)],  # the agents are the same
     ids=["torchrun", "accelerate launch"],
 )
 def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...]) -> None:
