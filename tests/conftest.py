@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the longest tests come first, so that none of them is what the others wait for at the end."""
     rank = {marker: place for place, marker in enumerate(TIERS)}
-    first = {}
+    first: dict[Path, int] = {}
     for item in items:
         place = min((rank[mark.name] for mark in item.iter_markers() if mark.name in rank), default=len(rank))
         first[item.path] = min(place, first.get(item.path, place))

@@ -26,7 +26,7 @@ def llama_for_causal_lm(model: Llama) -> nn.Module:
 
     ``model`` is not to be called any more. Modules keep the mode, training or not, that they are in.
     """
-    config = LlamaConfig(**_config_of(model.spec), attn_implementation="sdpa", use_cache=False)
+    config = LlamaConfig(**_config_of(model.spec))
     with torch.device("meta"):
         theirs: nn.Module = LlamaForCausalLM(config)
     # Its tables are buffers, which it computes when it is made.
@@ -51,6 +51,8 @@ def bare_name(name: str) -> str:
 def _config_of(spec: ModelSpec) -> dict[str, Any]:
     """The arguments with which transformers' Llama computes what ``Llama(spec)`` does."""
     config: dict[str, Any] = {
+        "attn_implementation": "sdpa",
+        "use_cache": False,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
