@@ -102,6 +102,12 @@ def label_text(name: str) -> str:
     return html.escape(name, quote=False)
 
 
+def shortened(name: str, most: int) -> str:
+    """:func:`label_text` of a name of at most ``most`` characters: of a longer one, the middle is left out."""
+    half = most // 2
+    return label_text(name if len(name) <= most else f"{name[:half]}\N{HORIZONTAL ELLIPSIS}{name[-half + 1 :]}")
+
+
 def pattern(look: Look) -> dict[str, Any]:
     """A look's pattern, to be drawn over its colour."""
     return {"shape": look.pattern, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7}

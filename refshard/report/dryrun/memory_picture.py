@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from refshard.dryrun.memory_course import MemoryCourse
 from refshard.dryrun.recording import Category, Phase, Recording
 from refshard.quantities import axis_unit, format_bytes
-from refshard.report.draw.charts import THEME, label_text, pattern
+from refshard.report.draw.charts import THEME, pattern, shortened
 from refshard.report.draw.palette import INK, MEMORY, RED
 from refshard.report.dryrun.words import CATEGORIES, moment
 
@@ -92,7 +92,7 @@ def _lines(recording: Recording, course: MemoryCourse, xs: list[float], unit: st
         go.Scatter(
             name="allocated", x=xs, y=_scaled(course.allocated.tolist(), size), mode="lines", showlegend=False,
             line={**line, "width": 1},
-            customdata=[_short(moment(recording, count - 1)) for count in course.counts.tolist()],
+            customdata=[shortened(moment(recording, count - 1), _MOST_CHARACTERS) for count in course.counts.tolist()],
             hovertemplate=f"%{{y:.2f}} {unit}<br>%{{customdata}}",
         ),
         go.Scatter(
@@ -100,12 +100,6 @@ def _lines(recording: Recording, course: MemoryCourse, xs: list[float], unit: st
             hovertemplate=f"%{{y:.2f}} {unit}",
         ),
     ]  # fmt: skip
-
-
-def _short(text: str) -> str:
-    """Without the middle, where a path of modules is long."""
-    half = _MOST_CHARACTERS // 2
-    return label_text(text if len(text) <= 2 * half else f"{text[:half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}")
 
 
 def _scaled(values: Sequence[int], size: float) -> list[float]:

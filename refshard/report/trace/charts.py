@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from refshard.quantities import axis_unit, format_bytes
-from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_text, stacked
+from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_text, shortened, stacked
 from refshard.report.draw.palette import INK, OKABE_ITO, STEP
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace import words as trace_words
@@ -21,6 +21,7 @@ MOST_RANKS = 40
 MOST_POINTS = 1500
 MOST_SPANS = 20_000
 """Of a timeline, which then takes about 1 MB of its page; a browser draws it in 0.3 s."""
+_MOST_CHARACTERS = 24
 PARTS = (
     "compute alone", "compute over communication", "exposed communication", "other", "idle, host-bound",
     "idle, dependency-bound", "idle",
@@ -102,7 +103,7 @@ def rank_bars(figures: Sequence[TraceFigures], names: Mapping[int, str]) -> go.F
     rows: list[Row] = []
     bars: list[Bar] = []
     for job, members in trace_words.jobs(figures).items():
-        rows.append(Row(text=f"<b>{label_text(names[job])}</b>"))
+        rows.append(Row(text=f"<b>{shortened(names[job], _MOST_CHARACTERS)}</b>"))
         for one in members:
             name = f"rank {'?' if one.rank is None else one.rank}"
             bars.append(Bar(place=len(rows), name=name, parts=_seconds(mean_split(one))))

@@ -15,10 +15,11 @@ import numpy.typing as npt
 import plotly.graph_objects as go
 
 from refshard.quantities import axis_unit
-from refshard.report.draw.charts import THEME, label_text, pattern
+from refshard.report.draw.charts import THEME, label_text, pattern, shortened
 from refshard.report.draw.palette import BLUE, INK, SPANS, Look, dimmed
 from refshard.report.trace.details import Note
 from refshard.report.trace.lanes import NAMES, Blocks, LaneRow
+from refshard.timeline import Nanoseconds
 
 _ROW, _NARROW, _LABEL, _PAUSE = 24, 12, 17, 5
 """Heights in pixels: of a row, a narrow row, a lane's name, and what is left free above that."""
@@ -61,7 +62,7 @@ def spans_figure(rows: Sequence[LaneRow], extent: Extent, most: int) -> tuple[go
             top += _PAUSE + _LABEL
             figure.add_annotation(
                 x=0, y=1 - top / whole, xref="paper", yref="paper", xanchor="left", yanchor="bottom", showarrow=False,
-                borderpad=0, font={"size": 12}, text=label_text(row.label[:_LINE]),
+                borderpad=0, font={"size": 12}, text=shortened(row.label, _LINE),
             )  # fmt: skip
         figure.layout[f"yaxis{place}"] = {
             "domain": [max(0, 1 - (top + height) / whole), 1 - top / whole], "range": [0, 1], "fixedrange": True,
@@ -111,9 +112,10 @@ class _Drawer:
         starts, ends = (np.concatenate([getattr(one, end) for one in row.blocks]) for end in ("starts", "ends"))
         notes = [note for one in row.blocks for note in one.notes]
         order = np.argsort(starts, kind="stable")
-        inset = np.minimum(_NUDGE, (ends - starts) / 4)
+        inset = np.repeat(np.minimum(_NUDGE, (ends - starts)[order] / 4), 2) / self.size_ns
+        inset[1::2] *= -1
         self.figure.add_scatter(
-            x=self._x(np.stack([starts + inset, ends - inset], 1)[order].ravel()),
+            x=self._x(np.stack([starts, ends], 1)[order].ravel()) + inset,
             y=np.ones(2 * len(order), np.int8),
             yaxis=axis,
             mode="none",
@@ -157,14 +159,17 @@ class _Drawer:
             return
         starts, ends = (end.clip(self.extent.begin, self.extent.close) for end in (blocks.starts, blocks.ends))
         shares = (ends - starts) / (self.extent.close - self.extent.begin)
-        for middle, share, (name, _) in zip(self._x((starts + ends) / 2).tolist(), shares.tolist(), blocks.notes):
+        for middle, share, (name, _) in zip(
+            ((self._x(starts) + self._x(ends)) / 2).tolist(), shares.tolist(), blocks.notes
+        ):
             short = name.partition(" ")[0]
             for label in (name, short):
                 if share >= _CHARACTER * len(label):
                     yield middle, label_text(label)
                     break
 
-    def _x(self, moments: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _x(self, moments: Nanoseconds) -> npt.NDArray[np.float64]:
+        """Places on the axis; a float would not hold nanoseconds since 1970."""
         return np.asarray((moments - self.extent.origin) / self.size_ns, np.float64)
 
 
