@@ -58,6 +58,11 @@ class Chart:
         """Of the figure, which the page leaves free for it."""
         return int(self.figure["layout"]["height"])
 
+    @property
+    def role(self) -> str:
+        """Of its box: what has buttons is no image."""
+        return "group" if "texts" in (self.figure["layout"].get("meta") or {}) else "img"
+
 
 def chart(identity: str, title: str, figure: go.Figure, alternative: str) -> Chart:
     """A figure for a page; its layout is in :data:`THEME`, which the page has once."""

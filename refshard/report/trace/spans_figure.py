@@ -30,8 +30,9 @@ _LOW = 0.3
 """Of a row: how high gaps between collectives are."""
 _HIGH = (1.0, 0.9)
 """Of a row: how high blocks are, in turn, so that those that touch can be told apart."""
-_NUDGE = 0.25
-"""Nanoseconds by which the points of a block lie within it, so that none is on its neighbour's."""
+_NUDGE = 1 / 30_000
+"""Of the figure's width: how far within a block its points lie, so that none is on its neighbour's. Plotly compares
+hundredths of a pixel."""
 _LABELLED = ("comm", "unit", "unit-odd")
 _CHARACTER = 1 / 100
 """Of the figure's width: room for a character of a label."""
@@ -112,7 +113,8 @@ class _Drawer:
         starts, ends = (np.concatenate([getattr(one, end) for one in row.blocks]) for end in ("starts", "ends"))
         notes = [note for one in row.blocks for note in one.notes]
         order = np.argsort(starts, kind="stable")
-        inset = np.repeat(np.minimum(_NUDGE, (ends - starts)[order] / 4), 2) / self.size_ns
+        nudge = _NUDGE * (self.extent.close - self.extent.begin)
+        inset = np.repeat(np.minimum(nudge, (ends - starts)[order] / 4), 2) / self.size_ns
         inset[1::2] *= -1
         self.figure.add_scatter(
             x=self._x(np.stack([starts, ends], 1)[order].ravel()) + inset,
