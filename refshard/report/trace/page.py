@@ -99,7 +99,7 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
         "sections": sections,
         "data": {"theme": theme()},
     }
-    scripts = [script(resource(name)) for name in ("charts.js", "perfetto.js")]
+    scripts = [script(resource(name)) for name in ("charts.js", "trace.js")]
     style = resource("style.css") + resource("trace.css")
     return fill("trace.html.j2", content, style=style, scripts=scripts)
 
