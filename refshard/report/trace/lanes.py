@@ -2,7 +2,7 @@
 
 A lane is a stream or a thread; where spans of one lane enclose each other (operators that call operators) they stand in
 rows below each other. Above the lanes stand the units; below them one row says when communication is exposed, and one
-when and why the device idles. The collectives' own lanes carry the gaps between them.
+when and why the device idles. Lanes beside the main one carry the gaps between their collectives.
 """
 
 from collections.abc import Iterator, Sequence
@@ -92,12 +92,12 @@ def step_rows(timeline: Timeline, figures: TraceFigures, window: Window) -> tupl
     begin, close = window.begin, window.close
     spans, collectives = timeline.spans, figures.collectives
     seen = within(spans, begin, close)
-    order = _lane_order(spans, seen)
+    order, main = _lane_order(spans, seen), spans.main_lane()
     parts = collectives_of(spans, collectives)
     found = [_units(timeline, begin, close)]
     for lane in order[:MOST_LANES]:
         first, *others = lane_rows(spans, seen & (spans.lanes == lane), _label(spans, seen, lane), collectives, parts)
-        gaps = _gaps(collectives, spans.lane_names[lane], begin, close)
+        gaps = () if lane == main else _gaps(collectives, spans.lane_names[lane], begin, close)
         found += [LaneRow(label=first.label, blocks=(*first.blocks, *gaps)), *others]
     found += [_exposed(timeline, collectives, begin, close), _idle(timeline, begin, close)]
     return [row for row in found if row.blocks], max(0, len(order) - MOST_LANES)
