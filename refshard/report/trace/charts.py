@@ -20,7 +20,7 @@ MOST_STEPS = 60
 MOST_RANKS = 40
 MOST_POINTS = 1500
 MOST_SPANS = 20_000
-"""Of a timeline, which then takes about 1 MB of its page; a browser draws it in 0.3 s."""
+"""Of a timeline, which then takes about 1 MB of its page; a browser draws it in 0.1 s."""
 _MOST_CHARACTERS = 24
 PARTS = (
     "compute alone", "compute over communication", "exposed communication", "other", "idle, host-bound",
