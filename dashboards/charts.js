@@ -1,6 +1,5 @@
 "use strict";
-// Charts are drawn as they come near the screen. Plotly is inflated for the first of them, and its drawing takes the
-// place of the still one, which stays where a browser cannot inflate, and for print.
+// Charts are drawn as they come near the screen; plotly is inflated for the first of them, or once the browser idles.
 const charts = (() => {
   const data = JSON.parse(document.getElementById("page-data").textContent);
   const drawn = new Set();
@@ -57,9 +56,18 @@ const charts = (() => {
     return taken;
   };
 
+  // A timeline holds each text once; a block has two points.
+  const spelled = (figure) => {
+    const { texts } = figure.layout.meta ?? {};
+    for (const trace of texts ? figure.data : []) {
+      if (trace.meta?.codes) trace.text = trace.meta.codes.flatMap((code) => [texts[code], texts[code]]);
+    }
+    return figure;
+  };
+
   const figures = new Map();
   const figureOf = (element) => {
-    if (!figures.has(element)) figures.set(element, JSON.parse(element.querySelector("script").textContent));
+    if (!figures.has(element)) figures.set(element, spelled(JSON.parse(element.querySelector("script").textContent)));
     return figures.get(element);
   };
 
@@ -71,15 +79,17 @@ const charts = (() => {
 
   const draw = (element) => {
     const { data: traces, layout } = shown(element);
-    // On a narrow screen the legend takes a line for each name, which would leave the bars no room.
-    const narrow = element.clientWidth < 600 && layout.showlegend;
-    const height = layout.height + (narrow ? 22 * traces.length : 0);
+    // On a narrow screen the legend takes a line for each name, which would leave the figure no room.
+    const named = traces.filter((trace) => trace.showlegend !== false).length;
+    const height = layout.height + (element.clientWidth < 600 && layout.showlegend !== false ? 22 * named : 0);
     const box = element.querySelector(".plot") ?? element.appendChild(document.createElement("div"));
     box.className = "plot";
-    element.classList.add("drawn");
     element.style.minHeight = "";
     drawn.add(element);
-    return Plotly.react(box, traces, { ...layout, height, template: data.theme }, { displayModeBar: false, responsive: true });
+    return Plotly.react(box, traces, { ...layout, height, template: data.theme }, {
+      displayModeBar: Boolean(layout.meta?.texts), displaylogo: false, responsive: true,
+      modeBarButtons: [["zoomIn2d", "zoomOut2d", "zoom2d", "pan2d", "resetScale2d"]],
+    });
   };
 
   const near = new IntersectionObserver((entries) => {
@@ -92,26 +102,19 @@ const charts = (() => {
 
   const filter = (keep) => {
     keeps = keep;
-    if (keeps) load(); // print must not wait for it
     for (const element of drawn) if (element.offsetParent) draw(element); // what is hidden can only come back by a filter
   };
 
-  const isStill = (element) => element.querySelector(".still") !== null;
-  const every = () => [...document.querySelectorAll(".chart")];
   // Charts that have come onto the page.
   const add = (within) => {
-    if (!("DecompressionStream" in window)) return;
-    for (const element of within.querySelectorAll(".chart")) {
-      if (!isStill(element)) element.style.minHeight = `${figureOf(element).layout.height}px`;
-      near.observe(element);
-    }
+    if ("DecompressionStream" in window) for (const element of within.querySelectorAll(".chart")) near.observe(element);
   };
   add(document);
+  if ("DecompressionStream" in window) (window.requestIdleCallback ?? setTimeout)(load); // print does not wait for it
 
-  // On paper the still drawings stand where there are any, unless filters have left something out of them.
   window.addEventListener("beforeprint", () => {
     if (!window.Plotly) return;
-    for (const element of every().filter((one) => keeps || !isStill(one))) {
+    for (const element of document.querySelectorAll(".chart")) {
       draw(element);
       Plotly.relayout(element.querySelector(".plot"), { width: 680 });
     }

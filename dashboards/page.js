@@ -37,7 +37,6 @@
     const wanted = facets.map((name) => [name, chosen(name)]);
     const keep = cases.map((one) => wanted.every(([name, values]) => values.has(one[name])));
     const isWhole = keep.every(Boolean);
-    document.body.classList.toggle("filtered", !isWhole);
     for (const element of all("[data-case]")) element.hidden = !keep[element.dataset.case];
     for (const element of all("[data-any]")) {
       element.hidden = !isWhole && !element.dataset.any.split(" ").some((number) => keep[number]);

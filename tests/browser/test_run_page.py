@@ -26,11 +26,10 @@ FOCUSED = """() => {
 
 
 def test_charts_are_drawn_as_they_come_near(visit: Visit) -> None:
-    assert not visit.page.locator("#history.drawn").count()
-    assert visit.page.locator(".chart .still").count() == visit.page.locator(".chart").count() == 22
+    assert not visit.page.locator("#history .plot").count()
+    assert visit.page.locator(".chart").count() == 22
     visit.draw()
-    assert visit.page.locator(".chart.drawn").count() == 22
-    assert not visit.page.locator(".chart .still:visible").count()
+    assert visit.page.locator(".chart .plot").count() == 22
     assert not visit.page.locator("canvas").count(), "a browser allows few WebGL canvases"
 
 
@@ -104,16 +103,16 @@ def print_out(visit: Visit) -> None:
     visit.run("dispatchEvent(new Event('beforeprint'))")
 
 
-def test_paper_has_still_drawings_whole_tables_and_no_controls(on_paper: Visit) -> None:
+def test_paper_has_charts_whole_tables_and_no_controls(on_paper: Visit) -> None:
     page = on_paper.page
     on_paper.draw("s0-step_time_s")
     folded = page.locator("#verdict details.printed")
     folded.evaluate("(details) => { details.open = false; }")
     print_out(on_paper)
     assert folded.evaluate("(details) => details.open")
-    assert page.locator("#s0-step_time_s .still").is_visible()
-    assert page.locator("#history .still").is_visible()
-    assert not page.locator(".plot:visible").count()
+    assert page.locator("#s0-step_time_s .plot").is_visible()
+    assert page.locator("#history .plot").is_visible(), "it had not been near the screen"
+    assert page.locator("#history .main-svg").first.evaluate("(drawn) => drawn.clientWidth") == 680
     for caption in ("llama-mini", "Every launch"):
         heads = on_paper.table(caption).locator("thead th")
         assert [heads.nth(place).is_visible() for place in range(heads.count())] == [True] * heads.count()
@@ -132,7 +131,6 @@ def test_paper_has_what_filters_leave(on_paper: Visit) -> None:
     page.get_by_label("emulated", exact=True).click()
     on_paper.draw("s0-step_time_s")
     print_out(on_paper)
-    assert not page.locator(".chart .still:visible").count()
     assert page.locator(".plot:visible").count() == page.locator(".chart:visible").count() == 16
     assert "ddp" not in on_paper.ticks("s0-step_time_s")
     assert "ddp" not in on_paper.ticks("s0-parts"), "it had not been near the screen"
@@ -178,14 +176,12 @@ def test_the_keyboard_reaches_and_works_everything(visit: Visit) -> None:
     assert visit.state.endswith("b=fsdp2")
 
 
-def test_without_scripts_everything_is_there_but_controls(browser: "Browser", traced_address: str) -> None:
+def test_without_scripts_everything_is_there_but_charts_and_controls(browser: "Browser", traced_address: str) -> None:
     visit = visiting(browser, traced_address, java_script_enabled=False, viewport={"width": 1280, "height": 900})
     page = visit.page
-    charts = page.locator(".chart")
-    assert page.locator(".chart .still:visible").count() == charts.count() > 6
-    assert page.locator(".chart .still text", has_text="refshard-yafsdp").first.is_visible()
+    assert "Charts need JavaScript" in page.locator("noscript").inner_text()
+    assert page.locator("figcaption:visible").count() == page.locator(".chart").count() > 6
     assert page.locator("#pairs tbody tr:visible").count() > 3
-    assert page.locator(".layered svg.layer:visible").count() == 3
     for caption in ("Proof of run", "Every launch", "What rank 0"):
         assert visit.table(caption).is_visible()
     assert not page.locator("button:visible, select:visible, input:visible, #filter:visible").count()

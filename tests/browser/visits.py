@@ -20,7 +20,7 @@ CONTENT = b"\x1f\x8b" + bytes(range(256)) * 300
 """The file of a trace that travels in its page."""
 PATIENCE_S = 120
 DRAWN = "(chart) => chart.querySelector('.plot .xtitle, .plot .legend')"
-"""Whether plotly has taken the place of a still drawing."""
+"""Whether plotly has drawn a chart."""
 
 
 @dataclass
@@ -79,6 +79,19 @@ class Visit:
             if charts or found.is_visible():
                 found.evaluate("(chart) => chart.scrollIntoView({ behavior: 'instant', block: 'center' })")
                 self.until(f"(id) => Boolean(({DRAWN})(document.getElementById(id)))", chart)
+
+    def point(self, chart: str, *, row: int, at: float) -> list[str]:
+        """What pointing at a row of a timeline says, line by line; ``at`` is a share of its width."""
+        self.draw(chart)
+        box = self.page.locator(f"[id='{chart}'] .nsewdrag").nth(row).bounding_box()
+        assert box is not None
+        self.page.mouse.move(0, 0)
+        self.page.mouse.move(box["x"] + at * box["width"], box["y"] + box["height"] / 2)
+        lines = (
+            "(id) => [...document.getElementById(id).querySelectorAll('.hovertext tspan')].map((t) => t.textContent)"
+        )
+        self.until(f"(id) => ({lines})(id).length", chart)
+        return [str(line) for line in self.run(lines, chart)]
 
     def ticks(self, chart: str) -> list[str]:
         """The labels of a chart's rows, from top to bottom."""

@@ -37,6 +37,8 @@ GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 REDUCE = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
 PREP = "void at::native::chunk_cat_cuda_kernel<float, c10::BFloat16>(c10::BFloat16**)"
+HOSTILE = "</script><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>\x00\x1f"
+"""A name that attacks whoever shows it."""
 
 
 @dataclass

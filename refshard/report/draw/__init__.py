@@ -1,1 +1,1 @@
-"""What all pages share: charts, palette, templates."""
+"""What all pages share: plotly figures, one palette, templates."""

@@ -1,32 +1,22 @@
-"""What all charts share: plotly figures, their theme, colours and rows.
+"""What all charts share: plotly figures, their theme, fillings and rows.
 
-Colours are Okabe and Ito's, which people with colour-blindness can tell apart (M. Okabe and K. Ito, "Color
-Universal Design", 2008), and no meaning rests on colour alone: every bar has its name on the axis and a
-pattern, every curve a marker and a dash. Backgrounds are transparent and text is a grey that reads on black
-and on white; the page's style replaces it by its own text colour.
+Backgrounds are transparent, so that a figure follows the page's light or dark scheme.
 
-What the page's filters need lies in ``meta``: of a figure of bars, its rows, each with its text and the number of its
+What the page's script needs lies in ``meta``: of a figure of bars, its rows, each with its text and the number of its
 case (none of a heading); of a curve, the number of its case, or of each of its points'.
 """
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import plotly.graph_objects as go
-from markupsafe import Markup
 
-from refshard.report.draw.still import still
+from refshard.quantities import axis_unit, format_bytes, format_percent, format_seconds
+from refshard.report.draw.palette import INK, Look
 
-OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-REFERENCE_COLOUR = "#999999"
-PATTERNS = ("", "/", "x", "\\", "-", ".", "|", "+")
-MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "triangle-down", "star")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-
-TEXT = "#777777"
 _GRID = "rgba(128,128,128,0.25)"
 _AXIS = {
     "gridcolor": _GRID,
@@ -43,7 +33,7 @@ THEME = go.layout.Template(
     layout={
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "system-ui, sans-serif", "size": 13, "color": TEXT},
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": INK},
         "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
         "xaxis": _AXIS,
         "yaxis": _AXIS,
@@ -56,25 +46,29 @@ THEME = go.layout.Template(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure as plotly's JSON without its theme, the sentence that says what it shows, and a drawing of it (SVG) for
-    readers whose browser runs no script.
-    """
+    """A figure as plotly's JSON without its theme, and the sentence that says what it shows."""
 
     id: str
     title: str
     figure: dict[str, Any]
     alternative: str
-    still: Markup
+
+    @property
+    def height_px(self) -> int:
+        """Of the figure, which the page leaves free for it."""
+        return int(self.figure["layout"]["height"])
+
+    @property
+    def role(self) -> str:
+        """Of its box: what has buttons is no image."""
+        return "group" if "texts" in (self.figure["layout"].get("meta") or {}) else "img"
 
 
-def chart(identity: str, title: str, figure: go.Figure, alternative: str, *, with_still: bool = True) -> Chart:
-    """A figure for a page; its layout is in :data:`THEME`, which the page has once. Without a still drawing only a
-    script draws it.
-    """
+def chart(identity: str, title: str, figure: go.Figure, alternative: str) -> Chart:
+    """A figure for a page; its layout is in :data:`THEME`, which the page has once."""
     found = json.loads(figure.to_json())
     del found["layout"]["template"]
-    drawing = still(found) if with_still else Markup()
-    return Chart(id=identity, title=title, figure=found, alternative=alternative, still=drawing)
+    return Chart(id=identity, title=title, figure=found, alternative=alternative)
 
 
 def theme() -> dict[str, Any]:
@@ -113,10 +107,59 @@ def label_text(name: str) -> str:
     return html.escape(name, quote=False)
 
 
-def filling(colour: str, pattern: str) -> dict[str, Any]:
-    """A bar's colour with a pattern over it."""
-    return {
-        "color": colour,
-        "line": {"color": TEXT, "width": 0.5},
-        "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7},
-    }
+def shortened(name: str, most: int) -> str:
+    """:func:`label_text` of a name of at most ``most`` characters: of a longer one, the middle is left out."""
+    half = most // 2
+    return label_text(name if len(name) <= most else f"{name[:half]}\N{HORIZONTAL ELLIPSIS}{name[-half + 1 :]}")
+
+
+def pattern(look: Look) -> dict[str, Any]:
+    """A look's pattern, to be drawn over its colour."""
+    return {"shape": look.pattern, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7}
+
+
+def filling(look: Look) -> dict[str, Any]:
+    """A bar's marker."""
+    return {"color": look.colour, "line": {"color": INK, "width": 0.5}, "pattern": pattern(look)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A bar of several parts, in seconds or bytes, on the row at ``place``."""
+
+    place: int
+    name: str
+    parts: Mapping[str, float]
+
+
+def stacked(
+    rows: Sequence[Row], bars: Sequence[Bar], looks: Mapping[str, Look], unit: Literal["s", "B"], axis: str
+) -> go.Figure:
+    """Stacked bars; ``axis`` follows the unit in the axis's title. Parts that no bar has are left out."""
+    told = {"s": format_seconds, "B": format_bytes}[unit]
+    shown, size = axis_unit(unit, max((sum(bar.parts.values()) for bar in bars), default=1.0))
+    figure = go.Figure()
+    for part, look in looks.items():
+        if any(bar.parts.get(part) for bar in bars):
+            values = [bar.parts.get(part, 0.0) for bar in bars]
+            figure.add_bar(
+                name=label_text(part),
+                y=[bar.place for bar in bars],
+                x=short([value / size for value in values]),
+                width=BAR,
+                orientation="h",
+                marker=filling(look),
+                customdata=[
+                    f"{label_text(bar.name)}<br>{label_text(part)}: {told(value)}, "
+                    f"{format_percent(value / (sum(bar.parts.values()) or 1))}"
+                    for bar, value in zip(bars, values)
+                ],
+                hovertemplate="%{customdata}<extra></extra>",
+            )
+    lay_out(figure, rows, barmode="stack", legend=True)
+    return figure.update_xaxes(title_text=f"{shown} {axis}", rangemode="tozero", nticks=6)
+
+
+def short(values: Iterable[float]) -> list[float]:
+    """Six digits are more than a screen shows, and a third of the page's bytes."""
+    return [float(f"{value:.6g}") for value in values]

@@ -1,38 +1,80 @@
-"""How each kind of time looks, in the timeline, the drawing of a layer, the charts and the legend.
+"""The palette of all charts.
 
-Colours are Okabe and Ito's; a pattern tells kinds apart without colour. ``ink`` is the colour of text on it.
+Colours are Okabe and Ito's, which people with colour-blindness can tell apart (M. Okabe and K. Ito, "Color
+Universal Design", 2008). No meaning rests on colour alone: a pattern, a marker, a dash or a name says the same.
 """
 
 from dataclasses import dataclass
 
 from refshard.timeline import Kind
 
+BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = OKABE_ITO = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442",
+)  # fmt: skip
+GREY = "#999999"
+"""Of references, and of what has no class."""
+INK = "#777777"
+"""Of text and lines: it reads on black and on white; the page's style replaces it in text by its own colour."""
+PATTERNS = ("", "/", "x", "\\", "-", ".", "|", "+")
+MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "triangle-down", "star")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
-    """The look of one kind of time, and what it is called in a legend."""
 
-    label: str
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a part is filled."""
+
     colour: str
     pattern: str = ""
-    ink: str = "#000000"
 
 
-STYLES = {
-    Kind.COMPUTE.value: Style(label="compute", colour="#0072B2", ink="#ffffff"),
-    Kind.COMM.value: Style(label="communication", colour="#E69F00", pattern="/"),
-    Kind.PREP.value: Style(label="preparation of a reduction", colour="#CC79A7", pattern="x"),
-    Kind.COPY.value: Style(label="copy", colour="#009E73", pattern="."),
-    Kind.UNCLASSIFIED.value: Style(label="unclassified", colour="#999999", pattern="-"),
-    "unit": Style(label="unit (layer)", colour="#7d8fa3", ink="#000000"),
-    "unit-odd": Style(label="unit (layer)", colour="#a9b6c4", ink="#000000"),
-    "exposed": Style(label="exposed communication", colour="#D55E00", pattern="\\"),
-    "idle-host": Style(label="idle, host-bound", colour="#F0E442", pattern="|"),
-    "idle-dependency": Style(label="idle, dependency-bound", colour="#9A9A9A", pattern="."),
-    "idle": Style(label="idle, cause unknown", colour="#BBBBBB"),
-    "gap": Style(label="gap between collectives", colour="#777777"),
-    "gap-blocking": Style(label="blocking gap between collectives", colour="#D55E00", pattern="|"),
+def look(place: int) -> Look:
+    """The look of the part at ``place`` among parts that have no look of their own."""
+    return Look(OKABE_ITO[place % len(OKABE_ITO)], PATTERNS[place % len(PATTERNS)])
+
+
+def dimmed(colour: str) -> str:
+    """A colour that leaves the eye to others."""
+    return f"{colour}47"
+
+
+SPANS = {
+    Kind.COMPUTE.value: Look(BLUE),
+    Kind.COMM.value: Look(ORANGE, "/"),
+    Kind.PREP.value: Look(PINK, "x"),
+    Kind.COPY.value: Look(GREEN, "."),
+    Kind.UNCLASSIFIED.value: Look(GREY, "-"),
+    "unit": Look("#7d8fa3"),
+    "unit-odd": Look("#a9b6c4"),
+    "exposed": Look(RED, "\\"),
+    "idle-host": Look(YELLOW, "|"),
+    "idle-dependency": Look("#9a9a9a", "."),
+    "idle": Look("#bbbbbb"),
+    "gap": Look(INK),
+    "gap-blocking": Look(RED, "|"),
 }
-"""By the name that groups of :mod:`refshard.report.trace.lanes` carry; kinds go by their value."""
+"""Of blocks on lanes, by :attr:`refshard.report.trace.lanes.Blocks.style`."""
 
-LEGEND = tuple(name for name in STYLES if name != "unit-odd")
+STEP = {
+    "compute alone": Look(BLUE),
+    "compute over communication": Look(SKY, "."),
+    "overlapped communication": Look(SKY, "."),
+    "exposed communication": Look(RED, "\\"),
+    "other": Look(PINK, "x"),
+    "copy, preparation, other": Look(PINK, "x"),
+    "idle, host-bound": Look(YELLOW, "|"),
+    "idle, dependency-bound": Look("#9a9a9a", "."),
+    "idle": Look("#bbbbbb"),
+}
+"""Of the parts of a step."""
+
+MEMORY = {
+    "parameters": Look(BLUE),
+    "optimizer": Look(ORANGE, "/"),
+    "gradients": Look(GREEN, "x"),
+    "unsharded": Look(PINK, "\\"),
+    "activations": Look(SKY, "."),
+    "workspace": Look(YELLOW, "-"),
+    "other": Look(GREY, "+"),
+}
+"""Of the categories of memory, from below: what stays, then what comes and goes."""

@@ -22,12 +22,10 @@ PLOTLY = "plotly-basic.min.js.gz"
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ns|us|ms|s|B|[KMG]iB(?:/s)?)(?:\W|$))")
 
 
-def fill(
-    template: str, content: dict[str, Any], *, style: str, scripts: list[str], plotted: bool = False
-) -> Iterable[str]:
-    """A template's HTML in pieces; its content security policy runs ``scripts`` by hash and no other.
+def fill(template: str, content: dict[str, Any], *, style: str, scripts: list[str]) -> Iterable[str]:
+    """A template's HTML in pieces; its content security policy runs ``scripts`` and plotly by hash, and no other.
 
-    A page that is ``plotted`` carries plotly as packed data beside them, and may run that too.
+    The page carries plotly as packed data.
     """
     templates = Environment(
         loader=FileSystemLoader(resources.dashboards()),
@@ -37,13 +35,13 @@ def fill(
         lstrip_blocks=True,
     )
     templates.filters["unbroken"] = unbroken
-    packed, inflated = _plotly() if plotted else ("", "")
+    packed, inflated = _plotly()
     return templates.get_template(template).generate(
         **content,
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         plotly=packed,
-        script_hashes=[*map(_hash, scripts), *([inflated] if plotted else [])],
+        script_hashes=[*map(_hash, scripts), inflated],
     )
 
 

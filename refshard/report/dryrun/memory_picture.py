@@ -9,20 +9,10 @@ import plotly.graph_objects as go
 from refshard.dryrun.memory_course import MemoryCourse
 from refshard.dryrun.recording import Category, Phase, Recording
 from refshard.quantities import axis_unit, format_bytes
-from refshard.report.draw.charts import OKABE_ITO, REFERENCE_COLOUR, THEME, label_text
+from refshard.report.draw.charts import THEME, pattern, shortened
+from refshard.report.draw.palette import INK, MEMORY, RED
 from refshard.report.dryrun.words import CATEGORIES, moment
 
-_LOOKS = {
-    Category.PARAMETERS: (OKABE_ITO[0], ""),
-    Category.OPTIMIZER: (OKABE_ITO[1], "/"),
-    Category.GRADIENTS: (OKABE_ITO[2], "x"),
-    Category.UNSHARDED: (OKABE_ITO[3], "\\"),
-    Category.ACTIVATIONS: (OKABE_ITO[4], "."),
-    Category.WORKSPACE: (OKABE_ITO[6], "-"),
-    Category.OTHER: (REFERENCE_COLOUR, "+"),
-}
-"""Colour and pattern, from below: what stays, then what comes and goes."""
-_LIMIT, _RESERVED = OKABE_ITO[5], "#777777"
 _GREYS = {Phase.FORWARD: 0.12, Phase.BACKWARD: 0.3, Phase.OPTIMIZER: 0.55}
 """How dark each phase is in the strip above the picture."""
 _STRIP = (0.94, 1.0)
@@ -85,24 +75,24 @@ def _stack(course: MemoryCourse, xs: list[float], unit: str, size: float) -> lis
             y=_scaled(course.held[:, category].tolist(), size),
             mode="lines",
             stackgroup="held",
-            line={"shape": "hv", "width": 0, "color": colour},
-            fillcolor=colour,
-            fillpattern={"shape": pattern, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)", "size": 7},
+            line={"shape": "hv", "width": 0, "color": look.colour},
+            fillcolor=look.colour,
+            fillpattern=pattern(look),
             hovertemplate=f"%{{y:.2f}} {unit}",
         )
-        for category, (colour, pattern) in _LOOKS.items()
+        for category, look in ((Category[name.upper()], look) for name, look in MEMORY.items())
         if course.held[:, category].any()
     ]  # fmt: skip
 
 
 def _lines(recording: Recording, course: MemoryCourse, xs: list[float], unit: str, size: float) -> list[go.Scatter]:
     """What is allocated, which the stack shows already and which carries the moments; and what is reserved."""
-    line = {"shape": "hv", "color": _RESERVED}
+    line = {"shape": "hv", "color": INK}
     return [
         go.Scatter(
             name="allocated", x=xs, y=_scaled(course.allocated.tolist(), size), mode="lines", showlegend=False,
             line={**line, "width": 1},
-            customdata=[_short(moment(recording, count - 1)) for count in course.counts.tolist()],
+            customdata=[shortened(moment(recording, count - 1), _MOST_CHARACTERS) for count in course.counts.tolist()],
             hovertemplate=f"%{{y:.2f}} {unit}<br>%{{customdata}}",
         ),
         go.Scatter(
@@ -112,12 +102,6 @@ def _lines(recording: Recording, course: MemoryCourse, xs: list[float], unit: st
     ]  # fmt: skip
 
 
-def _short(text: str) -> str:
-    """Without the middle, where a path of modules is long."""
-    half = _MOST_CHARACTERS // 2
-    return label_text(text if len(text) <= 2 * half else f"{text[:half]}\N{HORIZONTAL ELLIPSIS}{text[-half:]}")
-
-
 def _scaled(values: Sequence[int], size: float) -> list[float]:
     return [float(f"{value / size:.5g}") for value in values]
 
@@ -125,7 +109,7 @@ def _scaled(values: Sequence[int], size: float) -> list[float]:
 def _line(x: float) -> dict[str, Any]:
     return {
         "type": "line", "x0": x, "x1": x, "y0": 0, "y1": _STRIP[0], "yref": "paper",
-        "line": {"dash": "dot", "width": 1, "color": "#888888"},
+        "line": {"dash": "dot", "width": 1, "color": INK},
     }  # fmt: skip
 
 
@@ -155,9 +139,7 @@ def _add_phases(figure: go.Figure, course: MemoryCourse, axis: Axis) -> None:
 
 
 def _add_limit(figure: go.Figure, y: float, text: str) -> None:
-    figure.add_shape(
-        type="line", x0=0, x1=1, xref="paper", y0=y, y1=y, line={"dash": "dash", "width": 2, "color": _LIMIT}
-    )
+    figure.add_shape(type="line", x0=0, x1=1, xref="paper", y0=y, y1=y, line={"dash": "dash", "width": 2, "color": RED})
     figure.add_annotation(
         x=0, xref="paper", xanchor="left", xshift=4, y=y, yanchor="bottom", showarrow=False, text=text
     )  # fmt: skip
@@ -177,6 +159,6 @@ def _add_peak(figure: go.Figure, course: MemoryCourse, xs: list[float], size: fl
     side = "left" if x < 0.2 * whole else "right" if x > 0.8 * whole else "center"
     figure.add_annotation(
         x=x, y=course.peak_bytes / size, text=f"<b>peak: {format_bytes(course.peak_bytes)}</b>", xanchor=side,
-        showarrow=True, arrowhead=2, arrowwidth=1.5, arrowcolor=_RESERVED, ax=0, ay=label, ayref="y", yanchor="bottom",
+        showarrow=True, arrowhead=2, arrowwidth=1.5, arrowcolor=INK, ax=0, ay=label, ayref="y", yanchor="bottom",
         borderpad=0,
     )  # fmt: skip

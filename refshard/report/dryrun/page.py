@@ -6,7 +6,7 @@ escapes them in the data, and the page's content security policy allows only the
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,9 +14,8 @@ from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.memory_course import MemoryCourse, call_clock, gpu_clock, memory_course
 from refshard.dryrun.recording import Category, Kind
 from refshard.dryrun.steps import steps_of
-from refshard.quantities import format_bytes, format_percent, format_seconds
+from refshard.quantities import axis_unit, format_bytes, format_percent, format_seconds
 from refshard.report.draw.charts import Chart, chart, theme
-from refshard.report.draw.palette import LEGEND, STYLES
 from refshard.report.draw.render import fill, resource, script
 from refshard.report.dryrun import tables as dryrun_tables
 from refshard.report.dryrun.memory_picture import Axis, picture
@@ -33,13 +32,9 @@ from refshard.report.dryrun.words import (
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace import charts as trace_charts
 from refshard.report.trace.lanes import Window
-from refshard.report.trace.timelines import TimelineView, view_timeline
 from refshard.tracing.analysis import figures_of
 from refshard.tracing.figures import TraceFigures
 
-MOST_BLOCKS = 8_000
-"""Most blocks of the timeline at full detail; with its coarser levels it takes about 300 kB of the page."""
-_UNITS = (("s", 10**9), ("ms", 10**6), ("us", 10**3))
 _NAMED = 3
 _SENTENCES = re.compile(r"(?<=[.:]) (?=[A-Z])")
 _LEADING = 2
@@ -86,14 +81,10 @@ def page(found: Analysis, command: str) -> Iterable[str]:
         "doubts": dryrun_tables.doubts(found),
         "peak": format_bytes(found.memory.peak_bytes),
         "command": command,
-        "data": {"theme": theme()} if memory or steps else {},
-        "styles": {name: asdict(style) for name, style in STYLES.items()},
-        "legend": LEGEND,
+        "data": {"theme": theme()},
     }
-    own = [script(resource(name)) for name in ("drawing.js", "timeline.js")]
-    scripts = [*own, script(resource("charts.js"))] if content["data"] else own
     style = "".join(map(resource, ("style.css", "trace.css", "dryrun.css")))
-    return fill("dryrun.html.j2", content, style=style, scripts=scripts, plotted=bool(content["data"]))
+    return fill("dryrun.html.j2", content, style=style, scripts=[script(resource("charts.js"))])
 
 
 def verdict(found: Analysis) -> tuple[str, list[str]]:
@@ -174,17 +165,15 @@ def memory_charts(found: Analysis) -> list[Chart]:
     if step is not None:
         clock = gpu_clock(recording, found.replayed)
         course = memory_course(recording, found.memory, clock, first=step.first, end=step.end)
-        unit, size = next(
-            ((name, size) for name, size in _UNITS if course.places[-1] - course.places[0] >= size), ("ns", 1)
-        )
+        unit, size = axis_unit("s", (course.places[-1] - course.places[0]) / 1e9)
         caption = (
             f"{_caption(found, course, f'Step {step.number} (the last)')} Time is GPU time: each change is drawn where "
             "the compute stream has finished everything launched before it. The script allocates earlier, in the "
             "same order."
         )
-        axis = Axis(title=f"GPU time in the step ({unit})", name=unit, unit=size)
+        axis = Axis(title=f"GPU time in the step ({unit})", name=unit, unit=round(size * 1e9))
         drawn = picture(recording, course, axis, found.usable_bytes)
-        charts.append(chart("memory-step", "Over the last step", drawn, caption, with_still=False))
+        charts.append(chart("memory-step", "Over the last step", drawn, caption))
         if found.fits and course.peak_bytes == found.memory.peak_bytes:
             return charts
     return [*charts, _run_chart(found)]
@@ -201,7 +190,7 @@ def _run_chart(found: Analysis) -> Chart:
     ends = {"oom": " It ends where memory ran out.", "failed": " It ends where the script failed."}
     caption = _caption(found, course, "The whole run") + ends.get(found.run.answer.outcome, "")
     drawn = picture(recording, course, axis, found.usable_bytes)
-    return chart("memory-run", "Over the whole run", drawn, caption, with_still=False)
+    return chart("memory-run", "Over the whole run", drawn, caption)
 
 
 def _end(found: Analysis) -> int:
@@ -231,15 +220,16 @@ def _traced(found: Analysis) -> TraceFigures | None:
     return figures_of(found.timeline, file=what_ran(found.run.request), device=found.hardware.about)
 
 
-def _timeline(found: Analysis, traced: TraceFigures) -> TimelineView:
+def _timeline(found: Analysis, traced: TraceFigures) -> Chart:
     last = traced.steps[-1]
     window = Window(
         step=last.step, begin=last.start_ns, close=last.start_ns + last.breakdown.span_ns,
-        label=f"step {last.step} (the last)", name="last step",
+        label=f"step {last.step} (the last)",
     )  # fmt: skip
-    return view_timeline(found.timeline, traced, (window,), "timeline", MOST_BLOCKS)
+    (chart,) = trace_charts.timelines(found.timeline, traced, (window,), "streams")
+    return chart
 
 
 def _steps_chart(traced: TraceFigures) -> Chart:
     bars = trace_charts.step_bars(traced)
-    return chart("steps", "Where each step goes", bars, trace_captions.steps(traced), with_still=False)
+    return chart("steps", "Where each step goes", bars, trace_captions.steps(traced))

@@ -1,17 +1,22 @@
-"""A plan as one HTML page: no script, no network."""
+"""A plan as one self-contained HTML page."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import pandas as pd
-from markupsafe import Markup
+import plotly.graph_objects as go
 
-from refshard.quantities import format_bytes, format_seconds
-from refshard.report.draw.render import fill, resource
-from refshard.report.draw.stacked_bars import Bars, draw, legend
+from refshard.quantities import axis_unit, format_bytes, format_seconds
+from refshard.report.draw.charts import Bar, Chart, Row, chart, label_text, stacked, theme
+from refshard.report.draw.palette import MEMORY, RED, Look, look
+from refshard.report.draw.render import fill, resource, script
 from refshard.report.plan import table as plan_table
 from refshard.report.plan import words as plan_words
 from refshard.simulate.forecast import Job
 from refshard.simulate.ranking import Plan
+
+_CUT = 1.6
+"""The axis of memory ends at this many times what tensors can fill."""
 
 
 def page(plan: Plan, job: Job, title: str, command: str) -> Iterable[str]:
@@ -24,35 +29,50 @@ def page(plan: Plan, job: Job, title: str, command: str) -> Iterable[str]:
         "warnings": plan_words.warnings(plan, job),
         "summary": pd.DataFrame(plan_table.summary(plan)),
         "charts": [
-            {"bars": Markup(draw(bars)), "legend": legend(bars), "title": bars.title, "table": pd.DataFrame(rows)}
-            for bars, rows in (
-                (_time(plan), plan_table.time_by_part(plan)),
-                (_memory(plan), plan_table.memory_by_part(plan)),
-            )
+            (time_chart(plan), pd.DataFrame(plan_table.time_by_part(plan))),
+            (memory_chart(plan), pd.DataFrame(plan_table.memory_by_part(plan))),
         ],
+        "data": {"theme": theme()},
         "command": command,
     }
-    return fill("plan.html.j2", content, style=resource("style.css") + resource("plan.css"), scripts=[])
+    style = resource("style.css") + resource("plan.css")
+    return fill("plan.html.j2", content, style=style, scripts=[script(resource("charts.js"))])
 
 
-def _time(plan: Plan) -> Bars:
-    by_row = [plan_words.parts(row.step.account) for row in plan.rows]
-    return Bars(
-        title="Time of a step",
-        rows=tuple(row.strategy for row in plan.rows),
-        parts=tuple(by_row[0]),
-        values=tuple(tuple(parts.values()) for parts in by_row),
-        text=format_seconds,
+def time_chart(plan: Plan) -> Chart:
+    """What each strategy's step is spent on."""
+    parts = {row.strategy: plan_words.parts(row.step.account) for row in plan.rows}
+    totals = {name: format_seconds(sum(of.values())) for name, of in parts.items()}
+    looks = {name: look(place) for place, name in enumerate(next(iter(parts.values())))}
+    figure = _bars(parts, totals, looks, "s", "per step")
+    return chart("time", "Time of a step", figure, f"Time of a step: {_listed(totals)}.")
+
+
+def memory_chart(plan: Plan) -> Chart:
+    """What each strategy's peak is made of, beside what tensors can fill; far above that, bars are cut."""
+    parts = {row.strategy: {str(name): float(of) for name, of in row.memory.at_peak.items()} for row in plan.rows}
+    totals = {row.strategy: format_bytes(row.memory.peak) for row in plan.rows}
+    figure = _bars(parts, totals, MEMORY, "B", "per rank")
+    highest = max(row.memory.peak for row in plan.rows)
+    _, size = axis_unit("B", highest)
+    usable = plan.usable_bytes / size
+    figure.add_vline(x=usable, line={"color": RED, "dash": "dash", "width": 2})
+    figure.update_xaxes(range=[0, min(max(1.05 * highest / size, 1.05 * usable), _CUT * usable)])
+    sentence = (
+        f"Memory at the peak: {_listed(totals)}. Dashed: {format_bytes(plan.usable_bytes)}, which tensors can fill."
     )
+    return chart("memory", "Memory at the peak", figure, sentence)
 
 
-def _memory(plan: Plan) -> Bars:
-    names = tuple(dict.fromkeys(name for row in plan.rows for name in row.memory.at_peak))
-    return Bars(
-        title="Memory at the peak",
-        rows=tuple(row.strategy for row in plan.rows),
-        parts=names,
-        values=tuple(tuple(float(row.memory.at_peak.get(name, 0)) for name in names) for row in plan.rows),
-        text=format_bytes,
-        limit=float(plan.usable_bytes),
-    )
+def _bars(
+    parts: Mapping[str, Mapping[str, float]], totals: Mapping[str, str], looks: Mapping[str, Look],
+    unit: Literal["s", "B"], axis: str,
+) -> go.Figure:  # fmt: skip
+    """A bar for each strategy, its total beside its name."""
+    rows = [Row(text=label_text(f"{strategy} {total}")) for strategy, total in totals.items()]
+    bars = [Bar(place=place, name=strategy, parts=of) for place, (strategy, of) in enumerate(parts.items())]
+    return stacked(rows, bars, looks, unit, axis)
+
+
+def _listed(totals: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {total}" for name, total in totals.items())

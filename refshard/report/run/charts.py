@@ -10,24 +10,11 @@ from refshard.analysis.cases import BREAKDOWN, Case, ranks
 from refshard.analysis.evidence import Setting
 from refshard.quantities import axis_unit, format_bytes, format_rate, format_seconds
 from refshard.records import METRICS
-from refshard.report.draw.charts import (
-    BAR,
-    OKABE_ITO,
-    PATTERNS,
-    REFERENCE_COLOUR,
-    TEXT,
-    Chart,
-    Row,
-    chart,
-    filling,
-    label_text,
-    lay_out,
-)
+from refshard.report.draw.charts import BAR, Bar, Chart, Row, chart, filling, label_text, lay_out, short, stacked
+from refshard.report.draw.palette import GREY, INK, STEP, Look, look
 from refshard.report.run import alternatives, views
 from refshard.specs.case import REFERENCE_STRATEGY
 
-PART_COLOURS = dict(zip(BREAKDOWN, ("#0072B2", "#56B4E9", "#D55E00", "#BBBBBB")))
-PART_PATTERNS = dict(zip(BREAKDOWN, ("", ".", "/", "")))
 _HEADROOM = 1.35  # room to the right of the longest bar for its label
 
 
@@ -75,33 +62,14 @@ def peak_memory(setting: Setting) -> go.Figure:
 def breakdown(setting: Setting) -> go.Figure:
     """Compute, overlapped and exposed communication and idle time of a traced step, stacked."""
     found = {case: parts for case in setting.cases if case.ok and (parts := case.breakdown)}
-    return stacked(found, {part: (PART_COLOURS[part], PART_PATTERNS[part]) for part in BREAKDOWN})
+    return step_parts(found, BREAKDOWN)
 
 
-def stacked(found: Mapping[Case, Mapping[str, float]], look: Mapping[str, tuple[str, str]]) -> go.Figure:
-    """A bar per case, stacked of parts of a traced step, s; ``look`` has the colour and the pattern of each part."""
-    unit, size = axis_unit("s", max((sum(parts.values()) for parts in found.values()), default=1.0))
+def step_parts(found: Mapping[Case, Mapping[str, float]], parts: Iterable[str]) -> go.Figure:
+    """A bar per case, stacked of ``parts`` of a traced step, s."""
     rows, places = case_rows(list(found))
-    figure = go.Figure(
-        [
-            go.Bar(
-                name=part,
-                y=places,
-                x=_short([parts[part] / size for parts in found.values()]),
-                width=BAR,
-                orientation="h",
-                marker=filling(paint, pattern),
-                customdata=[
-                    f"{label_text(case.label)}<br>{part}: {format_seconds(parts[part])}"
-                    for case, parts in found.items()
-                ],
-                hovertemplate="%{customdata}<extra></extra>",
-            )
-            for part, (paint, pattern) in look.items()
-        ]
-    )
-    lay_out(figure, rows, barmode="stack", legend=True)
-    return figure.update_xaxes(title_text=f"{unit} per traced step")
+    bars = [Bar(place=place, name=case.label, parts=of) for place, (case, of) in zip(places, found.items())]
+    return stacked(rows, bars, {part: STEP[part] for part in parts}, "s", "per traced step")
 
 
 def _stacked(table: pd.DataFrame) -> "pd.Series[float]":
@@ -126,7 +94,7 @@ def _bars(
     bars = [_strategy_bars(setting, str(name), part) for name, part in by_strategy]
     text = go.Scatter(
         y=places,
-        x=_short(high),
+        x=short(high),
         mode="text",
         text=[f" {label}" for label in labels],
         textposition="middle right",
@@ -141,19 +109,14 @@ def _strategy_bars(setting: Setting, strategy: str, part: pd.DataFrame) -> go.Ba
     index = part.index.tolist()
     return go.Bar(
         y=part["place"].tolist(),
-        x=_short(part["value"]),
+        x=short(part["value"]),
         width=BAR,
         orientation="h",
-        marker=filling(colour(setting, strategy), _pattern(setting, strategy)),
+        marker=filling(_look(setting, strategy)),
         error_x=_error_bars(part),
         customdata=[f"{label_text(strategy)}, {ranks(n)}: {text}" for (n, _), text in zip(index, part["label"])],
         hovertemplate="%{customdata}<extra></extra>",
     )
-
-
-def _short(values: Iterable[float]) -> list[float]:
-    """Six digits are more than a screen shows, and a third of the page's bytes."""
-    return [float(f"{value:.6g}") for value in values]
 
 
 def _largest(values: "pd.Series[float]") -> float:
@@ -164,10 +127,10 @@ def _error_bars(part: pd.DataFrame) -> dict[str, Any]:
     return {
         "type": "data",
         "symmetric": False,
-        "array": _short(part["high"] - part["value"]),
-        "arrayminus": _short(part["value"] - part["low"]),
+        "array": short(part["high"] - part["value"]),
+        "arrayminus": short(part["value"] - part["low"]),
         "visible": bool((part["low"] < part["high"]).any()),
-        "color": TEXT,
+        "color": INK,
         "thickness": 1.5,
         "width": 5,
     }
@@ -196,10 +159,8 @@ def _rows(setting: Setting, index: "pd.Index[Any]") -> tuple[list[Row], list[int
 
 def colour(setting: Setting, strategy: str) -> str:
     """A strategy's colour, the same on the whole page."""
-    if strategy == REFERENCE_STRATEGY:
-        return REFERENCE_COLOUR
-    return OKABE_ITO[setting.known.index(strategy) % len(OKABE_ITO)]
+    return _look(setting, strategy).colour
 
 
-def _pattern(setting: Setting, strategy: str) -> str:
-    return "" if strategy == REFERENCE_STRATEGY else PATTERNS[setting.known.index(strategy) % len(PATTERNS)]
+def _look(setting: Setting, strategy: str) -> Look:
+    return Look(GREY) if strategy == REFERENCE_STRATEGY else look(setting.known.index(strategy))

@@ -13,7 +13,8 @@ import plotly.graph_objects as go
 from refshard.analysis.cases import Case
 from refshard.analysis.evidence import Evidence, Setting, machine, shared
 from refshard.analysis.ratios import Ratio, ratios
-from refshard.report.draw.charts import DASHES, MARKERS, THEME, Chart, chart, label_text
+from refshard.report.draw.charts import THEME, Chart, chart, label_text
+from refshard.report.draw.palette import DASHES, INK, MARKERS
 from refshard.report.run.charts import colour
 
 BASELINE = "ddp"
@@ -118,7 +119,7 @@ def draw(curves: Sequence[Curve]) -> go.Figure:
     numbers = [ratio.case.number for curve in curves for ratio in curve.ratios]
     level = go.Scatter(
         name="ddp", x=[counts[0], counts[-1]], y=[1, 1], mode="lines", hoverinfo="skip", meta={"any": numbers},
-        line={"color": "#777777", "dash": DASHES[4], "width": 1.5},
+        line={"color": INK, "dash": DASHES[4], "width": 1.5},
     )  # fmt: skip
     figure = go.Figure([*(_trace(curve) for curve in curves), level])
     figure.update_layout(template=THEME, height=420 + 20 * len(curves), showlegend=True)

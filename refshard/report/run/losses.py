@@ -8,7 +8,8 @@ import plotly.graph_objects as go
 from refshard.analysis.cases import Case
 from refshard.analysis.evidence import Setting
 from refshard.quantities import format_percent
-from refshard.report.draw.charts import DASHES, MARKERS, THEME, Chart, chart, label_text
+from refshard.report.draw.charts import THEME, Chart, chart, label_text
+from refshard.report.draw.palette import DASHES, MARKERS
 from refshard.report.run import alternatives, views
 from refshard.report.run.charts import colour
 from refshard.specs.case import REFERENCE_STRATEGY

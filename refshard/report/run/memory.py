@@ -11,7 +11,8 @@ from refshard.analysis.cases import Case, ranks
 from refshard.analysis.evidence import Setting
 from refshard.errors import SpecError
 from refshard.quantities import axis_unit, format_bytes, format_percent
-from refshard.report.draw.charts import BAR, OKABE_ITO, PATTERNS, THEME, Chart, chart, filling, label_text, lay_out
+from refshard.report.draw.charts import THEME, Bar, Chart, chart, label_text, short, stacked
+from refshard.report.draw.palette import INK, MEMORY
 from refshard.report.run.charts import case_rows, colour
 from refshard.simulate.memory import MemoryForecast
 from refshard.simulate.of_case import memory_of
@@ -112,40 +113,28 @@ def _held_against(found: Sequence[tuple[Case, MemoryForecast]]) -> str:
 
 def parts(found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:
     """A bar per case, stacked by category; a mark at what was measured."""
-    names = [name for name in found[0][1].at_peak if any(told.at_peak.get(name) for _, told in found)]
-    measured = [case.metrics["peak_memory_bytes"] or 0.0 for case, _ in found]
-    unit, size = axis_unit("B", max(*measured, *(told.peak for _, told in found)))
     rows, places = case_rows([case for case, _ in found])
-    figure = go.Figure(
-        [
-            go.Bar(
-                name=name,
-                y=places,
-                x=[float(f"{told.at_peak.get(name, 0) / size:.5g}") for _, told in found],
-                width=BAR,
-                orientation="h",
-                marker=filling(OKABE_ITO[place % len(OKABE_ITO)], PATTERNS[place % len(PATTERNS)]),
-                customdata=[
-                    f"{label_text(case.label)}<br>{name}: {format_bytes(told.at_peak.get(name, 0))}"
-                    for case, told in found
-                ],
-                hovertemplate="%{customdata}<extra></extra>",
-            )
-            for place, name in enumerate(names)
-        ]
-    )
-    known = [(place, value) for place, value, (case, _) in zip(places, measured, found) if case.fidelity != "simulated"]
-    figure.add_scatter(
+    bars = [Bar(place=place, name=case.label, parts=_bytes(told)) for place, (case, told) in zip(places, found)]
+    figure = stacked(rows, bars, MEMORY, "B", "per rank at the peak")
+    _, size = axis_unit("B", max(told.peak for _, told in found))
+    known = [
+        (place, value)
+        for place, (case, _) in zip(places, found)
+        if case.fidelity != "simulated" and (value := case.metrics["peak_memory_bytes"])
+    ]
+    return figure.add_scatter(
         name="peak of the dry run" if _held_against(found) == "the dry run" else "measured peak",
-        y=[place for place, value in known if value],
-        x=[float(f"{value / size:.5g}") for _, value in known if value],
+        y=[place for place, _ in known],
+        x=short([value / size for _, value in known]),
         mode="markers",
-        marker={"symbol": "line-ns", "size": 16, "line": {"width": 3, "color": "#777777"}, "color": "#777777"},
-        customdata=[format_bytes(value) for _, value in known if value],
+        marker={"symbol": "line-ns", "size": 16, "line": {"width": 3, "color": INK}, "color": INK},
+        customdata=[format_bytes(value) for _, value in known],
         hovertemplate=f"{_held_against(found)}: %{{customdata}}<extra></extra>",
     )
-    lay_out(figure, rows, barmode="stack", legend=True)
-    return figure.update_xaxes(title_text=f"{unit} per rank at the peak", rangemode="tozero")
+
+
+def _bytes(told: MemoryForecast) -> dict[str, float]:
+    return {str(name): float(size) for name, size in told.at_peak.items()}
 
 
 def over_step(setting: Setting, found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:

@@ -11,7 +11,8 @@ from refshard.analysis.evidence import Evidence, machine
 from refshard.analysis.history import Series, changes_told, series_of
 from refshard.quantities import format_seconds
 from refshard.records import Run
-from refshard.report.draw.charts import DASHES, MARKERS, OKABE_ITO, THEME, Chart, chart, label_text
+from refshard.report.draw.charts import THEME, Chart, chart, label_text
+from refshard.report.draw.palette import DASHES, MARKERS, OKABE_ITO
 from refshard.report.run.origin import run_names
 
 MOST_CURVES = 8

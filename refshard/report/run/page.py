@@ -19,9 +19,7 @@ from refshard.analysis.ratios import pairs
 from refshard.folders import replace_file
 from refshard.records import METRICS
 from refshard.report.draw.charts import Chart, theme
-from refshard.report.draw.palette import STYLES
 from refshard.report.draw.render import fill, resource, script
-from refshard.report.draw.still import hatches
 from refshard.report.run import charts, origin, views
 from refshard.report.run.against import against
 from refshard.report.run.crossover import crossovers
@@ -92,7 +90,7 @@ def page(evidence: Evidence, beside: Beside | None = None) -> Iterable[str]:
     content = _content(evidence, beside or Beside())
     scripts = [script(resource(name)) for name in ("charts.js", "page.js")]
     style = resource("style.css") + resource("run.css")
-    return fill("run.html.j2", content, style=style, scripts=scripts, plotted=True)
+    return fill("run.html.j2", content, style=style, scripts=scripts)
 
 
 def _content(evidence: Evidence, beside: Beside) -> dict[str, Any]:
@@ -113,10 +111,8 @@ def _content(evidence: Evidence, beside: Beside) -> dict[str, Any]:
         "peers": evidence.strategies,
         "pairs": pair_rows(evidence),
         "facets": _facets(evidence),
-        "hatches": hatches(),
         "unfolded": UNFOLDED,
         "unfolded_rows": UNFOLDED_ROWS,
-        "styles": STYLES,
         "data": {
             "theme": theme(),
             "cases": [_facets_of(case) for case in evidence.cases],

@@ -15,7 +15,8 @@ import plotly.graph_objects as go
 from refshard.analysis.cases import Case, ranks
 from refshard.analysis.evidence import Evidence, Setting, machine, shared
 from refshard.quantities import format_percent, format_rate
-from refshard.report.draw.charts import DASHES, MARKERS, THEME, Chart, chart, label_text
+from refshard.report.draw.charts import THEME, Chart, chart, label_text
+from refshard.report.draw.palette import DASHES, INK, MARKERS
 from refshard.report.run.charts import colour
 from refshard.specs.case import Fidelity, spelled
 
@@ -175,7 +176,7 @@ def _level(name: str, first: int, here: Sequence[Curve], rate: float) -> go.Scat
         x=[first, last],
         y=[float(f"{rate:.6g}")] * 2,
         mode="lines",
-        line={"color": "#777777", "dash": DASHES[4], "width": 1.5},
+        line={"color": INK, "dash": DASHES[4], "width": 1.5},
         meta={"any": cases},
         hoverinfo="skip",
     )
@@ -196,8 +197,8 @@ def _bounds(curves: Sequence[Curve]) -> Iterable[go.Scatter]:
             x=sizes,
             y=[float(f"{best[size][0]:.6g}") for size in sizes],
             mode="lines+markers",
-            marker={"symbol": "line-ns", "size": 12, "color": "#777777"},
-            line={"color": "#777777", "dash": "dot", "width": 1.5},
+            marker={"symbol": "line-ns", "size": 12, "color": INK},
+            line={"color": INK, "dash": "dot", "width": 1.5},
             meta={"cases": [best[size][1] for size in sizes]},
             hovertemplate="%{x} ranks: at most %{y:,.4g} tokens/s/GPU<extra></extra>",
         )

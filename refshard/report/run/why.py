@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 
 import pandas as pd
-from markupsafe import Markup
 
 from refshard.analysis.cases import Case
 from refshard.analysis.evidence import Evidence, Setting
@@ -15,12 +14,12 @@ from refshard.errors import TraceError
 from refshard.quantities import format_ns, format_percent, format_rate
 from refshard.records import Run
 from refshard.report.draw.charts import Chart, chart
-from refshard.report.run.charts import PART_COLOURS, PART_PATTERNS, stacked
+from refshard.report.run.charts import step_parts
 from refshard.report.trace import charts as trace_charts
-from refshard.report.trace import layer_svg
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.lanes import drawn_windows
+from refshard.report.trace.layer import View, find_layer, layer_chart
 from refshard.tracing.analysis import Analysis, analyse
 from refshard.tracing.figures import CollectiveFigures, StepFigures, TraceFigures
 
@@ -28,7 +27,6 @@ MOST_TRACED = 64
 """Traces that are analysed for one page; every trace has its link."""
 MOST_LAYERS = 8
 """Layers drawn for one setting."""
-MOST_BLOCKS = 400
 LEAST_SHARE = 0.005
 """Of a step in copies and preparation, from which on a drawing that has them is worth its place."""
 COPIES = "copy, preparation, other"
@@ -50,23 +48,13 @@ class Traced:
     path: Path
     link: str
     analysis: Analysis | None
-    view: layer_svg.View | None
+    view: View | None
 
     @property
     def figures(self) -> TraceFigures:
         """Those of an analysed trace."""
         assert self.analysis is not None
         return self.analysis.figures
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnLayer:
-    """One layer's backward under one strategy."""
-
-    case: Case
-    title: str
-    alternative: str
-    svg: Markup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +67,7 @@ class Why:
     table: pd.DataFrame
     cases: tuple[Case, ...]
     links: tuple[str, ...]
-    layers: tuple[DrawnLayer, ...]
+    layers: tuple[tuple[Case, Chart], ...]
 
 
 def read_traces(evidence: Evidence, folders: Sequence[tuple[Run, Path]], page: Path) -> dict[Case, Traced]:
@@ -102,7 +90,7 @@ def _file(case: Case, folder: Path) -> Path | None:
     return next((path for path in files if path.is_file()), None)
 
 
-def _analysed(path: Path) -> tuple[Analysis | None, layer_svg.View | None]:
+def _analysed(path: Path) -> tuple[Analysis | None, View | None]:
     """Nothing of a trace that is damaged: its link stays."""
     try:
         found = analyse(path)
@@ -118,19 +106,14 @@ def why(setting: Setting, traced: Mapping[Case, Traced], prefix: str, *, with_la
         return None
     parts = {one.case: parts_of(one.figures) for one in here}
     return Why(
-        parts=chart(f"{prefix}-traced", "traced step", stacked(parts, _colours()), _sentence(parts))
+        parts=chart(f"{prefix}-traced", "traced step", step_parts(parts, PARTS), _sentence(parts))
         if any(one[COPIES] > LEAST_SHARE * sum(one.values()) for one in parts.values())
         else None,
         table=pd.DataFrame([_row(one) for one in here]),
         cases=tuple(one.case for one in here),
         links=tuple(one.link for one in here),
-        layers=tuple(_layers(here)) if with_layers else (),
+        layers=tuple(_layers(here, prefix)) if with_layers else (),
     )
-
-
-def _colours() -> dict[str, tuple[str, str]]:
-    copies = ("#CC79A7", "x")
-    return {part: (PART_COLOURS[part], PART_PATTERNS[part]) if part in PART_COLOURS else copies for part in PARTS}
 
 
 def parts_of(figures: TraceFigures) -> dict[str, float]:
@@ -181,7 +164,7 @@ def _bandwidths(collectives: Sequence[CollectiveFigures], case: Case) -> str:
     return ", ".join(told) or "-"
 
 
-def _layers(here: Sequence[Traced]) -> Iterable[DrawnLayer]:
+def _layers(here: Sequence[Traced], prefix: str) -> Iterable[tuple[Case, Chart]]:
     """Those of the largest world size that has most of them: the same layer, as long as the longest, so that lengths
     compare.
     """
@@ -194,14 +177,13 @@ def _layers(here: Sequence[Traced]) -> Iterable[DrawnLayer]:
     length = max(view.length for view in views if view)
     for one, view in zip(shown, views):
         if view is not None:
-            drawn = layer_svg.draw(view.stretched(length), MOST_BLOCKS)
-            yield DrawnLayer(case=one.case, title=drawn.title, alternative=drawn.alternative, svg=Markup(drawn.svg))
+            yield one.case, layer_chart(view.stretched(length), one.figures, f"{prefix}-layer-{one.case.number}")
 
 
-def _view(analysis: Analysis | None, like: layer_svg.View | None = None) -> layer_svg.View | None:
+def _view(analysis: Analysis | None, like: View | None = None) -> View | None:
     """A layer's backward in the step of median length: the layer of ``like``, if the trace has that."""
     if analysis is None or not len(analysis.timeline.spans):
         return None
     window = drawn_windows(analysis.figures, analysis.timeline)[0]
     unit = like.unit if like else None
-    return layer_svg.find_layer(analysis.timeline, window.begin, window.close, unit=unit)
+    return find_layer(analysis.timeline, window.begin, window.close, unit=unit)

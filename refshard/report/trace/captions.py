@@ -27,6 +27,21 @@ def mean_span(one: TraceFigures) -> float:
     return sum(spans) / len(spans)
 
 
+def timeline(label: str, whose: str, cell_ns: int, undrawn_lanes: int) -> str:
+    """What a timeline shows, what it leaves out, and how to read it."""
+    told = [f"{label[0].upper()}{label[1:]}, of {whose}."]
+    if cell_ns:
+        told.append(
+            f"There are too many spans to draw: those under {format_ns(cell_ns)} that begin within that time of each "
+            "other are one block."
+        )
+    if undrawn_lanes:
+        told.append(
+            f"{counted(undrawn_lanes, 'more lane')}, the least busy, {'is' if undrawn_lanes == 1 else 'are'} not drawn."
+        )
+    return " ".join([*told, "Point at a block for its name and duration; drag to zoom; double-click to zoom out."])
+
+
 def steps(figures: TraceFigures) -> str:
     """What the bars of the steps show."""
     every = [part.breakdown for part in parts(figures)]

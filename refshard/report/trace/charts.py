@@ -5,28 +5,28 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from refshard.quantities import GIB, KIB, MIB, format_bytes, format_ns, format_percent
-from refshard.report.draw.charts import OKABE_ITO, THEME, Chart, chart, filling, label_text
-from refshard.report.draw.palette import STYLES
+from refshard.quantities import axis_unit, format_bytes
+from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_text, shortened, stacked
+from refshard.report.draw.palette import INK, OKABE_ITO, STEP
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.gaps import GapSet, gap_histogram, sentence_of
+from refshard.report.trace.lanes import Window, step_rows
+from refshard.report.trace.spans_figure import Extent, spans_figure
+from refshard.timeline import Timeline
 from refshard.tracing.figures import Breakdown, MemoryPoint, TraceFigures
 
 MOST_STEPS = 60
 MOST_RANKS = 40
 MOST_POINTS = 1500
-PARTS = {
-    # part: (colour, pattern)
-    "compute alone": (STYLES["compute"].colour, ""),
-    "compute over communication": ("#56B4E9", "."),
-    "exposed communication": (STYLES["exposed"].colour, "\\"),
-    "other": (STYLES["prep"].colour, "x"),
-    "idle, host-bound": (STYLES["idle-host"].colour, "|"),
-    "idle, dependency-bound": (STYLES["idle-dependency"].colour, "."),
-    "idle": (STYLES["idle"].colour, ""),
-}
-_UNITS = (("s", 10**9), ("ms", 10**6), ("us", 10**3))
+MOST_SPANS = 20_000
+"""Of a timeline, which then takes about 1 MB of its page; a browser draws it in 0.1 s."""
+_MOST_CHARACTERS = 24
+PARTS = (
+    "compute alone", "compute over communication", "exposed communication", "other", "idle, host-bound",
+    "idle, dependency-bound", "idle",
+)  # fmt: skip
+"""Of a step; they add up to it."""
 
 
 def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
@@ -37,18 +37,32 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
     kept = sorted(range(len(figures)), key=lambda place: -trace_captions.mean_span(figures[place]))[:MOST_RANKS]
     shown = [figures[place] for place in sorted(kept)]
     sentence = trace_captions.ranks(shown, len(figures), names)
-    return chart("ranks", "Ranks beside each other", rank_bars(shown, names), sentence, with_still=False)
+    return chart("ranks", "Ranks beside each other", rank_bars(shown, names), sentence)
+
+
+def timelines(timeline: Timeline, figures: TraceFigures, windows: Sequence[Window], prefix: str) -> tuple[Chart, ...]:
+    """Each window's lanes over time."""
+    return tuple(_timeline(timeline, figures, one, f"{prefix}-timeline-{n}") for n, one in enumerate(windows))
+
+
+def _timeline(timeline: Timeline, figures: TraceFigures, window: Window, identity: str) -> Chart:
+    rows, undrawn = step_rows(timeline, figures, window)
+    whole = "trace" if window.step is None else "step"
+    extent = Extent(begin=window.begin, close=window.close, origin=window.begin, title=f"from the start of the {whole}")
+    figure, cell = spans_figure(rows, extent, MOST_SPANS)
+    sentence = trace_captions.timeline(window.label, trace_words.who(figures), cell, undrawn)
+    return chart(identity, f"Timeline of {window.label}", figure, sentence)
 
 
 def charts_of(figures: TraceFigures, gaps: Sequence[GapSet], prefix: str) -> tuple[Chart, ...]:
     """The charts that this trace has data for."""
     title = "Where each step goes" if trace_words.has_steps(figures) else "Where the time goes"
-    drawn = [chart(f"{prefix}-steps", title, step_bars(figures), trace_captions.steps(figures), with_still=False)]
+    drawn = [chart(f"{prefix}-steps", title, step_bars(figures), trace_captions.steps(figures))]
     if gaps:
-        drawn.append(chart(f"{prefix}-gaps", "Gaps", gap_histogram(gaps), sentence_of(gaps), with_still=False))
+        drawn.append(chart(f"{prefix}-gaps", "Gaps", gap_histogram(gaps), sentence_of(gaps)))
     if figures.memory:
         sentence = trace_captions.memory(figures.memory)
-        drawn.append(chart(f"{prefix}-memory", "Memory", memory_curves(figures), sentence, with_still=False))
+        drawn.append(chart(f"{prefix}-memory", "Memory", memory_curves(figures), sentence))
     return tuple(drawn)
 
 
@@ -80,72 +94,38 @@ def step_bars(figures: TraceFigures) -> go.Figure:
     """One stacked bar per step, the last :data:`MOST_STEPS` of them."""
     every = [(f"step {step.step}", split(step.breakdown)) for step in figures.steps if step.step is not None]
     every = every[-MOST_STEPS:] or [("whole trace", split(figures.whole))]
-    figure, unit = _stacked([parts for _, parts in every], [label for label, _ in every], list(range(len(every))))
-    figure.update_layout(height=130 + 28 * len(every))
-    return figure.update_xaxes(title_text=f"{unit} per {trace_words.each(figures)}")
+    bars = [Bar(place=place, name=name, parts=_seconds(parts)) for place, (name, parts) in enumerate(every)]
+    return _stacked([Row(text=bar.name) for bar in bars], bars, f"per {trace_words.each(figures)}")
 
 
 def rank_bars(figures: Sequence[TraceFigures], names: Mapping[int, str]) -> go.Figure:
-    """One stacked bar per rank, jobs below each other under their names."""
-    rows, labels, places, heads = list[dict[str, float]](), list[str](), list[int](), list[tuple[int, str]]()
-    place = 0
+    """One stacked bar per rank, those of a job under its name."""
+    rows: list[Row] = []
+    bars: list[Bar] = []
     for job, members in trace_words.jobs(figures).items():
-        heads.append((place, names[job]))
+        rows.append(Row(text=f"<b>{shortened(names[job], _MOST_CHARACTERS)}</b>"))
         for one in members:
-            place += 1
-            rows.append(mean_split(one))
-            labels.append(f"rank {'?' if one.rank is None else one.rank}")
-            places.append(place)
-        place += 1
-    figure, unit = _stacked(rows, labels, places)
-    for at, name in heads:
-        figure.add_annotation(
-            x=0, y=at, xref="x", yref="y", xanchor="left", showarrow=False, text=f"<b>{label_text(name)}</b>"
-        )
-    figure.update_layout(height=130 + 26 * place)
-    figure.update_yaxes(range=[place - 0.4, -0.6], autorange=False)
-    return figure.update_xaxes(title_text=f"{unit} of the mean step")
+            name = f"rank {'?' if one.rank is None else one.rank}"
+            bars.append(Bar(place=len(rows), name=name, parts=_seconds(mean_split(one))))
+            rows.append(Row(text=name))
+    return _stacked(rows, bars, "of the mean step")
 
 
-def _stacked(
-    rows: Sequence[Mapping[str, float]], labels: Sequence[str], places: Sequence[int]
-) -> tuple[go.Figure, str]:
-    """Bars of parts, one row at each place from above, and the unit of their axis."""
-    unit, size = _unit(max(sum(parts.values()) for parts in rows))
-    shown = [label_text(label) for label in labels]
-    figure = go.Figure(
-        [
-            go.Bar(
-                name=part,
-                y=list(places),
-                x=[parts[part] / size for parts in rows],
-                orientation="h",
-                marker=filling(colour, pattern),
-                customdata=[
-                    [label, format_ns(parts[part]), format_percent(parts[part] / (sum(parts.values()) or 1))]
-                    for label, parts in zip(shown, rows)
-                ],
-                hovertemplate=f"%{{customdata[0]}}<br>{part}: %{{customdata[1]}}, %{{customdata[2]}}<extra></extra>",
-            )
-            for part, (colour, pattern) in PARTS.items()
-            if any(parts[part] for parts in rows)
-        ]
-    )
-    figure.update_layout(template=THEME, barmode="stack", showlegend=True)
-    figure.update_yaxes(
-        autorange="reversed", ticklabelstandoff=6, showgrid=False, zeroline=False, tickvals=list(places), ticktext=shown
-    )
-    return figure.update_xaxes(nticks=6), unit
+def _stacked(rows: Sequence[Row], bars: Sequence[Bar], axis: str) -> go.Figure:
+    return stacked(rows, bars, {part: STEP[part] for part in PARTS}, "s", axis)
+
+
+def _seconds(parts: Mapping[str, float]) -> dict[str, float]:
+    return {part: ns / 1e9 for part, ns in parts.items()}
 
 
 def memory_curves(figures: TraceFigures) -> go.Figure:
     """Bytes over time, a curve per device; dotted where a step begins."""
     points = figures.memory
     first, last = min(point.ns for point in points), max(point.ns for point in points)
-    unit, size = _unit(last - first)
-    name, bytes_each = next(
-        ((label, each) for label, each in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)) if _most(points) >= each), ("B", 1)
-    )
+    unit, size = axis_unit("s", (last - first) / 1e9)
+    size *= 1e9
+    name, bytes_each = axis_unit("B", max(point.bytes for point in points))
     figure = go.Figure()
     for place, device in enumerate(dict.fromkeys(point.device for point in points)):
         mine = thinned([point for point in points if point.device == device])
@@ -164,7 +144,7 @@ def memory_curves(figures: TraceFigures) -> go.Figure:
         template=THEME, height=300, showlegend=len(figure.data) > 1,
         shapes=[
             {"type": "line", "x0": (ns - first) / size, "x1": (ns - first) / size, "y0": 0, "y1": 1, "yref": "paper",
-             "line": {"dash": "dot", "width": 1, "color": "#888888"}}
+             "line": {"dash": "dot", "width": 1, "color": INK}}
             for ns in begins
         ],
     )  # fmt: skip
@@ -172,10 +152,6 @@ def memory_curves(figures: TraceFigures) -> go.Figure:
         title_text=f"{unit} from the first event{'; dotted: a step begins' if begins else ''}", nticks=6
     )
     return figure.update_yaxes(title_text=name, rangemode="tozero")
-
-
-def _most(points: Sequence[MemoryPoint]) -> int:
-    return max(point.bytes for point in points)
 
 
 def thinned(points: Sequence[MemoryPoint]) -> list[MemoryPoint]:
@@ -188,7 +164,3 @@ def thinned(points: Sequence[MemoryPoint]) -> list[MemoryPoint]:
         ends = {id(p): p for p in (min(here, key=lambda p: p.bytes), max(here, key=lambda p: p.bytes))}
         kept += sorted(ends.values(), key=lambda p: p.ns)
     return kept
-
-
-def _unit(ns: float) -> tuple[str, int]:
-    return next(((name, size) for name, size in _UNITS if ns >= size), ("ns", 1))

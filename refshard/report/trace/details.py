@@ -1,11 +1,10 @@
-"""What the timeline tells of single blocks: a collective, what ends an idle gap, which collective is exposed.
+"""What pointing at a block of a timeline says: of a collective, a gap, an idle stretch, exposed communication.
 
-Each is a note: a short name, which the block bears where it is wide enough, and the rest.
+Each is a note: a short name, which some blocks bear where they are wide enough, and the rest.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +16,6 @@ from refshard.tracing.idle import NEVER, Gaps
 
 Note = tuple[str, str]
 MOST_AT_ONCE = 3
-
-
-@dataclass(slots=True, kw_only=True)
-class Notes:
-    """Notes so far, each once, by code."""
-
-    codes: dict[Note, int]
-
-    def code(self, note: Note) -> int:
-        """The code of a note."""
-        return self.codes.setdefault(note, len(self.codes))
 
 
 def short_name(one: CollectiveFigures) -> str:
@@ -55,9 +43,10 @@ def _gap(one: CollectiveFigures) -> str:
 
 
 def of_gap(following: CollectiveFigures) -> Note:
-    """The gap between two collectives."""
-    why = ", which was launched already while compute ran" if following.gap_blocking else ""
-    return "", f"before {short_name(following)}{why}"
+    """The gap before a collective."""
+    if following.gap_blocking:
+        return "blocking gap", f"before {short_name(following)}, which was launched already while compute ran"
+    return "gap", f"before {short_name(following)}"
 
 
 def collectives_of(spans: Spans, collectives: Sequence[CollectiveFigures]) -> npt.NDArray[np.int64]:
@@ -79,26 +68,23 @@ def collectives_of(spans: Spans, collectives: Sequence[CollectiveFigures]) -> np
     return found
 
 
-def of_exposed(
-    collectives: Sequence[CollectiveFigures], starts: Nanoseconds, ends: Nanoseconds, notes: Notes
-) -> npt.NDArray[np.int64]:
-    """For each interval of exposed communication the note that says whose it is."""
+def of_exposed(collectives: Sequence[CollectiveFigures], starts: Nanoseconds, ends: Nanoseconds) -> list[Note]:
+    """For each interval of exposed communication, whose it is."""
     begins = np.array([one.start_ns for one in collectives], np.int64)
     closes = begins + np.array([one.duration_ns for one in collectives], np.int64)
-    found = np.full(len(starts), UNKNOWN, np.int64)
-    for place, (start, end) in enumerate(zip(starts, ends)):
+    found = []
+    for start, end in zip(starts, ends):
         shared = np.minimum(closes, end) - np.maximum(begins, start)
         order = np.flatnonzero(shared > 0)
         alike = Counter(short_name(collectives[i]) for i in order[np.argsort(-shared[order], kind="stable")].tolist())
         names = [name if count == 1 else f"{count} x {name}" for name, count in alike.items()]
-        if names:
-            more = f" and {len(names) - MOST_AT_ONCE} more" if len(names) > MOST_AT_ONCE else ""
-            found[place] = notes.code(("", f"{', '.join(names[:MOST_AT_ONCE])}{more}"))
+        more = f" and {len(names) - MOST_AT_ONCE} more" if len(names) > MOST_AT_ONCE else ""
+        found.append(("exposed communication", f"{', '.join(names[:MOST_AT_ONCE])}{more}"))
     return found
 
 
-def of_idle(spans: Spans, gaps: Gaps, notes: Notes, *, on_device: bool) -> npt.NDArray[np.int64]:
-    """For each idle gap the note that says what ends it, and whether that had been launched.
+def of_idle(spans: Spans, gaps: Gaps, *, on_device: bool) -> list[Note]:
+    """For each idle gap, what ends it, and whether that had been launched.
 
     On a CPU nothing is launched but collectives: an operator begins when its thread comes to it.
     """
@@ -106,9 +92,9 @@ def of_idle(spans: Spans, gaps: Gaps, notes: Notes, *, on_device: bool) -> npt.N
     rows = zip(gaps.followers.tolist(), gaps.host_bound.tolist(), gaps.launches.tolist())
     for follower, host_bound, launch in rows:
         if follower == UNKNOWN:
-            found.append(notes.code(("", "nothing runs after it")))
+            found.append(("idle", "nothing runs after it"))
             continue
         why = ", launched after the gap began" if host_bound else ", which was launched already and waited"
         is_told = launch != NEVER and (on_device or not host_bound)
-        found.append(notes.code(("", f"ended by {spans.name_table[spans.names[follower]]}{why if is_told else ''}")))
-    return np.array(found, np.int64)
+        found.append(("idle", f"ended by {spans.name_table[spans.names[follower]]}{why if is_told else ''}"))
+    return found

@@ -11,22 +11,21 @@ from plotly.subplots import make_subplots
 
 from refshard.quantities import format_ns
 from refshard.report.draw.charts import THEME, filling
-from refshard.report.draw.palette import STYLES
+from refshard.report.draw.palette import SPANS
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace.lanes import idle_styles
 from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
 
 _UNITS = (("s", 10**9), ("ms", 10**6), ("us", 10**3))
-_LOOKS = {
-    # style of refshard.report.trace.lanes: (name, pattern)
-    "gap-blocking": ("between collectives, blocking", "|"),
-    "gap": ("between collectives, other", "/"),
-    "idle-host": ("idle, host-bound", "|"),
-    "idle-dependency": ("idle, dependency-bound", "."),
-    "idle": ("idle", ""),
+_NAMES = {
+    "gap-blocking": "between collectives, blocking",
+    "gap": "between collectives, other",
+    "idle-host": "idle, host-bound",
+    "idle-dependency": "idle, dependency-bound",
+    "idle": "idle",
 }
-_COLOURS = {"gap-blocking": STYLES["exposed"].colour, "gap": STYLES["comm"].colour}
+"""By the style of :mod:`refshard.report.trace.lanes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +38,12 @@ class GapSet:
     @property
     def name(self) -> str:
         """What they are called in a legend."""
-        return _LOOKS[self.style][0]
+        return _NAMES[self.style]
 
 
 def gaps_of(figures: TraceFigures, timeline: Timeline) -> tuple[GapSet, ...]:
     """The gaps between collectives by whether they block, and idle gaps by cause, over the whole trace."""
-    found: dict[str, list[int]] = {style: [] for style in _LOOKS}
+    found: dict[str, list[int]] = {style: [] for style in _NAMES}
     for one in figures.collectives:
         if one.gap_ns is not None and one.gap_ns > 0:
             found["gap-blocking" if one.gap_blocking else "gap"].append(one.gap_ns)
@@ -99,7 +98,7 @@ def gap_histogram(sets: Sequence[GapSet]) -> go.Figure:
             name=one.name,
             x=labels,
             y=[ns / size for ns in sums],
-            marker=filling(_COLOURS.get(one.style, STYLES[one.style].colour), _LOOKS[one.style][1]),
+            marker=filling(SPANS[one.style]),
             customdata=[[count, format_ns(ns)] for count, ns in zip(counts, sums)],
             hovertemplate=f"%{{x}}: %{{customdata[0]}} gaps, %{{customdata[1]}} together<br>{one.name}<extra></extra>",
         )

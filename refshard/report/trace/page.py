@@ -1,39 +1,32 @@
 """Analysed traces to one HTML file that needs nothing else; computes no metric, only lays out what others give.
 
 Names in traces come from outside and are hostile until escaped: Jinja2 escapes them in the page, ``tojson`` in the
-data, :mod:`refshard.report.trace.layer_svg` in its drawing, and the page's content security policy runs no script but
-the page's own.
+data, and the page's content security policy runs no script but the page's own.
 """
 
 import base64
 import gzip
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import pandas as pd
-from markupsafe import Markup
 
 from refshard.folders import replace_file
 from refshard.quantities import MIB
 from refshard.report.draw.charts import Chart, theme
-from refshard.report.draw.palette import LEGEND, STYLES
 from refshard.report.draw.render import fill, resource, script
 from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.gaps import gap_table, gaps_of
 from refshard.report.trace.lanes import drawn_windows
-from refshard.report.trace.layer_svg import Layer, draw_layer
-from refshard.report.trace.timelines import TimelineView, view_timeline
+from refshard.report.trace.layer import find_layer, layer_chart
 from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
 
-MOST_BLOCKS = 400_000
-"""Of all timelines of a page at full detail; each trace has an equal share, but not less than :data:`LEAST_BLOCKS`."""
-LEAST_BLOCKS = 8_000
 MOST_EMBEDDED = 4 * MIB
 MOST_EMBEDDED_TOGETHER = 12 * MIB
 
@@ -53,8 +46,9 @@ class _Section:
 
     id: str
     figures: TraceFigures
-    timeline: TimelineView
-    layer: Layer | None
+    who: str
+    timelines: tuple[Chart, ...]
+    layer: Chart | None
     charts: tuple[Chart, ...]
     steps: pd.DataFrame
     gaps: pd.DataFrame
@@ -94,7 +88,6 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
     figures = [one.figures for one in traces]
     sections = _sections(traces)
     ranks = trace_charts.ranks_chart(figures)
-    charts = [*([ranks] if ranks else []), *(chart for section in sections for chart in section.charts)]
     content = {
         "title": _title(figures),
         "findings": trace_words.findings(figures),
@@ -104,14 +97,11 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
         "warnings": trace_words.doubts(figures),
         "waits": _waits(figures),
         "sections": sections,
-        "data": {"theme": theme()} if charts else {},
-        "styles": {name: asdict(style) for name, style in STYLES.items()},
-        "legend": LEGEND,
+        "data": {"theme": theme()},
     }
-    own = [script(resource(name)) for name in ("drawing.js", "timeline.js", "perfetto.js")]
-    scripts = [*own, script(resource("charts.js"))] if charts else own
+    scripts = [script(resource(name)) for name in ("charts.js", "trace.js")]
     style = resource("style.css") + resource("trace.css")
-    return fill("trace.html.j2", content, style=style, scripts=scripts, plotted=bool(charts))
+    return fill("trace.html.j2", content, style=style, scripts=scripts)
 
 
 def _named_shortly(traces: Sequence[AnalysedTrace]) -> list[AnalysedTrace]:
@@ -142,25 +132,26 @@ def _waits(figures: Sequence[TraceFigures]) -> tuple[_Waits, ...]:
 
 
 def _sections(traces: Sequence[AnalysedTrace]) -> list[_Section]:
-    most = max(LEAST_BLOCKS, MOST_BLOCKS // len(traces))
     left = MOST_EMBEDDED_TOGETHER
     made = []
     for place, one in enumerate(traces):
         content = _gzipped(one.path, min(left, MOST_EMBEDDED))
         left -= len(content or b"")
-        made.append(_section(one, f"trace-{place}", most, content))
+        made.append(_section(one, f"trace-{place}", content))
     return made
 
 
-def _section(one: AnalysedTrace, identity: str, most: int, content: bytes | None) -> _Section:
+def _section(one: AnalysedTrace, identity: str, content: bytes | None) -> _Section:
     figures, timeline = one.figures, one.timeline
     windows = drawn_windows(figures, timeline) if len(timeline.spans) else ()
+    layer = find_layer(timeline, windows[0].begin, windows[0].close) if windows else None
     gaps = gaps_of(figures, timeline)
     return _Section(
         id=identity,
         figures=figures,
-        timeline=view_timeline(timeline, figures, windows, identity, most),
-        layer=_marked(draw_layer(timeline, windows[0].begin, windows[0].close)) if windows else None,
+        who=trace_words.who(figures),
+        timelines=trace_charts.timelines(timeline, figures, windows, identity),
+        layer=None if layer is None else layer_chart(layer, figures, f"{identity}-layer"),
         charts=trace_charts.charts_of(figures, gaps, identity),
         steps=trace_tables.steps(figures),
         gaps=gap_table(gaps) if gaps else pd.DataFrame(),
@@ -171,11 +162,6 @@ def _section(one: AnalysedTrace, identity: str, most: int, content: bytes | None
         file_name=one.path.name,
         content=None if content is None else base64.b64encode(content).decode(),
     )
-
-
-def _marked(layer: Layer | None) -> Layer | None:
-    """Its drawing is markup already, and holds escaped names."""
-    return None if layer is None else Layer(title=layer.title, alternative=layer.alternative, svg=Markup(layer.svg))
 
 
 def _gzipped(path: Path, most: int) -> bytes | None:

@@ -8,13 +8,14 @@ import pytest
 from refshard.analysis.contests import ALIKE
 from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.recipe import find_recipe
-from refshard.report.draw.stacked_bars import Bars, alternative, draw, legend
+from refshard.quantities import format_bytes
 from refshard.report.plan import page as plan_page
 from refshard.report.plan import table as plan_table
 from refshard.report.plan import words as plan_words
 from refshard.simulate.forecast import Job
 from refshard.simulate.ranking import Plan, rank_strategies
 from refshard.specs.model import load_model
+from tests.report.pages import Page
 from tests.simulate.made import cluster, hardware
 
 GIB = 2**30
@@ -98,35 +99,37 @@ def test_the_terminal_shows_a_row_a_strategy_thrice_and_no_line_is_too_wide() ->
     assert max(len(line) for line in text.splitlines()) <= 160
 
 
-def test_the_page_escapes_names_runs_no_script_and_asks_for_nothing() -> None:
+def test_the_page_escapes_names_runs_its_own_script_and_asks_for_nothing() -> None:
     plan, job = made("refshard-fsdp", "ddp")
-    html = "".join(plan_page.page(plan, job, "<script>alert(1)</script>", "refshard plan --model '<b>'"))
-    assert "<script" not in html
-    assert "&lt;script&gt;alert(1)" in html
-    assert "default-src &#39;none&#39;" in html or "default-src 'none'" in html
-    assert "http://" not in html.replace("http://www.w3.org/2000/svg", "")
-    assert "https://" not in html
-    assert html.count('class="bars"') == 2
+    seen = Page("".join(plan_page.page(plan, job, "<script>alert(1)</script>", "refshard plan --model '<b>'")))
+    assert "<script>alert(1)</script>" in seen.text
+    assert seen.policy.startswith("default-src 'none'; script-src 'sha256-")
+    for kind, text in seen.scripts:
+        assert seen.allows(text) == (kind is None)
+    assert [kind for kind, _ in seen.scripts].count(None) == 1
+    assert not any(name in attributes for _, attributes in seen.tags for name in ("src", "action"))
+    assert "http" not in seen.text
+    assert [box["id"] for box in seen.having("div") if box.get("class") == "chart"] == ["time", "memory"]
 
 
-def bars(**changes: object) -> Bars:
-    fields = {"title": "T", "rows": ("a", "<b>"), "parts": ("p", "q"), "values": ((1.0, 3.0), (2.0, 0.0)), "text": str}
-    return Bars(**{**fields, **changes})  # type: ignore[arg-type]
+def test_the_charts_hold_what_the_tables_do() -> None:
+    plan, _ = made("fsdp", "ddp")
+    bars = plan_page.time_chart(plan).figure["data"]
+    for place, row in enumerate(plan.rows):
+        assert sum(bar["x"][place] for bar in bars) == pytest.approx(1e3 * row.step.step_time_s, rel=1e-4)
+    chart = plan_page.memory_chart(plan)
+    names = [row["text"] for row in chart.figure["layout"]["meta"]["rows"]]
+    assert names == [f"{row.strategy} {format_bytes(row.memory.peak)}" for row in plan.rows]
+    for place, row in enumerate(plan.rows):
+        total = sum(bar["x"][place] for bar in chart.figure["data"])
+        assert total == pytest.approx(row.memory.peak / GIB, rel=1e-4)
+    assert chart.alternative.endswith(f"Dashed: {format_bytes(plan.usable_bytes)}, which tensors can fill.")
 
 
-def test_bars_are_in_proportion_and_say_their_totals() -> None:
-    widths = [float(w) for w in re.findall(r'<rect [^>]* width="([\d.]+)"', draw(bars()))]
-    assert widths[0] * 3 == pytest.approx(widths[1], rel=0.01)
-    assert widths[0] * 2 == pytest.approx(widths[2], rel=0.01)
-    assert len(widths) == 3
-    assert alternative(bars()) == "T: a 4.0, <b> 2.0."
-    assert "&lt;b&gt;, p: 2.0" in draw(bars())
-    assert legend(bars(values=((1.0, 0.0), (2.0, 0.0)))) == [("p", legend(bars())[0][1])]
-
-
-def test_a_bar_that_dwarfs_the_limit_is_cut_and_says_so() -> None:
-    drawn = draw(bars(values=((1.0, 1.0), (500.0, 500.0)), limit=2.0))
-    assert "\N{RIGHTWARDS ARROW} 1000.0" in drawn
-    assert "\N{RIGHTWARDS ARROW} 2.0" not in drawn
-    edges = [float(x) + float(w) for x, w in re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"', drawn)]
-    assert max(edges) <= 871
+def test_memory_that_dwarfs_the_limit_is_cut() -> None:
+    """Else the limit, and what fits, could not be seen."""
+    plan, _ = made("fsdp", "ddp", memory=3 * GIB)
+    layout = plan_page.memory_chart(plan).figure["layout"]
+    (limit,) = [shape["x0"] for shape in layout["shapes"]]
+    assert limit == pytest.approx(plan.usable_bytes / GIB)
+    assert layout["xaxis"]["range"] == [0, pytest.approx(1.6 * limit)]

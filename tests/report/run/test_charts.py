@@ -8,7 +8,7 @@ import pytest
 
 from refshard.analysis.cases import BREAKDOWN
 from refshard.analysis.evidence import gather
-from refshard.report.draw.charts import OKABE_ITO
+from refshard.report.draw.palette import OKABE_ITO
 from refshard.report.run import alternatives, charts, views
 from refshard.report.run.losses import draw, losses
 from tests.report.runs import CASES, HOSTILE, run, with_record

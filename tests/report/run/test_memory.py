@@ -19,7 +19,7 @@ def of(setting: Setting) -> Memory:
 def test_every_case_that_the_model_knows_has_its_parts_and_its_mark() -> None:
     found = of(gather(run(failed=False)).settings[0])
     *parts, measured = found.parts.figure["data"]
-    assert [part["name"] for part in parts][:3] == ["parameters", "gradients", "optimizer"]
+    assert [part["name"] for part in parts][:3] == ["parameters", "optimizer", "gradients"]
     assert measured["x"] == pytest.approx([peak / 1024 for peak in (420, 440, 300, 280, 240)], rel=1e-4)
     assert measured["y"] == parts[0]["y"] == [1, 3, 4, 5, 6], "under the headings of their world sizes"
     ddp = forecast(spec("ddp"), "cpu")

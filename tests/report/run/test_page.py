@@ -113,14 +113,13 @@ def test_the_theme_is_there_once(seen: Page) -> None:
     assert not any("template" in figure["layout"] for figure in figures_of(seen).values())
 
 
-def test_every_chart_has_its_place_its_sentence_and_a_still_drawing(whole: str, seen: Page) -> None:
+def test_every_chart_has_its_place_and_its_sentence(seen: Page) -> None:
     boxes = [box for box in seen.having("div") if box.get("class") == "chart"]
     assert {box["id"] for box in boxes} == CHARTS
     for box in boxes:
         sentence = box["aria-label"]
         assert sentence
         assert seen.text.count(sentence) == 1
-    assert whole.count('<svg class="still"') == len(CHARTS)
 
 
 def test_rows_of_cases_carry_their_numbers(seen: Page) -> None:
@@ -261,7 +260,7 @@ def many(settings: int) -> Run:
 
 
 def test_of_many_settings_those_after_the_first_are_folded() -> None:
-    """Text in a comment, with its figures; nothing that a browser lays out, and no still drawing."""
+    """Text in a comment, with its figures; nothing that a browser lays out."""
     whole = "".join(page(gather(many(UNFOLDED + 2))))
     comments = re.findall(r"<!--(.*?)-->", whole, re.DOTALL)
     assert len(comments) == 2 * 4, "in the comparison, why, memory and the losses"
@@ -270,7 +269,6 @@ def test_of_many_settings_those_after_the_first_are_folded() -> None:
     assert f"global batch of 8 sequences of {hidden} tokens" in Page(whole).text, "its name, to unfold it by"
     (last,) = [text for text in comments if f"{hidden} tokens</span></caption>" in text and "tokens/s/GPU" in text]
     assert last.count('<script type="application/json">') == 3
-    assert '<svg class="still"' not in last
     assert Page(last).having("table")
 
 

@@ -1,7 +1,6 @@
 """What traces say of a run's cases: the recorded run of two strategies over a real network, which has two traces."""
 
 import gzip
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -97,9 +96,11 @@ def test_two_runs_of_one_name_keep_their_own_traces(recorded: Run, tmp_path: Pat
 
 
 def test_the_page_has_the_layers_and_the_links(evidence: Evidence, traced: list[Traced]) -> None:
-    text = "".join(page(evidence, Beside(traces={one.case: one for one in traced})))
-    seen = Page(text)
+    seen = Page("".join(page(evidence, Beside(traces={one.case: one for one in traced}))))
     links = {link["href"] for link in seen.having("a")}
     assert {one.link for one in traced} <= links
-    assert len(re.findall(r'<svg class="layer"', text)) >= 1
+    drawn = [one.case.number for one in traced if one.view]
+    boxes = [str(box["id"]) for box in seen.having("div") if box.get("class") == "chart"]
+    assert [int(name.rpartition("-")[2]) for name in boxes if "-layer-" in name] == drawn
+    assert drawn
     assert len(traced) <= MOST_TRACED

@@ -1,6 +1,5 @@
 """A step becomes lanes: which there are, in which order, and that every nanosecond of every kind is in them."""
 
-import base64
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refshard.report.trace.encode import encode
 from refshard.report.trace.hulls import hulls
-from refshard.report.trace.lanes import MOST_ROWS, Drawing, draw_step, drawn_windows, idle_styles
+from refshard.report.trace.lanes import MOST_LANES, MOST_ROWS, LaneRow, drawn_windows, idle_styles, step_rows
 from refshard.timeline import KINDS, Kind, Meaning, Span, Spans, Timeline, Window
 from tests.report import traces
 
@@ -27,28 +25,30 @@ def simple(spans: list[Span], start: int = 0, end: int | None = None) -> Timelin
     return Timeline(rank=0, windows=(window,), spans=Spans.of(spans))
 
 
-def drawn(timeline: Timeline, most: int = 10**6) -> Drawing:
+def drawn(timeline: Timeline) -> list[LaneRow]:
     figures = traces.figures(timeline)
-    return draw_step(timeline, figures, drawn_windows(figures, timeline)[0], most)
+    return step_rows(timeline, figures, drawn_windows(figures, timeline)[0])[0]
 
 
 def span(kind: Kind, lane: str, start: int, end: int) -> Span:
     return Span(kind=kind, lane=lane, name=f"{kind} on {lane}", start=start, end=end)
 
 
-def busy_by_lane_and_kind(drawing: Drawing, level: int) -> dict[tuple[str, str], int]:
+def busy_by_lane_and_kind(rows: list[LaneRow]) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
-    blocks = drawing.levels[level]
-    for code, group in enumerate(drawing.groups):
-        if drawing.lanes[group.lane].role == "spans" and not group.style.startswith("gap"):
-            key = drawing.lanes[group.lane].label.partition(":")[0], group.style
-            found[key] = found.get(key, 0) + int(blocks.busy[blocks.groups == code].sum())
+    label = ""
+    for row in rows:
+        label = row.label or label
+        for blocks in row.blocks:
+            if blocks.style in KINDS:
+                key = label.partition(":")[0], blocks.style
+                found[key] = found.get(key, 0) + int((blocks.ends - blocks.starts).sum())
     return found
 
 
 @given(rows)
 @settings(max_examples=100, deadline=None)
-def test_every_level_covers_each_lane_and_kind_for_as_long_as_its_spans(
+def test_each_lane_and_kind_is_covered_for_as_long_as_its_spans(
     made: list[tuple[Kind, str, int, int]],
 ) -> None:
     now, spans = {"a": 0, "b": 0}, []
@@ -56,44 +56,52 @@ def test_every_level_covers_each_lane_and_kind_for_as_long_as_its_spans(
         start = now[lane] + pause
         spans.append(span(kind, lane, start, start + length))
         now[lane] = start + length
-    drawing = drawn(simple(spans, end=10**6))
     expected: dict[tuple[str, str], int] = {}
     for one in spans:
         expected[one.lane, one.kind] = expected.get((one.lane, one.kind), 0) + one.end - one.start
-    for level in range(len(drawing.levels)):
-        assert busy_by_lane_and_kind(drawing, level) == expected
+    assert busy_by_lane_and_kind(drawn(simple(spans, end=10**6))) == expected
 
 
 def test_a_made_step_has_its_units_lanes_and_strips_in_order() -> None:
-    drawing = drawn(traces.gpu())
-    assert [(lane.label, lane.role) for lane in drawing.lanes] == [
-        ("units", "units"),
-        ("stream 7: compute", "spans"),
-        ("stream 20: communication", "spans"),
-        ("exposed communication", "strip"),
-        ("idle", "strip"),
+    rows = drawn(traces.gpu())
+    assert [(row.label, row.narrow) for row in rows] == [
+        ("units", False),
+        ("stream 7: compute", False),
+        ("stream 20: communication", False),
+        ("exposed communication", True),
+        ("idle", True),
     ]
-    assert {group.style for group in drawing.groups} >= {
+    assert {blocks.style for row in rows for blocks in row.blocks} == {
         "compute", "comm", "prep", "copy", "unit", "unit-odd", "exposed", "idle-host", "idle-dependency", "gap",
         "gap-blocking",
     }  # fmt: skip
 
 
+def test_of_many_lanes_the_busiest_are_drawn() -> None:
+    timeline = simple([span(Kind.COMPUTE, f"stream {n}", 0, 100 + n) for n in range(MOST_LANES + 3)])
+    figures = traces.figures(timeline)
+    rows, undrawn = step_rows(timeline, figures, drawn_windows(figures, timeline)[0])
+    assert undrawn == 3
+    assert [row.label for row in rows if row.label.startswith("stream")] == [
+        f"stream {n}: compute" for n in range(MOST_LANES + 2, 2, -1)
+    ]
+
+
 @pytest.mark.parametrize(
     ("steps", "drawn"),
     [
-        (1, [(0, "only step 0", "step 0, the only one")]),
-        (2, [(0, "faster step 0", "step 0, the faster of two"), (1, "slower step 1", "step 1, the slower of two")]),
-        (3, [(1, "median step 1", "step 1, of median length"), (2, "slowest step 2", "step 2, the slowest")]),
+        (1, [(0, "step 0, the only one")]),
+        (2, [(0, "step 0, the faster of two"), (1, "step 1, the slower of two")]),
+        (3, [(1, "step 1, of median length"), (2, "step 2, the slowest")]),
     ],
 )
-def test_the_step_of_median_length_is_drawn_and_the_slowest(steps: int, drawn: list[tuple[int, str, str]]) -> None:
+def test_the_step_of_median_length_is_drawn_and_the_slowest(steps: int, drawn: list[tuple[int, str]]) -> None:
     timeline = traces.gpu(layers=4, steps=steps)
     lengths = [window.end - window.start for window in timeline.windows]
     assert lengths == sorted(set(lengths))
     found = drawn_windows(traces.figures(timeline), timeline)
-    assert [(window.step, window.name, window.label) for window in found] == drawn
-    assert [window.close - window.begin for window in found] == [lengths[step] for step, *_ in drawn]
+    assert [(window.step, window.label) for window in found] == drawn
+    assert [window.close - window.begin for window in found] == [lengths[step] for step, _ in drawn]
 
 
 def test_a_slowest_step_no_longer_than_the_median_is_not_drawn_again() -> None:
@@ -110,17 +118,17 @@ def test_without_steps_everything_is_drawn() -> None:
     timeline = replace(timeline, windows=(whole,))
     (window,) = drawn_windows(traces.figures(timeline), timeline)
     assert (window.step, window.begin, window.close, window.label) == (None, whole.start, whole.end, "the whole trace")
-    assert drawn(timeline).levels[0].counts.sum() > len(spans)
+    blocks = [one for row in drawn(timeline) for one in row.blocks if one.style in KINDS]
+    assert sum(map(len, blocks)) == len(spans)
 
 
 def test_operators_within_operators_stand_in_rows() -> None:
     nested = [span(Kind.COMPUTE, "main", n, 100 - n) for n in range(10)]
-    drawing = drawn(simple(nested))
-    assert drawing.lanes[0].rows == MOST_ROWS
-    by_row = {g.row: drawing.levels[0].busy[drawing.levels[0].groups == n] for n, g in enumerate(drawing.groups)
-              if g.style == "compute"}  # fmt: skip
-    assert by_row[0].tolist() == [100]
-    assert by_row[MOST_ROWS - 1].tolist() == [100 - 2 * (MOST_ROWS - 1)]
+    found = [row.blocks[0] for row in drawn(simple(nested)) if row.blocks[0].style == "compute"]
+    assert len(found) == MOST_ROWS
+    lengths = [(blocks.ends - blocks.starts).tolist() for blocks in found]
+    assert lengths[: MOST_ROWS - 1] == [[100 - 2 * depth] for depth in range(MOST_ROWS - 1)]
+    assert len(lengths[-1]) == 10 - (MOST_ROWS - 1)
 
 
 def test_the_strips_add_up_to_the_figures() -> None:
@@ -186,51 +194,37 @@ def test_without_phases_the_last_run_before_a_reduction_is_the_backward() -> Non
     assert phased(*rows) == [("a", ""), ("b", ""), ("a", "")]
 
 
-def unpacked(text: str) -> list[int]:
-    width, _, content = text.partition(":")
-    return np.frombuffer(base64.b64decode(content), f"<u{width}").tolist()  # type: ignore[no-any-return]
-
-
-def test_what_is_sent_is_what_was_drawn() -> None:
-    drawing = drawn(traces.gpu(layers=2, steps=1))
-    sent, finest = encode(drawing), drawing.levels[0]
-    assert sent["tick"] == 1
-    assert unpacked(sent["levels"][0]["starts"]) == (finest.starts - drawing.start).tolist()
-    assert unpacked(sent["levels"][0]["extents"]) == (finest.ends - finest.starts).tolist()
-    names = [sent["nameTable"][code] for code in unpacked(sent["names"])]
-    assert names.count(traces.REDUCE) == 2
-    units = [code and sent["unitTable"][code - 1] for code in unpacked(sent["units"])]
-    assert units[names.index(traces.REDUCE)] == "model.layers.1"
-    assert unpacked(sent["queued"])[names.index(traces.PREP)] == 35_000 + 1
-    assert unpacked(sent["queued"])[names.index(traces.REDUCE)] == 0  # its note tells
-    name, told = sent["noteTable"][unpacked(sent["notes"])[names.index(traces.REDUCE)] - 1]
-    assert name == "reduce_scatter model.layers.1"
-    assert told == (
-        "416 MiB; algorithm bandwidth 369 GiB/s; bus bandwidth 323 GiB/s; exposed 19.0 us; queued 40.0 us; "
-        "gap of 666 us before it, which does not block"
+def test_blocks_tell_of_their_units_and_collectives_of_bytes_and_bandwidths() -> None:
+    rows = drawn(traces.gpu(layers=2, steps=1))
+    assert notes_of(rows, "unit")[0] == "model.layers.0; forward"
+    assert notes_of(rows, "prep")[0] == f"{traces.PREP}; model.layers.1"
+    reductions = [note for note in notes_of(rows, "comm") if note.startswith("reduce_scatter")]
+    assert reductions[0] == (
+        "reduce_scatter model.layers.1; 416 MiB; algorithm bandwidth 369 GiB/s; bus bandwidth 323 GiB/s; exposed "
+        f"19.0 us; queued 40.0 us; gap of 666 us before it, which does not block; {traces.REDUCE}"
     )
+    assert len(reductions) == 2
 
 
-def notes_of(drawing: Drawing, style: str) -> list[str]:
-    finest = drawing.levels[0]
-    rows = [first for code, first in zip(finest.groups, finest.firsts) if drawing.groups[code].style == style]
-    return ["; ".join(drawing.note_table[drawing.notes[row]]) for row in rows]
+def notes_of(rows: list[LaneRow], style: str) -> list[str]:
+    return ["; ".join(note) for row in rows for one in row.blocks if one.style == style for note in one.notes]
 
 
 def test_idle_exposed_and_gaps_name_their_causes() -> None:
-    drawing = drawn(traces.gpu(layers=2, steps=1))
-    assert notes_of(drawing, "idle-dependency")[0] == f"; ended by {traces.GEMM}, which was launched already and waited"
-    assert notes_of(drawing, "idle-host")[0] == f"; ended by {traces.GATHER}, launched after the gap began"
-    assert all(note.endswith(", launched after the gap began") for note in notes_of(drawing, "idle-host")[:-1])
-    assert notes_of(drawing, "idle-host")[-1] == "; nothing runs after it"
-    assert notes_of(drawing, "exposed")[0] == "; all_gather model.layers.0"
-    assert notes_of(drawing, "gap")[0] == "; before all_gather model.layers.0"
+    rows = drawn(traces.gpu(layers=2, steps=1))
+    assert (
+        notes_of(rows, "idle-dependency")[0] == f"idle; ended by {traces.GEMM}, which was launched already and waited"
+    )
+    assert notes_of(rows, "idle-host")[0] == f"idle; ended by {traces.GATHER}, launched after the gap began"
+    assert all(note.endswith(", launched after the gap began") for note in notes_of(rows, "idle-host")[:-1])
+    assert notes_of(rows, "idle-host")[-1] == "idle; nothing runs after it"
+    assert notes_of(rows, "exposed")[0] == "exposed communication; all_gather model.layers.0"
+    assert notes_of(rows, "gap")[0] == "gap; before all_gather model.layers.0"
 
 
 def test_operators_of_a_cpu_tell_of_no_launch() -> None:
     timeline = traces.cpu(layers=2, steps=1)
     known = replace(timeline, spans=replace(timeline.spans, launches=timeline.spans.starts))
-    assert set(unpacked(encode(drawn(known))["queued"])) == {0}
     assert all("launched after" not in note for note in notes_of(drawn(known), "idle-host"))
 
 
@@ -239,24 +233,7 @@ def test_an_exposed_strip_names_up_to_three_collectives_the_longest_first() -> N
     for n in range(4):
         maker.collective("all_gather", f"gloo {n}", "g", 0, 100 + n, unit=f"u{n}", step=0)
     maker.collective("all_gather", "gloo 4", "g", 0, 103, unit="u3", step=0)
-    drawing = drawn(maker.timeline((Window(step=0, start=0, end=200),), 0, on_device=True))
-    assert notes_of(drawing, "exposed") == ["; 2 x all_gather u3, all_gather u2, all_gather u1 and 1 more"]
-
-
-def test_blocks_of_coarse_levels_lead_to_spans_of_the_finest() -> None:
-    drawing = drawn(traces.gpu(kernels=400, steps=1), most=3000)
-    sent = encode(drawing)
-    assert drawing.levels[0].resolution > 0
-    finest = unpacked(sent["levels"][0]["starts"])
-    for level in sent["levels"][1:]:
-        assert [finest[first] for first in unpacked(level["firsts"])] == unpacked(level["starts"])
-
-
-def test_a_step_longer_than_four_seconds_is_sent_in_coarser_ticks() -> None:
-    second = 10**9
-    drawing = drawn(simple([span(Kind.COMPUTE, "main", n * second, (n + 1) * second - 8) for n in range(12)]))
-    sent = encode(drawing)
-    assert sent["tick"] == 4
-    starts = unpacked(sent["levels"][0]["starts"])
-    assert [start * 4 for start in starts[:12]] == [n * second for n in range(12)]
-    assert sent["length"] * 4 >= drawing.end - drawing.start
+    rows = drawn(maker.timeline((Window(step=0, start=0, end=200),), 0, on_device=True))
+    assert notes_of(rows, "exposed") == [
+        "exposed communication; 2 x all_gather u3, all_gather u2, all_gather u1 and 1 more"
+    ]

@@ -280,7 +280,8 @@ def test_ranks_stand_beside_each_other_by_job() -> None:
     bars = {bar["name"]: bar for bar in chart.figure["data"]}
     assert bars["exposed communication"]["x"] == [20, 21, 20, 21]
     assert bars["exposed communication"]["y"] == [1, 2, 4, 5]
-    assert [head["text"] for head in chart.figure["layout"]["annotations"]] == ["<b>0x</b>", "<b>1x</b>"]
+    rows = [row["text"] for row in chart.figure["layout"]["meta"]["rows"]]
+    assert rows == ["<b>0x</b>", "rank 0", "rank 1", "<b>1x</b>", "rank 0", "rank 1"]
     assert trace_charts.ranks_chart(ranks[:1]) is None
 
 

@@ -1,4 +1,14 @@
 "use strict";
+// A link to a trace unfolds it.
+(() => {
+  const unfold = () => {
+    const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (target instanceof HTMLDetailsElement) target.open = true;
+  };
+  window.addEventListener("hashchange", unfold);
+  unfold();
+})();
+
 // Hands a trace to Perfetto's page: ping until it answers, then give it the bytes (perfetto.dev, "Deep linking").
 (() => {
   const PERFETTO = "https://ui.perfetto.dev";
