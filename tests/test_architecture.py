@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,10 @@ def imported_modules(path: Path) -> set[str]:
     return found
 
 
-IMPORTS = {path: imported_modules(path) for path in SOURCES}
+@cache
+def imports() -> dict[Path, set[str]]:
+    """What each file imports."""
+    return {path: imported_modules(path) for path in SOURCES}
 
 
 def imported_packages(modules: set[str]) -> set[str]:
@@ -72,7 +76,7 @@ def imported_packages(modules: set[str]) -> set[str]:
 def test_packages_import_strictly_lower_layers() -> None:
     offenders = [
         f"{path.relative_to(PACKAGE)} (layer {LAYERS[mine]}) imports {other} (layer {LAYERS[other]})"
-        for path, modules in IMPORTS.items()
+        for path, modules in imports().items()
         for mine in [package_of(path)]
         for other in imported_packages(modules) - {mine}
         if LAYERS[other] >= LAYERS[mine]
@@ -90,7 +94,7 @@ def test_what_is_imported_is_declared() -> None:
     names = {re.split(r"[<>=]", requirement)[0] for requirement in declared} | sys.stdlib_module_names | {"refshard"}
     offenders = {
         str(path.relative_to(PACKAGE)): undeclared
-        for path, modules in IMPORTS.items()
+        for path, modules in imports().items()
         if (undeclared := {m.partition(".")[0] for m in modules} - names - OPTIONAL.get(path.name, set()))
     }
     assert not offenders

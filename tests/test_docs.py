@@ -30,6 +30,7 @@ def of_language(language: str) -> list[object]:
 
 
 @pytest.mark.parametrize(("language", "code"), of_language("python")[1:])
+@pytest.mark.processes
 def test_python_blocks_run_on_two_ranks(tmp_path: Path, language: str, code: str) -> None:
     """The first, which is the README's, is started below."""
     script = tmp_path / "train.py"

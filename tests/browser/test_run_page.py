@@ -212,8 +212,7 @@ def test_hostile_names_stay_text_wherever_they_stand(browser: "Browser", tmp_pat
     assert {HOSTILE, IMAGE} < set(visit.ticks("s0-step_time_s"))
     for place, name in enumerate(n for n in visit.ticks("s0-step_time_s") if n != "2 ranks"):
         bar = page.locator("#s0-step_time_s .bars .point path").nth(place)
-        bar.hover(force=True)  # plotly lays a sheet over its bars
-        page.locator(".hoverlayer text", has_text=name.partition("(")[0]).first.wait_for()
+        visit.point_at(bar, name.partition("(")[0])
     page.get_by_text("Log of fsdp2-tuned").click()
     assert page.get_by_text("rank 1: <img src=x onerror=alert(2)>").is_visible()
     visit.unfold_filters()

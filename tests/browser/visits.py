@@ -14,7 +14,7 @@ from refshard.report.run.page import Beside, write_dashboard
 from tests.report.runs import CASES, Made, run
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Dialog, Page
+    from playwright.sync_api import Browser, Dialog, Locator, Page
 
 CONTENT = b"\x1f\x8b" + bytes(range(256)) * 300
 """The file of a trace that travels in its page."""
@@ -71,6 +71,16 @@ class Visit:
         while not self.page.locator("#filters").is_visible():
             assert time.monotonic() < deadline, "the filters never opened"
             self.page.locator("#filter > summary").click()
+
+    def point_at(self, mark: "Locator", text: str) -> None:
+        """Point at a mark of a chart until its tip shows ``text``: a busy machine may lose a movement."""
+        tip = self.page.locator(".hoverlayer text", has_text=text).first
+        deadline = time.monotonic() + PATIENCE_S
+        while not tip.is_visible():
+            assert time.monotonic() < deadline, f"no tip says {text}"
+            self.page.mouse.move(0, 0)
+            mark.hover(force=True)  # plotly lays a sheet over its bars
+            self.page.wait_for_timeout(200)
 
     def draw(self, *charts: str) -> None:
         """Scroll to each of these charts, or to every one that is shown, until plotly has drawn it."""

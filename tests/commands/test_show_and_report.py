@@ -266,6 +266,7 @@ def test_a_run_that_is_named_twice_counts_once(folder: Path, tmp_path: Path) -> 
     assert text == report([folder], tmp_path / "page.html").read_text()
 
 
+@pytest.mark.processes
 def test_the_noise_of_the_machine_is_told_where_it_was_measured(
     folder: Path, tmp_path: Path, chdir: Callable[[Path], None]
 ) -> None:

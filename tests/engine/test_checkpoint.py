@@ -57,6 +57,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("saved", "loaded"), list(itertools.product(MODE_NAMES, MODE_NAMES)))
+@pytest.mark.processes
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, saved: str, loaded: str) -> None:
     model, optimizer = trained(mode=saved)
     extra = {"step": 3, "data": {"position": [1, 2.5], "source": "synthetic", "shuffled": None}}

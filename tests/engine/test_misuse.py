@@ -219,6 +219,7 @@ def test_copies_and_parts_are_refused(mode: str) -> None:
         refshard.shard(whole, mode=mode, collectives=LateCollectives())
 
 
+@pytest.mark.processes
 def test_a_model_that_is_let_go_is_collected(mode: str) -> None:
     _, model = pair(mode)
     train(model, 3)

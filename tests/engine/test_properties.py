@@ -145,6 +145,7 @@ def test_names_and_identities_stay_and_values_come_back_to_the_bit(tree: object,
 
 @given(trees, st.integers(1, 5), sharding_modes)
 @relaxed
+@pytest.mark.processes
 def test_every_element_is_on_exactly_one_rank_in_its_place(tree: object, world_size: int, mode: str) -> None:
     whole = {name: p.detach().clone().flatten() for name, p in grow(tree).named_parameters()}
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in whole}

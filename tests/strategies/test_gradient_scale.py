@@ -30,6 +30,7 @@ def losses(scale: float) -> list[float]:
     return found
 
 
+@pytest.mark.processes
 def test_a_sum_over_two_ranks_in_place_of_the_mean_is_no_parity() -> None:
     right = losses(1)
     for scale in (2, 0.5):

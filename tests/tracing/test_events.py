@@ -213,6 +213,7 @@ def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
         read_trace(tmp_path / "fifo.json")
 
 
+@pytest.mark.processes
 def test_a_gzip_bomb_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb.json.gz"
     events = b"," + b",".join([b'{"ph": "X"}'] * 100_000)
@@ -228,6 +229,7 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path) -> None:
     ("opening", "message"),
     [(b'{"a": "', "no events in its first"), (b'{"traceEvents": [{"name": "', "an event at byte 17 is longer than")],
 )
+@pytest.mark.processes
 def test_what_never_ends_is_given_up(tmp_path: Path, opening: bytes, message: str) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(opening + b"a" * 80 * 2**20)

@@ -176,6 +176,7 @@ def test_a_job_that_was_taken_though_the_answer_was_lost_is_the_one(tmp_path: Pa
 
 
 @pytest.mark.parametrize("said", [LOST_ANSWER, "no answer within 60 s", "Unable to contact slurm controller (x)"])
+@pytest.mark.processes
 def test_a_job_that_was_not_taken_for_a_while_is_submitted_again(tmp_path: Path, said: str) -> None:
     slurm, told = FakeSlurm(tmp_path, said, said), list[str]()
     assert launched(slurm, told.append) == Launch()
@@ -221,6 +222,7 @@ def test_a_job_that_never_ran_wrote_nothing(tmp_path: Path) -> None:
     assert found == Launch(error="Slurm ended job 41 in state CANCELLED (None)")
 
 
+@pytest.mark.processes
 def test_what_a_job_is_suspended_counts_not_for_its_time(tmp_path: Path) -> None:
     shown = ["RUNNING", "SUSPENDED", "SUSPENDED", "SUSPENDED", "RUNNING", "COMPLETED"]
     assert launched(FakeSlurm(tmp_path, shown=shown), time_limit_s=0.5) == Launch()

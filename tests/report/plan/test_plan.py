@@ -113,7 +113,7 @@ def test_the_page_escapes_names_runs_its_own_script_and_asks_for_nothing() -> No
 
 
 def test_the_charts_hold_what_the_tables_do() -> None:
-    plan, _ = made("fsdp", "ddp")
+    plan, _ = made("refshard-fsdp", "ddp")
     bars = plan_page.time_chart(plan).figure["data"]
     for place, row in enumerate(plan.rows):
         assert sum(bar["x"][place] for bar in bars) == pytest.approx(1e3 * row.step.step_time_s, rel=1e-4)
@@ -128,7 +128,7 @@ def test_the_charts_hold_what_the_tables_do() -> None:
 
 def test_memory_that_dwarfs_the_limit_is_cut() -> None:
     """Else the limit, and what fits, could not be seen."""
-    plan, _ = made("fsdp", "ddp", memory=3 * GIB)
+    plan, _ = made("refshard-fsdp", "ddp", memory=3 * GIB)
     layout = plan_page.memory_chart(plan).figure["layout"]
     (limit,) = [shape["x0"] for shape in layout["shapes"]]
     assert limit == pytest.approx(plan.usable_bytes / GIB)
