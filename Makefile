@@ -31,7 +31,7 @@ types: $(VENV)/.test
 
 # Three tiers, by markers; CONTRIBUTING.md has the rule.
 quick: $(VENV)/.test
-	$(PYTEST) -m "not processes and not full"
+	$(PYTEST) -m "not processes and not full" tests
 
 test: $(VENV)/.test
 	$(PYTEST) -m "not full"

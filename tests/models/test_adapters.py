@@ -1,5 +1,7 @@
 """Adapters that start alike everywhere, and 4-bit layers."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import nn
@@ -9,20 +11,18 @@ from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.specs.tuning import LORA
 from tests.models import small_spec
 
-pytest.importorskip("peft", reason="adapters need the extra 'peers'")
-bitsandbytes = pytest.importorskip("bitsandbytes", reason="4-bit layers need the extra 'peers'")
-
-from refshard.models.adapters import (  # noqa: E402
-    adapt,
-    adapter_layers,
-    switch_dropout,
-)
-from refshard.models.nf4 import Nf4Linear, quantise  # noqa: E402
+pytestmark = [
+    pytest.mark.skipif(find_spec(package) is None, reason=f"{package} comes with the extra 'peers'")
+    for package in ("peft", "bitsandbytes")
+] + [pytest.mark.processes]  # they take seconds to import
 
 TOKENS = torch.arange(48).view(4, 12) * 7 % 100
 
 
 def make(*, four_bits: bool = False, seed: int = 0) -> Llama:
+    from refshard.models.adapters import adapt, switch_dropout
+    from refshard.models.nf4 import quantise
+
     model = Llama(small_spec(n_layers=2))
     initialise(model, seed)
     if four_bits:
@@ -39,6 +39,8 @@ def step(model: Llama) -> torch.Tensor:
 
 
 def test_adapters_alone_are_trained_on_every_linear_layer_of_a_block() -> None:
+    from refshard.models.adapters import adapt, adapter_layers
+
     model = Llama(small_spec(n_layers=2))
     initialise(model, 0)
     state = torch.random.get_rng_state()
@@ -66,10 +68,14 @@ def test_adapters_start_as_their_names_and_the_seed_say_and_change_nothing_yet()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_four_bits_mean_what_bitsandbytes_says_forward_and_backward(dtype: torch.dtype) -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    from refshard.models.nf4 import Nf4Linear
+
     torch.manual_seed(0)
     weight, x = torch.randn(96, 64, dtype=dtype), torch.randn(5, 64, dtype=dtype, requires_grad=True)
-    codes, state = bitsandbytes.functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
-    meant = bitsandbytes.functional.dequantize_4bit(codes, state)
+    codes, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+    meant = dequantize_4bit(codes, state)
     layer = Nf4Linear(weight)
     assert layer.weight.dtype == dtype
     assert layer.weight.nbytes < 0.6 * weight.numel()
@@ -82,6 +88,8 @@ def test_four_bits_mean_what_bitsandbytes_says_forward_and_backward(dtype: torch
 
 
 def test_training_goes_on_over_four_bits_after_an_evaluation() -> None:
+    from refshard.models.adapters import switch_dropout
+
     model, other = make(four_bits=True), make(four_bits=True)
     with torch.no_grad():
         other.eval()
@@ -92,6 +100,8 @@ def test_training_goes_on_over_four_bits_after_an_evaluation() -> None:
 
 
 def test_dropout_is_off_in_the_proof_on_after_it_and_drawn_again_alike_in_recomputation() -> None:
+    from refshard.models.adapters import switch_dropout
+
     losses = []
     for policy in ("none", "full", "selective"):
         model = make()

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._inductor import config
 
 from refshard.errors import UnsupportedError
 from refshard.harness.trainer import Trainer
 from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy
-from refshard.strategies.peers.simplefsdp_compiler import check_compiler
 from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
@@ -61,6 +59,8 @@ def case_of(scenario: str, name: str) -> CaseSpec:
 
 
 def train(case: CaseSpec, tied: bool, fused: bool = False) -> dict[str, Any]:
+    from torch._inductor import config  # here: it takes seconds to import
+
     with config.patch(fallback_by_default=not fused):
         return _train(case, tied)
 
@@ -165,6 +165,10 @@ def test_what_is_fused_issues_the_same_collectives() -> None:
 
 
 def test_without_a_compiler_it_is_refused() -> None:
+    from torch._inductor import config
+
+    from refshard.strategies.peers.simplefsdp_compiler import check_compiler
+
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(UnsupportedError, match="No working C\\+\\+"):
         check_compiler(torch.device("cpu"))
     check_compiler(torch.device("cuda"))

@@ -1,5 +1,6 @@
 """Loss parity sees the scale of gradients, which AdamW all but hides with torch's epsilon."""
 
+import pytest
 import torch
 
 from refshard.models.llama import Llama, initialise, next_token_loss
