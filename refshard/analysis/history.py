@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from tabulate import tabulate
@@ -16,7 +15,7 @@ from refshard.specs.case import CaseSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One run's value: the median over its ``launches``."""
+    """One run's value, of ``launches`` that ended ok."""
 
     run: str
     launches: int
@@ -40,15 +39,16 @@ def series_of(runs: Iterable[Run], metric: str) -> tuple[Series, ...]:
     found: dict[tuple[CaseSpec, str], list[Point]] = {}
     for run in sorted(runs, key=lambda run: run.header.started_at):
         for case in cases_of(run):
-            values = [value for c in case.launches if c.state == "ok" and (value := c.metrics.get(metric) or 0) > 0]
-            if not values:
+            launches = sum(launch.state == "ok" for launch in case.launches)
+            value = case.metrics[metric] or 0
+            if not launches or value <= 0:
                 continue
             point = Point(
                 run=run.header.run_id,
-                launches=len(values),
+                launches=launches,
                 started_at=run.header.started_at,
                 commit=(run.header.environment.git_commit or "unknown")[:9],
-                value=median(values),
+                value=value,
             )
             found.setdefault((case.spec, machine(run.header.environment)), []).append(point)
     names = Counter((spec.name, where) for spec, where in found)
@@ -77,7 +77,7 @@ def history_table(all_series: Sequence[Series], metric: str) -> str:
         }
         for series in all_series
     ]
-    title = f"{METRICS[metric].label} ({METRICS[metric].unit}), median over rounds"
+    title = f"{METRICS[metric].label} ({METRICS[metric].unit})"
     return f"{title}\n\n{tabulate(rows, headers='keys', disable_numparse=True)}"
 
 

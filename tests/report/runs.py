@@ -64,7 +64,7 @@ FAILED = "fsdp2-tuned"
 STRATEGIES = ("single", "ddp", "fsdp2", FAILED, "refshard-fsdp", "refshard-yafsdp")
 
 
-def run(made: Sequence[Made] = CASES, *, rounds: int = 2, failed: bool = True, fidelity: Fidelity = "measured") -> Run:
+def run(made: Sequence[Made] = CASES, *, rounds: int = 3, failed: bool = True, fidelity: Fidelity = "measured") -> Run:
     """The cases of ``made`` in each of ``rounds`` rounds, and :data:`FAILED`, which fails in the second."""
     records = [launch(case, number, rounds, fidelity) for number in range(rounds) for case in made]
     if failed:

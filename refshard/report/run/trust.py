@@ -11,6 +11,7 @@ from refshard.analysis.evidence import Evidence
 from refshard.analysis.proof import bit_identical, parity_note, proof_summary
 from refshard.quantities import format_percent
 from refshard.records import parity_tolerance
+from refshard.report.run.intervals import no_interval
 from refshard.report.run.verdict import findings
 from refshard.report.run.views import format_metric
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
@@ -131,25 +132,24 @@ def _fidelity(finished: tuple[Case, ...]) -> Fact:
 
 def _noise(finished: tuple[Case, ...]) -> Fact:
     sampled = [case for case in finished if case.step_time and case.fidelity not in REPEATING]
-    summaries = [summary for case in sampled if (summary := case.step_time) and math.isfinite(summary.high)]
+    summaries = [summary for case in sampled if (summary := case.step_time)]
     calculated = finished and all(case.fidelity in REPEATING for case in finished)
-    if not summaries:
-        return Fact(
-            label="Noise",
-            value="none" if calculated else "unknown",
-            detail="times are calculated" if calculated else "no two steps were sampled",
-            good=None if calculated else False,
-        )
-    typical = statistics.median(summary.high / summary.median - 1 for summary in summaries)
-    rounds = min(summary.launches for summary in summaries)
-    launches = f"{rounds} round{'' if rounds == 1 else 's'}"
-    enough = rounds >= MIN_LAUNCHES
-    remark = "" if enough else f"; under {MIN_LAUNCHES} rounds, launch-to-launch variation is under-sampled"
+    detail = "typical half-width of a step time's 95 % interval"
+    if calculated:
+        return Fact(label="Noise", value="none", detail="times are calculated")
+    widths = [summary.high / summary.median - 1 for summary in summaries if math.isfinite(summary.high)]
+    if not widths:
+        few = min(summaries, key=lambda summary: summary.launches, default=None)
+        told = f"{no_interval(few)}; {MIN_LAUNCHES} rounds give one" if few else "no step was sampled"
+        return Fact(label="Noise", value="unknown", detail=told, good=False)
+    typical, rounds = statistics.median(widths), min(s.launches for s in summaries if math.isfinite(s.high))
+    without = len(summaries) - len(widths)
+    remark = f"; {without} {'case has' if without == 1 else 'cases have'} none" if without else ""
     return Fact(
         label="Noise",
-        value=f"± {format_percent(typical)} over {launches}",
-        detail=f"typical half-width of a step time's 95 % interval{remark}",
-        good=enough and typical <= NOISE_LIMIT,
+        value=f"± {format_percent(typical)} over {rounds} rounds",
+        detail=f"{detail}{remark}",
+        good=not without and typical <= NOISE_LIMIT,
     )
 
 
