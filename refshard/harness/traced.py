@@ -42,6 +42,11 @@ def read_traces(folder: Path, processes: int) -> Traces:
 
 
 def step_trace(rank: int, step: int | None, breakdown: Breakdown) -> StepTrace:
+    """A traced step as a record keeps it.
+
+    Raises:
+        TraceError: the trace has no steps.
+    """
     if step is None:
         raise TraceError(f"the trace of rank {rank} holds no ProfilerStep; call profiler.step() after every step")
     return StepTrace(
