@@ -8,6 +8,7 @@ import msgspec
 from refshard.errors import TraceError
 from refshard.harness.failure import failure_of, without_home
 from refshard.harness.launchers.base import Launch
+from refshard.harness.load import load_of
 from refshard.harness.measure import RankResult
 from refshard.harness.metrics import flops_words, metrics_of, peak_of, recompute_words
 from refshard.harness.proof import Peers, prove
@@ -63,6 +64,7 @@ def _with_samples(blank: CaseRecord, ranks: list[RankResult], traces: Traces, en
         planned_peak_bytes=first.planned_peak_bytes,
         memory_course_bytes=first.memory_course_bytes,
         compile_s=max(r.compile_s for r in ranks) or None,
+        load=load_of([r.load for r in ranks]),
         warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
         **peak_of(case, first.device, environment),
     )
