@@ -15,6 +15,7 @@ from refshard.analysis.cases import Case
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence, machine
 from refshard.quantities import format_percent
+from refshard.report.run.busy import busy_between
 from refshard.report.run.intervals import no_interval, ratio_text
 from refshard.report.run.verdict import listed
 from refshard.report.run.views import format_metric
@@ -134,6 +135,12 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         if here:
             more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
             sentences.append(f"Against {baseline}, {outcome}: {'; '.join(map(_told, here[:MOST_NAMED]))}{more}.")
+    if busy := busy_between(
+        (one.before, one.case, one.ratio - 1)
+        for one in found
+        if one.ratio and one.interval and one.outcome in ("slower", "faster", "not compared")
+    ):
+        sentences.append(busy)
     if broke := [one.case.full_label for one in found if one.before.ok and not one.case.ok]:
         sentences.append(f"Ended ok in {baseline} and not here: {listed(broke)}.")
     if moved := [(one, one.exact) for one in found if one.exact]:

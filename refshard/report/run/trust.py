@@ -5,6 +5,7 @@ import statistics
 from dataclasses import dataclass
 from itertools import combinations
 
+from refshard.analysis.busy import loads, within_launch
 from refshard.analysis.cases import FIDELITY, Case
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence
@@ -46,6 +47,7 @@ def trust(evidence: Evidence, noise: Noise | None = None) -> tuple[Fact, ...]:
         _fidelity(finished),
         _noise(finished),
         _visible(evidence),
+        _busy(finished),
         _itself(noise, several=len({run.header.environment.id for run in evidence.runs}) > 1),
         _completeness(evidence),
     )
@@ -166,6 +168,22 @@ def _visible(evidence: Evidence) -> Fact:
         return Fact(label=label, value="unknown", detail=f"{detail}; no two cases have one")
     typical = statistics.median(known)
     return Fact(label=label, value=f"± {format_percent(typical)}", detail=detail, good=typical <= NOISE_LIMIT)
+
+
+def _busy(finished: tuple[Case, ...]) -> Fact:
+    """How the machine changed while launches were timed; whether that matters is for the verdict to say."""
+    label = "Machine while timing"
+    drifts = [drift.size for case in finished if (drift := within_launch(case))]
+    if not drifts:
+        return Fact(label=label, value="not recorded", detail="calculated times, or records of before it was probed")
+    others = [load for case in finished for load in loads(case).values() if load.other_cores is not None]
+    most = max(others, key=lambda load: load.other_cores or 0.0, default=None)
+    told = f"; other processes used at most {most.other_cores:.1f} of {most.cores} cores" if most else ""
+    return Fact(
+        label=label,
+        value=f"drifted by at most {format_percent(max(drifts))}",
+        detail=f"a fixed matrix product before and after the timed steps of a launch{told}",
+    )
 
 
 def _itself(noise: Noise | None, *, several: bool) -> Fact:

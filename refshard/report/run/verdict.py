@@ -9,6 +9,7 @@ from refshard.analysis.contests import ALIKE, Contest, Rival, contests, step_tim
 from refshard.analysis.evidence import Evidence
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
+from refshard.report.run.busy import busy_in
 from refshard.report.run.intervals import interval_text, no_interval, pairing
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
 from refshard.stats.compare import Comparison
@@ -38,12 +39,13 @@ class Finding:
     margin: str
     memory: str
     why: str
+    busy: str
     caveats: tuple[str, ...]
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The outcome's sentences that are there."""
-        return tuple(sentence for sentence in (self.speed, self.margin, self.memory, self.why) if sentence)
+        return tuple(sentence for sentence in (self.speed, self.margin, self.busy, self.memory, self.why) if sentence)
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
@@ -147,6 +149,7 @@ def _finding(contest: Contest) -> Finding:
         margin=_margin(contest),
         memory=_memory(contest),
         why=_why(contest),
+        busy=busy_in(contest),
         caveats=tuple(dict.fromkeys((*_apart(contest.contenders), *_doubts(contest.rivals)))),
     )
 
