@@ -28,6 +28,7 @@ def test_a_sound_run_raises_no_doubt() -> None:
         "Perturbation by tracing": "at most 1.03 times",
         "Fidelity": "measured",
         "Noise": "± 3.2 % over 3 rounds",
+        "Machine while timing": "not recorded",
         "Smallest visible difference": "± 0.0 %",
         "A/A on this machine": "not measured",
         "Launches ended ok": "15 of 15",
