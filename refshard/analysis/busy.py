@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from refshard.analysis.cases import Case
+from refshard.analysis.contests import RELEVANT
 from refshard.records import Load
 
 Kind = Literal["within a launch", "between the sides", "other processes"]
@@ -30,7 +31,7 @@ class Drift:
 
 def drift_over(a: Case, b: Case, effect: float) -> Drift | None:
     """The largest drift of the machine between ``a`` and ``b``, or within a launch of either, if it exceeds ``effect``,
-    the relative difference of their step times; None where no launch recorded one.
+    the relative difference of their step times, and is :data:`~refshard.analysis.contests.RELEVANT`; else None.
     """
     found = [drift for case in (a, b) if (drift := within_launch(case))]
     if sides := _sides(a, b, probe_s):
@@ -38,7 +39,7 @@ def drift_over(a: Case, b: Case, effect: float) -> Drift | None:
     if sides := _sides(a, b, lambda load: load.other_cores):
         found.append(_drift("other processes", b, *sides, abs(sides[1] - sides[0]) / _cores(b)))
     largest = max(found, key=lambda drift: drift.size, default=None)
-    return largest if largest and largest.size > abs(effect) else None
+    return largest if largest and largest.size > max(abs(effect), RELEVANT) else None
 
 
 def within_launch(case: Case) -> Drift | None:

@@ -19,6 +19,8 @@ _SPEED = ("step_time_s", "tokens_per_s_gpu", "tflops", "mfu")
 """Metrics that the step time decides, where cases share their tokens and FLOPs."""
 ALIKE = 0.03
 """Relative difference of step times under which a model cannot tell two strategies apart."""
+RELEVANT = 0.01
+"""Difference of step times under which a significant one is called small."""
 EQUAL_MEMORY = 0.03
 """Relative difference of peak memories under which two strategies need equally much: between two launches of one case
 the figure varies by about 3 % on a CPU."""

@@ -22,9 +22,11 @@ def busy_between(pairs: Iterable[tuple[Case, Case, float]]) -> str:
 
 
 def busy_in(contest: Contest) -> str:
-    """A sentence where the machine drifted by more than a lead, or more than the range of what is not ranked."""
+    """A sentence where the machine drifted by more than a difference to the winner, or than the range of what nothing
+    ranks.
+    """
     if contest.winner is not None:
-        return busy_between((contest.winner, rival.case, rival.ratio - 1) for rival in contest.rivals if not rival.tied)
+        return busy_between((contest.winner, rival.case, rival.ratio - 1) for rival in contest.rivals)
     return busy_between(_ends(contest.contenders))
 
 

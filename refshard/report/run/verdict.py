@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refshard.analysis.cases import FIDELITY, Case, plain, ranks
-from refshard.analysis.contests import ALIKE, Contest, Rival, contests, step_time
+from refshard.analysis.contests import ALIKE, RELEVANT, Contest, Rival, contests, step_time
 from refshard.analysis.evidence import Evidence
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
@@ -15,8 +15,6 @@ from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
 from refshard.stats.compare import Comparison
 from refshard.stats.sample import too_few
 
-RELEVANT = 0.01
-"""Difference of step times under which a significant one is called small."""
 MANY = 4
 """Contests from which on a sentence sums them up."""
 _ERROR_LENGTH = 120

@@ -1,5 +1,7 @@
 """A busy machine is named where it drifted by more than the difference that is told."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -63,6 +65,14 @@ def test_what_other_processes_took_of_one_side_is_named() -> None:
 def test_point_estimates_of_a_busy_machine_say_so_too(rounds: int) -> None:
     made = loaded(run(PAIR, rounds=rounds, failed=False), ddp=load(0.05, 0.09))
     assert busy(made).startswith("The machine was busy: its compute probe went from 50.0 ms to 90.0 ms within a launch")
+
+
+def test_a_tie_on_a_busy_machine_is_named_and_a_drift_under_a_percent_is_not() -> None:
+    """The same step times: any drift is more than the difference, but one that is no news."""
+    even = [PAIR[0], replace(PAIR[1], step_time=PAIR[0].step_time)]
+    made = run(even, failed=False)
+    assert "That is more than the difference in step time, 0.0 %." in busy(loaded(made, fsdp2=load(0.05, 0.06)))
+    assert busy(loaded(made, fsdp2=load(0.05, 0.0504))) == ""
 
 
 def test_a_dry_run_has_no_machine() -> None:
