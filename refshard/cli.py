@@ -392,7 +392,7 @@ def history(
     suite: Annotated[str | None, typer.Option(help="Runs of the suite of this name only.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per case.")] = False,
 ) -> None:
-    """Print how each case went from run to run, and where its level changed: advice only."""
+    """Show each case's trend across the runs of a folder."""
     from refshard.commands import history as command
 
     print(command.history(runs, metric=metric, suite=suite, as_json=as_json))

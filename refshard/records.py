@@ -195,6 +195,20 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
     idle_ns: int
 
 
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy the machine was around the timed steps of a launch, of several hosts the busiest.
+
+    ``probe_before_s`` and ``probe_after_s`` are what one and the same matrix product took on the slowest rank, s, right
+    before and right after the timed steps. Meanwhile processes other than the ranks kept ``other_cores`` of ``cores``
+    busy on average; None where the system does not tell.
+    """
+
+    probe_before_s: float
+    probe_after_s: float
+    other_cores: float | None
+    cores: int
+
+
 class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="case"):
     """One launch of one case, ended in one of the terminal states.
 
@@ -206,7 +220,8 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     each of up to 128 stretches of an early step, of as many operators each; empty where nothing watched it.
     ``host_waits`` counts how often the host waits for the device in a step, by what for; none where nothing watched.
     ``compile_s`` is the longest of the ranks' times in torch's compiler, s, over the whole launch, which takes nothing
-    from an earlier one; none where nothing was compiled. ``traces`` are paths relative to the run's folder.
+    from an earlier one; none where nothing was compiled. ``load`` is none of what is calculated, and of
+    older records. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA
@@ -238,6 +253,7 @@ class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
     memory_course_bytes: tuple[int, ...] = ()
     host_waits: dict[str, int] | None = None
     compile_s: float | None = None
+    load: Load | None = None
     traces: tuple[str, ...] = ()
     proof: Proof | None = None
     warnings: tuple[str, ...] = ()

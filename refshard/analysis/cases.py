@@ -6,12 +6,12 @@ A run holds one record per launch. Readers think in cases: one strategy at one w
 
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from refshard.analysis.efficiency import lower_bound, overlap_efficiency
 from refshard.errors import SpecError
-from refshard.records import METRICS, CaseRecord, Run, RunRecord, State
+from refshard.records import METRICS, CaseRecord, Run, RunRecord, State, StepTrace
 from refshard.specs.case import REPEATING, CaseSpec, Fidelity
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
@@ -19,6 +19,11 @@ from refshard.stats.sample import Launches, Summary, step_samples, summarize
 
 SEVERITY: tuple[State, ...] = ("ok", "unsupported", "oom", "timeout", "failed")
 """Case states from best to worst."""
+
+RATES = ("tokens_per_s_gpu", "tflops", "mfu")
+"""Metrics that divide by the step time: a case's come from its own step time, so that its row adds up."""
+TRACED = ("compute_s", "comm_s", "exposed_comm_s", "idle_s")
+"""Metrics of the traced steps: a case's are means over its launches, so that the parts add up to the step."""
 
 BREAKDOWN = ("compute alone", "overlapped communication", "exposed communication", "idle")
 """Parts of a traced step; they add up to it."""
@@ -39,10 +44,10 @@ class Case:
     """One case of one run over all its rounds; two are equal if they are the same object.
 
     ``header`` is that of its run. ``launches`` are in the order of their rounds, one each; ``samples`` and ``metrics``
-    come from those that ended ok, the overlap efficiency from the reference's too. ``state`` is the worst of them,
-    ``error`` that of the first launch in this state. ``variant`` names what tells this case from others of one name,
-    and ``place`` what tells it from others of one label (the model, the batch); both are empty as a rule. ``number``
-    counts the cases that are shown together.
+    come from those that ended ok, the overlap efficiency from the reference's too. Metrics are medians over launches,
+    but for :data:`RATES` and :data:`TRACED`. ``state`` is the worst of them, ``error`` that of the first launch in this
+    state. ``variant`` names what tells this case from others of one name, and ``place`` what tells it from others of
+    one label (the model, the batch); both are empty as a rule. ``number`` counts the cases that are shown together.
     """
 
     header: RunRecord
@@ -81,9 +86,38 @@ class Case:
 
     @property
     def breakdown(self) -> dict[str, float] | None:
-        """The parts of a traced step by :data:`BREAKDOWN`, s, each the median over rounds; None without a trace."""
-        rounds = [parts for launch in self.launches if launch.state == "ok" and (parts := _breakdown(launch))]
-        return {part: statistics.median(parts[part] for parts in rounds) for part in BREAKDOWN} if rounds else None
+        """The parts of a traced step by :data:`BREAKDOWN`, s; None without a trace.
+
+        Communication is overlapped or exposed; what is overlapped lies under compute, the rest of which is compute
+        alone.
+        """
+        compute, comm, exposed, idle = (self.metrics[name] for name in TRACED)
+        if not any(launch.state == "ok" for launch in self.launches):
+            return None
+        if compute is None or comm is None or exposed is None or idle is None:
+            return None
+        return dict(zip(BREAKDOWN, (compute - (comm - exposed), comm - exposed, exposed, idle)))
+
+    @property
+    def traced_range(self) -> dict[str, tuple[float, float]]:
+        """The least and the largest of the traced steps of all launches, each the mean over ranks.
+
+        Of :data:`TRACED`, s, and of the overlap ratio if all steps communicate; empty of a single step, and of
+        calculated times.
+        """
+        by_step: dict[tuple[int, int], list[StepTrace]] = {}
+        for launch in self.launches:
+            if launch.state == "ok" and launch.fidelity not in REPEATING:
+                for step in launch.steps:
+                    by_step.setdefault((launch.round, step.step), []).append(step)
+        steps = [[statistics.fmean(parts) / 1e9 for parts in zip(*map(_parts, ranks))] for ranks in by_step.values()]
+        if len(steps) < 2:
+            return {}
+        columns = dict(zip(TRACED, zip(*steps)))
+        if all(columns["comm_s"]):
+            pairs = zip(columns["exposed_comm_s"], columns["comm_s"])
+            columns["overlap_ratio"] = tuple(1 - exposed / comm for exposed, comm in pairs)
+        return {name: (min(values), max(values)) for name, values in columns.items()}
 
     @property
     def compile_s(self) -> float | None:
@@ -142,9 +176,7 @@ def _join(header: RunRecord, launches: list[CaseRecord]) -> Case:
     samples = {launch.round: step_samples(launch.step_times_s) for launch in good if launch.step_times_s}
     step_time = summarize(samples) if samples else None
     # One that ended badly has metrics only if they say what it would have taken.
-    metrics = {name: _median(launch.metrics.get(name) for launch in good or launches) for name in METRICS}
-    if step_time:
-        metrics["step_time_s"] = step_time.median
+    metrics = _metrics(good or launches, step_time)
     stated = [warning for launch in launches for warning in launch.warnings]
     if step_time and launches[0].fidelity not in REPEATING:  # whose times are no samples: more of them say no more
         stated += step_time.warnings
@@ -188,15 +220,30 @@ def _efficiency(case: Case, reference_step_time_s: float, network: NetworkSpec) 
     return overlap_efficiency(step_time, lower_bound(case.spec, model, proof.announced, reference_step_time_s, network))
 
 
-def _breakdown(launch: CaseRecord) -> dict[str, float] | None:
-    """Communication is overlapped or exposed; what is overlapped lies under compute, whose rest is compute alone."""
-    compute, comm = launch.metrics.get("compute_s"), launch.metrics.get("comm_s")
-    exposed, idle = launch.metrics.get("exposed_comm_s"), launch.metrics.get("idle_s")
-    if compute is None or comm is None or exposed is None or idle is None:
-        return None
-    return dict(zip(BREAKDOWN, (compute - (comm - exposed), comm - exposed, exposed, idle)))
+def _parts(step: StepTrace) -> tuple[int, int, int, int]:
+    """As :data:`TRACED` names them, ns."""
+    return step.compute_ns, step.comm_ns, step.exposed_ns, step.idle_ns
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def _metrics(launches: Sequence[CaseRecord], step_time: Summary | None) -> dict[str, float | None]:
+    found = {name: _middle((launch.metrics.get(name) for launch in launches), statistics.median) for name in METRICS}
+    found |= {name: _middle((launch.metrics.get(name) for launch in launches), statistics.fmean) for name in TRACED}
+    if found["comm_s"] and found["exposed_comm_s"] is not None:
+        found["overlap_ratio"] = 1 - found["exposed_comm_s"] / found["comm_s"]
+    if step_time:
+        found["step_time_s"] = step_time.median
+        for name in RATES:
+            work = _middle((_per_step(launch, name) for launch in launches), statistics.median)
+            found[name] = None if work is None else work / step_time.median
+    return found
+
+
+def _per_step(launch: CaseRecord, rate: str) -> float | None:
+    """What a launch does in a step, of tokens, FLOPs or the peak's seconds; the same in every launch of a case."""
+    per_s, step_time_s = launch.metrics.get(rate), launch.metrics.get("step_time_s")
+    return None if per_s is None or step_time_s is None else per_s * step_time_s
+
+
+def _middle(values: Iterable[float | None], of: Callable[[list[float]], float]) -> float | None:
     present = [value for value in values if value is not None]
-    return statistics.median(present) if present else None
+    return of(present) if present else None

@@ -1,7 +1,8 @@
 """Who is fastest and who needs the least memory, per setting and world size: one decision, for sentences and tables.
 
 A *contest* is held among the strategies whose every launch ended ok. The unsharded reference does not compete: it
-answers another question, on another number of GPUs.
+answers another question, on another number of GPUs. A strategy is ranked by time from three launches on; what is
+calculated takes the same time always, so one launch ranks it.
 """
 
 from collections.abc import Sequence
@@ -12,11 +13,14 @@ from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING
 from refshard.stats.compare import Comparison
+from refshard.stats.sample import MIN_LAUNCHES
 
 _SPEED = ("step_time_s", "tokens_per_s_gpu", "tflops", "mfu")
 """Metrics that the step time decides, where cases share their tokens and FLOPs."""
 ALIKE = 0.03
 """Relative difference of step times under which a model cannot tell two strategies apart."""
+RELEVANT = 0.01
+"""Difference of step times under which a significant one is called small."""
 EQUAL_MEMORY = 0.03
 """Relative difference of peak memories under which two strategies need equally much: between two launches of one case
 the figure varies by about 3 % on a CPU."""
@@ -24,7 +28,7 @@ the figure varies by about 3 % on a CPU."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """A contender that lost: its step time over the winner's, with an interval where samples give one."""
+    """A ranked contender that lost: its step time over the winner's, with an interval where it was measured."""
 
     case: Case
     comparison: Comparison | None
@@ -42,14 +46,16 @@ class Rival:
 class Contest:
     """One setting at one world size: ``cases`` are all that are there, ``contenders`` those that compete.
 
-    ``rivals`` are the contenders but for the ``winner``, fastest first. ``peaks`` has the memory of each contender, B,
-    least first: reserved memory if that is known of all, since that is what must fit, else the peak of what is in use.
+    ``ranked`` are the contenders that may be ranked by time, none where that is one of several. ``rivals`` are those
+    but for the ``winner``, fastest first. ``peaks`` has the memory of each contender, B, least first: reserved memory
+    if that is known of all, since that is what must fit, else the peak of what is in use.
     """
 
     setting: Setting
     world_size: int
     cases: tuple[Case, ...]
     contenders: tuple[Case, ...]
+    ranked: tuple[Case, ...]
     winner: Case | None
     rivals: tuple[Rival, ...]
     peaks: dict[Case, float]
@@ -66,7 +72,7 @@ class Contest:
 
     @property
     def fastest(self) -> tuple[Case, ...]:
-        """The winner and those tied with it; empty if nothing finished."""
+        """The winner and those tied with it; empty if nothing is ranked."""
         return () if self.winner is None else (self.winner, *(rival.case for rival in self.tied))
 
     @property
@@ -91,10 +97,13 @@ def contest_of(setting: Setting, world_size: int) -> Contest:
     here = [case for case in setting.cases if case.spec.world_size == world_size]
     entered = [case for case in here if case.strategy != REFERENCE_STRATEGY] or here
     contenders = tuple(case for case in entered if case.ok and case.metrics["step_time_s"] is not None)
-    winner = _winner(contenders) if contenders else None
+    ranked = tuple(filter(_has_interval, contenders))
+    if len(contenders) > 1 == len(ranked):  # nobody to be ranked against
+        ranked = ()
+    winner = _winner(ranked) if ranked else None
     return Contest(
-        setting=setting, world_size=world_size, cases=tuple(here), contenders=contenders, winner=winner,
-        rivals=_ranked(winner, contenders), peaks=_peaks(contenders),
+        setting=setting, world_size=world_size, cases=tuple(here), contenders=contenders, ranked=ranked, winner=winner,
+        rivals=_behind(winner, ranked), peaks=_peaks(contenders),
     )  # fmt: skip
 
 
@@ -115,6 +124,10 @@ def step_time(case: Case) -> float:
     return seconds
 
 
+def _has_interval(case: Case) -> bool:
+    return case.fidelity in REPEATING or len(case.samples) >= MIN_LAUNCHES
+
+
 def _contested_sizes(setting: Setting) -> tuple[int, ...]:
     sharded = tuple(n for n in setting.world_sizes if n > 1)
     return sharded or setting.world_sizes
@@ -126,17 +139,17 @@ def _rival(winner: Case, case: Case) -> Rival:
     return Rival(case=case, comparison=comparison, ratio=ratio)
 
 
-def _winner(contenders: Sequence[Case]) -> Case:
+def _winner(ranked: Sequence[Case]) -> Case:
     """The smallest median, unless the ratio within rounds favours another one."""
-    first = min(contenders, key=step_time)
-    return min(contenders, key=lambda case: 1.0 if case is first else _rival(first, case).ratio)
+    first = min(ranked, key=step_time)
+    return min(ranked, key=lambda case: 1.0 if case is first else _rival(first, case).ratio)
 
 
-def _ranked(winner: Case | None, contenders: Sequence[Case]) -> tuple[Rival, ...]:
+def _behind(winner: Case | None, ranked: Sequence[Case]) -> tuple[Rival, ...]:
     """All but the winner, fastest first."""
     if winner is None:
         return ()
-    rivals = (_rival(winner, case) for case in contenders if case is not winner)
+    rivals = (_rival(winner, case) for case in ranked if case is not winner)
     return tuple(sorted(rivals, key=lambda rival: rival.ratio))
 
 

@@ -3,19 +3,18 @@
 A ratio of 1.2 means a fifth more time, or memory.
 """
 
-import math
 from dataclasses import dataclass
 from itertools import combinations
 
 from refshard.analysis.cases import Case
-from refshard.analysis.compared import compared
+from refshard.analysis.compared import compared, metric_ratio
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.stats.compare import Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """``case`` over the peer. ``step_time`` comes with its 95 % interval, ``peak_memory`` is one of medians."""
+    """``case`` over the peer, both paired by round where they ran in one run; ``step_time`` has a 95 % interval."""
 
     case: Case
     step_time: Comparison | None
@@ -30,11 +29,10 @@ def ratios(setting: Setting, peer: str) -> tuple[Ratio, ...]:
 
 
 def _ratio(case: Case, other: Case) -> Ratio:
-    mine, its = case.metrics["peak_memory_bytes"], other.metrics["peak_memory_bytes"]
     return Ratio(
         case=case,
         step_time=compared(other, case),
-        peak_memory=mine / its if mine and its else None,
+        peak_memory=metric_ratio(other, case, "peak_memory_bytes"),
     )
 
 
@@ -57,8 +55,8 @@ def pairs(evidence: Evidence) -> list[Pair]:
 def _pair(a: Case, b: Case) -> Pair:
     columns = _columns(_ratio(b, a))
     ratio, low, high, memory = (columns[name] for name in RATIO_COLUMNS[1:])
-    if ratio is None and (mine := b.metrics["step_time_s"]) and (its := a.metrics["step_time_s"]):
-        ratio = mine / its
+    if ratio is None:
+        ratio = metric_ratio(a, b, "step_time_s")
     return (a.number, b.number, *(None if x is None else float(f"{x:.5g}") for x in (ratio, low, high, memory)))  # type: ignore[return-value]
 
 
@@ -75,7 +73,7 @@ def ratio_columns(evidence: Evidence, peer: str) -> list[dict[str, float | str |
 
 def _columns(ratio: Ratio | None) -> dict[str, float | str | None]:
     time = ratio.step_time if ratio else None
-    bounded = time if time and math.isfinite(time.high) else None
+    bounded = time if time and time.bounded else None
     found = (
         time.ratio if time else None,
         bounded.low if bounded else None,

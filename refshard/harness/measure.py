@@ -21,6 +21,7 @@ from torch import nn
 
 from refshard.flops import Convention, flops_per_token
 from refshard.harness.compiling import compiling_anew
+from refshard.harness.load import RankLoad, watched_load
 from refshard.harness.trainer import Trainer
 from refshard.records import Census, CollectiveCount, State
 from refshard.simulate.of_case import memory_of
@@ -63,6 +64,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: int | None = None
     memory_course_bytes: tuple[int, ...] = ()
     rss_bytes: int = 0
+    load: RankLoad | None = None
     compile_s: float = 0.0
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
@@ -102,8 +104,9 @@ def _measure(
         for watch in watching.values():  # with what dropout keeps for backward
             with watch:
                 trainer.timed_step(aligned=True)
-    times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with watched_load(device) as load:
+        times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     row = ROWS[case.strategy]
     if not row.labels and not row.compiles:  # compiled code would take hooks for a part of it
         trainer.mark_units()
@@ -125,6 +128,7 @@ def _measure(
         peak_memory_bytes=allocator.peak_bytes,
         memory_course_bytes=allocator.course_bytes if group.rank() == 0 else (),
         rss_bytes=rss,
+        load=load[0] if load else None,
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(),
         parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",

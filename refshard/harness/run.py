@@ -14,12 +14,13 @@ from pathlib import Path
 import msgspec
 
 from refshard.errors import LaunchError, SpecError
-from refshard.harness.assemble import Peers, assemble
+from refshard.harness.assemble import assemble
 from refshard.harness.dry.record import check_dry, launch_dry, record_dry
 from refshard.harness.dry.result import ranks_of
 from refshard.harness.environment import changes
 from refshard.harness.launchers.base import Job, Launcher
 from refshard.harness.launchers.local import LocalLauncher
+from refshard.harness.proof import Peers
 from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, check_unused, read_run

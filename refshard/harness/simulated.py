@@ -7,10 +7,11 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.flops import FORMULAS, flops_per_token
-from refshard.harness.assemble import recompute_words
+from refshard.harness.metrics import complete, rates, recompute_words, traced_parts
+from refshard.harness.traced import step_trace
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import find_recipe
-from refshard.records import DERIVED, METRICS, CaseRecord, StepTrace
+from refshard.records import CaseRecord, StepTrace
 from refshard.simulate.clock import NS
 from refshard.simulate.forecast import CONVENTION, Job, Simulation, simulate
 from refshard.simulate.memory import forecast_memory
@@ -80,26 +81,12 @@ def record_simulated(blank: CaseRecord, trace: Path) -> CaseRecord:
 def _metrics(
     record: CaseRecord, run: Simulation, peak_bytes: int
 ) -> tuple[tuple[StepTrace, ...], dict[str, float | None]]:
-    case = record.case
     (step,) = step_breakdowns(as_timeline(run.items, run.times))
-    seconds = run.times.length / NS
-    tokens_per_s = case.global_batch * case.seq_len / seconds / case.world_size
-    flops_per_s = tokens_per_s * (record.flops_per_token or 0)
-    idle_ns = step.span_ns - step.compute_ns - step.exposed_ns
-    found: dict[str, float | None] = {
-        "step_time_s": seconds,
-        "tokens_per_s_gpu": tokens_per_s,
-        "tflops": flops_per_s / 1e12,
-        "mfu": flops_per_s / record.peak_flops_per_s if record.peak_flops_per_s else None,
+    steps = (step_trace(0, 0, step),)
+    found = {
+        **rates(record, run.times.length / NS),
         "peak_memory_bytes": float(peak_bytes),
-        "compute_s": step.compute_ns / NS,
-        "comm_s": step.comm_ns / NS,
-        "exposed_comm_s": step.exposed_ns / NS,
+        **traced_parts(steps),
         "overlap_ratio": step.overlap_ratio,
-        "idle_s": idle_ns / NS,
     }
-    trace = StepTrace(
-        rank=0, step=0, span_ns=step.span_ns, compute_ns=step.compute_ns, comm_ns=step.comm_ns,
-        exposed_ns=step.exposed_ns, idle_ns=idle_ns,
-    )  # fmt: skip
-    return (trace,), {name: found.get(name) for name in METRICS.keys() - DERIVED}
+    return steps, complete(found)

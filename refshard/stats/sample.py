@@ -2,8 +2,8 @@
 
 Two sources of variation matter and they are not the same size. Steps within one launch share a process
 layout, a memory layout and a clock state; launches do not, and their medians often differ by more than the
-steps around them do. So the launch is the unit of evidence as soon as there are three of them; with fewer,
-only steps are left to resample, and the result says so in its warnings.
+steps around them do. So the launch is the unit of evidence. Three launches give an interval; fewer give a point
+estimate and no interval, however many steps they hold.
 """
 
 import math
@@ -23,9 +23,7 @@ Launches: TypeAlias = Mapping[int, Samples]
 
 CONFIDENCE = 0.95
 MIN_LAUNCHES = 3
-"""Launches from which on launches, and no longer steps, are resampled."""
-MIN_STEPS = 5
-"""Samples under which an interval over steps deserves a warning."""
+"""Launches from which on there is an interval, and a ranking."""
 
 _RESAMPLES = 2000  # the bootstrap's own error of a standard error is then 1 / sqrt(2 * 2000), under 2 %
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
@@ -37,8 +35,7 @@ class Summary:
     """A metric of one case over its launches.
 
     ``low`` and ``high`` bound the 95 % interval of ``median`` in the metric's unit; they are 0 and infinity
-    where one sample leaves nothing to estimate it from. ``n`` counts samples and ``launches`` the launches
-    that gave them.
+    under three launches. ``n`` counts samples and ``launches`` the launches that gave them.
     """
 
     median: float
@@ -68,27 +65,24 @@ def step_samples(step_times_s: Sequence[Sequence[float]]) -> Samples:
 
 
 def summarize(launches: Launches) -> Summary:
-    """The median over launches with its 95 % interval.
+    """The median of the launches' medians, from three launches on with its 95 % interval.
 
-    From three launches on, the median of the launches' medians; with fewer, the median of all steps. The
-    interval is :func:`half_width` around it on a logarithmic scale, because times are positive and their
+    The interval is :func:`half_width` around it on a logarithmic scale, because times are positive and their
     noise multiplies.
 
     Raises:
         ValueError: there is no sample, or one that is not positive and finite.
     """
-    pooled = pool(launches)
-    by_launch = len(launches) >= MIN_LAUNCHES
-    values = launch_medians(launches) if by_launch else pooled
-    median = float(np.median(values))
-    factor = exponential(half_width(standard_error(np.log(values)), len(values) - 1))
+    pooled, medians = pool(launches), launch_medians(launches)
+    median = float(np.median(medians))
+    factor = exponential(half_width(np.log(medians)))
     return Summary(
         median=median,
         low=median / factor,
         high=median * factor,
         n=len(pooled),
         launches=len(launches),
-        warnings=() if by_launch else doubts(len(launches), len(pooled)),
+        warnings=too_few(len(launches)),
     )
 
 
@@ -113,9 +107,7 @@ def launch_medians(launches: Launches) -> Samples:
 
 
 def standard_error(values: Samples) -> float:
-    """Bootstrap standard error of the median of ``values``, [n]; infinite if there is only one."""
-    if len(values) < 2:
-        return float("inf")
+    """Bootstrap standard error of the median of ``values``, [n], two or more."""
     if np.ptp(values) == 0:  # the bootstrap would return its rounding errors
         return 0.0
     drawn = stats.bootstrap(
@@ -128,8 +120,11 @@ def standard_error(values: Samples) -> float:
     return float(drawn.standard_error)
 
 
-def half_width(standard_error: float, degrees: int) -> float:
-    """Half of the 95 % interval: Student's t for ``degrees`` of freedom times the bootstrap standard error.
+def half_width(*sides: Samples) -> float:
+    """Half of the 95 % interval of the median of one side, or of the difference of two; infinite under three launches.
+
+    Student's t times the bootstrap standard error. Errors of independent sides add as squares; the smaller side's
+    degrees of freedom are the lower bound of Welch's.
 
     A percentile interval over n launches reaches no further than the most extreme of them, and so covers a
     median with a probability of at most 1 - 2**(1 - n): 75 % with three launches. The t interval with a
@@ -137,9 +132,11 @@ def half_width(standard_error: float, degrees: int) -> float:
     Statistician 69(4), 2015) widens as evidence gets scarce; for the median of 3 to 12 normal launches it
     covers 95 to 97 % in simulation.
     """
-    if degrees < 1:
+    fewest = min(map(len, sides))
+    if fewest < MIN_LAUNCHES:
         return float("inf")
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees)) * standard_error
+    error = math.hypot(*map(standard_error, sides))
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, fewest - 1)) * error
 
 
 def exponential(x: float) -> float:
@@ -147,16 +144,6 @@ def exponential(x: float) -> float:
     return math.exp(x) if x < _LARGEST_EXPONENT else float("inf")
 
 
-def doubts(launches: int, steps: int) -> tuple[str, ...]:
-    """Why an interval over ``steps`` samples of ``launches`` launches says less than it seems to."""
-    found = []
-    if launches < MIN_LAUNCHES:
-        are = "1 launch is" if launches == 1 else f"{launches} launches are"
-        found.append(
-            f"{are} too few ({MIN_LAUNCHES} needed): the interval comes from steps alone, so "
-            "launch-to-launch variation is under-sampled"
-        )
-    if steps < MIN_STEPS:
-        are = "1 step is" if steps == 1 else f"{steps} steps are"
-        found.append(f"{are} too few for an interval ({MIN_STEPS} needed)")
-    return tuple(found)
+def too_few(launches: int) -> tuple[str, ...]:
+    """Why there is no interval over so many launches; empty where there is one."""
+    return () if launches >= MIN_LAUNCHES else (f"n = {launches}: no interval",)

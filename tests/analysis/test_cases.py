@@ -5,7 +5,7 @@ import pytest
 
 from refshard.analysis.cases import BREAKDOWN, plain
 from refshard.analysis.evidence import gather
-from refshard.records import CaseRecord, Run
+from refshard.records import CaseRecord, Run, StepTrace
 from refshard.specs.case import Fidelity
 from tests.report.runs import CASES, FAILED, STRATEGIES, both, run, spec, with_record
 
@@ -37,11 +37,11 @@ def test_the_worst_state_counts_whatever_the_order() -> None:
     assert (worst.state, worst.error) == ("timeout", "too slow")
 
 
-def test_step_time_is_the_median_of_all_steps_and_the_slowest_rank_counts() -> None:
+def test_step_time_is_the_median_of_launches_and_the_slowest_rank_counts() -> None:
     yafsdp = gather(run()).cases[-1]
     assert yafsdp.metrics["step_time_s"] == pytest.approx(0.0400, rel=1e-4)
     assert yafsdp.step_time is not None
-    assert (yafsdp.step_time.n, yafsdp.step_time.launches) == (40, 2)
+    assert (yafsdp.step_time.n, yafsdp.step_time.launches) == (60, 3)
 
 
 def test_other_metrics_are_medians_over_the_rounds_that_ended_ok() -> None:
@@ -59,7 +59,7 @@ def test_a_repeated_launch_replaces_the_earlier_one() -> None:
     made = run(failed=False)
     repeated = msgspec.structs.replace(made.cases[1], state="oom")
     case = gather(msgspec.structs.replace(made, cases=(*made.cases, repeated))).cases[1]
-    assert [launch.state for launch in case.launches] == ["oom", "ok"]
+    assert [launch.state for launch in case.launches] == ["oom", "ok", "ok"]
 
 
 def test_parts_of_a_traced_step_add_up_to_it() -> None:
@@ -68,16 +68,51 @@ def test_parts_of_a_traced_step_add_up_to_it() -> None:
     assert ddp.exposed_share == pytest.approx(0.009 / 0.051)
 
 
-def test_parts_are_taken_within_a_round() -> None:
-    """Medians of compute and of communication over different rounds would give negative compute alone."""
+def test_a_row_of_traced_figures_adds_up_over_rounds() -> None:
+    """Medians of each would not: they come from different rounds, and could give negative compute alone."""
     made = run(rounds=3, failed=False)
     for round_, (compute, comm) in enumerate(((1.0, 0.9), (9.0, 8.9), (9.1, 0.1))):
         place = round_ * len(CASES) + 1
-        changed = {"compute_s": compute, "comm_s": comm, "exposed_comm_s": 0.0, "idle_s": 0.0}
+        changed = {"compute_s": compute, "comm_s": comm, "exposed_comm_s": comm / 2, "idle_s": 0.5}
         made = with_record(made, place, metrics={**made.cases[place].metrics, **changed})
-    parts = gather(made).cases[1].breakdown
+    case = gather(made).cases[1]
+    parts = case.breakdown
     assert parts is not None
-    assert parts["compute alone"] == pytest.approx(0.1)
+    assert sum(parts.values()) == pytest.approx((1.45 + 13.45 + 9.15) / 3 + 0.5)
+    assert case.metrics["overlap_ratio"] == pytest.approx(0.5)
+    assert parts["exposed communication"] == case.metrics["exposed_comm_s"] == pytest.approx((0.9 + 8.9 + 0.1) / 6)
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 4])
+def test_rates_and_the_step_time_of_a_row_add_up(rounds: int) -> None:
+    """The median of rates is not the rate of the median, of an even number of rounds."""
+    made = run(rounds=rounds, failed=False)
+    for round_ in range(rounds):
+        place, time = round_ * len(CASES) + 1, (1.0, 3.0, 2.0, 7.0)[round_]
+        rates = {"step_time_s": time, "tokens_per_s_gpu": 1024 / time, "tflops": 0.002 / time, "mfu": 0.016 / time}
+        metrics = {**made.cases[place].metrics, **rates}
+        made = with_record(made, place, step_times_s=((time,),) * 2, metrics=metrics)
+    metrics = gather(made).cases[1].metrics
+    assert metrics["step_time_s"] == {2: 2.0, 3: 2.0, 4: 2.5}[rounds]
+    for name, work in (("tokens_per_s_gpu", 1024), ("tflops", 0.002), ("mfu", 0.016)):
+        assert (metrics[name] or 0) * (metrics["step_time_s"] or 0) == pytest.approx(work)
+
+
+def test_traced_figures_have_the_range_of_their_steps() -> None:
+    """Two ranks and two steps a launch, of which the ranks' mean counts."""
+    made = run(CASES[1:2], rounds=2, failed=False)
+    for place, exposed in enumerate(((2, 4), (6, 10))):
+        steps = tuple(
+            StepTrace(rank=r, step=s, span_ns=0, compute_ns=7, comm_ns=20, exposed_ns=ns + r, idle_ns=0)
+            for s, ns in enumerate(exposed)
+            for r in range(2)
+        )
+        made = with_record(made, place, steps=steps)
+    found = gather(made).cases[0].traced_range
+    assert found["exposed_comm_s"] == pytest.approx((2.5e-9, 10.5e-9))
+    assert found["overlap_ratio"] == pytest.approx((1 - 10.5 / 20, 1 - 2.5 / 20))
+    one = with_record(run(CASES[1:2], rounds=1, failed=False), 0, steps=made.cases[0].steps[:2])
+    assert gather(one).cases[0].traced_range == {}
 
 
 def test_a_case_without_traces_has_no_parts() -> None:
@@ -228,4 +263,4 @@ def test_launches_are_records_in_the_order_of_rounds() -> None:
     made = run(failed=False)
     backwards = msgspec.structs.replace(made, cases=tuple(reversed(made.cases)))
     launches: tuple[CaseRecord, ...] = gather(backwards).cases[0].launches
-    assert [launch.round for launch in launches] == [0, 1]
+    assert [launch.round for launch in launches] == [0, 1, 2]

@@ -147,7 +147,7 @@ def test_rounds_of_two_runs_are_not_paired() -> None:
     one, other = run(CASES[1:2], rounds=3, failed=False), later(run(CASES[2:3], rounds=3, failed=False), "other")
     (apart,) = findings(gather(one, other))
     (together,) = findings(gather(run(CASES[1:3], rounds=3, failed=False)))
-    assert "fsdp2, takes 60.0 ms, 20.0 % longer (95 % interval 20.0 to 20.0 %" in together.margin
+    assert "fsdp2, takes 60.0 ms, 20.0 % longer, paired by round (95 % interval 20.0 to 20.0 %" in together.margin
     assert "fsdp2, takes 60.0 ms, 20.0 % longer (95 % interval 14.8 to 25.4 %" in apart.margin
 
 

@@ -1,6 +1,7 @@
 """``refshard history``: cases over the runs of a folder."""
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -46,17 +47,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_change_of_level_is_told_with_its_run(runs: Path) -> None:
-    told = history(runs, metric="step_time_s", suite=None, as_json=False)
-    assert "ddp-w2-llama-tiny-b4x256 on e: 1.208 times as much from run run7 on (2026-01-08, commit unknown;" in told
-    assert told.endswith("Worth a look; nothing fails by it.")
+def test_the_table_shows_each_cases_trend(runs: Path) -> None:
+    lines = history(runs, metric="step_time_s", suite=None, as_json=False).splitlines()
+    assert re.split(r"  +", lines[2].strip()) == [
+        "case", "machine", "runs", "launches per run", "first", "latest", "latest / first",
+    ]  # fmt: skip
+    (ddp,) = (line.split() for line in lines if line.startswith("ddp-w2-llama-tiny-b4x256"))
+    assert (ddp[2], ddp[3], ddp[6]) == ("14", "1", "1.216")
 
 
 def test_the_json_has_every_point_in_order_of_time(runs: Path) -> None:
     series = json.loads(history(runs, metric="step_time_s", suite="fake", as_json=True))
     assert len(series) == 3
     assert [point["run"] for point in series[0]["points"]] == [f"run{day}" for day in range(14)]
-    assert [change["run"] for change in series[0]["changes"]] == ["run7"]
+    assert {point["launches"] for point in series[0]["points"]} == {1}
 
 
 def test_what_cannot_be_read_is_left_out_and_told(

@@ -126,7 +126,7 @@ def test_on_a_terminal_a_line_a_launch_stays_and_the_bars_go() -> None:
     kept = [line.rstrip() for line in lines_of(written.getvalue()) if re.match(r"\d/2  |     \S", line)]
     assert kept[:2] == [
         "1/2  ok        40.0 ms a step  refshard-yafsdp, llama-mini, 2 ranks, round 1",
-        "2/2  failed   fsdp2-tuned, llama-mini, 2 ranks, round 2",
+        "2/2  failed   fsdp2-tuned, llama-mini, 2 ranks, round 3",
     ]
     assert kept[2].startswith("     RuntimeError: mat1 and mat2 shapes differ")
 

@@ -84,7 +84,7 @@ def folder(tmp_path: Path) -> Path:
 def test_show_prints_the_verdict_and_then_the_table(folder: Path) -> None:
     text = show(folder, as_json=False)
     assert text.startswith("* refshard-yafsdp is fastest at 40.0 ms per step.")
-    assert text.index("Caution") < text.index("llama-mini, global batch") < text.rindex("refshard-yafsdp")
+    assert text.index("not ranked") < text.index("llama-mini, global batch") < text.rindex("refshard-yafsdp")
 
 
 def test_show_as_json_is_an_array_with_an_object_per_case(folder: Path) -> None:
@@ -98,7 +98,7 @@ def test_against_a_strategy_are_ratios_with_their_intervals(folder: Path) -> Non
     text = show(folder, as_json=False, against="refshard-yafsdp")
     lines = [line.split() for line in text.splitlines()]
     (ddp,) = (line for line in lines if line and line[0] == "ddp")
-    assert ddp == ["ddp", "2", "1.25", "(1.24", "to", "1.26)", "1.83"]
+    assert ddp == ["ddp", "2", "1.25", "(1.25", "to", "1.25)", "1.83"]
     assert [line[0] for line in lines if line and line[0] in ("single", "refshard-yafsdp")] == []
 
 
@@ -106,7 +106,7 @@ def test_against_a_strategy_json_has_ratios_beside_each_case(folder: Path) -> No
     found = {row["strategy"]: row for row in json.loads(show(folder, as_json=True, against="refshard-yafsdp"))}
     ddp = found["ddp"]
     assert ddp["against"] == "refshard-yafsdp"
-    assert ddp["step_time_ratio_low"] < ddp["step_time_ratio"] < ddp["step_time_ratio_high"]
+    assert ddp["step_time_ratio_low"] <= ddp["step_time_ratio"] <= ddp["step_time_ratio_high"]
     assert (ddp["step_time_ratio"], ddp["peak_memory_ratio"]) == pytest.approx((1.25, 440 / 240), rel=1e-4)
     for name in ("single", "refshard-yafsdp", "fsdp2-tuned"):
         assert found[name]["step_time_ratio"] is found[name]["peak_memory_ratio"] is None, name
@@ -180,9 +180,9 @@ def test_what_the_model_cannot_tell_apart_is_no_order(tmp_path: Path) -> None:
     assert second.startswith("* refshard-fsdp takes 1.020 times as long as the first, and under 1.03 times the model ")
 
 
-def test_one_step_of_each_gives_no_interval(tmp_path: Path) -> None:
+def test_one_launch_of_each_ranks_nobody(tmp_path: Path) -> None:
     text = show(write(modelled("measured", 1), tmp_path / "run"), as_json=False)
-    assert "times as long as the first, but one step of each gives no interval; more steps or rounds do." in text
+    assert text.startswith("* Not ranked by time (n = 1: no interval): ddp 49.5 ms, ")
     assert "inf" not in text
 
 

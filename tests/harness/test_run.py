@@ -8,10 +8,11 @@ import pytest
 from refshard.errors import LaunchError, SpecError, StoreError
 from refshard.flops import flops_per_token
 from refshard.harness.launchers.base import Launch
+from refshard.harness.load import RankLoad
 from refshard.harness.rank import rank_file, trace_file
 from refshard.harness.run import check_suite, mark_latest, resume_run, round_order, run_suite
 from refshard.harness.store import RECORDS, read_run
-from refshard.records import DERIVED, METRICS, CaseRecord, CollectiveCount, Run
+from refshard.records import DERIVED, METRICS, CaseRecord, CollectiveCount, Load, Run
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
@@ -334,6 +335,21 @@ def test_the_longest_compilation_is_recorded_apart_from_the_steps(tmp_path: Path
 
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
     assert (found["ddp"].compile_s, found["single"].compile_s) == (21.0, None)
+
+
+def test_how_busy_the_machine_was_is_recorded_of_all_ranks(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> Launch:
+        for rank in range(case.world_size):
+            seen = RankLoad(
+                host="h", cores=2, probe_before_s=0.05, probe_after_s=(0.06, 0.07)[rank], wall_s=2.0, own_cpu_s=1.0,
+                host_cpu_s=3.0,
+            )  # fmt: skip
+            write_rank(case, folder, rank, load=seen if case.strategy == "ddp" else None)
+        return Launch()
+
+    found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
+    assert found["ddp"].load == Load(probe_before_s=0.05, probe_after_s=0.07, other_cores=0.5, cores=2)
+    assert found["single"].load is None
 
 
 def test_what_a_strategy_cannot_do_is_unsupported_with_its_reason(tmp_path: Path) -> None:

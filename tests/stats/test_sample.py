@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refshard.stats.sample import Samples, standard_error, step_samples, summarize
+from refshard.stats.sample import MIN_LAUNCHES, Samples, standard_error, step_samples, summarize
 
 times = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12).map(lambda values: np.array(values))
 launches = st.lists(times, min_size=1, max_size=6).map(lambda found: dict(enumerate(found)))
@@ -26,29 +26,29 @@ def test_ranks_of_unequal_length_are_refused() -> None:
         step_samples(((1.0, 5.0), (2.0,)))
 
 
-def test_from_three_launches_on_the_launch_is_the_sample() -> None:
+def test_the_launch_is_the_sample() -> None:
     """A launch with many slow steps counts once: its median is one of three."""
     found = summarize({0: np.full(3, 1.0), 1: np.full(3, 2.0), 2: np.full(100, 9.0)})
     assert (found.median, found.n, found.launches, found.warnings) == (2.0, 106, 3, ())
 
 
-def test_with_two_launches_the_steps_are_pooled_and_a_warning_says_so() -> None:
+def test_two_launches_have_a_median_and_no_interval() -> None:
     found = summarize({0: np.array([1.0, 2.0, 3.0]), 1: np.array([4.0, 5.0])})
-    assert (found.median, found.n, found.launches) == (3.0, 5, 2)
-    assert found.warnings == (
-        "2 launches are too few (3 needed): the interval comes from steps alone, so launch-to-launch "
-        "variation is under-sampled",
-    )
+    assert (found.median, found.n, found.launches) == (3.25, 5, 2)
+    assert (found.low, found.high) == (0.0, math.inf)
+    assert found.warnings == ("n = 2: no interval",)
 
 
-def test_one_step_leaves_the_interval_unbounded() -> None:
-    found = summarize({0: np.array([2.0])})
-    assert (found.median, found.low, found.high) == (2.0, 0.0, math.inf)
-    assert found.warnings[-1] == "1 step is too few for an interval (5 needed)"
+@settings(max_examples=60, deadline=None)
+@given(st.lists(times, min_size=1, max_size=MIN_LAUNCHES - 1))
+def test_steps_alone_never_make_an_interval(found: list[Samples]) -> None:
+    summary = summarize(dict(enumerate(found)))
+    assert (summary.low, summary.high) == (0.0, math.inf)
+    assert summary.warnings == (f"n = {len(found)}: no interval",)
 
 
-def test_equal_samples_leave_no_interval() -> None:
-    found = summarize({0: np.full(20, 0.25)})
+def test_equal_launches_leave_an_interval_without_width() -> None:
+    found = summarize(dict.fromkeys(range(3), np.full(20, 0.25)))
     assert (found.low, found.median, found.high) == (0.25, 0.25, 0.25)
 
 

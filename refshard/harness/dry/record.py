@@ -3,24 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 
 from refshard.errors import SpecError
 from refshard.fakecuda.build import extension
-from refshard.flops import flops_per_token, formula
-from refshard.harness.assemble import (
-    counts,
-    failed_announcement,
-    failed_units,
-    recompute_words,
-    timeout_text,
-    without_home,
-)
+from refshard.flops import flops_per_token
 from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
+from refshard.harness.failure import timeout_text, without_home
 from refshard.harness.launchers.base import Job, Launch, Launcher
 from refshard.harness.measure import CONVENTION
+from refshard.harness.metrics import complete, flops_words, rates, recompute_words, traced_parts
+from refshard.harness.proof import counts, failed_announcement, failed_units
 from refshard.harness.rank import trace_file
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, CaseRecord, Proof
@@ -31,7 +25,6 @@ from refshard.specs.hardware import Dtype
 from refshard.specs.model import load_model
 
 NOT_CLAIMED = "not claimed: a dry run computes no values"
-NS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +170,7 @@ def _named(blank: CaseRecord, results: Sequence[DryResult]) -> CaseRecord:
         blank,
         device=hardware.device_name,
         backend="nccl",
-        flops_convention=f"{CONVENTION}: {formula(CONVENTION, case.workload, case.tuning)}",
+        flops_convention=flops_words(case),
         flops_per_token=float(flops_per_token(model, case.seq_len, CONVENTION, case.workload, case.tuning)),
         recompute=recompute_words(case, model),
         peak_flops_per_s=hardware.matmul[_dtype(case)].peak,
@@ -215,21 +208,7 @@ def _peaks(results: Sequence[DryResult]) -> dict[str, float | None]:
 
 
 def _metrics(record: CaseRecord, results: Sequence[DryResult]) -> dict[str, float | None]:
-    case, steps = record.case, record.steps
-    step_s = max(step for (step,) in record.step_times_s)
-    tokens_per_s = case.global_batch * case.seq_len / step_s / case.world_size
-    flops_per_s = tokens_per_s * (record.flops_per_token or 0)
+    steps, step_s = record.steps, max(step for (step,) in record.step_times_s)
     comm_ns, exposed_ns = sum(step.comm_ns for step in steps), sum(step.exposed_ns for step in steps)
-    found: dict[str, float | None] = {
-        "step_time_s": step_s,
-        "tokens_per_s_gpu": tokens_per_s,
-        "tflops": flops_per_s / 1e12,
-        "mfu": flops_per_s / record.peak_flops_per_s if record.peak_flops_per_s else None,
-        **_peaks(results),
-        "compute_s": fmean(step.compute_ns for step in steps) / NS,
-        "comm_s": fmean(step.comm_ns for step in steps) / NS,
-        "exposed_comm_s": fmean(step.exposed_ns for step in steps) / NS,
-        "overlap_ratio": 1 - exposed_ns / comm_ns if comm_ns else None,
-        "idle_s": fmean(step.idle_ns for step in steps) / NS,
-    }
-    return {name: found.get(name) for name in METRICS.keys() - DERIVED}
+    overlap = 1 - exposed_ns / comm_ns if comm_ns else None
+    return complete({**rates(record, step_s), **_peaks(results), **traced_parts(steps), "overlap_ratio": overlap})

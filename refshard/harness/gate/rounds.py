@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from refshard.harness.assemble import Peers
 from refshard.harness.gate.series import kind, launch_series
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.measure import RankResult
+from refshard.harness.proof import Peers
 from refshard.harness.rank import rank_file
 from refshard.harness.run import Observer, launch_case, launch_name, launching
 from refshard.harness.store import RunWriter

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from refshard.harness.assemble import Peers, assemble
+from refshard.harness.assemble import assemble
 from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.proof import Peers
 from refshard.harness.rank import SERIES_FILE, series_folder
 from refshard.harness.run import blank_record, fresh_folder
 from refshard.records import CaseRecord, RunRecord

@@ -15,6 +15,8 @@ from refshard.analysis.cases import Case
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence, machine
 from refshard.quantities import format_percent
+from refshard.report.run.busy import busy_between
+from refshard.report.run.intervals import no_interval, ratio_text
 from refshard.report.run.verdict import listed
 from refshard.report.run.views import format_metric
 from refshard.specs.case import REPEATING, CaseSpec, Fidelity
@@ -30,7 +32,7 @@ MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """One case beside itself in the baseline; ``why_not`` says why there is no ratio of times. ``exact`` are the exact
+    """One case beside itself in the baseline; ``why_not`` says why times are not compared. ``exact`` are the exact
     metrics that changed, None where there are none to compare.
     """
 
@@ -44,7 +46,7 @@ class Changed:
     @property
     def outcome(self) -> Outcome:
         """What its time says: unknown where the interval holds both no change and a relevant one."""
-        if self.ratio is None:
+        if self.ratio is None or self.why_not:
             return "not compared"
         low, high = (self.interval.low, self.interval.high) if self.interval else (self.ratio, self.ratio)
         if low >= 1 - RELEVANT and high <= 1 + RELEVANT:
@@ -100,7 +102,8 @@ def _changed(case: Case, before: Case) -> Changed:
     else:
         interval = compared(before, case)
         ratio = interval.ratio if interval else mine / its
-        return Changed(case=case, before=before, ratio=ratio, interval=interval, why_not="", exact=exact)
+        why_not = "" if interval is None or interval.bounded else no_interval(interval)
+        return Changed(case=case, before=before, ratio=ratio, interval=interval, why_not=why_not, exact=exact)
     return Changed(case=case, before=before, ratio=None, interval=None, why_not=why_not, exact=exact)
 
 
@@ -132,6 +135,12 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         if here:
             more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
             sentences.append(f"Against {baseline}, {outcome}: {'; '.join(map(_told, here[:MOST_NAMED]))}{more}.")
+    if busy := busy_between(
+        (one.before, one.case, one.ratio - 1)
+        for one in found
+        if one.ratio and one.interval and one.outcome in ("slower", "faster", "not compared")
+    ):
+        sentences.append(busy)
     if broke := [one.case.full_label for one in found if one.before.ok and not one.case.ok]:
         sentences.append(f"Ended ok in {baseline} and not here: {listed(broke)}.")
     if moved := [(one, one.exact) for one in found if one.exact]:
@@ -141,12 +150,13 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
             f"Exact metrics changed in {len(moved)} of {len(found)} cases, for the worse or without a better direction "
             f"in {regressed}; the first: {first.case.full_label}, {_exact_words(exact[0])}."
         )
+    reasons = dict.fromkeys(one.why_not for one in found if one.outcome == "not compared")
     rest = [
         f"{counts[outcome]} {words}"
         for outcome, words in (
             ("unchanged", f"within {RELEVANT:.1%}".replace("%", " %")),
             ("unknown", "too noisy to tell"),
-            ("not compared", "not compared by time"),
+            ("not compared", f"not compared by time ({'; '.join(reasons)})"),
         )
         if counts[outcome]
     ]
@@ -162,7 +172,7 @@ def _told(one: Changed) -> str:
 
 
 def _interval(one: Changed) -> str:
-    if one.interval is None or one.interval.high == float("inf"):
+    if one.interval is None:
         return ""
     return f" (times {one.interval.low:.3f} to {one.interval.high:.3f})"
 
@@ -174,7 +184,7 @@ def _doubts(found: Sequence[Changed], evidence: Evidence, baseline: Evidence) ->
             "The two were not measured in turns, so a drift of the machine between them looks like a change; "
             "refshard gate measures both in paired rounds"
         )
-    warnings = dict.fromkeys(w for one in found if one.interval for w in one.interval.warnings)
+    warnings = dict.fromkeys(w for one in found if one.interval and not one.why_not for w in one.interval.warnings)
     doubts += list(warnings)
     keys: list[set[tuple[CaseSpec, Fidelity]]] = [{(c.spec, c.fidelity) for c in e.cases} for e in (evidence, baseline)]
     for only, where in ((keys[0] - keys[1], "here only"), (keys[1] - keys[0], "in the baseline only")):
@@ -200,11 +210,7 @@ def _row(one: Changed) -> dict[str, str]:
 def _ratio(one: Changed) -> str:
     if one.ratio is None:
         return one.why_not
-    if one.interval is None:
-        return f"{one.ratio:.3f}"
-    if one.interval.high == float("inf"):
-        return f"{one.ratio:.3f} (no interval)"
-    return f"{one.ratio:.3f} ({one.interval.low:.3f} to {one.interval.high:.3f})"
+    return f"{one.ratio:.3f}" if one.interval is None else ratio_text(one.interval, digits=3)
 
 
 def _exact_words(change: Change) -> str:

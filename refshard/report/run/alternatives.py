@@ -9,7 +9,7 @@ from refshard.report.run.views import format_metric, losses
 
 
 def bars(setting: Setting, metric: str) -> str:
-    """Best and worst strategy at each world size."""
+    """The range at each world size; the verdict says which leads count."""
     told = [_extremes(setting, world_size, metric) for world_size in setting.world_sizes]
     present = [sentence for sentence in told if sentence]
     if not present:
@@ -31,7 +31,7 @@ def _extremes(setting: Setting, world_size: int, metric: str) -> str:
         return f"{lead} {format_metric(metric, found[least])} for every strategy."
     ends = (least, most) if METRICS[metric].better != "higher" else (most, least)
     best, worst = (f"{format_metric(metric, found[name])} ({name})" for name in ends)
-    return f"{lead} from {best}, the best, to {worst}."
+    return f"{lead} from {best} to {worst}."
 
 
 def breakdown(setting: Setting) -> str:

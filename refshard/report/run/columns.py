@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from refshard.analysis.busy import loads, within_launch
 from refshard.analysis.cases import Case
 from refshard.analysis.proof import bit_identical, bits_note, parity_note, proof_summary
 from refshard.records import METRICS
@@ -54,6 +55,10 @@ COLUMNS: dict[str, Callable[[Case], object]] = {
     "step_time_high_s": lambda case: _interval(case)[1],
     "compile_s": lambda case: case.compile_s,
     "host_waits": lambda case: _host_waits(case),
+    "probe_drift": lambda case: drift.size if (drift := within_launch(case)) else None,
+    "other_cores": lambda case: max(
+        (x for load in loads(case).values() if (x := load.other_cores) is not None), default=None
+    ),
     "flops_convention": lambda case: case.launches[0].flops_convention,
     "recompute": lambda case: case.launches[0].recompute,
     "peak_flops_per_s": lambda case: case.launches[0].peak_flops_per_s,

@@ -16,6 +16,7 @@ from refshard.analysis.ratios import Ratio, ratios
 from refshard.report.draw.charts import THEME, Chart, chart, label_text
 from refshard.report.draw.palette import DASHES, INK, MARKERS
 from refshard.report.run.charts import colour
+from refshard.report.run.intervals import ratio_text
 
 BASELINE = "ddp"
 """What others are held against: the strategy that shards nothing."""
@@ -91,7 +92,7 @@ def _row(ratio: Ratio) -> dict[str, str]:
     return {
         "case": ratio.case.full_label,
         "tokens a rank": f"{tokens(ratio.case):,}",
-        "step time / ddp's": f"{time.ratio:.2f} ({time.low:.2f} to {time.high:.2f})",
+        "step time / ddp's": ratio_text(time),
         "peak memory / ddp's": "-" if memory is None else f"{memory:.2f}",
     }
 

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from refshard.analysis.cases import Case
 from refshard.analysis.evidence import Evidence, machine
-from refshard.analysis.history import Series, changes_told, series_of
+from refshard.analysis.history import Series, launches_told, series_of
 from refshard.quantities import format_seconds
 from refshard.records import Run
 from refshard.report.draw.charts import THEME, Chart, chart, label_text
@@ -21,12 +21,11 @@ _METRIC = "step_time_s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverRuns:
-    """Cases that several runs measured: a row each with its case here, a drawing, advice."""
+    """Cases that several runs measured: a row each with its case here, and a drawing."""
 
     table: pd.DataFrame
     cases: tuple[Case, ...]
     chart: Chart
-    changes: tuple[str, ...]
 
 
 def over_runs(runs: Sequence[Run], evidence: Evidence) -> OverRuns | None:
@@ -48,7 +47,6 @@ def over_runs(runs: Sequence[Run], evidence: Evidence) -> OverRuns | None:
         table=pd.DataFrame([_row(one) for one in every]),
         cases=tuple(of.values()),
         chart=chart("history", "step time over runs", _draw(runs, shown, of), told),
-        changes=changes_told(every),
     )
 
 
@@ -61,10 +59,10 @@ def _row(series: Series) -> dict[str, str]:
         "case": series.case,
         "machine": series.environment,
         "runs": str(len(series.points)),
+        "launches per run": launches_told(series),
         "first": format_seconds(series.points[0].value),
         "latest": format_seconds(series.points[-1].value),
         "latest / first": f"{_moved(series):.3f}",
-        "changes of level": str(len(series.changes)),
     }
 
 

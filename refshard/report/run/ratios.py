@@ -1,15 +1,13 @@
 """Ratios to one strategy as tables, for a terminal and for a page."""
 
-import math
-
 import pandas as pd
 from tabulate import tabulate
 
 from refshard.analysis.cases import plain
 from refshard.analysis.evidence import Evidence, Setting
-from refshard.analysis.ratios import ratios
+from refshard.analysis.ratios import Ratio, ratios
 from refshard.errors import SpecError, nearest
-from refshard.stats.compare import Comparison
+from refshard.report.run.intervals import ratio_text
 
 
 def pair_rows(evidence: Evidence) -> pd.DataFrame:
@@ -22,7 +20,7 @@ def pair_rows(evidence: Evidence) -> pd.DataFrame:
             {
                 "case": ratio.case.full_label,
                 "beside": evidence.strategies[0],
-                "step time ratio": _interval(ratio.step_time),
+                "step time ratio": _time(ratio),
                 "peak memory ratio": _times(ratio.peak_memory),
             }
             for ratio in every
@@ -51,22 +49,22 @@ def terminal_ratios(evidence: Evidence, peer: str) -> str:
 
 
 def _table(setting: Setting, peer: str) -> str:
+    found = ratios(setting, peer)
     rows = [
-        (ratio.case.strategy, ratio.case.spec.world_size, _interval(ratio.step_time), _times(ratio.peak_memory))
-        for ratio in ratios(setting, peer)
+        (ratio.case.strategy, ratio.case.spec.world_size, _time(ratio), _times(ratio.peak_memory)) for ratio in found
     ]
     if not rows:
         return ""
-    headers = ["strategy", "ranks", f"step time / {peer}'s\n(95 % interval)", f"peak memory\n/ {peer}'s"]
+    paired = "\npaired by round" if all(r.step_time is None or r.step_time.paired for r in found) else ""
+    headers = [
+        "strategy", "ranks", f"step time / {peer}'s{paired}\n(95 % interval)", f"peak memory\n/ {peer}'s{paired}"
+    ]  # fmt: skip
     table = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=["left", *["right"] * 3])
     return f"{plain(setting.label)}\n\n{table}"
 
 
-def _interval(comparison: Comparison | None) -> str:
-    if comparison is None:
-        return "-"
-    ends = f" ({comparison.low:.2f} to {comparison.high:.2f})" if math.isfinite(comparison.high) else ""
-    return f"{comparison.ratio:.2f}{ends}"
+def _time(ratio: Ratio) -> str:
+    return "-" if ratio.step_time is None else ratio_text(ratio.step_time)
 
 
 def _times(ratio: float | None) -> str:

@@ -5,12 +5,14 @@ import statistics
 from dataclasses import dataclass
 from itertools import combinations
 
+from refshard.analysis.busy import loads, within_launch
 from refshard.analysis.cases import FIDELITY, Case
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence
 from refshard.analysis.proof import bit_identical, parity_note, proof_summary
 from refshard.quantities import format_percent
 from refshard.records import parity_tolerance
+from refshard.report.run.intervals import no_interval
 from refshard.report.run.verdict import findings
 from refshard.report.run.views import format_metric
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
@@ -45,6 +47,7 @@ def trust(evidence: Evidence, noise: Noise | None = None) -> tuple[Fact, ...]:
         _fidelity(finished),
         _noise(finished),
         _visible(evidence),
+        _busy(finished),
         _itself(noise, several=len({run.header.environment.id for run in evidence.runs}) > 1),
         _completeness(evidence),
     )
@@ -131,25 +134,24 @@ def _fidelity(finished: tuple[Case, ...]) -> Fact:
 
 def _noise(finished: tuple[Case, ...]) -> Fact:
     sampled = [case for case in finished if case.step_time and case.fidelity not in REPEATING]
-    summaries = [summary for case in sampled if (summary := case.step_time) and math.isfinite(summary.high)]
+    summaries = [summary for case in sampled if (summary := case.step_time)]
     calculated = finished and all(case.fidelity in REPEATING for case in finished)
-    if not summaries:
-        return Fact(
-            label="Noise",
-            value="none" if calculated else "unknown",
-            detail="times are calculated" if calculated else "no two steps were sampled",
-            good=None if calculated else False,
-        )
-    typical = statistics.median(summary.high / summary.median - 1 for summary in summaries)
-    rounds = min(summary.launches for summary in summaries)
-    launches = f"{rounds} round{'' if rounds == 1 else 's'}"
-    enough = rounds >= MIN_LAUNCHES
-    remark = "" if enough else f"; under {MIN_LAUNCHES} rounds, launch-to-launch variation is under-sampled"
+    detail = "typical half-width of a step time's 95 % interval"
+    if calculated:
+        return Fact(label="Noise", value="none", detail="times are calculated")
+    widths = [summary.high / summary.median - 1 for summary in summaries if math.isfinite(summary.high)]
+    if not widths:
+        few = min(summaries, key=lambda summary: summary.launches, default=None)
+        told = f"{no_interval(few)}; {MIN_LAUNCHES} rounds give one" if few else "no step was sampled"
+        return Fact(label="Noise", value="unknown", detail=told, good=False)
+    typical, rounds = statistics.median(widths), min(s.launches for s in summaries if math.isfinite(s.high))
+    without = len(summaries) - len(widths)
+    remark = f"; {without} {'case has' if without == 1 else 'cases have'} none" if without else ""
     return Fact(
         label="Noise",
-        value=f"± {format_percent(typical)} over {launches}",
-        detail=f"typical half-width of a step time's 95 % interval{remark}",
-        good=enough and typical <= NOISE_LIMIT,
+        value=f"± {format_percent(typical)} over {rounds} rounds",
+        detail=f"{detail}{remark}",
+        good=not without and typical <= NOISE_LIMIT,
     )
 
 
@@ -166,6 +168,22 @@ def _visible(evidence: Evidence) -> Fact:
         return Fact(label=label, value="unknown", detail=f"{detail}; no two cases have one")
     typical = statistics.median(known)
     return Fact(label=label, value=f"± {format_percent(typical)}", detail=detail, good=typical <= NOISE_LIMIT)
+
+
+def _busy(finished: tuple[Case, ...]) -> Fact:
+    """How the machine changed while launches were timed; whether that matters is for the verdict to say."""
+    label = "Machine while timing"
+    drifts = [drift.size for case in finished if (drift := within_launch(case))]
+    if not drifts:
+        return Fact(label=label, value="not recorded", detail="calculated times, or records of before it was probed")
+    others = [load for case in finished for load in loads(case).values() if load.other_cores is not None]
+    most = max(others, key=lambda load: load.other_cores or 0.0, default=None)
+    told = f"; other processes used at most {most.other_cores:.1f} of {most.cores} cores" if most else ""
+    return Fact(
+        label=label,
+        value=f"drifted by at most {format_percent(max(drifts))}",
+        detail=f"a fixed matrix product before and after the timed steps of a launch{told}",
+    )
 
 
 def _itself(noise: Noise | None, *, several: bool) -> Fact:

@@ -1,20 +1,20 @@
 """The findings of a run in words: who is fastest and leanest, by how much, why, and how far to trust it."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refshard.analysis.cases import FIDELITY, Case, plain, ranks
-from refshard.analysis.contests import ALIKE, Contest, Rival, contests, step_time
+from refshard.analysis.contests import ALIKE, RELEVANT, Contest, Rival, contests, step_time
 from refshard.analysis.evidence import Evidence
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run
+from refshard.report.run.busy import busy_in
+from refshard.report.run.intervals import interval_text, no_interval, pairing
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
 from refshard.stats.compare import Comparison
+from refshard.stats.sample import too_few
 
-RELEVANT = 0.01
-"""Difference of step times under which a significant one is called small."""
 MANY = 4
 """Contests from which on a sentence sums them up."""
 _ERROR_LENGTH = 120
@@ -26,7 +26,7 @@ class Finding:
     """The outcome of one contest: a title, sentences, and doubts about them.
 
     ``cases`` are those of the contest, references and those that did not end ok included. ``fastest`` and ``leanest``
-    name who leads, several where none is alone; empty where nothing is to be ranked.
+    name who leads, several where none is alone; empty where nothing is ranked.
     """
 
     title: str
@@ -37,12 +37,13 @@ class Finding:
     margin: str
     memory: str
     why: str
+    busy: str
     caveats: tuple[str, ...]
 
     @property
     def sentences(self) -> tuple[str, ...]:
         """The outcome's sentences that are there."""
-        return tuple(sentence for sentence in (self.speed, self.margin, self.memory, self.why) if sentence)
+        return tuple(sentence for sentence in (self.speed, self.margin, self.busy, self.memory, self.why) if sentence)
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
@@ -67,11 +68,12 @@ def _has_rivals(finding: Finding) -> bool:
 
 
 def _tally(leads: Sequence[tuple[str, ...]]) -> str:
-    """How often who led alone, most often first, and in how many contests nobody did."""
+    """How often who led alone, most often first, and in how many contests nobody did, or nobody was ranked."""
     alone = Counter(names[0] for names in leads if len(names) == 1)
     told = [f"{name} in {count}" for name, count in sorted(alone.items(), key=lambda item: (-item[1], item[0]))]
-    shared = len(leads) - alone.total()
-    return ", ".join([*told, *([f"nobody alone in {shared}"] if shared else [])])
+    shared, unranked = sum(len(names) > 1 for names in leads), sum(not names for names in leads)
+    told += [f"nobody alone in {shared}"] if shared else []
+    return ", ".join([*told, *([f"not ranked in {unranked}"] if unranked else [])])
 
 
 def unranked(evidence: Evidence) -> tuple[str, ...]:
@@ -145,6 +147,7 @@ def _finding(contest: Contest) -> Finding:
         margin=_margin(contest),
         memory=_memory(contest),
         why=_why(contest),
+        busy=busy_in(contest),
         caveats=tuple(dict.fromkeys((*_apart(contest.contenders), *_doubts(contest.rivals)))),
     )
 
@@ -161,11 +164,15 @@ def _doubts(rivals: Sequence[Rival]) -> tuple[str, ...]:
 
 
 def _speed(contest: Contest) -> str:
-    if contest.winner is None:
+    if not contest.contenders:
         return "No strategy finished, so there is nothing to rank."
+    if len(contest.contenders) == 1:
+        (alone,) = contest.contenders
+        time = format_seconds(step_time(alone))
+        return f"{alone.strategy} is the only strategy here that finished: {time} per step{_few((alone,))}."
+    if contest.winner is None:
+        return _by_time(contest.contenders)
     time = format_seconds(step_time(contest.winner))
-    if not contest.rivals:
-        return f"{contest.winner.strategy} is the only strategy here that finished: {time} per step."
     if not contest.tied:
         return f"{contest.winner.strategy} is fastest at {time} per step."
     names = listed([case.strategy for case in contest.fastest])
@@ -174,35 +181,48 @@ def _speed(contest: Contest) -> str:
 
 
 def _margin(contest: Contest) -> str:
-    """By how much the first rival that is beaten is slower, and how narrowly the tied ones are not."""
+    """By how much the first rival that is beaten is slower, how narrowly the tied ones are not, and who is unranked."""
     told = []
     if contest.tied:
         last = contest.tied[-1]
         told.append(
-            f"{last.case.strategy} takes {last.ratio:.3f} times as long as the first, {_tied(last.comparison)}."
+            f"{last.case.strategy} takes {last.ratio:.3f} times as long as the first{pairing(last.comparison)}, "
+            f"{_tied(last.comparison)}."
         )
     if contest.runner_up:
         told.append(_behind("The next" if contest.tied else "The runner-up", contest.runner_up))
+    if contest.winner and len(contest.ranked) < len(contest.contenders):
+        told.append(_by_time([case for case in contest.contenders if case not in contest.ranked]))
     return " ".join(told)
+
+
+def _by_time(cases: Sequence[Case]) -> str:
+    """Step times of cases that nothing ranks, in the suite's order."""
+    times = listed([f"{case.strategy} {format_seconds(step_time(case))}" for case in cases])
+    return f"Not ranked by time{_few(cases)}: {times} per step."
+
+
+def _few(cases: Sequence[Case]) -> str:
+    """In brackets, of how few launches the cases are; nothing of what is calculated."""
+    launches = [len(case.samples) for case in cases if case.fidelity not in REPEATING]
+    return "".join(f" ({words})" for words in too_few(min(launches))) if launches else ""
 
 
 def _tied(comparison: Comparison | None) -> str:
     """Why a ratio does not count."""
     if comparison is None:
         return f"and under {1 + ALIKE:g} times the model cannot tell them apart"
-    if not math.isfinite(comparison.high):
-        return "but one step of each gives no interval; more steps or rounds do"
-    return f"but the {_interval(comparison, as_ratio=True)} includes 1; more rounds narrow it"
+    if not comparison.bounded:
+        return no_interval(comparison)
+    return f"but the {interval_text(comparison, as_ratio=True)} includes 1; more rounds narrow it"
 
 
 def _behind(place: str, rival: Rival) -> str:
     time = format_seconds(step_time(rival.case))
-    sentence = f"{place}, {rival.case.strategy}, takes {time}, {_longer(rival.ratio)}"
+    sentence = f"{place}, {rival.case.strategy}, takes {time}, {_longer(rival.ratio)}{pairing(rival.comparison)}"
     if rival.comparison is None:
-        fidelity = rival.case.fidelity
-        why = f"{spelled(fidelity)}, so" if fidelity in REPEATING else "without samples"
-        return f"{sentence} ({why} there is no interval)."
-    interval = _interval(rival.comparison, as_ratio=rival.ratio >= _TIMES)
+        return f"{sentence} ({spelled(rival.case.fidelity)}, so there is no interval)."
+    interval = interval_text(rival.comparison, as_ratio=rival.ratio >= _TIMES)
     size = "significant" if abs(rival.ratio - 1) >= RELEVANT else f"significant, but under {RELEVANT:.0%}"
     return f"{sentence} ({interval}; {size})."
 
@@ -211,13 +231,6 @@ def _longer(ratio: float) -> str:
     if ratio >= _TIMES:
         return f"{ratio:.1f} times as long"
     return f"{format_percent(ratio - 1)} longer"
-
-
-def _interval(comparison: Comparison, *, as_ratio: bool) -> str:
-    if as_ratio:
-        return f"95 % interval {comparison.low:.3f} to {comparison.high:.3f}"
-    low = format_percent(comparison.low - 1).removesuffix(" %")
-    return f"95 % interval {low} to {format_percent(comparison.high - 1)}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -245,19 +258,23 @@ def _memory(contest: Contest) -> str:
     return f"{told} The next, {rest[0].strategy}, needs {format_bytes(peaks[rest[0]])}, {more} more."
 
 
+_PARTS = {"compute": "compute_s", "exposed communication": "exposed_comm_s", "idle time": "idle_s"}
+
+
 def _why(contest: Contest) -> str:
-    """Where the first beaten rival loses the most, from the traced pass of both; empty where tracing does not tell."""
+    """Where the first beaten rival loses the most, from the traced pass of both; empty where tracing does not tell:
+    there the traced steps of the two overlap in that part.
+    """
     winner, beaten = contest.winner, contest.runner_up
-    if winner is None or beaten is None:
+    if winner is None or beaten is None or winner.breakdown is None or beaten.case.breakdown is None:
         return ""
-    mine, theirs = winner.breakdown, beaten.case.breakdown
-    if mine is None or theirs is None:
-        return ""
-    parts, others = _parts(mine), _parts(theirs)
+    parts, others = (
+        {part: case.metrics[name] or 0.0 for part, name in _PARTS.items()} for case in (winner, beaten.case)
+    )
     total = sum(others.values()) - sum(parts.values())
     most = max(parts, key=lambda part: others[part] - parts[part])
     lost = others[most] - parts[most]
-    if total <= 0 or lost <= 0:
+    if total <= 0 or lost <= 0 or _overlap(winner, beaten.case, _PARTS[most]):
         return ""
     share = "Most" if lost > total / 2 else "The largest part"
     return (
@@ -266,13 +283,10 @@ def _why(contest: Contest) -> str:
     )
 
 
-def _parts(breakdown: dict[str, float]) -> dict[str, float]:
-    """Compute, under communication or not; exposed communication; and idle time, s."""
-    return {
-        "compute": breakdown["compute alone"] + breakdown["overlapped communication"],
-        "exposed communication": breakdown["exposed communication"],
-        "idle time": breakdown["idle"],
-    }
+def _overlap(winner: Case, beaten: Case, metric: str) -> bool:
+    """Whether a traced step of the one that lost took no longer in this part than one of the winner's."""
+    mine, theirs = winner.traced_range.get(metric), beaten.traced_range.get(metric)
+    return mine is not None and theirs is not None and theirs[0] <= mine[1]
 
 
 def _unranked(case: Case) -> str:

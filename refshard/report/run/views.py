@@ -22,6 +22,7 @@ from refshard.quantities import (
 )
 from refshard.records import METRICS, CaseRecord, CollectiveCount
 from refshard.report.run.columns import Row, values
+from refshard.report.run.intervals import no_interval
 from refshard.report.run.verdict import verdict
 from refshard.specs.case import REPEATING
 from refshard.stats.sample import Summary
@@ -29,13 +30,16 @@ from refshard.stats.sample import Summary
 MISSING = "-"
 TERMINAL_COLUMNS = 120
 """Width at which sentences wrap in a terminal; the table may take 140."""
+_STEP_TIME = "step time (95 % interval)"
+_RANGED = "exposed communication [traced steps]"
 _TERMINAL_HEADERS = {
-    "step time (95 % interval)": "step time\n(95 % interval)",
+    _STEP_TIME: "step time\n(95 % interval)",
     "tokens/s/GPU": "tokens/s\n/GPU",
     "compile time": "compile\ntime",
     "peak memory": "peak\nmemory",
     "peak reserved": "peak\nreserved",
     "exposed communication": "exposed comm.\n(of step)",
+    _RANGED: "exposed comm.\n(of step)\n[traced steps]",
     "overlap ratio": "overlap\nratio",
     "overlap efficiency": "overlap\nefficiency",
     "loss parity": "loss\nparity",
@@ -86,7 +90,7 @@ def step_time_text(summary: Summary | None, fallback: float | None = None) -> st
         return format_metric("step_time_s", fallback)
     median = format_seconds(summary.median)
     if not math.isfinite(summary.high):
-        return f"{median} (no interval)"
+        return f"{median} ({no_interval(summary)})"
     low, high = format_seconds(summary.low), format_seconds(summary.high)
     unit = median.rpartition(" ")[2]
     if low.endswith(f" {unit}") and high.endswith(f" {unit}"):
@@ -107,6 +111,8 @@ def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
         dropped.append("peak reserved")
     if not any(case.fidelity == "measured" for case in members):
         dropped.append("loss parity")
+    if any(case.traced_range for case in members):
+        table = table.rename(columns={"exposed communication": _RANGED})
     return table.drop(columns=dropped, errors="ignore")
 
 
@@ -120,7 +126,7 @@ def _summary_row(case: Case) -> Row:
         "strategy": case.strategy,
         "ranks": f"{case.spec.world_size:,}",
         "state": case.state,
-        "step time (95 % interval)": step_time_text(_sampled(case), case.metrics["step_time_s"]),
+        _STEP_TIME: step_time_text(_sampled(case), case.metrics["step_time_s"]),
         "compile time": MISSING if case.compile_s is None else format_seconds(case.compile_s),
         "tokens/s/GPU": format_metric("tokens_per_s_gpu", case.metrics["tokens_per_s_gpu"]),
         "TFLOPS": format_metric("tflops", case.metrics["tflops"]),
@@ -128,7 +134,7 @@ def _summary_row(case: Case) -> Row:
         "peak memory": format_metric("peak_memory_bytes", case.metrics["peak_memory_bytes"]),
         "peak reserved": format_metric("peak_reserved_bytes", case.metrics["peak_reserved_bytes"]),
         "exposed communication": exposed_text(case),
-        "overlap ratio": format_metric("overlap_ratio", case.metrics["overlap_ratio"]),
+        "overlap ratio": overlap_text(case),
         "overlap efficiency": format_metric("overlap_efficiency", case.metrics["overlap_efficiency"]),
         "loss parity": format_metric("loss_parity", case.metrics["loss_parity"]),
     }
@@ -140,11 +146,29 @@ def _sampled(case: Case) -> Summary | None:
 
 
 def exposed_text(case: Case) -> str:
-    """Exposed communication and its share of the traced step; "-" for a case that does not communicate."""
+    """Exposed communication, its share of the traced step and the range of the traced steps; "-" for a case that does
+    not communicate.
+    """
     if not case.metrics["comm_s"]:
         return MISSING
     exposed, share = format_metric("exposed_comm_s", case.metrics["exposed_comm_s"]), case.exposed_share
-    return exposed if share is None else f"{exposed} ({format_percent(share)})"
+    return (exposed if share is None else f"{exposed} ({format_percent(share)})") + _exposed_range(case)
+
+
+def overlap_text(case: Case) -> str:
+    """Overlap ratio and the range of the traced steps."""
+    ends = (format_percent(end, 0) for end in case.traced_range.get("overlap_ratio", ()))
+    return format_metric("overlap_ratio", case.metrics["overlap_ratio"]) + _range(*ends)
+
+
+def _exposed_range(case: Case) -> str:
+    return _range(*map(format_seconds, case.traced_range.get("exposed_comm_s", ())))
+
+
+def _range(low: str = "", high: str = "") -> str:
+    """The least and the largest of the traced steps, on a line of their own; the unit is written once."""
+    unit = high.rpartition(" ")[2]
+    return "" if low == high else f"\n[{low.removesuffix(f' {unit}')} to {high}]"
 
 
 def breakdown_table(setting: Setting) -> pd.DataFrame:
@@ -154,8 +178,9 @@ def breakdown_table(setting: Setting) -> pd.DataFrame:
             {
                 "case": case.label,
                 **{part: format_seconds(seconds) for part, seconds in parts.items()},
+                "exposed communication": f"{format_seconds(parts['exposed communication'])}{_exposed_range(case)}",
                 "exposed share": format_percent(case.exposed_share),
-                "overlap ratio": format_metric("overlap_ratio", case.metrics["overlap_ratio"]),
+                "overlap ratio": overlap_text(case),
                 "perturbation": format_metric("perturbation", case.metrics["perturbation"]),
             }
             for case in setting.cases
@@ -263,8 +288,9 @@ def terminal_table(evidence: Evidence) -> str:
 
 def _terminal_table(setting: Setting) -> str:
     table = summary_table(setting.cases).map(plain)
+    table[_STEP_TIME] = table[_STEP_TIME].str.replace(" (", "\n(", regex=False)
     if all(case.fidelity in REPEATING for case in setting.cases):
-        table = table.rename(columns={"step time (95 % interval)": "step time"})
+        table = table.rename(columns={_STEP_TIME: "step time"})
     if knows_efficiency(setting.cases):  # one column more than fits; tokens/s tell the same at one model
         table = table.drop(columns="TFLOPS")
     return tabulate(

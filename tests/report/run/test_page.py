@@ -146,7 +146,7 @@ def test_the_page_says_what_the_views_say(seen: Page) -> None:
     said = seen.text.replace("\N{NO-BREAK SPACE}", " ")
     for text in (
         "refshard-yafsdp is fastest at 40.0 ms per step.",
-        "not ranked, state failed in 1 of 2 rounds",
+        "not ranked, state failed in 1 of 3 rounds",
         "3 of 4 compared cases",
         "26 all_gather (48.0 MiB), 13 reduce_scatter (24.0 MiB)",
         "16.0 ms (25.8 %)",

@@ -20,7 +20,8 @@ from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, r
 KEYS = {
     "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "workload",
     "microbatches", "checkpointing", "precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel",
-    "memory_limit_gib", "compile_s", "host_waits", "fidelity", "device", "backend", "state", "rounds", "samples",
+    "memory_limit_gib", "compile_s", "host_waits", "probe_drift", "other_cores",
+    "fidelity", "device", "backend", "state", "rounds", "samples",
     *METRICS, "step_time_low_s", "step_time_high_s", "flops_convention", "recompute", "peak_flops_per_s", "peak_source",
     "proof", "bit_identical_to_ddp", "bits_note", "parity_note", "cluster", "warnings", "error", "network",
 }  # fmt: skip
@@ -39,7 +40,7 @@ def test_json_has_an_object_per_case_with_flat_keys() -> None:
 def test_json_values_are_those_of_the_run() -> None:
     fsdp2 = views.as_json(gather(run()))[2]
     assert fsdp2["case"] == "fsdp2-w2-llama-mini-b8x256"
-    assert (fsdp2["state"], fsdp2["rounds"], fsdp2["samples"], fsdp2["world_size"]) == ("ok", 2, 40, 2)
+    assert (fsdp2["state"], fsdp2["rounds"], fsdp2["samples"], fsdp2["world_size"]) == ("ok", 3, 60, 2)
     assert fsdp2["step_time_s"] == pytest.approx(0.060, rel=1e-4)
     assert fsdp2["step_time_low_s"] < fsdp2["step_time_s"] < fsdp2["step_time_high_s"]
     assert fsdp2["peak_memory_bytes"] == 300 * MIB
@@ -67,7 +68,7 @@ def test_json_is_safe_even_for_numbers_that_json_lacks() -> None:
 
 def test_a_failed_case_keeps_its_error_and_the_figures_of_the_round_that_ended_ok() -> None:
     tuned = views.as_json(gather(run()))[3]
-    assert (tuned["strategy"], tuned["state"], tuned["rounds"], tuned["samples"]) == (FAILED, "failed", 2, 20)
+    assert (tuned["strategy"], tuned["state"], tuned["rounds"], tuned["samples"]) == (FAILED, "failed", 3, 40)
     assert tuned["error"] == f"RuntimeError: mat1 and mat2 shapes differ {HOSTILE}\nsecond line"
     assert tuned["proof"] == "incomplete"
 
@@ -145,7 +146,7 @@ def test_a_case_without_communication_exposes_nothing_to_speak_of() -> None:
     [
         (summary(0.0412, 0.0408, 0.0419), "41.2 ms (40.8 to 41.9)"),
         (summary(0.9, 0.7, 1.2), "900 ms (700 ms to 1.20 s)"),
-        (summary(0.9, 0.0, math.inf), "900 ms (no interval)"),
+        (Summary(median=0.9, low=0.0, high=math.inf, n=20, launches=1), "900 ms (n = 1: no interval)"),
         (None, "-"),
     ],
 )
@@ -191,9 +192,9 @@ def test_proof_table_shows_a_trace_that_differs() -> None:
 
 def test_state_table_has_a_row_per_launch_with_its_log() -> None:
     table = views.state_table(gather(run()))
-    assert len(table) == 12
+    assert len(table) == 18
     (failed,) = table[table["state"] == "failed"].to_dict("records")
-    assert (failed["case"], failed["round"], failed["duration"]) == ("fsdp2-tuned, 2 ranks", "2", "3.25 s")
+    assert (failed["case"], failed["round"], failed["duration"]) == ("fsdp2-tuned, 2 ranks", "3", "3.25 s")
     assert failed["log"].splitlines()[1] == f"rank 1: {HOSTILE}"
 
 
@@ -203,12 +204,13 @@ def test_the_terminal_table_fits_and_shows_every_case() -> None:
     assert lines[0] == "llama-mini, global batch of 8 sequences of 256 tokens"
     (fsdp2,) = (line for line in lines if line.startswith("fsdp2 "))
     assert fsdp2.split("  ")[0] == "fsdp2"
-    for text in ("60.0 ms (59.8 to 60.2)", "17,067", "300 MiB", "16.0 ms (25.8 %)", "46.7 %", "3.1e-07"):
+    assert lines[lines.index(fsdp2) + 1].strip() == "(58.2 to 61.9)", "the interval stands under the step time"
+    for text in ("60.0 ms", "17,067", "300 MiB", "16.0 ms (25.8 %)", "46.7 %", "3.1e-07"):
         assert text in fsdp2
 
 
 def test_inference_and_training_meet_in_no_table_and_no_sentence() -> None:
-    made = run(rounds=2, failed=False)
+    made = run(failed=False)
     slower = [replace(case, step_time=2 * case.step_time) for case in CASES]
     inference = tuple(
         msgspec.structs.replace(r, case=msgspec.structs.replace(r.case, workload="inference"))
@@ -246,7 +248,7 @@ def test_a_run_cut_off_before_its_first_case_has_empty_views() -> None:
     assert isinstance(views.state_table(gather(made)), pd.DataFrame)
     assert views.terminal_table(gather(made)) == ""
     assert views.terminal_verdict(gather(made)).startswith(
-        "* Not finished: 0 of 12 launches are done; the run was cut off"
+        "* Not finished: 0 of 18 launches are done; the run was cut off"
     )
 
 

@@ -1,0 +1,87 @@
+"""The metrics of a launch that ended ok: step time and its rates, memory, and the traced steps."""
+
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from refshard.flops import formula
+from refshard.harness.measure import CONVENTION, RankResult
+from refshard.harness.traced import Traces
+from refshard.plan.checkpointing import checkpointing_of
+from refshard.records import DERIVED, METRICS, CaseRecord, Environment, StepTrace
+from refshard.specs.case import CaseSpec
+from refshard.specs.model import ModelSpec
+
+NS = 1e-9
+
+
+def metrics_of(record: CaseRecord, ranks: Sequence[RankResult], traces: Traces) -> dict[str, float | None]:
+    """Every metric but derived ones; None for what does not exist."""
+    step_time, traced_time = (
+        median(max(step) for step in zip(*times)) for times in (record.step_times_s, record.traced_step_times_s)
+    )
+    peaks = [rank.peak_memory_bytes for rank in ranks if rank.peak_memory_bytes]
+    return complete(
+        {
+            **rates(record, step_time),
+            "peak_memory_bytes": max(peaks, default=None),
+            "rss_bytes": max(rank.rss_bytes for rank in ranks),
+            **traced_parts(traces.steps),
+            "overlap_ratio": traces.overlap_ratio,
+            "perturbation": traced_time / step_time,
+            "loss_parity": record.proof.loss_parity if record.proof else None,
+        }
+    )
+
+
+def rates(record: CaseRecord, step_time_s: float) -> dict[str, float | None]:
+    """The step time, and what a rank does in it: tokens, model FLOPs, and these over the device's peak."""
+    case = record.case
+    tokens_per_s = case.global_batch * case.seq_len / step_time_s / case.world_size
+    flops_per_s = tokens_per_s * (record.flops_per_token or 0)
+    return {
+        "step_time_s": step_time_s,
+        "tokens_per_s_gpu": tokens_per_s,
+        "tflops": flops_per_s / 1e12,
+        "mfu": flops_per_s / record.peak_flops_per_s if record.peak_flops_per_s else None,
+    }
+
+
+def traced_parts(steps: Sequence[StepTrace]) -> dict[str, float | None]:
+    """Where traced steps go, s: means over steps and ranks."""
+    return {
+        "compute_s": fmean(step.compute_ns for step in steps) * NS,
+        "comm_s": fmean(step.comm_ns for step in steps) * NS,
+        "exposed_comm_s": fmean(step.exposed_ns for step in steps) * NS,
+        "idle_s": fmean(step.idle_ns for step in steps) * NS,
+    }
+
+
+def complete(found: dict[str, float | None]) -> dict[str, float | None]:
+    """A key for every metric that a record has."""
+    return {name: found.get(name) for name in METRICS.keys() - DERIVED}
+
+
+def flops_words(case: CaseSpec) -> str:
+    """The FLOPs convention, by name and formula."""
+    return f"{CONVENTION}: {formula(CONVENTION, case.workload, case.tuning)}"
+
+
+def recompute_words(case: CaseSpec, model: ModelSpec) -> str:
+    """Which layers ran forward a second time. Model FLOPs, and so MFU, never count that."""
+    policy = checkpointing_of(case.checkpointing, model.n_layers)
+    if not policy.layers:
+        return "none"
+    but = " but attention and every second product" if policy.by_op else ""
+    return f"forward of {len(policy.layers)} of {model.n_layers} layers{but}, not counted"
+
+
+def peak_of(case: CaseSpec, device: str, environment: Environment) -> dict[str, object]:
+    """The peak that MFU is held against: on a CPU a measured one; an unknown device has none."""
+    if device != "cpu":
+        return {"peak_flops_per_s": None, "peak_source": "no fp32 peak on record for this device"}
+    if case.threads_per_rank != environment.gemm_threads:
+        return {"peak_flops_per_s": None, "peak_source": f"measured with {environment.gemm_threads} thread(s) only"}
+    return {
+        "peak_flops_per_s": environment.gemm_flops_per_s,
+        "peak_source": f"measured fp32 matrix product, {environment.gemm_threads} thread(s), machine idle",
+    }

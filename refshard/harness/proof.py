@@ -1,0 +1,140 @@
+"""Whether a launch did what its case claims: units, collectives against the strategy's plan, losses, parameters."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from refshard.harness.measure import RankResult
+from refshard.harness.traced import Traces
+from refshard.records import CaseRecord, CollectiveCount, Proof, parity_tolerance
+from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.model import load_model
+from refshard.strategies.table import ROWS
+
+NOT_COMPARABLE = "emulated: what the other ranks send is made up, so losses and parameters compare with nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The records that a case is held against: one unsharded rank, and DDP at the same world size."""
+
+    reference: CaseRecord | None
+    ddp: CaseRecord | None
+
+
+def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: Sequence[float], peers: Peers) -> Proof:
+    """Hold what the ranks and their traces show against what the strategy announced, and against the peers."""
+    announced = ranks[0].announced
+    differing = next((step for step in traces.per_step if step[1] != ranks[step[0]].announced), None)
+    failures = [*_failed_collectives(case, ranks, traces, differing)]
+    failures += failed_units(case, ranks[0].wrapped_units)
+    if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
+        failures.append("a rank left fewer losses or step times than steps")
+    parity, parity_note, identical, bits_note = None, "", None, ""
+    if case.fidelity == "measured":
+        parity = _parity(case, losses, peers.reference)
+        identical, bits_note = _compare_bits(case, losses, ranks[0].parameters_sha256, peers.ddp)
+        failures += _failed_training(case, ranks, parity)
+    else:
+        parity_note = bits_note = NOT_COMPARABLE
+    return Proof(
+        wrapped_units=ranks[0].wrapped_units,
+        announced=announced,
+        traced=(differing or next(iter(traces.per_step), (0, ())))[1],
+        parity_steps=case.warmup_steps,
+        loss_parity=parity,
+        parity_note=parity_note,
+        parameters_sha256=ranks[0].parameters_sha256,
+        bit_identical_to_ddp=identical,
+        bits_note=bits_note,
+        failures=tuple(failures),
+    )
+
+
+def failed_units(case: CaseSpec, units: Sequence[str]) -> Iterator[str]:
+    """What of the model should be in a unit, and is not."""
+    if not units and case.strategy != REFERENCE_STRATEGY:
+        yield "the model was not wrapped: it has no unit"
+    elif ROWS[case.strategy].by_block:
+        blocks = [f"model.layers.{index}" for index in range(load_model(case.model).n_layers)]
+        inside = [block for block in blocks if any(unit == block or unit.startswith(f"{block}.") for unit in units)]
+        if bare := [block for block in blocks if block not in inside]:
+            yield f"no unit is, or lies in, {', '.join(bare)}"
+
+
+def failed_announcement(case: CaseSpec, announced: Sequence[CollectiveCount]) -> Iterator[str]:
+    """What a strategy should have announced, and has not."""
+    if case.world_size > 1 and case.workload == "training" and not announced:
+        yield "no collective was announced: several ranks train together only by communicating"
+
+
+def _failed_collectives(
+    case: CaseSpec,
+    ranks: Sequence[RankResult],
+    traces: Traces,
+    differing: tuple[int, tuple[CollectiveCount, ...]] | None,
+) -> Iterator[str]:
+    """What the traces do not show as it was announced; ``differing`` is a rank's step that has other collectives."""
+    announced = ranks[0].announced
+    if differing is not None:
+        rank, found = differing
+        yield f"the plan announced {counts(ranks[rank].announced)}, the trace shows {counts(found)}"
+    if any(_of_all(rank.announced) != _of_all(announced) for rank in ranks):
+        yield "the ranks announced different collectives"
+    yield from failed_announcement(case, announced)
+    if len(traces.per_step) != case.processes * case.traced_steps:
+        yield f"the traces hold {len(traces.per_step)} steps, {case.processes * case.traced_steps} were asked for"
+    if announced and not all(step.comm_ns for step in traces.steps):
+        yield "collectives were issued, but the trace shows no communication"
+
+
+def _failed_training(case: CaseSpec, ranks: Sequence[RankResult], parity: float | None) -> Iterator[str]:
+    """How training differs between ranks, or from that of one."""
+    if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
+        yield "the ranks ended with different parameters"
+    if parity is None:
+        yield "no loss parity: the reference case did not end ok"
+    elif not parity <= (tolerance := parity_tolerance(case)):
+        yield f"losses differ from one unsharded rank by {parity:.2g}, more than {tolerance:g}"
+
+
+def _parity(case: CaseSpec, losses: Sequence[float], reference: CaseRecord | None) -> float | None:
+    """Largest relative difference over the proof steps; 0 for the reference itself."""
+    if case == case.reference():
+        return 0.0
+    if reference is None or reference.state != "ok":
+        return None
+    steps = list(zip(losses, reference.losses))[: case.warmup_steps]
+    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in steps)
+
+
+def _compare_bits(
+    case: CaseSpec, losses: Sequence[float], digest: str, ddp: CaseRecord | None
+) -> tuple[bool | None, str]:
+    """Whether losses and final parameters equal DDP's to the bit, and a word on it where they do not."""
+    if case.world_size == 1:
+        return None, "one rank reduces nothing"
+    if case.strategy == "ddp":
+        return True, ""
+    if ddp is None or ddp.state != "ok" or ddp.proof is None:
+        return None, "no ddp case at this world size ended ok before it in this run"
+    step = next((i for i, (mine, theirs) in enumerate(zip(losses, ddp.losses)) if mine != theirs), None)
+    if step is None and digest == ddp.proof.parameters_sha256:
+        return True, ""
+    where = "the final parameters differ" if step is None else f"the loss of step {step} is the first to differ"
+    if case.precision == "bf16" and case.tuning == "full":
+        return False, f"{where}: DDP computes under autocast, which keeps norms and the residual stream in fp32"
+    if case.microbatches > 1:
+        return False, f"{where}: DDP sums the microbatches before the ranks, one that reduces each of them after"
+    if case.world_size > 2:
+        return False, f"{where}: with more than two ranks the order of summation differs from DDP's all-reduce"
+    return False, f"{where}, although two terms have but one sum: the arithmetic elsewhere must differ"
+
+
+def _of_all(issued: Sequence[CollectiveCount]) -> list[CollectiveCount]:
+    """All but messages from one rank to another, of which each rank has its own."""
+    return [count for count in issued if count.op not in ("send", "recv")]
+
+
+def counts(issued: Sequence[CollectiveCount]) -> str:
+    """Collectives in words."""
+    return ", ".join(f"{c.count} {c.op} of {c.bytes} B" for c in issued) or "no collectives"

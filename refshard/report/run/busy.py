@@ -1,0 +1,51 @@
+"""How busy the machine was, in sentences."""
+
+from collections.abc import Iterable, Sequence
+
+from refshard.analysis.busy import Drift, drift_over
+from refshard.analysis.cases import Case
+from refshard.analysis.contests import Contest, step_time
+from refshard.quantities import format_percent, format_seconds
+from refshard.specs.case import REPEATING
+
+
+def busy_between(pairs: Iterable[tuple[Case, Case, float]]) -> str:
+    """A sentence on the largest drift among pairs of cases and the relative difference of their step times; empty where
+    no drift is larger than the difference that it stands beside.
+    """
+    drifts = [(drift, effect) for a, b, effect in pairs if (drift := drift_over(a, b, effect))]
+    if not drifts:
+        return ""
+    drift, effect = max(drifts, key=lambda pair: pair[0].size - abs(pair[1]))
+    difference = f"That is more than the difference in step time, {format_percent(abs(effect))}."
+    return f"The machine was busy: {_told(drift)}. {difference}"
+
+
+def busy_in(contest: Contest) -> str:
+    """A sentence where the machine drifted by more than a difference to the winner, or than the range of what nothing
+    ranks.
+    """
+    if contest.winner is not None:
+        return busy_between((contest.winner, rival.case, rival.ratio - 1) for rival in contest.rivals)
+    return busy_between(_ends(contest.contenders))
+
+
+def _ends(cases: Sequence[Case]) -> Iterable[tuple[Case, Case, float]]:
+    """The least and the largest step time, of two cases or more."""
+    if len(cases) > 1 and cases[0].fidelity not in REPEATING:
+        least, most = min(cases, key=step_time), max(cases, key=step_time)
+        yield least, most, step_time(most) / step_time(least) - 1
+
+
+def _told(drift: Drift) -> str:
+    size = format_percent(drift.size)
+    if drift.kind == "other processes":
+        less, more = sorted((drift.before, drift.after))
+        return (
+            f"other processes used {less:.1f} of {drift.cores} cores on one side and {more:.1f} on the other ({size})"
+        )
+    where = (
+        f"within a launch of {drift.case.full_label}" if drift.kind == "within a launch" else "between the two sides"
+    )
+    ends = f"{format_seconds(drift.before)} to {format_seconds(drift.after)}"
+    return f"its compute probe went from {ends} {where} ({size})"
