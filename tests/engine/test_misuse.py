@@ -229,6 +229,7 @@ def test_a_model_that_is_let_go_is_collected(mode: str) -> None:
     assert not any(ref() for ref in alive)
 
 
+@pytest.mark.processes
 def test_compiled_blocks_call_the_hooks(mode: str) -> None:
     bare, model = pair(mode)
     for layer in model.layers:

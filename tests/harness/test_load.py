@@ -77,6 +77,7 @@ def test_an_error_in_the_timed_steps_passes_through() -> None:
 
 
 @pytest.mark.parametrize("mode", ["host", "dry"])
+@pytest.mark.processes
 def test_the_fake_device_is_not_probed(mode: Literal["host", "dry"]) -> None:
     assert see("tests.harness.load_checks", mode=mode)("watched") == {"seen": 0, "allocated": 0, "peak": 0}
 
@@ -90,6 +91,7 @@ def measured(trace: Path) -> RankResult:
     return measure(case, dist.group.WORLD, torch.device("cpu"), trace, lambda *_: None)
 
 
+@pytest.mark.processes
 def test_a_rank_says_what_it_saw_and_no_probe_is_in_its_trace_or_census(tmp_path: Path) -> None:
     """No operator of a training step has the probe's matrices."""
     trace = tmp_path / "trace.json.gz"

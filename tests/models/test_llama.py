@@ -43,6 +43,7 @@ def test_a_preset_has_the_parameters_of_its_closed_form(name: str) -> None:
 
 
 @pytest.mark.parametrize("spec", PARITY.values(), ids=PARITY.keys())
+@pytest.mark.processes
 def test_logits_and_gradients_equal_hugging_face(spec: ModelSpec) -> None:
     ours, theirs = _twins(spec)
     tokens_BT, targets_BT = torch.randint(spec.vocab, (2, 2, 160), generator=torch.Generator().manual_seed(1))

@@ -158,6 +158,7 @@ def test_a_job_is_called_after_its_folder(tmp_path: Path) -> None:
     assert slurm.asked == ["squeue", "sbatch", "squeue", "scontrol 41"]
 
 
+@pytest.mark.processes
 def test_what_an_earlier_harness_left_ends_before_the_next_job_comes(tmp_path: Path) -> None:
     slurm, told = FakeSlurm(tmp_path), list[str]()
     slurm.jobs = {"7": "RUNNING", "8": "FAILED"}
@@ -169,6 +170,7 @@ def test_what_an_earlier_harness_left_ends_before_the_next_job_comes(tmp_path: P
 LOST_ANSWER = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 
 
+@pytest.mark.processes
 def test_a_job_that_was_taken_though_the_answer_was_lost_is_the_one(tmp_path: Path) -> None:
     slurm = FakeSlurm(tmp_path, "!" + LOST_ANSWER)
     assert launched(slurm) == Launch()
@@ -195,6 +197,7 @@ def test_what_goes_wrong_here_leaves_no_job(tmp_path: Path) -> None:
     assert slurm.jobs == {"41": "CANCELLED"}
 
 
+@pytest.mark.processes
 def test_what_goes_wrong_as_an_interrupted_job_is_cancelled_is_told_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +213,7 @@ def test_what_goes_wrong_as_an_interrupted_job_is_cancelled_is_told_too(
     assert capsys.readouterr().err == "refshard: job 41 does not end\n"
 
 
+@pytest.mark.processes
 def test_progress_may_go_while_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "progress").mkdir()  # cannot be read, as what another host has just removed
     told: list[str] = []
@@ -217,6 +221,7 @@ def test_progress_may_go_while_it_is_read(tmp_path: Path) -> None:
     assert told == ["job 41 running"]
 
 
+@pytest.mark.processes
 def test_a_job_that_never_ran_wrote_nothing(tmp_path: Path) -> None:
     found = launched(FakeSlurm(tmp_path, shown=["PENDING", "CANCELLED"]))
     assert found == Launch(error="Slurm ended job 41 in state CANCELLED (None)")
@@ -228,6 +233,7 @@ def test_what_a_job_is_suspended_counts_not_for_its_time(tmp_path: Path) -> None
     assert launched(FakeSlurm(tmp_path, shown=shown), time_limit_s=0.5) == Launch()
 
 
+@pytest.mark.processes
 def test_ranks_tell_where_they_stand_before_their_job_is_cancelled(tmp_path: Path) -> None:
     slurm = FakeSlurm(tmp_path, shown=["RUNNING"])
     leave_end(tmp_path, 1, 20.5, 0)
