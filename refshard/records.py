@@ -1,6 +1,6 @@
 """What a run writes down: the measurement schema and the table of metrics.
 
-A run's ``records.jsonl`` holds one :class:`RunRecord`, then a :class:`CaseRecord` per finished launch of a case, then
+A run's ``records.jsonl`` holds one :class:`RunRecord`, then a :class:`LaunchRecord` per finished launch of a case, then
 one :class:`EndRecord`. Raw samples are kept per rank and step; summaries are derived from them.
 """
 
@@ -209,7 +209,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     cores: int
 
 
-class CaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="case"):
+class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="case"):
     """One launch of one case, ended in one of the terminal states.
 
     ``step_times_s[rank][step]`` are the raw samples. ``metrics`` has a key for every entry of :data:`METRICS` that is
@@ -275,17 +275,17 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     sha256: str = ""
 
 
-Record = RunRecord | CaseRecord | EndRecord
+Record = RunRecord | LaunchRecord | EndRecord
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """A run as read back: its header, the launches that finished, and the closing line if it has one."""
 
     header: RunRecord
-    cases: tuple[CaseRecord, ...]
+    launches: tuple[LaunchRecord, ...]
     end: EndRecord | None = None
 
     @property
     def well(self) -> bool:
         """Whether every launch ended ok or is unsupported, which is a result and no failure."""
-        return all(case.state in ("ok", "unsupported") for case in self.cases)
+        return all(case.state in ("ok", "unsupported") for case in self.launches)

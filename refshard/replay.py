@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.stats.exact import exact_metrics
 from refshard.stats.sample import step_samples
 
-Replay = Callable[[CaseRecord], None]
+Replay = Callable[[LaunchRecord], None]
 
 
 class ReplayClock:
@@ -68,7 +68,7 @@ def replay(replay_clock: ReplayClock, benchmark: Any) -> Replay:
     """
     clock = replay_clock
 
-    def replayed(record: CaseRecord) -> None:
+    def replayed(record: LaunchRecord) -> None:
         if record.state != "ok":
             pytest.fail(f"{record.case.name}: {record.state}: {record.error}", pytrace=False)
         clock.samples_s = tuple(step_samples(record.step_times_s).tolist())

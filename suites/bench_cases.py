@@ -18,7 +18,7 @@ from refshard.commands.progress import Lines
 from refshard.commands.run import Asked, make_launcher
 from refshard.errors import RefshardError
 from refshard.harness.run import new_run_folder, round_order, run_suite
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.replay import Replay
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
@@ -60,7 +60,7 @@ def of_launches(suite: SuiteSpec, launches: list[Launch]) -> SuiteSpec:
 
 
 @pytest.fixture(scope="module")
-def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Launch, CaseRecord]:
+def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Launch, LaunchRecord]:
     """The records of all launches whose tests were selected."""
     launches = [item.callspec.params["launch"] for item in request.session.items if item.path == request.path]
     suite = of_launches(suite_of(request.config), launches)
@@ -77,6 +77,6 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 # torch's launcher leaves it to the collector to close what it logs to.
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_case(replay: Replay, records: dict[Launch, CaseRecord], launch: Launch) -> None:
+def test_case(replay: Replay, records: dict[Launch, LaunchRecord], launch: Launch) -> None:
     """Step times of one launch; ``extra_info`` holds its exact metrics."""
     replay(records[launch])

@@ -17,7 +17,7 @@ import pytest
 from refshard import resources
 from refshard.analysis.evidence import gather
 from refshard.harness.store import read_run
-from refshard.records import CaseRecord, Run
+from refshard.records import LaunchRecord, Run
 from refshard.report.run.page import Beside, write_dashboard
 from refshard.report.run.why import MOST_TRACED, Traced, read_traces
 
@@ -34,13 +34,13 @@ FILTER = (
 def multiplied(run: Run, cases: int) -> Run:
     """The run's cases again and again, at a sequence length of their own each time."""
     kinds = len({record.case for record in run.cases})
-    records: list[CaseRecord] = []
+    records: list[LaunchRecord] = []
     for copy in range(-(-cases // kinds)):
         for record in run.cases:
             case = msgspec.structs.replace(record.case, seq_len=record.case.seq_len + copy)
             records.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
     header = msgspec.structs.replace(run.header, planned=len(records))
-    return msgspec.structs.replace(run, header=header, cases=tuple(records))
+    return msgspec.structs.replace(run, header=header, launches=tuple(records))
 
 
 @pytest.fixture(scope="module")

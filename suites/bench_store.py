@@ -15,14 +15,14 @@ import msgspec
 
 from refshard import resources
 from refshard.harness.store import RECORDS, RunWriter, read_run
-from refshard.records import CaseRecord, RunRecord
+from refshard.records import LaunchRecord, RunRecord
 
 RECORDED = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine"
 MANY = 10_000
 APPENDED = 1_000
 
 
-def launches() -> tuple[RunRecord, Iterator[CaseRecord]]:
+def launches() -> tuple[RunRecord, Iterator[LaunchRecord]]:
     """A header, and as many launches as one likes, which differ in their round."""
     run = read_run(RECORDED)
     record = next(record for record in run.cases if record.state == "ok")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from refshard.harness.store import RunWriter, read_run
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.stats.exact import exact_metrics
 from tests.harness.commandline import write_suite
 from tests.report.runs import FAILED, run
@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made, folder = run(), tmp_path_factory.mktemp("replayed")
     with RunWriter(folder / "run") as writer:
         writer.append(made.header)
-        for record in made.cases:
+        for record in made.launches:
             writer.append(record)
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_replayed.py").write_text(REPLAYED)
@@ -87,14 +87,14 @@ def benchmarks(folder: Path, printed: str) -> dict[str, Any]:
     return {left["name"]: left for left in json.loads((folder / "b.json").read_text())["benchmarks"]}
 
 
-def slowest(record: CaseRecord) -> list[float]:
+def slowest(record: LaunchRecord) -> list[float]:
     """The maximum over ranks of each step."""
     return [max(step) for step in zip(*record.step_times_s)]
 
 
 @pytest.mark.parametrize("place", [1, 2])
 def test_a_replayed_record_is_reported_to_the_bit_and_in_order(benchmarks: dict[str, Any], place: int) -> None:
-    record, benchmark = run().cases[place], benchmarks[f"test_good[{place}]"]
+    record, benchmark = run().launches[place], benchmarks[f"test_good[{place}]"]
     samples, stats = slowest(record), benchmark["stats"]
     assert len(set(samples)) > 10
     assert stats["data"] == samples
@@ -114,7 +114,7 @@ def test_a_replayed_record_is_reported_to_the_bit_and_in_order(benchmarks: dict[
 def test_marks_of_a_test_stay_beside_the_clock(benchmarks: dict[str, Any]) -> None:
     found = benchmarks["test_marked"]
     assert found["group"] == "marked"
-    assert found["stats"]["data"] == slowest(run().cases[0])
+    assert found["stats"]["data"] == slowest(run().launches[0])
 
 
 def test_a_case_that_did_not_end_ok_fails_with_its_error(printed: str, benchmarks: dict[str, Any]) -> None:
@@ -141,11 +141,11 @@ def test_selected_cases_are_launched_and_their_steps_are_the_benchmarks_rounds(t
     assert done.returncode == 0, done.stdout
     (folder,) = (tmp_path / "runs").iterdir()
     kept = read_run(folder)
-    assert [(r.case.strategy, r.round) for r in kept.cases] == [("single", 0), ("single", 1)]
+    assert [(r.case.strategy, r.round) for r in kept.launches] == [("single", 0), ("single", 1)]
     assert kept.end is not None
     found = json.loads(left.read_text())["benchmarks"]
     named = {(b["extra_info"]["spec_hash"], b["extra_info"]["round"]): b["stats"]["data"] for b in found}
-    assert named == {(r.spec_hash, r.round): slowest(r) for r in kept.cases}
+    assert named == {(r.spec_hash, r.round): slowest(r) for r in kept.launches}
 
 
 @pytest.mark.full

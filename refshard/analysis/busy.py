@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.contests import RELEVANT
 from refshard.records import Load
 
@@ -22,14 +22,14 @@ class Drift:
     """
 
     kind: Kind
-    case: Case
+    case: CaseResult
     before: float
     after: float
     size: float
     cores: int
 
 
-def drift_over(a: Case, b: Case, effect: float) -> Drift | None:
+def drift_over(a: CaseResult, b: CaseResult, effect: float) -> Drift | None:
     """The largest drift of the machine between ``a`` and ``b``, or within a launch of either, if it exceeds ``effect``,
     the relative difference of their step times, and is :data:`~refshard.analysis.contests.RELEVANT`; else None.
     """
@@ -42,7 +42,7 @@ def drift_over(a: Case, b: Case, effect: float) -> Drift | None:
     return largest if largest and largest.size > max(abs(effect), RELEVANT) else None
 
 
-def within_launch(case: Case) -> Drift | None:
+def within_launch(case: CaseResult) -> Drift | None:
     """The largest change of the probe from before the timed steps of a launch to after them."""
     drifts = [
         _drift("within a launch", case, before, after, _relative(before, after))
@@ -52,7 +52,7 @@ def within_launch(case: Case) -> Drift | None:
     return max(drifts, key=lambda drift: drift.size, default=None)
 
 
-def loads(case: Case) -> dict[int, Load]:
+def loads(case: CaseResult) -> dict[int, Load]:
     """By round, of the launches that ended ok and recorded one."""
     return {launch.round: launch.load for launch in case.launches if launch.state == "ok" and launch.load}
 
@@ -62,7 +62,7 @@ def probe_s(load: Load) -> float:
     return (load.probe_before_s + load.probe_after_s) / 2
 
 
-def _sides(a: Case, b: Case, of: Callable[[Load], float | None]) -> tuple[float, float] | None:
+def _sides(a: CaseResult, b: CaseResult, of: Callable[[Load], float | None]) -> tuple[float, float] | None:
     """A figure's median on each side, over common rounds if they are of one run; None if a side has none."""
     mine, its = loads(a), loads(b)
     rounds = mine.keys() & its.keys() if a.header is b.header else set()
@@ -76,11 +76,11 @@ def _sides(a: Case, b: Case, of: Callable[[Load], float | None]) -> tuple[float,
     return before, after
 
 
-def _drift(kind: Kind, case: Case, before: float, after: float, size: float) -> Drift:
+def _drift(kind: Kind, case: CaseResult, before: float, after: float, size: float) -> Drift:
     return Drift(kind=kind, case=case, before=before, after=after, size=size, cores=_cores(case))
 
 
-def _cores(case: Case) -> int:
+def _cores(case: CaseResult) -> int:
     return next(iter(loads(case).values())).cores
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from refshard.analysis.efficiency import lower_bound, overlap_efficiency
 from refshard.errors import SpecError
-from refshard.records import METRICS, CaseRecord, Run, RunRecord, State, StepTrace
+from refshard.records import METRICS, LaunchRecord, Run, RunRecord, State, StepTrace
 from refshard.specs.case import REPEATING, CaseSpec, Fidelity
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
@@ -40,7 +40,7 @@ _TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Case:
+class CaseResult:
     """One case of one run over all its rounds; two are equal if they are the same object.
 
     ``header`` is that of its run. ``launches`` are in the order of their rounds, one each; ``samples`` and ``metrics``
@@ -53,7 +53,7 @@ class Case:
     header: RunRecord
     spec: CaseSpec
     fidelity: Fidelity
-    launches: tuple[CaseRecord, ...]
+    launches: tuple[LaunchRecord, ...]
     state: State
     error: str | None
     samples: Launches
@@ -158,19 +158,19 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in uncoloured)
 
 
-def cases_of(run: Run) -> tuple[Case, ...]:
+def cases_of(run: Run) -> tuple[CaseResult, ...]:
     """Every case of the run that has a finished launch, in the order of their first.
 
     Of two records of one case and round, the later one counts: it is the repetition of the earlier.
     """
-    grouped: dict[tuple[CaseSpec, Fidelity], dict[int, CaseRecord]] = {}
-    for record in run.cases:
+    grouped: dict[tuple[CaseSpec, Fidelity], dict[int, LaunchRecord]] = {}
+    for record in run.launches:
         grouped.setdefault((record.case, record.fidelity), {})[record.round] = record
     joined = [_join(run.header, [launches[key] for key in sorted(launches)]) for launches in grouped.values()]
     return tuple(_rated(joined, run.header.suite.network))
 
 
-def _join(header: RunRecord, launches: list[CaseRecord]) -> Case:
+def _join(header: RunRecord, launches: list[LaunchRecord]) -> CaseResult:
     worst = max(launches, key=lambda launch: SEVERITY.index(launch.state))
     good = [launch for launch in launches if launch.state == "ok"]
     samples = {launch.round: step_samples(launch.step_times_s) for launch in good if launch.step_times_s}
@@ -180,7 +180,7 @@ def _join(header: RunRecord, launches: list[CaseRecord]) -> Case:
     stated = [warning for launch in launches for warning in launch.warnings]
     if step_time and launches[0].fidelity not in REPEATING:  # whose times are no samples: more of them say no more
         stated += step_time.warnings
-    return Case(
+    return CaseResult(
         header=header,
         spec=launches[0].case,
         fidelity=launches[0].fidelity,
@@ -194,7 +194,7 @@ def _join(header: RunRecord, launches: list[CaseRecord]) -> Case:
     )
 
 
-def _rated(found: list[Case], network: NetworkSpec | None) -> list[Case]:
+def _rated(found: list[CaseResult], network: NetworkSpec | None) -> list[CaseResult]:
     """The cases, with their overlap efficiency where the rate of the link between the hosts is known, and real."""
     if network is None:
         return found
@@ -207,7 +207,7 @@ def _rated(found: list[Case], network: NetworkSpec | None) -> list[Case]:
     return rated
 
 
-def _efficiency(case: Case, reference_step_time_s: float, network: NetworkSpec) -> float | None:
+def _efficiency(case: CaseResult, reference_step_time_s: float, network: NetworkSpec) -> float | None:
     """None too for a model that this version has no preset of: its embedding's size is unknown."""
     proof = next((launch.proof for launch in case.launches if launch.state == "ok" and launch.proof), None)
     step_time = case.metrics["step_time_s"]
@@ -225,7 +225,7 @@ def _parts(step: StepTrace) -> tuple[int, int, int, int]:
     return step.compute_ns, step.comm_ns, step.exposed_ns, step.idle_ns
 
 
-def _metrics(launches: Sequence[CaseRecord], step_time: Summary | None) -> dict[str, float | None]:
+def _metrics(launches: Sequence[LaunchRecord], step_time: Summary | None) -> dict[str, float | None]:
     found = {name: _middle((launch.metrics.get(name) for launch in launches), statistics.median) for name in METRICS}
     found |= {name: _middle((launch.metrics.get(name) for launch in launches), statistics.fmean) for name in TRACED}
     if found["comm_s"] and found["exposed_comm_s"] is not None:
@@ -238,7 +238,7 @@ def _metrics(launches: Sequence[CaseRecord], step_time: Summary | None) -> dict[
     return found
 
 
-def _per_step(launch: CaseRecord, rate: str) -> float | None:
+def _per_step(launch: LaunchRecord, rate: str) -> float | None:
     """What a launch does in a step, of tokens, FLOPs or the peak's seconds; the same in every launch of a case."""
     per_s, step_time_s = launch.metrics.get(rate), launch.metrics.get("step_time_s")
     return None if per_s is None or step_time_s is None else per_s * step_time_s

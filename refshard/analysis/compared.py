@@ -3,13 +3,13 @@
 import statistics
 from functools import lru_cache
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.specs.case import REPEATING
 from refshard.stats.compare import Comparison, compare
 
 
 @lru_cache(maxsize=2**14)
-def compared(a: Case, b: Case) -> Comparison | None:
+def compared(a: CaseResult, b: CaseResult) -> Comparison | None:
     """Step time of ``b`` over that of ``a``; None where either has no samples, or its times are calculated.
 
     What is calculated takes the same time always: its samples are none. Rounds of two runs are not interleaved.
@@ -19,7 +19,7 @@ def compared(a: Case, b: Case) -> Comparison | None:
     return compare(a.samples, b.samples, interleaved=a.header is b.header)
 
 
-def metric_ratio(a: Case, b: Case, metric: str) -> float | None:
+def metric_ratio(a: CaseResult, b: CaseResult, metric: str) -> float | None:
     """``metric`` of ``b`` over that of ``a``: the median over common rounds of one run, else the ratio of what both
     show; None where either has none.
     """

@@ -8,7 +8,7 @@ calculated takes the same time always, so one launch ranks it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING
@@ -30,7 +30,7 @@ the figure varies by about 3 % on a CPU."""
 class Rival:
     """A ranked contender that lost: its step time over the winner's, with an interval where it was measured."""
 
-    case: Case
+    case: CaseResult
     comparison: Comparison | None
     ratio: float
 
@@ -53,12 +53,12 @@ class Contest:
 
     setting: Setting
     world_size: int
-    cases: tuple[Case, ...]
-    contenders: tuple[Case, ...]
-    ranked: tuple[Case, ...]
-    winner: Case | None
+    cases: tuple[CaseResult, ...]
+    contenders: tuple[CaseResult, ...]
+    ranked: tuple[CaseResult, ...]
+    winner: CaseResult | None
     rivals: tuple[Rival, ...]
-    peaks: dict[Case, float]
+    peaks: dict[CaseResult, float]
 
     @property
     def tied(self) -> tuple[Rival, ...]:
@@ -71,12 +71,12 @@ class Contest:
         return next((rival for rival in self.rivals if not rival.tied), None)
 
     @property
-    def fastest(self) -> tuple[Case, ...]:
+    def fastest(self) -> tuple[CaseResult, ...]:
         """The winner and those tied with it; empty if nothing is ranked."""
         return () if self.winner is None else (self.winner, *(rival.case for rival in self.tied))
 
     @property
-    def leanest(self) -> tuple[Case, ...]:
+    def leanest(self) -> tuple[CaseResult, ...]:
         """Those with the least memory, as far as launches tell them apart."""
         least = min(self.peaks.values(), default=0.0)
         return tuple(case for case, peak in self.peaks.items() if peak <= least * (1 + EQUAL_MEMORY))
@@ -107,24 +107,24 @@ def contest_of(setting: Setting, world_size: int) -> Contest:
     )  # fmt: skip
 
 
-def leaders(setting: Setting) -> dict[str, frozenset[Case]]:
+def leaders(setting: Setting) -> dict[str, frozenset[CaseResult]]:
     """By metric, the cases that lead it at their world size, those tied included; one that is alone does not lead."""
     held = [contest for size in setting.world_sizes if len((contest := contest_of(setting, size)).contenders) > 1]
-    found: dict[str, frozenset[Case]] = {}
+    found: dict[str, frozenset[CaseResult]] = {}
     for contest in held:
         led = dict.fromkeys(_SPEED, contest.fastest) | {contest.memory_metric: contest.leanest}
         found |= {metric: found.get(metric, frozenset()) | set(cases) for metric, cases in led.items()}
     return found
 
 
-def step_time(case: Case) -> float:
+def step_time(case: CaseResult) -> float:
     """A contender's step time, s."""
     seconds = case.metrics["step_time_s"]
     assert seconds is not None, "only cases with a step time contend"
     return seconds
 
 
-def _has_interval(case: Case) -> bool:
+def _has_interval(case: CaseResult) -> bool:
     return case.fidelity in REPEATING or len(case.samples) >= MIN_LAUNCHES
 
 
@@ -133,19 +133,19 @@ def _contested_sizes(setting: Setting) -> tuple[int, ...]:
     return sharded or setting.world_sizes
 
 
-def _rival(winner: Case, case: Case) -> Rival:
+def _rival(winner: CaseResult, case: CaseResult) -> Rival:
     comparison = compared(winner, case)
     ratio = comparison.ratio if comparison else step_time(case) / step_time(winner)
     return Rival(case=case, comparison=comparison, ratio=ratio)
 
 
-def _winner(ranked: Sequence[Case]) -> Case:
+def _winner(ranked: Sequence[CaseResult]) -> CaseResult:
     """The smallest median, unless the ratio within rounds favours another one."""
     first = min(ranked, key=step_time)
     return min(ranked, key=lambda case: 1.0 if case is first else _rival(first, case).ratio)
 
 
-def _behind(winner: Case | None, ranked: Sequence[Case]) -> tuple[Rival, ...]:
+def _behind(winner: CaseResult | None, ranked: Sequence[CaseResult]) -> tuple[Rival, ...]:
     """All but the winner, fastest first."""
     if winner is None:
         return ()
@@ -153,12 +153,12 @@ def _behind(winner: Case | None, ranked: Sequence[Case]) -> tuple[Rival, ...]:
     return tuple(sorted(rivals, key=lambda rival: rival.ratio))
 
 
-def _memory_metric(contenders: Sequence[Case]) -> str:
+def _memory_metric(contenders: Sequence[CaseResult]) -> str:
     knows_reserved = all(case.metrics["peak_reserved_bytes"] for case in contenders)
     return "peak_reserved_bytes" if knows_reserved else "peak_memory_bytes"
 
 
-def _peaks(contenders: Sequence[Case]) -> dict[Case, float]:
+def _peaks(contenders: Sequence[CaseResult]) -> dict[CaseResult, float]:
     metric = _memory_metric(contenders)
     found = {case: peak for case in contenders if (peak := case.metrics[metric])}
     return dict(sorted(found.items(), key=lambda item: item[1]))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from refshard.analysis.cases import Case, cases_of
+from refshard.analysis.cases import CaseResult, cases_of
 from refshard.errors import SpecError
 from refshard.records import Environment, Run
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity, spelled
@@ -28,7 +28,7 @@ class Setting:
     """
 
     label: str
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     known: tuple[str, ...]
 
     @property
@@ -55,7 +55,7 @@ class Evidence:
     """
 
     runs: tuple[Run, ...]
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     settings: tuple[Setting, ...]
     trainings: tuple[Setting, ...]
 
@@ -85,7 +85,7 @@ def gather(*runs: Run) -> Evidence:
         raise ValueError("evidence needs one run or more, got none")
     distinct = {(run.header.run_id, run.header.started_at): run for run in reversed(runs)}
     runs = tuple(sorted(distinct.values(), key=lambda run: run.header.started_at))
-    latest: dict[tuple[CaseSpec, Fidelity, str, bool], Case] = {}
+    latest: dict[tuple[CaseSpec, Fidelity, str, bool], CaseResult] = {}
     for run in runs:
         where = machine(run.header.environment), run.header.suite.fixes_batch_per_rank
         latest |= {(case.spec, case.fidelity, *where): case for case in cases_of(run)}
@@ -135,9 +135,9 @@ def _planned(run: Run) -> tuple[CaseSpec, ...]:
         return ()
 
 
-def _settings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, ...]:
+def _settings(cases: Sequence[CaseResult], known: tuple[str, ...]) -> tuple[Setting, ...]:
     """A suite that fixes the batch per rank compares world sizes at that, any other at the global batch."""
-    grouped: dict[tuple[object, ...], list[Case]] = {}
+    grouped: dict[tuple[object, ...], list[CaseResult]] = {}
     for case in cases:
         per_rank = case.header.suite.fixes_batch_per_rank
         where = machine(case.header.environment)
@@ -146,7 +146,7 @@ def _settings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, .
     return _labelled(map(_most_patient, grouped.values()), cases, known, per_rank=True)
 
 
-def _most_patient(group: list[Case]) -> list[Case]:
+def _most_patient(group: list[CaseResult]) -> list[CaseResult]:
     """Of cases that differ in their time limits only, such as references of a suite with several, the longest."""
     longest: dict[CaseSpec, float] = {}
     for spec in (case.spec for case in group):
@@ -159,8 +159,8 @@ def _timeless(spec: CaseSpec) -> CaseSpec:
     return msgspec.structs.replace(spec, time_limit_s=1.0)
 
 
-def _trainings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, ...]:
-    grouped: dict[tuple[CaseSpec, str], list[Case]] = {}
+def _trainings(cases: Sequence[CaseResult], known: tuple[str, ...]) -> tuple[Setting, ...]:
+    grouped: dict[tuple[CaseSpec, str], list[CaseResult]] = {}
     for case in cases:
         if case.fidelity == "measured":
             key = _timeless(case.spec.reference()), machine(case.header.environment)
@@ -169,7 +169,7 @@ def _trainings(cases: Sequence[Case], known: tuple[str, ...]) -> tuple[Setting, 
 
 
 def _labelled(
-    groups: Iterable[list[Case]], every: Sequence[Case], known: tuple[str, ...], *, per_rank: bool
+    groups: Iterable[list[CaseResult]], every: Sequence[CaseResult], known: tuple[str, ...], *, per_rank: bool
 ) -> tuple[Setting, ...]:
     """Each group under what its cases share; the fidelity and the machine where there are several."""
     fidelities = {case.fidelity for case in every}
@@ -185,7 +185,7 @@ def _labelled(
     )
 
 
-def _hosts(cases: Sequence[Case]) -> dict[str, str]:
+def _hosts(cases: Sequence[CaseResult]) -> dict[str, str]:
     """Machines by name: the host's where no other has it, else with the hash, or the network."""
     found = {machine(case.header.environment): case.header.environment for case in cases}
     if len({env.hostname for env in found.values()}) == len(found):
@@ -195,7 +195,7 @@ def _hosts(cases: Sequence[Case]) -> dict[str, str]:
     return {key: f"{env.hostname} ({env.id}{f', {env.network}' if env.network else ''})" for key, env in found.items()}
 
 
-def _told_apart(found: Sequence[Case]) -> list[Case]:
+def _told_apart(found: Sequence[CaseResult]) -> list[CaseResult]:
     """The cases, with what tells apart those of one name (the variant) and those of one label (the place)."""
     themes: dict[tuple[object, ...], list[CaseSpec]] = {}
     for case in found:
@@ -230,7 +230,7 @@ def _theme(spec: CaseSpec) -> tuple[object, ...]:
     return spec.model, spec.seq_len, spec.axes
 
 
-def _place(case: Case, hosts: dict[str, str]) -> dict[str, str]:
+def _place(case: CaseResult, hosts: dict[str, str]) -> dict[str, str]:
     spec = case.spec
     return {
         "model": spec.model,
@@ -249,7 +249,7 @@ def shared(spec: CaseSpec, per_rank: bool, *, but: tuple[str, ...] = ()) -> tupl
     return batch, *(value for field, value in msgspec.structs.asdict(spec).items() if field not in apart)
 
 
-def _label(members: Sequence[Case], per_rank: bool, several: bool) -> str:
+def _label(members: Sequence[CaseResult], per_rank: bool, several: bool) -> str:
     """What the cases share; how they depart from plain training only if all do alike.
 
     Of ``several`` fidelities each is named; how a case departs tells those that are not measured.

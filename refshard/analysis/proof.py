@@ -1,15 +1,15 @@
 """What the launches of a case proved together, and in words why something is not known."""
 
-from refshard.analysis.cases import Case, plain
+from refshard.analysis.cases import CaseResult, plain
 
 
-def proof_failures(case: Case) -> tuple[str, ...]:
+def proof_failures(case: CaseResult) -> tuple[str, ...]:
     """What the launches of this case failed to prove."""
     found = [failure for launch in case.launches if launch.proof for failure in launch.proof.failures]
     return tuple(plain(failure) for failure in dict.fromkeys(found))
 
 
-def proof_summary(case: Case) -> str:
+def proof_summary(case: CaseResult) -> str:
     """``proved`` by every launch, ``incomplete`` (by some), ``none``, or ``failed: ...``."""
     if failures := proof_failures(case):
         return f"failed: {'; '.join(failures)}"
@@ -17,7 +17,7 @@ def proof_summary(case: Case) -> str:
     return "none" if not proofs else "proved" if proofs == len(case.launches) else "incomplete"
 
 
-def bit_identical(case: Case) -> bool | None:
+def bit_identical(case: CaseResult) -> bool | None:
     """Whether every launch was bit-identical to DDP; None if one is unknown and none differed."""
     verdicts = [launch.proof.bit_identical_to_ddp if launch.proof else None for launch in case.launches]
     if False in verdicts:
@@ -25,13 +25,13 @@ def bit_identical(case: Case) -> bool | None:
     return None if None in verdicts else True
 
 
-def bits_note(case: Case) -> str:
+def bits_note(case: CaseResult) -> str:
     """Why the case is not bit-identical to DDP, or why that is unknown."""
     notes = [launch.proof.bits_note for launch in case.launches if launch.proof and launch.proof.bits_note]
     return plain("; ".join(dict.fromkeys(notes)))
 
 
-def parity_note(case: Case) -> str:
+def parity_note(case: CaseResult) -> str:
     """Why there is no loss parity; empty where there is one."""
     notes = [launch.proof.parity_note for launch in case.launches if launch.proof and launch.proof.parity_note]
     return plain("; ".join(dict.fromkeys(notes)))

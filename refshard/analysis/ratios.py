@@ -6,7 +6,7 @@ A ratio of 1.2 means a fifth more time, or memory.
 from dataclasses import dataclass
 from itertools import combinations
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.compared import compared, metric_ratio
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.stats.compare import Comparison
@@ -16,7 +16,7 @@ from refshard.stats.compare import Comparison
 class Ratio:
     """``case`` over the peer, both paired by round where they ran in one run; ``step_time`` has a 95 % interval."""
 
-    case: Case
+    case: CaseResult
     step_time: Comparison | None
     peak_memory: float | None
 
@@ -28,7 +28,7 @@ def ratios(setting: Setting, peer: str) -> tuple[Ratio, ...]:
     return tuple(_ratio(case, other) for case, other in found if other is not None and other is not case)
 
 
-def _ratio(case: Case, other: Case) -> Ratio:
+def _ratio(case: CaseResult, other: CaseResult) -> Ratio:
     return Ratio(
         case=case,
         step_time=compared(other, case),
@@ -44,7 +44,7 @@ def pairs(evidence: Evidence) -> list[Pair]:
     """Every two cases that may be compared, once; what does not exist is None."""
     found: list[Pair] = []
     for setting in evidence.contested:
-        by_size: dict[int, list[Case]] = {}
+        by_size: dict[int, list[CaseResult]] = {}
         for case in setting.cases:
             if case.ok:
                 by_size.setdefault(case.spec.world_size, []).append(case)
@@ -52,7 +52,7 @@ def pairs(evidence: Evidence) -> list[Pair]:
     return found
 
 
-def _pair(a: Case, b: Case) -> Pair:
+def _pair(a: CaseResult, b: CaseResult) -> Pair:
     columns = _columns(_ratio(b, a))
     ratio, low, high, memory = (columns[name] for name in RATIO_COLUMNS[1:])
     if ratio is None:

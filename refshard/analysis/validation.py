@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, machine
 from refshard.specs.case import CaseSpec, Fidelity
 
@@ -19,8 +19,8 @@ PREDICTED: tuple[Fidelity, ...] = ("emulated", "dryrun", "simulated")
 class Validated:
     """One measured case and a prediction of it."""
 
-    measured: Case
-    predicted: Case
+    measured: CaseResult
+    predicted: CaseResult
 
     @property
     def step_time_error(self) -> float | None:
@@ -52,7 +52,7 @@ def validated(evidence: Evidence) -> tuple[Validated, ...]:
     return tuple(Validated(measured=mine, predicted=case) for mine, case in pairs if mine is not None)
 
 
-def _place(case: Case) -> tuple[CaseSpec, str]:
+def _place(case: CaseResult) -> tuple[CaseSpec, str]:
     """What a prediction and its measurement share: the spec as measured, and the machine."""
     spec = msgspec.structs.replace(case.spec, fidelity="measured", cluster="", resident_ranks=1)
     return spec, machine(case.header.environment)

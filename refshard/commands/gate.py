@@ -21,7 +21,7 @@ from refshard.harness.gate.checkout import checked_out
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import run_suite
 from refshard.harness.store import read_run
-from refshard.records import CaseRecord, Environment
+from refshard.records import Environment, LaunchRecord
 from refshard.report.gate import formats as report
 from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import REFERENCE_STRATEGY
@@ -169,8 +169,8 @@ def _beside_accepted(asked: Asked) -> GateReport:
         folder, here = run_folder(f"gate-{suite.name}"), source.of(environment)
         launcher = LocalLauncher(source.folder)
         run = run_suite(suite, folder, launcher, observer, here, oversubscribe=asked.oversubscribe)
-    records: dict[str, list[CaseRecord]] = {}
-    for record in run.cases:
+    records: dict[str, list[LaunchRecord]] = {}
+    for record in run.launches:
         if record.fidelity != "simulated":
             records.setdefault(record.case.name, []).append(record)
     own = accepted.fingerprint == environment.id
@@ -198,7 +198,7 @@ def _beside_accepted(asked: Asked) -> GateReport:
 def beside(
     name: str,
     accepted: Mapping[str, int | float | str] | None,
-    records: list[CaseRecord],
+    records: list[LaunchRecord],
     rules: Mapping[str, MetricRule],
     *,
     own: bool,

@@ -14,7 +14,7 @@ from refshard.harness.gate.noise import noise_file, read_noise
 from refshard.harness.gate.rounds import PairedRounds, Side, of_strategy
 from refshard.harness.gate.series import serial
 from refshard.harness.launchers.local import LocalLauncher
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import FEWEST_ROUNDS, GateSpec
@@ -132,7 +132,7 @@ class Comparison:
         timed = [case for case in compared if serial(case) and case.name in well]
         self.cases = tuple(self._with_times(held, timed))
 
-    def _exactly(self, case: CaseSpec, before: CaseRecord, after: CaseRecord, held: PairedRounds) -> GateCase:
+    def _exactly(self, case: CaseSpec, before: LaunchRecord, after: LaunchRecord, held: PairedRounds) -> GateCase:
         if before.state != "ok":
             return GateCase(name=case.name, trouble=_trouble("the baseline", before), trouble_is="not comparable")
         if after.state != "ok":
@@ -180,5 +180,5 @@ class Comparison:
         return enough
 
 
-def _trouble(side: str, record: CaseRecord) -> str:
+def _trouble(side: str, record: LaunchRecord) -> str:
     return f"{side} ended {record.state}: {record.error}"

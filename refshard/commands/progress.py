@@ -15,7 +15,7 @@ from rich.text import Text
 from refshard.analysis.cases import plain
 from refshard.harness.run import Observer
 from refshard.quantities import format_duration, format_rate, format_seconds
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.specs.case import CaseSpec
 
 _STEP = re.compile(r"(?P<phase>.+) (?P<step>\d+)/\d+")
@@ -96,7 +96,7 @@ class Lines(Observer):
         if text and _STEP.fullmatch(text) is None:  # it may be read while it is written
             print(f"  {text}", file=sys.stderr, flush=True)
 
-    def case_ended(self, record: CaseRecord) -> None:
+    def case_ended(self, record: LaunchRecord) -> None:
         """See :class:`Observer`."""
         course, took_s = self._course, self._course.end()
         step_time = _step_time_s(record)
@@ -140,7 +140,7 @@ class Bars(Observer):
         """See :class:`Observer`."""
         self._course.progress(text)
 
-    def case_ended(self, record: CaseRecord) -> None:
+    def case_ended(self, record: LaunchRecord) -> None:
         """See :class:`Observer`."""
         self._course.end()
         self._console.print(ended(record, self._course))
@@ -173,7 +173,7 @@ def bars(course: Course, width: int) -> RenderableType:
     return Group(Text(course.label, no_wrap=True, overflow="ellipsis"), figures)
 
 
-def ended(record: CaseRecord, course: Course) -> RenderableType:
+def ended(record: LaunchRecord, course: Course) -> RenderableType:
     """One line on a launch that ended, cut to the terminal's width; below it the error, if there was one."""
     place = f"{course.index:>{len(str(course.total))}}/{course.total}"
     step_time = _step_time_s(record)
@@ -186,7 +186,7 @@ def ended(record: CaseRecord, course: Course) -> RenderableType:
     return Group(line, *error)
 
 
-def _step_time_s(record: CaseRecord) -> float | None:
+def _step_time_s(record: LaunchRecord) -> float | None:
     return record.metrics["step_time_s"] if record.state == "ok" else None
 
 

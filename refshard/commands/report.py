@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refshard import resources
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, gather
 from refshard.errors import SpecError, StoreError
 from refshard.harness.gate.noise import newest_noise
@@ -53,7 +53,7 @@ def _target(last: Path, output: Path | None, *, multi: bool) -> Path:
     return output or last / PAGE
 
 
-def _timelines(traces: dict[Case, Traced], folder: Path) -> dict[Case, str]:
+def _timelines(traces: dict[CaseResult, Traced], folder: Path) -> dict[CaseResult, str]:
     """Draw each analysed trace on a page of its own; links to them by case."""
     links = {}
     for number, (case, one) in enumerate(traces.items()):

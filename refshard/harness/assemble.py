@@ -7,18 +7,20 @@ import msgspec
 
 from refshard.errors import TraceError
 from refshard.harness.failure import failure_of, without_home
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.load import load_of
 from refshard.harness.measure import RankResult
 from refshard.harness.metrics import flops_words, metrics_of, peak_of, recompute_words
 from refshard.harness.proof import Peers, prove
 from refshard.harness.rank import rank_file
 from refshard.harness.traced import Traces, read_traces
-from refshard.records import CaseRecord, Environment
+from refshard.records import Environment, LaunchRecord
 from refshard.specs.model import load_model
 
 
-def assemble(blank: CaseRecord, launch: Launch, folder: Path, environment: Environment, peers: Peers) -> CaseRecord:
+def assemble(
+    blank: LaunchRecord, launch: LaunchOutcome, folder: Path, environment: Environment, peers: Peers
+) -> LaunchRecord:
     """Complete ``blank``, whose state is preset to ok, with what the launch of its case left in ``folder``."""
     case = blank.case
     try:
@@ -46,7 +48,9 @@ def _read_ranks(folder: Path, processes: int) -> list[RankResult]:
     return [msgspec.json.decode(p.read_bytes(), type=RankResult) for p in paths if p.exists()]
 
 
-def _with_samples(blank: CaseRecord, ranks: list[RankResult], traces: Traces, environment: Environment) -> CaseRecord:
+def _with_samples(
+    blank: LaunchRecord, ranks: list[RankResult], traces: Traces, environment: Environment
+) -> LaunchRecord:
     """What the ranks measured, as they left it, and what it is held against."""
     case, first = blank.case, ranks[0]
     return msgspec.structs.replace(

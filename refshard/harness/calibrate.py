@@ -15,7 +15,7 @@ from refshard.errors import LaunchError, SpecError
 from refshard.harness.calibration.profile import build_profile
 from refshard.harness.calibration.samples import CALIBRATION_FILE, Calibration, RankSamples, samples_file
 from refshard.harness.environment import available_cores, cpu_name
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.specs.case import Device
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.suite import NetworkSpec
@@ -91,7 +91,7 @@ def _limit_s(calibration: Calibration) -> float:
     return _SWEEP_LIMIT_S * (1 + calibration.sweeps)
 
 
-def _failure(launch: Launch, limit_s: float) -> str:
+def _failure(launch: LaunchOutcome, limit_s: float) -> str:
     if launch.timed_out:
         stood = f" ({launch.error})" if launch.error else ""
         told = f"the ranks did not end within {limit_s:g} s and were ended{stood}"

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.measure import RankResult
 from refshard.records import State
 from refshard.specs.case import CaseSpec
@@ -11,7 +11,7 @@ from refshard.specs.case import CaseSpec
 _SOURCE = re.compile(r"/[^\s\"']*/(?=(?:site-packages|python3\.\d+|refshard)/[^\s\"']*\.py\b)")
 
 
-def failure_of(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> tuple[State, str]:
+def failure_of(case: CaseSpec, launch: LaunchOutcome, ranks: Sequence[RankResult]) -> tuple[State, str]:
     """The state of a case that did not end well, and its cause in one line."""
     if launch.out_of_memory:
         return "oom", f"{launch.error}: the kernel's out-of-memory killer chose it"
@@ -29,7 +29,7 @@ def failure_of(case: CaseSpec, launch: Launch, ranks: Sequence[RankResult]) -> t
     return "failed", launch.error or "a rank ended without a result"
 
 
-def timeout_text(case: CaseSpec, launch: Launch) -> str:
+def timeout_text(case: CaseSpec, launch: LaunchOutcome) -> str:
     """How long a launch had that was ended, and where its ranks stood."""
     stood = f": {launch.error}" if launch.error else ""
     return f"did not end within time_limit_s = {case.time_limit_s:g}; the ranks were ended{stood}"

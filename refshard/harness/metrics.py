@@ -7,14 +7,14 @@ from refshard.flops import formula
 from refshard.harness.measure import CONVENTION, RankResult
 from refshard.harness.traced import Traces
 from refshard.plan.checkpointing import checkpointing_of
-from refshard.records import DERIVED, METRICS, CaseRecord, Environment, StepTrace
+from refshard.records import DERIVED, METRICS, Environment, LaunchRecord, StepTrace
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec
 
 NS = 1e-9
 
 
-def metrics_of(record: CaseRecord, ranks: Sequence[RankResult], traces: Traces) -> dict[str, float | None]:
+def metrics_of(record: LaunchRecord, ranks: Sequence[RankResult], traces: Traces) -> dict[str, float | None]:
     """Every metric but derived ones; None for what does not exist."""
     step_time, traced_time = (
         median(max(step) for step in zip(*times)) for times in (record.step_times_s, record.traced_step_times_s)
@@ -33,7 +33,7 @@ def metrics_of(record: CaseRecord, ranks: Sequence[RankResult], traces: Traces) 
     )
 
 
-def rates(record: CaseRecord, step_time_s: float) -> dict[str, float | None]:
+def rates(record: LaunchRecord, step_time_s: float) -> dict[str, float | None]:
     """The step time, and what a rank does in it: tokens, model FLOPs, and these over the device's peak."""
     case = record.case
     tokens_per_s = case.global_batch * case.seq_len / step_time_s / case.world_size

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from refshard.harness.measure import RankResult
 from refshard.harness.traced import Traces
-from refshard.records import CaseRecord, CollectiveCount, Proof, parity_tolerance
+from refshard.records import CollectiveCount, LaunchRecord, Proof, parity_tolerance
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
 from refshard.specs.model import load_model
 from refshard.strategies.table import ROWS
@@ -17,8 +17,8 @@ NOT_COMPARABLE = "emulated: what the other ranks send is made up, so losses and 
 class Peers:
     """The records that a case is held against: one unsharded rank, and DDP at the same world size."""
 
-    reference: CaseRecord | None
-    ddp: CaseRecord | None
+    reference: LaunchRecord | None
+    ddp: LaunchRecord | None
 
 
 def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: Sequence[float], peers: Peers) -> Proof:
@@ -97,7 +97,7 @@ def _failed_training(case: CaseSpec, ranks: Sequence[RankResult], parity: float 
         yield f"losses differ from one unsharded rank by {parity:.2g}, more than {tolerance:g}"
 
 
-def _parity(case: CaseSpec, losses: Sequence[float], reference: CaseRecord | None) -> float | None:
+def _parity(case: CaseSpec, losses: Sequence[float], reference: LaunchRecord | None) -> float | None:
     """Largest relative difference over the proof steps; 0 for the reference itself."""
     if case == case.reference():
         return 0.0
@@ -108,7 +108,7 @@ def _parity(case: CaseSpec, losses: Sequence[float], reference: CaseRecord | Non
 
 
 def _compare_bits(
-    case: CaseSpec, losses: Sequence[float], digest: str, ddp: CaseRecord | None
+    case: CaseSpec, losses: Sequence[float], digest: str, ddp: LaunchRecord | None
 ) -> tuple[bool | None, str]:
     """Whether losses and final parameters equal DDP's to the bit, and a word on it where they do not."""
     if case.world_size == 1:

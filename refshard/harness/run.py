@@ -26,7 +26,7 @@ from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, check_unused, read_run
 from refshard.models.data import open_source
 from refshard.plan.checkpointing import checkpointing_of
-from refshard.records import CaseRecord, Environment, Run, RunRecord, timestamp
+from refshard.records import Environment, LaunchRecord, Run, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model
@@ -46,7 +46,7 @@ class Observer(ABC):
         """Rank 0 of the running case is at ``text``."""
 
     @abstractmethod
-    def case_ended(self, record: CaseRecord) -> None:
+    def case_ended(self, record: LaunchRecord) -> None:
         """A launch ended and its record is written."""
 
 
@@ -100,7 +100,7 @@ def run_suite(
             files=named_files(suite),
         )
         writer.append(header)
-        _run_missing(Run(header=header, cases=()), folder, writer, launcher, observer)
+        _run_missing(Run(header=header, launches=()), folder, writer, launcher, observer)
     return read_run(folder)
 
 
@@ -188,7 +188,7 @@ def _plan(suite: SuiteSpec) -> list[tuple[int, CaseSpec]]:
 
 def _run_missing(run: Run, folder: Path, writer: RunWriter, launcher: Launcher, observer: Observer) -> None:
     """Launch what ``run`` lacks, and close it; a run that lacks nothing and is closed stays as it is."""
-    kept = {(record.spec_hash, record.round) for record in run.cases if record.state != "failed"}
+    kept = {(record.spec_hash, record.round) for record in run.launches if record.state != "failed"}
     plan = [(round_, case) for round_, case in _plan(run.header.suite) if (case.hash, round_) not in kept]
     if not plan and run.end is not None and not run.end.interrupted:
         return
@@ -234,9 +234,9 @@ def mark_latest(folder: Path) -> None:
 
 def _records(
     plan: list[tuple[int, CaseSpec]], run: Run, folder: Path, launcher: Launcher, observer: Observer
-) -> Iterator[CaseRecord]:
+) -> Iterator[LaunchRecord]:
     """Launch the planned cases one after the other. The latest ok record of each spec serves as a peer."""
-    ended = {record.spec_hash: record for record in sorted(run.cases, key=lambda record: record.state == "ok")}
+    ended = {record.spec_hash: record for record in sorted(run.launches, key=lambda record: record.state == "ok")}
     for index, (round_, case) in enumerate(plan):
         observer.case_started(case, round_, index, len(plan))
         held = case.fidelity == "measured"
@@ -272,7 +272,7 @@ def launch_case(
     launcher: Launcher,
     on_progress: Callable[[str], None],
     peers: Peers,
-) -> CaseRecord:
+) -> LaunchRecord:
     """Run one case in processes of its own, in a folder of its own under ``folder``, and return its record."""
     name = launch_name(case, round_)
     work = fresh_folder(folder / "cases" / name)
@@ -311,9 +311,9 @@ def fresh_folder(work: Path) -> Path:
     return work.absolute()
 
 
-def blank_record(case: CaseSpec, round_: int, header: RunRecord, started: datetime) -> CaseRecord:
+def blank_record(case: CaseSpec, round_: int, header: RunRecord, started: datetime) -> LaunchRecord:
     """The record of a launch that has just ended, without what came of it; its state is preset to ok."""
-    return CaseRecord(
+    return LaunchRecord(
         run_id=header.run_id,
         environment=header.environment.id,
         case=case,

@@ -11,7 +11,7 @@ from refshard.harness.metrics import complete, rates, recompute_words, traced_pa
 from refshard.harness.traced import step_trace
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import find_recipe
-from refshard.records import CaseRecord, StepTrace
+from refshard.records import LaunchRecord, StepTrace
 from refshard.simulate.clock import NS
 from refshard.simulate.forecast import CONVENTION, Job, Simulation, simulate
 from refshard.simulate.memory import forecast_memory
@@ -53,7 +53,7 @@ def check_simulated(case: CaseSpec) -> None:
     find_recipe(case.strategy)
 
 
-def record_simulated(blank: CaseRecord, trace: Path) -> CaseRecord:
+def record_simulated(blank: LaunchRecord, trace: Path) -> LaunchRecord:
     """Complete ``blank`` with what the simulation says, and write its trace (gzipped) to ``trace``."""
     case = blank.case
     job, recipe = job_of(case), find_recipe(case.strategy)
@@ -79,7 +79,7 @@ def record_simulated(blank: CaseRecord, trace: Path) -> CaseRecord:
 
 
 def _metrics(
-    record: CaseRecord, run: Simulation, peak_bytes: int
+    record: LaunchRecord, run: Simulation, peak_bytes: int
 ) -> tuple[tuple[StepTrace, ...], dict[str, float | None]]:
     (step,) = step_breakdowns(as_timeline(run.items, run.times))
     steps = (step_trace(0, 0, step),)

@@ -20,7 +20,7 @@ import msgspec
 
 from refshard.errors import StoreError
 from refshard.harness.interruption import Interruption
-from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord, State, timestamp
+from refshard.records import SCHEMA, EndRecord, LaunchRecord, Record, Run, RunRecord, State, timestamp
 
 RECORDS = "records.jsonl"
 _CHECK = re.compile(rb',"check":"([0-9a-f]{16})"}$')
@@ -60,7 +60,7 @@ class RunWriter:
             raise StoreError(f"{folder}: cannot hold a run ({error.strerror}); name a folder that can") from None
         try:
             self._lock()
-            found = read_run(folder).cases if reopen else ()
+            found = read_run(folder).launches if reopen else ()
             self._states: dict[tuple[str, int], State] = {(r.spec_hash, r.round): r.state for r in found}
             written, _, _ = self._file.read().rpartition(b"\n")
             self._digest = hashlib.sha256(written + b"\n" if written else b"")
@@ -79,7 +79,7 @@ class RunWriter:
                 f"{self.folder}: cannot be locked ({error.strerror}); put runs where files can be, or mount with flock"
             ) from None
 
-    def append(self, record: RunRecord | CaseRecord) -> None:
+    def append(self, record: RunRecord | LaunchRecord) -> None:
         """Write one record so that it outlives a crash of this process or machine.
 
         Raises:
@@ -87,7 +87,7 @@ class RunWriter:
         """
         with Interruption():  # the line is written and counted, or neither
             self._write(record)
-            if isinstance(record, CaseRecord):
+            if isinstance(record, LaunchRecord):
                 self._states[record.spec_hash, record.round] = record.state
 
     def close(self, run_id: str, *, interrupted: bool) -> None:
@@ -155,11 +155,11 @@ def read_run(folder: Path) -> Run:
             "remove the folder and start a new one"
         )
     _check_digests(path, lines, records)
-    launches = {(r.spec_hash, r.round): r for r in records if isinstance(r, CaseRecord)}
+    launches = {(r.spec_hash, r.round): r for r in records if isinstance(r, LaunchRecord)}
     last = records[-1]
     return Run(
         header=headers[0],
-        cases=tuple(r for r in records if isinstance(r, CaseRecord) and launches[r.spec_hash, r.round] is r),
+        launches=tuple(r for r in records if isinstance(r, LaunchRecord) and launches[r.spec_hash, r.round] is r),
         end=last if isinstance(last, EndRecord) and not torn else None,
     )
 

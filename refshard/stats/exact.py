@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.specs.gate import Direction, MetricRule
 from refshard.stats.gate import Verdict
 
@@ -37,7 +37,7 @@ class Change:
     verdict: Verdict
 
 
-def exact_metrics(record: CaseRecord) -> dict[str, Value]:
+def exact_metrics(record: LaunchRecord) -> dict[str, Value]:
     """What one launch that ended ok says exactly.
 
     Number and bytes of each kind of collective per rank and step, FLOPs per token, operators of a step, their order
@@ -77,7 +77,7 @@ def exact_metrics(record: CaseRecord) -> dict[str, Value]:
     return found
 
 
-def _of_dry_run(record: CaseRecord) -> dict[str, Value]:
+def _of_dry_run(record: LaunchRecord) -> dict[str, Value]:
     """What a dry run repeats to the bit on any machine: the allocator's peaks, and how often the host waits."""
     found: dict[str, Value] = {}
     for words, metric in _DRY_PEAKS.items():

@@ -50,7 +50,7 @@ def step_samples(step_times_s: Sequence[Sequence[float]]) -> Samples:
     """A step's time is that of its slowest rank: the maximum over ranks, [steps] s.
 
     Args:
-        step_times_s: ``[rank][step]`` as :class:`~refshard.records.CaseRecord` holds it, perhaps empty.
+        step_times_s: ``[rank][step]`` as :class:`~refshard.records.LaunchRecord` holds it, perhaps empty.
 
     Raises:
         ValueError: the ranks hold different numbers of steps.

@@ -5,7 +5,7 @@ import pytest
 
 from refshard.analysis.cases import BREAKDOWN, plain
 from refshard.analysis.evidence import gather
-from refshard.records import CaseRecord, Run, StepTrace
+from refshard.records import LaunchRecord, Run, StepTrace
 from refshard.specs.case import Fidelity
 from tests.report.runs import CASES, FAILED, STRATEGIES, both, run, spec, with_record
 
@@ -13,12 +13,12 @@ from tests.report.runs import CASES, FAILED, STRATEGIES, both, run, spec, with_r
 def with_spec(made: Run, strategies: dict[str, int], **changes: object) -> Run:
     """The run with the specs of some cases changed; a global batch may not be given, others may."""
     records = []
-    for record in made.cases:
+    for record in made.launches:
         if record.case.strategy in strategies:
             case = msgspec.structs.replace(record.case, world_size=strategies[record.case.strategy], **changes)
             record = msgspec.structs.replace(record, case=case, spec_hash=case.hash)
         records.append(record)
-    return msgspec.structs.replace(made, cases=tuple(records))
+    return msgspec.structs.replace(made, launches=tuple(records))
 
 
 def test_one_case_per_spec_in_the_order_of_the_suite() -> None:
@@ -48,7 +48,7 @@ def test_other_metrics_are_medians_over_the_rounds_that_ended_ok() -> None:
     made = run(rounds=3, failed=False)
     for round_, peak in enumerate((100.0, 900.0, 200.0)):
         place = round_ * len(CASES)
-        metrics = {**made.cases[place].metrics, "peak_memory_bytes": peak}
+        metrics = {**made.launches[place].metrics, "peak_memory_bytes": peak}
         made = with_record(made, place, metrics=metrics)
     assert gather(made).cases[0].metrics["peak_memory_bytes"] == 200.0
     made = with_record(made, 0, state="failed")
@@ -57,8 +57,8 @@ def test_other_metrics_are_medians_over_the_rounds_that_ended_ok() -> None:
 
 def test_a_repeated_launch_replaces_the_earlier_one() -> None:
     made = run(failed=False)
-    repeated = msgspec.structs.replace(made.cases[1], state="oom")
-    case = gather(msgspec.structs.replace(made, cases=(*made.cases, repeated))).cases[1]
+    repeated = msgspec.structs.replace(made.launches[1], state="oom")
+    case = gather(msgspec.structs.replace(made, launches=(*made.launches, repeated))).cases[1]
     assert [launch.state for launch in case.launches] == ["oom", "ok", "ok"]
 
 
@@ -74,7 +74,7 @@ def test_a_row_of_traced_figures_adds_up_over_rounds() -> None:
     for round_, (compute, comm) in enumerate(((1.0, 0.9), (9.0, 8.9), (9.1, 0.1))):
         place = round_ * len(CASES) + 1
         changed = {"compute_s": compute, "comm_s": comm, "exposed_comm_s": comm / 2, "idle_s": 0.5}
-        made = with_record(made, place, metrics={**made.cases[place].metrics, **changed})
+        made = with_record(made, place, metrics={**made.launches[place].metrics, **changed})
     case = gather(made).cases[1]
     parts = case.breakdown
     assert parts is not None
@@ -90,7 +90,7 @@ def test_rates_and_the_step_time_of_a_row_add_up(rounds: int) -> None:
     for round_ in range(rounds):
         place, time = round_ * len(CASES) + 1, (1.0, 3.0, 2.0, 7.0)[round_]
         rates = {"step_time_s": time, "tokens_per_s_gpu": 1024 / time, "tflops": 0.002 / time, "mfu": 0.016 / time}
-        metrics = {**made.cases[place].metrics, **rates}
+        metrics = {**made.launches[place].metrics, **rates}
         made = with_record(made, place, step_times_s=((time,),) * 2, metrics=metrics)
     metrics = gather(made).cases[1].metrics
     assert metrics["step_time_s"] == {2: 2.0, 3: 2.0, 4: 2.5}[rounds]
@@ -111,13 +111,13 @@ def test_traced_figures_have_the_range_of_their_steps() -> None:
     found = gather(made).cases[0].traced_range
     assert found["exposed_comm_s"] == pytest.approx((2.5e-9, 10.5e-9))
     assert found["overlap_ratio"] == pytest.approx((1 - 10.5 / 20, 1 - 2.5 / 20))
-    one = with_record(run(CASES[1:2], rounds=1, failed=False), 0, steps=made.cases[0].steps[:2])
+    one = with_record(run(CASES[1:2], rounds=1, failed=False), 0, steps=made.launches[0].steps[:2])
     assert gather(one).cases[0].traced_range == {}
 
 
 def test_a_case_without_traces_has_no_parts() -> None:
     made = run(rounds=1, failed=False)
-    bare = {**made.cases[1].metrics, "comm_s": None}
+    bare = {**made.launches[1].metrics, "comm_s": None}
     case = gather(with_record(made, 1, metrics=bare)).cases[1]
     assert case.breakdown is None
     assert case.exposed_share is None
@@ -166,7 +166,7 @@ def test_what_varies_besides_the_usual_is_named() -> None:
 def test_axes_never_share_a_setting_and_every_heading_names_them(changes: dict[str, object], words: str) -> None:
     here = run(rounds=1, failed=False)
     there = with_spec(here, dict.fromkeys(STRATEGIES[1:], 2) | {"single": 1}, **changes)
-    both = msgspec.structs.replace(here, cases=(*here.cases, *there.cases))
+    both = msgspec.structs.replace(here, launches=(*here.launches, *there.launches))
     plain, other = gather(both).settings
     assert plain.label == "llama-mini, global batch of 8 sequences of 256 tokens"
     assert other.label == f"{plain.label}, {words}"
@@ -192,7 +192,7 @@ def test_cases_of_several_models_and_batches_are_told_apart_where_all_of_a_run_m
     here = run(rounds=1, failed=False)
     there = with_spec(here, {"ddp": 2, "fsdp2": 2}, model="llama-tiny", measured_steps=3)
     large = with_spec(here, {"ddp": 2}, global_batch=16)
-    found = msgspec.structs.replace(here, cases=(*here.cases, *there.cases[1:3], large.cases[1]))
+    found = msgspec.structs.replace(here, launches=(*here.launches, *there.launches[1:3], large.launches[1]))
     assert {c.full_label for c in gather(found).cases} == {
         "single, 1 rank",
         "ddp, 2 ranks, llama-mini, batch of 8 x 256 tokens",
@@ -217,10 +217,10 @@ def test_clusters_and_numbers_of_resident_ranks_never_share_a_setting() -> None:
     elsewhere = [
         msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, **changes))
         for changes in ({"cluster": "lab"}, {"resident_ranks": 2})
-        for record in made.cases
+        for record in made.launches
         if record.case.world_size > 1
     ]
-    found = gather(msgspec.structs.replace(made, cases=(*made.cases, *elsewhere))).settings
+    found = gather(msgspec.structs.replace(made, launches=(*made.launches, *elsewhere))).settings
     assert [setting.label.partition("tokens")[2] for setting in found] == [
         ", emulated on dgx-h100", ", emulated on dgx-h100, 2 ranks resident", ", emulated on lab",
     ]  # fmt: skip
@@ -240,7 +240,7 @@ def test_cases_with_equal_references_train_the_same() -> None:
 
 
 def test_a_run_without_cases_has_no_settings() -> None:
-    empty = msgspec.structs.replace(run(), cases=())
+    empty = msgspec.structs.replace(run(), launches=())
     assert not gather(empty).cases
     assert not gather(empty).settings
     assert not gather(empty).contested
@@ -261,6 +261,6 @@ def test_names_are_those_of_the_spec() -> None:
 
 def test_launches_are_records_in_the_order_of_rounds() -> None:
     made = run(failed=False)
-    backwards = msgspec.structs.replace(made, cases=tuple(reversed(made.cases)))
-    launches: tuple[CaseRecord, ...] = gather(backwards).cases[0].launches
+    backwards = msgspec.structs.replace(made, launches=tuple(reversed(made.launches)))
+    launches: tuple[LaunchRecord, ...] = gather(backwards).cases[0].launches
     assert [launch.round for launch in launches] == [0, 1, 2]

@@ -18,9 +18,9 @@ def modelled(*step_times_s: float) -> Run:
             step_times_s=((time,),),
             metrics={**record.metrics, "step_time_s": time, "peak_reserved_bytes": None},
         )
-        for record, time in zip(made.cases, step_times_s)
+        for record, time in zip(made.launches, step_times_s)
     ]
-    return msgspec.structs.replace(made, cases=tuple(records))
+    return msgspec.structs.replace(made, launches=tuple(records))
 
 
 def only(made: Run) -> Contest:
@@ -47,13 +47,13 @@ def test_modelled_times_within_the_models_error_are_tied_and_all_lead() -> None:
 
 def test_reserved_memory_decides_where_it_is_known_of_all() -> None:
     made = modelled(1.0, 1.1)
-    reserved = [{**record.metrics, "peak_reserved_bytes": size} for record, size in zip(made.cases, (2e9, 1e9))]
-    cases = [msgspec.structs.replace(record, metrics=metrics) for record, metrics in zip(made.cases, reserved)]
-    contest = only(msgspec.structs.replace(made, cases=tuple(cases)))
+    reserved = [{**record.metrics, "peak_reserved_bytes": size} for record, size in zip(made.launches, (2e9, 1e9))]
+    cases = [msgspec.structs.replace(record, metrics=metrics) for record, metrics in zip(made.launches, reserved)]
+    contest = only(msgspec.structs.replace(made, launches=tuple(cases)))
     assert contest.memory_metric == "peak_reserved_bytes"
-    assert [case.strategy for case in contest.leanest] == [made.cases[1].case.strategy]
+    assert [case.strategy for case in contest.leanest] == [made.launches[1].case.strategy]
     one = msgspec.structs.replace(cases[1], metrics={**cases[1].metrics, "peak_reserved_bytes": None})
-    assert only(msgspec.structs.replace(made, cases=(cases[0], one))).memory_metric == "peak_memory_bytes"
+    assert only(msgspec.structs.replace(made, launches=(cases[0], one))).memory_metric == "peak_memory_bytes"
 
 
 def test_one_that_is_alone_does_not_lead() -> None:
@@ -63,7 +63,7 @@ def test_one_that_is_alone_does_not_lead() -> None:
 
 def test_what_did_not_end_ok_does_not_compete() -> None:
     made = modelled(1.0, 0.5)
-    failed = msgspec.structs.replace(made.cases[1], state="oom")
-    contest = only(msgspec.structs.replace(made, cases=(made.cases[0], failed)))
+    failed = msgspec.structs.replace(made.launches[1], state="oom")
+    contest = only(msgspec.structs.replace(made, launches=(made.launches[0], failed)))
     assert contest.winner is not None
     assert (contest.winner.metrics["step_time_s"], contest.rivals) == (1.0, ())

@@ -116,7 +116,7 @@ def test_unknown_links_references_and_models_leave_it_out() -> None:
     assert set(efficiencies(run(SLOW, failed=False)).values()) == {None}
     assert set(efficiencies(on_hosts(run(SLOW[1:], failed=False), EIGHT)).values()) == {None}
     made = on_hosts(run(SLOW, rounds=1, failed=False), EIGHT)
-    for place, record in enumerate(made.cases):
+    for place, record in enumerate(made.launches):
         case: CaseSpec = msgspec.structs.replace(record.case, model="not-a-preset")
         made = with_record(made, place, case=case)
     assert set(efficiencies(made).values()) == {None}

@@ -23,10 +23,10 @@ def later(made: Run, name: str, hour: int = 12, **environment: Any) -> Run:
 def quicker(made: Run, factor: float) -> Run:
     """The run, had every step taken ``factor`` of its time."""
     records = []
-    for record in made.cases:
+    for record in made.launches:
         times = tuple(tuple(factor * t for t in steps) for steps in record.step_times_s)
         records.append(msgspec.structs.replace(record, step_times_s=times))
-    return msgspec.structs.replace(made, cases=tuple(records))
+    return msgspec.structs.replace(made, launches=tuple(records))
 
 
 def test_of_a_case_that_several_runs_hold_the_latest_counts() -> None:
@@ -50,13 +50,13 @@ def test_settings_keep_the_order_in_which_the_suite_gives_their_axes() -> None:
     records = [
         msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, **axes))
         for axes in ({"precision": "bf16"}, {"microbatches": 2}, {"checkpointing": "full"})
-        for record in made.cases
+        for record in made.launches
     ]
-    shared = {"model": made.cases[0].case.model, "world_size": 2, "global_batch": 4, "strategy": ["ddp", "fsdp2"]}
+    shared = {"model": made.launches[0].case.model, "world_size": 2, "global_batch": 4, "strategy": ["ddp", "fsdp2"]}
     matrix = [{**shared, "microbatches": 2}, {**shared, "checkpointing": "full"}, {**shared, "precision": "bf16"}]
     suite = msgspec.structs.replace(made.header.suite, matrix=matrix)
     header = msgspec.structs.replace(made.header, suite=suite)
-    settings = gather(msgspec.structs.replace(made, header=header, cases=tuple(reversed(records)))).settings
+    settings = gather(msgspec.structs.replace(made, header=header, launches=tuple(reversed(records)))).settings
     assert [setting.cases[0].spec.axes for setting in settings] == [
         ("2 microbatches",),
         ("checkpointing full",),
@@ -66,9 +66,9 @@ def test_settings_keep_the_order_in_which_the_suite_gives_their_axes() -> None:
 
 def test_a_longer_time_limit_keeps_nobody_out_of_a_contest() -> None:
     made = run(failed=False)
-    patient = msgspec.structs.replace(made.cases[-1].case, time_limit_s=900.0)
-    cases = (*made.cases[:-1], msgspec.structs.replace(made.cases[-1], case=patient))
-    assert len(gather(msgspec.structs.replace(made, cases=cases)).settings) == len(gather(made).settings)
+    patient = msgspec.structs.replace(made.launches[-1].case, time_limit_s=900.0)
+    cases = (*made.launches[:-1], msgspec.structs.replace(made.launches[-1], case=patient))
+    assert len(gather(msgspec.structs.replace(made, launches=cases)).settings) == len(gather(made).settings)
 
 
 def test_of_cases_that_differ_in_time_limit_only_the_most_patient_is_compared_and_all_are_kept() -> None:
@@ -76,9 +76,9 @@ def test_of_cases_that_differ_in_time_limit_only_the_most_patient_is_compared_an
     made = run(failed=False)
     patient = [
         msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, time_limit_s=900.0))
-        for record in made.cases
+        for record in made.launches
     ]
-    both = gather(msgspec.structs.replace(made, cases=(*patient[:1], *made.cases, *patient[1:])))
+    both = gather(msgspec.structs.replace(made, launches=(*patient[:1], *made.launches, *patient[1:])))
     alone = gather(made)
     assert len(both.cases) == 2 * len(alone.cases)
     for found, known in ((both.settings, alone.settings), (both.trainings, alone.trainings)):

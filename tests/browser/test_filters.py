@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from tests.browser.visits import Visit, visiting, wide
 
 pytestmark = pytest.mark.processes
@@ -41,7 +41,7 @@ TRACES = "(id) => document.getElementById(id).querySelector('.plot').data"
 def numbers(*, without: object) -> set[int]:
     """Of the cases that have nothing to do with this value."""
 
-    def is_of(case: Case) -> bool:
+    def is_of(case: CaseResult) -> bool:
         return without in (case.spec.model, case.strategy, str(case.spec.world_size), case.fidelity)
 
     return {case.number for case in CASES if not is_of(case)}

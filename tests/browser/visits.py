@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from refshard.analysis.evidence import Evidence, gather
-from refshard.records import CaseRecord, Run
+from refshard.records import LaunchRecord, Run
 from refshard.report.run.page import Beside, write_dashboard
 from tests.report.runs import CASES, Made, run
 
@@ -152,12 +152,12 @@ def wide() -> Evidence:
     slow = replace(CASES[1], world_size=4, step_time=1.2, peak_mib=3072)
     measured = run([*CASES, slow, *on_four])
     emulated = run(CASES[1:], rounds=1, failed=False, fidelity="emulated")
-    tiny = of_model(run(CASES[1:3], rounds=1, failed=False).cases, "llama-tiny")
-    joined = msgspec.structs.replace(measured, cases=(*measured.cases, *emulated.cases, *tiny))
+    tiny = of_model(run(CASES[1:3], rounds=1, failed=False).launches, "llama-tiny")
+    joined = msgspec.structs.replace(measured, launches=(*measured.launches, *emulated.launches, *tiny))
     return gather(earlier(CASES), joined)
 
 
-def of_model(launches: Sequence[CaseRecord], model: str) -> tuple[CaseRecord, ...]:
+def of_model(launches: Sequence[LaunchRecord], model: str) -> tuple[LaunchRecord, ...]:
     """The launches, had they trained another model."""
     changed = [(launch, msgspec.structs.replace(launch.case, model=model)) for launch in launches]
     return tuple(msgspec.structs.replace(launch, case=case, spec_hash=case.hash) for launch, case in changed)

@@ -10,7 +10,7 @@ import pytest
 
 from refshard.commands.history import history
 from refshard.errors import SpecError
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.run import run_suite
 from refshard.harness.store import RunWriter, read_run
 from refshard.specs.case import CaseSpec
@@ -20,18 +20,18 @@ from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, r
 def write_run(folder: Path, day: int, factor: float) -> None:
     """A run that started on a day of its own, every step of which took ``factor`` times as long."""
 
-    def outcome(case: CaseSpec, work: Path) -> Launch:
+    def outcome(case: CaseSpec, work: Path) -> LaunchOutcome:
         for rank in range(case.processes):
             times = tuple(factor * t for t in rank_result(case, rank).step_times_s)
             write_rank(case, work, rank, step_times_s=times)
-        return Launch()
+        return LaunchOutcome()
 
     made = run_suite(make_suite(), folder / "made", FakeLauncher(outcome), Silent(), ENVIRONMENT)
     started = (datetime(2026, 1, 1, tzinfo=UTC) + timedelta(days=day)).isoformat()
     header = msgspec.structs.replace(made.header, run_id=f"run{day}", started_at=started)
     with RunWriter(folder / f"run{day}") as writer:
         writer.append(header)
-        for record in made.cases:
+        for record in made.launches:
             writer.append(record)
     for path in sorted((folder / "made").rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_left_out_and_told(
     series = json.loads(history(tmp_path, metric="step_time_s", suite=None, as_json=True))
     assert [len(one["points"]) for one in series] == [1, 1, 1], "a link is the run that it points to, not another"
     assert "left out:" in capsys.readouterr().err
-    assert len(read_run(tmp_path / "run1").cases) == 3
+    assert len(read_run(tmp_path / "run1").launches) == 3
 
 
 def test_no_such_metric_and_no_run_are_one_line(runs: Path, tmp_path: Path) -> None:

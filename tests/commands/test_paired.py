@@ -8,7 +8,7 @@ import pytest
 from refshard.commands.paired import Comparison, gone_and_come, shared, suite_in
 from refshard.errors import SpecError
 from refshard.harness.gate.rounds import PairedRounds, Side
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.report.gate.formats import GateCase
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import GateSpec
@@ -27,21 +27,21 @@ class Side_(FakeLauncher):  # noqa: N801
         super().__init__(self._end)
         self._factor, self._dies_in, self._extra = factor, dies_in, extra_operator
 
-    def _end(self, case: CaseSpec, folder: Path) -> Launch:
+    def _end(self, case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         if case.strategy != "refshard-yafsdp":
-            return Launch()
+            return LaunchOutcome()
         if len(self.series) in self._dies_in:
             for rank in range(case.processes):
                 write_rank(case, folder, rank, state="failed", error="ValueError: no")
-            return Launch(failed_rank=0)
+            return LaunchOutcome(failed_rank=0)
         census = msgspec.structs.replace(CENSUS, operators=CENSUS.operators + self._extra)
         for rank in range(case.processes):
             noise = 1 + 0.001 * len(self.series)  # ties have no exact p
             times = tuple(self._factor * noise * t for t in rank_result(case, rank).step_times_s)
             names = ("aten.mm", *(("aten.clone",) if self._extra else ()), "aten.add")
             write_rank(case, folder, rank, step_times_s=times, census=census, operators=names)
-        return Launch()
+        return LaunchOutcome()
 
 
 def compared(folder: Path, before: FakeLauncher, after: FakeLauncher, *, exact: bool = False) -> dict[str, GateCase]:
@@ -91,11 +91,11 @@ def test_rounds_that_fail_on_both_sides_are_inconclusive(tmp_path: Path) -> None
 
 
 def test_what_one_sides_launch_cannot_do_alone_is_no_time(tmp_path: Path) -> None:
-    def refusing(case: CaseSpec, folder: Path) -> Launch:
+    def refusing(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         if case.strategy == "refshard-yafsdp":
             write_rank(case, folder, 0, state="failed", error="ValueError: no")
-        return Launch()
+        return LaunchOutcome()
 
     found = compared(tmp_path / "a", FakeLauncher(refusing), FakeLauncher())
     assert (found[YAFSDP].verdict, found[YAFSDP].time) == ("not comparable", None)

@@ -18,7 +18,7 @@ from tests.harness.commandline import write_suite
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, make_suite
 from tests.report.runs import run
 
-ENDED = run().cases
+ENDED = run().launches
 """Launches by hand; the fifth took 40 ms a step."""
 OK, FAILED = ENDED[4], next(record for record in ENDED if record.state == "failed")
 

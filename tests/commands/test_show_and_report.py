@@ -40,7 +40,7 @@ def chdir() -> Iterator[Callable[[Path], None]]:
 def write(made: Run, folder: Path) -> Path:
     with RunWriter(folder) as writer:
         writer.append(made.header)
-        for record in made.cases:
+        for record in made.launches:
             writer.append(record)
         if made.end is not None:
             writer.close(made.header.run_id, interrupted=made.end.interrupted)
@@ -52,7 +52,7 @@ def unfinished(launches: int, *, interrupted: bool = False, planned: int = 12) -
     made = run()
     end = EndRecord(run_id="made", ended_at="", cases=launches, states={}, interrupted=True) if interrupted else None
     header = msgspec.structs.replace(made.header, planned=planned)
-    return Run(header=header, cases=made.cases[:launches], end=end)
+    return Run(header=header, launches=made.launches[:launches], end=end)
 
 
 def modelled(fidelity: Fidelity, steps: int | None = None) -> Run:
@@ -60,9 +60,9 @@ def modelled(fidelity: Fidelity, steps: int | None = None) -> Run:
     made = run(CASES, rounds=1, failed=False, fidelity=fidelity)
     cases = tuple(
         msgspec.structs.replace(record, step_times_s=tuple(times[:steps] for times in record.step_times_s))
-        for record in made.cases
+        for record in made.launches
     )
-    return msgspec.structs.replace(made, cases=cases)
+    return msgspec.structs.replace(made, launches=cases)
 
 
 def read_csv(text: str) -> list[dict[str, str]]:
@@ -150,7 +150,7 @@ def test_the_command_prints_csv_as_it_is(folder: Path) -> None:
         (unfinished(3), "* Not finished: 3 of 12 launches are done; the run was cut off, or is still under way.\n"),
         (unfinished(3, interrupted=True), "* Not finished: 3 of 12 launches are done; the run was interrupted.\n"),
         (unfinished(3, planned=0), "* Not finished: 3 launches are done; the run was cut off, or is still under way."),
-        (msgspec.structs.replace(run(), cases=()), "* Nothing was launched."),
+        (msgspec.structs.replace(run(), launches=()), "* Nothing was launched."),
     ],
 )
 def test_a_run_that_stopped_short_says_so_first(tmp_path: Path, made: Run, words: str) -> None:
@@ -171,10 +171,10 @@ def test_what_is_simulated_has_neither_samples_nor_doubts_about_them(tmp_path: P
 def test_what_the_model_cannot_tell_apart_is_no_order(tmp_path: Path) -> None:
     """The cases' step times are 1.25 and more apart, but for one that is put at 1.02 times the fastest's."""
     made = modelled("simulated", 1)
-    fastest = made.cases[-1]
+    fastest = made.launches[-1]
     close = [tuple(1.02 * time for time in times) for times in fastest.step_times_s]
-    other = msgspec.structs.replace(made.cases[-2], step_times_s=tuple(close))
-    folder = write(msgspec.structs.replace(made, cases=(*made.cases[:-2], other, fastest)), tmp_path / "run")
+    other = msgspec.structs.replace(made.launches[-2], step_times_s=tuple(close))
+    folder = write(msgspec.structs.replace(made, launches=(*made.launches[:-2], other, fastest)), tmp_path / "run")
     first, second = show(folder, as_json=False).splitlines()[:2]
     assert first.startswith("* refshard-yafsdp and refshard-fsdp cannot be told apart as the fastest: ")
     assert second.startswith("* refshard-fsdp takes 1.020 times as long as the first, and under 1.03 times the model ")

@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
 
 
 def test_a_case_ends_ok_and_proves_what_can_be_proved(finished: tuple[Run, Path]) -> None:
-    (record,), folder = finished[0].cases, finished[1]
+    (record,), folder = finished[0].launches, finished[1]
     assert (record.state, record.error) == ("ok", None)
     assert (record.fidelity, record.backend, len(record.step_times_s)) == ("emulated", "emulated", 2)
     proof = record.proof
@@ -66,7 +66,7 @@ def test_no_table_and_no_page_shows_a_loss(finished: tuple[Run, Path]) -> None:
         assert (row["fidelity"], row["loss_parity"], row["bit_identical_to_ddp"]) == ("emulated", None, None)
         assert row["cluster"] is not None
     assert "loss" not in views.terminal_table(gather(run))
-    shown = f"{run.cases[0].losses[-1]:.6g}"
+    shown = f"{run.launches[0].losses[-1]:.6g}"
     assert shown not in text
 
 

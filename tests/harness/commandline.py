@@ -76,5 +76,5 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def only_case(run: Run, strategy: str) -> tuple[str, str | None, tuple[str, ...]]:
-    (record,) = (r for r in run.cases if r.case.strategy == strategy)
+    (record,) = (r for r in run.launches if r.case.strategy == strategy)
     return record.state, record.error, record.log_tail

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 
 from refshard.flops import flops_per_token
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.measure import CONVENTION, RankResult
 from refshard.harness.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
 from refshard.harness.run import Observer
-from refshard.records import CaseRecord, Census, CollectiveCount, Environment
+from refshard.records import Census, CollectiveCount, Environment, LaunchRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.specs.reading import convert
@@ -61,12 +61,12 @@ def write_rank(case: CaseSpec, folder: Path, rank: int, **changes: Any) -> None:
 class FakeLauncher(Launcher):
     """Calls ``outcome(case, folder)`` for each launch; by default every rank leaves a good result."""
 
-    def __init__(self, outcome: Callable[[CaseSpec, Path], Launch] | None = None) -> None:
+    def __init__(self, outcome: Callable[[CaseSpec, Path], LaunchOutcome] | None = None) -> None:
         self.launched: list[CaseSpec] = []
         self.series: list[list[CaseSpec]] = []
         self._outcome = outcome or good
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
         on_progress("measure 1/1")
         if job.program == "series":
             return self._series(job, folder)
@@ -75,7 +75,7 @@ class FakeLauncher(Launcher):
         self.launched.append(case)
         return self._outcome(case, folder)
 
-    def _series(self, job: Job, folder: Path) -> Launch:
+    def _series(self, job: Job, folder: Path) -> LaunchOutcome:
         cases = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=list[CaseSpec])
         assert job.time_limit_s == sum(case.time_limit_s for case in cases)
         self.series.append(cases)
@@ -88,11 +88,11 @@ class FakeLauncher(Launcher):
         return ENVIRONMENT
 
 
-def good(case: CaseSpec, folder: Path) -> Launch:
+def good(case: CaseSpec, folder: Path) -> LaunchOutcome:
     """Every rank ends well."""
     for rank in range(case.processes):
         write_rank(case, folder, rank)
-    return Launch()
+    return LaunchOutcome()
 
 
 ENVIRONMENT = Environment(
@@ -114,7 +114,7 @@ class Silent(Observer):
     def case_progressed(self, text: str) -> None:
         self.told.append(text)
 
-    def case_ended(self, record: CaseRecord) -> None:
+    def case_ended(self, record: LaunchRecord) -> None:
         self.told.append(f"end {record.state}")
 
 

@@ -10,7 +10,7 @@ import psutil
 
 from refshard.harness.launchers.stacks import ask_for_stacks
 from refshard.harness.store import read_run
-from refshard.records import CaseRecord, Run
+from refshard.records import LaunchRecord, Run
 from tests.harness.commandline import processes_of, start, wait_for
 from tests.harness.planted.sitecustomize import HANGING
 
@@ -56,22 +56,22 @@ def kill_within_collective(run: Path, strategy: str, victim: int) -> None:
     rank.kill()
 
 
-def record_of(run: Run, strategy: str) -> CaseRecord:
-    (record,) = (record for record in run.cases if record.case.strategy == strategy)
+def record_of(run: Run, strategy: str) -> LaunchRecord:
+    (record,) = (record for record in run.launches if record.case.strategy == strategy)
     return record
 
 
 def launches(run: Run) -> list[tuple[str, int]]:
-    return sorted((record.spec_hash, record.round) for record in run.cases)
+    return sorted((record.spec_hash, record.round) for record in run.launches)
 
 
 def check_left(run: Path) -> Run:
     """No process is left, and what is read back is whole: each launch once, and the closing record counts them."""
     wait_for(lambda: not processes_of(run))
     found = read_run(run)
-    assert len(set(launches(found))) == len(found.cases)
+    assert len(set(launches(found))) == len(found.launches)
     if found.end is not None:
-        assert found.end.cases == len(found.cases) == sum(found.end.states.values())
+        assert found.end.cases == len(found.launches) == sum(found.end.states.values())
     return found
 
 
@@ -80,7 +80,7 @@ def check_mended(run: Path, before: Run, *, kept: tuple[str, ...] = ("ok",)) -> 
     found = check_left(run)
     assert found.end is not None
     assert not found.end.interrupted
-    assert len(found.cases) == found.header.planned
-    assert [r for r in before.cases if r.state in kept] == [r for r in found.cases if r in before.cases]
-    assert all(record.state == "ok" or record in before.cases for record in found.cases), found.cases
+    assert len(found.launches) == found.header.planned
+    assert [r for r in before.launches if r.state in kept] == [r for r in found.launches if r in before.launches]
+    assert all(record.state == "ok" or record in before.launches for record in found.launches), found.launches
     return found

@@ -28,7 +28,7 @@ from refshard.harness.calibration.samples import (
 )
 from refshard.harness.calibration.stopwatch import CpuStopwatch
 from refshard.harness.environment import available_cores
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.records import Environment
 from refshard.report.calibration import terminal_profile
 from refshard.specs.case import CaseSpec
@@ -219,10 +219,10 @@ def test_a_single_rank_measures_no_collective() -> None:
 class Scripted(Launcher):
     """Starts nothing, and leaves what ranks would have left."""
 
-    def __init__(self, launch: Launch, ranks: int) -> None:
+    def __init__(self, launch: LaunchOutcome, ranks: int) -> None:
         self._launch, self._ranks = launch, ranks
 
-    def launch(self, job: Job, folder: Path, on_progress: Any) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Any) -> LaunchOutcome:
         asked = msgspec.json.decode((folder / CALIBRATION_FILE).read_bytes(), type=Calibration)
         assert (job.program, job.processes) == ("calibration", asked.ranks)
         for rank in range(self._ranks):
@@ -237,7 +237,7 @@ class Scripted(Launcher):
 
 
 def test_the_driver_builds_a_profile_of_what_ranks_left() -> None:
-    profile = calibrate(calibration(), Scripted(Launch(), ranks=2), print)
+    profile = calibrate(calibration(), Scripted(LaunchOutcome(), ranks=2), print)
     assert profile.measured
     assert ", torch " in profile.accelerator.sources["matmul"]
 
@@ -246,19 +246,21 @@ def test_the_driver_builds_a_profile_of_what_ranks_left() -> None:
     ("launch", "left", "message"),
     [
         (
-            Launch(timed_out=True),
+            LaunchOutcome(timed_out=True),
             2,
             "calibrate: the ranks did not end within 1200 s and were ended; try fewer --sweeps, or --quick",
         ),
         (
-            Launch(failed_rank=1, error="rank 1 ended with exit status 1", log_tail=("Traceback", "ValueError: no")),
+            LaunchOutcome(
+                failed_rank=1, error="rank 1 ended with exit status 1", log_tail=("Traceback", "ValueError: no")
+            ),
             1,
             "calibrate: rank 1 ended with exit status 1 (ValueError: no); correct that, or lower --ranks",
         ),
-        (Launch(), 1, "calibrate: a rank left no result (it wrote nothing); correct that, or lower --ranks"),
+        (LaunchOutcome(), 1, "calibrate: a rank left no result (it wrote nothing); correct that, or lower --ranks"),
     ],
 )
-def test_a_launch_that_failed_is_told_in_a_line(launch: Launch, left: int, message: str) -> None:
+def test_a_launch_that_failed_is_told_in_a_line(launch: LaunchOutcome, left: int, message: str) -> None:
     with pytest.raises(LaunchError) as failed:
         calibrate(calibration(), Scripted(launch, left), print)
     assert str(failed.value) == message

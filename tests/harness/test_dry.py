@@ -14,12 +14,12 @@ from refshard.dryrun.request import Pool
 from refshard.errors import SpecError
 from refshard.harness.dry.record import NOT_CLAIMED, launch_dry, prove_dry, record_dry
 from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, StepResult, result_file
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.rank import trace_file
 from refshard.harness.run import blank_record, check_suite, run_suite
 from refshard.quantities import GIB, MIB, format_bytes
-from refshard.records import DERIVED, METRICS, CaseRecord, Census, CollectiveCount, Environment, RunRecord, StepTrace
+from refshard.records import DERIVED, METRICS, Census, CollectiveCount, Environment, LaunchRecord, RunRecord, StepTrace
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.suite import SuiteSpec
@@ -50,10 +50,10 @@ def dry_suite(tables: list[dict[str, Any]], **shared: Any) -> SuiteSpec:
     return make_suite(matrix=tables, case={**DRY, **shared})
 
 
-def run(folder: Path, suite: SuiteSpec) -> dict[str, CaseRecord]:
+def run(folder: Path, suite: SuiteSpec) -> dict[str, LaunchRecord]:
     return {
         record.case.strategy: record
-        for record in run_suite(suite, folder, LocalLauncher(), Silent(), ENVIRONMENT).cases
+        for record in run_suite(suite, folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
     }
 
 
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(folder: Path) -> dict[str, CaseRecord]:
+def ran(folder: Path) -> dict[str, LaunchRecord]:
     """A record by strategy."""
     return run(folder, dry_suite(TABLES))
 
@@ -74,7 +74,7 @@ def ran(folder: Path) -> dict[str, CaseRecord]:
 class TestRun:
     """Real processes on the fake device."""
 
-    def test_a_strategy_runs_unchanged_and_issues_what_it_announces(self, ran: dict[str, CaseRecord]) -> None:
+    def test_a_strategy_runs_unchanged_and_issues_what_it_announces(self, ran: dict[str, LaunchRecord]) -> None:
         proved = {name: record for name, record in ran.items() if name != "simplefsdp"}
         for record in proved.values():
             assert (record.state, record.error) == ("ok", None)
@@ -84,14 +84,14 @@ class TestRun:
             assert record.proof.parity_note == record.proof.bits_note == NOT_CLAIMED
         assert len(proved) == len(TABLES) - 1
 
-    def test_collectives_are_those_of_hybrid_sharding_with_two_microbatches(self, ran: dict[str, CaseRecord]) -> None:
+    def test_collectives_are_those_of_hybrid_sharding_with_two_microbatches(self, ran: dict[str, LaunchRecord]) -> None:
         proof = ran["fsdp2"].proof
         assert proof is not None
         counts = {count.op: count.count for count in proof.traced}
         assert counts == {"all_gather": 2 * 13, "reduce_scatter": 2 * 7, "all_reduce": 2 * 7}
         assert proof.wrapped_units[-1] == "model.layers.5"
 
-    def test_a_record_says_what_any_does(self, ran: dict[str, CaseRecord]) -> None:
+    def test_a_record_says_what_any_does(self, ran: dict[str, LaunchRecord]) -> None:
         record = ran["fsdp1"]
         assert (record.fidelity, record.device, record.backend) == ("dryrun", "NVIDIA H100 80GB HBM3", "nccl")
         assert record.metrics.keys() == METRICS.keys() - DERIVED
@@ -104,7 +104,7 @@ class TestRun:
         assert (record.losses, record.metrics["loss_parity"], record.metrics["rss_bytes"]) == ((), None, None)
         assert record.recompute == "forward of 6 of 6 layers, not counted"
 
-    def test_memory_is_that_of_the_caching_allocator(self, ran: dict[str, CaseRecord]) -> None:
+    def test_memory_is_that_of_the_caching_allocator(self, ran: dict[str, LaunchRecord]) -> None:
         for record in (ran["ddp"], ran["fsdp1"], ran["fsdp2"], ran["refshard-yafsdp"]):
             peak, active, reserved = (
                 record.metrics[f"peak_{name}_bytes"] or 0 for name in ("memory", "active", "reserved")
@@ -118,7 +118,7 @@ class TestRun:
         assert unsharded > 4 * whole
         assert unsharded - sharded > 3 * whole  # seven eighths of four copies, less a unit that is gathered
 
-    def test_the_census_counts_what_a_step_asks_of_the_device(self, ran: dict[str, CaseRecord]) -> None:
+    def test_the_census_counts_what_a_step_asks_of_the_device(self, ran: dict[str, LaunchRecord]) -> None:
         census = ran["ddp"].census
         assert census is not None
         assert census.operators > 6 * 7 * 3  # products of seven linear layers a block, forward and backward
@@ -126,7 +126,7 @@ class TestRun:
         assert ran["ddp"].host_waits == {}
         assert (ran["fsdp1"].host_waits or {}).keys() == {"event"}  # it limits its own all-gathers
 
-    def test_the_trace_shows_the_same_collectives(self, ran: dict[str, CaseRecord], folder: Path) -> None:
+    def test_the_trace_shows_the_same_collectives(self, ran: dict[str, LaunchRecord], folder: Path) -> None:
         for name in ("fsdp2", "refshard-yafsdp"):
             (trace,) = ran[name].traces
             timeline = read_timeline(folder / trace)
@@ -135,7 +135,7 @@ class TestRun:
             assert proof is not None
             assert issued == tuple((count.op, count.count, count.bytes) for count in proof.traced)
 
-    def test_the_stages_of_a_pipeline_are_replayed_together(self, ran: dict[str, CaseRecord]) -> None:
+    def test_the_stages_of_a_pipeline_are_replayed_together(self, ran: dict[str, LaunchRecord]) -> None:
         record = ran["pipeline"]
         assert len(record.step_times_s) == len(record.steps) == len(record.traces) == 2
         first, last = (step.compute_ns for step in record.steps)
@@ -144,13 +144,13 @@ class TestRun:
         for step in record.steps:
             assert step.span_ns - step.compute_ns > 0.2 * step.span_ns
 
-    def test_what_is_compiled_is_unsupported(self, ran: dict[str, CaseRecord]) -> None:
+    def test_what_is_compiled_is_unsupported(self, ran: dict[str, LaunchRecord]) -> None:
         record = ran["simplefsdp"]
         assert record.state == "unsupported"
         assert str(record.error).startswith("compiled cases are not dry-run")
         assert record.metrics == {}
 
-    def test_the_table_says_that_these_are_dry_runs(self, ran: dict[str, CaseRecord], folder: Path) -> None:
+    def test_the_table_says_that_these_are_dry_runs(self, ran: dict[str, LaunchRecord], folder: Path) -> None:
         del ran
         told = show(folder, as_json=False)
         assert "llama-tiny, global batch of 8 sequences of 64 tokens, dry run on dgx-h100x32" in told
@@ -210,11 +210,11 @@ OUT = DryResult(
 class Leaves(Launcher):
     """Leaves what ``answer`` says for each process, and ends as ``launch`` says."""
 
-    def __init__(self, answer: Callable[[DryCase], DryResult | None], launch: Launch | None = None) -> None:
+    def __init__(self, answer: Callable[[DryCase], DryResult | None], launch: LaunchOutcome | None = None) -> None:
         self.asked: list[DryCase] = []
-        self._answer, self._launch = answer, launch or Launch()
+        self._answer, self._launch = answer, launch or LaunchOutcome()
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
         assert (job.program, job.processes) == ("dryrun", 1)
         asked = msgspec.json.decode((folder / ASKED_FILE).read_bytes(), type=DryCase)
         self.asked.append(asked)
@@ -230,7 +230,7 @@ class Leaves(Launcher):
         return ENVIRONMENT
 
 
-def record_of(launcher: Leaves, folder: Path, case: CaseSpec = CASE) -> CaseRecord:
+def record_of(launcher: Leaves, folder: Path, case: CaseSpec = CASE) -> LaunchRecord:
     launched = launch_dry(case, launcher, folder, lambda _: None)
     return record_dry(blank_record(case, 0, HEADER, datetime.now(UTC)), launched)
 
@@ -324,15 +324,25 @@ def test_what_would_be_needed_may_stay_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("launch", "result", "state", "error"),
     [
-        (Launch(), None, "failed", "the process ended without a result"),
-        (Launch(failed_rank=0, error="rank 0 ended with signal 11"), None, "failed", "rank 0 ended with signal 11"),
-        (Launch(timed_out=True), None, "timeout", "did not end within time_limit_s = 600; the ranks were ended"),
-        (Launch(), DryResult(state="failed", error="aten::odd: no meta kernel"), "failed", "aten::odd: no meta kernel"),
-        (Launch(), DryResult(state="unsupported", error="no"), "unsupported", "no"),
+        (LaunchOutcome(), None, "failed", "the process ended without a result"),
+        (
+            LaunchOutcome(failed_rank=0, error="rank 0 ended with signal 11"),
+            None,
+            "failed",
+            "rank 0 ended with signal 11",
+        ),
+        (LaunchOutcome(timed_out=True), None, "timeout", "did not end within time_limit_s = 600; the ranks were ended"),
+        (
+            LaunchOutcome(),
+            DryResult(state="failed", error="aten::odd: no meta kernel"),
+            "failed",
+            "aten::odd: no meta kernel",
+        ),
+        (LaunchOutcome(), DryResult(state="unsupported", error="no"), "unsupported", "no"),
     ],
 )
 def test_a_process_that_does_not_end_well_is_the_case_s_end(
-    launch: Launch, result: DryResult | None, state: str, error: str, tmp_path: Path
+    launch: LaunchOutcome, result: DryResult | None, state: str, error: str, tmp_path: Path
 ) -> None:
     record = record_of(Leaves(lambda _: result, launch), tmp_path)
     assert (record.state, record.error) == (state, error)

@@ -8,9 +8,9 @@ import pytest
 from refshard.commands.show import show
 from refshard.commands.validate import validate
 from refshard.errors import SpecError
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.run import check_suite, run_suite
-from refshard.records import CaseRecord, CollectiveCount
+from refshard.records import CollectiveCount, LaunchRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from refshard.tracing.kineto import read_timeline
@@ -34,8 +34,8 @@ def suite(lab: str, **changes: Any) -> SuiteSpec:
     return make_suite(matrix={"strategy": ["ddp", "refshard-yafsdp"], "model": ["llama-tiny"]}, case=case)
 
 
-def records(tmp_path: Path, suite: SuiteSpec, launcher: FakeLauncher) -> list[CaseRecord]:
-    return list(run_suite(suite, tmp_path / "run", launcher, Silent(), ENVIRONMENT, oversubscribe=True).cases)
+def records(tmp_path: Path, suite: SuiteSpec, launcher: FakeLauncher) -> list[LaunchRecord]:
+    return list(run_suite(suite, tmp_path / "run", launcher, Silent(), ENVIRONMENT, oversubscribe=True).launches)
 
 
 def test_a_world_of_any_size_takes_as_many_processes_as_are_resident(tmp_path: Path, cluster: str) -> None:
@@ -50,10 +50,10 @@ def test_a_world_of_any_size_takes_as_many_processes_as_are_resident(tmp_path: P
 
 
 def test_neither_losses_nor_parameters_are_held_against_anything(tmp_path: Path, cluster: str) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         for rank in range(case.processes):
             write_rank(case, folder, rank, losses=(9.0 + rank,) * case.total_steps, parameters_sha256=str(rank))
-        return Launch()
+        return LaunchOutcome()
 
     for record in records(tmp_path, suite(cluster, resident_ranks=2), FakeLauncher(outcome)):
         assert (record.state, record.metrics["loss_parity"]) == ("ok", None)
@@ -63,10 +63,10 @@ def test_neither_losses_nor_parameters_are_held_against_anything(tmp_path: Path,
 
 
 def test_collectives_must_be_what_was_announced_all_the_same(tmp_path: Path, cluster: str) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         write_rank(case, folder, 0, announced=(CollectiveCount(op="all_reduce", count=2, bytes=800),))
-        return Launch()
+        return LaunchOutcome()
 
     for record in records(tmp_path, suite(cluster), FakeLauncher(outcome)):
         assert record.state == "failed"
@@ -120,7 +120,7 @@ def test_a_simulated_case_is_a_record_like_any_other(tmp_path: Path) -> None:
     both = make_suite(matrix=[matrix, {**matrix, "fidelity": "simulated", "cluster": cluster}], case=case)
     launcher = FakeLauncher()
     run = run_suite(both, tmp_path / "run", launcher, Silent(), ENVIRONMENT, oversubscribe=True)
-    simulated = [record for record in run.cases if record.fidelity == "simulated"]
+    simulated = [record for record in run.launches if record.fidelity == "simulated"]
     assert len(simulated) == 2
     assert all(case.fidelity == "measured" for case in launcher.launched)
     for record in simulated:

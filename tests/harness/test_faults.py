@@ -99,7 +99,7 @@ def test_the_rest_of_the_suite_is_done(beaten: Run) -> None:
     assert beaten.end is not None
     assert beaten.end.states == {"ok": 2, "failed": 5, "timeout": 1}
     assert not beaten.end.interrupted
-    assert {r.case.strategy for r in beaten.cases if r.state == "ok"} == {"single"}, "with either time limit"
+    assert {r.case.strategy for r in beaten.launches if r.state == "ok"} == {"single"}, "with either time limit"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "refshard-fsdp", "refshard-yafsdp"])
@@ -129,8 +129,8 @@ def test_out_of_time_says_where_each_rank_stood(beaten: Run) -> None:
 
 
 def test_a_resumed_run_repeats_what_failed_and_only_that(beaten: Run, mended: Run) -> None:
-    assert [r.case.strategy for r in mended.cases if r.state != "ok"] == ["refshard-zero2"]
-    again = [r for r in mended.cases if r not in beaten.cases]
+    assert [r.case.strategy for r in mended.launches if r.state != "ok"] == ["refshard-zero2"]
+    again = [r for r in mended.launches if r not in beaten.launches]
     assert sorted(r.case.strategy for r in again) == sorted(FAILED)
     assert launches(mended) == launches(beaten)
     assert mended.end is not None
@@ -202,7 +202,7 @@ def test_a_killed_run_is_resumed_and_has_one_writer(tmp_path: Path, refused: Cal
     with (run / RECORDS).open("ab") as file:
         file.write(b'{"type":"case","schema":1,"run_id":"run"')
     before = check_left(run)
-    assert ([r.case.strategy for r in before.cases], before.end) == (["single"], None)
+    assert ([r.case.strategy for r in before.launches], before.end) == (["single"], None)
     assert refshard("run", "--resume", run).returncode == 0
     check_mended(run, before)
 
@@ -259,7 +259,7 @@ def test_a_full_disk(tmp_path: Path, disk: Path) -> None:
     assert "Traceback" not in err
     before = check_left(run)
     assert before.end is None or before.end.interrupted, "a closing record may fit where none of a case does"
-    (record,) = before.cases
+    (record,) = before.launches
     assert (record.state, record.error) == ("failed", "rank 0: OSError: [Errno 28] No space left on device")
     assert any("Traceback" in line for line in record.log_tail)
 
@@ -316,7 +316,7 @@ def has_launched(run: Path) -> object:
 def test_ctrl_c_twice_in_a_launch(tmp_path: Path) -> None:
     run = interrupt(tmp_path, has_launched, 0.0, signal.SIGINT, signal.SIGINT)
     found = read_run(run)
-    assert not found.cases
+    assert not found.launches
     assert found.end is None or found.end.interrupted
     resume(run)
 

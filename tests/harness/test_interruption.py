@@ -13,7 +13,7 @@ import pytest
 from refshard.errors import StoreError
 from refshard.harness import interruption, run, store
 from refshard.harness.interruption import Interruption, interruptible
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.run import resume_run, run_suite
 from refshard.harness.store import read_run
 from refshard.specs.case import CaseSpec
@@ -56,8 +56,8 @@ def signal_at(line: int, *numbers: signal.Signals) -> Iterator[list[int]]:
 def interrupted(folder: Path, line: int) -> bool:
     """Whether a run into ``folder`` came to the ``line``-th line, and was interrupted there."""
 
-    def outcome(case: CaseSpec, work: Path) -> Launch:
-        return good(case, work) if case.strategy == "single" else Launch(failed_rank=0, error="rank 0 failed")
+    def outcome(case: CaseSpec, work: Path) -> LaunchOutcome:
+        return good(case, work) if case.strategy == "single" else LaunchOutcome(failed_rank=0, error="rank 0 failed")
 
     suite = make_suite(matrix={"strategy": ["single", "ddp"], "world_size": [2], "model": ["llama-tiny"]})
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -83,13 +83,15 @@ def test_whatever_line_is_interrupted_the_run_is_whole_and_can_be_resumed(tmp_pa
         except StoreError:  # no header: nothing was launched
             assert not (folder / "cases").exists(), line
             continue
-        states.add((len(before.cases), before.end is not None))
+        states.add((len(before.launches), before.end is not None))
         if before.end is not None:
-            assert before.end.cases == len(before.cases), line
+            assert before.end.cases == len(before.launches), line
         if line % 5 == 0:
             after = resume_run(folder, FakeLauncher(), Silent(), ENVIRONMENT)
-            assert [record.state for record in after.cases] == ["ok", "ok"], line
-            assert [r for r in before.cases if r.state == "ok"] == [r for r in after.cases if r in before.cases], line
+            assert [record.state for record in after.launches] == ["ok", "ok"], line
+            assert [r for r in before.launches if r.state == "ok"] == [
+                r for r in after.launches if r in before.launches
+            ], line
             assert after.end is not None
             assert (after.end.cases, after.end.interrupted) == (2, False), line
     assert line > 100

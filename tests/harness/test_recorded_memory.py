@@ -9,14 +9,14 @@ from refshard.harness.simulated import job_of
 from refshard.harness.store import read_run
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import find_recipe
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.simulate.memory import forecast_memory
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "profiles" / "recorded" / "epyc-2-cores"
 
 
-def error_of(record: CaseRecord) -> float:
+def error_of(record: LaunchRecord) -> float:
     """Relative, of the peak as it is predicted now; above 0 where the prediction is larger."""
     profile = "validation/loopback.toml" if record.case.world_size == 2 else "validation_network/link-4.toml"
     case = msgspec.structs.replace(record.case, fidelity="simulated", cluster=str(RECORDED / profile))
@@ -31,7 +31,7 @@ def test_recorded_peaks_are_predicted_within_3_percent_and_as_the_page_says() ->
     """The page's figures are those of the records and of the model as it stands."""
     found = {}
     for run in ("memory", "validation", "validation_network"):
-        for record in read_run(RECORDED / run).cases:
+        for record in read_run(RECORDED / run).launches:
             if record.fidelity == "measured" and record.case.strategy != "single":
                 found[run, record.case.name, record.round] = error_of(record)
     worst = max(found, key=lambda key: abs(found[key]))

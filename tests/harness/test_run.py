@@ -7,12 +7,12 @@ import pytest
 
 from refshard.errors import LaunchError, SpecError, StoreError
 from refshard.flops import flops_per_token
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.load import RankLoad
 from refshard.harness.rank import rank_file, trace_file
 from refshard.harness.run import check_suite, mark_latest, resume_run, round_order, run_suite
 from refshard.harness.store import RECORDS, read_run
-from refshard.records import DERIVED, METRICS, CaseRecord, CollectiveCount, Load, Run
+from refshard.records import DERIVED, METRICS, CollectiveCount, LaunchRecord, Load, Run
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
@@ -26,8 +26,8 @@ def run(tmp_path: Path, launcher: FakeLauncher, suite: SuiteSpec | None = None) 
     return run_suite(suite or make_suite(), tmp_path / "run", launcher, Silent(), ENVIRONMENT)
 
 
-def by_strategy(found: Run) -> dict[str, CaseRecord]:
-    return {record.case.strategy: record for record in found.cases}
+def by_strategy(found: Run) -> dict[str, LaunchRecord]:
+    return {record.case.strategy: record for record in found.launches}
 
 
 def test_metrics_of_a_case_in_closed_form(tmp_path: Path) -> None:
@@ -63,8 +63,8 @@ def test_metrics_of_a_case_in_closed_form(tmp_path: Path) -> None:
 def test_every_round_launches_every_case_references_first(tmp_path: Path) -> None:
     launcher = FakeLauncher()
     found = run(tmp_path, launcher, make_suite(rounds=3))
-    assert len(found.cases) == found.header.planned == 9
-    assert [r.round for r in found.cases] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert len(found.launches) == found.header.planned == 9
+    assert [r.round for r in found.launches] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert [c.strategy for c in launcher.launched[:2]] == ["single", "ddp"]
     assert found.end is not None
     assert (found.end.cases, found.end.states, found.end.interrupted) == (9, {"ok": 9}, False)
@@ -81,10 +81,12 @@ def test_round_order_favours_no_strategy() -> None:
 
 
 def test_a_failed_case_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         if case.strategy == "ddp":
             write_rank(case, folder, 0, state="failed", error="ValueError: no")
-            return Launch(error="rank 0 ended with exit status 1", log_tail=("Traceback", told, "ValueError: no"))
+            return LaunchOutcome(
+                error="rank 0 ended with exit status 1", log_tail=("Traceback", told, "ValueError: no")
+            )
         return good(case, folder)
 
     told = 'File "/home/me/refshard/refshard/engine/unit.py", line 3, in refill'
@@ -101,15 +103,22 @@ def test_a_failed_case_is_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("launch", "changes", "state", "error"),
     [
-        (Launch(timed_out=True), {}, "timeout", "did not end within time_limit_s = 600; the ranks were ended"),
-        (Launch(), {"state": "oom", "error": "OutOfMemoryError: 3 GiB"}, "oom", "rank 1: OutOfMemoryError: 3 GiB"),
+        (LaunchOutcome(timed_out=True), {}, "timeout", "did not end within time_limit_s = 600; the ranks were ended"),
+        (
+            LaunchOutcome(),
+            {"state": "oom", "error": "OutOfMemoryError: 3 GiB"},
+            "oom",
+            "rank 1: OutOfMemoryError: 3 GiB",
+        ),
     ],
 )
-def test_terminal_states(tmp_path: Path, launch: Launch, changes: dict[str, str], state: str, error: str) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+def test_terminal_states(
+    tmp_path: Path, launch: LaunchOutcome, changes: dict[str, str], state: str, error: str
+) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         if case.strategy != "ddp":
-            return Launch()
+            return LaunchOutcome()
         write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer")
         write_rank(case, folder, 1, **changes)
         return launch
@@ -119,12 +128,12 @@ def test_terminal_states(tmp_path: Path, launch: Launch, changes: dict[str, str]
 
 
 def test_a_rank_that_left_nothing_is_a_failure_with_the_launchers_cause(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         write_rank(case, folder, 0)
         if case.world_size == 1:
-            return Launch()
+            return LaunchOutcome()
         write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer")
-        return Launch(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
+        return LaunchOutcome(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
 
     record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
     assert (record.state, record.error) == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
@@ -147,12 +156,12 @@ def test_a_rank_that_left_nothing_is_a_failure_with_the_launchers_cause(tmp_path
     ],
 )
 def test_what_is_not_proven_does_not_count(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         if case.strategy == "refshard-yafsdp":
             for rank in range(2):
                 write_rank(case, folder, rank, **changes)
-        return Launch()
+        return LaunchOutcome()
 
     suite = make_suite()
     record = by_strategy(run(tmp_path, FakeLauncher(outcome), suite))["refshard-yafsdp"]
@@ -167,13 +176,13 @@ def test_a_trace_that_holds_less_than_was_asked_for_is_no_proof(tmp_path: Path) 
 
 
 def test_unknown_collectives_and_silent_ones_are_no_proof(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         if case.strategy == "ddp":
             events = [step(1, 0, 100), event("c10d::send", 5, 1, **shaped([[100]], ["float"]))]
             for rank in range(2):
                 write(trace_file(folder, rank), events, rank=rank)
-        return Launch()
+        return LaunchOutcome()
 
     record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
     assert "the trace shows 1 send of 400 B" in str(record.error)
@@ -181,11 +190,11 @@ def test_unknown_collectives_and_silent_ones_are_no_proof(tmp_path: Path) -> Non
 
 
 def test_a_damaged_result_fails_its_case_only(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         if case.strategy == "ddp":
             rank_file(folder, 0).write_text('{"rank": 0, "state": "ok", "losses": [null]}')
-        return Launch()
+        return LaunchOutcome()
 
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
     assert found["ddp"].state == "failed"
@@ -194,10 +203,10 @@ def test_a_damaged_result_fails_its_case_only(tmp_path: Path) -> None:
 
 
 def test_the_kernels_out_of_memory_killer_means_oom(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         if case.strategy != "ddp":
             return good(case, folder)
-        return Launch(out_of_memory=True, failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
+        return LaunchOutcome(out_of_memory=True, failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
 
     record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
     assert (record.state, record.error) == (
@@ -206,11 +215,11 @@ def test_the_kernels_out_of_memory_killer_means_oom(tmp_path: Path) -> None:
 
 
 def test_ranks_with_different_parameters_are_no_proof(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         if case.strategy == "ddp":
             write_rank(case, folder, 1, parameters_sha256="other")
-        return Launch()
+        return LaunchOutcome()
 
     record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
     assert record.error == "proof of run: the ranks ended with different parameters"
@@ -221,7 +230,7 @@ AXES = {"strategy": ["single", "ddp", "refshard-fsdp"], "world_size": [2], "mode
 
 def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_path: Path) -> None:
     suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
-    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(), suite).cases}
+    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(), suite).launches}
     training, inference = (found["ddp", workload] for workload in ("training", "inference"))
     assert training.flops_convention == "A: 6(N-E) + 12LHQT (torchtitan)"
     assert inference.flops_convention.startswith("A: 2(N-E) + 4LHQT, forward only")
@@ -231,21 +240,21 @@ def test_flops_of_inference_are_those_of_forward_and_the_convention_says_so(tmp_
 
 
 def test_ranks_may_infer_without_communication_but_not_train(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         for rank in range(case.world_size):
             write_rank(case, folder, rank, announced=())
             write(trace_file(folder, rank), [step(1, 0, 100), event("aten::mm", 10, 50)], rank=rank)
-        return Launch()
+        return LaunchOutcome()
 
     suite = make_suite(matrix={**AXES, "workload": ["training", "inference"]})
-    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(outcome), suite).cases}
+    found = {(r.case.strategy, r.case.workload): r for r in run(tmp_path, FakeLauncher(outcome), suite).launches}
     assert found["ddp", "inference"].state == "ok"
     assert "several ranks train together only by communicating" in str(found["ddp", "training"].error)
 
 
 def test_recompute_is_recorded_and_counts_for_nothing(tmp_path: Path) -> None:
     suite = make_suite(matrix={**AXES, "checkpointing": ["none", "every-4", [0, 5]]})
-    records = run(tmp_path, FakeLauncher(), suite).cases
+    records = run(tmp_path, FakeLauncher(), suite).launches
     found = {r.case.checkpointing: r for r in records if r.case.strategy == "ddp"}
     assert {policy: r.recompute for policy, r in found.items()} == {
         "none": "none",
@@ -256,14 +265,14 @@ def test_recompute_is_recorded_and_counts_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reference_that_recomputes_or_accumulates_is_held_against_one_that_does_not(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         if case.microbatches > 1:
             write_rank(case, folder, 0, losses=(5.5,) * case.total_steps)
-        return Launch()
+        return LaunchOutcome()
 
     launcher = FakeLauncher(outcome)
-    records = run(tmp_path, launcher, make_suite(matrix={**AXES, "microbatches": [2, 1]}, rounds=2)).cases
+    records = run(tmp_path, launcher, make_suite(matrix={**AXES, "microbatches": [2, 1]}, rounds=2)).launches
     assert launcher.launched[0] == launcher.launched[0].reference()
     alone = {r.case.microbatches: r for r in records if r.case.strategy == "single"}
     assert alone[1].state == "ok"
@@ -271,12 +280,12 @@ def test_a_reference_that_recomputes_or_accumulates_is_held_against_one_that_doe
 
 
 def test_sharded_gradients_of_microbatches_are_summed_in_another_order_than_ddps(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         for rank in range(case.world_size):
             write_rank(case, folder, rank, parameters_sha256=case.strategy)
-        return Launch()
+        return LaunchOutcome()
 
-    records = run(tmp_path, FakeLauncher(outcome), make_suite(matrix={**AXES, "microbatches": [2]})).cases
+    records = run(tmp_path, FakeLauncher(outcome), make_suite(matrix={**AXES, "microbatches": [2]})).launches
     (fsdp,) = (r.proof for r in records if r.case.strategy == "refshard-fsdp")
     assert fsdp is not None
     assert fsdp.bits_note.endswith("DDP sums the microbatches before the ranks, one that reduces each of them after")
@@ -287,10 +296,10 @@ MESSAGES = (CollectiveCount(op="send", count=1, bytes=8),)
 
 def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(tmp_path: Path) -> None:
     def outcome(second: tuple[CollectiveCount, ...]) -> FakeLauncher:
-        def leave(case: CaseSpec, folder: Path) -> Launch:
+        def leave(case: CaseSpec, folder: Path) -> LaunchOutcome:
             for rank in range(case.world_size):
                 write_rank(case, folder, rank, **({"announced": second} if rank else {}))
-            return Launch()
+            return LaunchOutcome()
 
         return FakeLauncher(leave)
 
@@ -317,35 +326,35 @@ def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(t
 def test_losses_may_differ_by_what_the_arithmetic_loses(
     tmp_path: Path, axes: dict[str, object], off: float, state: str
 ) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         scale = 1.0 if case == case.reference() else 1.0 + off
         for rank in range(case.world_size):
             write_rank(case, folder, rank, losses=(5.0 * scale,) * case.total_steps)
-        return Launch()
+        return LaunchOutcome()
 
     record = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix={**AXES, **axes})))["refshard-fsdp"]
     assert record.state == state, record.error
 
 
 def test_the_longest_compilation_is_recorded_apart_from_the_steps(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         for rank in range(case.world_size):
             write_rank(case, folder, rank, compile_s=20.0 + rank if case.strategy == "ddp" else 0.0)
-        return Launch()
+        return LaunchOutcome()
 
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
     assert (found["ddp"].compile_s, found["single"].compile_s) == (21.0, None)
 
 
 def test_how_busy_the_machine_was_is_recorded_of_all_ranks(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         for rank in range(case.world_size):
             seen = RankLoad(
                 host="h", cores=2, probe_before_s=0.05, probe_after_s=(0.06, 0.07)[rank], wall_s=2.0, own_cpu_s=1.0,
                 host_cpu_s=3.0,
             )  # fmt: skip
             write_rank(case, folder, rank, load=seen if case.strategy == "ddp" else None)
-        return Launch()
+        return LaunchOutcome()
 
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
     assert found["ddp"].load == Load(probe_before_s=0.05, probe_after_s=0.07, other_cores=0.5, cores=2)
@@ -353,12 +362,12 @@ def test_how_busy_the_machine_was_is_recorded_of_all_ranks(tmp_path: Path) -> No
 
 
 def test_what_a_strategy_cannot_do_is_unsupported_with_its_reason(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         if case.strategy != "ddp":
             return good(case, folder)
         for rank in range(2):
             write_rank(case, folder, rank, state="unsupported", error="no forward without backward")
-        return Launch(failed_rank=1, error="rank 1 ended with exit status 1")
+        return LaunchOutcome(failed_rank=1, error="rank 1 ended with exit status 1")
 
     record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
     assert (record.state, record.error) == ("unsupported", "rank 1: no forward without backward")
@@ -367,28 +376,28 @@ def test_what_a_strategy_cannot_do_is_unsupported_with_its_reason(tmp_path: Path
 def test_a_table_runs_its_own_number_of_rounds(tmp_path: Path) -> None:
     tables = [{**AXES, "strategy": "ddp"}, {**AXES, "strategy": "refshard-fsdp", "seq_len": 64, "rounds": 1}]
     found = run(tmp_path, FakeLauncher(), make_suite(matrix=tables, rounds=2))
-    assert found.header.planned == len(found.cases) == 6
-    launches = [(r.round, r.case.strategy) for r in found.cases]
+    assert found.header.planned == len(found.launches) == 6
+    launches = [(r.round, r.case.strategy) for r in found.launches]
     assert sorted(launches) == [
         (0, "ddp"), (0, "refshard-fsdp"), (0, "single"), (0, "single"), (1, "ddp"), (1, "single"),
     ]  # fmt: skip
 
 
 def test_without_a_good_reference_nothing_is_proven(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
-        return Launch(timed_out=True) if case.strategy == "single" else good(case, folder)
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+        return LaunchOutcome(timed_out=True) if case.strategy == "single" else good(case, folder)
 
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
     assert found["ddp"].error == "proof of run: no loss parity: the reference case did not end ok"
 
 
 def test_bits_are_compared_with_ddp(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         if case.strategy == "refshard-fsdp":
             for rank in range(2):
                 write_rank(case, folder, rank, parameters_sha256="other")
-        return Launch()
+        return LaunchOutcome()
 
     matrix = {"strategy": ["ddp", "refshard-fsdp", "refshard-yafsdp"], "world_size": [2], "model": ["llama-tiny"]}
     found = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix=matrix)))
@@ -402,7 +411,7 @@ def test_bits_are_compared_with_ddp(tmp_path: Path) -> None:
 
 
 def test_an_interruption_closes_the_store_and_passes_through(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         if case.strategy == "ddp":
             raise KeyboardInterrupt
         return good(case, folder)
@@ -410,14 +419,14 @@ def test_an_interruption_closes_the_store_and_passes_through(tmp_path: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, FakeLauncher(outcome))
     found = read_run(tmp_path / "run")
-    assert [r.case.strategy for r in found.cases] == ["single"]
+    assert [r.case.strategy for r in found.launches] == ["single"]
     assert found.end is not None
     assert (found.end.interrupted, found.end.states) == (True, {"ok": 1})
 
 
 def test_traces_are_kept_under_the_run(tmp_path: Path) -> None:
     found = run(tmp_path, FakeLauncher())
-    for record in found.cases:
+    for record in found.launches:
         assert len(record.traces) == record.case.world_size
         assert all((tmp_path / "run" / trace).is_file() for trace in record.traces)
 
@@ -481,9 +490,9 @@ def test_records_survive_a_round_trip(tmp_path: Path) -> None:
 def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) -> None:
     """Killed while the fourth of six launches ran; the second had failed."""
 
-    def dying(case: CaseSpec, folder: Path) -> Launch:
+    def dying(case: CaseSpec, folder: Path) -> LaunchOutcome:
         if len(launcher.launched) == 2:
-            return Launch(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
+            return LaunchOutcome(failed_rank=1, error="rank 1 ended with signal 9 (SIGKILL)")
         if len(launcher.launched) == 4:
             raise RuntimeError("killed")
         return good(case, folder)
@@ -495,17 +504,17 @@ def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) 
     path = folder / RECORDS
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))  # no closing record: it was killed
     before = read_run(folder)
-    assert [record.state for record in before.cases] == ["ok", "failed", "ok"]
+    assert [record.state for record in before.launches] == ["ok", "failed", "ok"]
 
     second, observer = FakeLauncher(), Silent()
     after = resume_run(folder, second, observer, ENVIRONMENT)
     assert second.launched[0].strategy == "ddp", "what failed comes first, as it did"
     assert len(second.launched) == 4
     assert observer.told[0] == "start 1/4 ddp 0"
-    assert len({(record.spec_hash, record.round) for record in after.cases}) == len(after.cases) == 6
-    assert all(record.state == "ok" for record in after.cases)
-    kept = [record for record in before.cases if record in after.cases]
-    assert kept == [before.cases[0], before.cases[2]], "what had ended well is kept as it was"
+    assert len({(record.spec_hash, record.round) for record in after.launches}) == len(after.launches) == 6
+    assert all(record.state == "ok" for record in after.launches)
+    kept = [record for record in before.launches if record in after.launches]
+    assert kept == [before.launches[0], before.launches[2]], "what had ended well is kept as it was"
     assert after.end is not None
     assert (after.end.cases, after.end.states, after.end.interrupted) == (6, {"ok": 6}, False)
 
@@ -515,23 +524,23 @@ def test_a_resumed_run_launches_what_is_missing_and_what_failed(tmp_path: Path) 
 
 
 def test_a_resumption_that_is_cut_short_counts_what_it_has_not_repeated_yet(tmp_path: Path) -> None:
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
-        return good(case, folder) if case.strategy == "single" else Launch(failed_rank=1, error="rank 1 failed")
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+        return good(case, folder) if case.strategy == "single" else LaunchOutcome(failed_rank=1, error="rank 1 failed")
 
-    def interrupted(_case: CaseSpec, _folder: Path) -> Launch:
+    def interrupted(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
         raise KeyboardInterrupt
 
     before = run(tmp_path, FakeLauncher(outcome))
     with pytest.raises(KeyboardInterrupt):
         resume_run(tmp_path / "run", FakeLauncher(interrupted), Silent(), ENVIRONMENT)
     found = read_run(tmp_path / "run")
-    assert found.cases == before.cases
+    assert found.launches == before.launches
     assert found.end is not None
     assert (found.end.cases, found.end.states, found.end.interrupted) == (3, {"ok": 1, "failed": 2}, True)
 
 
 def test_what_this_process_cannot_write_ends_the_run_with_the_cause(tmp_path: Path) -> None:
-    def outcome(_case: CaseSpec, _folder: Path) -> Launch:
+    def outcome(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
         raise OSError(28, "No space left on device", "logs")
 
     with pytest.raises(
@@ -546,23 +555,23 @@ def test_what_this_process_cannot_write_ends_the_run_with_the_cause(tmp_path: Pa
 def test_the_error_that_came_first_is_the_cause(tmp_path: Path) -> None:
     """Whichever rank's process ended first."""
 
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         if case.strategy == "single":
             return good(case, folder)
         write_rank(case, folder, 0, state="failed", error="RuntimeError: connection closed by peer", failed_at_s=9.2)
         write_rank(case, folder, 1, state="failed", error="ValueError: no", failed_at_s=9.1)
-        return Launch(failed_rank=0, error="rank 0 ended with exit status 1")
+        return LaunchOutcome(failed_rank=0, error="rank 0 ended with exit status 1")
 
     assert by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"].error == "rank 1: ValueError: no"
 
 
 def test_results_that_are_no_success_are_kept(tmp_path: Path) -> None:
-    def timing_out(_case: CaseSpec, _folder: Path) -> Launch:
-        return Launch(timed_out=True)
+    def timing_out(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
+        return LaunchOutcome(timed_out=True)
 
     run(tmp_path, FakeLauncher(timing_out))
     launcher = FakeLauncher()
-    assert {r.state for r in resume_run(tmp_path / "run", launcher, Silent(), ENVIRONMENT).cases} == {"timeout"}
+    assert {r.state for r in resume_run(tmp_path / "run", launcher, Silent(), ENVIRONMENT).launches} == {"timeout"}
     assert not launcher.launched
 
 

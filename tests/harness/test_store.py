@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.errors import StoreError
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.run import resume_run, run_suite
 from refshard.harness.store import RECORDS, RunWriter, read_run
-from refshard.records import SCHEMA, CaseRecord, EndRecord, Record, Run, RunRecord, State
+from refshard.records import SCHEMA, EndRecord, LaunchRecord, Record, Run, RunRecord, State
 from refshard.specs.case import CaseSpec
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite
 
@@ -34,8 +34,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in which one launch failed, was repeated once it was resumed, and failed again: two closing records."""
     folder = tmp_path_factory.mktemp("store") / "run"
 
-    def failing(case: CaseSpec, work: Path) -> Launch:
-        return good(case, work) if case.strategy == "single" else Launch(failed_rank=1, error="rank 1 failed")
+    def failing(case: CaseSpec, work: Path) -> LaunchOutcome:
+        return good(case, work) if case.strategy == "single" else LaunchOutcome(failed_rank=1, error="rank 1 failed")
 
     run_suite(SUITE, folder, FakeLauncher(failing), Silent(), ENVIRONMENT)
     resume_run(folder, FakeLauncher(failing), Silent(), ENVIRONMENT)
@@ -46,16 +46,16 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def states(data: bytes) -> list[Run | None]:
     """What a reader may see: the run as it was after each of its lines; None before the first."""
     found: list[Run | None] = [None]
-    launches: dict[tuple[str, int], CaseRecord] = {}
+    launches: dict[tuple[str, int], LaunchRecord] = {}
     for line in data.splitlines():
         record = msgspec.json.decode(line, type=Record)
         if isinstance(record, RunRecord):
             header = record
-        if isinstance(record, CaseRecord):
+        if isinstance(record, LaunchRecord):
             launches.pop((record.spec_hash, record.round), None)  # the later one stands later
             launches[record.spec_hash, record.round] = record
         end = record if isinstance(record, EndRecord) else None
-        found.append(Run(header=header, cases=tuple(launches.values()), end=end))
+        found.append(Run(header=header, launches=tuple(launches.values()), end=end))
     return found
 
 
@@ -71,7 +71,7 @@ def read(folder: Path, data: bytes) -> Run | None:
 def test_each_state_is_what_the_writer_meant(resumed: Path) -> None:
     """The reference that the following tests hold the store against."""
     found = states((resumed / RECORDS).read_bytes())
-    counts = [(len(run.cases), run.end and run.end.states) for run in found if run]
+    counts = [(len(run.launches), run.end and run.end.states) for run in found if run]
     ended = {"ok": 1, "failed": 1}
     assert counts == [(0, None), (1, None), (2, None), (2, ended), (2, None), (2, ended)]
     assert found[-1] == read_run(resumed)
@@ -115,7 +115,7 @@ def is_one_of(found: Run | None, expected: list[Run | None]) -> bool:
 def is_part_of(found: Run | None, data: bytes) -> bool:
     """Whether it is a run without an end, each of whose launches is one that ``data`` holds a record of."""
     records = [msgspec.json.decode(line, type=Record) for line in data.splitlines()]
-    return found is not None and found.end is None and all(r in records for r in (found.header, *found.cases))
+    return found is not None and found.end is None and all(r in records for r in (found.header, *found.launches))
 
 
 @given(st.data())
@@ -138,7 +138,7 @@ def test_with_any_piece_replaced_it_is_a_prefix_or_an_error(resumed: Path, draw:
 def test_whatever_a_kill_left_the_next_writer_goes_on_from_there(resumed: Path, tmp_path: Path) -> None:
     """Cut in each line at its start, in its midst, and before its end; then the last record once more, and closed."""
     data = (resumed / RECORDS).read_bytes()
-    expected, record = states(data), read_run(resumed).cases[-1]
+    expected, record = states(data), read_run(resumed).launches[-1]
     lines = data.splitlines(keepends=True)
     for number in range(1, len(lines) + 1):
         following = lines[number] if number < len(lines) else b'{"type":'
@@ -149,10 +149,10 @@ def test_whatever_a_kill_left_the_next_writer_goes_on_from_there(resumed: Path, 
                 writer.close("run", interrupted=False)
             found, before = read_run(tmp_path), expected[number]
             assert before is not None
-            others = [r for r in before.cases if r.spec_hash != record.spec_hash]
-            assert found.cases == (*others, record)
+            others = [r for r in before.launches if r.spec_hash != record.spec_hash]
+            assert found.launches == (*others, record)
             assert found.end is not None
-            assert (found.end.cases, found.end.interrupted) == (len(found.cases), False)
+            assert (found.end.cases, found.end.interrupted) == (len(found.launches), False)
 
 
 def test_a_line_that_is_missing_is_noticed_once_the_run_is_closed(folder: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_line_that_is_missing_is_noticed_once_the_run_is_closed(folder: Path) 
     with pytest.raises(StoreError, match=r"not those that it closed \(SHA-256\); restore the file"):
         read_run(folder)
     path.write_bytes(b"".join([lines[0], *lines[2:-1]]))
-    assert read_run(folder) == msgspec.structs.replace(whole, cases=whole.cases[1:], end=None)
+    assert read_run(folder) == msgspec.structs.replace(whole, launches=whole.launches[1:], end=None)
 
 
 def test_fields_of_a_newer_refshard_do_not_disturb(folder: Path) -> None:
@@ -171,7 +171,7 @@ def test_fields_of_a_newer_refshard_do_not_disturb(folder: Path) -> None:
     whole = read_run(folder)
     lines = path.read_bytes().splitlines(keepends=True)[:-1]
     path.write_bytes(b"".join(line[:-2] + b',"new":{"a":1}}\n' for line in lines))
-    assert read_run(folder).cases == whole.cases
+    assert read_run(folder).launches == whole.launches
 
 
 def test_a_run_has_one_writer(folder: Path) -> None:
@@ -187,8 +187,8 @@ def test_a_torn_line_is_cut_off_by_the_next_writer(folder: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: data.rindex(b"\n", 0, -1) - 5])
     with RunWriter(folder, reopen=True) as writer:
-        writer.append(whole.cases[-1])
-    assert read_run(folder).cases == whole.cases
+        writer.append(whole.launches[-1])
+    assert read_run(folder).launches == whole.launches
 
 
 def test_a_full_disk_leaves_whole_lines(folder: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_whole_lines(folder: Path) -> None:
         with RunWriter(folder, reopen=True) as writer:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))
             with pytest.raises(StoreError, match=r"cannot be written .*; make room and resume the run"):
-                writer.append(whole.cases[0])
+                writer.append(whole.launches[0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
@@ -244,6 +244,6 @@ def test_each_record_is_on_disk_when_append_returns(tmp_path: Path) -> None:
 def test_a_run_went_well_if_every_launch_is_ok_or_unsupported(state: State, folder: Path) -> None:
     """By this `refshard run` exits, and so does every process of a torchrun that runs it."""
     run = read_run(folder)
-    last = msgspec.structs.replace(run.cases[-1], state=state)
-    changed = msgspec.structs.replace(run, cases=(*run.cases[:-1], last))
+    last = msgspec.structs.replace(run.launches[-1], state=state)
+    changed = msgspec.structs.replace(run, launches=(*run.launches[:-1], last))
     assert changed.well == (state in ("ok", "unsupported"))

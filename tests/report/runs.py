@@ -13,10 +13,10 @@ import numpy as np
 from refshard.quantities import MIB
 from refshard.records import (
     METRICS,
-    CaseRecord,
     CollectiveCount,
     EndRecord,
     Environment,
+    LaunchRecord,
     Proof,
     Run,
     RunRecord,
@@ -76,7 +76,7 @@ def run(made: Sequence[Made] = CASES, *, rounds: int = 3, failed: bool = True, f
         states[record.state] = states.get(record.state, 0) + 1
     return Run(
         header=header(rounds, planned=len(records)),
-        cases=tuple(records),
+        launches=tuple(records),
         end=EndRecord(run_id="made", ended_at="2026-03-01T10:20:00Z", cases=len(records), states=states),
     )
 
@@ -138,13 +138,13 @@ def spec(strategy: str, world_size: int = 2, fidelity: Fidelity = "measured") ->
     )
 
 
-def launch(made: Made, number: int, rounds: int, fidelity: Fidelity = "measured") -> CaseRecord:
+def launch(made: Made, number: int, rounds: int, fidelity: Fidelity = "measured") -> LaunchRecord:
     """One launch that ended ok."""
     case = spec(made.strategy, made.world_size, fidelity)
     drift = 1 + 0.005 * (2 * number - rounds + 1)
     slowest = made.step_time * drift * np.linspace(0.99, 1.01, STEPS)
     fastest = 0.97 * slowest
-    return CaseRecord(
+    return LaunchRecord(
         run_id="made",
         environment="3f9a12c07be4",
         case=case,
@@ -175,13 +175,13 @@ def unheld(made: Proof) -> Proof:
 def both(fidelity: Fidelity) -> Run:
     """A run that holds each case measured, and of this fidelity on :data:`CLUSTER`."""
     measured, other = run(rounds=1, failed=False), run(rounds=1, failed=False, fidelity=fidelity)
-    return msgspec.structs.replace(measured, cases=(*measured.cases, *other.cases))
+    return msgspec.structs.replace(measured, launches=(*measured.launches, *other.launches))
 
 
-def failure(number: int) -> CaseRecord:
+def failure(number: int) -> LaunchRecord:
     """A launch that failed, with an error and a log that attack whoever prints them."""
     case = spec(FAILED)
-    return CaseRecord(
+    return LaunchRecord(
         run_id="made",
         environment="3f9a12c07be4",
         case=case,
@@ -255,9 +255,9 @@ def proof(made: Made) -> Proof:
 
 def with_record(made: Run, place: int, **changes: object) -> Run:
     """The run with one of its launches changed."""
-    records = list(made.cases)
+    records = list(made.launches)
     records[place] = msgspec.structs.replace(records[place], **changes)
-    return msgspec.structs.replace(made, cases=tuple(records))
+    return msgspec.structs.replace(made, launches=tuple(records))
 
 
 def over_network(made: Run, words: str) -> Run:

@@ -9,7 +9,7 @@ import pytest
 from refshard import resources
 from refshard.plan.checkpointing import Checkpointing
 from refshard.plan.recipe import RECIPES
-from refshard.records import CaseRecord, Record
+from refshard.records import LaunchRecord, Record
 from refshard.simulate.account import account
 from refshard.simulate.clock import NS, Rates, schedule
 from refshard.simulate.program import Item
@@ -32,11 +32,11 @@ def issued(items: tuple[Item, ...]) -> dict[str, tuple[int, int]]:
     return {op: (counts[op], sizes[op]) for op in counts}
 
 
-def recorded() -> dict[str, CaseRecord]:
+def recorded() -> dict[str, LaunchRecord]:
     """What real ranks announced and their traces showed: llama-mini, 2 ranks, fp32, by strategy."""
     path = resources.root() / "profiles/recorded/epyc-2-cores/engine/records.jsonl"
     lines = [msgspec.json.decode(line, type=Record) for line in path.read_bytes().splitlines()]
-    found = [r for r in lines if isinstance(r, CaseRecord) and r.case.model == "llama-mini" and r.round == 0]
+    found = [r for r in lines if isinstance(r, LaunchRecord) and r.case.model == "llama-mini" and r.round == 0]
     return {r.case.strategy: r for r in found if r.case.workload == "training" and r.case.world_size == 2}
 
 

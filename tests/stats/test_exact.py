@@ -6,19 +6,19 @@ import msgspec
 import pytest
 
 from refshard.harness.run import run_suite
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.specs.gate import RULES, GateSpec, MetricRule
 from refshard.stats.exact import Exact, changes, exact_metrics, portable
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> CaseRecord:
+def record(tmp_path: Path) -> LaunchRecord:
     found = run_suite(make_suite(), tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
-    return next(record for record in found.cases if record.case.strategy == "ddp")
+    return next(record for record in found.launches if record.case.strategy == "ddp")
 
 
-def test_exact_metrics_of_a_launch(record: CaseRecord) -> None:
+def test_exact_metrics_of_a_launch(record: LaunchRecord) -> None:
     found = exact_metrics(record)
     assert found["all_reduce count"] == 1
     assert found["all_reduce bytes"] == 400
@@ -35,7 +35,7 @@ def test_exact_metrics_of_a_launch(record: CaseRecord) -> None:
         exact_metrics(msgspec.structs.replace(record, state="failed", proof=None))
 
 
-def dry(record: CaseRecord, **changed: object) -> CaseRecord:
+def dry(record: LaunchRecord, **changed: object) -> LaunchRecord:
     """As a dry run would leave it: nothing of it is measured."""
     case = msgspec.structs.replace(record.case, fidelity="dryrun", cluster="dgx-h100", device="auto")
     assert record.census is not None
@@ -47,7 +47,7 @@ def dry(record: CaseRecord, **changed: object) -> CaseRecord:
     )  # fmt: skip
 
 
-def test_a_dry_run_is_exact_in_memory_waits_and_synchronisations_on_any_machine(record: CaseRecord) -> None:
+def test_a_dry_run_is_exact_in_memory_waits_and_synchronisations_on_any_machine(record: LaunchRecord) -> None:
     found = exact_metrics(dry(record))
     assert (found["peak allocated"], found["peak active"], found["peak reserved"]) == (2000, 2100, 4096)
     assert (found["stream waits"], found["host synchronisations"]) == (7, 1)
@@ -66,7 +66,7 @@ def test_a_dry_run_is_exact_in_memory_waits_and_synchronisations_on_any_machine(
     ],
 )
 def test_what_a_change_does_on_a_gpu_fails_a_gate_that_has_none(
-    record: CaseRecord, change: dict[str, object], metric: str, verdict: str
+    record: LaunchRecord, change: dict[str, object], metric: str, verdict: str
 ) -> None:
     before, after = {"a": exact_metrics(dry(record))}, {"a": exact_metrics(dry(record, **change))}
     assert [(found.metric, found.verdict) for found in changes(before, after, RULES)] == [(metric, verdict)]

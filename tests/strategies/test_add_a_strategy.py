@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from refshard.harness.store import read_run
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.specs.suite import load_suite
 from tests.fakecuda.needs import needs_device
 
@@ -65,14 +65,14 @@ def told(checkout: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def records(checkout: Path, told: str) -> dict[str, CaseRecord]:
+def records(checkout: Path, told: str) -> dict[str, LaunchRecord]:
     """What was recorded of the page's strategy, by fidelity."""
     del told
-    cases = [case for case in read_run(checkout / "run").cases if case.case.strategy == "late"]
+    cases = [case for case in read_run(checkout / "run").launches if case.case.strategy == "late"]
     return {case.fidelity: case for case in cases}
 
 
-def test_it_trains_on_two_ranks_with_its_proof(records: dict[str, CaseRecord]) -> None:
+def test_it_trains_on_two_ranks_with_its_proof(records: dict[str, LaunchRecord]) -> None:
     record = records["measured"]
     assert (record.state, record.error) == ("ok", None)
     assert record.proof is not None
@@ -81,7 +81,7 @@ def test_it_trains_on_two_ranks_with_its_proof(records: dict[str, CaseRecord]) -
     assert record.proof.announced == record.proof.traced != ()
 
 
-def test_it_is_dry_run_on_eight_gpus_with_its_proof(records: dict[str, CaseRecord]) -> None:
+def test_it_is_dry_run_on_eight_gpus_with_its_proof(records: dict[str, LaunchRecord]) -> None:
     record = records["dryrun"]
     assert (record.state, record.error, record.device) == ("ok", None, "NVIDIA H100 80GB HBM3")
     assert record.proof is not None

@@ -11,13 +11,13 @@ from refshard.fakecuda.build import extension
 from refshard.flops import flops_per_token
 from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
 from refshard.harness.failure import timeout_text, without_home
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.measure import CONVENTION
 from refshard.harness.metrics import complete, flops_words, rates, recompute_words, traced_parts
 from refshard.harness.proof import counts, failed_announcement, failed_units
 from refshard.harness.rank import trace_file
 from refshard.quantities import format_bytes
-from refshard.records import DERIVED, METRICS, CaseRecord, Proof
+from refshard.records import DERIVED, METRICS, LaunchRecord, Proof
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
@@ -28,13 +28,13 @@ NOT_CLAIMED = "not claimed: a dry run computes no values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DryLaunch:
+class DryOutcome:
     """The results of a case's ranks; ``launch`` says how the last of their launches ended.
 
     If the case ran out of memory, ``unlimited`` holds the results of a second run without a memory limit.
     """
 
-    launch: Launch
+    launch: LaunchOutcome
     results: tuple[DryResult, ...]
     unlimited: tuple[DryResult, ...] = ()
 
@@ -60,7 +60,7 @@ def check_dry(case: CaseSpec) -> None:
     extension()
 
 
-def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None]) -> DryLaunch:
+def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None]) -> DryOutcome:
     """Run the ranks of ``case`` in turn. If one runs out of memory, run all again without a memory limit.
 
     If it ran out only because ``record_stream()`` held memory back for too long, the second run is the case's.
@@ -73,15 +73,15 @@ def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Call
         for rank in ranks_of(case):
             trace_file(work / "unlimited", rank).replace(trace_file(work, rank))
         return again
-    return DryLaunch(launch=launched.launch, results=launched.results, unlimited=again.results)
+    return DryOutcome(launch=launched.launch, results=launched.results, unlimited=again.results)
 
 
 def _launch(
     case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None], *, limited: bool
-) -> DryLaunch:
+) -> DryOutcome:
     """Run the ranks in turn; stop after the first that does not end ok."""
     results: list[DryResult] = []
-    ranks, launch = ranks_of(case), Launch()
+    ranks, launch = ranks_of(case), LaunchOutcome()
     for rank in ranks:
         words = ("" if limited else "without a memory limit, ") + (f"rank {rank}, " if len(ranks) > 1 else "")
         folder = rank_folder(work, rank)
@@ -94,10 +94,10 @@ def _launch(
         results.append(msgspec.json.decode(result_file(folder).read_bytes(), type=DryResult))
         if results[-1].state != "ok":
             break
-    return DryLaunch(launch=launch, results=tuple(results))
+    return DryOutcome(launch=launch, results=tuple(results))
 
 
-def record_dry(blank: CaseRecord, launched: DryLaunch) -> CaseRecord:
+def record_dry(blank: LaunchRecord, launched: DryOutcome) -> LaunchRecord:
     """Complete ``blank``, which starts in state ok, with the results of its ranks."""
     case, launch, results = blank.case, launched.launch, launched.results
     named = _named(blank, results)
@@ -161,7 +161,7 @@ def _failed_elements(case: CaseSpec, results: Sequence[DryResult]) -> Iterator[s
         yield f"the optimizers of all ranks together step {stepped:,} of {trained:,} trained elements"
 
 
-def _named(blank: CaseRecord, results: Sequence[DryResult]) -> CaseRecord:
+def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
     """Add what is known about a case regardless of how it ended."""
     case, model = blank.case, load_model(blank.case.model)
     hardware = load_cluster(case.cluster).accelerator
@@ -184,7 +184,7 @@ def _dtype(case: CaseSpec) -> Dtype:
     return "bf16" if case.precision == "bf16" else "fp32"
 
 
-def _out_of_memory(record: CaseRecord, unwell: DryResult, unlimited: Sequence[DryResult]) -> CaseRecord:
+def _out_of_memory(record: LaunchRecord, unwell: DryResult, unlimited: Sequence[DryResult]) -> LaunchRecord:
     """Add the allocation that failed and, if known, how much memory the case needs."""
     usable, held = format_bytes(unwell.usable_bytes), format_bytes(unwell.peak.allocated)
     met = f"{held} were in use when it asked for {unwell.refused}"
@@ -207,7 +207,7 @@ def _peaks(results: Sequence[DryResult]) -> dict[str, float | None]:
     }
 
 
-def _metrics(record: CaseRecord, results: Sequence[DryResult]) -> dict[str, float | None]:
+def _metrics(record: LaunchRecord, results: Sequence[DryResult]) -> dict[str, float | None]:
     steps, step_s = record.steps, max(step for (step,) in record.step_times_s)
     comm_ns, exposed_ns = sum(step.comm_ns for step in steps), sum(step.exposed_ns for step in steps)
     overlap = 1 - exposed_ns / comm_ns if comm_ns else None

@@ -52,11 +52,11 @@ def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
         raise SpecError("reason: none given; say in a few words why these metrics are what they should be")
     if run.end is None or run.end.interrupted:
         raise SpecError(f"run {run.header.run_id} did not end, so it is no baseline; finish it with --resume")
-    if bad := [record for record in run.cases if record.state != "ok"]:
+    if bad := [record for record in run.launches if record.state != "ok"]:
         raise SpecError(f"run {run.header.run_id}: {bad[0].case.name} ended {bad[0].state}; all must end ok")
     environment = run.header.environment
     cases: dict[str, dict[str, Value]] = {}
-    for record in run.cases:
+    for record in run.launches:
         if record.fidelity != "simulated":
             found = exact_metrics(record)
             first = cases.setdefault(record.case.name, found)

@@ -86,7 +86,7 @@ def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios
                 f"from: {folder} and {folders[-1]} are not of one suite on one machine; name folders that are"
             )
         sides = [
-            [record for record in read_run(folder / side).cases if record.case != record.case.reference()]
+            [record for record in read_run(folder / side).launches if record.case != record.case.reference()]
             for side in (A, B)
         ]
         launches += sum(len({(record.round, record.case.world_size) for record in side}) for side in sides)

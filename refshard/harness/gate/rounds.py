@@ -24,7 +24,7 @@ from refshard.harness.proof import Peers
 from refshard.harness.rank import rank_file
 from refshard.harness.run import Observer, launch_case, launch_name, launching
 from refshard.harness.store import RunWriter
-from refshard.records import CaseRecord, Environment, RunRecord, timestamp
+from refshard.records import Environment, LaunchRecord, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
@@ -56,9 +56,9 @@ class _Held:
     side: Side
     header: RunRecord
     writer: RunWriter
-    records: list[CaseRecord] = field(default_factory=list)
+    records: list[LaunchRecord] = field(default_factory=list)
 
-    def latest_ok(self, case: CaseSpec) -> CaseRecord | None:
+    def latest_ok(self, case: CaseSpec) -> LaunchRecord | None:
         return next((r for r in reversed(self.records) if r.spec_hash == case.hash and r.state == "ok"), None)
 
     def peers(self, case: CaseSpec) -> Peers:
@@ -68,7 +68,7 @@ class _Held:
             ddp=self.latest_ok(msgspec.structs.replace(case, strategy="ddp")) if case.world_size > 1 else None,
         )
 
-    def keep(self, record: CaseRecord) -> None:
+    def keep(self, record: LaunchRecord) -> None:
         """Write a record, and remember it."""
         self.writer.append(record)
         self.records.append(record)
@@ -165,19 +165,19 @@ class PairedRounds:
             for record in records:
                 held.keep(record)
 
-    def failures(self, case: CaseSpec, first_round: int) -> tuple[list[CaseRecord], list[CaseRecord]]:
+    def failures(self, case: CaseSpec, first_round: int) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
         """Records of each side from ``first_round`` on that did not end ok, baseline first."""
         before, after = ([r for r in side if r.state != "ok"] for side in self._since(case, first_round))
         return before, after
 
-    def _since(self, case: CaseSpec, first_round: int) -> tuple[list[CaseRecord], list[CaseRecord]]:
+    def _since(self, case: CaseSpec, first_round: int) -> tuple[list[LaunchRecord], list[LaunchRecord]]:
         before, after = (
             [r for r in held.records if r.spec_hash == held.side.case(case).hash and r.round >= first_round]
             for held in self._held
         )
         return before, after
 
-    def last(self, case: CaseSpec) -> tuple[CaseRecord, CaseRecord]:
+    def last(self, case: CaseSpec) -> tuple[LaunchRecord, LaunchRecord]:
         """The last record of each side, baseline first."""
         found = [
             next(r for r in reversed(held.records) if r.spec_hash == held.side.case(case).hash) for held in self._held
@@ -204,7 +204,7 @@ class PairedRounds:
         return self._round
 
 
-def log_ratios(before: Sequence[CaseRecord], after: Sequence[CaseRecord]) -> LogRatios:
+def log_ratios(before: Sequence[LaunchRecord], after: Sequence[LaunchRecord]) -> LogRatios:
     """ln(after / before) of the step time of each round in which both ended ok, [rounds]."""
     a, b = (
         {r.round: r.metrics["step_time_s"] or math.nan for r in side if r.state == "ok"} for side in (before, after)

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from refshard.harness.assemble import assemble
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.proof import Peers
 from refshard.harness.rank import SERIES_FILE, series_folder
 from refshard.harness.run import blank_record, fresh_folder
-from refshard.records import CaseRecord, RunRecord
+from refshard.records import LaunchRecord, RunRecord
 from refshard.specs.case import CaseSpec
 
 
@@ -28,7 +28,7 @@ def launch_series(
     launcher: Launcher,
     on_progress: Callable[[str], None],
     peers_of: Callable[[CaseSpec], Peers],
-) -> list[CaseRecord]:
+) -> list[LaunchRecord]:
     """Run cases that are alike (see :func:`kind`) in one launch, and return their records; only records are kept.
 
     One that does not end well is the last: those after it have none.
@@ -43,12 +43,12 @@ def launch_series(
     limit_s = sum(case.time_limit_s for case in cases)
     job = Job(program="series", processes=cases[0].processes, time_limit_s=limit_s)
     launch = launcher.launch(job, work, on_progress)
-    records: list[CaseRecord] = []
+    records: list[LaunchRecord] = []
     for index, case in enumerate(cases):
         blank = blank_record(case, round_, header, started)
         own = series_folder(work, index)
         records.append(assemble(blank, launch, own, header.environment, peers_of(case)))
-        if records[-1].state != "ok" and launch != Launch():
+        if records[-1].state != "ok" and launch != LaunchOutcome():
             break
     shutil.rmtree(work)
     return records

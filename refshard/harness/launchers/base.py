@@ -31,7 +31,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchOutcome:
     """How a launch ended.
 
     ``failed_rank`` is the rank that failed first, ``error`` what the launcher can tell of it: how its process ended;
@@ -50,7 +50,7 @@ class Launcher(ABC):
     """Starts the ranks of one job, waits for them, and leaves no process behind."""
 
     @abstractmethod
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
         """Run ``python -m refshard.harness.worker program folder pid`` on ``job.processes`` ranks.
 
         ``on_progress`` is called now and then with what rank 0 is at. KeyboardInterrupt passes through, after the

@@ -8,7 +8,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from refshard.harness.environment import capture_environment
 from refshard.harness.interruption import Interruption
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.launchers.ranks import rank_environment, run_ranks, worker_arguments
 from refshard.harness.meeting import STORE_IS_HELD
@@ -28,7 +28,7 @@ class LocalLauncher(Launcher):
         # Without the last, Python looks in the current folder first.
         self._source = {} if source is None else {"PYTHONPATH": str(source), "PYTHONSAFEPATH": "1"}
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
         """See :meth:`Launcher.launch`."""
         ranks = job.processes
         store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)

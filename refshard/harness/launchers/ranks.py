@@ -15,7 +15,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
 
 from refshard.harness.interruption import Interruption
-from refshard.harness.launchers.base import Job, Launch
+from refshard.harness.launchers.base import Job, LaunchOutcome
 from refshard.harness.launchers.stacks import ask_for_stacks, standing
 from refshard.harness.rank import PROGRESS_FILE
 
@@ -83,7 +83,7 @@ def run_ranks(
     folder: Path,
     on_progress: Callable[[str], None],
     interruption: Interruption,
-) -> Launch:
+) -> LaunchOutcome:
     """Run ``program`` with ``arguments[rank]`` and ``environments[rank]`` for each rank, and leave no process behind.
 
     Ends the ranks when one fails, at ``job.time_limit_s``, and when ``interruption`` noted a signal: then the
@@ -162,14 +162,14 @@ def children(pids: Mapping[int, int]) -> dict[int, int]:
 
 def watch(
     ranks: Ranks, job: Job, folder: Path, on_progress: Callable[[str], None], interruption: Interruption
-) -> Launch:
+) -> LaunchOutcome:
     """Wait for the end of ``ranks``, and end them at the job's time limit or once ``interruption`` noted a signal."""
     deadline = time.monotonic() + job.time_limit_s
     progress, shown = folder / PROGRESS_FILE, ""
     while (ends := ranks.poll()) is None:
         if interruption.received:
             ranks.end(signal.SIGTERM)
-            return Launch()
+            return LaunchOutcome()
         if time.monotonic() > deadline:
             ranks.ask()
             return timed_out(ranks.end(signal.SIGKILL))
@@ -180,21 +180,23 @@ def watch(
     return launch_of(ends, folder)
 
 
-def timed_out(ends: Sequence[RankEnd]) -> Launch:
+def timed_out(ends: Sequence[RankEnd]) -> LaunchOutcome:
     """A launch whose time was over, and where its ranks stood then, as far as they were asked."""
     ends = sorted(ends, key=lambda end: end.rank)
     stacks = {end.rank: end.stack for end in ends if end.exit_code}  # one that ended well stands nowhere
-    return Launch(timed_out=True, error=standing(stacks) if any(stacks.values()) else None, log_tail=_tails(ends))
+    return LaunchOutcome(
+        timed_out=True, error=standing(stacks) if any(stacks.values()) else None, log_tail=_tails(ends)
+    )
 
 
-def launch_of(ends: Sequence[RankEnd], folder: Path) -> Launch:
+def launch_of(ends: Sequence[RankEnd], folder: Path) -> LaunchOutcome:
     """What the ends of ranks, in their order, say of their launch in ``folder``."""
     failed = {end.rank: end for end in ends if end.exit_code}
     if not failed:
-        return Launch()
+        return LaunchOutcome()
     killed = {rank: end for rank, end in failed.items() if end.out_of_memory}  # the kernel's choice draws the others
     rank, exit_code = first_to_fail({rank: end.exit_code for rank, end in (killed or failed).items()})
-    return Launch(
+    return LaunchOutcome(
         out_of_memory=failed[rank].out_of_memory,
         failed_rank=rank,
         error=f"rank {rank} ended with {_cause(exit_code)}{_want_of_room(folder)}",

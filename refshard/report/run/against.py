@@ -11,7 +11,7 @@ from typing import Literal
 
 import pandas as pd
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence, machine
 from refshard.quantities import format_percent
@@ -36,8 +36,8 @@ class Changed:
     metrics that changed, None where there are none to compare.
     """
 
-    case: Case
-    before: Case
+    case: CaseResult
+    before: CaseResult
     ratio: float | None
     interval: Comparison | None
     why_not: str
@@ -83,13 +83,13 @@ def against(evidence: Evidence, baseline: Evidence) -> Against:
     )
 
 
-def _before(case: Case, baseline: Evidence) -> Case | None:
+def _before(case: CaseResult, baseline: Evidence) -> CaseResult | None:
     same = [b for b in baseline.cases if (b.spec, b.fidelity) == (case.spec, case.fidelity)]
     here = [b for b in same if machine(b.header.environment) == machine(case.header.environment)]
     return next(iter([*here, *reversed(same)]), None)
 
 
-def _changed(case: Case, before: Case) -> Changed:
+def _changed(case: CaseResult, before: CaseResult) -> Changed:
     together = machine(before.header.environment) == machine(case.header.environment)
     mine, its = case.metrics["step_time_s"], before.metrics["step_time_s"]
     exact = _exact(case, before, together=together)
@@ -107,7 +107,7 @@ def _changed(case: Case, before: Case) -> Changed:
     return Changed(case=case, before=before, ratio=None, interval=None, why_not=why_not, exact=exact)
 
 
-def _exact(case: Case, before: Case, *, together: bool) -> tuple[Change, ...] | None:
+def _exact(case: CaseResult, before: CaseResult, *, together: bool) -> tuple[Change, ...] | None:
     """Exact metrics that changed; between machines, of those that any machine finds the same."""
     sides = []
     for one in (before, case):

@@ -1,6 +1,6 @@
 """What each chart shows, in a sentence: for those who cannot see it, and for those who would rather read."""
 
-from refshard.analysis.cases import Case, ranks
+from refshard.analysis.cases import CaseResult, ranks
 from refshard.analysis.evidence import Setting
 from refshard.quantities import format_percent
 from refshard.records import METRICS
@@ -52,7 +52,7 @@ def breakdown(setting: Setting) -> str:
     )
 
 
-def _communicates(case: Case) -> bool:
+def _communicates(case: CaseResult) -> bool:
     return bool(case.metrics["comm_s"])
 
 

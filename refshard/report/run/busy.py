@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 
 from refshard.analysis.busy import Drift, drift_over
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.contests import Contest, step_time
 from refshard.quantities import format_percent, format_seconds
 from refshard.specs.case import REPEATING
 
 
-def busy_between(pairs: Iterable[tuple[Case, Case, float]]) -> str:
+def busy_between(pairs: Iterable[tuple[CaseResult, CaseResult, float]]) -> str:
     """A sentence on the largest drift among pairs of cases and the relative difference of their step times; empty where
     no drift is larger than the difference that it stands beside.
     """
@@ -30,7 +30,7 @@ def busy_in(contest: Contest) -> str:
     return busy_between(_ends(contest.contenders))
 
 
-def _ends(cases: Sequence[Case]) -> Iterable[tuple[Case, Case, float]]:
+def _ends(cases: Sequence[CaseResult]) -> Iterable[tuple[CaseResult, CaseResult, float]]:
     """The least and the largest step time, of two cases or more."""
     if len(cases) > 1 and cases[0].fidelity not in REPEATING:
         least, most = min(cases, key=step_time), max(cases, key=step_time)

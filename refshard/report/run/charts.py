@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from refshard.analysis.cases import BREAKDOWN, Case, ranks
+from refshard.analysis.cases import BREAKDOWN, CaseResult, ranks
 from refshard.analysis.evidence import Setting
 from refshard.quantities import axis_unit, format_bytes, format_rate, format_seconds
 from refshard.records import METRICS
@@ -65,7 +65,7 @@ def breakdown(setting: Setting) -> go.Figure:
     return step_parts(found, BREAKDOWN)
 
 
-def step_parts(found: Mapping[Case, Mapping[str, float]], parts: Iterable[str]) -> go.Figure:
+def step_parts(found: Mapping[CaseResult, Mapping[str, float]], parts: Iterable[str]) -> go.Figure:
     """A bar per case, stacked of ``parts`` of a traced step, s."""
     rows, places = case_rows(list(found))
     bars = [Bar(place=place, name=case.label, parts=of) for place, (case, of) in zip(places, found.items())]
@@ -136,7 +136,7 @@ def _error_bars(part: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def case_rows(cases: Sequence[Case]) -> tuple[list[Row], list[int]]:
+def case_rows(cases: Sequence[CaseResult]) -> tuple[list[Row], list[int]]:
     """A row for each case, those of a world size under its heading, and the place of each case's row.
 
     Places are numbers, not plotly's two-level categories, because those need twice the width for their names.

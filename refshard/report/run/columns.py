@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from refshard.analysis.busy import loads, within_launch
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.proof import bit_identical, bits_note, parity_note, proof_summary
 from refshard.records import METRICS
 
@@ -20,11 +20,11 @@ LIST_SEPARATOR = " | "
 """What stands between the parts of a list in CSV, which has no lists."""
 
 
-def _metric(name: str) -> Callable[[Case], object]:
+def _metric(name: str) -> Callable[[CaseResult], object]:
     return lambda case: _finite(case.metrics[name])
 
 
-COLUMNS: dict[str, Callable[[Case], object]] = {
+COLUMNS: dict[str, Callable[[CaseResult], object]] = {
     "case": lambda case: case.name,
     "spec_hash": lambda case: case.launches[0].spec_hash,
     "environment": lambda case: case.launches[0].environment,
@@ -73,7 +73,7 @@ COLUMNS: dict[str, Callable[[Case], object]] = {
 """What a row says of a case, by column, in their order; ``network`` of the run comes after them."""
 
 
-def values(case: Case) -> Row:
+def values(case: CaseResult) -> Row:
     """A case's row."""
     return {name: value(case) for name, value in COLUMNS.items()}
 
@@ -100,7 +100,7 @@ def _cell(value: object) -> object:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def _host_waits(case: Case) -> int | None:
+def _host_waits(case: CaseResult) -> int | None:
     """How often the host waits for the device in a step; None where nothing counted."""
     waits = case.launches[0].host_waits
     return None if waits is None else sum(waits.values())
@@ -110,7 +110,7 @@ def _listed(policy: str | tuple[int, ...]) -> str | list[int]:
     return policy if isinstance(policy, str) else list(policy)
 
 
-def _interval(case: Case) -> tuple[float, float] | tuple[None, None]:
+def _interval(case: CaseResult) -> tuple[float, float] | tuple[None, None]:
     """Both ends, or none where nothing bounds them."""
     summary = case.step_time
     if summary is None or not math.isfinite(summary.high):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, Setting, machine, shared
 from refshard.analysis.ratios import Ratio, ratios
 from refshard.report.draw.charts import THEME, Chart, chart, label_text
@@ -37,7 +37,7 @@ class Crossover:
 
     label: str
     table: pd.DataFrame
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     chart: Chart
 
 
@@ -52,12 +52,12 @@ def crossovers(evidence: Evidence) -> tuple[Crossover, ...]:
     return tuple(_crossover(curves, f"x{place}") for place, curves in enumerate(found))
 
 
-def tokens(case: Case) -> int:
+def tokens(case: CaseResult) -> int:
     """Tokens of a rank and step."""
     return case.spec.global_batch * case.spec.seq_len // case.spec.world_size
 
 
-def _group(case: Case) -> tuple[object, ...]:
+def _group(case: CaseResult) -> tuple[object, ...]:
     return shared(case.spec, True, but=("seq_len",)), case.spec.world_size, machine(case.header.environment)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Setting
 from refshard.quantities import format_percent
 from refshard.report.draw.charts import THEME, Chart, chart, label_text
@@ -24,7 +24,7 @@ class Losses:
 
     label: str
     table: pd.DataFrame
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     chart: Chart
 
 
@@ -66,7 +66,7 @@ def difference(table: pd.DataFrame) -> str:
     return f"The largest difference between two curves is {size} ({between})."
 
 
-def _shown(table: pd.DataFrame, cases: tuple[Case, ...]) -> list[Case]:
+def _shown(table: pd.DataFrame, cases: tuple[CaseResult, ...]) -> list[CaseResult]:
     if len(cases) <= MOST_CURVES:
         return list(cases)
     reference = next((case for case in cases if case.strategy == REFERENCE_STRATEGY), cases[0])

@@ -7,7 +7,7 @@ from functools import lru_cache
 import pandas as pd
 import plotly.graph_objects as go
 
-from refshard.analysis.cases import Case, ranks
+from refshard.analysis.cases import CaseResult, ranks
 from refshard.analysis.evidence import Setting
 from refshard.errors import SpecError
 from refshard.quantities import axis_unit, format_bytes, format_percent
@@ -26,7 +26,7 @@ class Memory:
     """Predicted memory of a setting's cases: its table, its drawing by category, and its drawing over a step."""
 
     table: pd.DataFrame
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     parts: Chart
     steps: Chart
 
@@ -59,11 +59,11 @@ def memory(setting: Setting, prefix: str) -> Memory | None:
     )
 
 
-def _device(case: Case) -> str:
+def _device(case: CaseResult) -> str:
     return case.launches[0].device or "cpu"
 
 
-def _course_sentence(found: Sequence[tuple[Case, MemoryForecast]], world_size: int) -> str:
+def _course_sentence(found: Sequence[tuple[CaseResult, MemoryForecast]], world_size: int) -> str:
     """Predicted peaks, and how many courses were measured beside them."""
     here = [(case, told) for case, told in found if case.spec.world_size == world_size][:MOST_CURVES]
     peaks = ", ".join(f"{case.strategy} peaks at {format_bytes(told.peak)}" for case, told in here)
@@ -73,12 +73,12 @@ def _course_sentence(found: Sequence[tuple[Case, MemoryForecast]], world_size: i
     return f"Predicted over a step of {ranks(world_size)}: {peaks}.{beside}"
 
 
-def _course(case: Case) -> tuple[int, ...]:
+def _course(case: CaseResult) -> tuple[int, ...]:
     """Of the first launch that has one."""
     return next((launch.memory_course_bytes for launch in case.launches if launch.memory_course_bytes), ())
 
 
-def _row(case: Case, told: MemoryForecast) -> dict[str, str]:
+def _row(case: CaseResult, told: MemoryForecast) -> dict[str, str]:
     measured = case.metrics["peak_memory_bytes"]
     fidelity = spelled(case.fidelity)
     beside = {} if case.fidelity == "simulated" else {
@@ -89,7 +89,7 @@ def _row(case: Case, told: MemoryForecast) -> dict[str, str]:
     return {"case": case.full_label, "predicted": format_bytes(told.peak), **beside, **by_category}
 
 
-def sentence(found: Sequence[tuple[Case, MemoryForecast]]) -> str:
+def sentence(found: Sequence[tuple[CaseResult, MemoryForecast]]) -> str:
     """How far predictions are off, and what takes most."""
     errors = [
         (abs(told.peak / measured - 1), case.full_label)
@@ -106,12 +106,12 @@ def sentence(found: Sequence[tuple[Case, MemoryForecast]]) -> str:
     return f"{share} Predictions are at most {format_percent(worst)} off {_held_against(found)} ({where})."
 
 
-def _held_against(found: Sequence[tuple[Case, MemoryForecast]]) -> str:
+def _held_against(found: Sequence[tuple[CaseResult, MemoryForecast]]) -> str:
     """What predictions stand beside, in words."""
     return "the dry run" if all(case.fidelity == "dryrun" for case, _ in found) else "what was measured"
 
 
-def parts(found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:
+def parts(found: Sequence[tuple[CaseResult, MemoryForecast]]) -> go.Figure:
     """A bar per case, stacked by category; a mark at what was measured."""
     rows, places = case_rows([case for case, _ in found])
     bars = [Bar(place=place, name=case.label, parts=_bytes(told)) for place, (case, told) in zip(places, found)]
@@ -137,7 +137,7 @@ def _bytes(told: MemoryForecast) -> dict[str, float]:
     return {str(name): float(size) for name, size in told.at_peak.items()}
 
 
-def over_step(setting: Setting, found: Sequence[tuple[Case, MemoryForecast]]) -> go.Figure:
+def over_step(setting: Setting, found: Sequence[tuple[CaseResult, MemoryForecast]]) -> go.Figure:
     """The highest sum in each stretch of a step, in the host's order, as predicted and, dotted, as measured.
 
     Stretches of the prediction are parts of units, those of a measurement as many operators each.
@@ -155,7 +155,7 @@ def over_step(setting: Setting, found: Sequence[tuple[Case, MemoryForecast]]) ->
 
 
 def _course_trace(
-    setting: Setting, case: Case, kind: str, points: Sequence[tuple[str, int]], unit: str, size: float
+    setting: Setting, case: CaseResult, kind: str, points: Sequence[tuple[str, int]], unit: str, size: float
 ) -> go.Scatter:
     name = label_text(f"{case.strategy}, {kind}")
     last = max(len(points) - 1, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pandas as pd
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.quantities import format_bytes, format_rate
 from refshard.records import Run
 
@@ -70,12 +70,12 @@ def gemm(run: Run) -> str:
 
 
 def _peaks(run: Run) -> list[str]:
-    found = {(c.peak_flops_per_s, c.peak_source): None for c in run.cases if c.peak_flops_per_s is not None}
+    found = {(c.peak_flops_per_s, c.peak_source): None for c in run.launches if c.peak_flops_per_s is not None}
     return [f"{format_rate(peak / 1e12)} TFLOPS per rank: {source}" for peak, source in found if peak]
 
 
 def _distinct(run: Run, field: str) -> list[str]:
-    return list(dict.fromkeys(str(value) for c in run.cases if (value := getattr(c, field))))
+    return list(dict.fromkeys(str(value) for c in run.launches if (value := getattr(c, field))))
 
 
 def command(run: Run) -> str:
@@ -83,7 +83,7 @@ def command(run: Run) -> str:
     return shlex.join(run.header.environment.argv)
 
 
-def case_command(case: Case, others: Sequence[Case]) -> str:
+def case_command(case: CaseResult, others: Sequence[CaseResult]) -> str:
     """The command line that measures one case anew, quoted for a shell: that of its run, for this case alone.
 
     The case goes by its name, or by its hash where ``others`` have the name too.

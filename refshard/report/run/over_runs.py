@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, machine
 from refshard.analysis.history import Series, launches_told, series_of
 from refshard.quantities import format_seconds
@@ -24,7 +24,7 @@ class OverRuns:
     """Cases that several runs measured: a row each with its case here, and a drawing."""
 
     table: pd.DataFrame
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     chart: Chart
 
 
@@ -66,7 +66,7 @@ def _row(series: Series) -> dict[str, str]:
     }
 
 
-def _draw(runs: Sequence[Run], shown: Sequence[Series], cases: dict[Series, Case]) -> go.Figure:
+def _draw(runs: Sequence[Run], shown: Sequence[Series], cases: dict[Series, CaseResult]) -> go.Figure:
     ordered = sorted(runs, key=lambda run: run.header.started_at)
     place_of = {(run.header.run_id, run.header.started_at): place for place, run in enumerate(ordered)}
     figure = go.Figure()

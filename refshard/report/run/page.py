@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.contests import leaders
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.analysis.ratios import pairs
@@ -54,10 +54,10 @@ class Beside:
     of a case's trace is, if it has one.
     """
 
-    traces: Mapping[Case, Traced] = field(default_factory=dict)
+    traces: Mapping[CaseResult, Traced] = field(default_factory=dict)
     baseline: Evidence | None = None
     noise: Noise | None = None
-    timelines: Mapping[Case, str] = field(default_factory=dict)
+    timelines: Mapping[CaseResult, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +65,12 @@ class Section:
     """What the page shows of one setting. ``best`` has the marked cells, by case number and column."""
 
     label: str
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     summary: pd.DataFrame
     best: frozenset[tuple[int, str]]
     charts: tuple[Chart, ...]
     breakdown: pd.DataFrame
-    broken_down: tuple[Case, ...]
+    broken_down: tuple[CaseResult, ...]
     breakdown_chart: Chart | None
     why: Why | None
     memory: Memory | None
@@ -181,7 +181,7 @@ def _best(setting: Setting) -> frozenset[tuple[int, str]]:
     return frozenset((case.number, BEST[metric]) for metric, cases in leaders(setting).items() for case in cases)
 
 
-def _facets_of(case: Case) -> dict[str, str]:
+def _facets_of(case: CaseResult) -> dict[str, str]:
     return {
         "model": case.spec.model,
         "strategy": case.strategy,

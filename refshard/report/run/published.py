@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence
 from refshard.quantities import format_rate, format_seconds
 from refshard.specs.case import REFERENCE_STRATEGY, spelled
@@ -20,7 +20,7 @@ class Published:
     sentence: str
     sources: tuple[str, ...]
     table: pd.DataFrame
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
 
 
 def published(evidence: Evidence) -> Published:
@@ -50,7 +50,7 @@ def published(evidence: Evidence) -> Published:
     )
 
 
-def _matching(case: Case, table: PublishedTable) -> Iterator[PublishedRow]:
+def _matching(case: CaseResult, table: PublishedTable) -> Iterator[PublishedRow]:
     spec = case.spec
     if spec.workload != "training" or spec.microbatches * spec.replicas * spec.tensor_parallel != 1:
         return
@@ -73,7 +73,7 @@ def _policy(row: PublishedRow) -> str | tuple[int, ...]:
     return tuple(range(row.checkpointing)) if row.checkpointing else "none"
 
 
-def _row(case: Case, table: PublishedTable, strategy: str, value: float) -> dict[str, str]:
+def _row(case: CaseResult, table: PublishedTable, strategy: str, value: float) -> dict[str, str]:
     rate, time = case.metrics["tokens_per_s_gpu"] or 0.0, case.metrics["step_time_s"] or 0.0
     seconds = table.unit == "seconds"
     speed = value / time if seconds else rate / value

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pandas as pd
 import plotly.graph_objects as go
 
-from refshard.analysis.cases import Case, ranks
+from refshard.analysis.cases import CaseResult, ranks
 from refshard.analysis.evidence import Evidence, Setting, machine, shared
 from refshard.quantities import format_percent, format_rate
 from refshard.report.draw.charts import THEME, Chart, chart, label_text
@@ -34,7 +34,7 @@ class Curve:
 
     setting: Setting
     strategy: str
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -65,7 +65,7 @@ class Scaling:
     label: str
     curves: tuple[Curve, ...]
     table: pd.DataFrame
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     chart: Chart
 
 
@@ -102,7 +102,7 @@ def _scaling(curves: Sequence[Curve], identity: str) -> Scaling:
     )
 
 
-def _row(curve: Curve, case: Case) -> dict[str, str]:
+def _row(curve: Curve, case: CaseResult) -> dict[str, str]:
     rate, bound = case.metrics[_METRIC] or 0.0, case.metrics["overlap_efficiency"]
     return {
         "case": case.full_label,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from refshard.analysis.busy import loads, within_launch
-from refshard.analysis.cases import FIDELITY, Case
+from refshard.analysis.cases import FIDELITY, CaseResult
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence
 from refshard.analysis.proof import bit_identical, parity_note, proof_summary
@@ -53,7 +53,7 @@ def trust(evidence: Evidence, noise: Noise | None = None) -> tuple[Fact, ...]:
     )
 
 
-def _proof(finished: tuple[Case, ...]) -> Fact:
+def _proof(finished: tuple[CaseResult, ...]) -> Fact:
     """Of cases that ran: what is simulated has done nothing that could be proved."""
     ran = tuple(case for case in finished if case.fidelity != "simulated")
     proved = sum(proof_summary(case) == "proved" for case in ran)
@@ -68,16 +68,16 @@ def _proof(finished: tuple[Case, ...]) -> Fact:
     )
 
 
-def _proved(finished: tuple[Case, ...]) -> str:
+def _proved(finished: tuple[CaseResult, ...]) -> str:
     return ", collectives and losses" if any(case.fidelity == "measured" for case in finished) else " and collectives"
 
 
-def _worst(finished: tuple[Case, ...], metric: str) -> tuple[float, Case] | None:
+def _worst(finished: tuple[CaseResult, ...], metric: str) -> tuple[float, CaseResult] | None:
     found = [(value, case) for case in finished if (value := case.metrics[metric]) is not None]
     return max(found, key=lambda pair: pair[0]) if found else None
 
 
-def _parity(finished: tuple[Case, ...]) -> Fact:
+def _parity(finished: tuple[CaseResult, ...]) -> Fact:
     label, meaning = "Worst loss parity", "largest relative difference of a loss from one unsharded rank"
     known = [(value, case) for case in finished if (value := case.metrics["loss_parity"]) is not None]
     if finished and not any(case.fidelity == "measured" for case in finished):
@@ -90,7 +90,7 @@ def _parity(finished: tuple[Case, ...]) -> Fact:
     return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=parity <= tolerance)
 
 
-def _bits(finished: tuple[Case, ...]) -> Fact:
+def _bits(finished: tuple[CaseResult, ...]) -> Fact:
     known = [answer for case in finished if (answer := bit_identical(case)) is not None]
     detail = "losses and final parameters; the proof table says why others differ"
     if not known:
@@ -98,7 +98,7 @@ def _bits(finished: tuple[Case, ...]) -> Fact:
     return Fact(label="Bit-identical to DDP", value=f"{sum(known)} of {len(known)} compared cases", detail=detail)
 
 
-def _perturbation(finished: tuple[Case, ...]) -> Fact:
+def _perturbation(finished: tuple[CaseResult, ...]) -> Fact:
     worst = _worst(finished, "perturbation")
     detail = "traced over untraced step time; step times come from untraced steps"
     if worst is None:
@@ -112,7 +112,7 @@ def _perturbation(finished: tuple[Case, ...]) -> Fact:
     )
 
 
-def _fidelity(finished: tuple[Case, ...]) -> Fact:
+def _fidelity(finished: tuple[CaseResult, ...]) -> Fact:
     present = list(dict.fromkeys(case.fidelity for case in finished))
     words = {name: spelled(name) for name in present}
     where = dict.fromkeys(
@@ -132,7 +132,7 @@ def _fidelity(finished: tuple[Case, ...]) -> Fact:
     )
 
 
-def _noise(finished: tuple[Case, ...]) -> Fact:
+def _noise(finished: tuple[CaseResult, ...]) -> Fact:
     sampled = [case for case in finished if case.step_time and case.fidelity not in REPEATING]
     summaries = [summary for case in sampled if (summary := case.step_time)]
     calculated = finished and all(case.fidelity in REPEATING for case in finished)
@@ -170,7 +170,7 @@ def _visible(evidence: Evidence) -> Fact:
     return Fact(label=label, value=f"± {format_percent(typical)}", detail=detail, good=typical <= NOISE_LIMIT)
 
 
-def _busy(finished: tuple[Case, ...]) -> Fact:
+def _busy(finished: tuple[CaseResult, ...]) -> Fact:
     """How the machine changed while launches were timed; whether that matters is for the verdict to say."""
     label = "Machine while timing"
     drifts = [drift.size for case in finished if (drift := within_launch(case))]
@@ -201,7 +201,7 @@ def _itself(noise: Noise | None, *, several: bool) -> Fact:
 
 
 def _completeness(evidence: Evidence) -> Fact:
-    ok = sum(record.state == "ok" for run in evidence.runs for record in run.cases)
+    ok = sum(record.state == "ok" for run in evidence.runs for record in run.launches)
     planned = sum(run.header.planned for run in evidence.runs)
     by_itself = all(run.end is not None and not run.end.interrupted for run in evidence.runs)
     which = "the run" if len(evidence.runs) == 1 else "a run"

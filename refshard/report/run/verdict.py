@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from refshard.analysis.cases import FIDELITY, Case, plain, ranks
+from refshard.analysis.cases import FIDELITY, CaseResult, plain, ranks
 from refshard.analysis.contests import ALIKE, RELEVANT, Contest, Rival, contests, step_time
 from refshard.analysis.evidence import Evidence
 from refshard.quantities import format_bytes, format_percent, format_seconds
@@ -30,7 +30,7 @@ class Finding:
     """
 
     title: str
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     fastest: tuple[str, ...]
     leanest: tuple[str, ...]
     speed: str
@@ -118,9 +118,9 @@ def unfinished(evidence: Evidence) -> tuple[str, ...]:
 def _unfinished(run: Run) -> str:
     """A gate's run does not know how many launches it will need."""
     if run.end is not None and not run.end.interrupted:
-        return "" if run.cases else "Nothing was launched."
+        return "" if run.launches else "Nothing was launched."
     why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
-    done = f"{len(run.cases)} of {run.header.planned}" if run.header.planned else f"{len(run.cases)}"
+    done = f"{len(run.launches)} of {run.header.planned}" if run.header.planned else f"{len(run.launches)}"
     return f"Not finished: {done} launches are done; {why}."
 
 
@@ -152,7 +152,7 @@ def _finding(contest: Contest) -> Finding:
     )
 
 
-def _apart(contenders: Sequence[Case]) -> tuple[str, ...]:
+def _apart(contenders: Sequence[CaseResult]) -> tuple[str, ...]:
     """A doubt where contenders come from several runs."""
     if len({id(case.header) for case in contenders if case.fidelity not in REPEATING}) < 2:
         return ()
@@ -196,13 +196,13 @@ def _margin(contest: Contest) -> str:
     return " ".join(told)
 
 
-def _by_time(cases: Sequence[Case]) -> str:
+def _by_time(cases: Sequence[CaseResult]) -> str:
     """Step times of cases that nothing ranks, in the suite's order."""
     times = listed([f"{case.strategy} {format_seconds(step_time(case))}" for case in cases])
     return f"Not ranked by time{_few(cases)}: {times} per step."
 
 
-def _few(cases: Sequence[Case]) -> str:
+def _few(cases: Sequence[CaseResult]) -> str:
     """In brackets, of how few launches the cases are; nothing of what is calculated."""
     launches = [len(case.samples) for case in cases if case.fidelity not in REPEATING]
     return "".join(f" ({words})" for words in too_few(min(launches))) if launches else ""
@@ -283,13 +283,13 @@ def _why(contest: Contest) -> str:
     )
 
 
-def _overlap(winner: Case, beaten: Case, metric: str) -> bool:
+def _overlap(winner: CaseResult, beaten: CaseResult, metric: str) -> bool:
     """Whether a traced step of the one that lost took no longer in this part than one of the winner's."""
     mine, theirs = winner.traced_range.get(metric), beaten.traced_range.get(metric)
     return mine is not None and theirs is not None and theirs[0] <= mine[1]
 
 
-def _unranked(case: Case) -> str:
+def _unranked(case: CaseResult) -> str:
     ended = sum(launch.state == case.state for launch in case.launches)
     rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
     lines = (case.error or "").strip().splitlines()

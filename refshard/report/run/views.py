@@ -11,7 +11,7 @@ import textwrap
 import pandas as pd
 from tabulate import tabulate
 
-from refshard.analysis.cases import Case, plain
+from refshard.analysis.cases import CaseResult, plain
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.analysis.proof import bit_identical, bits_note, parity_note, proof_summary
 from refshard.quantities import (
@@ -20,7 +20,7 @@ from refshard.quantities import (
     format_rate,
     format_seconds,
 )
-from refshard.records import METRICS, CaseRecord, CollectiveCount
+from refshard.records import METRICS, CollectiveCount, LaunchRecord
 from refshard.report.run.columns import Row, values
 from refshard.report.run.intervals import no_interval
 from refshard.report.run.verdict import verdict
@@ -98,7 +98,7 @@ def step_time_text(summary: Summary | None, fallback: float | None = None) -> st
     return f"{median} ({low} to {high})"
 
 
-def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
+def summary_table(members: tuple[CaseResult, ...]) -> pd.DataFrame:
     """Every headline figure of each case as text, one row per case.
 
     Overlap efficiency, reserved memory and compile time where any case has them, loss parity where any was measured.
@@ -116,12 +116,12 @@ def summary_table(members: tuple[Case, ...]) -> pd.DataFrame:
     return table.drop(columns=dropped, errors="ignore")
 
 
-def knows_efficiency(members: tuple[Case, ...]) -> bool:
+def knows_efficiency(members: tuple[CaseResult, ...]) -> bool:
     """Whether any of the cases has an overlap efficiency."""
     return any(case.metrics["overlap_efficiency"] is not None for case in members)
 
 
-def _summary_row(case: Case) -> Row:
+def _summary_row(case: CaseResult) -> Row:
     return {
         "strategy": case.strategy,
         "ranks": f"{case.spec.world_size:,}",
@@ -140,12 +140,12 @@ def _summary_row(case: Case) -> Row:
     }
 
 
-def _sampled(case: Case) -> Summary | None:
+def _sampled(case: CaseResult) -> Summary | None:
     """The step time's samples; what is calculated has none."""
     return None if case.fidelity in REPEATING else case.step_time
 
 
-def exposed_text(case: Case) -> str:
+def exposed_text(case: CaseResult) -> str:
     """Exposed communication, its share of the traced step and the range of the traced steps; "-" for a case that does
     not communicate.
     """
@@ -155,13 +155,13 @@ def exposed_text(case: Case) -> str:
     return (exposed if share is None else f"{exposed} ({format_percent(share)})") + _exposed_range(case)
 
 
-def overlap_text(case: Case) -> str:
+def overlap_text(case: CaseResult) -> str:
     """Overlap ratio and the range of the traced steps."""
     ends = (format_percent(end, 0) for end in case.traced_range.get("overlap_ratio", ()))
     return format_metric("overlap_ratio", case.metrics["overlap_ratio"]) + _range(*ends)
 
 
-def _exposed_range(case: Case) -> str:
+def _exposed_range(case: CaseResult) -> str:
     return _range(*map(format_seconds, case.traced_range.get("exposed_comm_s", ())))
 
 
@@ -201,7 +201,7 @@ def losses(setting: Setting) -> pd.DataFrame:
     return table
 
 
-def _with_losses(case: Case) -> CaseRecord | None:
+def _with_losses(case: CaseResult) -> LaunchRecord | None:
     return next((launch for launch in case.launches if launch.state == "ok" and launch.losses), None)
 
 
@@ -218,7 +218,7 @@ def proof_table(evidence: Evidence) -> pd.DataFrame:
     return pd.DataFrame([_proof_row(case) for case in evidence.cases])
 
 
-def _proof_row(case: Case) -> Row:
+def _proof_row(case: CaseResult) -> Row:
     proof = next((launch.proof for launch in case.launches if launch.proof), None)
     return {
         "case": case.full_label,
@@ -240,14 +240,14 @@ def _traced(announced: tuple[CollectiveCount, ...], traced: tuple[CollectiveCoun
     return "the same" if sorted(announced) == sorted(traced) else collectives(traced)
 
 
-def _parity(case: Case, steps: int) -> str:
+def _parity(case: CaseResult, steps: int) -> str:
     parity = case.metrics["loss_parity"]
     if parity is None:
         return parity_note(case) or MISSING
     return f"{format_metric('loss_parity', parity)} over {steps} steps"
 
 
-def _bits(case: Case) -> str:
+def _bits(case: CaseResult) -> str:
     answer, note = bit_identical(case), bits_note(case)
     if answer is None:
         return note or MISSING
@@ -262,7 +262,7 @@ def state_table(evidence: Evidence) -> pd.DataFrame:
     return pd.DataFrame([_state_row(case, launch) for case, launch in found], columns=columns)
 
 
-def _state_row(case: Case, launch: CaseRecord) -> Row:
+def _state_row(case: CaseResult, launch: LaunchRecord) -> Row:
     return {
         "case": case.full_label,
         "round": str(launch.round + 1),

@@ -8,7 +8,7 @@ from statistics import median
 
 import pandas as pd
 
-from refshard.analysis.cases import Case
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.errors import TraceError
 from refshard.quantities import format_ns, format_percent, format_rate
@@ -44,7 +44,7 @@ PARTS = {
 class Traced:
     """A case's first rank in the last round that has a trace of it: its file, the link to that, what it says."""
 
-    case: Case
+    case: CaseResult
     path: Path
     link: str
     analysis: Analysis | None
@@ -65,14 +65,14 @@ class Why:
 
     parts: Chart | None
     table: pd.DataFrame
-    cases: tuple[Case, ...]
+    cases: tuple[CaseResult, ...]
     links: tuple[str, ...]
-    layers: tuple[tuple[Case, Chart], ...]
+    layers: tuple[tuple[CaseResult, Chart], ...]
 
 
-def read_traces(evidence: Evidence, folders: Sequence[tuple[Run, Path]], page: Path) -> dict[Case, Traced]:
+def read_traces(evidence: Evidence, folders: Sequence[tuple[Run, Path]], page: Path) -> dict[CaseResult, Traced]:
     """The traces that lie in the runs' folders, by case; ``page`` is the file that links to them."""
-    found: dict[Case, Traced] = {}
+    found: dict[CaseResult, Traced] = {}
     for case in evidence.cases:
         folder = next((folder for run, folder in folders if run.header is case.header), None)
         path = None if folder is None else _file(case, folder)
@@ -84,7 +84,7 @@ def read_traces(evidence: Evidence, folders: Sequence[tuple[Run, Path]], page: P
     return found
 
 
-def _file(case: Case, folder: Path) -> Path | None:
+def _file(case: CaseResult, folder: Path) -> Path | None:
     rounds = [launch.traces for launch in case.launches if launch.state == "ok" and launch.traces]
     files = (folder / name for traces in reversed(rounds) for name in traces[:1])
     return next((path for path in files if path.is_file()), None)
@@ -99,7 +99,7 @@ def _analysed(path: Path) -> tuple[Analysis | None, View | None]:
     return found, _view(found)
 
 
-def why(setting: Setting, traced: Mapping[Case, Traced], prefix: str, *, with_layers: bool = True) -> Why | None:
+def why(setting: Setting, traced: Mapping[CaseResult, Traced], prefix: str, *, with_layers: bool = True) -> Why | None:
     """None where no case of the setting has a trace that can be read."""
     here = [traced[case] for case in setting.cases if case in traced and traced[case].analysis is not None]
     if not here:
@@ -122,7 +122,7 @@ def parts_of(figures: TraceFigures) -> dict[str, float]:
     return {part: sum(split[name] for name in names) / 1e9 for part, names in PARTS.items()}
 
 
-def _sentence(parts: Mapping[Case, Mapping[str, float]]) -> str:
+def _sentence(parts: Mapping[CaseResult, Mapping[str, float]]) -> str:
     """Whose rank communicates, exposed, for the least and the largest share of its step."""
     shares = {case.label: one["exposed communication"] / (sum(one.values()) or 1.0) for case, one in parts.items()}
     least, most = min(shares, key=lambda name: shares[name]), max(shares, key=lambda name: shares[name])
@@ -151,7 +151,7 @@ def _idle(every: Sequence[StepFigures], steps: int) -> float:
     return sum(step.breakdown.idle_host_ns or 0 for step in every) / steps
 
 
-def _bandwidths(collectives: Sequence[CollectiveFigures], case: Case) -> str:
+def _bandwidths(collectives: Sequence[CollectiveFigures], case: CaseResult) -> str:
     """The median bus bandwidth of the larger half of each kind, and its share of the link where that has a rate."""
     network = case.header.suite.network if case.fidelity == "measured" else None
     told = []
@@ -164,7 +164,7 @@ def _bandwidths(collectives: Sequence[CollectiveFigures], case: Case) -> str:
     return ", ".join(told) or "-"
 
 
-def _layers(here: Sequence[Traced], prefix: str) -> Iterable[tuple[Case, Chart]]:
+def _layers(here: Sequence[Traced], prefix: str) -> Iterable[tuple[CaseResult, Chart]]:
     """Those of the largest world size that has most of them: the same layer, as long as the longest, so that lengths
     compare.
     """

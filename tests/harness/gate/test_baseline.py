@@ -6,15 +6,15 @@ import pytest
 
 from refshard.errors import SpecError, StoreError
 from refshard.harness.gate.baseline import accept, baseline_file, read_baseline
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.run import run_suite
 from refshard.records import Run
 from refshard.specs.case import CaseSpec
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
 
-def timing_out(_case: CaseSpec, _folder: Path) -> Launch:
-    return Launch(timed_out=True)
+def timing_out(_case: CaseSpec, _folder: Path) -> LaunchOutcome:
+    return LaunchOutcome(timed_out=True)
 
 
 def run(tmp_path: Path, launcher: FakeLauncher | None = None) -> Run:
@@ -41,7 +41,7 @@ def test_what_is_no_baseline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="reason: none given"):
         accept(whole, tmp_path, "  ")
     with pytest.raises(SpecError, match="run run did not end, so it is no baseline; finish it with --resume"):
-        accept(Run(header=whole.header, cases=whole.cases), tmp_path, "why")
+        accept(Run(header=whole.header, launches=whole.launches), tmp_path, "why")
     failing = run(tmp_path / "failing", FakeLauncher(timing_out))
     with pytest.raises(SpecError, match="ended timeout; all must end ok"):
         accept(failing, tmp_path, "why")

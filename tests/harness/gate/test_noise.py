@@ -7,7 +7,7 @@ import pytest
 
 from refshard.errors import SpecError, StoreError
 from refshard.harness.gate.noise import keep_noise, noise_file, read_noise, read_rounds, record_rounds
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.specs.case import CaseSpec
 from refshard.specs.gate import TimeLimits
 from refshard.stats.rehearsal import noise_of
@@ -20,13 +20,13 @@ def recorded(folder: Path, rounds: int, seed: int) -> Path:
     """Rounds of launches whose times scatter by 3 %."""
     drawn = np.random.default_rng(seed)
 
-    def outcome(case: CaseSpec, work: Path) -> Launch:
+    def outcome(case: CaseSpec, work: Path) -> LaunchOutcome:
         good(case, work)
         factor = float(np.exp(drawn.normal(0, 0.03)))
         for rank in range(case.processes):
             times = tuple(factor * t for t in rank_result(case, rank).step_times_s)
             write_rank(case, work, rank, step_times_s=times)
-        return Launch()
+        return LaunchOutcome()
 
     references = [case for case in SUITE.cases() if case == case.reference()]
     timed = [case for case in SUITE.cases() if case not in references]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from refshard.harness.gate.rounds import PairedRounds, Side
-from refshard.harness.launchers.base import Launch
+from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.store import read_run
-from refshard.records import CaseRecord
+from refshard.records import LaunchRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite, rank_result, write_rank
@@ -19,14 +19,14 @@ from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_su
 def scaled(factor: float, *, failing_in: frozenset[int] = frozenset()) -> FakeLauncher:
     """Every step takes ``factor`` times as long; series whose number is in ``failing_in`` fail."""
 
-    def outcome(case: CaseSpec, folder: Path) -> Launch:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         good(case, folder)
         for rank in range(case.processes):
             times = tuple(factor * t for t in rank_result(case, rank).step_times_s)
             write_rank(case, folder, rank, step_times_s=times)
         if len(launcher.series) in failing_in:
             write_rank(case, folder, 0, state="failed", error="ValueError: no")
-        return Launch()
+        return LaunchOutcome()
 
     launcher = FakeLauncher(outcome)
     return launcher
@@ -48,7 +48,7 @@ def test_each_round_launches_both_sides_in_random_order_and_cases_in_the_same(tm
     order: list[str] = []
 
     def noting(name: str) -> FakeLauncher:
-        def outcome(case: CaseSpec, folder: Path) -> Launch:
+        def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
             order.append(name)
             return good(case, folder)
 
@@ -99,10 +99,10 @@ def test_log_ratios_are_those_of_rounds_that_both_sides_ended_well(tmp_path: Pat
         run = read_run(tmp_path / side)
         assert run.end is not None
         assert (run.end.states, run.end.interrupted) == (states, False)
-        assert all(proved(record) for record in run.cases if record.state == "ok")
+        assert all(proved(record) for record in run.launches if record.state == "ok")
 
 
-def proved(record: CaseRecord) -> bool:
+def proved(record: LaunchRecord) -> bool:
     return record.proof is not None and record.proof.loss_parity is not None
 
 

@@ -36,8 +36,8 @@ def test_a_suite_runs_and_shows(tmp_path: Path) -> None:
     assert rows["refshard-yafsdp"]["overlap_ratio"] > 0
     assert rows["refshard-yafsdp"]["bit_identical_to_ddp"] is True
     run = read_run(tmp_path / "run")
-    assert all(r.case.strategy == "single" or (r.proof and r.proof.announced == r.proof.traced) for r in run.cases)
-    for record in run.cases:  # their own labels, or the harness's marks
+    assert all(r.case.strategy == "single" or (r.proof and r.proof.announced == r.proof.traced) for r in run.launches)
+    for record in run.launches:  # their own labels, or the harness's marks
         timeline = read_timeline(tmp_path / "run" / record.traces[0])
         assert "model.layers.0" in timeline.spans.unit_names, record.case.strategy
     assert not processes_of(tmp_path / "run")
@@ -49,7 +49,7 @@ def test_what_is_unsupported_is_told_and_is_no_failure(tmp_path: Path) -> None:
     done = refshard("run", suite, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "row of tensor-parallel does not cover offload; see refshard list strategies" in done.stderr
-    states = {r.case.strategy: r.state for r in read_run(tmp_path / "run").cases}
+    states = {r.case.strategy: r.state for r in read_run(tmp_path / "run").launches}
     assert states == {"single": "ok", "tensor-parallel": "unsupported"}
 
 
@@ -89,7 +89,7 @@ def trouble(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.full
 def test_a_case_that_fails_is_recorded_with_its_log(trouble: Run) -> None:
-    (record,) = (r for r in trouble.cases if r.case.data != "synthetic")
+    (record,) = (r for r in trouble.launches if r.case.data != "synthetic")
     assert record.state == "failed"
     assert record.error is not None
     assert "99999" in record.error
@@ -98,13 +98,13 @@ def test_a_case_that_fails_is_recorded_with_its_log(trouble: Run) -> None:
 
 @pytest.mark.full
 def test_a_case_that_runs_out_of_memory_is_oom(trouble: Run) -> None:
-    (record,) = (r for r in trouble.cases if r.case.memory_limit_gib is not None)
+    (record,) = (r for r in trouble.launches if r.case.memory_limit_gib is not None)
     assert record.state == "oom", record.error
 
 
 @pytest.mark.full
 def test_a_case_that_hangs_is_ended_at_its_time_limit(trouble: Run) -> None:
-    (record,) = (r for r in trouble.cases if r.case.time_limit_s == 4)
+    (record,) = (r for r in trouble.launches if r.case.time_limit_s == 4)
     assert record.state == "timeout"
     assert record.error is not None
     assert record.error.startswith("did not end within time_limit_s = 4; the ranks were ended: rank 0 ")
@@ -123,7 +123,7 @@ def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path) -> N
     found = read_run(run)
     assert found.end is not None
     assert found.end.interrupted
-    assert not found.cases
+    assert not found.launches
     assert not processes_of(run)
     assert "Traceback" not in err + out
 

@@ -287,7 +287,7 @@ def test_a_suite_runs_over_the_network(tmp_path: Path) -> None:
     assert process.returncode == 0, err
     run = read_run(tmp_path / "run")
     assert run.header.environment.network == "2 hosts joined at 500 Mbit/s (network namespaces)"
-    (ddp,) = (record for record in run.cases if record.case.strategy == "ddp")
+    (ddp,) = (record for record in run.launches if record.case.strategy == "ddp")
     assert ddp.proof is not None
     # A ring of two: each host sends as many bytes as it reduces. Loopback is several times faster than this.
     sent = sum(collective.bytes for collective in ddp.proof.announced)

@@ -12,7 +12,7 @@ import pytest
 from psutil import Process
 
 from refshard.errors import LaunchError, SpecError
-from refshard.harness.launchers.base import Job, Launch
+from refshard.harness.launchers.base import Job, LaunchOutcome
 from refshard.harness.launchers.ranks import launch_of
 from refshard.harness.launchers.slurm.job import Status, ask, ends_of, scripts
 from refshard.harness.launchers.slurm.launcher import SlurmLauncher, launch_of_job
@@ -68,7 +68,7 @@ def status(state: str) -> Status:
 
 
 def test_slurms_state_tells_where_no_rank_does(tmp_path: Path) -> None:
-    assert launch_of_job(status("COMPLETED"), "7", tmp_path) == Launch()
+    assert launch_of_job(status("COMPLETED"), "7", tmp_path) == LaunchOutcome()
     killed = launch_of_job(status("OUT_OF_MEMORY"), "7", tmp_path)
     assert (killed.out_of_memory, killed.error) == (True, "Slurm ended job 7 in state OUT_OF_MEMORY")
     (tmp_path / "slurm").mkdir()
@@ -145,14 +145,14 @@ class FakeSlurm:
 
 def launched(
     slurm: FakeSlurm, on_progress: Callable[[str], None] = lambda _: None, time_limit_s: float = 600.0
-) -> Launch:
+) -> LaunchOutcome:
     job = Job(program="case", processes=2, time_limit_s=time_limit_s)
     return SlurmLauncher("", slurm).launch(job, slurm.folder, on_progress)
 
 
 def test_a_job_is_called_after_its_folder(tmp_path: Path) -> None:
     slurm = FakeSlurm(tmp_path)
-    assert launched(slurm) == Launch()
+    assert launched(slurm) == LaunchOutcome()
     assert slurm.name == f"--job-name={job_name(tmp_path)}"
     assert job_name(tmp_path) != job_name(tmp_path / "a")
     assert slurm.asked == ["squeue", "sbatch", "squeue", "scontrol 41"]
@@ -162,7 +162,7 @@ def test_a_job_is_called_after_its_folder(tmp_path: Path) -> None:
 def test_what_an_earlier_harness_left_ends_before_the_next_job_comes(tmp_path: Path) -> None:
     slurm, told = FakeSlurm(tmp_path), list[str]()
     slurm.jobs = {"7": "RUNNING", "8": "FAILED"}
-    assert launched(slurm, told.append) == Launch()
+    assert launched(slurm, told.append) == LaunchOutcome()
     assert slurm.asked == ["squeue", "scancel 7", "squeue", "sbatch", "squeue", "scontrol 9"]
     assert told == ["ending job 7, left by an earlier run"]
 
@@ -173,7 +173,7 @@ LOST_ANSWER = "sbatch: error: Batch job submission failed: Socket timed out on s
 @pytest.mark.processes
 def test_a_job_that_was_taken_though_the_answer_was_lost_is_the_one(tmp_path: Path) -> None:
     slurm = FakeSlurm(tmp_path, "!" + LOST_ANSWER)
-    assert launched(slurm) == Launch()
+    assert launched(slurm) == LaunchOutcome()
     assert slurm.asked == ["squeue", "sbatch", "squeue", "scontrol 41"]
 
 
@@ -181,7 +181,7 @@ def test_a_job_that_was_taken_though_the_answer_was_lost_is_the_one(tmp_path: Pa
 @pytest.mark.processes
 def test_a_job_that_was_not_taken_for_a_while_is_submitted_again(tmp_path: Path, said: str) -> None:
     slurm, told = FakeSlurm(tmp_path, said, said), list[str]()
-    assert launched(slurm, told.append) == Launch()
+    assert launched(slurm, told.append) == LaunchOutcome()
     assert slurm.asked == [*["squeue", "sbatch"] * 3, "squeue", "scontrol 41"]
     assert told == [said]
 
@@ -217,20 +217,20 @@ def test_what_goes_wrong_as_an_interrupted_job_is_cancelled_is_told_too(
 def test_progress_may_go_while_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "progress").mkdir()  # cannot be read, as what another host has just removed
     told: list[str] = []
-    assert launched(FakeSlurm(tmp_path, shown=["RUNNING", "COMPLETED"]), told.append) == Launch()
+    assert launched(FakeSlurm(tmp_path, shown=["RUNNING", "COMPLETED"]), told.append) == LaunchOutcome()
     assert told == ["job 41 running"]
 
 
 @pytest.mark.processes
 def test_a_job_that_never_ran_wrote_nothing(tmp_path: Path) -> None:
     found = launched(FakeSlurm(tmp_path, shown=["PENDING", "CANCELLED"]))
-    assert found == Launch(error="Slurm ended job 41 in state CANCELLED (None)")
+    assert found == LaunchOutcome(error="Slurm ended job 41 in state CANCELLED (None)")
 
 
 @pytest.mark.processes
 def test_what_a_job_is_suspended_counts_not_for_its_time(tmp_path: Path) -> None:
     shown = ["RUNNING", "SUSPENDED", "SUSPENDED", "SUSPENDED", "RUNNING", "COMPLETED"]
-    assert launched(FakeSlurm(tmp_path, shown=shown), time_limit_s=0.5) == Launch()
+    assert launched(FakeSlurm(tmp_path, shown=shown), time_limit_s=0.5) == LaunchOutcome()
 
 
 @pytest.mark.processes
@@ -314,7 +314,7 @@ def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Pa
     assert process.returncode == 1, err + out
     found = read_run(run)
     assert only_case(found, "ddp")[:2] == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
-    ok = {r.case.strategy: len(r.step_times_s) for r in found.cases if r.state == "ok"}
+    ok = {r.case.strategy: len(r.step_times_s) for r in found.launches if r.state == "ok"}
     assert ok == {"single": 1, "refshard-fsdp": 2}
     assert found.header.environment.argv[:2] == ("refshard", "run")
     assert {path.name for path in tmp_path.iterdir()} == {"suite.toml", "a run"}, "the environment's folder is gone"
@@ -420,12 +420,12 @@ def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_p
     options = [f"--chdir={tmp_path}", f"--export=ALL,PATH={path}", f"--output={tmp_path}/out", "--ntasks=1"]
     number = cluster.ask("sbatch", "--parsable", *options, str(tmp_path / "job.sh")).strip()
     wait_for(lambda: measures(run, "ddp"), 240)
-    (before,) = read_run(run).cases
+    (before,) = read_run(run).launches
     cluster.ask("scontrol", "requeue", number)
     wait_for(lambda: "JobState=COMPLETED" in cluster.ask("scontrol", "show", "job", number), 400)
     found = read_run(run)
-    assert [(r.case.strategy, r.state) for r in found.cases] == [("single", "ok"), ("ddp", "ok")]
-    assert found.cases[0] == before
+    assert [(r.case.strategy, r.state) for r in found.launches] == [("single", "ok"), ("ddp", "ok")]
+    assert found.launches[0] == before
     assert not processes_of(run)
 
 

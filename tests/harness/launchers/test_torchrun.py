@@ -107,7 +107,7 @@ def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...])
     assert err.count("run folder: ") == 1
     assert "recvValue" not in err, "servers leave before rank 0's store does"
     records = read_run(run)
-    ok = {r.case.strategy: len(r.step_times_s) for r in records.cases if r.state == "ok"}
+    ok = {r.case.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
     assert ok == {"single": 1, "ddp": 2}
     assert only_case(records, "megatron-fsdp")[0] == "unsupported", "which fails no launch"
     assert not processes_of(run)
@@ -129,7 +129,7 @@ def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None
     assert sorted(out.count("dashboard: ") for out, _ in said) == [0, 1]
     records = read_run(run)
     assert only_case(records, "ddp")[:2] == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
-    ok = {r.case.strategy: len(r.step_times_s) for r in records.cases if r.state == "ok"}
+    ok = {r.case.strategy: len(r.step_times_s) for r in records.launches if r.state == "ok"}
     assert ok == {"single": 1, "refshard-fsdp": 2}
     assert not processes_of(run)
 

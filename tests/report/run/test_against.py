@@ -21,9 +21,9 @@ def by_label(found: Against) -> dict[str, str]:
 
 def steady(made: Run) -> Run:
     """The run, had its machine not drifted by 0.5 % a round."""
-    first = {record.case: record.step_times_s for record in reversed(made.cases)}
-    records = [msgspec.structs.replace(record, step_times_s=first[record.case]) for record in made.cases]
-    return msgspec.structs.replace(made, cases=tuple(records))
+    first = {record.case: record.step_times_s for record in reversed(made.launches)}
+    records = [msgspec.structs.replace(record, step_times_s=first[record.case]) for record in made.launches]
+    return msgspec.structs.replace(made, launches=tuple(records))
 
 
 BEFORE = run(rounds=3, failed=False)

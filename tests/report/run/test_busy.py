@@ -24,8 +24,8 @@ def load(before: float = 0.05, after: float = 0.05, others: float | None = 0.0) 
 
 def loaded(made: Run, **of: Load) -> Run:
     """The run, every launch of which saw a quiet machine but for those of the strategies that are given."""
-    cases = [msgspec.structs.replace(record, load=of.get(record.case.strategy, load())) for record in made.cases]
-    return msgspec.structs.replace(made, cases=tuple(cases))
+    cases = [msgspec.structs.replace(record, load=of.get(record.case.strategy, load())) for record in made.launches]
+    return msgspec.structs.replace(made, launches=tuple(cases))
 
 
 def busy(made: Run) -> str:
@@ -93,8 +93,8 @@ def test_a_comparison_with_a_baseline_says_so() -> None:
 def test_drifts_are_those_of_common_rounds() -> None:
     """Two launches of ddp without a partner in their rounds do not count between the sides."""
     made = loaded(run(PAIR, failed=False))
-    alone = [msgspec.structs.replace(made.cases[place], load=load(5.0, 5.0)) for place in (2, 4)]
-    first, second = gather(msgspec.structs.replace(made, cases=(*made.cases[:2], *alone))).cases
+    alone = [msgspec.structs.replace(made.launches[place], load=load(5.0, 5.0)) for place in (2, 4)]
+    first, second = gather(msgspec.structs.replace(made, launches=(*made.launches[:2], *alone))).cases
     assert drift_over(first, second, 0.001) is None
     assert drift_over(first, second, 0.0) is None
 

@@ -144,4 +144,4 @@ def test_one_curve_in_a_sentence() -> None:
 
 
 def test_an_unfinished_run_can_be_drawn() -> None:
-    assert gather(msgspec.structs.replace(run(), cases=())).settings == ()
+    assert gather(msgspec.structs.replace(run(), launches=())).settings == ()

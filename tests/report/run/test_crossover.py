@@ -16,10 +16,10 @@ def made(times: dict[int, dict[str, float]]) -> Run:
     base, cases = run(failed=False), []
     for seq_len, seconds in times.items():
         timed = [replace(case, step_time=seconds[case.strategy]) for case in CASES if case.strategy in seconds]
-        for record in run(timed, failed=False).cases:
+        for record in run(timed, failed=False).launches:
             case = msgspec.structs.replace(record.case, seq_len=seq_len)
             cases.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
-    return msgspec.structs.replace(base, cases=tuple(cases))
+    return msgspec.structs.replace(base, launches=tuple(cases))
 
 
 def test_curves_are_ratios_over_the_tokens_of_a_rank() -> None:

@@ -24,7 +24,7 @@ def dry(*, out_of_memory: str = "") -> Run:
     """One step each, with reserved memory; ``out_of_memory`` names a strategy that has no room."""
     made = run(CASES, rounds=1, failed=False, fidelity="dryrun")
     cases = []
-    for record in made.cases:
+    for record in made.launches:
         reserved = RESERVED.get(record.case.strategy)
         metrics = {**record.metrics, "peak_reserved_bytes": None if reserved is None else float(reserved * MIB)}
         changed = msgspec.structs.replace(record, metrics=metrics, step_times_s=((record.step_times_s[0][0],),))
@@ -32,7 +32,7 @@ def dry(*, out_of_memory: str = "") -> Run:
             needs = {**dict.fromkeys(metrics), "peak_memory_bytes": 900.0 * MIB, "peak_reserved_bytes": 950.0 * MIB}
             changed = msgspec.structs.replace(changed, state="oom", error="needs", metrics=needs, step_times_s=())
         cases.append(changed)
-    return msgspec.structs.replace(made, cases=tuple(cases))
+    return msgspec.structs.replace(made, launches=tuple(cases))
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ def test_a_curve_says_where_it_was_run_dry() -> None:
     made = dry()
     larger = tuple(
         msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, world_size=4))
-        for record in made.cases
+        for record in made.launches
         if record.case.strategy != "single"
     )
-    (scaling,) = scalings(gather(msgspec.structs.replace(made, cases=(*made.cases, *larger))))
+    (scaling,) = scalings(gather(msgspec.structs.replace(made, launches=(*made.launches, *larger))))
     assert {curve.label for curve in scaling.curves} >= {f"fsdp2, dry run on {CLUSTER}"}
     assert "dry run" not in scaling.label

@@ -17,9 +17,9 @@ def runs(*factors: float) -> list[Run]:
         one = later(quicker(run(CASES[:3], rounds=1, failed=False), factor), f"run{hour}", 10 + hour)
         records = [
             msgspec.structs.replace(r, metrics={**r.metrics, "step_time_s": (r.metrics["step_time_s"] or 0) * factor})
-            for r in one.cases
+            for r in one.launches
         ]
-        made.append(msgspec.structs.replace(one, cases=tuple(records)))
+        made.append(msgspec.structs.replace(one, launches=tuple(records)))
     return made
 
 
@@ -46,7 +46,7 @@ def test_one_run_or_other_machines_have_no_history() -> None:
 
 def test_a_gap_in_the_runs_stays_one() -> None:
     first, second, third = runs(1.0, 1.1, 1.2)
-    found = of([first, msgspec.structs.replace(second, cases=second.cases[:1]), third])
+    found = of([first, msgspec.structs.replace(second, launches=second.launches[:1]), third])
     assert found is not None
     assert [trace["x"] for trace in found.chart.figure["data"]] == [[0, 1, 2], [0, 2], [0, 2]]
 
@@ -55,9 +55,9 @@ def test_specs_of_one_name_are_series_of_their_own() -> None:
     """A name leaves out the seed."""
     first = runs(1.0)[0]
     seeded = [
-        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, seed=1)) for record in first.cases
+        msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, seed=1)) for record in first.launches
     ]
-    both = msgspec.structs.replace(first, cases=(*first.cases, *seeded))
+    both = msgspec.structs.replace(first, launches=(*first.launches, *seeded))
     found = series_of([both], "step_time_s")
     assert len(found) == 6
     assert found[0].case == f"{found[0].spec.name} ({found[0].spec.hash})"

@@ -187,7 +187,7 @@ def test_any_run_can_be_drawn(made: Run) -> None:
 
 
 def test_a_run_cut_off_before_its_first_case_can_be_drawn() -> None:
-    found = drawn(msgspec.structs.replace(run(), cases=(), end=None))
+    found = drawn(msgspec.structs.replace(run(), launches=(), end=None))
     assert "No case finished yet." in found.text
     assert "the run was cut off: it has no closing record" in found.text
 
@@ -254,9 +254,9 @@ def many(settings: int) -> Run:
     records = [
         msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, seq_len=256 + place))
         for place in range(settings)
-        for record in made.cases
+        for record in made.launches
     ]
-    return msgspec.structs.replace(made, cases=tuple(records))
+    return msgspec.structs.replace(made, launches=tuple(records))
 
 
 def test_of_many_settings_those_after_the_first_are_folded() -> None:
@@ -287,8 +287,8 @@ def test_names_in_folded_parts_cannot_end_them() -> None:
         msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, strategy=hostile))
         if record.case.strategy == "ddp"
         else record
-        for record in made.cases
+        for record in made.launches
     ]
-    found = drawn(msgspec.structs.replace(made, cases=tuple(records)))
+    found = drawn(msgspec.structs.replace(made, launches=tuple(records)))
     assert [kind for kind, _ in found.scripts].count(None) == 2
     assert not any("alert(1)" in text for kind, text in found.scripts if kind is None)

@@ -15,10 +15,10 @@ LLAMA = {"model": "llama2-7b", "world_size": 64, "global_batch": 64, "seq_len": 
 
 def configured(**changes: Any) -> Run:
     made = run(CASES[1:2], rounds=1, failed=False, fidelity="simulated")
-    case = msgspec.structs.replace(made.cases[0].case, **changes)
-    metrics = {**made.cases[0].metrics, "step_time_s": 0.9, "tokens_per_s_gpu": 2048 / 0.9}
-    record = msgspec.structs.replace(made.cases[0], case=case, metrics=metrics, step_times_s=((0.9,),))
-    return msgspec.structs.replace(made, cases=(record,))
+    case = msgspec.structs.replace(made.launches[0].case, **changes)
+    metrics = {**made.launches[0].metrics, "step_time_s": 0.9, "tokens_per_s_gpu": 2048 / 0.9}
+    record = msgspec.structs.replace(made.launches[0], case=case, metrics=metrics, step_times_s=((0.9,),))
+    return msgspec.structs.replace(made, launches=(record,))
 
 
 def test_what_matches_stands_beside_it_and_says_how_it_differs() -> None:

@@ -23,9 +23,9 @@ def scaled(rates: Mapping[str, Mapping[int, float]], fidelity: Fidelity = "measu
     for strategy, by_size in rates.items():
         for size, rate in by_size.items():
             case = spec(strategy, size, fidelity)
-            metrics = {**base.cases[0].metrics, "tokens_per_s_gpu": rate}
-            records.append(msgspec.structs.replace(base.cases[0], case=case, spec_hash=case.hash, metrics=metrics))
-    return msgspec.structs.replace(base, cases=tuple(records))
+            metrics = {**base.launches[0].metrics, "tokens_per_s_gpu": rate}
+            records.append(msgspec.structs.replace(base.launches[0], case=case, spec_hash=case.hash, metrics=metrics))
+    return msgspec.structs.replace(base, launches=tuple(records))
 
 
 def curves(found: Scaling) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def test_a_curve_for_each_strategy_and_a_level_for_the_best() -> None:
 def test_each_fidelity_has_its_own_ideal() -> None:
     both = scaled(RATES)
     other = scaled({"ddp": {2: 500.0, 8: 400.0}}, "simulated")
-    (found,) = scalings(gather(msgspec.structs.replace(both, cases=(*both.cases, *other.cases))))
+    (found,) = scalings(gather(msgspec.structs.replace(both, launches=(*both.launches, *other.launches))))
     drawn = curves(found)
     assert drawn["ideal"] == ([2, 8], [100, 100])
     assert drawn[f"ideal, simulated on {CLUSTER}"] == ([2, 8], [500, 500])
@@ -63,7 +63,7 @@ def test_each_fidelity_has_its_own_ideal() -> None:
 
 def test_its_heading_names_what_all_of_its_curves_share() -> None:
     other = scaled({"ddp": {2: 500.0, 8: 400.0}}, "emulated")
-    both = msgspec.structs.replace(other, cases=(*scaled(RATES).cases, *other.cases))
+    both = msgspec.structs.replace(other, launches=(*scaled(RATES).launches, *other.launches))
     for made in (other, both, scaled(RATES, "simulated")):
         (found,) = scalings(gather(made))
         assert found.label == "llama-mini, global batch of 8 sequences of 256 tokens"
@@ -75,8 +75,8 @@ def test_one_world_size_is_no_curve() -> None:
 
 def test_a_case_that_did_not_end_ok_is_on_no_curve() -> None:
     made = scaled(RATES)
-    bad = msgspec.structs.replace(made.cases[1], state="oom")
-    (found,) = scalings(gather(msgspec.structs.replace(made, cases=(made.cases[0], bad, *made.cases[2:]))))
+    bad = msgspec.structs.replace(made.launches[1], state="oom")
+    (found,) = scalings(gather(msgspec.structs.replace(made, launches=(made.launches[0], bad, *made.launches[2:]))))
     assert "ddp" not in curves(found)
 
 
@@ -85,10 +85,10 @@ def test_the_bound_is_drawn_where_the_wire_has_a_rate() -> None:
     network = NetworkSpec(hosts=2, rate="8gbit")
     made = on_hosts(run((CASES[0], *CASES[1:3]), failed=False), network)
     wider = []
-    for record in made.cases[1:3]:
+    for record in made.launches[1:3]:
         case = spec(record.case.strategy, 4)
         wider.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
-    (found,) = scalings(gather(msgspec.structs.replace(made, cases=(*made.cases, *wider))))
+    (found,) = scalings(gather(msgspec.structs.replace(made, launches=(*made.launches, *wider))))
     sizes, rates = curves(found)["bound by compute and wire"]
     assert sizes == [2, 4]
     best = max(

@@ -65,7 +65,7 @@ def test_a_case_without_proof_is_doubted() -> None:
 
 def test_losses_that_differ_are_doubted_and_name_the_case() -> None:
     made = run(rounds=1, failed=False)
-    metrics = {**made.cases[2].metrics, "loss_parity": 0.02}
+    metrics = {**made.launches[2].metrics, "loss_parity": 0.02}
     found = facts(with_record(made, 2, metrics=metrics, proof=proof(CASES[2])))["Worst loss parity"]
     assert (found.value, found.good) == ("2.0e-02", False)
     assert found.detail.endswith("(fsdp2, 2 ranks; at most 1e-05)")
@@ -90,7 +90,7 @@ def test_losses_of_what_is_emulated_are_no_doubt_and_no_proof() -> None:
 
 
 def test_an_empty_run_is_trusted_in_nothing() -> None:
-    found = facts(ended(msgspec.structs.replace(run(), cases=()), None))
+    found = facts(ended(msgspec.structs.replace(run(), launches=()), None))
     assert [found[label].good for label in ("Proof of run", "Worst loss parity", "Fidelity", "Noise")] == [False] * 4
 
 
@@ -121,7 +121,7 @@ def test_the_smallest_visible_difference_is_as_wide_as_the_ratios() -> None:
     """Paired by round: one case takes 1 % more, then less, against the others."""
     made = run(CASES[1:3], failed=False)
     for place, factor in ((0, 1.01), (4, 0.99)):
-        times = tuple(tuple(factor * time for time in rank) for rank in made.cases[place].step_times_s)
+        times = tuple(tuple(factor * time for time in rank) for rank in made.launches[place].step_times_s)
         made = with_record(made, place, step_times_s=times)
     visible = facts(made)["Smallest visible difference"]
     width = float(visible.value.removeprefix("± ").removesuffix(" %"))
@@ -133,10 +133,10 @@ def test_the_smallest_visible_difference_is_as_wide_as_the_ratios() -> None:
 
 def test_simulated_steps_are_no_noise() -> None:
     measured, simulated = run(rounds=3, failed=False), run(rounds=1, failed=False, fidelity="simulated")
-    steps = [msgspec.structs.replace(record, step_times_s=((0.04,),)) for record in simulated.cases]
-    both_ = msgspec.structs.replace(measured, cases=(*measured.cases, *steps))
+    steps = [msgspec.structs.replace(record, step_times_s=((0.04,),)) for record in simulated.launches]
+    both_ = msgspec.structs.replace(measured, launches=(*measured.launches, *steps))
     assert facts(both_)["Noise"] == facts(measured)["Noise"]
-    alone = facts(msgspec.structs.replace(simulated, cases=tuple(steps)))["Noise"]
+    alone = facts(msgspec.structs.replace(simulated, launches=tuple(steps)))["Noise"]
     assert (alone.value, alone.good) == ("none", None)
 
 
@@ -183,8 +183,10 @@ def test_a_command_leaves_out_what_belongs_to_one_run(given: tuple[str, ...], be
 
 def test_cases_of_one_name_go_by_their_hashes() -> None:
     made = run()
-    seeded = msgspec.structs.replace(made.cases[1].case, seed=1)
-    made = msgspec.structs.replace(made, cases=(*made.cases, msgspec.structs.replace(made.cases[1], case=seeded)))
+    seeded = msgspec.structs.replace(made.launches[1].case, seed=1)
+    made = msgspec.structs.replace(
+        made, launches=(*made.launches, msgspec.structs.replace(made.launches[1], case=seeded))
+    )
     every = gather(made).cases
     ends = {case_command(case, every).rpartition(" ")[2] for case in every if case.strategy == "ddp"}
-    assert ends == {seeded.hash, made.cases[1].case.hash}
+    assert ends == {seeded.hash, made.launches[1].case.hash}

@@ -5,13 +5,13 @@ import pytest
 
 from refshard.analysis.evidence import gather
 from refshard.analysis.validation import as_objects, errors, in_order, scaled, validated
-from refshard.records import CaseRecord, Run
+from refshard.records import LaunchRecord, Run
 from refshard.report.run.validation import findings, terminal_validation
 from refshard.specs.case import Fidelity
 from tests.report.runs import run
 
 
-def predicted(record: CaseRecord, fidelity: Fidelity, times: float, memory: float | None = 1.0) -> CaseRecord:
+def predicted(record: LaunchRecord, fidelity: Fidelity, times: float, memory: float | None = 1.0) -> LaunchRecord:
     """The same case as predicted, its figures so many times the measured ones."""
     replace = msgspec.structs.replace
     peak = record.metrics["peak_memory_bytes"]
@@ -30,15 +30,15 @@ def both(times: dict[str, float], memory: float | None = 1.0, fidelity: Fidelity
     measured = run(failed=False)
     more = [
         predicted(record, fidelity, times[record.case.strategy], memory)
-        for record in measured.cases
+        for record in measured.launches
         if record.case.strategy in times
     ]
-    return msgspec.structs.replace(measured, cases=(*measured.cases, *more))
+    return msgspec.structs.replace(measured, launches=(*measured.launches, *more))
 
 
 def test_errors_are_relative_and_signed_and_what_was_not_measured_is_left_out() -> None:
     made = both({"ddp": 1.1, "fsdp2": 0.8})
-    alone = msgspec.structs.replace(made, cases=tuple(c for c in made.cases if c.fidelity == "simulated"))
+    alone = msgspec.structs.replace(made, launches=tuple(c for c in made.launches if c.fidelity == "simulated"))
     assert validated(gather(alone)) == ()
     pairs = validated(gather(made))
     assert {pair.measured.strategy: round(pair.step_time_error or 0, 6) for pair in pairs} == {
@@ -91,17 +91,17 @@ def test_json_holds_both_sides_in_plain_units() -> None:
 def test_of_several_launches_the_quickest_is_named_beside_the_median() -> None:
     made = both({"ddp": 1.1})
 
-    def slowed(record: CaseRecord) -> CaseRecord:
+    def slowed(record: LaunchRecord) -> LaunchRecord:
         if record.fidelity != "measured" or record.round:
             return record
         time = 1.5 * (record.metrics["step_time_s"] or 0)
         return msgspec.structs.replace(record, metrics={**record.metrics, "step_time_s": time})
 
-    (pair,) = validated(gather(msgspec.structs.replace(made, cases=tuple(map(slowed, made.cases)))))
+    (pair,) = validated(gather(msgspec.structs.replace(made, launches=tuple(map(slowed, made.launches)))))
     assert len(pair.measured.launches) > 1
     assert pair.quickest_error == pytest.approx(0.1, rel=1e-3)
     assert "(of each case's quickest launch 10.0 %)" in findings([pair])[0]
-    one = msgspec.structs.replace(made, cases=tuple(record for record in made.cases if not record.round))
+    one = msgspec.structs.replace(made, launches=tuple(record for record in made.launches if not record.round))
     assert "quickest" not in findings(validated(gather(one)))[0]
 
 

@@ -50,13 +50,13 @@ def test_under_three_launches_nothing_is_ranked_by_time(rounds: int, fidelity: F
 
 def test_one_strategy_of_three_launches_and_one_of_two_are_not_ranked() -> None:
     made = only(BY_NAME["ddp"], BY_NAME["fsdp2"])
-    (finding,) = findings(gather(msgspec.structs.replace(made, cases=made.cases[:-1])))
+    (finding,) = findings(gather(msgspec.structs.replace(made, launches=made.launches[:-1])))
     assert finding.speed == "Not ranked by time (n = 2: no interval): ddp 50.0 ms and fsdp2 59.7 ms per step."
 
 
 def test_those_of_three_launches_are_ranked_and_the_rest_is_named() -> None:
     made = only(*CASES[1:4])
-    (finding,) = findings(gather(msgspec.structs.replace(made, cases=made.cases[:-1])))
+    (finding,) = findings(gather(msgspec.structs.replace(made, launches=made.launches[:-1])))
     assert finding.speed == "ddp is fastest at 50.0 ms per step."
     assert finding.margin.endswith(" Not ranked by time (n = 2: no interval): refshard-fsdp 47.8 ms per step.")
 
@@ -98,7 +98,7 @@ def test_strategies_within_the_noise_cannot_be_told_apart() -> None:
     )
     for round_, factor in enumerate((1.02, 1.0, 0.98)):
         place = 3 * round_ + 1
-        steps = tuple(tuple(factor * seconds for seconds in rank) for rank in made.cases[place].step_times_s)
+        steps = tuple(tuple(factor * seconds for seconds in rank) for rank in made.launches[place].step_times_s)
         made = with_record(made, place, step_times_s=steps)
     told = verdict(gather(made))
     assert told[0] == "ddp and fsdp2 cannot be told apart as the fastest: 40.0 ms and 40.1 ms per step."
@@ -170,7 +170,7 @@ def test_the_ratio_within_rounds_decides_over_the_medians() -> None:
 
 
 def test_an_empty_run_says_no_more_than_that() -> None:
-    assert verdict(gather(msgspec.structs.replace(run(), cases=()))) == ["Nothing was launched."]
+    assert verdict(gather(msgspec.structs.replace(run(), launches=()))) == ["Nothing was launched."]
 
 
 def test_a_long_error_is_shortened() -> None:
@@ -258,12 +258,12 @@ def test_many_contests_are_summed_up_by_fidelity() -> None:
     made = run(CASES[3:], rounds=3, failed=False)
     records = []
     for size in (2, 4, 8, 1):
-        for record in made.cases:
+        for record in made.launches:
             case = msgspec.structs.replace(record.case, world_size=size)
             even = size == 4
-            times = made.cases[0].step_times_s if even else record.step_times_s
+            times = made.launches[0].step_times_s if even else record.step_times_s
             records.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash, step_times_s=times))
-    found = findings(gather(msgspec.structs.replace(made, cases=tuple(records))))
+    found = findings(gather(msgspec.structs.replace(made, launches=tuple(records))))
     assert [finding.fastest for finding in found] == [
         ("refshard-yafsdp",), ("refshard-fsdp", "refshard-yafsdp"), ("refshard-yafsdp",),
     ]  # fmt: skip

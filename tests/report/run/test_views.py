@@ -61,7 +61,7 @@ def test_what_does_not_exist_is_null_in_json() -> None:
 
 def test_json_is_safe_even_for_numbers_that_json_lacks() -> None:
     made = run()
-    broken = {**made.cases[1].metrics, "mfu": math.nan, "tflops": math.inf}
+    broken = {**made.launches[1].metrics, "mfu": math.nan, "tflops": math.inf}
     text = json.dumps(views.as_json(gather(with_record(made, 1, metrics=broken))), allow_nan=False)
     assert len(json.loads(text)) == 6
 
@@ -214,9 +214,9 @@ def test_inference_and_training_meet_in_no_table_and_no_sentence() -> None:
     slower = [replace(case, step_time=2 * case.step_time) for case in CASES]
     inference = tuple(
         msgspec.structs.replace(r, case=msgspec.structs.replace(r.case, workload="inference"))
-        for r in run(slower, failed=False).cases
+        for r in run(slower, failed=False).launches
     )
-    both = msgspec.structs.replace(made, cases=(*made.cases, *inference))
+    both = msgspec.structs.replace(made, launches=(*made.launches, *inference))
     label = "llama-mini, global batch of 8 sequences of 256 tokens"
     training_table, _, inference_table = views.terminal_table(gather(both)).partition(f"{label}, inference\n")
     assert training_table.startswith(f"{label}\n")
@@ -237,7 +237,7 @@ def test_the_terminal_verdict_wraps_and_obeys_no_log() -> None:
 
 
 def empty(made: Run) -> Run:
-    return msgspec.structs.replace(made, cases=(), end=None)
+    return msgspec.structs.replace(made, launches=(), end=None)
 
 
 def test_a_run_cut_off_before_its_first_case_has_empty_views() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from refshard.harness.environment import capture_environment
 from refshard.harness.interruption import Interruption
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.launchers.netlab.network import INTERFACE, Network
 from refshard.harness.launchers.ranks import rank_environment, run_ranks, worker_arguments
@@ -27,7 +27,7 @@ class NetlabLauncher(Launcher):
     def __init__(self, spec: NetworkSpec) -> None:
         self._spec = spec
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
         """See :meth:`Launcher.launch`.
 
         Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from refshard.errors import LaunchError, SpecError
 from refshard.harness.interruption import Interruption
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.elsewhere import environment_elsewhere
 from refshard.harness.launchers.ranks import RankEnd, launch_of, log_tail, timed_out
 from refshard.harness.launchers.slurm.job import GONE, OWN, Ask, Status, ask, ends_of, status_of
@@ -41,7 +41,7 @@ class SlurmLauncher(Launcher):
         except ValueError as error:
             raise SpecError(f"sbatch: {error} in {options!r}; correct it") from None
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
         """See :meth:`Launcher.launch`. A job that is preempted, or loses its node, is submitted again.
 
         Raises:
@@ -57,14 +57,16 @@ class SlurmLauncher(Launcher):
                     print(f"refshard: {error}", file=sys.stderr, flush=True)
                 raise
 
-    def _launch(self, job: Job, folder: Path, on_progress: Callable[[str], None], interruption: Interruption) -> Launch:
+    def _launch(
+        self, job: Job, folder: Path, on_progress: Callable[[str], None], interruption: Interruption
+    ) -> LaunchOutcome:
         lost: list[str] = []
         while len(lost) < _SUBMISSIONS and not interruption.received:
             number = submit(job, folder, self._options, self._ask, on_progress, interruption)
             if number is None:
                 with suppress(LaunchError):
                     cancel_named(folder, self._ask)  # an answer may have been lost
-                return Launch()
+                return LaunchOutcome()
             submitted = _Submitted(number, job, folder, self._ask)
             status = submitted.wait(on_progress, interruption)
             if status is None:
@@ -72,7 +74,7 @@ class SlurmLauncher(Launcher):
             if status.state not in _LOST:
                 return launch_of_job(status, submitted.number, folder)
             lost.append(f"job {submitted.number}: {status.state}")
-        return Launch(
+        return LaunchOutcome(
             error=f"Slurm ended the job each of {len(lost)} times ({', '.join(lost)}); ask --sbatch for nodes that last"
         )
 
@@ -124,7 +126,7 @@ class _Submitted:
             time.sleep(POLL_S)
         return None
 
-    def cancelled(self, interruption: Interruption) -> Launch:
+    def cancelled(self, interruption: Interruption) -> LaunchOutcome:
         """End it, and wait until it has ended; if its time is over, ask before where its ranks stand."""
         ends = () if interruption.received else self._standing()
         deadline = time.monotonic() + _CANCEL_S
@@ -139,7 +141,7 @@ class _Submitted:
                 )
             time.sleep(POLL_S)
         if interruption.received:
-            return Launch()
+            return LaunchOutcome()
         return timed_out(ends)
 
     def _standing(self) -> tuple[RankEnd, ...]:
@@ -182,7 +184,7 @@ class _Submitted:
             on_progress(text)
 
 
-def launch_of_job(status: Status, number: str, folder: Path) -> Launch:
+def launch_of_job(status: Status, number: str, folder: Path) -> LaunchOutcome:
     """What became of a job that ended by itself: its ranks tell, or Slurm."""
     found = launch_of(ends_of(folder), folder)
     if status.state == "OUT_OF_MEMORY":
@@ -192,4 +194,6 @@ def launch_of_job(status: Status, number: str, folder: Path) -> Launch:
         return found
     wrote = folder / OWN / f"{number}.out"  # not of a job that never ran
     tail = wrote.read_text(errors="replace").splitlines()[-30:] if wrote.exists() else []
-    return Launch(error=f"Slurm ended job {number} in state {status.state} ({status.reason})", log_tail=tuple(tail))
+    return LaunchOutcome(
+        error=f"Slurm ended job {number} in state {status.state} ({status.reason})", log_tail=tuple(tail)
+    )

@@ -15,7 +15,7 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 
 from refshard.errors import LaunchError, SpecError
 from refshard.harness.interruption import Interruption
-from refshard.harness.launchers.base import Job, Launch, Launcher
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.elsewhere import environment_elsewhere
 from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.launchers.ranks import POLL_S, RankEnd, Ranks, watch
@@ -72,7 +72,7 @@ class TorchrunLauncher(Launcher):
         while gone and not self._store.check(gone) and time.monotonic() < deadline:  # some may be lost
             time.sleep(POLL_S)
 
-    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> Launch:
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
         """See :meth:`Launcher.launch`.
 
         Raises:
