@@ -34,7 +34,7 @@ quick: $(VENV)/.test
 	$(PYTEST) -m "not processes and not full" tests
 
 test: $(VENV)/.test
-	$(PYTEST) -m "not full"
+	$(PYTEST) -m "not full" --numprocesses $(shell expr $(JOBS) + 1)  # some wait now and then
 
 everything: $(VENV)/.hta
 	$(PYTEST)

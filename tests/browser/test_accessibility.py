@@ -26,7 +26,7 @@ def violations(visit: Visit) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
 def test_axe_has_nothing_to_say_of_a_run(
     browser: "Browser", wide_address: str, traced_address: str, scheme: str
 ) -> None:
@@ -43,7 +43,7 @@ def test_axe_has_nothing_to_say_of_a_run(
         visit.page.context.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
 def test_axe_has_nothing_to_say_of_traces(browser: "Browser", trace_address: str, scheme: str) -> None:
     visit = visiting(browser, trace_address, viewport={"width": WIDTHS[scheme], "height": 900}, color_scheme=scheme)
     visit.draw()

@@ -48,7 +48,7 @@ def clip_both_ways() -> dict[tuple[str, object], Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_torch_clips_as_refshard_does_and_both_by_the_norm_of_the_whole(world_size: int) -> None:
     ranks = run_ranks(world_size, clip_both_ways)
     bare = make_net()
@@ -107,7 +107,7 @@ def train_wide_on_ranks(optimizer: str) -> tuple[list[float], bool, list[int]]:
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", pytest.param("torchao", marks=pytest.mark.full)])  # compiles
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_8_bit_adamw_on_shards_follows_that_on_whole_tensors(package: str, world_size: int) -> None:
     """Its state is quantised in blocks of 256 elements, counted from where the part begins: a shard's may be others.
 

@@ -158,7 +158,11 @@ def hold(cell: Cell, launched: Launched) -> None:
         assert (trace.order, len(trace.warned)) == (("ON_DEMAND", 1) if varies else ("FOLLOWING", 0))
 
 
-@pytest.mark.parametrize("cell", COVER, ids=lambda cell: cell.id)
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=() if cell.world_size <= 2 else pytest.mark.full) for cell in COVER],
+    ids=lambda cell: cell.id,
+)
 def test_parity(cell: Cell, launch: Launch) -> None:
     hold(cell, launch(cell.world_size, False))
 

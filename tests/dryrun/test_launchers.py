@@ -123,6 +123,7 @@ def test_a_program_is_a_script_beside_this_python() -> None:
 
 
 @needs_device
+@pytest.mark.full
 def test_accelerate_launch_runs_as_it_is_under_a_dry_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.TRAIN + "    assert os.environ['FSDP_VERSION'] == '2'\n")
     (tmp_path / "config.yaml").write_text(

@@ -13,7 +13,7 @@ from refshard.dryrun.run import dry_run
 from tests.dryrun import scripts
 from tests.fakecuda.needs import needs_device
 
-pytestmark = [needs_device, pytest.mark.processes]
+pytestmark = [needs_device, pytest.mark.full]
 
 PREFETCHES = """
 import torch

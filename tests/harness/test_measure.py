@@ -94,6 +94,7 @@ def measured(tuning: Tuning, trace: Path) -> RankResult:
     return measure(tuned, dist.group.WORLD, torch.device("cpu"), trace, lambda *_: None)
 
 
+@pytest.mark.full
 def test_operators_and_memory_of_adapters_are_those_of_a_step_with_dropout(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="adapters need the extra 'peers'")
     full, lora = (run_ranks(1, measured, tuning, tmp_path / f"{tuning}.json.gz")[0] for tuning in ("full", "lora"))

@@ -173,6 +173,7 @@ def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], argume
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_mistake_is_one_line_of_a_real_process_too() -> None:
     """What it imports is as silent as it is."""
     done = refshard("run", "no-such-suite")
