@@ -72,7 +72,7 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             run = run_suite(suite, folder, launcher, lines, environment)
     except RefshardError as error:
         pytest.fail(str(error), pytrace=False)
-    return {(record.case, record.round): record for record in run.cases}
+    return {(record.case, record.round): record for record in run.launches}
 
 
 # torch's launcher leaves it to the collector to close what it logs to.

@@ -33,10 +33,10 @@ FILTER = (
 
 def multiplied(run: Run, cases: int) -> Run:
     """The run's cases again and again, at a sequence length of their own each time."""
-    kinds = len({record.case for record in run.cases})
+    kinds = len({record.case for record in run.launches})
     records: list[LaunchRecord] = []
     for copy in range(-(-cases // kinds)):
-        for record in run.cases:
+        for record in run.launches:
             case = msgspec.structs.replace(record.case, seq_len=record.case.seq_len + copy)
             records.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
     header = msgspec.structs.replace(run.header, planned=len(records))

@@ -25,7 +25,7 @@ APPENDED = 1_000
 def launches() -> tuple[RunRecord, Iterator[LaunchRecord]]:
     """A header, and as many launches as one likes, which differ in their round."""
     run = read_run(RECORDED)
-    record = next(record for record in run.cases if record.state == "ok")
+    record = next(record for record in run.launches if record.state == "ok")
     return run.header, (msgspec.structs.replace(record, round=at) for at in itertools.count())
 
 
@@ -37,8 +37,8 @@ def test_append(benchmark: Any, tmp_path: Path) -> None:
         rounds = 1 if benchmark.disabled else APPENDED
         benchmark.pedantic(writer.append, setup=lambda: ((next(records),), {}), rounds=rounds)
     run = read_run(tmp_path / "run")
-    benchmark.extra_info.update(records=len(run.cases), bytes=(tmp_path / "run" / RECORDS).stat().st_size)
-    assert [record.round for record in run.cases] == list(range(rounds))
+    benchmark.extra_info.update(records=len(run.launches), bytes=(tmp_path / "run" / RECORDS).stat().st_size)
+    assert [record.round for record in run.launches] == list(range(rounds))
 
 
 def test_read_back(benchmark: Any, tmp_path: Path) -> None:
@@ -50,4 +50,4 @@ def test_read_back(benchmark: Any, tmp_path: Path) -> None:
             writer.append(record)
     run = benchmark.pedantic(read_run, args=(tmp_path / "run",), rounds=5, warmup_rounds=1)
     benchmark.extra_info.update(records=many, bytes=(tmp_path / "run" / RECORDS).stat().st_size)
-    assert [record.round for record in run.cases] == list(range(many))
+    assert [record.round for record in run.launches] == list(range(many))

@@ -30,7 +30,7 @@ from refshard.replay import replay, replay_clock
 
 @pytest.fixture
 def records():
-    return read_run(Path(__file__).parent / "run").cases
+    return read_run(Path(__file__).parent / "run").launches
 """
 REPLAYED = """
 import pytest

@@ -88,7 +88,7 @@ def count_all() -> dict[tuple[str, str], dict[str, Any]]:
     return {(mode, name): count(mode, **VARIANTS[name]) for mode, name in CASES}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
 def counted(request: pytest.FixtureRequest) -> tuple[int, list[dict[tuple[str, str], dict[str, Any]]]]:
     return request.param, run_ranks(request.param, count_all)
 

@@ -86,6 +86,7 @@ def test_torchrun_says_how_many_ranks_there_are(tmp_path: Path) -> None:
     assert found["peak_by_category"]["parameters"] == 4 * 1024 * 1024 * 4 // 16
 
 
+@pytest.mark.full
 def test_a_script_that_fails_is_named_by_its_line(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.FAILS)
     assert done.returncode == 1
@@ -146,6 +147,7 @@ def test_parameters_are_known_before_an_optimizer_steps(tmp_path: Path) -> None:
     assert found["peak_by_category"]["parameters"] == 4 * 2**20
 
 
+@pytest.mark.full
 def test_small_integers_are_computed_and_what_is_not_computed_is_reported(tmp_path: Path) -> None:
     done = run(tmp_path, scripts.READS, "--json", "--steps", "1", "--world-size", "1")
     assert done.returncode == 0, done.stderr

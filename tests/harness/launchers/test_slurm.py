@@ -431,6 +431,7 @@ def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_p
 
 @pytest.mark.processes
 @pytest.mark.slurm
+@pytest.mark.full
 def test_what_sbatch_refuses_is_one_line(tmp_path: Path, cluster: Slurm) -> None:
     process = submitted(cluster, write_suite(tmp_path, "single"), tmp_path / "run", "--partition=nope")
     out, err = process.communicate(timeout=240)

@@ -89,9 +89,18 @@ def workers(run: Path) -> dict[str, psutil.Process]:
 
 
 @pytest.mark.processes
+def test_a_case_runs(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with torchrun(("--standalone", "--nproc-per-node=1"), write_suite(tmp_path, "single"), run) as process:
+        _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert only_case(read_run(run), "single")[0] == "ok"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("by", "options"),
-    [(TORCHRUN, ALONE), pytest.param(ACCELERATE, (), marks=pytest.mark.full)],  # the agents are the same
+    [(TORCHRUN, ALONE), (ACCELERATE, ())],  # the agents are the same
     ids=["torchrun", "accelerate launch"],
 )
 def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...]) -> None:
