@@ -359,19 +359,16 @@ EVENTS: tuple[Callable[[Path], object], ...] = (
 
 
 def moments() -> list[object]:
-    """A seeded sample over the whole of a run: after which event, how long after it, and which signals.
-
-    Each event once among the slow tests; the others are for an hour that can be spared.
-    """
+    """A seeded sample over the whole of a run: after each event, how long after it, and which signals."""
     drawn = random.Random(5)
     kinds = [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)]
     return [
         pytest.param(
-            index % len(EVENTS),
+            event,
             drawn.uniform(0, 4),
             drawn.choice(kinds),
         )
-        for index in range(15)
+        for event in range(len(EVENTS))
     ]
 
 
