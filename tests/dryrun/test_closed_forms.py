@@ -46,12 +46,12 @@ Case = tuple[str, str, int, int, str, int]
 
 
 def grid() -> list[Case]:
-    """All strategies over all axes, the models in turn; hybrid sharding over as many replicas as there are nodes."""
-    plain = product((*PEERS, *ENGINE), (8, 64), (1,), POLICIES, (1, 2))
-    hybrid = product(HYBRID, (64,), (8,), POLICIES, (1, 2))
+    """All strategies over all axes, models and microbatches in turn; as many replicas as nodes in hybrid sharding."""
+    plain = product((*PEERS, *ENGINE), (8, 64), (1,), POLICIES)
+    hybrid = product(HYBRID, (64,), (8,), POLICIES)
     made = [
-        (strategy, MODELS[index % 2], ranks, replicas, policy, microbatches)
-        for index, (strategy, ranks, replicas, policy, microbatches) in enumerate((*plain, *hybrid))
+        (strategy, MODELS[index % 2], ranks, replicas, policy, 1 + index // 2 % 2)
+        for index, (strategy, ranks, replicas, policy) in enumerate((*plain, *hybrid))
     ]
     return [case for case in made if case not in COVER]
 
