@@ -122,10 +122,10 @@ def test_two_strategies_are_compared_by_time_and_memory_alone(tmp_path: Path) ->
 
 
 @pytest.mark.full
-def test_noise_is_measured_kept_and_told(accepted: tuple[Path, Path], tmp_path: Path) -> None:
+def test_noise_is_measured_kept_and_told(tmp_path: Path) -> None:
     """24 launches of the same code are the six rounds of this suite's screening and six to confirm."""
-    suite = tmp_path / "suite.toml"
-    suite.write_text(accepted[0].read_text() + QUICK)
+    suite = write_suite(tmp_path, "refshard-yafsdp")
+    suite.write_text(suite.read_text() + QUICK)
     aa = ("calibrate", "--aa", "--suite", suite, "--permutations", "20", "--oversubscribe", "--json")
     done = refshard(tmp_path, *aa, "--launches", "24")
     noise = json.loads(done.stdout)
