@@ -1,6 +1,6 @@
 """The command line: parse, call one command, print.
 
-Exit status: 0 when everything asked for was done and the run went well (``records.Run.well``), 1 when it did not, 2
+Exit status: 0 when everything asked for was done and every case ended ok or is unsupported, 1 when a case did not, 2
 for a mistake in what was asked, 130 when interrupted.
 """
 

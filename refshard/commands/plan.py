@@ -12,7 +12,7 @@ import msgspec
 from refshard.errors import SpecError
 from refshard.folders import replace_file
 from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import RECIPES, Recipe, find_recipe
+from refshard.plan.recipe import RECIPES, Recipe, find_recipe, no_closed_form
 from refshard.report.plan.table import as_object, terminal_plan
 from refshard.simulate.forecast import Job, simulate
 from refshard.simulate.ranking import Checkpoint, Plan, rank_strategies
@@ -114,8 +114,10 @@ def _chosen(given: str | None) -> tuple[list[Recipe], tuple[str, ...]]:
     for name in names:
         check_name(name)
     without = tuple(name for name in names if name not in RECIPES)
-    known = [name for name in names if name in RECIPES] or [without[0]]
-    return [find_recipe(name) for name in known], without
+    known = [RECIPES[name] for name in names if name in RECIPES]
+    if not known:
+        raise SpecError(f"strategy: {no_closed_form(without[0])}")
+    return known, without
 
 
 def _checkpoint(asked: Asked, model: ModelSpec) -> Checkpoint:

@@ -151,7 +151,6 @@ def test_a_log_tells_what_is_waited_for_and_no_steps(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "  job 7 pending: Resources\n"
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_on_a_real_terminal_it_ends_with_lines_that_fit_and_a_cursor(tmp_path: Path) -> None:
     """Of 80 columns; what it wrote is read as a terminal would, line by line."""

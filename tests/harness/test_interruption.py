@@ -72,7 +72,6 @@ def interrupted(folder: Path, line: int) -> bool:
     return ran[0] > line
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_whatever_line_is_interrupted_the_run_is_whole_and_can_be_resumed(tmp_path: Path) -> None:
     """Each line before which the signal came was once the last; what had been written stays, counted once."""

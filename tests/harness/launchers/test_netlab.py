@@ -126,7 +126,6 @@ def test_what_is_in_the_way_is_told_with_its_remedy(platform: str, user: int, mi
     assert obstacle("linux", 0, lambda program: f"/sbin/{program}") is None
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_a_run_that_cannot_make_hosts_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     suite = netlab_suite(tmp_path, "single", rate="1gbit")
@@ -335,7 +334,6 @@ def test_a_killed_rank_leaves_neither_namespace_nor_process(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-@pytest.mark.processes
 @real
 def test_an_interruption_leaves_neither_namespace_nor_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -350,7 +348,6 @@ def test_an_interruption_leaves_neither_namespace_nor_process(tmp_path: Path) ->
 
 
 @pytest.mark.full
-@pytest.mark.processes
 @real
 def test_a_run_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
     run = tmp_path / "run"

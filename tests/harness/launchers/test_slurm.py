@@ -351,7 +351,6 @@ def test_a_job_that_slurm_takes_back_starts_afresh(tmp_path: Path, cluster: Slur
 
 
 @pytest.mark.full
-@pytest.mark.processes
 @pytest.mark.slurm
 def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed(
     tmp_path: Path, cluster: Slurm
@@ -429,7 +428,6 @@ def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_p
     assert not processes_of(run)
 
 
-@pytest.mark.processes
 @pytest.mark.slurm
 @pytest.mark.full
 def test_what_sbatch_refuses_is_one_line(tmp_path: Path, cluster: Slurm) -> None:

@@ -123,7 +123,6 @@ def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...])
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None:
     run, options = tmp_path / "run", two_nodes()
     suite = write_suite(tmp_path, "single", "ddp", "refshard-fsdp", ranks=2)
@@ -144,7 +143,6 @@ def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with torchrun(ALONE, write_suite(tmp_path, "ddp", ranks=2, steps=100_000), run) as process:
@@ -157,7 +155,6 @@ def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
     assert not processes_of(run)
 
 
-@pytest.mark.processes
 @pytest.mark.full
 def test_the_end_of_rank_0s_agent_ends_all(tmp_path: Path) -> None:
     run, options = tmp_path / "run", two_nodes()
