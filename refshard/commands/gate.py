@@ -21,13 +21,13 @@ from refshard.harness.gate.checkout import checked_out
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import run_suite
 from refshard.harness.store import read_run
-from refshard.records import Environment, LaunchRecord
+from refshard.records import Environment, LaunchRecord, Run
 from refshard.report.gate import formats as report
 from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.specs.gate import MetricRule
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
-from refshard.stats.exact import Change, Exact, changes, exact_metrics, portable
+from refshard.stats.exact import PEAK, Change, Exact, changes, exact_metrics, portable
 from refshard.strategies import check_name
 
 
@@ -165,19 +165,27 @@ def _beside_accepted(asked: Asked) -> GateReport:
     accepted = find_accepted(asked, suite, environment)
     if isinstance(accepted, str):
         return GateReport(baseline="accepted", candidate=asked.candidate, mismatch=accepted)
-    with checked_out(asked.candidate, Path.cwd()) as source, make_observer() as observer:
-        folder, here = run_folder(f"gate-{suite.name}"), source.of(environment)
-        launcher = LocalLauncher(source.folder)
-        run = run_suite(suite, folder, launcher, observer, here, oversubscribe=asked.oversubscribe)
-    records: dict[str, list[LaunchRecord]] = {}
-    for record in run.launches:
-        if record.fidelity != "simulated":
-            records.setdefault(record.case.name, []).append(record)
     own = accepted.fingerprint == environment.id
-    found = tuple(
-        beside(name, accepted.cases.get(name), records.get(name, []), suite.gate.rules, own=own)
-        for name in sorted({*accepted.cases, *records})
-    )
+    with checked_out(asked.candidate, Path.cwd()) as source, make_observer() as observer:
+
+        def launched(name: str) -> tuple[Path, dict[str, list[LaunchRecord]]]:
+            folder, launcher = run_folder(name), LocalLauncher(source.folder)
+            here = source.of(environment)
+            return folder, _by_case(
+                run_suite(suite, folder, launcher, observer, here, oversubscribe=asked.oversubscribe)
+            )
+
+        def held(records: Mapping[str, list[LaunchRecord]]) -> tuple[GateCase, ...]:
+            return tuple(
+                beside(name, accepted.cases.get(name), records.get(name, []), suite.gate.rules, own=own)
+                for name in sorted({*accepted.cases, *records})
+            )
+
+        folder, records = launched(f"gate-{suite.name}")
+        found = held(records)
+        if any(map(peak_alone, found)):
+            _, again = launched(f"gate-{suite.name}-again")
+            found = held({name: [*mine, *again.get(name, [])] for name, mine in records.items()})
     whose = f"that of {accepted.machine['cpu']}, for this machine has none: only what no machine changes is compared"
     made = GateReport(
         baseline=f"accepted {accepted.fingerprint}",
@@ -195,6 +203,21 @@ def _beside_accepted(asked: Asked) -> GateReport:
     return replace(made, notes=(*made.notes, remedy))
 
 
+def _by_case(run: Run) -> dict[str, list[LaunchRecord]]:
+    records: dict[str, list[LaunchRecord]] = {}
+    for record in run.launches:
+        if record.fidelity != "simulated":
+            records.setdefault(record.case.name, []).append(record)
+    return records
+
+
+def peak_alone(case: GateCase) -> bool:
+    """Whether nothing but the measured peak of memory has risen. Now and then a thread frees its memory late: such a
+    rise counts if a second launch has it, too.
+    """
+    return [change.metric for change in case.changes if change.verdict == "regressed"] == [PEAK]
+
+
 def beside(
     name: str,
     accepted: Mapping[str, int | float | str] | None,
@@ -203,14 +226,18 @@ def beside(
     *,
     own: bool,
 ) -> GateCase:
-    """One case beside what was accepted for it; all its ``records``, one a round, must be as that is."""
+    """One case beside what was accepted for it; all its ``records``, one a launch, must be as that is. Of measured
+    peaks of memory the smallest counts.
+    """
     bad = next((record for record in records if record.state != "ok"), None)
     if bad is not None:
         return GateCase(name=name, trouble=f"the candidate ended {bad.state}: {bad.error}")
     before: dict[str, Exact] = {} if accepted is None else {name: accepted if own else portable(accepted)}
     found: dict[str, Change] = {}
-    afters = [{name: exact_metrics(record)} for record in records] or [{}]  # one that is gone has none
-    for after in afters:
+    exact = [exact_metrics(record) for record in records]
+    if peaks := [metrics[PEAK] for metrics in exact if PEAK in metrics]:
+        exact = [{**metrics, PEAK: min(peaks)} for metrics in exact]
+    for after in [{name: metrics} for metrics in exact] or [{}]:  # one that is gone has none
         now: dict[str, Exact] = {name: metrics if own else portable(metrics) for name, metrics in after.items()}
         found |= {change.metric: change for change in changes(before, now, rules)}
     return GateCase(name=name, changes=tuple(found.values()))

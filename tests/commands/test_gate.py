@@ -11,11 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.commands.gate import Asked, find_accepted, two_strategies
+from refshard.commands.gate import Asked, beside, find_accepted, peak_alone, two_strategies
 from refshard.errors import SpecError
 from refshard.harness.gate.baseline import Baseline
 from refshard.harness.gate.baseline import accept as accept_run
 from refshard.harness.run import run_suite
+from refshard.records import LaunchRecord
+from refshard.specs.gate import RULES
+from refshard.stats.exact import OPERATORS, PEAK, exact_metrics
 from tests.harness.commandline import write_suite
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
@@ -107,16 +110,34 @@ relevant = 0.8
 """
 
 
+def test_a_peak_of_memory_counts_if_every_launch_has_it(tmp_path: Path) -> None:
+    found = run_suite(make_suite(), tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT)
+    record = next(record for record in found.launches if record.case.strategy == "ddp")
+
+    def peaking(at: float) -> LaunchRecord:
+        return msgspec.structs.replace(record, metrics={**record.metrics, "peak_memory_bytes": at})
+
+    accepted = exact_metrics(peaking(1e8))
+    raised = beside("case", accepted, [peaking(2e8)], RULES, own=True)
+    assert peak_alone(raised)
+    assert beside("case", accepted, [peaking(2e8), peaking(1e8)], RULES, own=True).changes == ()
+    (change,) = beside("case", accepted, [peaking(3e8), peaking(2e8)], RULES, own=True).changes
+    assert (change.metric, change.after, change.verdict) == (PEAK, 200_000_000, "regressed")
+    assert not peak_alone(beside("case", {**accepted, OPERATORS: 1}, [peaking(2e8)], RULES, own=True))
+
+
 @pytest.mark.full
 def test_two_strategies_are_compared_by_time_and_memory_alone(tmp_path: Path) -> None:
-    suite = write_suite(tmp_path, "ddp", ranks=2)
+    suite = write_suite(tmp_path, "ddp")
     suite.write_text(suite.read_text() + QUICK)
-    pair = "ddp,refshard-yafsdp"
+    pair = "refshard-zero2,refshard-fsdp"
     found, status = held(suite, tmp_path, tmp_path, "--candidate", ROOT, "--strategies", pair)
     assert f"{found['baseline']},{found['candidate']}" == pair
     (case,) = found["cases"]
     assert case["time"]["rounds"] == 6
-    assert {change["metric"] for change in case["changes"]} == {"peak memory"}, "sharded, there is less"
+    assert {change["metric"] for change in case["changes"]} == {"peak memory"}, (
+        "what is gathered for backward again is not kept"
+    )
     assert case["changes"][0]["verdict"] == "improved"
     assert status in (0, 3), "a machine may be too noisy for six rounds"
 

@@ -10,7 +10,7 @@ import torch
 from refshard.plan.placement import MODES, Accumulation
 from tests.distributed.parity_models import Net
 
-STEPS = 20
+STEPS = 12
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,12 +56,14 @@ def status_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple
     return ended.value.code, capsys.readouterr().err
 
 
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every living process that carries the run's folder in its command line."""
+def processes_of(folder: Path, module: str | None = None) -> list[psutil.Process]:
+    """Every living process that carries the run's folder in its command line, and that runs ``module``, if given."""
     found = []
     for process in psutil.process_iter():
         try:
-            if any(str(folder) in part for part in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+            words = process.cmdline()
+            alike = any(str(folder) in word for word in words) and (module is None or words[1:3] == ["-m", module])
+            if alike and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue

@@ -287,7 +287,7 @@ def measures(run: Path, strategy: str) -> bool:
 
 def workers(run: Path) -> list[Process]:
     """The processes of a case's ranks."""
-    return [p for p in processes_of(run / "cases") if p.cmdline()[1:3] == ["-m", "refshard.harness.worker"]]
+    return processes_of(run / "cases", "refshard.harness.worker")
 
 
 @pytest.mark.processes
