@@ -188,10 +188,10 @@ class GroupCollectives(Collectives):
         """Of a failing synchronous collective say which it is; the executor does so for those of a unit."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise EngineError(
-                f"{what} failed on rank {self.world_rank}; another rank has probably ended: {error}"
-            ) from error
+            raise named(error, what, self.world_rank) from error
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :meth:`Collectives.allocate`: in memory that the group has registered, where its backend can."""
@@ -200,6 +200,16 @@ class GroupCollectives(Collectives):
             if backend.supports_tensor_alloc(device):
                 return backend.allocate_tensor(numel, dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device=device)
+
+
+def named(error: RuntimeError, what: str, rank: int) -> EngineError:
+    """``error`` of a collective, which says ``what`` it was and on which rank."""
+    lost = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _OF_A_LOST_RANK)
+    return EngineError(f"{what} failed on rank {rank}: {error}{'; another rank has probably ended' if lost else ''}")
+
+
+_OF_A_LOST_RANK = ("connection", "socket", "timed out", "timeout", "broken pipe", "peer", "remote")
+"""What torch's message holds where the other end of a connection is gone."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
