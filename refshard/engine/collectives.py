@@ -205,7 +205,7 @@ class GroupCollectives(Collectives):
 def named(error: RuntimeError, what: str, rank: int) -> EngineError:
     """``error`` of a collective, which says ``what`` it was and on which rank."""
     lost = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _OF_A_LOST_RANK)
-    return EngineError(f"{what} failed on rank {rank}: {error}{'; another rank has probably ended' if lost else ''}")
+    return EngineError(f"{what} failed on rank {rank}{'; another rank has probably ended' if lost else ''}: {error}")
 
 
 _OF_A_LOST_RANK = ("connection", "socket", "timed out", "timeout", "broken pipe", "peer", "remote")
