@@ -205,6 +205,8 @@ class Executor:
         self._backward_open = True
         for unit in self._units:
             unit.arrived.clear()
+        if self._order is Order.OBSERVING:
+            self._leave_rings()  # a forward without gradients, which checkpointing recomputes now
         if isinstance(self._pass, OnDemand) and self._pass.record is None:
             # The last pass was a backward, as pipelines have it, or an evaluation; or nothing is followed. What a
             # forward on demand has gathered and kept is given up where the schedule of a backward alone starts anew.

@@ -244,6 +244,7 @@ class Hooks:
         """Activation checkpointing runs a unit's forward again, whose weights are needed from here on."""
         if not unit.in_backward:
             self._take_up(unit)
+            unit.recomputed = True
 
     def _take_up(self, unit: Unit) -> None:
         """Begin the unit's backward before a gradient of its outputs has come, or after it has ended.

@@ -147,7 +147,8 @@ class OnDemand(Pass):
             if other is unit:
                 continue
             shares_gradients = phase == "backward" and unit.gradient_slot is other.gradient_slot
-            if other.in_backward and not unit.lasts and (shares_gradients or unit.slot is other.slot):
+            shares = shares_gradients or unit.slot is other.slot
+            if shares and other.in_backward and not (unit.lasts or other.recomputed):
                 # What it still lacks comes later, if at all, and it begins again then.
                 other.on_gradients(other)
             if shares_gradients:

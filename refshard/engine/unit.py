@@ -165,7 +165,7 @@ class Unit:
     ``modules`` are those whose calls make up the unit's forward; they compute on ``device``. ``aliased`` says that the
     shards are whole and are themselves what the modules see. ``presence`` says where the parameters are: gathered ones
     were taken from masters of version ``gathered_version``. ``computing`` says that the unit is between BEGIN and END,
-    ``in_backward`` that it is so in a backward. ``gathering`` and ``reducing`` are under way. ``arrived`` names the
+    ``in_backward`` that it is so in a backward, ``recomputed`` that activation checkpointing has begun it there. ``gathering`` and ``reducing`` are under way. ``arrived`` names the
     parameters whose gradient has come in this backward, ``filled`` those of which the gradient slot holds one, from
     this backward or an earlier microbatch's; ``shown`` is what :meth:`show_unreduced` has put in their place.
     ``inputs_awaited`` counts calls of a unit with frozen parameters whose
@@ -195,6 +195,7 @@ class Unit:
     presence: Presence = Presence.SHARDED
     computing: bool = False
     in_backward: bool = False
+    recomputed: bool = False
     lasts: bool = False
     gathering: Pending | None = None
     gathered_version: int = -1
@@ -304,7 +305,7 @@ class Unit:
             EngineError: a parameter was written to, which the next gather would undo.
         """
         if phase == "backward":
-            self.in_backward = False
+            self.in_backward = self.recomputed = False
         if self.computing:
             self.computing = False
             self._expose(unsharded=False)
@@ -316,7 +317,7 @@ class Unit:
         """
         if self.presence is Presence.GATHERING:
             self.release()
-        self.computing = self.in_backward = False
+        self.computing = self.in_backward = self.recomputed = False
         self.inputs_awaited = 0
         self._expose(unsharded=False)
         if self.reducing is None and keep_gradients:
