@@ -9,6 +9,7 @@ demand.
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 
 import torch
@@ -186,12 +187,16 @@ class Executor:
     def _on_demand(self, kind: PassKind, record: list[Op] | None = None) -> OnDemand:
         return OnDemand(kind, self._units, self._mode, self._effects, record)
 
+    @property
+    def _reduces(self) -> bool:
+        return not (self.accumulating and self._mode.gradients == "replicate")
+
     def _kind(self, *, training: bool, forward: bool, gather: bool = True) -> PassKind:
         return PassKind(
             training=training,
             forward=forward,
             gather=gather,
-            reduce=training and not (self.accumulating and self._mode.gradients == "replicate"),
+            reduce=training and self._reduces,
             legs=self._collectives.legs,
         )
 
@@ -214,6 +219,9 @@ class Executor:
                 for unit in self._units:
                     self._pass.give_up(unit, "backward")
             self._open(training=True, forward=False)
+        elif self._pass.kind.reduce != self._reduces:
+            # Forward ran within no_sync and backward does not, or the other way round.
+            self._pass = self._pass.turned(replace(self._pass.kind, reduce=self._reduces), self._script_of)
 
     def _forget_barred_forwards(self) -> None:
         """The optimizer has stepped since they ran, and so barred every backward that had not come."""

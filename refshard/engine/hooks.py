@@ -12,7 +12,6 @@ after it has ended is gathered again, and stays so until the backward ends, then
 """
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -67,7 +66,7 @@ class Hooks:
         self._read_early: set[int] = set()
         self._in_root = False
         self._forward = _Forward()
-        self._running: weakref.ref[_Ending] | None = None
+        self._running = False
         self._begun: set[tuple[int, _Forward]] = set()
         for unit in units:
             unit.on_early_gradient = self._take_up
@@ -112,7 +111,6 @@ class Hooks:
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
         if _in_backward():
             return
-        self._abandon_backward()
         self._forward = _Forward()
         for called in self._called.values():
             called.clear()
@@ -160,9 +158,12 @@ class Hooks:
         watch, called.watch = called.watch, None
         if watch is not None:
             watch.__exit__(None, None, None)
-        if output is None and sys.exc_info()[0] is not None:
-            return
         unit = called.unit
+        if output is None and sys.exc_info()[0] is not None:
+            if not self._in_root:
+                self._called[unit.index].clear()
+                self._executor.abandon_forward(self._forward)
+            return
         tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)]
         _refuse_parameters(unit, tensors)
         if torch.is_grad_enabled():
@@ -258,35 +259,36 @@ class Hooks:
         self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
     def _open_backward(self) -> None:
-        """See to it that :meth:`end_backward` is called. A backward may run within another one."""
-        if self._running is not None and self._running() is not None:
-            return
-        if self._running is not None:  # one that raised: autograd has let its callback go
-            self._abandon_backward()
-            self._executor.abandon_pass()
-        ending = _Ending(self)
-        self._running = weakref.ref(ending)
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        """See to it that :meth:`end_backward` is called; a backward may run within another one."""
+        if not self._running:
+            self._running = True
+            torch.autograd.Variable._execution_engine.queue_callback(_Ending(self))
 
-    def end_backward(self) -> None:
-        """Autograd has run all of the backward."""
+    def end_backward(self, *, raised: bool) -> None:
+        """Autograd has run all of the backward, or has given it up."""
         forwards = frozenset(forward for _, forward in self._begun)
-        self._abandon_backward()
-        self._executor.end_backward(forwards)
-
-    def _abandon_backward(self) -> None:
-        self._running = None
+        self._running = False
         self._begun.clear()
+        if raised:
+            self._executor.abandon_pass()
+        else:
+            self._executor.end_backward(forwards)
 
 
 class _Ending:
-    """What autograd calls at the end of a backward, and holds for as long as that runs."""
+    """What autograd calls at the end of a backward; it is let go without a call where that has raised."""
 
     def __init__(self, hooks: Hooks) -> None:
-        self._hooks = hooks
+        self._hooks: Hooks | None = hooks
 
     def __call__(self) -> None:
-        self._hooks.end_backward()
+        hooks, self._hooks = self._hooks, None
+        assert hooks is not None
+        hooks.end_backward(raised=False)
+
+    def __del__(self) -> None:
+        if self._hooks is not None:
+            self._hooks.end_backward(raised=True)
 
 
 class _Passage(torch.autograd.Function):

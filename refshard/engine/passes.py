@@ -38,6 +38,10 @@ class Pass(ABC):
     def end(self) -> None:
         """Do what is due after the last marker."""
 
+    @abstractmethod
+    def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence["Scene"]]) -> "Pass":
+        """The same pass, whose rest is of another ``kind``: it differs in what backward does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scene:
@@ -73,11 +77,12 @@ def cut(stream: Sequence[Op], effects: Effects) -> tuple[Scene, ...]:
 class Followed(Pass):
     """A pass whose order is known: scene after scene of its op stream. Its opening is played at once."""
 
-    def __init__(self, kind: PassKind, scenes: Sequence[Scene]) -> None:
+    def __init__(self, kind: PassKind, scenes: Sequence[Scene], position: int = 0) -> None:
         self.kind = kind
         self._scenes = scenes
-        self._next = 1
-        scenes[0].play()
+        self._next = position or 1
+        if position == 0:
+            scenes[0].play()
 
     @property
     def due(self) -> Op | None:
@@ -96,6 +101,10 @@ class Followed(Pass):
     def end(self) -> None:
         """See :meth:`Pass.end`."""
         self._scenes[self._next].play()
+
+    def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
+        """See :meth:`Pass.turned`."""
+        return Followed(kind, scenes_of(kind), self._next)
 
 
 @final
@@ -132,6 +141,10 @@ class OnDemand(Pass):
 
     def end(self) -> None:
         """See :meth:`Pass.end`: nothing is left to be done."""
+
+    def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
+        """See :meth:`Pass.turned`."""
+        return OnDemand(kind, self._units, self._mode, self._effects, self.record)
 
     def give_up(self, unit: Unit, phase: Phase) -> None:
         """Release a unit, wherever it is."""

@@ -165,12 +165,12 @@ class Unit:
     ``modules`` are those whose calls make up the unit's forward; they compute on ``device``. ``aliased`` says that the
     shards are whole and are themselves what the modules see. ``presence`` says where the parameters are: gathered ones
     were taken from masters of version ``gathered_version``. ``computing`` says that the unit is between BEGIN and END,
-    ``in_backward`` that it is so in a backward, ``recomputed`` that activation checkpointing has begun it there. ``gathering`` and ``reducing`` are under way. ``arrived`` names the
-    parameters whose gradient has come in this backward, ``filled`` those of which the gradient slot holds one, from
-    this backward or an earlier microbatch's; ``shown`` is what :meth:`show_unreduced` has put in their place.
-    ``inputs_awaited`` counts calls of a unit with frozen parameters whose
-    inputs' gradients are still to come. ``lasts`` says that something of the unit was seen to run after its last
-    gradient: from then on it stays gathered until the backward has ended.
+    ``in_backward`` that it is so in a backward, ``recomputed`` that activation checkpointing has begun it there.
+    ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in this
+    backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's;
+    ``shown`` is what :meth:`show_unreduced` has put in their place. ``inputs_awaited`` counts calls of a unit with
+    frozen parameters whose inputs' gradients are still to come. ``lasts`` says that something of the unit was seen to
+    run after its last gradient: from then on it stays gathered until the backward has ended.
 
     **Versions.** A slot is written to unseen by autograd, whose version counters are set here instead: to one number
     while the slot holds what was gathered from masters of ``gathered_version``, to another when it does not. What
