@@ -1,7 +1,7 @@
 """One unit: parameters that are gathered, computed with and reduced together, sharded and unsharded.
 
-A unit holds one *flat parameter* per dtype and per ``requires_grad``. Between steps a module's parameters are this
-rank's parts of the flat parameters' master shards; inside forward and backward they are views of the unit's slot. Both
+A unit holds one *flat parameter* per dtype and per ``requires_grad``. Between steps a module's parameters are local
+parts of the flat parameters' master shards; inside forward and backward they are views of the unit's slot. Both
 exist as ``nn.Parameter`` objects; exposing one or the other swaps references in the modules and touches no data.
 """
 
@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
 from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Pending
+from refshard.engine.local_part import local_of
 from refshard.engine.split import Split
 from refshard.errors import EngineError
 from refshard.plan.layout import ParameterLayout, UnitLayout
@@ -25,10 +27,12 @@ from refshard.plan.schedule import UnitFacts
 class UnitParameter:
     """One parameter: every place in the model that holds it (several when it is tied), and its two forms.
 
-    ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the flat parameter's shard,
-    which lie at ``address``. ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's
-    slots. Of a parameter that tensor parallelism has ``split``, all of this speaks of this rank's part, and
-    ``unsharded`` is a DTensor. ``as_gradient`` makes a part of a reduced gradient what an optimizer sees.
+    ``sharded`` holds elements ``[start, stop)`` of the flat parameter's shard, possibly none, which lie at ``address``:
+    a :class:`~refshard.engine.local_part.LocalPart`, or a view of the true shape where nothing is sharded.
+    ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's slots. Of a parameter that
+    tensor parallelism has ``split``, these are of this rank's part, and ``unsharded`` is a DTensor. ``as_part`` makes
+    elements of a flat shard or gradient what ``sharded`` is. ``holders`` are the modules that have the parameter as
+    that attribute; ``listed`` are other places that it is kept in, list and index (the weights of an ``nn.LSTM``).
     """
 
     layout: ParameterLayout
@@ -38,7 +42,8 @@ class UnitParameter:
     stop: int
     address: int
     split: Split | None
-    as_gradient: Callable[[torch.Tensor], torch.Tensor]
+    as_part: Callable[[torch.Tensor], torch.Tensor]
+    listed: tuple[tuple[list[Any], int], ...] = ()
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
 
@@ -126,12 +131,10 @@ class FlatParameter:
             if parameter.layout.name not in filled:
                 continue
             if parameter.sharded.grad is None:
-                own = (
-                    torch.empty_like(parameter.sharded).copy_(part) if foreign and self.whole_gradient is None else part
-                )
-                parameter.sharded.grad = parameter.as_gradient(own)
+                own = part.to(self.shard, copy=True) if foreign and self.whole_gradient is None else part
+                parameter.sharded.grad = parameter.as_part(own)
             elif self.whole_gradient is None:
-                parameter.sharded.grad += part.to(parameter.sharded.device)
+                parameter.sharded.grad += parameter.as_part(part.to(self.shard.device))
 
     def drop_target(self) -> None:
         """Forget a reduction that did not end; reduced gradients that were set aside come back."""
@@ -166,7 +169,7 @@ class Unit:
     on_gradients: Callable[["Unit"], None] = field(init=False)
     trained: tuple[UnitParameter, ...] = field(init=False)
     trained_flats: tuple[FlatParameter, ...] = field(init=False)
-    _places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = field(init=False)
+    _places: list[tuple[Any, str | int, nn.Parameter, nn.Parameter]] = field(init=False)
     resident: bool = False
     computing: bool = False
     in_backward: bool = False
@@ -217,7 +220,9 @@ class Unit:
                 parameter.unsharded.register_post_accumulate_grad_hook(_taker(self, flat, parameter))
         self.on_gradients = on_gradients
         self._places = [
-            (module._parameters, name, p.sharded, p.unsharded) for p in self.parameters for module, name in p.holders
+            (container, key, p.sharded, p.unsharded)
+            for p in self.parameters
+            for container, key in (*((module._parameters, name) for module, name in p.holders), *p.listed)
         ]
 
     def expose_unsharded(self) -> None:
@@ -240,7 +245,7 @@ class Unit:
         for flat in self.flats:
             for parameter in flat.parameters:
                 sharded, unsharded = parameter.sharded, parameter.unsharded
-                moved = sharded.data_ptr() != parameter.address
+                moved = local_of(sharded).data_ptr() != parameter.address
                 for module, name in parameter.holders:
                     held = module._parameters[name]
                     moved = moved or (held is not sharded and held is not unsharded)
