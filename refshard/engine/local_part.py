@@ -483,6 +483,20 @@ def _new(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return func(local, size, *rest, **kwargs)
 
 
+def _index_put(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``part[mask] = value`` for a mask of the whole's shape and one value; no other assignment."""
+    part, indices, value = args[:3]
+    if type(part) not in _PARTS or len(indices) != 1 or value.numel() != 1 or type(value) in _PARTS:
+        raise _refused(func, _any_whole(args, kwargs))
+    (mask,) = indices
+    if mask.dtype is not torch.bool or mask.shape != part.shape or len(args) > 3:
+        raise _refused(func, part._whole)
+    elements, chosen, _ = _pair(func, (part, mask))
+    elements.masked_fill_(chosen, value.reshape(()))
+    torch._C._increment_version([elements])
+    return part
+
+
 def _foreach_norm(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given = _named(func, args, kwargs)
     tensors = given["self"]
@@ -511,8 +525,12 @@ def _dot(func: Operator, args: Sequence[Any], _: dict[str, Any]) -> Any:
     return reductions.dot(*_pair(func, args), conjugate=_name(func) == "vdot")
 
 
-def _equal(func: Operator, args: Sequence[Any], _: dict[str, Any]) -> bool:
-    return args[0].shape == args[1].shape and reductions.equal(*_pair(func, args))
+def _equal(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """``torch.equal`` and ``torch.allclose``, which differs in that it expands and takes tolerances."""
+    if _name(func) == "equal" and args[0].shape != args[1].shape:
+        return False
+    one, two, whole = _pair(func, args)
+    return reductions.agreed(func(one, two, *args[2:], **kwargs), whole, one.device)
 
 
 def _item(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -550,7 +568,7 @@ def _foreign(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 
 _ELEMENTWISE = frozenset(
-    """bernoulli bernoulli_ _conj _conj_physical copy_ exponential_ empty_like fill fill_ full_like geometric_ lift_fresh
+    """bernoulli bernoulli_ _conj _conj_physical copy_ exponential_ empty_like fill fill_ full_like geometric_ isclose lift_fresh
     log_normal_ cauchy_ masked_fill_ native_dropout normal_ ones_like _pin_memory rand_like randint_like randn_like
     random_ resolve_conj resolve_neg _to_copy uniform_ zero zero_ zeros_like _fused_adam_ _fused_adamw_ _fused_sgd_
     _fused_adagrad_""".split()
@@ -566,8 +584,10 @@ _BY_NAME: dict[str, Handler] = {
     "_foreach_max": _refuse,
     "_foreach_norm": _foreach_norm,
     "_local_scalar_dense": _item,
+    "allclose": _equal,
     "equal": _equal,
     "expand": _expand,
+    "index_put_": _index_put,
     "view_as_real": _view_as_real,
 }
 _HANDLERS: dict[Operator, Handler] = {}

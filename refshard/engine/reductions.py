@@ -152,10 +152,9 @@ def dot(local: torch.Tensor, other: torch.Tensor, whole: Whole, *, conjugate: bo
     return whole.reduce(product.reshape(1), "sum")[0].to(local.dtype)
 
 
-def equal(local: torch.Tensor, other: torch.Tensor, whole: Whole) -> bool:
-    """``torch.equal`` of two parts of equal wholes."""
-    differs = torch.tensor([not torch.equal(local, other)], dtype=torch.int64, device=local.device)
-    return not whole.reduce(differs, "max").item()
+def agreed(here: bool, whole: Whole, device: torch.device) -> bool:
+    """Whether it is so on every rank that holds a part."""
+    return not whole.reduce(torch.tensor([not here], dtype=torch.int64, device=device), "max").item()
 
 
 def item(local: torch.Tensor, whole: Whole) -> Any:
