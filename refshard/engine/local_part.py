@@ -163,7 +163,7 @@ class LocalPart(_Part, torch.Tensor):
         cls, func: Operator, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator; see the module."""
-        return (_HANDLERS.get(func) or _handler_of(func))(func, args, kwargs or {})
+        return _HANDLERS[func](func, args, kwargs or {})
 
 
 class GatherablePart(_Part, DTensor):
@@ -262,30 +262,29 @@ def _plain_operand(func: Operator, tensor: torch.Tensor, whole: Whole) -> torch.
     return whole.cut(tensor)
 
 
-def _writes_of(func: Operator) -> tuple[frozenset[int], frozenset[str]]:
+def _writes_of(func: Operator) -> tuple[tuple[int, ...], frozenset[str]]:
     """Positions and names of the arguments that an operator writes to."""
     arguments = func._schema.arguments
     written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-    return frozenset(i for i, _ in written), frozenset(a.name for _, a in written)
+    return tuple(i for i, _ in written), frozenset(a.name for _, a in written)
 
 
 def _elementwise(func: Operator) -> Handler:
-    """Run an operator on the parts, position by position where arguments are lists."""
+    """Run an operator on the parts. Everything that can be known beforehand is: this is an optimizer's inner loop."""
+    if any("Tensor[]" in str(a.type) or "List[Tensor]" in str(a.type) for a in func._schema.arguments):
+        return _elementwise_lists(func)
+    call = func._op
     positions, names = _writes_of(func)
-    writes = bool(names)
-    foreach = any("Tensor[]" in str(a.type) or "List[Tensor]" in str(a.type) for a in func._schema.arguments)
-    if foreach:
-        return _elementwise_lists(positions, names)
-    drops_format = func._schema.name.endswith("_like") or func._schema.name in ("aten::clone", "aten::_to_copy")
+    makes = func._schema.name.endswith("_like") or func._schema.name in ("aten::clone", "aten::_to_copy")
     draws = torch.Tag.nondeterministic_seeded in func.tags
 
     def run(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         whole: Whole | None = None
-        locals_: list[Any] = []
         plain = False
+        locals_: list[Any] = []
         for value in args:
             kind = type(value)
-            if kind in _PARTS:
+            if kind is LocalPart or kind is GatherablePart:
                 if whole is None:
                     whole = value._whole
                 elif whole is not value._whole and not whole.alike(value._whole):
@@ -296,23 +295,17 @@ def _elementwise(func: Operator) -> Handler:
                 locals_.append(value)
         given = kwargs
         if kwargs:
-            kwargs, whole = _keywords(func, kwargs, whole)
-            if drops_format:
+            kwargs, whole = _keywords(func, kwargs, whole, names)
+            if makes:
                 kwargs.pop("memory_format", None)
         assert whole is not None
         if plain:
-            for index, value in enumerate(locals_):
-                if isinstance(value, torch.Tensor) and type(args[index]) not in _PARTS:
-                    if index in positions:
-                        raise _foreign_target(func, whole)
-                    locals_[index] = _plain_operand(func, value, whole)
+            _take_plain(func, args, locals_, whole, positions)
         if draws and whole.collectives.replicas > 1:
             raise _refused(func, whole, ", and each replica would draw other numbers for them")
-        result = func(*locals_, **kwargs)
-        if not writes:
-            if type(result) is torch.Tensor:
-                return LocalPart(result, whole)
-            return _wrapped(result, whole)
+        result = call(*locals_, **kwargs)
+        if not names:
+            return LocalPart(result, whole) if type(result) is torch.Tensor else _wrapped(result, whole)
         torch._C._increment_version(
             [locals_[i] for i in positions if i < len(args)] + [v for k, v in kwargs.items() if k in names]
         )
@@ -321,25 +314,35 @@ def _elementwise(func: Operator) -> Handler:
     return run
 
 
-def _keywords(func: Operator, kwargs: dict[str, Any], whole: Whole | None) -> tuple[dict[str, Any], Whole | None]:
-    """Local tensors of keyword arguments, and what they are parts of."""
-    names = _writes_of(func)[1]
-    for value in kwargs.values():
-        if type(value) in _PARTS:
-            if whole is not None and not whole.alike(value._whole):
-                raise _other(func, whole, value._whole)
-            whole = whole or value._whole
-    assert whole is not None
-    found = {}
-    for name, value in kwargs.items():
-        if type(value) in _PARTS:
-            found[name] = value._local_tensor
-        elif isinstance(value, torch.Tensor):
-            if name in names:
+def _take_plain(
+    func: Operator, args: Sequence[Any], locals_: list[Any], whole: Whole, positions: tuple[int, ...]
+) -> None:
+    """Replace plain operands by what goes with the part."""
+    for index, value in enumerate(args):
+        if isinstance(value, torch.Tensor) and type(value) not in _PARTS:
+            if index in positions:
                 raise _foreign_target(func, whole)
-            found[name] = _plain_operand(func, value, whole)
-        else:
-            found[name] = value
+            locals_[index] = _plain_operand(func, value, whole)
+
+
+def _keywords(
+    func: Operator, kwargs: dict[str, Any], whole: Whole | None, written: frozenset[str]
+) -> tuple[dict[str, Any], Whole | None]:
+    """Local tensors of keyword arguments, and what they are parts of."""
+    tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        return dict(kwargs), whole
+    for value in tensors.values():
+        if (other := whole_of(value)) is not None:
+            if whole is not None and not whole.alike(other):
+                raise _other(func, whole, other)
+            whole = whole or other
+    assert whole is not None
+    found = dict(kwargs)
+    for name, value in tensors.items():
+        if whole_of(value) is None and name in written:
+            raise _foreign_target(func, whole)
+        found[name] = local_of(value) if whole_of(value) is not None else _plain_operand(func, value, whole)
     return found, whole
 
 
@@ -359,55 +362,72 @@ def _wrapped(result: Any, whole: Whole) -> Any:
     return result
 
 
-def _elementwise_lists(positions: frozenset[int], names: frozenset[str]) -> Handler:
+def _elementwise_lists(func: Operator) -> Handler:
     """Foreach and fused operators: what stands at one place of each list goes together. Places may be plain."""
+    call = func._op
+    positions, names = _writes_of(func)
 
     def run(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        wholes: list[Whole | None] = []
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, list | tuple):
-                for i, member in enumerate(value):
-                    if type(member) in _PARTS:
-                        while len(wholes) <= i:
-                            wholes.append(None)
-                        known, mine = wholes[i], member._whole
-                        if known is None:
-                            wholes[i] = mine
-                        elif known is not mine and not known.alike(mine):
-                            raise _other(func, known, mine)
+        wholes = _wholes_of_lists(func, (*args, *kwargs.values()))
         written: list[torch.Tensor] = []
-
-        def local(value: Any, target: bool) -> Any:
-            if not isinstance(value, list | tuple):
-                if type(value) in _PARTS:
-                    raise _refused(func, value._whole)
-                return value
-            found = []
-            for i, member in enumerate(value):
-                if type(member) in _PARTS:
-                    member = member._local_tensor
-                    if target:
-                        written.append(member)
-                elif isinstance(member, torch.Tensor) and i < len(wholes) and (whole := wholes[i]) is not None:
-                    if not target or member.dim():
-                        if target:
-                            raise _foreign_target(func, whole)
-                        member = _plain_operand(func, member, whole)
-                found.append(member)
-            return found
-
-        locals_ = [local(value, i in positions) for i, value in enumerate(args)]
-        result = func(*locals_, **{k: local(v, k in names) for k, v in kwargs.items()})
-        if written:
+        locals_ = [_local_list(func, value, wholes, written if i in positions else None) for i, value in enumerate(args)]
+        kwargs = {k: _local_list(func, v, wholes, written if k in names else None) for k, v in kwargs.items()}
+        result = call(*locals_, **kwargs)
+        if names:
             torch._C._increment_version(written)
-        if isinstance(result, list | tuple) and not positions:
-            return [
-                LocalPart(value, whole) if whole is not None else value
-                for value, whole in zip(result, [*wholes, *[None] * (len(result) - len(wholes))])
-            ]
-        return result
+            return result
+        return [LocalPart(v, whole) if whole is not None else v for v, whole in zip(result, wholes)]
 
     return run
+
+
+def _wholes_of_lists(func: Operator, values: Sequence[Any]) -> list[Whole | None]:
+    """By place in the lists, what the parts there are parts of; None where all are plain."""
+    wholes: list[Whole | None] = []
+    for value in values:
+        if not isinstance(value, list | tuple) or not value:
+            if type(value) in _PARTS:
+                raise _refused(func, value._whole)
+            continue
+        mine = [member._whole if type(member) in _PARTS else None for member in value]
+        if mine == wholes:  # as almost always
+            continue
+        wholes += [None] * (len(mine) - len(wholes))
+        for place, (known, other) in enumerate(zip(wholes, mine)):
+            if known is None:
+                wholes[place] = other
+            elif other is not None and not known.alike(other):
+                raise _other(func, known, other)
+    return wholes
+
+
+def _local_list(func: Operator, value: Any, wholes: Sequence[Whole | None], written: list[torch.Tensor] | None) -> Any:
+    """The members of a list as they are on this rank; added to ``written`` if the operator writes to them."""
+    if not isinstance(value, list | tuple):
+        return value
+    kinds = set(map(type, value))
+    if kinds == {LocalPart}:
+        found = [member._local_tensor for member in value]
+    elif kinds == {torch.Tensor} and _name(func).startswith("_fused_") and not any(member.dim() for member in value):
+        return value  # counters of steps
+    else:
+        found = [
+            member
+            if whole is None or not isinstance(member, torch.Tensor)
+            else _local_member(func, member, whole, written is not None)
+            for member, whole in zip(value, wholes)
+        ]
+    if written is not None:
+        written += found
+    return found
+
+
+def _local_member(func: Operator, member: torch.Tensor, whole: Whole, written: bool) -> torch.Tensor:
+    if type(member) in _PARTS:
+        return local_of(member)
+    if written:
+        raise _foreign_target(func, whole)
+    return _plain_operand(func, member, whole)
 
 
 def _named(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -590,8 +610,17 @@ _BY_NAME: dict[str, Handler] = {
     "index_put_": _index_put,
     "view_as_real": _view_as_real,
 }
-_HANDLERS: dict[Operator, Handler] = {}
-"""What was found for each operator that came."""
+
+
+class _Handlers(dict[Operator, Handler]):
+    """What runs each operator; found when one comes for the first time."""
+
+    def __missing__(self, func: Operator) -> Handler:
+        handler = self[func] = _handler_of(func)
+        return handler
+
+
+_HANDLERS = _Handlers()
 
 
 def _name(func: Operator) -> str:
@@ -614,5 +643,4 @@ def _handler_of(func: Operator) -> Handler:
         handler = _reduction(func)
     else:
         handler = _elementwise(func) if pointwise else _refuse
-    _HANDLERS[func] = handler
     return handler
