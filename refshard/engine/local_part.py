@@ -576,17 +576,6 @@ def _local_only(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return func(local_of(args[0]), *args[1:], **kwargs)
 
 
-def _foreign(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A fused elementwise optimizer of another package: parts as plain tensors, and everything else as it is."""
-    parts = [value for value in (*args, *kwargs.values()) if type(value) in _PARTS]
-    result = func(
-        *(local_of(a) if isinstance(a, torch.Tensor) else a for a in args),
-        **{k: local_of(v) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()},
-    )
-    torch._C._increment_version([part._local_tensor for part in parts])
-    return result
-
-
 _ELEMENTWISE = frozenset(
     """bernoulli bernoulli_ _conj _conj_physical copy_ exponential_ empty_like fill fill_ full_like geometric_ isclose lift_fresh
     log_normal_ cauchy_ masked_fill_ native_dropout normal_ ones_like _pin_memory rand_like randint_like randn_like
@@ -633,10 +622,8 @@ def _handler_of(func: Operator) -> Handler:
     name = _name(func)
     pointwise = torch.Tag.pointwise in func.tags or name in _ELEMENTWISE or name.startswith("_foreach_")
     tensors = sum("Tensor" in str(a.type) for a in func._schema.arguments)
-    if func.namespace == "bitsandbytes":
-        handler: Handler = _foreign
-    elif func.namespace != "aten" or (name in reductions.REDUCTIONS and len(func._schema.returns) > 1):
-        handler = _refuse
+    if func.namespace != "aten" or (name in reductions.REDUCTIONS and len(func._schema.returns) > 1):
+        handler: Handler = _refuse
     elif name in _BY_NAME and func is not torch.ops.aten.view.dtype:
         handler = _BY_NAME[name]
     elif name in reductions.REDUCTIONS and tensors == 1:

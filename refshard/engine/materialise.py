@@ -229,7 +229,7 @@ def _listed(member: Member) -> tuple[tuple[list[Any], int], ...]:
     found = []
     for module, attribute in member.holders:
         if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = []
+            module._flat_weight_refs = [None] * len(module._flat_weights)
             found.append((module._flat_weights, module._flat_weights_names.index(attribute)))
     return tuple(found)
 

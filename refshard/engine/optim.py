@@ -6,11 +6,13 @@ Parameters, gradients and state are local parts (:mod:`refshard.engine.local_par
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from refshard.engine.collectives import Axis, Collectives
@@ -30,6 +32,9 @@ WHOLE_TENSOR_OPTIMIZERS = frozenset(
     }
 )
 """Class names of optimizers whose update of an element depends on the rest of its tensor by more than a norm."""
+
+PLAIN_TENSOR_PACKAGES = frozenset({"bitsandbytes", "torchao"})
+"""Packages with optimizers that address the memory of their tensors themselves."""
 
 _MARK = "_refshard_sharded"
 
@@ -79,6 +84,40 @@ def _total_norm(parts: Sequence[torch.Tensor], norm_type: float, axis: Axis) -> 
     return whole_norms(total, norm_type, axis)
 
 
+class _Elements(nn.Parameter):
+    """This rank's elements of a part as a plain 1-D parameter; its gradient is the part's, read and written through."""
+
+    _part: LocalPart
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """This rank's elements of the part's gradient."""
+        return None if self._part.grad is None else local_of(gradient_of(self._part))
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._part.grad = None if value is None else LocalPart(value, self._part._whole)
+
+
+def local_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """This rank's elements of each parameter of a sharded model as a plain 1-D parameter over the same memory.
+
+    For elementwise optimizers that take plain tensors only, such as those of bitsandbytes and torchao: they may count
+    elements and cut them into blocks, and have state of other shapes, which :mod:`refshard.checkpoint` cannot save.
+    A parameter that is not sharded is returned as it is.
+    """
+    made: list[nn.Parameter] = []
+    for parameter in parameters:
+        if isinstance(parameter, LocalPart):
+            elements = _Elements(parameter.to_local(), requires_grad=parameter.requires_grad)
+            elements._part = parameter
+            setattr(elements, _MARK, True)
+            made.append(elements)
+        else:
+            made.append(parameter)
+    return made
+
+
 def watch_optimizers(parameters: Sequence[torch.Tensor]) -> None:
     """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors, and see to it that every
     other optimizer's step raises their version: fused ones write unseen, and the engine would not gather again.
@@ -99,7 +138,7 @@ def _watched(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _raise_versions(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    increment_version(local_of(p) for p in _watched(optimizer))
+    increment_version(local_of(getattr(p, "_part", p)) for p in _watched(optimizer))
 
 
 def _prepare(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -107,6 +146,11 @@ def _prepare(optimizer: torch.optim.Optimizer, *_: object) -> None:
     parts = [p for p in _watched(optimizer) if isinstance(p, LocalPart)]
     if not parts:
         return
+    if type(optimizer).__module__.partition(".")[0] in PLAIN_TENSOR_PACKAGES:
+        raise EngineError(
+            f"{type(optimizer).__name__} takes plain tensors only; build it over "
+            "refshard.local_parameters(model.parameters())"
+        )
     names = {kind.__name__ for kind in type(optimizer).__mro__} & WHOLE_TENSOR_OPTIMIZERS
     if names:
         raise EngineError(
@@ -129,6 +173,8 @@ def _as_part(value: torch.Tensor, part: LocalPart) -> torch.Tensor:
     whole = whole_of(value)
     if whole is not None:
         return LocalPart(local_of(value), whole)
+    if isinstance(value, DTensor):  # replicated, by torch's set_optimizer_state_dict
+        value = value.full_tensor()
     if value.dim() and value.shape == part.shape:
         return LocalPart(part._whole.cut(value).clone(), part._whole)
     return value
