@@ -121,9 +121,7 @@ class LocalPart(_Part, torch.Tensor):
     @staticmethod
     def __new__(cls: type["LocalPart"], local: torch.Tensor, whole: Whole) -> "LocalPart":
         """``local`` holds this rank's elements of ``whole``, 1-D and plain; it is shared, not copied."""
-        made: LocalPart = torch.Tensor._make_wrapper_subclass(
-            cls, whole.shape, dtype=local.dtype, device=local.device
-        )
+        made: LocalPart = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=local.dtype, device=local.device)
         made._local_tensor = local
         made._whole = whole
         return made
@@ -184,7 +182,9 @@ class GatherablePart(_Part, DTensor):
         spec = DTensorSpec(
             whole.mesh, (Replicate(),) * whole.mesh.ndim, tensor_meta=TensorMeta(whole.shape, stride, local.dtype)
         )
-        made: GatherablePart = torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=False)
+        # Of an empty tensor, and so at no offset: torch's staging takes an offset for a sign of memory of its own.
+        made: GatherablePart = torch.Tensor._dtensor__new__(cls, local.new_empty(0), spec, requires_grad=False)
+        made._local_tensor = local
         made._whole = whole
         return made
 
@@ -255,9 +255,7 @@ def _plain_operand(func: Operator, tensor: torch.Tensor, whole: Whole) -> torch.
     if len(shape) <= len(whole.shape) and tensor.numel() == 1:
         # A 0-d part's elements are 1-D: a 0-d operand must not count for less in type promotion.
         return tensor.reshape(1) if shape or not whole.shape else tensor
-    if len(shape) > len(whole.shape) or any(
-        n not in (1, m) for n, m in zip(reversed(shape), reversed(whole.shape))
-    ):
+    if len(shape) > len(whole.shape) or any(n not in (1, m) for n, m in zip(reversed(shape), reversed(whole.shape))):
         raise _refused(func, whole, f", and a plain tensor of shape {list(shape)} cannot be expanded to the whole's")
     return whole.cut(tensor)
 
@@ -370,7 +368,9 @@ def _elementwise_lists(func: Operator) -> Handler:
     def run(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         wholes = _wholes_of_lists(func, (*args, *kwargs.values()))
         written: list[torch.Tensor] = []
-        locals_ = [_local_list(func, value, wholes, written if i in positions else None) for i, value in enumerate(args)]
+        locals_ = [
+            _local_list(func, value, wholes, written if i in positions else None) for i, value in enumerate(args)
+        ]
         kwargs = {k: _local_list(func, v, wholes, written if k in names else None) for k, v in kwargs.items()}
         result = call(*locals_, **kwargs)
         if names:

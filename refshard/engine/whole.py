@@ -59,11 +59,8 @@ class Whole:
 
     def alike(self, other: "Whole") -> bool:
         """Whether parts of ``other`` hold the same elements of a tensor of the same shape."""
-        return (
-            self is other
-            or (self.shape, self.ranges, self.slab) == (other.shape, other.ranges, other.slab)
-            and self.collectives is other.collectives
-        )
+        mine = self.shape, self.ranges, self.slab, self.collectives.rank
+        return self is other or mine == (other.shape, other.ranges, other.slab, other.collectives.rank)
 
     def reshaped(self, shape: torch.Size) -> "Whole":
         """The same elements in the same order as a tensor of another shape.
@@ -147,4 +144,3 @@ def by_axis(wholes: Sequence[Whole | None]) -> dict[Axis | None, list[int]]:
     for index, whole in enumerate(wholes):
         found.setdefault(whole.axis if whole is not None else None, []).append(index)
     return found
-

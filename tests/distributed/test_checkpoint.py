@@ -66,7 +66,11 @@ def pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pieces:
         for key, value in held.items():
             whole = whole_of(value)
             local = local_of(value).clone()
-            found[f"{part.name}/{key}"] = value.shape, whole.start if whole else 0, local.flatten() if value.dim() else local
+            found[f"{part.name}/{key}"] = (
+                value.shape,
+                whole.start if whole else 0,
+                local.flatten() if value.dim() else local,
+            )
     return found
 
 

@@ -85,7 +85,9 @@ def train_wide(optimizer: str, *, sharded: bool) -> tuple[list[float], bool]:
     if sharded:
         refshard.shard(model, mode="fsdp", debug=True)
     module, name = optimizer.rsplit(".", 1)
-    made = getattr(importlib.import_module(module), name)(refshard.local_parameters(model.parameters()), lr=1e-3, weight_decay=0.01)
+    made = getattr(importlib.import_module(module), name)(
+        refshard.local_parameters(model.parameters()), lr=1e-3, weight_decay=0.01
+    )
     x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).chunk(world_size)[rank]
     losses = []
     for _ in range(20):

@@ -64,7 +64,9 @@ class Ranks:
             given = [list(axis.seen) for axis in self.axes]
             for rank, axis in enumerate(self.axes):
                 axis.others = []
-                axis.replay = [[other[i] for r, other in enumerate(given) if r != rank] for i in range(len(given[rank]))]  # type: ignore[attr-defined]
+                axis.replay = [
+                    [other[i] for r, other in enumerate(given) if r != rank] for i in range(len(given[rank]))
+                ]  # type: ignore[attr-defined]
         return results
 
 
