@@ -10,7 +10,16 @@ if TYPE_CHECKING:
     from refshard.engine.precision import Precision
 
 __version__ = "0.1.0"
-__all__ = ["Precision", "__version__", "checkpoint", "clip_grad_norm_", "full_parameters", "no_sync", "shard"]
+__all__ = [
+    "Precision",
+    "__version__",
+    "checkpoint",
+    "clip_grad_norm_",
+    "full_parameters",
+    "local_parameters",
+    "no_sync",
+    "shard",
+]
 
 
 _HOME = {

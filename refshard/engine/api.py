@@ -64,13 +64,14 @@ def shard(
 ) -> nn.Module:
     """Shard ``model`` over ``mesh`` in place, and return it.
 
-    Afterwards ``model.parameters()`` yields this rank's part of every parameter, under the parameter's own name and with
-    its shape (the very objects that were there before): a :class:`~refshard.engine.local_part.LocalPart`, on which
-    operators are right for the whole tensor or raise; where nothing is sharded, a plain parameter. An elementwise
-    optimizer (AdamW, SGD, ...) over them just works, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and evaluation
-    under ``no_grad``. All ranks start from the first rank's weights, and must call the same modules and use the same
-    parameters in each step, in the same order. A parameter that took no part in a step has no gradient. Where nothing
-    is sharded, the storage of a ``.grad`` is written again by the next step; clone what must last.
+    Afterwards ``model.parameters()`` yields this rank's part of every parameter, under the parameter's own name and
+    with its shape (the very objects that were there before): a :class:`~refshard.engine.local_part.LocalPart`, on which
+    an operator is right for the whole tensor or raises. Where nothing is sharded it is a plain parameter. Elementwise
+    optimizers (AdamW, SGD, ...) over them just work, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``,
+    ``torch.amp.GradScaler``, torch's distributed checkpoints and evaluation under ``no_grad``. All ranks start from the
+    first rank's weights, and must call the same modules and use the same parameters in each step, in the same order. A
+    parameter that took no part in a step has no gradient. Where nothing is sharded, the storage of a ``.grad`` is
+    written again by the next step; clone what must last.
 
     Args:
         model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time. One

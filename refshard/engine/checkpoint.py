@@ -54,7 +54,9 @@ def save(
         EngineError: the model is not sharded.
     """
     entries = _together(lambda: _collect(model, optimizer, extra))
-    aliases = {(MODEL, part.name): [(MODEL, name) for name in part.names[1:]] for part in named_parts(model)}
+    aliases: dict[Place, list[Place]] = {
+        (MODEL, part.name): [(MODEL, name) for name in part.names[1:]] for part in named_parts(model)
+    }
     staging = folders.partial(folder)
     _together(lambda: _on_rank_0(lambda: folders.begin(folder, CONTENTS)))
     try:
@@ -229,17 +231,19 @@ def _check_header(where: Path, header: Mapping[str, Any], optimizer: torch.optim
 def _check_ties(where: Path, ties: Sequence[Tie]) -> None:
     for tie in ties:
         read(where, tie)
-    _together(lambda: [_check_equal(where, tie) for tie in ties])
 
+    def check() -> None:
+        for tie in ties:
+            one, other = map(local_of, tie.values())
+            if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+                names = [f"'{key.removeprefix(f'{MODEL}.')}'" for key in tie]
+                raise CheckpointError(
+                    f"checkpoint {where} holds different values of {' and '.join(names)}, which are one tied parameter "
+                    "in the model; build the model without the tie"
+                )
 
-def _check_equal(where: Path, tie: Tie) -> None:
-    (one, first), (other, second) = tie.items()
-    if not torch.allclose(local_of(first), local_of(second), rtol=0, atol=0, equal_nan=True):
-        names = [key.removeprefix(f"{MODEL}.") for key in (one, other)]
-        raise CheckpointError(
-            f"checkpoint {where} holds different values of '{names[0]}' and '{names[1]}', which are one tied parameter "
-            "in the model; build the model without the tie"
-        )
+    if ties:
+        _together(check)
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

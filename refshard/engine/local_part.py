@@ -32,7 +32,7 @@ Operator = Any
 Handler = Callable[[Operator, Sequence[Any], dict[str, Any]], Any]
 
 
-class _Part:
+class _Part(torch.Tensor):
     """What :class:`LocalPart` and :class:`GatherablePart` have in common."""
 
     _local_tensor: torch.Tensor
@@ -48,13 +48,13 @@ class _Part:
         Differentiable: the gradient of the whole is averaged over all ranks, as the engine averages, and each rank's
         part of that is what the part gets.
         """
-        gathered: torch.Tensor = _Gather.apply(self)
-        return gathered
+        gather: Callable[[torch.Tensor], torch.Tensor] = _Gather.apply
+        return gather(self)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, range and this rank's values; no collective."""
         local = self._local_tensor.detach()
-        kind = type(self).__name__ if not isinstance(self, nn.Parameter) else f"Parameter {type(self).__name__}"
+        kind = f"{'Parameter ' if hasattr(self, '_is_param') else ''}{type(self).__name__}"
         return f"{kind}({self._whole.label}, {self._whole.held}: {local!r})"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -98,10 +98,10 @@ class _Part:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A part of its own of a tensor that is divided in the same way; attributes and gradient are copied too."""
-        copied = type(self)(self._local_tensor.detach().clone(), self._whole)
-        if isinstance(self, nn.Parameter):
+        make: Any = type(self)
+        copied: torch.Tensor = make(self._local_tensor.detach().clone(), self._whole)
+        if hasattr(self, "_is_param"):
             copied = nn.Parameter(copied, self.requires_grad)
-        assert isinstance(self, torch.Tensor)
         if self.grad is not None:
             copied.grad = self.grad.__deepcopy__(memo)
         ours = ("_local_tensor", "_whole", "_spec")
@@ -110,13 +110,13 @@ class _Part:
         return copied
 
 
-class LocalPart(_Part, torch.Tensor):
+class LocalPart(_Part):
     """This rank's part of a sharded tensor. Shape, ``ndim`` and ``numel()`` are the whole's.
 
     ``nn.Parameter(part)`` is a parameter of this class. See the module for what operators do.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: type["LocalPart"], local: torch.Tensor, whole: Whole) -> "LocalPart":
@@ -130,9 +130,11 @@ class LocalPart(_Part, torch.Tensor):
         """See ``__new__``."""
 
     @property
-    def data(self) -> "LocalPart":  # type: ignore[override]
+    def data(self) -> "LocalPart":
         """The part without its history. A write through it counts as one to the part, and is seen by the engine."""
-        return self.detach()  # type: ignore[return-value]
+        made: Any = self.detach()
+        part: LocalPart = made
+        return part
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -157,7 +159,7 @@ class LocalPart(_Part, torch.Tensor):
         return LocalPart(inner["_local_tensor"], whole)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Operator, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator; see the module."""
@@ -172,7 +174,7 @@ class GatherablePart(_Part, DTensor):
     DTensor's rules when they load it, while a plain part takes its elements of the whole in ``copy_``.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: type["GatherablePart"], local: torch.Tensor, whole: Whole) -> "GatherablePart":
@@ -191,7 +193,7 @@ class GatherablePart(_Part, DTensor):
     def __init__(self, *_: object) -> None:
         """See ``__new__``."""
 
-    def redistribute(self, *_: Any, **__: Any) -> DTensor:  # type: ignore[override]
+    def redistribute(self, *_: Any, **__: Any) -> DTensor:
         """The whole, replicated; a collective call."""
         mesh = self._spec.mesh
         return DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -204,17 +206,17 @@ class GatherablePart(_Part, DTensor):
 _PARTS = frozenset({LocalPart, GatherablePart})
 for _types in (_optimizers_foreach_types, _foreach_types):  # as DTensor does for itself
     if LocalPart not in _types:
-        _types.append(LocalPart)
+        _types.append(LocalPart)  # type: ignore[arg-type]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor, plain: all of it, unless it is a part."""
-    return tensor._local_tensor if isinstance(tensor, _Part) else tensor  # type: ignore[no-any-return]
+    return getattr(tensor, "_local_tensor", tensor) if type(tensor) in _PARTS else tensor
 
 
 def whole_of(tensor: torch.Tensor) -> Whole | None:
     """What a tensor is a part of; None if it is plain."""
-    return tensor._whole if isinstance(tensor, _Part) else None
+    return getattr(tensor, "_whole", None) if type(tensor) in _PARTS else None
 
 
 def gatherable(value: Any) -> Any:
@@ -386,8 +388,8 @@ def _wholes_of_lists(func: Operator, values: Sequence[Any]) -> list[Whole | None
     wholes: list[Whole | None] = []
     for value in values:
         if not isinstance(value, list | tuple) or not value:
-            if type(value) in _PARTS:
-                raise _refused(func, value._whole)
+            if isinstance(value, torch.Tensor) and (whole := whole_of(value)) is not None:
+                raise _refused(func, whole)
             continue
         mine = [member._whole if type(member) in _PARTS else None for member in value]
         if mine == wholes:  # as almost always
@@ -445,11 +447,11 @@ def _reduction(func: Operator) -> Handler:
             raise _refused(func, _any_whole(args, kwargs))
         whole: Whole = part._whole
         ndim = len(whole.shape)
-        dims = given.get("dim")
+        dims: Any = given.get("dim")
         dims = [dims] if isinstance(dims, int) else dims
         chosen = {d % ndim for d in dims} if dims and ndim else set(range(ndim))
         if not all(d in chosen or whole.shape[d] == 1 for d in range(ndim)):
-            raise _refused(func, whole, f", and cannot be reduced over dimensions {list(dims)} alone")
+            raise _refused(func, whole, f", and cannot be reduced over dimensions {dims} alone")
         result = reduce(part._local_tensor, whole, given)
         shape = [1 if d in chosen else n for d, n in enumerate(whole.shape) if d not in chosen or given.get("keepdim")]
         return result.reshape(shape) if shape else result
@@ -553,7 +555,7 @@ def _equal(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return reductions.agreed(func(one, two, *args[2:], **kwargs), whole, one.device)
 
 
-def _item(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _item(func: Operator, args: Sequence[Any], _: dict[str, Any]) -> Any:
     part = args[0]
     if part._whole.shape.numel() != 1:
         raise _refused(func, part._whole)
@@ -577,11 +579,14 @@ def _local_only(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 _ELEMENTWISE = frozenset(
-    """bernoulli bernoulli_ _conj _conj_physical copy_ exponential_ empty_like fill fill_ full_like geometric_ isclose lift_fresh
-    log_normal_ cauchy_ masked_fill_ native_dropout normal_ ones_like _pin_memory rand_like randint_like randn_like
-    random_ resolve_conj resolve_neg _to_copy uniform_ zero zero_ zeros_like _fused_adam_ _fused_adamw_ _fused_sgd_
-    _fused_adagrad_""".split()
-)
+    {
+        "bernoulli", "bernoulli_", "_conj", "_conj_physical", "copy_", "exponential_", "empty_like", "fill", "fill_",
+        "full_like", "geometric_", "isclose", "lift_fresh", "log_normal_", "cauchy_", "masked_fill_", "native_dropout",
+        "normal_", "ones_like", "_pin_memory", "rand_like", "randint_like", "randn_like", "random_", "resolve_conj",
+        "resolve_neg", "_to_copy", "uniform_", "zero", "zero_", "zeros_like", "_fused_adam_", "_fused_adamw_",
+        "_fused_sgd_", "_fused_adagrad_"
+    }
+)  # fmt: skip
 """Operators that are elementwise, and that torch does not tag as pointwise."""
 _BY_NAME: dict[str, Handler] = {
     **dict.fromkeys(("view", "_unsafe_view", "unsqueeze", "squeeze", "_reshape_alias"), _reshape),

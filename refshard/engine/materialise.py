@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from refshard.engine.collectives import Collectives
 from refshard.engine.grouping import Member, UnitGroup
-from refshard.engine.local_part import LocalPart
+from refshard.engine.local_part import LocalPart, whole_of
 from refshard.engine.optim import watch_optimizers
 from refshard.engine.precision import Precision
 from refshard.engine.split import Split
@@ -195,8 +195,8 @@ def _put_in_place(member: Member, sharded: nn.Parameter) -> nn.Parameter:
                 f"torch.nn.utils.parametrizations, or shard before the first forward ({error})"
             ) from error
         kept = parameter
-    if isinstance(kept, LocalPart) and kept.requires_grad:
-        kept.register_hook(_as_gradient_of(kept._whole))
+    if (whole := whole_of(kept)) is not None and kept.requires_grad:
+        kept.register_hook(_as_gradient_of(whole))
     return kept
 
 

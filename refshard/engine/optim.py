@@ -87,16 +87,18 @@ def _total_norm(parts: Sequence[torch.Tensor], norm_type: float, axis: Axis) -> 
 class _Elements(nn.Parameter):
     """This rank's elements of a part as a plain 1-D parameter; its gradient is the part's, read and written through."""
 
-    _part: LocalPart
+    _part: nn.Parameter
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """This rank's elements of the part's gradient."""
         return None if self._part.grad is None else local_of(gradient_of(self._part))
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self._part.grad = None if value is None else LocalPart(value, self._part._whole)
+        whole = whole_of(self._part)
+        assert whole is not None
+        self._part.grad = None if value is None else LocalPart(value, whole)
 
 
 def local_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -108,8 +110,8 @@ def local_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """
     made: list[nn.Parameter] = []
     for parameter in parameters:
-        if isinstance(parameter, LocalPart):
-            elements = _Elements(parameter.to_local(), requires_grad=parameter.requires_grad)
+        if whole_of(parameter) is not None:
+            elements = _Elements(local_of(parameter).detach(), requires_grad=parameter.requires_grad)
             elements._part = parameter
             setattr(elements, _MARK, True)
             made.append(elements)

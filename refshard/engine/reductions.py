@@ -82,7 +82,7 @@ def norm(local: torch.Tensor, whole: Whole, given: Arguments) -> torch.Tensor:
     """``torch.linalg.vector_norm`` over all dimensions."""
     order = given.get("ord", given.get("p"))
     p = 2.0 if order is None else float(order)
-    (found,) = whole_norms(local_powers([local], p), p, whole.axis)
+    found = whole_norms(local_powers([local], p), p, whole.axis)[0]
     return found.to(given.get("dtype") or _as_norm(local.dtype))
 
 
@@ -105,7 +105,8 @@ def variance(local: torch.Tensor, whole: Whole, given: Arguments) -> torch.Tenso
     centred = local.to(wide(local.dtype)) - mean(local, whole, {"dtype": wide(local.dtype)})
     squares = whole.reduce(centred.abs().square().sum().reshape(1), "sum")[0]
     count = whole.shape.numel() - (1 if correction is None else float(correction))
-    return (squares / max(count, 0)).to(_as_norm(local.dtype))
+    found: torch.Tensor = squares / max(count, 0)
+    return found.to(_as_norm(local.dtype))
 
 
 def deviation(local: torch.Tensor, whole: Whole, given: Arguments) -> torch.Tensor:

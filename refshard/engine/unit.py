@@ -6,7 +6,7 @@ exist as ``nn.Parameter`` objects; exposing one or the other swaps references in
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -222,7 +222,7 @@ class Unit:
         self._places = [
             (container, key, p.sharded, p.unsharded)
             for p in self.parameters
-            for container, key in (*((module._parameters, name) for module, name in p.holders), *p.listed)
+            for container, key in (*_attributes(p), *p.listed)
         ]
 
     def expose_unsharded(self) -> None:
@@ -328,6 +328,10 @@ class Unit:
         else:
             parameter.gradient.copy_(gradient).mul_(flat.scale)
         self.filled.add(name)
+
+
+def _attributes(parameter: UnitParameter) -> Iterator[tuple[Any, str | int]]:
+    return ((module._parameters, name) for module, name in parameter.holders)
 
 
 def _taker(unit: Unit, flat: FlatParameter, parameter: UnitParameter) -> Callable[[torch.Tensor], None]:

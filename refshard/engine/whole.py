@@ -94,7 +94,7 @@ class Whole:
         return tuple(found)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's elements, 1-D, of a plain tensor that can be expanded to the shape; a view where that is cheap."""
+        """This rank's elements, 1-D, of a plain tensor that expands to the shape; a view where that is cheap."""
         expanded = whole.expand(self.shape)
         if not any(expanded.stride()):  # one value, as in the gradient of a sum: the whole need not exist
             return expanded.as_strided((self.stop - self.start,), (0,))

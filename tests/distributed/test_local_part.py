@@ -1,4 +1,4 @@
-"""Local parts over several ranks: operators, torch's own checkpoints and state-dict functions, against whole tensors."""
+"""Local parts over several ranks: operators, torch's checkpoints and state-dict functions, against whole tensors."""
 
 import copy
 import io
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint as torch_checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,6 +34,7 @@ from tests.engine.fakes import Net, loss_of, make_batch, make_net
 
 pytestmark = pytest.mark.processes
 
+dcp: Any = torch_checkpoint
 WORLD_SIZES = [2, pytest.param(3, marks=pytest.mark.full)]
 ROWS = 6
 FULL, ON_CPU = StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -109,8 +110,8 @@ def use_operators() -> dict[str, dict[str, Any]]:
         loss_of(model, rows_of(0)).backward()  # type: ignore[arg-type]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         report["norms"] = [
-            (g.norm().item(), g.detach().norm().item(), g.data.double().view(-1).norm().item(), g.pow(2).sum().sqrt().item(),
-             torch.linalg.vector_norm(g, 2).item())
+            (g.norm().item(), g.detach().norm().item(), g.data.double().view(-1).norm().item(),
+             g.pow(2).sum().sqrt().item(), torch.linalg.vector_norm(g, 2).item())
             for g in gradients
         ]  # fmt: skip
         report["mean and max"] = [(p.mean().item(), p.abs().max().item()) for p in model.parameters()]
@@ -153,18 +154,17 @@ def test_a_training_loop_sees_whole_tensors(world_size: int) -> None:
                 torch.testing.assert_close(mine, p.grad, rtol=1e-4, atol=1e-6)
 
 
-def read_wholes() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def read_wholes() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The whole of each parameter, and this rank's part, whole again, of the gradient of what is computed from it."""
     found = []
     for shape in (None, (dist.get_world_size() // 2, 2)) if dist.get_world_size() % 2 == 0 else (None,):
         model = make_net()
         refshard.shard(model, shape and init_device_mesh("cpu", shape), mode="fsdp")
         for parameter in model.parameters():
-            (parameter.full_tensor().square() * (dist.get_rank() + 1)).sum().backward()  # type: ignore[operator]
-            assert parameter.grad is not None
-            if isinstance(parameter, LocalPart):
-                assert type(parameter.grad) is LocalPart
-            found.append((whole(parameter), whole(parameter.grad), torch.tensor(0)))
+            part: Any = parameter
+            (part.full_tensor().square() * (dist.get_rank() + 1)).sum().backward()
+            assert type(part.grad) is LocalPart
+            found.append((whole(part), whole(part.grad)))
     return found
 
 
@@ -174,7 +174,7 @@ def test_the_whole_is_differentiable_and_its_gradient_the_mean_over_ranks(world_
     mean = sum(range(1, world_size + 1)) / world_size
     for found in run_ranks(world_size, read_wholes):
         assert len(found) % len(expected) == 0
-        for (value, gradient, _), p in zip(found, expected * 2):
+        for (value, gradient), p in zip(found, expected * 2):
             assert torch.equal(value, p)
             torch.testing.assert_close(gradient, 2 * mean * p.detach())
 
@@ -193,16 +193,15 @@ def load_into(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
-def save_by_torch(folder: Path) -> dict[str, Any]:
+def save_by_torch(folder: Path) -> dict[Any, Any]:
     """Save under each mode, at once and in the background, and load in other ways."""
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for mode in ("fsdp", "zero1", "replicate"):
         model, optimizer = trained(mode)
         found["expected"] = wholes(model, optimizer)
         dcp.save(state_of(model, optimizer), checkpoint_id=folder / mode)
         pending = dcp.async_save(state_of(model, optimizer), checkpoint_id=folder / f"{mode} async")
-        assert pending is not None
-        pending.result()  # type: ignore[union-attr]
+        pending.result()
         for name in (mode, f"{mode} async"):
             for other in ("yafsdp", "replicate"):
                 fresh, theirs = trained(other, steps=1, seed=1)
@@ -258,13 +257,26 @@ def test_torchs_own_checkpoints_hold_the_whole_and_load_anywhere(tmp_path: Path)
 # torch.distributed.checkpoint.state_dict
 
 
-def use_state_dict_functions() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def broadcast(model: nn.Module, full: Tensors, _: Tensors) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(full) if dist.get_rank() == 0 else {}, options=options)
+
+
+LOADS: dict[str, Callable[[nn.Module, Tensors, Tensors], object]] = {
+    "load_state_dict": lambda model, full, _: model.load_state_dict(full),
+    "load_state_dict of parts": lambda model, _, parts: model.load_state_dict(parts),
+    "set_model_state_dict": lambda model, full, _: set_model_state_dict(model, dict(full), options=FULL),
+    "broadcast": broadcast,
+}
+
+
+def use_state_dict_functions() -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
     for mode in ("fsdp", "zero1", "replicate"):
         model, optimizer = trained(mode)
         expected, everything = wholes(model), wholes(model, optimizer)
         # Where nothing is sharded it shares the parameters' memory, as a bare model's does.
-        full = copy.deepcopy(get_model_state_dict(model, options=FULL))
+        full: Any = copy.deepcopy(get_model_state_dict(model, options=FULL))
         found[mode, "full"] = same(full, expected)
         on_cpu = get_model_state_dict(model, options=ON_CPU)
         found[mode, "full on the CPU"] = same(on_cpu, expected) if dist.get_rank() == 0 else not on_cpu
@@ -276,25 +288,16 @@ def use_state_dict_functions() -> dict[str, Any]:
         for what in (model.state_dict(), optimizer.state_dict(), model.embed.weight) if mode != "replicate" else ():
             with pytest.raises(EngineError, match="full_state_dict"):
                 torch.save(what, io.BytesIO())
-        state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))
+        state: Any = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))
         found[mode, "optimizer"] = all(
             torch.equal(value, everything[f"{name}/{key}"]) and type(value) is torch.Tensor
             for name, values in state["state"].items()
-            for key, value in values.items()  # type: ignore[union-attr]
+            for key, value in values.items()
         )
-        loads: dict[str, Callable[[nn.Module], object]] = {
-            "load_state_dict": lambda m: m.load_state_dict(full),
-            "load_state_dict of parts": lambda m: m.load_state_dict(model.state_dict()),
-            "set_model_state_dict": lambda m: set_model_state_dict(m, dict(full), options=FULL),
-            "broadcast": lambda m: set_model_state_dict(
-                m,
-                dict(full) if dist.get_rank() == 0 else {},
-                options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-            ),
-        }
-        for name, load in loads.items():
+        parts: Any = model.state_dict()
+        for name, load in LOADS.items():
             other, theirs = trained(mode, steps=1, seed=1)
-            load(other)
+            load(other, full, parts)
             found[mode, name] = same(wholes(other), expected)
             set_optimizer_state_dict(other, theirs, copy.deepcopy(state), options=FULL)
             for m, o in ((model, optimizer), (other, theirs)):
@@ -317,6 +320,8 @@ def test_torchs_state_dict_functions_gather_and_distribute(world_size: int) -> N
 
 
 class Recurrent(nn.Module):
+    """A block of each kind."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(

@@ -4,8 +4,10 @@ import copy
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,72 +25,53 @@ CUTS = (0, 4, 4, 13, 15)
 
 
 class OneOfSeveral(LateCollectives):
-    """One of several ranks, alone. Reductions find that the others have contributed ``others`` beforehand."""
+    """One of several ranks, alone. Its reductions find what the others contributed to theirs in the pass before."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         self.rank, self.world_size = rank, world_size
-        self.others: list[torch.Tensor] = []
-        self.seen: list[torch.Tensor] = []
+        self.heard: list[list[torch.Tensor]] = []
+        self.said: list[torch.Tensor] = []
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: str) -> None:
+        index = len(self.said)
         self.issued.append((op, tensor.nbytes))
-        self.seen.append(tensor.clone())
-        for other in self.others:
+        self.said.append(tensor.clone())
+        for other in self.heard[index] if index < len(self.heard) else []:
             tensor.copy_(tensor + other if op == "sum" else torch.maximum(tensor, other))
 
 
 class Ranks:
-    """The same tensors on four ranks, each with its part."""
+    """The same tensors on several ranks, each with its part."""
 
     def __init__(self, shape: tuple[int, ...] = SHAPE, cuts: tuple[int, ...] = CUTS) -> None:
-        ranges = tuple(zip(cuts, cuts[1:]))
+        ranges = tuple(pairwise(cuts))
         self.axes = [OneOfSeveral(rank, len(ranges)) for rank in range(len(ranges))]
         self.wholes = [Whole("layers.0.weight", torch.Size(shape), ranges, axis) for axis in self.axes]
 
     def parts(self, tensor: torch.Tensor) -> list[LocalPart]:
         return [LocalPart(tensor.reshape(-1)[w.start : w.stop].clone(), w) for w in self.wholes]
 
-    def gathered(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def gathered(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """What parts come to, once they are sure to be parts of one whole."""
         assert all(type(part) is LocalPart and part.shape == parts[0].shape for part in parts)
         return torch.cat([local_of(part) for part in parts]).view(parts[0].shape)
 
     def collectively(self, call: Callable[[int], Any]) -> list[Any]:
-        """``call(rank)`` on all ranks, whose reductions see each other's contributions. Two passes: listen, then do."""
-        for _ in range(3):  # reductions that depend on earlier ones need another pass
-            given: list[list[torch.Tensor]] = []
+        """``call(rank)`` on all ranks. Repeated, since a reduction may depend on what an earlier one found."""
+        for _ in range(3):
             for axis in self.axes:
-                axis.seen.clear()
+                axis.said.clear()
             results = [call(rank) for rank in range(len(self.axes))]
-            given = [list(axis.seen) for axis in self.axes]
-            for rank, axis in enumerate(self.axes):
-                axis.others = []
-                axis.replay = [
-                    [other[i] for r, other in enumerate(given) if r != rank] for i in range(len(given[rank]))
-                ]  # type: ignore[attr-defined]
+            for axis in self.axes:
+                others = [other.said for other in self.axes if other is not axis]
+                axis.heard = [[said[i] for said in others] for i in range(len(axis.said))]
         return results
 
 
-class Replaying(OneOfSeveral):
-    """Reductions see what the other ranks contributed in the pass before."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size)
-        self.replay: list[list[torch.Tensor]] = []
-
-    def reduce_over_shards(self, tensor: torch.Tensor, op: str) -> None:
-        index = len(self.seen)
-        self.others = self.replay[index] if index < len(self.replay) else []
-        super().reduce_over_shards(tensor, op)
-
-
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    made = Ranks()
-    made.axes = [Replaying(axis.rank, axis.world_size) for axis in made.axes]
-    made.wholes = [Whole(w.name, w.shape, w.ranges, axis) for w, axis in zip(made.wholes, made.axes)]
-    return made
+def ranks() -> Ranks:
+    return Ranks()
 
 
 def values(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -98,26 +81,26 @@ def values(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 MASK = values(3) > 0
 ROW, COLUMN = values(4)[:1], values(5)[:, :1]
 ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "a scalar": lambda a, b: a * 2.5 + 1,
+    "a scalar": lambda a, _: a * 2.5 + 1,
     "two parts": lambda a, b: a / (b.abs() + 1),
     "functions": lambda a, b: (a.exp().log1p().sqrt().sigmoid() - b.neg()).clamp(-0.5, 0.5),
     "lerp, addcmul, addcdiv": lambda a, b: a.lerp(b, 0.3).addcmul(a, b, value=2).addcdiv(a, b.square() + 1),
     "where": lambda a, b: torch.where(a > b, a, b),
-    "a mask of the whole": lambda a, b: torch.where(MASK, a, 0.0) * MASK,
-    "a whole on the left": lambda a, b: values(6) - a,
-    "a row and a column": lambda a, b: a * ROW + COLUMN,
-    "a 0-d tensor": lambda a, b: a * torch.tensor(3.0) + torch.tensor([2.0]),
-    "a wider 0-d tensor": lambda a, b: a * torch.tensor(3.0, dtype=torch.float64),
-    "a wider whole": lambda a, b: a * values(6, torch.float64),
-    "masked_fill": lambda a, b: a.masked_fill(MASK, 7.0),
+    "a mask of the whole": lambda a, _: torch.where(MASK, a, 0.0) * MASK,
+    "a whole on the left": lambda a, _: values(6) - a,
+    "a row and a column": lambda a, _: a * ROW + COLUMN,
+    "a 0-d tensor": lambda a, _: a * torch.tensor(3.0) + torch.tensor([2.0]),
+    "a wider 0-d tensor": lambda a, _: a * torch.tensor(3.0, dtype=torch.float64),
+    "a wider whole": lambda a, _: a * values(6, torch.float64),
+    "masked_fill": lambda a, _: a.masked_fill(MASK, 7.0),
     "factories": lambda a, b: torch.zeros_like(a) + torch.ones_like(b) + torch.full_like(a, 3.0) + a.new_zeros(a.shape),
-    "clones and dtypes": lambda a, b: a.clone().double().to(torch.bfloat16).float() + a.detach() + a.data,
+    "clones and dtypes": lambda a, _: a.clone().double().to(torch.bfloat16).float() + a.detach() + a.data,
     "in place": lambda a, b: a.clone().add_(b).mul_(MASK).copy_(values(7)).sub_(b, alpha=2),
     "out": lambda a, b: torch.mul(a, b, out=torch.empty_like(a)),
     "foreach": lambda a, b: torch._foreach_add(torch._foreach_mul([a, b], 2.0), [b, a])[0],
     "foreach in place": lambda a, b: _in_place(torch._foreach_addcmul_, [a.clone()], [a], [b], 0.5),
     "assignment by a mask": lambda a, b: _assigned(a.clone(), b > 0),
-    "booleans": lambda a, b: (a.isnan() | (a > 0)) ^ MASK,
+    "booleans": lambda a, _: (a.isnan() | (a > 0)) ^ MASK,
     "reshapes": lambda a, b: (a.view(-1) + b.reshape(15)).view(5, 3).unsqueeze(0).squeeze(0).reshape(SHAPE),
     "more reshapes": lambda a, b: a.flatten().unflatten(0, SHAPE).contiguous().view_as(a).expand(3, 5).expand_as(b),
 }
@@ -144,7 +127,7 @@ def test_elementwise_operators_give_what_the_whole_gives(ranks: Ranks, name: str
 
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
-    **{f"norm {p}": lambda a, p=p: a.norm(p) for p in (0.5, 1, 2, 3, math.inf)},
+    **{f"norm {p}": partial(torch.linalg.vector_norm, ord=p) for p in (0.5, 1, 2, 3, math.inf)},
     "linalg.norm": torch.linalg.norm,
     "vector_norm, all dimensions": lambda a: torch.linalg.vector_norm(a, dim=(0, 1), keepdim=True),
     "norm of a detached, scaled, flat double": lambda a: (a.detach().data.double() * 2).view(-1).norm(),
@@ -198,7 +181,7 @@ def test_norms_of_lists_take_one_collective(ranks: Ranks) -> None:
     for norms in found:
         expected = [values(1).norm(), plain.norm(), values(2).norm()]
         torch.testing.assert_close(norms, expected)
-    assert all(len(axis.seen) == 1 for axis in ranks.axes)
+    assert all(len(axis.said) == 1 for axis in ranks.axes)
 
 
 def test_complex_parts_have_norms_and_real_views(ranks: Ranks) -> None:
@@ -338,13 +321,12 @@ def test_a_scalar_parameter_belongs_to_one_rank() -> None:
 def test_the_shape_is_the_wholes_and_the_memory_is_the_ranks(ranks: Ranks) -> None:
     flat = torch.zeros(20)
     with torch.no_grad():
-        parameter = nn.Parameter(LocalPart(flat[3:12], ranks.wholes[2]))
-    assert isinstance(parameter, nn.Parameter)
-    assert isinstance(parameter, LocalPart)
+        parameter: Any = nn.Parameter(LocalPart(flat[3:12], ranks.wholes[2]))
+    assert all(isinstance(parameter, kind) for kind in (nn.Parameter, LocalPart))
     assert (parameter.shape, parameter.ndim, parameter.numel(), len(parameter)) == (SHAPE, 2, 15, 3)
     assert parameter.is_leaf
     assert parameter.requires_grad
-    local = parameter.to_local()
+    local: torch.Tensor = parameter.to_local()
     assert (type(local), local.shape, local.requires_grad) == (torch.Tensor, (9,), False)
     local.fill_(2.0)
     assert flat.tolist() == [0] * 3 + [2] * 9 + [0] * 8
@@ -357,7 +339,7 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "in place": lambda p: p.mul_(2),
     "data": lambda p: p.data.add_(1),
     "detach": lambda p: p.detach().view(-1).zero_(),
-    "to_local": lambda p: p.to_local().zero_(),
+    "to_local": lambda p: p.to_local().zero_(),  # type: ignore[attr-defined]
     "copy_ of the whole": lambda p: p.copy_(values()),
     "foreach": lambda p: torch._foreach_mul_([p], 2.0),
     "out": lambda p: torch.mul(p, 2.0, out=p.data),
