@@ -97,13 +97,11 @@ class _Part(torch.Tensor):
         return local.view(self._whole.shape)  # of a tensor without elements
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A part of its own of a tensor that is divided in the same way; attributes and gradient are copied too."""
+        """A part of its own of a tensor that is divided in the same way, without a gradient, as of any parameter."""
         make: Any = type(self)
         copied: torch.Tensor = make(self._local_tensor.detach().clone(), self._whole)
         if hasattr(self, "_is_param"):
             copied = nn.Parameter(copied, self.requires_grad)
-        if self.grad is not None:
-            copied.grad = self.grad.__deepcopy__(memo)
         ours = ("_local_tensor", "_whole", "_spec")
         copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ours})
         memo[id(self)] = copied
@@ -580,11 +578,11 @@ def _local_only(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 _ELEMENTWISE = frozenset(
     {
-        "bernoulli", "bernoulli_", "_conj", "_conj_physical", "copy_", "exponential_", "empty_like", "fill", "fill_",
-        "full_like", "geometric_", "isclose", "lift_fresh", "log_normal_", "cauchy_", "masked_fill_", "native_dropout",
-        "normal_", "ones_like", "_pin_memory", "rand_like", "randint_like", "randn_like", "random_", "resolve_conj",
-        "resolve_neg", "_to_copy", "uniform_", "zero", "zero_", "zeros_like", "_fused_adam_", "_fused_adamw_",
-        "_fused_sgd_", "_fused_adagrad_"
+        "bernoulli", "bernoulli_", "cauchy_", "_conj", "_conj_physical", "copy_", "empty_like", "exponential_",
+        "fill", "fill_", "fma", "full_like", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_",
+        "geometric_", "isclose", "lift_fresh", "log_normal_", "masked_fill_", "native_dropout", "normal_",
+        "ones_like", "_pin_memory", "rand_like", "randint_like", "randn_like", "random_", "resolve_conj",
+        "resolve_neg", "_to_copy", "uniform_", "zero", "zero_", "zeros_like"
     }
 )  # fmt: skip
 """Operators that are elementwise, and that torch does not tag as pointwise."""
@@ -627,7 +625,7 @@ def _handler_of(func: Operator) -> Handler:
     name = _name(func)
     pointwise = torch.Tag.pointwise in func.tags or name in _ELEMENTWISE or name.startswith("_foreach_")
     tensors = sum("Tensor" in str(a.type) for a in func._schema.arguments)
-    if func.namespace != "aten" or (name in reductions.REDUCTIONS and len(func._schema.returns) > 1):
+    if func.namespace not in ("aten", "prims") or (name in reductions.REDUCTIONS and len(func._schema.returns) > 1):
         handler: Handler = _refuse
     elif name in _BY_NAME and func is not torch.ops.aten.view.dtype:
         handler = _BY_NAME[name]
