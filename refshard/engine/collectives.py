@@ -4,7 +4,7 @@ This file alone chooses between torch's old and new names of the flat collective
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -21,6 +21,13 @@ class Pending(Protocol):
 
     def wait(self) -> object:
         """Make its result usable by the caller (on CUDA: by the current stream)."""
+
+
+class Axis(Protocol):
+    """The ranks that hold the other parts of a tensor."""
+
+    def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """Replace the small ``tensor`` by its sum or maximum over them, synchronously."""
 
 
 class Collectives(ABC):
@@ -73,6 +80,20 @@ class Collectives(ABC):
     @abstractmethod
     def agree(self, value: int) -> bool:
         """Whether every rank of both axes calls this with the same ``value`` (at most 32 bits), synchronously."""
+
+    def gather_ranges(self, part: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """All of a 1-D tensor, of which each rank of the shard axis gives its range (``part``), on ``part``'s device.
+
+        Synchronous. Ranges are ``[start, stop)`` in rank order, follow each other without a gap, and may be empty.
+        """
+        longest = max(stop - start for start, stop in ranges)
+        if self.world_size == 1 or not longest:
+            return part.clone()
+        padded = part.new_zeros(longest)
+        padded[: part.numel()] = part
+        gathered = part.new_empty(self.world_size * longest)
+        self.all_gather(gathered, padded).wait()
+        return torch.cat([row[: stop - start] for row, (start, stop) in zip(gathered.split(longest), ranges)])
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised 1-D tensor to communicate through for good."""
@@ -172,6 +193,18 @@ class GroupCollectives(Collectives):
             with self._told("all_reduce of a norm"):
                 dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._shards)
             tensor.copy_(there)
+
+    def gather_ranges(self, part: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """See :meth:`Collectives.gather_ranges`: each rank that holds something sends that, and no padding."""
+        if self._shards is None:
+            return part.clone()
+        whole = torch.empty(max(stop for _, stop in ranges), dtype=part.dtype, device=self._device)
+        whole[slice(*ranges[self.rank])].copy_(part)
+        with self._told("broadcast of parts of a parameter"):
+            for rank, (start, stop) in enumerate(ranges):
+                if stop > start:
+                    dist.broadcast(whole[start:stop], group_src=rank, group=self._shards)
+        return whole.to(part.device)
 
     def agree(self, value: int) -> bool:
         """See :meth:`Collectives.agree`."""

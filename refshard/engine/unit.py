@@ -1,21 +1,23 @@
 """One unit: parameters that are gathered, computed with and reduced together, sharded and unsharded.
 
-A unit holds one *flat parameter* per dtype and per ``requires_grad``. Between steps a module's parameters are this
-rank's parts of the flat parameters' master shards; inside forward and backward they are views of the unit's slot. Both
+A unit holds one *flat parameter* per dtype and per ``requires_grad``. Between steps a module's parameters are local
+parts of the flat parameters' master shards; inside forward and backward they are views of the unit's slot. Both
 exist as ``nn.Parameter`` objects; exposing one or the other swaps references in the modules and touches no data.
 """
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
 from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Pending
+from refshard.engine.local_part import AsPart, local_of
 from refshard.engine.split import Split
 from refshard.errors import EngineError
 from refshard.plan.layout import ParameterLayout, UnitLayout
@@ -26,11 +28,13 @@ from refshard.plan.schedule import Phase, Presence, UnitFacts
 class UnitParameter:
     """One parameter: every place in the model that holds it (several when it is tied), and its two forms.
 
-    ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the flat parameter's shard,
-    which lie at ``address``. ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's
-    slots. Of a parameter that tensor parallelism has ``split``, all of this speaks of this rank's part, and
-    ``unsharded`` is a DTensor. ``as_gradient`` makes a part of a reduced gradient what an optimizer sees; ``unknown``
-    is what it sees of one that is not reduced yet.
+    ``sharded`` holds elements ``[start, stop)`` of the flat parameter's shard, possibly none, which lie at ``address``:
+    a :class:`~refshard.engine.local_part.LocalPart`, or a view of the true shape where nothing is sharded.
+    ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's slots. Of a parameter that
+    tensor parallelism has ``split``, these are of this rank's part, and ``unsharded`` is a DTensor. ``as_part`` makes
+    elements of a flat shard or gradient what ``sharded`` is; ``unknown`` is the gradient of one that is not reduced
+    yet. ``holders`` are the modules that have the parameter as that attribute; ``listed`` are other places that it is
+    kept in, list and index (the weights of an ``nn.LSTM``).
     """
 
     layout: ParameterLayout
@@ -40,7 +44,8 @@ class UnitParameter:
     stop: int
     address: int
     split: Split | None
-    as_gradient: Callable[[torch.Tensor], torch.Tensor]
+    as_part: Callable[[torch.Tensor], torch.Tensor]
+    listed: tuple[tuple[list[Any], int], ...] = ()
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
     unknown: torch.Tensor | None = None
@@ -134,11 +139,12 @@ class FlatParameter:
 
         The user's hooks on the parameter run here, as they do when autograd accumulates a gradient.
         """
-        held, hooks = parameter.sharded.grad, parameter.sharded._backward_hooks or {}
+        held = parameter.sharded.grad
+        hooks = [h for h in (parameter.sharded._backward_hooks or {}).values() if not isinstance(h, AsPart)]
         if foreign and (held is None or hooks):
             part = torch.empty_like(self.shard[parameter.start : parameter.stop]).copy_(part)
-        gradient = parameter.as_gradient(part.to(self.shard.device))
-        for hook in hooks.values():
+        gradient = parameter.as_part(part.to(self.shard.device))
+        for hook in hooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         if held is None or self.holds(held, parameter):
@@ -154,8 +160,8 @@ class FlatParameter:
         """Whether ``gradient`` is the parameter's place in the slot that gradients arrive in."""
         if gradient is None or self.whole_gradient is None:
             return False
-        place = self.whole_gradient[parameter.start : parameter.stop]
-        return gradient.data_ptr() == place.data_ptr() and gradient.numel() == place.numel() > 0
+        place, elements = self.whole_gradient[parameter.start : parameter.stop], local_of(gradient)
+        return elements.data_ptr() == place.data_ptr() and elements.numel() == place.numel() > 0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -190,7 +196,7 @@ class Unit:
     on_gradients: Callable[["Unit"], None] = field(init=False)
     trained: tuple[UnitParameter, ...] = field(init=False)
     trained_flats: tuple[FlatParameter, ...] = field(init=False)
-    _places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = field(init=False)
+    _places: list[tuple[Any, str | int, nn.Parameter, nn.Parameter]] = field(init=False)
     _views: tuple[torch.Tensor, ...] = field(init=False)
     presence: Presence = Presence.SHARDED
     computing: bool = False
@@ -253,7 +259,9 @@ class Unit:
         self.on_gradients = on_gradients
         self._views = tuple(p.unsharded for p in self.parameters)
         self._places = [
-            (module._parameters, name, p.sharded, p.unsharded) for p in self.parameters for module, name in p.holders
+            (container, key, p.sharded, p.unsharded)
+            for p in self.parameters
+            for container, key in (*_attributes(p), *p.listed)
         ]
         self.presence = Presence.UNSHARDED if self.aliased else Presence.SHARDED
         self._set_versions()
@@ -364,7 +372,7 @@ class Unit:
         for flat in self.flats:
             for parameter in flat.parameters:
                 sharded, unsharded = parameter.sharded, parameter.unsharded
-                moved = sharded.data_ptr() != parameter.address
+                moved = local_of(sharded).data_ptr() != parameter.address
                 for module, name in parameter.holders:
                     held = module._parameters[name]
                     moved = moved or (held is not sharded and held is not unsharded)
@@ -414,9 +422,9 @@ class Unit:
                 if parameter.sharded.grad is None:
                     place = slice(parameter.start, parameter.stop)
                     if flat.whole_gradient is not None:
-                        parameter.sharded.grad = parameter.as_gradient(flat.whole_gradient[place])
+                        parameter.sharded.grad = parameter.as_part(flat.whole_gradient[place])
                     else:
-                        unknown = parameter.as_gradient(torch.full_like(flat.shard[place], math.nan))
+                        unknown = parameter.as_part(torch.full_like(flat.shard[place], math.nan))
                         parameter.sharded.grad = parameter.unknown = unknown
                 gradient = parameter.sharded.grad
                 self.shown[parameter.layout.name] = (gradient, gradient._version)
@@ -477,6 +485,10 @@ class Unit:
         else:
             parameter.gradient.copy_(gradient).mul_(flat.scale)
         self.filled.add(name)
+
+
+def _attributes(parameter: UnitParameter) -> Iterator[tuple[Any, str | int]]:
+    return ((module._parameters, name) for module, name in parameter.holders)
 
 
 def _taker(unit: Unit, flat: FlatParameter, parameter: UnitParameter) -> Callable[[torch.Tensor], None]:

@@ -12,6 +12,7 @@ import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.collectives import GroupCollectives
 from refshard.engine.executor import Order
+from refshard.engine.local_part import local_of
 from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import Net, loss_of, make_batch, make_net
@@ -51,7 +52,7 @@ def train_all_ways(tied: bool) -> dict[str, Any]:
         losses = train(model, clear=mode == "fsdp")
         assert engine_of(model).executor.order is Order.FOLLOWING
         found[mode] = losses, dict(refshard.full_parameters(model))
-        found[f"{mode} local"] = sum(p.numel() for p in model.parameters())
+        found[f"{mode} local"] = sum(local_of(p).numel() for p in model.parameters())
     return found
 
 
