@@ -15,7 +15,7 @@ from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
 from refshard.engine.grouping import UnitGroup, group_units
 from refshard.engine.hooks import Hooks
-from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise
+from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise, materialise_buffers
 from refshard.engine.optim import clip_gradients
 from refshard.engine.precision import Precision
 from refshard.engine.state_dict import show_gatherable
@@ -86,8 +86,8 @@ def shard(
         precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
         accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
             mode's own way. See :func:`no_sync`.
-        initialise: fills in place the parameters that a module from the meta device holds directly; by default its own
-            ``reset_parameters``.
+        initialise: fills in place the parameters and buffers that a module from the meta device holds directly; by
+            default its own ``reset_parameters``.
         offload: keep masters, their gradients and so the optimizer's state in (pinned) CPU memory.
         communication_streams: 1, or 2 to let reductions and gathers run beside each other: on CUDA streams of their own
             (a third where shards are replicated too), and in two process groups of the same ranks.
@@ -117,6 +117,7 @@ def shard(
         for index, group in enumerate(groups):
             materialise(group, device, initialise)
             units.append(make_unit(index, group, chosen, precision, collectives, device, mesh, offload=offload))
+        materialise_buffers(model, device, initialise)
     lanes = lanes or lanes_of(device, communication_streams)
     executor = Executor(units, chosen, collectives, lanes, debug=debug)
     hooks = Hooks(model, tuple(units), executor, precision)

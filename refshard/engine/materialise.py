@@ -91,13 +91,14 @@ def check_parameters(group: UnitGroup) -> None:
 
 
 def materialise(group: UnitGroup, device: torch.device, initialise: Initialise | None) -> None:
-    """Give the parameters of ``group`` that are on the meta device storage on ``device``, and values.
+    """Give the parameters of ``group`` that are on the meta device storage on ``device``, and values; with them the
+    buffers of the modules that hold them.
 
     The values are ``initialise``'s, by default those of each module's own ``reset_parameters``. The parameter objects
     stay the same, so that whoever holds one holds the real one afterwards.
 
     Raises:
-        EngineError: a module cannot initialise itself.
+        EngineError: a module cannot initialise itself, or leaves a buffer as it was.
     """
     modules = dict.fromkeys(m for member in group.parameters for m, _ in member.holders if member.parameter.is_meta)
     for member in group.parameters:
@@ -105,14 +106,48 @@ def materialise(group: UnitGroup, device: torch.device, initialise: Initialise |
             real = nn.Parameter(torch.empty_like(member.parameter, device=device), member.parameter.requires_grad)
             torch.utils.swap_tensors(member.parameter, real)
     for module in modules:
-        if initialise is not None:
-            initialise(module)
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-        else:
+        _fill(module, device, initialise, f"{type(module).__name__} in unit '{group.name}'")
+
+
+def materialise_buffers(model: nn.Module, device: torch.device, initialise: Initialise | None) -> None:
+    """Give the buffers of ``model`` that are still on the meta device storage and values, as :func:`materialise` does.
+
+    Raises:
+        EngineError: a module cannot initialise them, or has parameters that are not on the meta device.
+    """
+    for name, module in model.named_modules():
+        buffer = next((key for key, b in module._buffers.items() if b is not None and b.is_meta), None)
+        if buffer is None:
+            continue
+        if any(p is not None for p in module._parameters.values()):
             raise EngineError(
-                f"{type(module).__name__} in unit '{group.name}' is on the meta device and has no reset_parameters(); "
-                "give refshard.shard an initialise function that fills a module's parameters in place"
+                f"buffer '{f'{name}.{buffer}' if name else buffer}' is on the meta device and the parameters beside it "
+                "are not; give it a value before refshard.shard"
+            )
+        _fill(module, device, initialise, f"{type(module).__name__} '{name}'")
+
+
+def _fill(module: nn.Module, device: torch.device, initialise: Initialise | None, what: str) -> None:
+    empty = {
+        key: torch.empty_like(b, device=device) for key, b in module._buffers.items() if b is not None and b.is_meta
+    }
+    module._buffers.update(empty)
+    versions = {key: buffer._version for key, buffer in empty.items()}
+    reset = getattr(module, "reset_parameters", None)
+    if initialise is not None:
+        initialise(module)
+    elif callable(reset):
+        reset()
+    else:
+        raise EngineError(
+            f"{what} is on the meta device and has no reset_parameters(); give refshard.shard an initialise function "
+            "that fills a module's parameters and buffers in place"
+        )
+    for key, buffer in empty.items():
+        if module._buffers[key] is buffer and buffer._version == versions[key]:
+            raise EngineError(
+                f"{what} is on the meta device, and what initialises it leaves the buffer '{key}' without a value; "
+                "give refshard.shard an initialise function that fills it in place"
             )
 
 

@@ -151,3 +151,53 @@ def test_a_whole_gradient_or_state_that_was_given_becomes_a_part() -> None:
         assert isinstance(parameter, nn.Parameter)
         start, stop = parameter._whole.start, parameter._whole.stop  # type: ignore[attr-defined]
         torch.testing.assert_close(local_of(parameter).detach(), whole.detach().flatten()[start:stop])
+
+
+class Rotary(nn.Module):
+    """Holds a buffer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x * self.frequencies.sum()
+        return out
+
+
+class Normed(nn.Module):
+    """Blocks with statistics of their own."""
+
+    def __init__(self, *, rotary: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3))
+        self.rotary = Rotary() if rotary else nn.Identity()
+
+
+def test_buffers_from_the_meta_device_get_their_values() -> None:
+    with torch.device("meta"):
+        model = Normed()
+    shard(model)
+    statistics = dict(model.named_buffers())
+    assert torch.equal(statistics["layers.2.1.running_var"], torch.ones(6))
+    assert statistics["layers.2.1.num_batches_tracked"].item() == 0
+
+
+def test_a_buffer_from_the_meta_device_that_nothing_fills_is_refused() -> None:
+    with torch.device("meta"):
+        model = Normed(rotary=True)
+    with pytest.raises(EngineError, match=r"Rotary 'rotary' is on the meta device and has no reset_parameters\(\)"):
+        shard(model)
+    with torch.device("meta"):
+        model = Normed(rotary=True)
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.BatchNorm1d):
+            module.reset_parameters()
+
+    with pytest.raises(EngineError, match="leaves the buffer 'frequencies' without a value"):
+        refshard.shard(model, mode="fsdp", collectives=LateCollectives(), initialise=initialise)
+    half = Normed()
+    half.layers[0][1].running_mean = half.layers[0][1].running_mean.to("meta")
+    with pytest.raises(EngineError, match=r"buffer 'layers\.0\.1\.running_mean' is on the meta device"):
+        shard(half)
