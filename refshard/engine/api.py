@@ -203,13 +203,17 @@ def _default_mesh(device: torch.device) -> DeviceMesh:
 def _mesh_collectives(mesh: DeviceMesh, device: torch.device, mode: Mode, streams: int) -> Collectives:
     if mesh.ndim > 2:
         raise SpecError(f"mesh: must have one axis, or two to replicate and shard over, got {mesh.ndim}")
+    if mode.optimizer == "replicate" and mesh.ndim == 1:
+        return GroupCollectives(None, mesh.get_group(), device=device)
     if mode.optimizer == "replicate":
-        everyone = mesh.get_group() if mesh.ndim == 1 else _new_group(mesh.mesh.flatten().tolist())
-        return GroupCollectives(None, everyone, device=device)
+        everyone = _new_group(mesh.mesh.flatten().tolist())
+        return GroupCollectives(None, everyone, device=device, owned=[everyone])
     shards = mesh.get_group(mesh.ndim - 1)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-    reducing = _new_group(dist.get_process_group_ranks(shards)) if streams == 2 else None
-    return GroupCollectives(shards, replicas, reducing=reducing, device=device)
+    if streams == 1:
+        return GroupCollectives(shards, replicas, device=device)
+    reducing = _new_group(dist.get_process_group_ranks(shards))
+    return GroupCollectives(shards, replicas, reducing=reducing, device=device, owned=[reducing])
 
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:

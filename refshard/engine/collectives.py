@@ -3,9 +3,10 @@
 This file alone chooses between torch's old and new names of the flat collectives, and between algorithms per library.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -95,8 +96,8 @@ class Collectives(ABC):
         self.all_gather(gathered, padded).wait()
         return torch.cat([row[: stop - start] for row, (start, stop) in zip(gathered.split(longest), ranges)])
 
-    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised 1-D tensor to communicate through for good."""
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device, reduced: bool = False) -> torch.Tensor:
+        """An uninitialised 1-D tensor to communicate through for good: to gather to, or to be ``reduced`` from."""
         return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -104,7 +105,8 @@ class GroupCollectives(Collectives):
     """Collectives of process groups: of the shard axis, of the replicate axis, and of the shard axis again for
     reduce-scatters, so that a gather that was issued later need not queue behind them.
 
-    An axis of one rank needs no group: None stands for it, and a group of one is as good as none.
+    An axis of one rank needs no group: None stands for it, and a group of one is as good as none. Groups that are
+    ``owned`` are destroyed with this object: when neither the model nor a part of it is left.
     """
 
     def __init__(
@@ -114,7 +116,9 @@ class GroupCollectives(Collectives):
         *,
         reducing: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        owned: Sequence[dist.ProcessGroup] = (),
     ) -> None:
+        weakref.finalize(self, _destroy, owned).atexit = False
         shards = shards if shards and shards.size() > 1 else None
         replicas = replicas if replicas and replicas.size() > 1 else None
         self._shards, self._replicas = shards, replicas
@@ -226,13 +230,21 @@ class GroupCollectives(Collectives):
         except RuntimeError as error:
             raise named(error, what, self.world_rank) from error
 
-    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See :meth:`Collectives.allocate`: in memory that the group has registered, where its backend can."""
-        if self._shards is not None and backend_of(self._shards, self._device) == "nccl":
-            backend = self._shards._get_backend(device)
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device, reduced: bool = False) -> torch.Tensor:
+        """See :meth:`Collectives.allocate`: in memory that the group which uses it has registered, where it can."""
+        group = self._reducing if reduced else self._shards
+        if group is not None and backend_of(group, self._device) == "nccl":
+            backend = group._get_backend(device)
             if backend.supports_tensor_alloc(device):
                 return backend.allocate_tensor(numel, dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
+    for group in groups:
+        with suppress(ValueError, AssertionError):  # somebody has destroyed it, or all groups
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
 
 
 def named(error: RuntimeError, what: str, rank: int) -> EngineError:

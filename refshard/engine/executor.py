@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from functools import partial
 
 import torch
 
@@ -313,7 +314,8 @@ class Executor:
             if role == "parameters"
             else [(flat.layout.numel, flat.reduce_dtype) for flat in unit.trained_flats]
         )
-        allocate = self._collectives.allocate if persistent else torch.empty
+        own = partial(self._collectives.allocate, reduced=role == "gradients")
+        allocate = own if persistent else torch.empty
         flats = [allocate(numel, dtype=dtype, device=unit.device) for numel, dtype in wanted]
         return Slot(flats, persistent=persistent, debug=self._debug)
 

@@ -1,11 +1,13 @@
 """The engine over gloo against one unsharded rank, against DDP to the bit, and its collectives against torch's."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import refshard
@@ -129,3 +131,29 @@ def test_collectives_mean_what_they_say() -> None:
         assert result["largest"].item() == 2
         assert result["agreed"].tolist() == [True, False]
         assert torch.equal(result["broadcast"], base)
+
+
+def groups_of_a_model_and_after(mode: str, mesh_shape: tuple[int, ...]) -> list[int]:
+    """In each rank: how many process groups there are before a model is sharded, with it, and when it is gone."""
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    counts = [len(dist.distributed_c10d._world.pg_map)]
+    for _ in range(2):
+        model = refshard.shard(make_net(), mesh, mode=mode)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model, make_batch(0)).backward()
+        optimizer.step()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+        del model, optimizer
+        gc.collect()
+        dist.barrier()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+@pytest.mark.parametrize(("mode", "mesh_shape"), [("yafsdp", (2,)), ("replicate", (1, 2)), ("replicate", (2,))])
+def test_the_group_that_shard_makes_is_destroyed_with_the_model(mode: str, mesh_shape: tuple[int, ...]) -> None:
+    made = 0 if (mode, mesh_shape) == ("replicate", (2,)) else 1
+    for counts in run_ranks(2, groups_of_a_model_and_after, mode, mesh_shape):
+        before = counts[0]
+        assert counts == [before, before + made, before, before + made, before]
