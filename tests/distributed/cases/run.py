@@ -1,0 +1,265 @@
+"""Runs cases on ranks, many in one launch, and tells how each ended; a crash or a hang costs no other case its result."""
+
+import gc
+import os
+import pickle
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from refshard.errors import RefshardError
+from tests.distributed.cases.case import Case, Kind
+from tests.distributed.cases.corpus import CASES
+from tests.distributed.cases.sides import Bare, Engine, Fsdp2, Side, Variant
+from tests.distributed.ranks import rank_processes
+
+FSDP2 = "fsdp2"
+_HOST = "127.0.0.1"
+_COLLECTIVE_S = 20
+"""How long a rank waits in a collective for one that does not come."""
+_RUN_S = 90
+"""After so long without news a launch hangs."""
+
+
+class Run(NamedTuple):
+    """One case in one way: a mode, or ``fsdp2``."""
+
+    case: str
+    way: str
+    variant: Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended, in a sentence unless it is right, and what refshard warned of."""
+
+    kind: Kind
+    message: str = ""
+    warned: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What one rank tells of a run; ``at`` is when it ended there, so that the first of several errors is known."""
+
+    kind: Kind
+    message: str
+    warned: tuple[str, ...]
+    at: float
+    seconds: float
+
+
+def run_all(world_size: int, runs: Sequence[Run]) -> dict[Run, Outcome]:
+    """Run each on that many ranks."""
+    outcomes: dict[Run, Outcome] = {}
+    rest = list(runs)
+    while rest:
+        told, fate = _launch(world_size, rest)
+        outcomes.update(zip(rest, map(_joined, told)))
+        if fate is not None:
+            outcomes[rest[len(told)]] = fate
+        rest = rest[len(told) + (fate is not None) :]
+    return outcomes
+
+
+def _joined(told: tuple[_Told, ...]) -> Outcome:
+    """What counts of the ranks' tales: the first error, for the others follow from it; else a wrong value."""
+    ends = sorted((t for t in told if t.kind not in ("right", "wrong")), key=lambda t: t.at)
+    wrong = [t for t in told if t.kind == "wrong"]
+    chosen = (ends or wrong or [told[0]])[0]
+    warned = dict.fromkeys(warning for t in told for warning in t.warned)
+    return Outcome(
+        kind=chosen.kind, message=chosen.message, warned=tuple(warned), seconds=max(t.seconds for t in told)
+    )
+
+
+def _launch(world_size: int, runs: list[Run]) -> tuple[list[tuple[_Told, ...]], Outcome | None]:
+    """Run as many as possible in one launch; what the ranks tell of these, and how the next one killed the launch."""
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_RUN_S))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        context = rank_processes()
+        ranks = [
+            context.Process(target=_rank, args=(rank, world_size, store.port, folder, runs), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            fate = _watch(ranks, folder)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        return list(zip(*(_read(folder / str(rank)) for rank in range(world_size)))), fate
+
+
+def _watch(ranks: Sequence[Any], folder: Path) -> Outcome | None:
+    """Wait until all ranks have ended, one has died, or none has news for too long."""
+    size, since = 0, time.monotonic()
+    while any(process.is_alive() for process in ranks):
+        ranks[0].join(0.05)
+        dead = [process.exitcode for process in ranks if process.exitcode]
+        if dead:
+            time.sleep(0.2)
+            tail = "".join(path.read_text(errors="replace")[-300:] for path in sorted(folder.glob("*.stderr")))
+            name = signal.Signals(-dead[0]).name if dead[0] < 0 else f"exit status {dead[0]}: {tail}"
+            return Outcome(kind="crash", message=name)
+        news = sum(path.stat().st_size for path in folder.glob("[0-9]"))
+        if news != size:
+            size, since = news, time.monotonic()
+        elif time.monotonic() - since > _RUN_S:
+            return Outcome(kind="hang", message=f"no news for {_RUN_S} s")
+    return None
+
+
+def _read(path: Path) -> Iterator[_Told]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        while True:
+            try:
+                yield pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):
+                return
+
+
+def _rank(rank: int, world_size: int, port: int, folder: Path, runs: list[Run]) -> None:
+    """In each rank: run one after another, and write down at once how each ended."""
+    torch.set_num_threads(1)
+    with (folder / f"{rank}.stderr").open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    store = TCPStore(_HOST, port, timeout=timedelta(seconds=_RUN_S))
+    reference: tuple[tuple[str, Variant], Any] | None = None
+    gc.freeze()
+    with (folder / str(rank)).open("wb") as file:
+        for index, run in enumerate(runs):
+            shared = folder / f"run {index}"
+            shared.mkdir(exist_ok=True)
+            case = CASES[run.case]
+            if reference is None or reference[0] != (run.case, run.variant):
+                reference = (run.case, run.variant), _reference(case, run.variant, shared / f"bare {rank}")
+            told = _tell(case, run, reference[1], PrefixStore(str(index), store), rank, world_size, shared)
+            pickle.dump(told, file)
+            file.flush()
+
+
+def run_bare(case: Case, variant: Variant, folder: Path) -> list[tuple[str, torch.Tensor]]:
+    """What a case logs in one process."""
+    folder.mkdir(exist_ok=True)
+    with _settings():
+        side = Bare(variant, folder)
+        case.run(side)
+        return side.finish()
+
+
+def _reference(case: Case, variant: Variant, folder: Path) -> list[tuple[str, torch.Tensor]] | str:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return run_bare(case, variant, folder)
+    except Exception as error:
+        return f"unsharded: {_sentence(error)}"
+
+
+def _tell(
+    case: Case, run: Run, reference: Any, store: Store, rank: int, world_size: int, shared: Path
+) -> _Told:
+    began = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kind, message, at = _attempt(case, run, reference, store, rank, world_size, shared)
+    warned = tuple(str(w.message) for w in caught if str(w.message).startswith("refshard"))
+    gc.collect()
+    return _Told(kind=kind, message=message, warned=warned, at=at, seconds=time.monotonic() - began)
+
+
+def _attempt(
+    case: Case, run: Run, reference: Any, store: Store, rank: int, world_size: int, shared: Path
+) -> tuple[Kind, str, float]:
+    """Train, and compare. The group ends with an error, so that ranks that wait for this one fail at once."""
+    if isinstance(reference, str):
+        return "obscure", reference, time.monotonic()
+    timeout = timedelta(seconds=_COLLECTIVE_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    kind: Kind = "right"
+    message, at = "", 0.0
+    try:
+        with _settings():
+            side: Side = (
+                Fsdp2(run.variant, shared) if run.way == FSDP2 else Engine(run.variant, shared, run.way)
+            )
+            case.run(side)
+            message = difference(side.finish(), reference, case.rtol)
+            kind = "wrong" if message else "right"
+    except Exception as error:
+        at = time.monotonic()
+        kind, message = _kind_of(error), _sentence(error)
+    at = at or time.monotonic()
+    if kind not in ("right", "wrong"):
+        dist.destroy_process_group()
+    # Through the store: a rank that leaves a barrier of sockets closes them on those that are still within.
+    store.set(f"done {rank}", "")
+    store.wait([f"done {other}" for other in range(world_size)])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return kind, message, at
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """fp64 by default, seeded; and whatever a case changed of torch's settings, undone."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _kind_of(error: Exception) -> Kind:
+    if isinstance(error, RefshardError):
+        return "refused"
+    return "hang" if "timed out" in str(error).lower() or "timeout" in str(error).lower() else "obscure"
+
+
+def _sentence(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
+
+
+def difference(
+    mine: list[tuple[str, torch.Tensor]], theirs: list[tuple[str, torch.Tensor]], rtol: float
+) -> str:
+    """Name the first logged value that is not as it should be; nothing if all are.
+
+    A value is measured against the largest of its tensor: single elements may be the rest of a cancellation.
+    """
+    names = [name for name, _ in theirs]
+    if [name for name, _ in mine] != names:
+        odd = set(names) ^ {name for name, _ in mine}
+        return f"logged other things: {', '.join(sorted(odd)) or 'in another order'}"
+    for (name, value), (_, expected) in zip(mine, theirs):
+        if value.shape != expected.shape:
+            return f"{name}: shape {tuple(value.shape)}, not {tuple(expected.shape)}"
+        if not expected.numel():
+            continue
+        wide = torch.complex128 if expected.is_complex() else torch.float64
+        scale = expected.to(wide).abs().max().clamp(min=1e-12)
+        distance = (value.to(wide) - expected.to(wide)).abs().max() / scale
+        if not distance <= rtol:
+            return f"{name}: off by {distance:.1e} of its largest value"
+    return ""
