@@ -6,12 +6,20 @@ from types import ModuleType
 from tests.distributed.cases import (
     accumulation,
     calls,
+    checkpointing,
+    compiled,
+    evaluation,
+    failing,
     forwards,
     gradients,
     hooks,
     inputs,
+    leaves,
     losses,
+    modules,
     optimizers,
+    parameters,
+    precision,
     reads,
     saving,
 )
@@ -20,6 +28,7 @@ from tests.distributed.cases.case import Case
 THEMES: tuple[ModuleType, ...] = (
     calls,
     forwards,
+    evaluation,
     reads,
     inputs,
     hooks,
@@ -27,7 +36,14 @@ THEMES: tuple[ModuleType, ...] = (
     gradients,
     optimizers,
     accumulation,
+    checkpointing,
+    leaves,
+    failing,
+    modules,
+    parameters,
+    precision,
     saving,
+    compiled,
 )
 
 

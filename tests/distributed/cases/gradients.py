@@ -68,9 +68,7 @@ CLIPPED = [
     _clipped("infinity_norm", lambda gs: torch.stack([_number(g.norm(float("inf"))) for g in gs]).max()),
     _clipped("total_norm", lambda gs: nn.utils.get_total_norm(gs)),
     _clipped("foreach_norm", lambda gs: torch.stack([_number(n) for n in torch._foreach_norm(gs)]).norm()),
-    _clipped(
-        "norm_of_concatenated", lambda gs: torch.cat([g.view(-1) for g in gs]).norm(), refuses=TOTAL + "|cat"
-    ),
+    _clipped("norm_of_concatenated", lambda gs: torch.cat([g.view(-1) for g in gs]).norm(), refuses=TOTAL + "|cat"),
 ]
 
 
@@ -343,7 +341,7 @@ def post_accumulate_hook_before_sharding(side: Side) -> None:
     model = Stack()
     calls: list[int] = []
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: calls.append(1))
+        parameter.register_post_accumulate_grad_hook(lambda _: calls.append(1))
     side.shard(model, side.x())
     train(side, model)
     side.log("calls", float(len(calls)))

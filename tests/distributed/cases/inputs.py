@@ -174,11 +174,9 @@ def _first(found: Any) -> torch.Tensor:
         total: torch.Tensor = found["x"] + found["more"][0]
         return total
     if hasattr(found, "context"):
-        total = found.x + found.context
-        return total
+        return found.x + found.context
     parts = [part for part in (found if isinstance(found, tuple | list | Iterator) else [found]) if part is not None]
-    total = sum(parts[1:], parts[0])
-    return total
+    return sum(parts[1:], parts[0])
 
 
 class Chained(Stack):

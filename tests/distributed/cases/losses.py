@@ -68,9 +68,7 @@ PENALTIES = [
         lambda model: model.head.weight.square().sum(),  # type: ignore[union-attr, operator]
         refuses=WHOLE,
     ),
-    _penalised(
-        "penalty_by_mean", lambda model: _sum([p.square().mean() for p in model.parameters()]), refuses=WHOLE
-    ),
+    _penalised("penalty_by_mean", lambda model: _sum([p.square().mean() for p in model.parameters()]), refuses=WHOLE),
     _penalised(
         "penalty_of_all_flattened",
         lambda model: torch.cat([p.view(-1) for p in model.parameters()]).square().sum(),

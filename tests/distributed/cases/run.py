@@ -1,4 +1,7 @@
-"""Runs cases on ranks, many in one launch, and tells how each ended; a crash or a hang costs no other case its result."""
+"""Runs cases on ranks, many in one launch, and tells how each ended.
+
+A crash or a hang costs no other case its result.
+"""
 
 import gc
 import os
@@ -7,29 +10,25 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from refshard.errors import RefshardError
+from tests.distributed.cases import corpus, deliberate
 from tests.distributed.cases.case import Case, Kind
-from tests.distributed.cases.corpus import CASES
 from tests.distributed.cases.sides import Bare, Engine, Fsdp2, Side, Variant
 from tests.distributed.ranks import rank_processes
 
 FSDP2 = "fsdp2"
 _HOST = "127.0.0.1"
-_COLLECTIVE_S = 20
-"""How long a rank waits in a collective for one that does not come."""
-_RUN_S = 90
-"""After so long without news a launch hangs."""
 
 
 class Run(NamedTuple):
@@ -61,15 +60,35 @@ class _Told:
     seconds: float
 
 
-def run_all(world_size: int, runs: Sequence[Run]) -> dict[Run, Outcome]:
-    """Run each on that many ranks."""
+class _Limits(NamedTuple):
+    """How long a rank waits in a collective for one that does not come, and a launch for any news, in seconds."""
+
+    collective_s: float
+    run_s: float
+
+
+def run_all(
+    world_size: int,
+    runs: Sequence[Run],
+    *,
+    cases: Literal["corpus", "deliberate"] = "corpus",
+    collective_s: float = 20,
+    run_s: float = 90,
+    report: Callable[[Run, Outcome], object] = lambda *_: None,
+) -> dict[Run, Outcome]:
+    """Run each on that many ranks.
+
+    ``cases`` names the module that has them. ``report`` hears of what a launch brought.
+    """
     outcomes: dict[Run, Outcome] = {}
     rest = list(runs)
     while rest:
-        told, fate = _launch(world_size, rest)
+        told, fate = _launch(world_size, rest, cases, _Limits(collective_s, run_s))
         outcomes.update(zip(rest, map(_joined, told)))
         if fate is not None:
             outcomes[rest[len(told)]] = fate
+        for run in rest[: len(told) + (fate is not None)]:
+            report(run, outcomes[run])
         rest = rest[len(told) + (fate is not None) :]
     return outcomes
 
@@ -80,25 +99,25 @@ def _joined(told: tuple[_Told, ...]) -> Outcome:
     wrong = [t for t in told if t.kind == "wrong"]
     chosen = (ends or wrong or [told[0]])[0]
     warned = dict.fromkeys(warning for t in told for warning in t.warned)
-    return Outcome(
-        kind=chosen.kind, message=chosen.message, warned=tuple(warned), seconds=max(t.seconds for t in told)
-    )
+    return Outcome(kind=chosen.kind, message=chosen.message, warned=tuple(warned), seconds=max(t.seconds for t in told))
 
 
-def _launch(world_size: int, runs: list[Run]) -> tuple[list[tuple[_Told, ...]], Outcome | None]:
+def _launch(
+    world_size: int, runs: list[Run], cases: str, limits: _Limits
+) -> tuple[list[tuple[_Told, ...]], Outcome | None]:
     """Run as many as possible in one launch; what the ranks tell of these, and how the next one killed the launch."""
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_RUN_S))
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limits.run_s))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         context = rank_processes()
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, store.port, folder, runs), daemon=True)
+            context.Process(target=_rank, args=(rank, world_size, store.port, folder, runs, cases, limits), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
         try:
-            fate = _watch(ranks, folder)
+            fate = _watch(ranks, folder, limits.run_s)
         finally:
             for process in ranks:
                 process.kill()
@@ -106,7 +125,7 @@ def _launch(world_size: int, runs: list[Run]) -> tuple[list[tuple[_Told, ...]], 
         return list(zip(*(_read(folder / str(rank)) for rank in range(world_size)))), fate
 
 
-def _watch(ranks: Sequence[Any], folder: Path) -> Outcome | None:
+def _watch(ranks: Sequence[Any], folder: Path, run_s: float) -> Outcome | None:
     """Wait until all ranks have ended, one has died, or none has news for too long."""
     size, since = 0, time.monotonic()
     while any(process.is_alive() for process in ranks):
@@ -120,8 +139,8 @@ def _watch(ranks: Sequence[Any], folder: Path) -> Outcome | None:
         news = sum(path.stat().st_size for path in folder.glob("[0-9]"))
         if news != size:
             size, since = news, time.monotonic()
-        elif time.monotonic() - since > _RUN_S:
-            return Outcome(kind="hang", message=f"no news for {_RUN_S} s")
+        elif time.monotonic() - since > run_s:
+            return Outcome(kind="hang", message=f"no news for {run_s:g} s")
     return None
 
 
@@ -136,23 +155,35 @@ def _read(path: Path) -> Iterator[_Told]:
                 return
 
 
-def _rank(rank: int, world_size: int, port: int, folder: Path, runs: list[Run]) -> None:
+class _Place(NamedTuple):
+    """Where a run is: one rank of several, that meet at a store; they share a folder."""
+
+    rank: int
+    world_size: int
+    store: Store
+    folder: Path
+    collective_s: float
+
+
+def _rank(rank: int, world_size: int, port: int, folder: Path, runs: list[Run], cases: str, limits: _Limits) -> None:
     """In each rank: run one after another, and write down at once how each ended."""
     torch.set_num_threads(1)
     with (folder / f"{rank}.stderr").open("w") as stderr:
         os.dup2(stderr.fileno(), 2)
-    store = TCPStore(_HOST, port, timeout=timedelta(seconds=_RUN_S))
+    # A rank that another one keeps waiting is not the one to tell of it.
+    store = TCPStore(_HOST, port, timeout=timedelta(seconds=10 * limits.run_s))
     reference: tuple[tuple[str, Variant], Any] | None = None
+    known = corpus.CASES if cases == "corpus" else deliberate.CASES
     gc.freeze()
     with (folder / str(rank)).open("wb") as file:
         for index, run in enumerate(runs):
             shared = folder / f"run {index}"
             shared.mkdir(exist_ok=True)
-            case = CASES[run.case]
+            case = known[run.case]
             if reference is None or reference[0] != (run.case, run.variant):
                 reference = (run.case, run.variant), _reference(case, run.variant, shared / f"bare {rank}")
-            told = _tell(case, run, reference[1], PrefixStore(str(index), store), rank, world_size, shared)
-            pickle.dump(told, file)
+            place = _Place(rank, world_size, PrefixStore(str(index), store), shared, limits.collective_s)
+            pickle.dump(_tell(case, run, reference[1], place), file)
             file.flush()
 
 
@@ -173,32 +204,33 @@ def _reference(case: Case, variant: Variant, folder: Path) -> list[tuple[str, to
         return f"unsharded: {_sentence(error)}"
 
 
-def _tell(
-    case: Case, run: Run, reference: Any, store: Store, rank: int, world_size: int, shared: Path
-) -> _Told:
+def _tell(case: Case, run: Run, reference: Any, place: _Place) -> _Told:
     began = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kind, message, at = _attempt(case, run, reference, store, rank, world_size, shared)
+        kind, message, at = _attempt(case, run, reference, place)
     warned = tuple(str(w.message) for w in caught if str(w.message).startswith("refshard"))
     gc.collect()
     return _Told(kind=kind, message=message, warned=warned, at=at, seconds=time.monotonic() - began)
 
 
-def _attempt(
-    case: Case, run: Run, reference: Any, store: Store, rank: int, world_size: int, shared: Path
-) -> tuple[Kind, str, float]:
+def _attempt(case: Case, run: Run, reference: Any, place: _Place) -> tuple[Kind, str, float]:
     """Train, and compare. The group ends with an error, so that ranks that wait for this one fail at once."""
     if isinstance(reference, str):
         return "obscure", reference, time.monotonic()
-    timeout = timedelta(seconds=_COLLECTIVE_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        store=place.store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=place.collective_s),
+    )
     kind: Kind = "right"
     message, at = "", 0.0
     try:
         with _settings():
             side: Side = (
-                Fsdp2(run.variant, shared) if run.way == FSDP2 else Engine(run.variant, shared, run.way)
+                Fsdp2(run.variant, place.folder) if run.way == FSDP2 else Engine(run.variant, place.folder, run.way)
             )
             case.run(side)
             message = difference(side.finish(), reference, case.rtol)
@@ -210,8 +242,8 @@ def _attempt(
     if kind not in ("right", "wrong"):
         dist.destroy_process_group()
     # Through the store: a rank that leaves a barrier of sockets closes them on those that are still within.
-    store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(world_size)])
+    place.store.set(f"done {place.rank}", "")
+    place.store.wait([f"done {other}" for other in range(place.world_size)])
     if dist.is_initialized():
         dist.destroy_process_group()
     return kind, message, at
@@ -241,9 +273,7 @@ def _sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:300]
 
 
-def difference(
-    mine: list[tuple[str, torch.Tensor]], theirs: list[tuple[str, torch.Tensor]], rtol: float
-) -> str:
+def difference(mine: list[tuple[str, torch.Tensor]], theirs: list[tuple[str, torch.Tensor]], rtol: float) -> str:
     """Name the first logged value that is not as it should be; nothing if all are.
 
     A value is measured against the largest of its tensor: single elements may be the rest of a cancellation.

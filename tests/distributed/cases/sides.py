@@ -82,7 +82,7 @@ class Side(ABC):
             assert sample, "no sample to evaluate: name the case's variants"
             with torch.no_grad():
                 model(*sample)
-            self._after_evaluation(model)
+            self.after_evaluation(model)
         torch.manual_seed(1)
         return model
 
@@ -97,8 +97,9 @@ class Side(ABC):
         options: dict[str, Any],
     ) -> None: ...
 
-    def _after_evaluation(self, model: nn.Module) -> None:
+    def after_evaluation(self, model: nn.Module) -> object:
         """Have the model show its sharded parameters."""
+        return None
 
     # What a case feeds its model.
 
@@ -195,7 +196,7 @@ def _plain(value: torch.Tensor | float) -> torch.Tensor:
 def whole_of(value: Any) -> torch.Tensor:
     """The whole of a tensor that knows it, such as a DTensor; any other as it is."""
     whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-    while hasattr(whole, "wait") and not type(whole) is torch.Tensor:
+    while hasattr(whole, "wait") and type(whole) is not torch.Tensor:
         whole = whole.wait()
     return whole if isinstance(whole, nn.Parameter) else whole.as_subclass(torch.Tensor)
 
@@ -255,13 +256,14 @@ class Fsdp2(Ranks):
             fully_shard(module, mesh=self.mesh(replicas), mp_policy=policy)
         _materialise(model, initialise)
 
-    def _after_evaluation(self, model: nn.Module) -> None:
+    def after_evaluation(self, model: nn.Module) -> object:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves the root gathered
+        return None
 
     def parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        self._after_evaluation(model)
+        self.after_evaluation(model)
         for name, parameter in model.named_parameters():
             yield name, whole_of(parameter)
 
