@@ -97,12 +97,12 @@ def step_without_any_reduction(side: Side) -> None:
 @case()
 def other_blocks_in_each_microbatch(side: Side) -> None:
     class Halved(Stack):
-        half = 0
+        kept = 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.inputs(x)
             for index, layer in enumerate(self.layers):
-                if index % 2 == self.half:
+                if index % 2 == self.kept:
                     x = self.call(layer, x)
             out: torch.Tensor = self.head(x)
             return out
@@ -111,7 +111,7 @@ def other_blocks_in_each_microbatch(side: Side) -> None:
     optimizer = sgd(model)
     for step in range(4):
         for half in (0, 1):
-            model.half = half
+            model.kept = half
             with side.microbatch(model, last=half == 1):
                 mean_square(model(side.x(10 * step + half))).backward()
         side.log_gradients(model)

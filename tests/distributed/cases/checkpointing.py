@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable import checkpoint as checkpoint_in_place
+from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint_in_place
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.utils.checkpoint import (
     CheckpointPolicy,

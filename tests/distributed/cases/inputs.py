@@ -174,9 +174,11 @@ def _first(found: Any) -> torch.Tensor:
         total: torch.Tensor = found["x"] + found["more"][0]
         return total
     if hasattr(found, "context"):
-        return found.x + found.context
+        total = found.x + found.context
+        return total
     parts = [part for part in (found if isinstance(found, tuple | list | Iterator) else [found]) if part is not None]
-    return sum(parts[1:], parts[0])
+    total = sum(parts[1:], parts[0])
+    return total
 
 
 class Chained(Stack):

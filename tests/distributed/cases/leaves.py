@@ -70,7 +70,7 @@ def adversarial_input_that_blocks_return(side: Side) -> None:
 
     def loss(step: int) -> torch.Tensor:
         for index, layer in enumerate(model.layers):
-            layer.skips = index == 0 or step % 3 == index  # type: ignore[assignment]
+            layer.skips = index == 0 or step % 3 == index
         return mean_square(model(leaf))
 
     train(side, model, loss)

@@ -61,8 +61,8 @@ class Stack(Checkpointing):
     def __init__(self, blocks: Sequence[nn.Module] | None = None, head: nn.Module | None = None) -> None:
         super().__init__()
         self.inputs = nn.Linear(DIM, DIM)
-        self.layers = nn.ModuleList([Block() for _ in range(3)] if blocks is None else blocks)
-        self.head = nn.Linear(DIM, 3) if head is None else head
+        self.layers: Any = nn.ModuleList([Block() for _ in range(3)] if blocks is None else blocks)
+        self.head: Any = nn.Linear(DIM, 3) if head is None else head
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """All but the head."""

@@ -1,6 +1,7 @@
 """torch's own modules, and models of other shapes than a list of blocks."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tests.distributed.cases.sides import DIM, VOCAB, Side
 class Recurrent(nn.Module):
     """A recurrent layer over a short sequence made of the row."""
 
-    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+    def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
         super().__init__()
         self.layer = kind(DIM, DIM, batch_first=True, **options)
 
@@ -385,7 +386,8 @@ def function_that_keeps_a_weight_on_its_context(side: Side) -> None:
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             ctx.weight = weight.detach()
-            return x * ctx.weight
+            total: torch.Tensor = x * ctx.weight
+            return total
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

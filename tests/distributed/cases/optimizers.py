@@ -88,7 +88,8 @@ class Trust(_Simple):
     def _norm(self, value: torch.Tensor) -> torch.Tensor:
         if self.squares:
             return value.pow(2).sum().sqrt()
-        return (value.detach() if self.detached else value).norm()
+        total: torch.Tensor = (value.detach() if self.detached else value).norm()
+        return total
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         ratio = (self._norm(parameter) + 0.1) / (self._norm(gradient) + 0.1)
@@ -117,7 +118,8 @@ class Orthogonal(_Simple):
         if gradient.ndim < 2:
             return gradient
         scaled = gradient / (gradient.norm() + 0.1)
-        return 1.5 * scaled - 0.5 * scaled @ scaled.T @ scaled
+        total: torch.Tensor = 1.5 * scaled - 0.5 * scaled @ scaled.T @ scaled
+        return total
 
 
 class SubclassOfAdafactor(torch.optim.Adafactor):
@@ -133,7 +135,7 @@ def _closed(side: Side, make: Callable[[Iterable[nn.Parameter]], torch.optim.Opt
     optimizer = make(model.parameters())
     for step in range(3):
 
-        def closure(step: int = step) -> torch.Tensor:
+        def closure(step: int = step) -> Any:
             optimizer.zero_grad()
             loss = mean_square(model(side.x(step)))
             loss.backward()
@@ -185,7 +187,8 @@ def sgd_by_hand_under_no_grad(side: Side) -> None:
         loss.backward()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+                assert parameter.grad is not None
+                parameter.sub_(0.1 * parameter.grad)
         model.zero_grad()
         side.log_mean(f"loss {step}", loss)
 

@@ -11,7 +11,7 @@ from tests.distributed.cases.models import Block, Language, Stack, adamw, mean_s
 from tests.distributed.cases.sides import DIM, VOCAB, Side
 
 
-def _fill(module: nn.Module) -> None:
+def _fill(module: Any) -> None:
     """Values that are the same wherever they are written; buffers by the module's own rule."""
     for parameter in module.parameters(recurse=False):
         parameter.fill_(0.2 if parameter.ndim > 1 else 0.5)
@@ -38,6 +38,8 @@ def meta_device_tied(side: Side) -> None:
 
 class Rotary(nn.Module):
     """Turns pairs of channels by angles that a buffer holds."""
+
+    angles: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,6 +85,8 @@ def meta_device_with_batch_norm(side: Side) -> None:
 @case(variants=PLAIN, refuses="buffer|meta")
 def meta_device_with_buffers_in_the_root(side: Side) -> None:
     class Rooted(Stack):
+        scale: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("scale", torch.full((DIM,), 0.5))
@@ -174,7 +178,8 @@ class Spectral(nn.Module):
         self.filter = nn.Parameter(torch.randn(DIM // 2 + 1, dtype=torch.complex128))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=DIM)
+        total: torch.Tensor = x + torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=DIM)
+        return total
 
 
 @case()
@@ -252,7 +257,8 @@ def convolutions_with_channels_last(side: Side) -> None:
             self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.tanh(self.conv(x[:, None, None, :].expand(-1, -1, 4, -1)).mean((1, 2)))
+            out: torch.Tensor = x + torch.tanh(self.conv(x[:, None, None, :].expand(-1, -1, 4, -1)).mean((1, 2)))
+            return out
 
     train(side, side.shard(Stack([Image() for _ in range(2)]), side.x()))
 
@@ -358,7 +364,8 @@ def parameter_list_in_a_block(side: Side) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for weight in self.weights:
                 x = x + torch.tanh(x @ weight)
-            return x + self.named["bias"]
+            total: torch.Tensor = x + self.named["bias"]
+            return total
 
     train(side, side.shard(Stack([Listed() for _ in range(3)]), side.x()))
 
@@ -404,6 +411,8 @@ def buffers_of_each_rank(side: Side) -> None:
     """A buffer that counts the calls."""
 
     class Counting(nn.Module):
+        calls: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(DIM, DIM)

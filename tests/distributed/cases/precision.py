@@ -81,7 +81,7 @@ def bf16_with_the_batch_in_a_dataclass(side: Side) -> None:
 
     def loss(step: int) -> torch.Tensor:
         x = side.x(step)
-        return mean_square(model(Unregistered(x, x)).double())  # type: ignore[arg-type]
+        return mean_square(model(Unregistered(x, x)).double())
 
     train(side, model, loss)
 

@@ -90,6 +90,8 @@ def weight_rounded_straight_through(side: Side) -> None:
 class Observing(nn.Module):
     """Keeps the largest weight seen in a buffer, written under no_grad within forward."""
 
+    largest: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
@@ -141,6 +143,8 @@ def weight_read_through_data(side: Side) -> None:
 
 class Neighbour(nn.Module):
     """Adds a regulariser on another block's weight, to which it holds a reference that is no submodule."""
+
+    other: nn.Linear
 
     def __init__(self, other: nn.Linear) -> None:
         super().__init__()

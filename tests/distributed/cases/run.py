@@ -3,6 +3,7 @@
 A crash or a hang costs no other case its result.
 """
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -168,8 +169,8 @@ class _Place(NamedTuple):
 def _rank(rank: int, world_size: int, port: int, folder: Path, runs: list[Run], cases: str, limits: _Limits) -> None:
     """In each rank: run one after another, and write down at once how each ended."""
     torch.set_num_threads(1)
-    with (folder / f"{rank}.stderr").open("w") as stderr:
-        os.dup2(stderr.fileno(), 2)
+    stderr = (folder / f"{rank}.stderr").open("w")
+    os.dup2(stderr.fileno(), 2)
     # A rank that another one keeps waiting is not the one to tell of it.
     store = TCPStore(_HOST, port, timeout=timedelta(seconds=10 * limits.run_s))
     reference: tuple[tuple[str, Variant], Any] | None = None
@@ -182,6 +183,7 @@ def _rank(rank: int, world_size: int, port: int, folder: Path, runs: list[Run], 
             case = known[run.case]
             if reference is None or reference[0] != (run.case, run.variant):
                 reference = (run.case, run.variant), _reference(case, run.variant, shared / f"bare {rank}")
+            faulthandler.dump_traceback_later(0.5 * limits.run_s, file=stderr)
             place = _Place(rank, world_size, PrefixStore(str(index), store), shared, limits.collective_s)
             pickle.dump(_tell(case, run, reference[1], place), file)
             file.flush()
@@ -225,8 +227,19 @@ def _attempt(case: Case, run: Run, reference: Any, place: _Place) -> tuple[Kind,
         world_size=place.world_size,
         timeout=timedelta(seconds=place.collective_s),
     )
-    kind: Kind = "right"
-    message, at = "", 0.0
+    kind, message = _train(case, run, reference, place)
+    at = time.monotonic()
+    if kind not in ("right", "wrong"):
+        _end_groups()
+    # Through the store: a rank that leaves a barrier of sockets closes them on those that are still within.
+    place.store.set(f"done {place.rank}", "")
+    place.store.wait([f"done {other}" for other in range(place.world_size)])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return kind, message, at
+
+
+def _train(case: Case, run: Run, reference: list[tuple[str, torch.Tensor]], place: _Place) -> tuple[Kind, str]:
     try:
         with _settings():
             side: Side = (
@@ -234,19 +247,20 @@ def _attempt(case: Case, run: Run, reference: Any, place: _Place) -> tuple[Kind,
             )
             case.run(side)
             message = difference(side.finish(), reference, case.rtol)
-            kind = "wrong" if message else "right"
     except Exception as error:
-        at = time.monotonic()
-        kind, message = _kind_of(error), _sentence(error)
-    at = at or time.monotonic()
-    if kind not in ("right", "wrong"):
-        dist.destroy_process_group()
-    # Through the store: a rank that leaves a barrier of sockets closes them on those that are still within.
-    place.store.set(f"done {place.rank}", "")
-    place.store.wait([f"done {other}" for other in range(place.world_size)])
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return kind, message, at
+        return _kind_of(error), _sentence(error)
+    return ("wrong" if message else "right"), message
+
+
+def _end_groups() -> None:
+    """Close all sockets, so that a rank that waits for this one fails at once; also those of groups that a model has
+    made, whose time limit is torch's half an hour: they last until the model is gone.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            group._get_backend(torch.device("cpu")).abort()
+    dist.destroy_process_group()
+    gc.collect()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.distributed.cases.case import PLAIN, case
 from tests.distributed.cases.models import Language, Stack, adamw, next_token, train
@@ -37,20 +38,20 @@ def _trained(side: Side) -> Stack:
 def dcp_saved_and_loaded_bare(side: Side) -> None:
     """What sharded ranks saved, one bare process reads."""
     model = _trained(side)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=side.folder / "saved")
+    save({"model": model.state_dict()}, checkpoint_id=side.folder / "saved")
     bare = Stack([type(layer)() for layer in model.layers])
     state = {"model": bare.state_dict()}
-    dcp.load(state, checkpoint_id=side.folder / "saved", no_dist=True)
+    load(state, checkpoint_id=side.folder / "saved", no_dist=True)
     _log_state(side, state["model"])
 
 
 @case(variants=PLAIN, table=True, refuses=WORDS)
 def dcp_saved_and_loaded_sharded_alike(side: Side) -> None:
     model = _trained(side)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=side.folder / "saved")
+    save({"model": model.state_dict()}, checkpoint_id=side.folder / "saved")
     other = side.shard(Stack())
     state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=side.folder / "saved")
+    load(state, checkpoint_id=side.folder / "saved")
     other.load_state_dict(state["model"])
     train(side, other)
 
@@ -59,10 +60,10 @@ def dcp_saved_and_loaded_sharded_alike(side: Side) -> None:
 def dcp_saved_and_loaded_sharded_otherwise(side: Side) -> None:
     """Loaded where the axis to shard over has another length."""
     model = _trained(side)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=side.folder / "saved")
+    save({"model": model.state_dict()}, checkpoint_id=side.folder / "saved")
     other = side.shard(Stack(), replicas=True)
     state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=side.folder / "saved")
+    load(state, checkpoint_id=side.folder / "saved")
     other.load_state_dict(state["model"])
     train(side, other)
 
@@ -74,11 +75,11 @@ def dcp_of_model_and_optimizer(side: Side) -> None:
     optimizer = adamw(model.parameters())
     train(side, model, optimizer=optimizer, steps=2)
     state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=side.folder / "saved")
+    save({"model": state, "optimizer": optimizer_state}, checkpoint_id=side.folder / "saved")
     other = side.shard(Stack())
     again = adamw(other.parameters())
     state, optimizer_state = get_state_dict(other, again)
-    dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=side.folder / "saved")
+    load({"model": state, "optimizer": optimizer_state}, checkpoint_id=side.folder / "saved")
     set_state_dict(other, again, model_state_dict=state, optim_state_dict=optimizer_state)
     train(side, other, optimizer=again, start=2)
 
@@ -87,9 +88,9 @@ def dcp_of_model_and_optimizer(side: Side) -> None:
 def dcp_of_a_tied_model(side: Side) -> None:
     model = side.shard(Language(tied=True))
     train(side, model, lambda step: next_token(model, side.tokens(step)), steps=2)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=side.folder / "saved")
+    save({"model": model.state_dict()}, checkpoint_id=side.folder / "saved")
     state = {"model": Language(tied=True).state_dict()}
-    dcp.load(state, checkpoint_id=side.folder / "saved", no_dist=True)
+    load(state, checkpoint_id=side.folder / "saved", no_dist=True)
     _log_state(side, state["model"])
 
 
@@ -137,7 +138,9 @@ def full_state_dict_by_torch(side: Side) -> None:
 def full_state_dict_on_the_host(side: Side) -> None:
     """With ``cpu_offload`` the first rank alone gets it."""
     model = _trained(side)
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     side.log("values", float(len(state) > 0) if side.rank == 0 else 1.0)
     names = [name for name, _ in model.named_parameters()]
     for name in names:
@@ -180,9 +183,9 @@ def full_optimizer_state_by_torch(side: Side) -> None:
     optimizer = adamw(model.parameters())
     train(side, model, optimizer=optimizer, steps=2)
     options = StateDictOptions(full_state_dict=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
     for name, values in state["state"].items():
-        for key, value in values.items():  # type: ignore[union-attr]
+        for key, value in values.items():
             side.log(f"{name} {key}", value)
     other = adamw(model.parameters())
     set_optimizer_state_dict(model, other, state, options=options)

@@ -340,5 +340,5 @@ def _materialise(model: nn.Module, initialise: Callable[[nn.Module], None] | Non
             for module in model.modules():
                 if initialise is not None:
                     initialise(module)
-                elif hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
+                elif callable(reset := getattr(module, "reset_parameters", None)):
+                    reset()
