@@ -1,61 +1,35 @@
 """What people do to models: every mode trains like one unsharded process, or says in one sentence why it cannot.
 
 ``make test`` runs the cases that stand for rows of the table that the corpus was written for, in every mode, with the
-variants (an evaluation first, blocks checkpointed) spread over modes; ``make full`` runs every case in every mode and
-variant at two world sizes. ``python -m tests.distributed.cases`` prints how each ends.
-"""
-
-import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
-
-import pytest
-import torch
-
-from refshard.plan.placement import MODES
-from tests.distributed.cases import deliberate
-from tests.distributed.cases.case import PLAIN, Case
-from tests.distributed.cases.corpus import CASES
-from tests.distributed.cases.run import FSDP2, Outcome, Run, difference, run_all, run_bare
-from tests.distributed.cover import pairwise_cover
-
-pytestmark = pytest.mark.processes
-
-TABLE = [case for case in CASES.values() if case.table]
-EVERY = [Run(case.name, mode, variant) for case in CASES.values() for variant in case.variants for mode in case.modes]
+variants (an evaluation first, blocks checkpointed) spread over modes. ``make full`` runs these in every variant, and
+all others with their variants spread, at two world sizes. ``python -m tests.distributed.cases`` prints how each ends.
+"""Every case in every mode once; variants take turns over cases, modes and world sizes."""
+    return [
+        Run(case.name, mode, case.variants[(row + column + world_size) % len(case.variants)])
+        for row, case in enumerate(cases)
+        for column, mode in enumerate(case.modes)
+    ]
 
 
-class _Cell(NamedTuple):
-    """One run, its variant by name so that variants of all cases are alike to the cover."""
-
-    case: str
-    mode: str
-    variant: str
+def _every(world_size: int) -> list[Run]:
+    """The table's cases in every mode and variant, the others spread."""
+    table = [Run(case.name, mode, variant) for case in TABLE for variant in case.variants for mode in case.modes]
+    return table + _spread([case for case in CASES.values() if not case.table], world_size)
 
 
-def _cover() -> list[Run]:
-    """Every case of the table in every mode once, the variants spread over the modes."""
-    runs = {_Cell(run.case, run.way, run.variant.name): run for run in EVERY if CASES[run.case].table}
-    return [runs[cell] for cell in pairwise_cover(list(runs))]
-
-
-COVER = _cover()
+COVER = _spread(TABLE, 2)
 Launch = Callable[[str, int], dict[Run, Outcome]]
 
 
 @pytest.fixture(scope="module")
 def launch() -> Launch:
     """The outcomes of a selection of runs, launched once per world size."""
-    selections = {
-        "cover": COVER,
-        "every": EVERY,
-        FSDP2: [Run(case.name, FSDP2, PLAIN[0]) for case in TABLE],
-    }
 
     @functools.cache
     def launched(selection: str, world_size: int) -> dict[Run, Outcome]:
-        return run_all(world_size, selections[selection])
+        if selection == FSDP2:
+            return run_all(world_size, [Run(case.name, FSDP2, PLAIN[0]) for case in TABLE])
+        return run_all(world_size, COVER if selection == "cover" else _every(world_size))
 
     return launched
 
@@ -75,9 +49,9 @@ def test_case_of_the_table(case: Case, launch: Launch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
-def test_case_in_every_variant(case: Case, world_size: int, launch: Launch) -> None:
+def test_case_in_every_mode(case: Case, world_size: int, launch: Launch) -> None:
     assert not _surprises(case, launch("every", world_size))
 
 
@@ -88,6 +62,7 @@ def test_fsdp2_ends_as_the_case_says(case: Case, launch: Launch) -> None:
     assert outcome.kind == case.fsdp2, outcome.message
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_every_case_runs_unsharded_and_reports_something(tmp_path: Path) -> None:
     for case in CASES.values():
         assert run_bare(case, case.variants[0], tmp_path / case.name), case.name
@@ -96,8 +71,7 @@ def test_every_case_runs_unsharded_and_reports_something(tmp_path: Path) -> None
 def test_the_cover_holds_each_case_in_each_mode() -> None:
     met = {(run.case, run.way) for run in COVER}
     assert met == {(case.name, mode) for case in TABLE for mode in case.modes}
-    assert {run.variant for run in COVER} == {run.variant for run in EVERY}
-    assert {run.way for run in COVER} == set(MODES)
+    assert {(run.way, run.variant) for run in COVER} == {(mode, variant) for mode in MODES for variant in ALL}
 
 
 def test_bad_ends_are_told_apart_and_cost_no_other_case_its_result() -> None:

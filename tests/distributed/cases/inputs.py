@@ -1,7 +1,7 @@
 """The ways in which tensors reach a block and leave it."""
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -171,14 +171,12 @@ class Returning(nn.Module):
 def _first(found: Any) -> torch.Tensor:
     """What the next block computes from: all that the last one returned."""
     if isinstance(found, dict):
-        total: torch.Tensor = found["x"] + found["more"][0]
-        return total
-    if hasattr(found, "context"):
-        total = found.x + found.context
-        return total
-    parts = [part for part in (found if isinstance(found, tuple | list | Iterator) else [found]) if part is not None]
-    total = sum(parts[1:], parts[0])
-    return total
+        parts = [found["x"], found["more"][0]]
+    elif hasattr(found, "context"):
+        parts = [found.x, found.context]
+    else:
+        parts = [part for part in found if part is not None]
+    return torch.stack(parts).sum(0)
 
 
 class Chained(Stack):

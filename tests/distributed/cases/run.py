@@ -257,7 +257,7 @@ def _end_groups() -> None:
     made, whose time limit is torch's half an hour: they last until the model is gone.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        if isinstance(group, dist.ProcessGroup):
             group._get_backend(torch.device("cpu")).abort()
     dist.destroy_process_group()
     gc.collect()
