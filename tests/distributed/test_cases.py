@@ -3,7 +3,29 @@
 ``make test`` runs the cases that stand for rows of the table that the corpus was written for, in every mode, with the
 variants (an evaluation first, blocks checkpointed) spread over modes. ``make full`` runs these in every variant, and
 all others with their variants spread, at two world sizes. ``python -m tests.distributed.cases`` prints how each ends.
-"""Every case in every mode once; variants take turns over cases, modes and world sizes."""
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from refshard.plan.placement import MODES
+from tests.distributed.cases import deliberate
+from tests.distributed.cases.case import ALL, PLAIN, Case
+from tests.distributed.cases.corpus import CASES
+from tests.distributed.cases.run import FSDP2, Outcome, Run, difference, run_all, run_bare
+
+pytestmark = pytest.mark.processes
+
+TABLE = [case for case in CASES.values() if case.table]
+WORLD_SIZES = (2, 3)
+
+
+def _spread(cases: Sequence[Case], world_size: int) -> list[Run]:
+    """Every case in every mode once; variants take turns over cases, modes and world sizes."""
     return [
         Run(case.name, mode, case.variants[(row + column + world_size) % len(case.variants)])
         for row, case in enumerate(cases)
