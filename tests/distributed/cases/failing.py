@@ -1,12 +1,13 @@
 """Forwards and backwards that raise, and what comes after."""
 
-import pytest
 import torch
 
+from refshard.engine.collectives import Pending
 from refshard.errors import EngineError
-from tests.distributed.cases.case import ALL, EVALUATED, PLAIN, case
-from tests.distributed.cases.models import Stack, adapted, mean_square, sgd, train
-from tests.distributed.cases.sides import Side
+from tests.distributed.cases.case import ALL, EVALUATED, PLAIN, Case, case
+from tests.distributed.cases.models import Stack, adapted, mean_square, raises, sgd, train
+from tests.distributed.cases.sides import DIM, Side
+from tests.engine.fakes import LateCollectives
 
 
 class ToldError(Exception):
@@ -162,5 +163,49 @@ def backward_after_the_step(side: Side) -> None:
     train(side, model, steps=2)
     old = mean_square(model(side.x(7)))
     train(side, model, start=2, steps=1, optimizer=optimizer)
-    with pytest.raises(EngineError if side.engine else RuntimeError, match=r"changed between|modified by an inplace"):
+    with raises(EngineError if side.engine else RuntimeError, r"changed between|modified by an inplace"):
         old.backward()
+
+
+class WithoutMemory(LateCollectives):
+    """One rank, that runs out of memory in a collective of one kind, when it is issued or awaited."""
+
+    def __init__(self, op: str, *, awaited: bool) -> None:
+        super().__init__()
+        self.op, self.awaited, self.full = op, awaited, False
+
+    def _issue(self, op: str, target: torch.Tensor, source: torch.Tensor) -> Pending:
+        if not self.full or op != self.op:
+            return super()._issue(op, target, source)
+        if not self.awaited:
+            raise torch.OutOfMemoryError("no memory left")
+
+        class Full:
+            def wait(self) -> None:
+                raise torch.OutOfMemoryError("no memory left")
+
+        return Full()
+
+
+def _without_memory(op: str, *, awaited: bool) -> Case:
+    """A harness tells it from a defect by its type, so it stays what it is."""
+
+    def run(side: Side) -> None:
+        collectives = WithoutMemory(op, awaited=awaited)
+        model = side.shard(Stack(), collectives=collectives)
+        same = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+        for step in range(3):
+            train(side, model, lambda _: mean_square(model(same)), start=step, steps=1)
+        if side.engine:
+            collectives.full = True
+            with raises(torch.OutOfMemoryError, "no memory left"):
+                train(side, model, lambda _: mean_square(model(same)), steps=1)
+        side.models.clear()
+
+    run.__name__ = f"no_memory_left_when_{op}_is_{'awaited' if awaited else 'issued'}"
+    return case(variants=PLAIN, modes=("zero1", "zero2", "fsdp", "yafsdp"), table=True)(run)
+
+
+WITHOUT_MEMORY = [
+    _without_memory(op, awaited=awaited) for op in ("all_gather", "reduce_scatter") for awaited in (False, True)
+]

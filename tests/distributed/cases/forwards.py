@@ -1,6 +1,5 @@
 """Several forwards before one backward, several backwards, and how they nest."""
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +13,7 @@ from tests.distributed.cases.models import (
     adapted,
     frozen,
     mean_square,
+    raises,
     sgd,
     train,
 )
@@ -315,7 +315,7 @@ def backward_twice_without_retaining(side: Side) -> None:
     for step in range(3):
         loss = mean_square(model(side.x(step)))
         loss.backward()
-        with pytest.raises(RuntimeError, match="second time"):
+        with raises(RuntimeError, "second time"):
             loss.backward()
         model.zero_grad()
         train(side, model, start=step, steps=1)

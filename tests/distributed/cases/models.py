@@ -1,6 +1,8 @@
 """Small models of odd shapes for the cases, and loops that train them."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -143,6 +145,18 @@ def sgd(model: nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.Optimi
 def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     """AdamW whose epsilon keeps rounding from deciding a step's sign."""
     return torch.optim.AdamW(parameters, **{"lr": 1e-2, "eps": 1e-3, **options})
+
+
+@contextmanager
+def raises(kind: type[Exception], pattern: str) -> Iterator[None]:
+    """As ``pytest.raises``, whose own failure is no ``Exception``: another error passes, none at all is an error."""
+    try:
+        yield
+    except kind as error:
+        if not re.search(pattern, str(error)):
+            raise
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
 
 
 def train(
