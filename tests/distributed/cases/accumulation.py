@@ -60,7 +60,7 @@ def cleared_without_reductions(side: Side) -> None:
         optimizer.zero_grad()
 
 
-@case(fsdp2="wrong")
+@case()
 def cleared_by_module_without_reductions(side: Side) -> None:
     """As before, by ``model.zero_grad()``, with an evaluation between."""
     model = side.shard(Stack(), side.x())
@@ -133,7 +133,7 @@ def evaluation_between_microbatches(side: Side) -> None:
         optimizer.zero_grad()
 
 
-@case(variants=EVALUATED)
+@case(variants=EVALUATED, refuses="no_sync")
 def forward_within_and_backward_outside_of_no_sync(side: Side) -> None:
     model = side.shard(Stack(), side.x())
     optimizer = sgd(model)

@@ -378,7 +378,7 @@ def block_method_beside_forward(side: Side) -> None:
     train(side, model, lambda step: mean_square(model.head(model.layers[0].twice(side.x(step)))))
 
 
-@case(refuses=r"layers|method|forward|whole|part", fsdp2="obscure")
+@case(refuses=r"layers|method|forward|whole|part")
 def block_method_that_reads_its_parameters(side: Side) -> None:
     """A method other than forward that computes with the block's own parameters (register_fsdp_forward_method)."""
 

@@ -58,7 +58,7 @@ def first_forward_raises(side: Side) -> None:
     train(side, model, optimizer=sgd(model))
 
 
-@case(variants=ALL, fsdp2="obscure")
+@case(variants=ALL)
 def backward_raises(side: Side) -> None:
     """Whatever it had brought is cleared before the next."""
     model = side.shard(Failing(), side.x())
@@ -69,7 +69,7 @@ def backward_raises(side: Side) -> None:
     train(side, model, start=3, steps=2)
 
 
-@case(variants=EVALUATED, fsdp2="obscure")
+@case(variants=EVALUATED)
 def first_backward_raises(side: Side) -> None:
     model = side.shard(Failing(), side.x())
     _fails(side, model, "backward", 0)

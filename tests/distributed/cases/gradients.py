@@ -196,7 +196,7 @@ def signs_of_gradients(side: Side) -> None:
     train(side, model, before_step=soften)
 
 
-@case(variants=EVALUATED)
+@case(variants=EVALUATED, refuses=TOTAL)
 def gradients_counted(side: Side) -> None:
     """How many elements are larger than a bound; a plain count of a part is a part's."""
     model = side.shard(Stack(), side.x())
@@ -208,7 +208,7 @@ def gradients_counted(side: Side) -> None:
     train(side, model, before_step=count)
 
 
-@case(variants=EVALUATED)
+@case(variants=EVALUATED, refuses=TOTAL + "|all|finite")
 def finiteness_checked_by_hand(side: Side) -> None:
     """A step is skipped unless all gradients are finite; each rank must decide alike."""
     model = side.shard(Stack(), side.x())
@@ -347,7 +347,7 @@ def post_accumulate_hook_before_sharding(side: Side) -> None:
     side.log("calls", float(len(calls)))
 
 
-@case(variants=EVALUATED, table=True, refuses="hook", fsdp2="wrong")
+@case(variants=EVALUATED, table=True, refuses="hook")
 def tensor_hook_after_sharding(side: Side) -> None:
     """``register_hook`` scales a gradient."""
     model = side.shard(Stack(), side.x())
@@ -356,7 +356,7 @@ def tensor_hook_after_sharding(side: Side) -> None:
     train(side, model)
 
 
-@case(variants=EVALUATED, refuses="hook", fsdp2="wrong")
+@case(variants=EVALUATED, refuses="hook")
 def tensor_hook_before_sharding(side: Side) -> None:
     model = Stack()
     model.head.weight.register_hook(lambda gradient: gradient * 0.5)

@@ -41,7 +41,7 @@ def forward_hook_from_before_reads_the_weight(side: Side) -> None:
     side.log("seen", torch.tensor(seen[-4:]))
 
 
-@case(table=True, refuses="layers|hook|whole|part", fsdp2="obscure")
+@case(table=True, refuses="layers|hook|whole|part")
 def forward_hook_from_after_reads_the_weight(side: Side) -> None:
     model = side.shard(Stack([nn.Linear(DIM, DIM) for _ in range(3)]), side.x())
     seen: list[float] = []
@@ -51,7 +51,7 @@ def forward_hook_from_after_reads_the_weight(side: Side) -> None:
     side.log("seen", torch.tensor(seen[-3:]))
 
 
-@case(refuses="layers|hook|whole|part", fsdp2="obscure")
+@case(refuses="layers|hook|whole|part")
 def forward_hook_from_after_computes_with_the_bias(side: Side) -> None:
     """Elementwise: a part of the bias may broadcast."""
     model = side.shard(Stack([nn.Linear(DIM, DIM) for _ in range(3)]), side.x())
@@ -70,7 +70,7 @@ def forward_pre_hook_from_after_reads_the_weight(side: Side) -> None:
     side.log("seen", torch.tensor(seen[-3:]))
 
 
-@case(table=True, refuses="layers|hook|whole|part", fsdp2="obscure")
+@case(table=True, refuses="layers|hook|whole|part")
 def forward_pre_hook_put_first_reads_the_weight(side: Side) -> None:
     """Registered after sharding with ``prepend=True``, so that it comes before what gathers."""
     model = side.shard(Stack([nn.Linear(DIM, DIM) for _ in range(3)]), side.x())
@@ -81,7 +81,7 @@ def forward_pre_hook_put_first_reads_the_weight(side: Side) -> None:
     side.log("seen", torch.tensor(seen[-3:]))
 
 
-@case(refuses="layers|hook|whole|part", fsdp2="obscure")
+@case(refuses="layers|hook|whole|part")
 def forward_pre_hook_put_first_computes_with_the_bias(side: Side) -> None:
     model = side.shard(Stack([nn.Linear(DIM, DIM) for _ in range(3)]), side.x())
     for layer in model.layers:
@@ -116,7 +116,7 @@ def _backward_hooked(side: Side, *, after: bool) -> None:
     if not after:
         side.shard(model, side.x())
     train(side, model)
-    side.log_mean("seen", torch.stack(seen[-3:]) / side.world_size)
+    side.log_mean("seen", torch.stack(seen[-3:]))
 
 
 @case()
@@ -129,7 +129,7 @@ def full_backward_hook_from_after(side: Side) -> None:
     _backward_hooked(side, after=True)
 
 
-@case(refuses="layers|hook|whole|part", fsdp2="obscure")
+@case(refuses="layers|hook|whole|part")
 def full_backward_pre_hook_reads_the_weight(side: Side) -> None:
     model = side.shard(Stack([nn.Linear(DIM, DIM) for _ in range(3)]), side.x())
     seen: list[float] = []
@@ -159,7 +159,7 @@ def tensor_hook_on_an_activation(side: Side) -> None:
     train(side, side.shard(Hooked(), side.x()))
 
 
-@case(table=True, fsdp2="obscure")
+@case(table=True)
 def pruned_before_sharding(side: Side) -> None:
     model = Stack()
     prune.random_unstructured(model.head, "weight", amount=0.4)
@@ -168,7 +168,7 @@ def pruned_before_sharding(side: Side) -> None:
     train(side, side.shard(model, side.x()))
 
 
-@case(refuses="prune|weight|layers|replaced|changed", fsdp2="obscure")
+@case(refuses="prune|weight|layers|replaced|changed")
 def pruned_after_sharding(side: Side) -> None:
     model = side.shard(Stack(), side.x())
     prune.custom_from_mask(model.head, "weight", torch.ones(3, DIM).tril())
@@ -190,7 +190,7 @@ def parametrized_before_sharding(side: Side) -> None:
     train(side, side.shard(model, side.x()))
 
 
-@case(refuses="parametri|weight|layers|replaced", fsdp2="obscure")
+@case(refuses="parametri|weight|layers|replaced")
 def parametrized_after_sharding(side: Side) -> None:
     model = side.shard(Stack([nn.Linear(DIM, DIM) for _ in range(3)]), side.x())
     for layer in model.layers:

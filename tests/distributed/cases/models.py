@@ -169,9 +169,13 @@ def train(
     start: int = 0,
     before_step: Callable[[int], object] | None = None,
 ) -> None:
-    """An ordinary loop: forward, backward, ``before_step``, the optimizer's step; the loss of a step is logged."""
+    """An ordinary loop: forward, backward, ``before_step``, the optimizer's step; the loss of a step is logged.
+
+    By default one SGD for a model, made before its first step.
+    """
     if optimizer is None:
-        optimizer = sgd(model)
+        optimizer = side.optimizers.get(id(model)) or sgd(model)
+        side.optimizers[id(model)] = optimizer
     for step in range(start, start + steps):
         loss = mean_square(model(side.x(step))) if loss_of is None else loss_of(step)
         loss.backward()

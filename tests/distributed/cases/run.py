@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -73,8 +74,8 @@ def run_all(
     runs: Sequence[Run],
     *,
     cases: Literal["corpus", "deliberate"] = "corpus",
-    collective_s: float = 20,
-    run_s: float = 90,
+    collective_s: float = 10,
+    run_s: float = 60,
     report: Callable[[Run, Outcome], object] = lambda *_: None,
 ) -> dict[Run, Outcome]:
     """Run each on that many ranks.
@@ -247,7 +248,7 @@ def _train(case: Case, run: Run, reference: list[tuple[str, torch.Tensor]], plac
             )
             case.run(side)
             message = difference(side.finish(), reference, case.rtol)
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         return _kind_of(error), _sentence(error)
     return ("wrong" if message else "right"), message
 
@@ -276,7 +277,7 @@ def _settings() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _kind_of(error: Exception) -> Kind:
+def _kind_of(error: BaseException) -> Kind:
     if isinstance(error, RefshardError):
         return "refused"
     return "hang" if "timed out" in str(error).lower() or "timeout" in str(error).lower() else "obscure"
@@ -294,8 +295,8 @@ def difference(mine: list[tuple[str, torch.Tensor]], theirs: list[tuple[str, tor
     """
     names = [name for name, _ in theirs]
     if [name for name, _ in mine] != names:
-        odd = set(names) ^ {name for name, _ in mine}
-        return f"logged other things: {', '.join(sorted(odd)) or 'in another order'}"
+        pairs = zip_longest((name for name, _ in mine), names, fillvalue="nothing")
+        return "logged {!r} where {!r} was due".format(*next(pair for pair in pairs if pair[0] != pair[1]))
     for (name, value), (_, expected) in zip(mine, theirs):
         if value.shape != expected.shape:
             return f"{name}: shape {tuple(value.shape)}, not {tuple(expected.shape)}"

@@ -117,7 +117,7 @@ def state_dict_copied_to_a_sharded_twin(side: Side) -> None:
     train(side, other)
 
 
-@case(variants=PLAIN, table=True, refuses=WORDS, fsdp2="obscure")
+@case(variants=PLAIN, table=True, refuses=WORDS)
 def whole_state_dict_loaded_into_a_sharded_model(side: Side) -> None:
     """What ``load_state_dict`` gets is what a bare model saved."""
     torch.manual_seed(5)
@@ -201,7 +201,7 @@ def loaded_before_sharding(side: Side) -> None:
     train(side, side.shard(model))
 
 
-@case(variants=PLAIN, refuses=WORDS, fsdp2="obscure")
+@case(variants=PLAIN, refuses=WORDS)
 def state_dict_names_and_shapes(side: Side) -> None:
     """Names are those of the bare model; the values' shapes are what a script may check against."""
     model = _trained(side)
@@ -211,7 +211,7 @@ def state_dict_names_and_shapes(side: Side) -> None:
     side.log("same shapes", float(all(state[n].shape == bare[n].shape for n in bare)))
 
 
-@case(variants=PLAIN, refuses="copied|pickled|copy|" + WORDS, fsdp2="obscure")
+@case(variants=PLAIN, refuses="copied|pickled|copy|" + WORDS)
 def model_saved_whole_by_torch(side: Side) -> None:
     """``torch.save(model)``."""
     model = side.shard(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 2)), blocks=["0", "1"])

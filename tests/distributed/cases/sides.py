@@ -53,6 +53,7 @@ class Side(ABC):
         self.folder = folder
         self.models: list[nn.Module] = []
         self.shapes: dict[int, dict[str, torch.Size]] = {}
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self._log: list[tuple[str, str, torch.Tensor]] = []
 
     def shard(
@@ -140,7 +141,7 @@ class Side(ABC):
 
     def log_parameters(self, model: nn.Module) -> None:
         """Log each parameter of a sharded model, whole."""
-        for name, value in self.parameters(model):
+        for name, value in sorted(self.parameters(model)):
             self.log(f"parameter {name}", value)
 
     @abstractmethod
@@ -167,7 +168,7 @@ class Side(ABC):
     def finish(self) -> list[tuple[str, torch.Tensor]]:
         """Everything that was logged, and the final parameters and buffers of all models, joined over ranks."""
         for index, model in enumerate(self.models):
-            for name, value in self.parameters(model):
+            for name, value in sorted(self.parameters(model)):
                 self.log(f"model {index} parameter {name}", value)
             for name, buffer in model.named_buffers():
                 self.log(f"model {index} buffer {name}", buffer)
@@ -335,7 +336,11 @@ def _blocks(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
 
 def _materialise(model: nn.Module, initialise: Callable[[nn.Module], None] | None) -> None:
     if any(p.is_meta for p in model.parameters()):
+        held = [(module, name, p) for module in model.modules() for name, p in module.named_parameters(recurse=False)]
+        first = {p: (module, name) for module, name, p in reversed(held)}
         model.to_empty(device="cpu")
+        for module, name, p in held:  # ties are lost on the way
+            setattr(module, name, getattr(*first[p]))
         with torch.no_grad():
             for module in model.modules():
                 if initialise is not None:
