@@ -158,3 +158,59 @@ def clipped_after_accumulation(side: Side) -> None:
         side.log("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
         optimizer.zero_grad()
+
+
+@case(modes=("zero1", "zero2", "fsdp"))
+def accumulated_unsharded_by_option(side: Side) -> None:
+    model = side.shard(Stack(), side.x(), accumulation="unsharded")
+    _accumulate(side, model, sync_last_only=True)
+
+
+@case(modes=("zero1", "zero2", "fsdp"), table=True)
+def cleared_unsharded_by_option(side: Side) -> None:
+    """As ``cleared_without_reductions``, where unsharded gradients wait in slots of their own."""
+    model = side.shard(Stack(), side.x(), accumulation="unsharded")
+    optimizer = sgd(model)
+    for step in range(3):
+        with side.microbatch(model, last=False):
+            mean_square(model(side.x(50 + step))).backward()
+        optimizer.zero_grad()
+        with side.microbatch(model, last=True):
+            mean_square(model(side.x(step))).backward()
+        side.log_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def offloaded(side: Side) -> None:
+    """Masters and gradients in the host's memory, clipped and accumulated."""
+    model = side.shard(Stack(), side.x(), offload=True)
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        for microbatch in range(2):
+            with side.microbatch(model, last=microbatch == 1):
+                mean_square(model(side.x(10 * step + microbatch))).backward()
+        side.log(f"norm {step}", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def freed_storage_filled(side: Side) -> None:
+    """``debug=True`` fills freed storage with NaN, which no correct step reads."""
+    model = side.shard(adapted(), side.x(), debug=True)
+    train(side, model, lambda step: mean_square(model(side.x(step)) - model(side.x(50 + step))))
+
+
+@case(variants=EVALUATED)
+def one_stream_of_communication(side: Side) -> None:
+    model = side.shard(Stack(), side.x(), communication_streams=1)
+    _accumulate(side, model, sync_last_only=True)
+
+
+@case()
+def replicas_of_one_shard(side: Side) -> None:
+    """A mesh of two axes, whose shard axis is of one rank."""
+    model = side.shard(Stack(), side.x(), replicas=True)
+    _accumulate(side, model, sync_last_only=True)

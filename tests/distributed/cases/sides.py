@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import refshard
-from refshard.plan.placement import MODES
 
 ROWS = 6
 """Rows of a batch, of all ranks together."""
@@ -314,11 +313,10 @@ class Engine(Ranks):
         if hasattr(part, "full_tensor"):
             return whole_of(part)
         plain = part.detach().as_subclass(torch.Tensor)
-        if MODES[self.mode].optimizer == "replicate":
-            return plain.view(shape)
         parts: list[Any] = [None] * self.world_size
         dist.all_gather_object(parts, plain.clone())
-        return torch.cat(parts).view(shape)
+        replicated = sum(part.numel() for part in parts) > shape.numel()
+        return (plain if replicated else torch.cat(parts)).view(shape)
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else refshard.no_sync(model)
