@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from refshard.engine.collectives import Collectives, GroupCollectives
+from refshard.engine.collectives import BorrowedGroup, Collectives, GroupCollectives
 from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
 from refshard.engine.grouping import UnitGroup, group_units
@@ -18,6 +17,7 @@ from refshard.engine.hooks import Hooks
 from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise, materialise_buffers
 from refshard.engine.optim import clip_gradients
 from refshard.engine.precision import Precision
+from refshard.engine.registration import watch_registrations
 from refshard.engine.state_dict import show_gatherable
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
@@ -35,16 +35,6 @@ class Engine:
     collectives: Collectives
     executor: Executor
     hooks: Hooks
-
-    def __reduce__(self) -> NoReturn:
-        """A copy's hooks would work on the original's storage.
-
-        Raises:
-            EngineError: always; ``copy.deepcopy`` and ``pickle`` of the model come here.
-        """
-        raise EngineError(
-            "a sharded model cannot be copied or pickled; copy it before refshard.shard, or save its full_parameters"
-        )
 
 
 def shard(
@@ -122,6 +112,7 @@ def shard(
     executor = Executor(units, chosen, collectives, lanes, debug=debug)
     hooks = Hooks(model, tuple(units), executor, precision)
     show_gatherable(units)
+    watch_registrations(model)
     setattr(model, _ENGINE, Engine(tuple(units), chosen, collectives, executor, hooks))
     return model
 
@@ -206,16 +197,11 @@ def _mesh_collectives(mesh: DeviceMesh, device: torch.device, mode: Mode, stream
     if mode.optimizer == "replicate" and mesh.ndim == 1:
         return GroupCollectives(None, mesh.get_group(), device=device)
     if mode.optimizer == "replicate":
-        everyone = _new_group(mesh.mesh.flatten().tolist())
-        return GroupCollectives(None, everyone, device=device, owned=[everyone])
+        everyone = BorrowedGroup(mesh.get_group(0), mesh.mesh.flatten().tolist())
+        return GroupCollectives(None, everyone.group, device=device, borrowed=everyone)
     shards = mesh.get_group(mesh.ndim - 1)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
     if streams == 1:
         return GroupCollectives(shards, replicas, device=device)
-    reducing = _new_group(dist.get_process_group_ranks(shards))
-    return GroupCollectives(shards, replicas, reducing=reducing, device=device, owned=[reducing])
-
-
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group
+    second = BorrowedGroup(shards, dist.get_process_group_ranks(shards))
+    return GroupCollectives(shards, replicas, reducing=second.group, device=device, borrowed=second)

@@ -6,8 +6,9 @@ This file alone chooses between torch's old and new names of the flat collective
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 import torch
@@ -105,8 +106,8 @@ class GroupCollectives(Collectives):
     """Collectives of process groups: of the shard axis, of the replicate axis, and of the shard axis again for
     reduce-scatters, so that a gather that was issued later need not queue behind them.
 
-    An axis of one rank needs no group: None stands for it, and a group of one is as good as none. Groups that are
-    ``owned`` are destroyed with this object: when neither the model nor a part of it is left.
+    An axis of one rank needs no group: None stands for it, and a group of one is as good as none. One that is
+    ``borrowed`` goes back when neither the model nor a part of it is left.
     """
 
     def __init__(
@@ -116,9 +117,9 @@ class GroupCollectives(Collectives):
         *,
         reducing: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
-        owned: Sequence[dist.ProcessGroup] = (),
+        borrowed: "BorrowedGroup | None" = None,
     ) -> None:
-        weakref.finalize(self, _destroy, owned).atexit = False
+        self._borrowed = borrowed
         shards = shards if shards and shards.size() > 1 else None
         replicas = replicas if replicas and replicas.size() > 1 else None
         self._shards, self._replicas = shards, replicas
@@ -240,11 +241,35 @@ class GroupCollectives(Collectives):
         return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
-    for group in groups:
-        with suppress(ValueError, AssertionError):  # somebody has destroyed it, or all groups
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+_FREE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Groups that :class:`BorrowedGroup` made and nobody uses now, by the group they were made beside and by ranks."""
+
+
+class BorrowedGroup:
+    """A process group of ``ranks`` beside ``parent``, with its timeout, for as long as this object lives.
+
+    It goes back then, to be lent again, and ends with all other groups: models that are sharded one after another need
+    one. To destroy it and to make a new one would fail: torch names a group by its ranks and by how many there are, and
+    the new one would find the old one's addresses in the store.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        free = _FREE.setdefault(parent, {}).setdefault(tuple(ranks), [])
+        self.group: dist.ProcessGroup = (
+            free.pop()
+            if free
+            else dist.new_group(list(ranks), timeout=_timeout_of(parent), use_local_synchronization=True)
+        )
+        weakref.finalize(self, free.append, self.group).atexit = False
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of ``group`` may take; None where its backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
 
 
 def named(error: RuntimeError, what: str, rank: int) -> EngineError:

@@ -141,7 +141,8 @@ class Executor:
         else:
             for unit in self._units:
                 unit.show_unreduced()
-        fruitless = any(unit.trained for unit in self._units) and not any(unit.arrived for unit in self._units)
+        units = self._units
+        fruitless = any(u.trained for u in units) and not any(u.arrived or u.read_outside for u in units)
         if not fruitless:
             self._open_forwards.difference_update(forwards)
             if isinstance(self._pass, OnDemand) and self._pass.record is not None:
@@ -211,6 +212,7 @@ class Executor:
         self._backward_open = True
         for unit in self._units:
             unit.arrived.clear()
+            unit.read_outside = False
         if self._order is Order.OBSERVING:
             self._leave_rings()  # a forward without gradients, which checkpointing recomputes now
         if isinstance(self._pass, OnDemand) and self._pass.record is None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -73,9 +73,9 @@ class Hooks:
             for module in unit.modules:
                 self._hook_module(_Module(unit, module))
         # Last, so that it comes before those of the root's own unit.
-        root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
+        root.register_forward_pre_hook(_Hook(self._begin_pass), prepend=True)
         # Called even where forward raised, so that the model does not go on showing unsharded parameters.
-        root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True)
+        root.register_forward_hook(_Hook(self._end_forward), always_call=True)
 
     def _hook_module(self, called: _Module) -> None:
         unit, module = called.unit, called.module
@@ -103,10 +103,10 @@ class Hooks:
             if not _in_backward():
                 self._leave(called, output)
 
-        # Compiled code must call these, not swallow them: they change storage under its feet. The first comes before
-        # any hook of the user's, which may read weights; `_enter` sees to it that the second is the last.
-        module.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True, prepend=True)
-        called.hook = module.register_forward_hook(torch.compiler.disable(after), always_call=True).id
+        # The first comes before any hook of the user's, which may read weights; `_enter` sees to it that the second is
+        # the last.
+        module.register_forward_pre_hook(_Hook(before), with_kwargs=True, prepend=True)
+        called.hook = module.register_forward_hook(_Hook(after), always_call=True).id
 
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
         if _in_backward():
@@ -273,6 +273,27 @@ class Hooks:
             self._executor.abandon_pass()
         else:
             self._executor.end_backward(forwards)
+
+
+class _Hook:
+    """A hook on a module. Compiled code must call it, not swallow it: it changes storage under that code's feet."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = torch.compiler.disable(call)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> NoReturn:
+        """A copy's hooks would work on the original's storage.
+
+        Raises:
+            EngineError: always; ``copy.deepcopy`` and ``pickle`` of the model come here.
+        """
+        raise EngineError(
+            "a sharded model cannot be copied or pickled; copy it before refshard.shard, or save it with "
+            "torch.distributed.checkpoint, or what refshard.checkpoint.full_state_dict returns"
+        )
 
 
 class _Ending:

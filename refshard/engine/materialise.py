@@ -75,13 +75,10 @@ def check_parameters(group: UnitGroup) -> None:
     """
     for member in group.parameters:
         kind, dtype = type(member.parameter), member.parameter.dtype
-        if not isinstance(member.parameter, DTensor) and (
-            kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-            or kind.__torch_function__ not in (torch.Tensor.__torch_function__, nn.Parameter.__torch_function__)
-        ):
+        if kind is not nn.Parameter and not isinstance(member.parameter, DTensor):
             raise EngineError(
-                f"parameter '{member.name}' is a {kind.__name__}, a tensor subclass with operators of its own, which "
-                "flattening would lose; shard the model before it is converted, or with plain parameters"
+                f"parameter '{member.name}' is a {kind.__name__}, a subclass whose class and operators flattening "
+                "would lose; shard the model before it is converted, or with plain parameters"
             )
         if dtype not in COMMUNICATED:
             raise EngineError(

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -32,9 +32,10 @@ class UnitParameter:
     a :class:`~refshard.engine.local_part.LocalPart`, or a view of the true shape where nothing is sharded.
     ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's slots. Of a parameter that
     tensor parallelism has ``split``, these are of this rank's part, and ``unsharded`` is a DTensor. ``as_part`` makes
-    elements of a flat shard or gradient what ``sharded`` is; ``unknown`` is the gradient of one that is not reduced
-    yet. ``holders`` are the modules that have the parameter as that attribute; ``listed`` are other places that it is
-    kept in, list and index (the weights of an ``nn.LSTM``).
+    elements of a flat shard or gradient what ``sharded`` is. ``unknown`` is the gradient of one that is not reduced
+    yet; ``outside`` is the hook for one that is read outside of its unit, and ``kept`` its gradient meanwhile.
+    ``holders`` are the modules that have the parameter as that attribute; ``listed`` are other places that it is kept
+    in, list and index (the weights of an ``nn.LSTM``).
     """
 
     layout: ParameterLayout
@@ -49,6 +50,8 @@ class UnitParameter:
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
     unknown: torch.Tensor | None = None
+    outside: Callable[[torch.Tensor], None] | None = None
+    kept: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -140,7 +143,7 @@ class FlatParameter:
         The user's hooks on the parameter run here, as they do when autograd accumulates a gradient.
         """
         held = parameter.sharded.grad
-        hooks = [h for h in (parameter.sharded._backward_hooks or {}).values() if not isinstance(h, AsPart)]
+        hooks = _users(parameter.sharded._backward_hooks)
         if foreign and (held is None or hooks):
             part = torch.empty_like(self.shard[parameter.start : parameter.stop]).copy_(part)
         gradient = parameter.as_part(part.to(self.shard.device))
@@ -153,7 +156,7 @@ class FlatParameter:
             parameter.sharded.grad = gradient.add_(held)
         else:
             held += gradient
-        for hook in (parameter.sharded._post_accumulate_grad_hooks or {}).values():
+        for hook in _users(parameter.sharded._post_accumulate_grad_hooks):
             hook(parameter.sharded)
 
     def holds(self, gradient: torch.Tensor | None, parameter: "UnitParameter") -> bool:
@@ -174,7 +177,8 @@ class Unit:
     ``in_backward`` that it is so in a backward, ``recomputed`` that activation checkpointing has begun it there.
     ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in this
     backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's;
-    ``shown`` is what :meth:`show_unreduced` has put in their place. ``inputs_awaited`` counts calls of a unit with
+    ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a sharded
+    parameter itself. ``inputs_awaited`` counts calls of a unit with
     frozen parameters whose inputs' gradients are still to come. ``lasts`` says that something of the unit was seen to
     run after its last gradient: from then on it stays gathered until the backward has ended.
 
@@ -208,6 +212,7 @@ class Unit:
     arrived: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
     shown: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    read_outside: bool = False
     inputs_awaited: int = 0
     reducing: Pending | None = None
 
@@ -255,7 +260,11 @@ class Unit:
                 parameter.unsharded = nn.Parameter(seen, requires_grad=flat.trained)
             for parameter, gradient in zip(flat.parameters, next(gradients) if flat.trained else ()):
                 parameter.gradient = gradient
-                parameter.unsharded.register_post_accumulate_grad_hook(_taker(self, flat, parameter))
+                parameter.unsharded.register_post_accumulate_grad_hook(_Taker(self, flat, parameter))
+                if flat.scale != 1 and type(parameter.sharded) is nn.Parameter and parameter.outside is None:
+                    parameter.outside = _Outside(self, flat, parameter)
+                    parameter.sharded.register_hook(parameter.outside.before)
+                    parameter.sharded.register_post_accumulate_grad_hook(parameter.outside)
         self.on_gradients = on_gradients
         self._views = tuple(p.unsharded for p in self.parameters)
         self._places = [
@@ -453,6 +462,24 @@ class Unit:
                     parameter.sharded.grad = None
                 parameter.unknown = None
 
+    def expect_outside(self, parameter: UnitParameter) -> None:
+        """A gradient is about to be added to that of the sharded parameter itself: keep that apart."""
+        if not self.in_backward:
+            self.on_early_gradient(self)
+        parameter.kept, parameter.sharded.grad = parameter.sharded.grad, None
+
+    def take_outside(self, flat: FlatParameter, parameter: UnitParameter) -> None:
+        """Move the gradient that has come to the sharded parameter itself into the gradient slot, as any other."""
+        fresh, parameter.sharded.grad, parameter.kept = parameter.sharded.grad, parameter.kept, None
+        assert fresh is not None
+        self.read_outside = True
+        if parameter.unsharded.grad is not None:  # where a transient slot is not there yet
+            parameter.unsharded.grad += fresh
+            return
+        parameter.unsharded.grad = fresh
+        if self.gradient_slot.persistent:
+            self._move_gradient(flat, parameter)
+
     def complete_gradients(self) -> None:
         """Have all gradients in the slot. Those of parameters that took no part in this step are zero, not stale."""
         self._drop_cleared()
@@ -491,15 +518,46 @@ def _attributes(parameter: UnitParameter) -> Iterator[tuple[Any, str | int]]:
     return ((module._parameters, name) for module, name in parameter.holders)
 
 
-def _taker(unit: Unit, flat: FlatParameter, parameter: UnitParameter) -> Callable[[torch.Tensor], None]:
-    """The hook for a parameter's gradient. It holds nothing strongly: autograd keeps it where no collector looks."""
-    unit_ref, flat_ref, parameter_ref = weakref.ref(unit), weakref.ref(flat), weakref.ref(parameter)
+class _Hook:
+    """A hook for a parameter's gradient. It holds nothing strongly: autograd keeps it where no collector looks."""
 
-    def take(_: torch.Tensor) -> None:
-        unit, flat, parameter = unit_ref(), flat_ref(), parameter_ref()
+    def __init__(self, unit: Unit, flat: FlatParameter, parameter: UnitParameter) -> None:
+        self._refs = weakref.ref(unit), weakref.ref(flat), weakref.ref(parameter)
+
+    def held(self) -> tuple[Unit, FlatParameter, UnitParameter]:
+        """What it is for."""
+        unit, flat, parameter = self._refs[0](), self._refs[1](), self._refs[2]()
         assert unit is not None
         assert flat is not None
         assert parameter is not None
+        return unit, flat, parameter
+
+
+@final
+class _Taker(_Hook):
+    """For an unsharded parameter."""
+
+    def __call__(self, _: torch.Tensor) -> None:
+        unit, flat, parameter = self.held()
         unit.take_gradient(flat, parameter)
 
-    return take
+
+@final
+class _Outside(_Hook):
+    """For a sharded parameter that is whole on each of several ranks. A loss may read it as it is, between the calls of
+    its unit, and what comes to it then is one rank's, and has to be reduced like any other gradient.
+    """
+
+    def before(self, _: torch.Tensor) -> None:
+        """Before autograd adds to ``.grad``."""
+        unit, _flat, parameter = self.held()
+        unit.expect_outside(parameter)
+
+    def __call__(self, _: torch.Tensor) -> None:
+        unit, flat, parameter = self.held()
+        unit.take_outside(flat, parameter)
+
+
+def _users(hooks: dict[int, Any] | None) -> list[Any]:
+    """The hooks that are not the engine's own."""
+    return [h for h in (hooks or {}).values() if not isinstance(getattr(h, "__self__", h), AsPart | _Hook)]

@@ -133,27 +133,23 @@ def test_collectives_mean_what_they_say() -> None:
         assert torch.equal(result["broadcast"], base)
 
 
-def groups_of_a_model_and_after(mode: str, mesh_shape: tuple[int, ...]) -> list[int]:
-    """In each rank: how many process groups there are before a model is sharded, with it, and when it is gone."""
+def groups_of_models(mode: str, mesh_shape: tuple[int, ...]) -> list[int]:
+    """In each rank: how many process groups there are before, and with one model after another and two at a time."""
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     counts = [len(dist.distributed_c10d._world.pg_map)]
-    for _ in range(2):
-        model = refshard.shard(make_net(), mesh, mode=mode)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        loss_of(model, make_batch(0)).backward()
-        optimizer.step()
+    for count in (1, 1, 2, 2):
+        models = [refshard.shard(make_net(), mesh, mode=mode) for _ in range(count)]
+        for model in models:
+            loss_of(model, make_batch(0)).backward()
         counts.append(len(dist.distributed_c10d._world.pg_map))
-        del model, optimizer
+        del models, model
         gc.collect()
-        dist.barrier()
-        counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
 
 
 @pytest.mark.parametrize(("mode", "mesh_shape"), [("yafsdp", (2,)), ("replicate", (1, 2)), ("replicate", (2,))])
-def test_the_group_that_shard_makes_is_destroyed_with_the_model(mode: str, mesh_shape: tuple[int, ...]) -> None:
-    made = 0 if (mode, mesh_shape) == ("replicate", (2,)) else 1
-    for counts in run_ranks(2, groups_of_a_model_and_after, mode, mesh_shape):
-        before = counts[0]
-        assert counts == [before, before + made, before, before + made, before]
+def test_models_one_after_another_need_one_group_for_reductions(mode: str, mesh_shape: tuple[int, ...]) -> None:
+    own = 0 if (mode, mesh_shape) == ("replicate", (2,)) else 1
+    for before, *counts in run_ranks(2, groups_of_models, mode, mesh_shape):
+        assert counts == [before + own, before + own, before + 2 * own, before + 2 * own]
