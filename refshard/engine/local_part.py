@@ -69,6 +69,19 @@ class _Part(torch.Tensor):
             "refshard.checkpoint.full_state_dict(model) returns on rank 0"
         )
 
+    def _no_elements(self, *_: object, **__: object) -> NoReturn:
+        """A part has no memory that others could read as the whole's.
+
+        Raises:
+            EngineError: always; ``tolist``, ``numpy``, DLPack and the like come here.
+        """
+        raise EngineError(
+            f"{self._whole.label} cannot be handed out as a list or array: this rank holds {self._whole.held}; call "
+            "full_tensor() for the whole, or to_local() for this rank's elements"
+        )
+
+    tolist = numpy = __array__ = __dlpack__ = _no_elements  # type: ignore[assignment]
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """For torch.distributed.checkpoint: one item for each box that this rank holds."""
         properties = TensorProperties(dtype=self._local_tensor.dtype)

@@ -89,7 +89,7 @@ def alone(step: int = 0, penalty: Callable[[nn.Module], torch.Tensor] | None = N
 
 def l2(model: nn.Module) -> torch.Tensor:
     """The penalty that one adds to the loss."""
-    return 0.01 * sum((p.pow(2).sum() for p in model.parameters()), torch.zeros(()))
+    return 0.01 * sum((p.pow(2).sum() + p.sum() for p in model.parameters()), torch.zeros(()))
 
 
 def use_operators() -> dict[str, dict[str, Any]]:

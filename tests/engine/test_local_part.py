@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -282,8 +283,13 @@ def test_everything_else_is_refused_in_one_sentence(ranks: Ranks, name: str) -> 
     assert message.endswith("call full_tensor() for the whole, or to_local() for this rank's elements")
 
 
-@pytest.mark.parametrize("call", [torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, bool, list, float])
-def test_nothing_hands_out_the_part_as_the_whole(ranks: Ranks, call: Callable[[torch.Tensor], Any]) -> None:
+HANDED_OUT: list[Callable[[Any], object]] = [
+    lambda a: a.tolist(), lambda a: a.numpy(), np.asarray, torch.from_dlpack, torch.Tensor.item, bool, list, float,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", HANDED_OUT)
+def test_nothing_hands_out_the_part_as_the_whole(ranks: Ranks, call: Callable[[Any], object]) -> None:
     with pytest.raises((EngineError, RuntimeError, ValueError)):
         call(ranks.parts(values())[2])
 
