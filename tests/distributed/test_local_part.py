@@ -88,8 +88,9 @@ def alone(step: int = 0, penalty: Callable[[nn.Module], torch.Tensor] | None = N
 
 
 def l2(model: nn.Module) -> torch.Tensor:
-    """The penalty that one adds to the loss."""
-    return 0.01 * sum((p.pow(2).sum() + p.sum() for p in model.parameters()), torch.zeros(()))
+    """The penalty that one adds to the loss; of some a plain sum, whose gradient autograd gives as a plain tensor."""
+    terms = (p.sum() if p.ndim == 1 else p.pow(2).sum() for p in model.parameters())
+    return 0.01 * sum(terms, torch.zeros(()))
 
 
 def use_operators() -> dict[str, dict[str, Any]]:
