@@ -80,7 +80,7 @@ class _Part(torch.Tensor):
             "full_tensor() for the whole, or to_local() for this rank's elements"
         )
 
-    tolist = numpy = __array__ = __dlpack__ = _no_elements  # type: ignore[assignment]
+    tolist = numpy = __array__ = __dlpack__ = _no_elements
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """For torch.distributed.checkpoint: one item for each box that this rank holds."""

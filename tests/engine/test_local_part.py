@@ -284,7 +284,7 @@ def test_everything_else_is_refused_in_one_sentence(ranks: Ranks, name: str) -> 
 
 
 HANDED_OUT: list[Callable[[Any], object]] = [
-    lambda a: a.tolist(), lambda a: a.numpy(), np.asarray, torch.from_dlpack, torch.Tensor.item, bool, list, float,
+    lambda a: a.tolist(), lambda a: a.numpy(), np.asarray, np.from_dlpack, torch.Tensor.item, bool, list, float,
 ]  # fmt: skip
 
 
@@ -450,7 +450,7 @@ def test_optimizers_step_as_for_the_whole(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.processes
-def test_a_step_can_be_compiled(ranks: Ranks, way: dict[str, bool]) -> None:
+def test_a_step_can_be_compiled(ranks: Ranks, way: dict[str, Any]) -> None:
     parameters, others = ([nn.Parameter(p) for p in ranks.parts(values(1))] for _ in range(2))
     optimizer, other = (torch.optim.AdamW(p, lr=0.1, **way) for p in (parameters, others))
     torch._dynamo.reset()
