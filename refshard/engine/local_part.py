@@ -263,7 +263,9 @@ def _refused(func: Operator, whole: Whole, why: str = "") -> EngineError:
 
 
 def _plain_operand(func: Operator, tensor: torch.Tensor, whole: Whole) -> torch.Tensor:
-    """What of a plain tensor goes with a part in an elementwise operator."""
+    """What of a plain tensor, or of a DTensor, which is gathered, goes with a part in an elementwise operator."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     shape = tensor.shape
     if len(shape) <= len(whole.shape) and tensor.numel() == 1:
         # A 0-d part's elements are 1-D: a 0-d operand must not count for less in type promotion.

@@ -224,6 +224,9 @@ def load_in_fsdp2(folder: Path) -> dict[str, Tensors]:
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
         load_into(path, model, optimizer)
+        ours, _ = trained("fsdp", steps=1, seed=1)
+        ours.load_state_dict(model.state_dict())  # DTensors are gathered
+        assert same(wholes(ours), {n: whole(p) for n, p in model.named_parameters()})
         found[path.name] = {n: whole(p) for n, p in model.named_parameters()} | {
             f"{n}/{k}": whole(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()
         }
