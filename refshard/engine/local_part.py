@@ -69,6 +69,19 @@ class _Part(torch.Tensor):
             "refshard.checkpoint.full_state_dict(model) returns on rank 0"
         )
 
+    def _no_elements(self, *_: object, **__: object) -> NoReturn:
+        """A part has no memory that others could read as the whole's.
+
+        Raises:
+            EngineError: always; ``tolist``, ``numpy``, DLPack and the like come here.
+        """
+        raise EngineError(
+            f"{self._whole.label} cannot be handed out as a list or array: this rank holds {self._whole.held}; call "
+            "full_tensor() for the whole, or to_local() for this rank's elements"
+        )
+
+    tolist = numpy = __array__ = __dlpack__ = _no_elements
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """For torch.distributed.checkpoint: one item for each box that this rank holds."""
         properties = TensorProperties(dtype=self._local_tensor.dtype)
@@ -261,7 +274,9 @@ def _refused(func: Operator, whole: Whole, why: str = "") -> EngineError:
 
 
 def _plain_operand(func: Operator, tensor: torch.Tensor, whole: Whole) -> torch.Tensor:
-    """What of a plain tensor goes with a part in an elementwise operator."""
+    """What of a plain tensor, or of a DTensor, which is gathered, goes with a part in an elementwise operator."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     shape = tensor.shape
     if len(shape) <= len(whole.shape) and tensor.numel() == 1:
         # A 0-d part's elements are 1-D: a 0-d operand must not count for less in type promotion.

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -282,8 +283,13 @@ def test_everything_else_is_refused_in_one_sentence(ranks: Ranks, name: str) -> 
     assert message.endswith("call full_tensor() for the whole, or to_local() for this rank's elements")
 
 
-@pytest.mark.parametrize("call", [torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, bool, list, float])
-def test_nothing_hands_out_the_part_as_the_whole(ranks: Ranks, call: Callable[[torch.Tensor], Any]) -> None:
+HANDED_OUT: list[Callable[[Any], object]] = [
+    lambda a: a.tolist(), lambda a: a.numpy(), np.asarray, np.from_dlpack, torch.Tensor.item, bool, list, float,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", HANDED_OUT)
+def test_nothing_hands_out_the_part_as_the_whole(ranks: Ranks, call: Callable[[Any], object]) -> None:
     with pytest.raises((EngineError, RuntimeError, ValueError)):
         call(ranks.parts(values())[2])
 
@@ -444,7 +450,7 @@ def test_optimizers_step_as_for_the_whole(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.processes
-def test_a_step_can_be_compiled(ranks: Ranks, way: dict[str, bool]) -> None:
+def test_a_step_can_be_compiled(ranks: Ranks, way: dict[str, Any]) -> None:
     parameters, others = ([nn.Parameter(p) for p in ranks.parts(values(1))] for _ in range(2))
     optimizer, other = (torch.optim.AdamW(p, lr=0.1, **way) for p in (parameters, others))
     torch._dynamo.reset()
