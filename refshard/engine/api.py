@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from refshard.engine.collectives import BorrowedGroup, Collectives, GroupCollectives
+from refshard.engine.collectives import Collectives, GroupCollectives, group_beside
 from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
 from refshard.engine.grouping import UnitGroup, group_units
@@ -194,14 +194,11 @@ def _default_mesh(device: torch.device) -> DeviceMesh:
 def _mesh_collectives(mesh: DeviceMesh, device: torch.device, mode: Mode, streams: int) -> Collectives:
     if mesh.ndim > 2:
         raise SpecError(f"mesh: must have one axis, or two to replicate and shard over, got {mesh.ndim}")
-    if mode.optimizer == "replicate" and mesh.ndim == 1:
-        return GroupCollectives(None, mesh.get_group(), device=device)
     if mode.optimizer == "replicate":
-        everyone = BorrowedGroup(mesh.get_group(0), mesh.mesh.flatten().tolist())
-        return GroupCollectives(None, everyone.group, device=device, borrowed=everyone)
+        ranks = mesh.mesh.flatten().tolist()
+        everyone = mesh.get_group() if mesh.ndim == 1 else group_beside(mesh.get_group(0), ranks)
+        return GroupCollectives(None, everyone, device=device)
     shards = mesh.get_group(mesh.ndim - 1)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-    if streams == 1:
-        return GroupCollectives(shards, replicas, device=device)
-    second = BorrowedGroup(shards, dist.get_process_group_ranks(shards))
-    return GroupCollectives(shards, replicas, reducing=second.group, device=device, borrowed=second)
+    reducing = group_beside(shards, dist.get_process_group_ranks(shards)) if streams == 2 else None
+    return GroupCollectives(shards, replicas, reducing=reducing, device=device)

@@ -106,8 +106,7 @@ class GroupCollectives(Collectives):
     """Collectives of process groups: of the shard axis, of the replicate axis, and of the shard axis again for
     reduce-scatters, so that a gather that was issued later need not queue behind them.
 
-    An axis of one rank needs no group: None stands for it, and a group of one is as good as none. One that is
-    ``borrowed`` goes back when neither the model nor a part of it is left.
+    An axis of one rank needs no group: None stands for it, and a group of one is as good as none.
     """
 
     def __init__(
@@ -117,9 +116,7 @@ class GroupCollectives(Collectives):
         *,
         reducing: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
-        borrowed: "BorrowedGroup | None" = None,
     ) -> None:
-        self._borrowed = borrowed
         shards = shards if shards and shards.size() > 1 else None
         replicas = replicas if replicas and replicas.size() > 1 else None
         self._shards, self._replicas = shards, replicas
@@ -241,28 +238,24 @@ class GroupCollectives(Collectives):
         return torch.empty(numel, dtype=dtype, device=device)
 
 
-_FREE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = (
+_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-"""Groups that :class:`BorrowedGroup` made and nobody uses now, by the group they were made beside and by ranks."""
 
 
-class BorrowedGroup:
-    """A process group of ``ranks`` beside ``parent``, with its timeout, for as long as this object lives.
+def group_beside(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A second process group of ``ranks``, with the timeout of ``parent``: the same for all models, and ended with all
+    other groups.
 
-    It goes back then, to be lent again, and ends with all other groups: models that are sharded one after another need
-    one. To destroy it and to make a new one would fail: torch names a group by its ranks and by how many there are, and
-    the new one would find the old one's addresses in the store.
+    One for each model could not be destroyed with it. Ranks collect a model at different times, and torch names a group
+    by its ranks and by how many groups there are: the next one would have another name on each rank, or find an old
+    one's addresses in the store.
     """
-
-    def __init__(self, parent: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        free = _FREE.setdefault(parent, {}).setdefault(tuple(ranks), [])
-        self.group: dist.ProcessGroup = (
-            free.pop()
-            if free
-            else dist.new_group(list(ranks), timeout=_timeout_of(parent), use_local_synchronization=True)
-        )
-        weakref.finalize(self, free.append, self.group).atexit = False
+    groups = _BESIDE.setdefault(parent, {})
+    key = tuple(ranks)
+    if key not in groups:
+        groups[key] = dist.new_group(list(ranks), timeout=_timeout_of(parent), use_local_synchronization=True)
+    return groups[key]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:

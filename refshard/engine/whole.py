@@ -45,7 +45,7 @@ class Whole:
         self.axis = SplitAxis(self.collectives, self.split.mesh) if self.split and divided else self.collectives
         self.slab = self.split.slab if self.split else tuple(slice(0, n) for n in self.shape)
         self.slab_shape = torch.Size([s.stop - s.start for s in self.slab])
-        self._reshaped = {self.shape: self}
+        self._reshaped = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself: copies of a part are parts of a tensor that is divided in the same way."""
@@ -68,6 +68,8 @@ class Whole:
         Raises:
             EngineError: tensor parallelism has split the tensor, and a slab's elements do not follow each other.
         """
+        if shape == self.shape:
+            return self
         if shape not in self._reshaped:
             if self.slab_shape != self.shape:
                 raise EngineError(

@@ -206,9 +206,11 @@ def test_what_the_engine_cannot_follow_is_refused(mode: str, change: Callable[[N
     [
         (lambda m: setattr(m, "head", nn.Linear(6, 11)), r"module 'head' is put into a Net"),
         (lambda m: m.layers.append(nn.Linear(6, 6)), r"module '4' is put into a ModuleList"),
-        (lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(11, 6))), r"parameter 'weight' is put into a Lin"),
+        (
+            lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(11, 6))),
+            r"parameter 'weight' is put into a Lin",
+        ),
         (lambda m: prune.l1_unstructured(m.head, "weight", 0.5), r"parameter 'weight_orig' is put into a Linear"),
-        (lambda m: parametrizations.orthogonal(m.head), r"module 'parametrizations' is put into a ParametrizedLinear"),
         (
             lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True),
             "parameter 'weight' is put into a Embedding",
@@ -223,6 +225,12 @@ def test_what_is_put_into_a_sharded_model_is_refused_and_the_model_stays_as_it_w
         change(model)
     model.loss = nn.CrossEntropyLoss()  # of no parameters
     assert train(model, 2) == train(bare, 2)
+
+
+def test_parametrizing_a_sharded_model_is_refused(mode: str) -> None:
+    _, model = pair(mode)
+    with pytest.raises(EngineError, match="module 'parametrizations' is put into a ParametrizedLinear"):
+        parametrizations.orthogonal(model.head)
 
 
 def test_loading_a_state_dict_in_place_works(mode: str) -> None:
