@@ -334,7 +334,7 @@ def test_autograd_takes_saved_weights_where_the_slot_holds_the_same_values_again
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, 2, optimizer=optimizer)
     saved = []
-    model.layers[1].down.register_forward_hook(
+    model.get_submodule("layers.1.down").register_forward_hook(
         lambda module, args, _: saved.append((args[0].sum() * module.weight).sum())
     )
     loss_of(model, make_batch(2))
