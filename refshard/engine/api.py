@@ -15,7 +15,7 @@ from refshard.engine.executor import Executor
 from refshard.engine.grouping import UnitGroup, group_units
 from refshard.engine.hooks import Hooks
 from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise, materialise_buffers
-from refshard.engine.optim import clip_gradients
+from refshard.engine.optim import clip_gradients, watch_optimizers
 from refshard.engine.precision import Precision
 from refshard.engine.registration import watch_registrations
 from refshard.engine.state_dict import show_gatherable
@@ -111,6 +111,7 @@ def shard(
     lanes = lanes or lanes_of(device, communication_streams)
     executor = Executor(units, chosen, collectives, lanes, debug=debug)
     hooks = Hooks(model, tuple(units), executor, precision)
+    watch_optimizers([p.sharded for unit in units for p in unit.parameters], hooks)
     show_gatherable(units)
     watch_registrations(model)
     setattr(model, _ENGINE, Engine(tuple(units), chosen, collectives, executor, hooks))

@@ -259,10 +259,12 @@ def group_beside(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Proces
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long a collective of ``group`` may take; None where its backend does not say."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    found: timedelta | None = getattr(options, "_timeout", None)
-    return found
+    """How long a collective of ``group`` may take; None where no backend of it says."""
+    for device in group._device_types:
+        found: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if found is not None:
+            return found
+    return None
 
 
 def named(error: RuntimeError, what: str, rank: int) -> EngineError:

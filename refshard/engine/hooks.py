@@ -56,7 +56,10 @@ class _Forward:
 
 
 class Hooks:
-    """The hooks on one sharded model, for as long as it lives."""
+    """The hooks on one sharded model, for as long as it lives.
+
+    ``unanswered`` says that no backward has come since the model's last forward, which had gradients enabled.
+    """
 
     def __init__(self, root: nn.Module, units: tuple[Unit, ...], executor: Executor, precision: Precision) -> None:
         self._executor = executor
@@ -65,6 +68,7 @@ class Hooks:
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
         self._read_early: set[int] = set()
         self._in_root = False
+        self.unanswered = False
         self._forward = _Forward()
         self._running = False
         self._begun: set[tuple[int, _Forward]] = set()
@@ -115,6 +119,7 @@ class Hooks:
         for called in self._called.values():
             called.clear()
         self._in_root = True
+        self.unanswered |= torch.is_grad_enabled()
         self._executor.begin_pass(self._forward, training=torch.is_grad_enabled())
 
     def _end_forward(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -272,6 +277,7 @@ class Hooks:
         if raised:
             self._executor.abandon_pass()
         else:
+            self.unanswered = False
             self._executor.end_backward(forwards)
 
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from refshard.engine.collectives import Collectives
 from refshard.engine.grouping import Member, UnitGroup
 from refshard.engine.local_part import AsPart, LocalPart, whole_of
-from refshard.engine.optim import watch_optimizers
 from refshard.engine.precision import Precision
 from refshard.engine.split import Split
 from refshard.engine.unit import FlatParameter, Unit, UnitParameter
@@ -182,7 +181,6 @@ def _flatten(
         parameters.append(
             UnitParameter(place, member.holders, sharded, start, stop, local.data_ptr(), split, as_part, listed)
         )
-    watch_optimizers([p.sharded for p in parameters])
     flat = FlatParameter(
         layout=layout,
         parameters=tuple(parameters),

@@ -6,8 +6,9 @@ Parameters, gradients and state are local parts (:mod:`refshard.engine.local_par
 
 import functools
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -113,20 +114,27 @@ def local_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         if whole_of(parameter) is not None:
             elements = _Elements(local_of(parameter).detach(), requires_grad=parameter.requires_grad)
             elements._part = parameter
-            setattr(elements, _MARK, True)
+            setattr(elements, _MARK, getattr(parameter, _MARK))
             made.append(elements)
         else:
             made.append(parameter)
     return made
 
 
-def watch_optimizers(parameters: Sequence[torch.Tensor]) -> None:
-    """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors, and see to it that every
-    other optimizer's step raises their version: fused ones write unseen, and the engine would not gather again.
+class Forwards(Protocol):
+    """What knows of a model's forwards: whether the last one, which had gradients enabled, still waits for one."""
+
+    unanswered: bool
+
+
+def watch_optimizers(parameters: Sequence[torch.Tensor], forwards: Forwards) -> None:
+    """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors, or whose gradients have
+    gone elsewhere; and see to it that every other optimizer's step raises their version: fused ones write unseen, and
+    the engine would not gather again.
     """
     _register_once()
     for parameter in parameters:
-        setattr(parameter, _MARK, True)
+        setattr(parameter, _MARK, weakref.ref(forwards))
 
 
 @functools.cache
@@ -145,6 +153,7 @@ def _raise_versions(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def _prepare(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Before a step: refuse an optimizer that needs whole tensors; make parts of what was given as a whole."""
+    _check_answered(optimizer)
     parts = [p for p in _watched(optimizer) if isinstance(p, LocalPart)]
     if not parts:
         return
@@ -168,6 +177,18 @@ def _prepare(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if not hasattr(optimizer, _MARK):
         setattr(optimizer, _MARK, True)
         optimizer.register_state_dict_post_hook(_show_gatherable)
+
+
+def _check_answered(optimizer: torch.optim.Optimizer) -> None:
+    if any(p.grad is not None for p in _watched(optimizer)):
+        return
+    for forwards in {getattr(p, _MARK) for p in _watched(optimizer)}:
+        if (found := forwards()) is not None and found.unanswered:
+            raise EngineError(
+                f"{type(optimizer).__name__} finds no gradient, and none has come to the sharded model since its last "
+                "forward: backward(inputs=...) and torch.autograd.grad do not know the parameters that it computed "
+                "with; call backward() without inputs, or run what is not trained under torch.no_grad()"
+            )
 
 
 def _as_part(value: torch.Tensor, part: LocalPart) -> torch.Tensor:

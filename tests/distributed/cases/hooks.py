@@ -198,7 +198,7 @@ def parametrized_after_sharding(side: Side) -> None:
     train(side, model)
 
 
-@case(table=True)
+@case(table=True, refuses="weight_norm")
 def weight_norm_of_old(side: Side) -> None:
     model = Stack([nn.utils.weight_norm(nn.Linear(DIM, DIM)) for _ in range(3)])
     train(side, side.shard(model, side.x()))
