@@ -6,16 +6,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from refshard.engine import checkpoint
     from refshard.engine.api import clip_grad_norm_, full_parameters, no_sync, shard
+    from refshard.engine.optim import local_parameters
     from refshard.engine.precision import Precision
 
 __version__ = "0.1.0"
-__all__ = ["Precision", "__version__", "checkpoint", "clip_grad_norm_", "full_parameters", "no_sync", "shard"]
+__all__ = [
+    "Precision",
+    "__version__",
+    "checkpoint",
+    "clip_grad_norm_",
+    "full_parameters",
+    "local_parameters",
+    "no_sync",
+    "shard",
+]
 
 
 _HOME = {
     "Precision": "refshard.engine.precision",
     "clip_grad_norm_": "refshard.engine.api",
     "full_parameters": "refshard.engine.api",
+    "local_parameters": "refshard.engine.optim",
     "no_sync": "refshard.engine.api",
     "shard": "refshard.engine.api",
 }

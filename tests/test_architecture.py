@@ -101,7 +101,16 @@ def test_what_is_imported_is_declared() -> None:
 
 
 def test_public_face() -> None:
-    names = ["Precision", "__version__", "checkpoint", "clip_grad_norm_", "full_parameters", "no_sync", "shard"]
+    names = [
+        "Precision",
+        "__version__",
+        "checkpoint",
+        "clip_grad_norm_",
+        "full_parameters",
+        "local_parameters",
+        "no_sync",
+        "shard",
+    ]
     assert sorted(refshard.__all__) == names
     for name in refshard.__all__:
         assert getattr(refshard, name) is not None

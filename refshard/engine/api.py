@@ -3,21 +3,22 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from refshard.engine.collectives import Collectives, GroupCollectives
+from refshard.engine.collectives import Collectives, GroupCollectives, group_beside
 from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
 from refshard.engine.grouping import UnitGroup, group_units
 from refshard.engine.hooks import Hooks
-from refshard.engine.materialise import Initialise, make_unit, materialise
-from refshard.engine.optim import clip_gradients
+from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise, materialise_buffers
+from refshard.engine.optim import clip_gradients, watch_optimizers
 from refshard.engine.precision import Precision
+from refshard.engine.registration import watch_registrations
+from refshard.engine.state_dict import show_gatherable
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
 from refshard.plan.placement import Accumulation, Mode, find_mode
@@ -34,16 +35,6 @@ class Engine:
     collectives: Collectives
     executor: Executor
     hooks: Hooks
-
-    def __reduce__(self) -> NoReturn:
-        """A copy's hooks would work on the original's storage.
-
-        Raises:
-            EngineError: always; ``copy.deepcopy`` and ``pickle`` of the model come here.
-        """
-        raise EngineError(
-            "a sharded model cannot be copied or pickled; copy it before refshard.shard, or save its full_parameters"
-        )
 
 
 def shard(
@@ -63,12 +54,14 @@ def shard(
 ) -> nn.Module:
     """Shard ``model`` over ``mesh`` in place, and return it.
 
-    Afterwards ``model.parameters()`` yields this rank's part of every parameter, 1-D and possibly empty, under the
-    parameter's own name (the very objects that were there before); an elementwise optimizer (AdamW, SGD, ...) over them
-    just works, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``, ``torch.amp.GradScaler`` and evaluation
-    under ``no_grad``. All ranks start from the first rank's weights, and must call the same modules and use the same
-    parameters in each step, in the same order. A parameter that took no part in a step has no gradient. Where nothing
-    is sharded, the storage of a ``.grad`` is written again by the next step; clone what must last.
+    Afterwards ``model.parameters()`` yields this rank's part of every parameter, under the parameter's own name and
+    with its shape (the very objects that were there before): a :class:`~refshard.engine.local_part.LocalPart`, on which
+    an operator is right for the whole tensor or raises. Where nothing is sharded it is a plain parameter. Elementwise
+    optimizers (AdamW, SGD, ...) over them just work, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``,
+    ``torch.amp.GradScaler``, torch's distributed checkpoints and evaluation under ``no_grad``. All ranks start from the
+    first rank's weights, and must call the same modules and use the same parameters in each step, in the same order. A
+    parameter that took no part in a step has no gradient. Where nothing is sharded, the storage of a ``.grad`` is
+    written again by the next step; clone what must last.
 
     Args:
         model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time. One
@@ -83,8 +76,8 @@ def shard(
         precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
         accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
             mode's own way. See :func:`no_sync`.
-        initialise: fills in place the parameters that a module from the meta device holds directly; by default its own
-            ``reset_parameters``.
+        initialise: fills in place the parameters and buffers that a module from the meta device holds directly; by
+            default its own ``reset_parameters``.
         offload: keep masters, their gradients and so the optimizer's state in (pinned) CPU memory.
         communication_streams: 1, or 2 to let reductions and gathers run beside each other: on CUDA streams of their own
             (a third where shards are replicated too), and in two process groups of the same ranks.
@@ -103,16 +96,24 @@ def shard(
     if any(hasattr(module, _ENGINE) for module in model.modules()):
         raise EngineError("the model, or a part of it, is sharded already; shard a fresh one, and as a whole")
     groups = group_units(model, blocks)
+    for group in groups:
+        check_parameters(group)
     device = _compute_device(groups, mesh)
-    collectives = collectives or _mesh_collectives(mesh, device, chosen, communication_streams)
+    if collectives is None:
+        mesh = mesh or _default_mesh(device)
+        collectives = _mesh_collectives(mesh, device, chosen, communication_streams)
     units = []
     with torch.no_grad():
         for index, group in enumerate(groups):
             materialise(group, device, initialise)
-            units.append(make_unit(index, group, chosen, precision, collectives, device, offload=offload))
+            units.append(make_unit(index, group, chosen, precision, collectives, device, mesh, offload=offload))
+        materialise_buffers(model, device, initialise)
     lanes = lanes or lanes_of(device, communication_streams)
     executor = Executor(units, chosen, collectives, lanes, debug=debug)
     hooks = Hooks(model, tuple(units), executor, precision)
+    watch_optimizers([p.sharded for unit in units for p in unit.parameters], hooks)
+    show_gatherable(units)
+    watch_registrations(model)
     setattr(model, _ENGINE, Engine(tuple(units), chosen, collectives, executor, hooks))
     return model
 
@@ -184,22 +185,21 @@ def _compute_device(groups: Sequence[UnitGroup], mesh: DeviceMesh | None) -> tor
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _mesh_collectives(mesh: DeviceMesh | None, device: torch.device, mode: Mode, streams: int) -> Collectives:
+def _default_mesh(device: torch.device) -> DeviceMesh:
+    """One axis of all ranks."""
     if not dist.is_initialized():
         raise EngineError("no process group; call torch.distributed.init_process_group() before refshard.shard")
-    if mesh is None:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def _mesh_collectives(mesh: DeviceMesh, device: torch.device, mode: Mode, streams: int) -> Collectives:
     if mesh.ndim > 2:
         raise SpecError(f"mesh: must have one axis, or two to replicate and shard over, got {mesh.ndim}")
     if mode.optimizer == "replicate":
-        everyone = mesh.get_group() if mesh.ndim == 1 else _new_group(mesh.mesh.flatten().tolist())
+        ranks = mesh.mesh.flatten().tolist()
+        everyone = mesh.get_group() if mesh.ndim == 1 else group_beside(mesh.get_group(0), ranks)
         return GroupCollectives(None, everyone, device=device)
     shards = mesh.get_group(mesh.ndim - 1)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
-    reducing = _new_group(dist.get_process_group_ranks(shards)) if streams == 2 else None
+    reducing = group_beside(shards, dist.get_process_group_ranks(shards)) if streams == 2 else None
     return GroupCollectives(shards, replicas, reducing=reducing, device=device)
-
-
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return group

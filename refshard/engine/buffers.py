@@ -1,9 +1,8 @@
 """Slots: the storage that unsharded parameters and gradients live in, and who owns it now.
 
 A slot's tensor objects are stable; only their storage comes and goes (transient) or changes hands (ring). Parameters
-are views of them, so that an all-gather lands in place and nothing is copied out. Because such a refill must not be
-seen by autograd's version counters, a slot counts *generations* instead: whoever reads checks that the content is
-still theirs.
+are views of them, so that an all-gather lands in place and nothing is copied out. Autograd's version counters do not
+see such a refill: :class:`~refshard.engine.unit.Unit` sets them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ class Slot:
     is filled with NaN, so that a read after release cannot pass unnoticed.
     """
 
-    __slots__ = ("_bytes", "_debug", "flats", "generation", "owner", "persistent")
+    __slots__ = ("_bytes", "_debug", "flats", "owner", "persistent")
 
     def __init__(self, flats: Sequence[torch.Tensor], *, persistent: bool, debug: bool = False) -> None:
         self.flats = tuple(flats)
@@ -30,7 +29,6 @@ class Slot:
         self.persistent = persistent
         self._debug = debug
         self.owner: str | None = None
-        self.generation = 0
         if not persistent:
             self._resize(0)
 
@@ -49,8 +47,8 @@ class Slot:
             self._resize(0)
         return made
 
-    def acquire(self, owner: str) -> int:
-        """Hand the slot to ``owner`` and return the new generation.
+    def acquire(self, owner: str) -> None:
+        """Hand the slot to ``owner``.
 
         Raises:
             EngineError: another owner holds it.
@@ -63,8 +61,6 @@ class Slot:
         if not self.persistent:
             self._resize(None)
         self.owner = owner
-        self.generation += 1
-        return self.generation
 
     def release(self) -> None:
         """Give the slot up; its content is gone."""
@@ -74,18 +70,6 @@ class Slot:
         if not self.persistent:
             self._resize(0)
         self.owner = None
-
-    def check(self, owner: str, generation: int) -> None:
-        """Check that the slot still holds what ``owner`` put there in ``generation``.
-
-        Raises:
-            EngineError: it was refilled since; computing with it would be silently wrong.
-        """
-        if (self.owner, self.generation) != (owner, generation):
-            raise EngineError(
-                f"unit '{owner}' expects generation {generation} in its slot, which holds generation "
-                f"{self.generation} of unit '{self.owner}'; backward would compute with another unit's weights"
-            )
 
     def _resize(self, nbytes: int | None) -> None:
         """Give every flat ``nbytes`` of storage, or all that it needs."""

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from refshard import folders
-from refshard.engine.api import engine_of, full_parameters
-from refshard.engine.dcp import Place, Stored, encode, key_of, read, sharded, whole, write
+from refshard.engine.api import full_parameters
+from refshard.engine.dcp import Place, check_loadable, key_of, read, write
+from refshard.engine.local_part import local_of
 from refshard.engine.optimizer_state import Restore, State, group_keys, plan_restore, state_of
-from refshard.engine.parts import LocalPart, local_parts
+from refshard.engine.parts import named_parts
 from refshard.engine.saved import Saved
 from refshard.errors import CheckpointError, nearest
 
@@ -30,6 +31,8 @@ T = TypeVar("T")
 CONTENTS = (".metadata", "*.distcp")
 """What a checkpoint's folder holds; a folder that holds anything else is never replaced."""
 MODEL, EXTRA, HEADER = "model", "extra", "refshard"
+Tie = dict[str, torch.Tensor]
+"""Two keys of one tied parameter, and where to read what is under each."""
 FORMAT = 1
 """Raised when a change makes older versions misread what is written."""
 
@@ -50,11 +53,14 @@ def save(
             held is still there.
         EngineError: the model is not sharded.
     """
-    tensors, values = _together(lambda: _collect(model, optimizer, extra))
+    entries = _together(lambda: _collect(model, optimizer, extra))
+    aliases: dict[Place, list[Place]] = {
+        (MODEL, part.name): [(MODEL, name) for name in part.names[1:]] for part in named_parts(model)
+    }
     staging = folders.partial(folder)
     _together(lambda: _on_rank_0(lambda: folders.begin(folder, CONTENTS)))
     try:
-        write(staging, tensors, values)
+        write(staging, entries, aliases)
         _together(lambda: _on_rank_0(lambda: Saved.open(staging)))
     except CheckpointError:
         # All ranks are here, so none still writes. After any other error one may, and the next save tidies up.
@@ -82,13 +88,13 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     saved = _together(lambda: Saved.open(where))
     _check_same_on_all_ranks(saved)
     groups = [] if optimizer is None else group_keys(saved.metadata)
-    small = read(where, [], [key for key in (HEADER, EXTRA, *groups) if key in saved])
+    small = read(where, {}, [key for key in (HEADER, EXTRA, *groups) if key in saved])
     tensors, ties, restore = _together(lambda: _plan(saved, small, groups, model, optimizer))
     _check_ties(where, ties)
     if restore is None:
         read(where, tensors)
     else:
-        restore.finish(read(where, [*tensors, *restore.tensors], restore.values))
+        restore.finish(read(where, tensors | restore.tensors, restore.values))
     return dict(small.get(EXTRA, {}))
 
 
@@ -101,7 +107,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         EngineError: the model is not sharded.
     """
-    names = {part.name: part.names for part in local_parts(model)}
+    names = {part.name: part.names for part in named_parts(model)}
     found: dict[str, torch.Tensor] = {}
     for name, value in full_parameters(model):
         if _rank() == 0:
@@ -114,36 +120,24 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _collect(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
-) -> tuple[list[Stored], dict[Place, bytes]]:
+) -> dict[Place, Any]:
     """This rank's share of the checkpoint. What all ranks hold alike is rank 0's to write."""
-    _check_unsplit(model)
-    parts = local_parts(model)
-    state = State([], [], {}) if optimizer is None else state_of(optimizer, parts)
-    tensors = [*(_stored(part) for part in parts), *state.elementwise]
+    parts = named_parts(model)
+    state = State({}, {}, {}) if optimizer is None else state_of(optimizer, parts)
+    entries: dict[Place, Any] = {(MODEL, part.name): part.parameter.detach() for part in parts}
+    entries.update(state.elementwise)
     if _rank() != 0:
-        return tensors, {}
+        return entries
     header = {
         "format": FORMAT,
         "optimizer": None if optimizer is None else type(optimizer).__name__,
-        "scalars": sorted({str(scalar.path[-1]) for scalar in state.scalars}),
+        "scalars": sorted({str(place[-1]) for place in state.scalars}),
     }
     values = {(HEADER,): header, (EXTRA,): _plain(extra or {}), **state.values}
-    tensors += [*state.scalars, *(whole((MODEL, name), buffer) for name, buffer in _buffers(model))]
-    return tensors, {place: encode(value, f"'{key_of(place)}'") for place, value in values.items()}
-
-
-def _check_unsplit(model: nn.Module) -> None:
-    split = next((p.layout.name for unit in engine_of(model).units for p in unit.parameters if p.split), None)
-    if split is not None:
-        raise CheckpointError(
-            f"parameter '{split}' is split by tensor parallelism, which a checkpoint cannot hold; save "
-            "full_state_dict(model) on rank 0 instead"
-        )
-
-
-def _stored(part: LocalPart) -> Stored:
-    path, *aliases = ((MODEL, name) for name in part.names)
-    return sharded(path, part.shape, part.first, part.parameter, aliases)
+    for place, value in values.items():
+        check_loadable(value, f"'{key_of(place)}'")
+    buffers = {(MODEL, name): buffer.detach() for name, buffer in _buffers(model)}
+    return entries | state.scalars | buffers | values
 
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,9 +160,8 @@ def _plan(
     groups: Sequence[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-) -> tuple[list[Stored], list[tuple[Stored, Stored]], Restore | None]:
+) -> tuple[dict[str, torch.Tensor], list[Tie], Restore | None]:
     """All that is to be read, once it is sure that it fits; changes nothing."""
-    _check_unsplit(model)
     header = small.get(HEADER, {})
     _check_header(saved.folder, header, optimizer)
     tensors, ties = _wanted(saved, model)
@@ -176,12 +169,12 @@ def _plan(
         return tensors, ties, None
     settings = {key: small[key] for key in groups}
     scalars = header.get("scalars", ["step"])
-    return tensors, ties, plan_restore(optimizer, local_parts(model), saved.metadata, settings, scalars)
+    return tensors, ties, plan_restore(optimizer, named_parts(model), saved.metadata, settings, scalars)
 
 
-def _wanted(saved: Saved, model: nn.Module) -> tuple[list[Stored], list[tuple[Stored, Stored]]]:
-    """What to read into the model, in place; and, for each further name of a tied weight under which the checkpoint
-    holds other bytes, scratch for both, since they must be equal.
+def _wanted(saved: Saved, model: nn.Module) -> tuple[dict[str, torch.Tensor], list[Tie]]:
+    """What to read into the model, in place, by key; and, for each further name of a tied weight under which the
+    checkpoint holds other bytes, scratch for both, since they must be equal.
     """
     known = _state_names(model)
     for key in saved.keys_below(MODEL):
@@ -191,22 +184,21 @@ def _wanted(saved: Saved, model: nn.Module) -> tuple[list[Stored], list[tuple[St
                 f"checkpoint {saved.folder} holds '{name}', which the model has not ({nearest(name, known)}); "
                 "build the model that was saved"
             )
-    tensors, ties = [], []
-    for part in local_parts(model):
-        target = _stored(part)
-        present = [path for path in (target.path, *target.aliases) if key_of(path) in saved]
-        for path in present or [target.path]:
-            saved.check_shape(key_of(path), part.shape, f"parameter '{path[1]}'")
-        tensors.append(sharded(present[0], part.shape, part.first, part.parameter))
-        for path in present[1:]:
-            if saved.location(key_of(path)) != saved.location(key_of(present[0])):
-                first, other = (
-                    sharded(p, part.shape, part.first, torch.empty_like(part.parameter)) for p in (present[0], path)
-                )
-                ties.append((first, other))
+    tensors, ties = {}, []
+    for part in named_parts(model):
+        keys = {key_of((MODEL, name)): name for name in part.names}
+        present = [key for key in keys if key in saved]
+        for key in present or list(keys)[:1]:
+            saved.check_shape(key, tuple(part.shape), f"parameter '{keys[key]}'")
+        value = part.parameter.detach()
+        tensors[present[0]] = value
+        for key in present[1:]:
+            if saved.location(key) != saved.location(present[0]):
+                ties.append({present[0]: torch.empty_like(value), key: torch.empty_like(value)})
     for name, buffer in _buffers(model):
-        tensors.append(whole((MODEL, name), buffer))
-        saved.check_shape(tensors[-1].key, tensors[-1].shape, f"buffer '{name}'")
+        key = key_of((MODEL, name))
+        tensors[key] = buffer.detach()
+        saved.check_shape(key, tuple(buffer.shape), f"buffer '{name}'")
     return tensors, ties
 
 
@@ -236,21 +228,22 @@ def _check_header(where: Path, header: Mapping[str, Any], optimizer: torch.optim
         )
 
 
-def _check_ties(where: Path, ties: Sequence[tuple[Stored, Stored]]) -> None:
-    if not ties:
-        return
-    read(where, [stored for pair in ties for stored in pair])
+def _check_ties(where: Path, ties: Sequence[Tie]) -> None:
+    for tie in ties:
+        read(where, tie)
 
     def check() -> None:
-        for one, other in ties:
-            for offsets, chunk in one.chunks.items():
-                if not torch.allclose(chunk, other.chunks[offsets], rtol=0, atol=0, equal_nan=True):
-                    raise CheckpointError(
-                        f"checkpoint {where} holds different values of '{one.path[1]}' and '{other.path[1]}', which "
-                        "are one tied parameter in the model; build the model without the tie"
-                    )
+        for tie in ties:
+            one, other = map(local_of, tie.values())
+            if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+                names = [f"'{key.removeprefix(f'{MODEL}.')}'" for key in tie]
+                raise CheckpointError(
+                    f"checkpoint {where} holds different values of {' and '.join(names)}, which are one tied parameter "
+                    "in the model; build the model without the tie"
+                )
 
-    _together(check)
+    if ties:
+        _together(check)
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -3,10 +3,12 @@
 This file alone chooses between torch's old and new names of the flat collectives, and between algorithms per library.
 """
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,6 +23,13 @@ class Pending(Protocol):
 
     def wait(self) -> object:
         """Make its result usable by the caller (on CUDA: by the current stream)."""
+
+
+class Axis(Protocol):
+    """The ranks that hold the other parts of a tensor."""
+
+    def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
+        """Replace the small ``tensor`` by its sum or maximum over them, synchronously."""
 
 
 class Collectives(ABC):
@@ -74,8 +83,22 @@ class Collectives(ABC):
     def agree(self, value: int) -> bool:
         """Whether every rank of both axes calls this with the same ``value`` (at most 32 bits), synchronously."""
 
-    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised 1-D tensor to communicate through for good."""
+    def gather_ranges(self, part: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """All of a 1-D tensor, of which each rank of the shard axis gives its range (``part``), on ``part``'s device.
+
+        Synchronous. Ranges are ``[start, stop)`` in rank order, follow each other without a gap, and may be empty.
+        """
+        longest = max(stop - start for start, stop in ranges)
+        if self.world_size == 1 or not longest:
+            return part.clone()
+        padded = part.new_zeros(longest)
+        padded[: part.numel()] = part
+        gathered = part.new_empty(self.world_size * longest)
+        self.all_gather(gathered, padded).wait()
+        return torch.cat([row[: stop - start] for row, (start, stop) in zip(gathered.split(longest), ranges)])
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device, reduced: bool = False) -> torch.Tensor:
+        """An uninitialised 1-D tensor to communicate through for good: to gather to, or to be ``reduced`` from."""
         return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -173,6 +196,18 @@ class GroupCollectives(Collectives):
                 dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._shards)
             tensor.copy_(there)
 
+    def gather_ranges(self, part: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """See :meth:`Collectives.gather_ranges`: each rank that holds something sends that, and no padding."""
+        if self._shards is None:
+            return part.clone()
+        whole = torch.empty(max(stop for _, stop in ranges), dtype=part.dtype, device=self._device)
+        whole[slice(*ranges[self.rank])].copy_(part)
+        with self._told("broadcast of parts of a parameter"):
+            for rank, (start, stop) in enumerate(ranges):
+                if stop > start:
+                    dist.broadcast(whole[start:stop], group_src=rank, group=self._shards)
+        return whole.to(part.device)
+
     def agree(self, value: int) -> bool:
         """See :meth:`Collectives.agree`."""
         extremes = torch.tensor([value, -value], dtype=torch.int64, device=self._device)
@@ -188,18 +223,58 @@ class GroupCollectives(Collectives):
         """Of a failing synchronous collective say which it is; the executor does so for those of a unit."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise EngineError(
-                f"{what} failed on rank {self.world_rank}; another rank has probably ended: {error}"
-            ) from error
+            raise named(error, what, self.world_rank) from error
 
-    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See :meth:`Collectives.allocate`: in memory that the group has registered, where its backend can."""
-        if self._shards is not None and backend_of(self._shards, self._device) == "nccl":
-            backend = self._shards._get_backend(device)
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device, reduced: bool = False) -> torch.Tensor:
+        """See :meth:`Collectives.allocate`: in memory that the group which uses it has registered, where it can."""
+        group = self._reducing if reduced else self._shards
+        if group is not None and backend_of(group, self._device) == "nccl":
+            backend = group._get_backend(device)
             if backend.supports_tensor_alloc(device):
                 return backend.allocate_tensor(numel, dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device=device)
+
+
+_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def group_beside(parent: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A second process group of ``ranks``, with the timeout of ``parent``: the same for all models, and ended with all
+    other groups.
+
+    One for each model could not be destroyed with it. Ranks collect a model at different times, and torch names a group
+    by its ranks and by how many groups there are: the next one would have another name on each rank, or find an old
+    one's addresses in the store.
+    """
+    groups = _BESIDE.setdefault(parent, {})
+    key = tuple(ranks)
+    if key not in groups:
+        groups[key] = dist.new_group(list(ranks), timeout=_timeout_of(parent), use_local_synchronization=True)
+    return groups[key]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of ``group`` may take; None where no backend of it says."""
+    for device in group._device_types:
+        found: timedelta | None = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if found is not None:
+            return found
+    return None
+
+
+def named(error: RuntimeError, what: str, rank: int) -> EngineError:
+    """``error`` of a collective, which says ``what`` it was and on which rank."""
+    lost = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _OF_A_LOST_RANK)
+    return EngineError(f"{what} failed on rank {rank}{'; another rank has probably ended' if lost else ''}: {error}")
+
+
+_OF_A_LOST_RANK = ("connection", "socket", "timed out", "timeout", "broken pipe", "peer", "remote")
+"""What torch's message holds where the other end of a connection is gone."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -5,18 +5,18 @@ masters in its own memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from refshard.engine.collectives import Collectives, Pending, Together
+from refshard.engine.collectives import Collectives, Pending, Together, named
 from refshard.engine.device import Lane, Lanes
 from refshard.engine.unit import FlatParameter, Unit
 from refshard.errors import EngineError
-from refshard.plan.schedule import Op, OpKind
+from refshard.plan.schedule import Op, OpKind, Phase, Presence
 
 _NO_LABEL = nullcontext()
 
@@ -49,9 +49,9 @@ class Effects:
         """What ``op`` says, ready to be done any number of times."""
         unit = self._units[op.unit]
         if op.kind is OpKind.BEGIN:
-            return partial(self._begin, unit, backward=op.phase == "backward")
+            return partial(self._begin, unit, op.phase)
         if op.kind is OpKind.END:
-            return partial(self._end, unit, backward=op.phase == "backward")
+            return partial(self._end, unit, op.phase)
         return partial(self._of[op.kind], unit)
 
     def execute(self, op: Op) -> None:
@@ -89,19 +89,17 @@ class Effects:
         for index in tuple(self.reducing):
             self.finish(self._units[index])
 
-    def drop_gradients(self, unit: Unit, *, keep: bool) -> None:
-        """Give up unsharded gradients, and a reduction under way; with ``keep``, only such a reduction."""
-        unit.in_backward = False
-        unit.inputs_awaited = 0
-        if unit.reducing is None and keep:
-            return
-        unit.reducing = None
-        self._combined.discard(unit.index)
-        unit.drop_gradients()
-        for flat in unit.trained_flats:
-            flat.drop_target()
-        if unit.gradient_slot.owner == unit.name:
-            unit.gradient_slot.release()
+    def abandon(self, unit: Unit, *, keep_gradients: bool) -> None:
+        """Give up what is under way of a unit: see :meth:`Unit.abandon`."""
+        for pending in (unit.gathering, unit.reducing):
+            if pending is not None:
+                # Nobody will use its result; if it failed, the next collective says so.
+                with suppress(RuntimeError):
+                    pending.wait()
+        unit.abandon(keep_gradients=keep_gradients)
+        if unit.index in self.reducing:
+            self.reducing.remove(unit.index)
+            self._combined.discard(unit.index)
 
     def _gather(self, unit: Unit) -> None:
         if unit.aliased:
@@ -111,10 +109,10 @@ class Effects:
                 # What compute read last from this storage must be over before it is written again (second wait).
                 self._lanes.wait("gather", self._released)
                 self._newly_released = False
-            unit.generation = unit.slot.acquire(unit.name)
+            unit.slot.acquire(unit.name)
             pairs = [(full, self._source(flat, full)) for flat, full in zip(unit.flats, unit.slot.flats)]
             works = (self._collectives.all_gather(full, shard) for full, shard in pairs)
-            unit.gathering = self._issue("gather", "all_gather", unit, works)
+            unit.start_gather(self._issue("gather", "all_gather", unit, works))
 
     def _source(self, flat: FlatParameter, full: torch.Tensor) -> torch.Tensor:
         """What is gathered into ``full``: the shard, or its copy in the place where it belongs."""
@@ -130,37 +128,22 @@ class Effects:
         assert unit.gathering is not None
         # Compute must not read what has not arrived (third wait).
         self._await(unit.gathering, "all_gather", unit)
-        unit.gathering = None
-        unit.resident = True
-        unit.gathered_version = unit.version
+        unit.finish_gather()
 
-    def _begin(self, unit: Unit, *, backward: bool) -> None:
-        _mark("backward" if backward else "forward", unit)
-        if backward:
-            if unit.trained and unit.gradient_slot.persistent and unit.gradient_slot.owner != unit.name:
-                unit.gradient_slot.acquire(unit.name)
-                for flat in unit.trained_flats:
-                    flat.carry_gradients()
-            unit.arrived.clear()
-            unit.in_backward = True
-            if not unit.facts.read_in_backward:
-                return
-        unit.slot.check(unit.name, unit.generation)
-        unit.computing = True
-        # In backward too: what is recomputed there reads the modules' parameters again.
-        unit.expose_unsharded()
+    def _begin(self, unit: Unit, phase: Phase) -> None:
+        _mark(phase, unit)
+        if phase == "backward":
+            # A second part of its backward: the slot still holds what the first part left there.
+            self.finish(unit)
+        unit.begin(phase)
 
-    def _end(self, unit: Unit, *, backward: bool) -> None:
+    def _end(self, unit: Unit, phase: Phase) -> None:
         _mark("leave", unit)
-        unit.computing = False
-        if backward:
-            unit.in_backward = False
-        unit.expose_sharded()
+        unit.end(phase)
 
     def _release(self, unit: Unit) -> None:
-        if unit.resident and not unit.aliased:
-            unit.resident = False
-            unit.slot.release()
+        if unit.presence is not Presence.SHARDED and not unit.aliased:
+            unit.release()
             self._released = self._lanes.record("compute", self._released)
             self._newly_released = True
 
@@ -217,21 +200,22 @@ class Effects:
         try:
             works = tuple(calls)
             return self._lanes.issued(lane, works[0] if len(works) == 1 else Together(works))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise self._lost(collective, unit, error) from error
+            raise self._named(collective, unit, error) from error
 
     def _await(self, pending: Pending, collective: str, unit: Unit) -> None:
         try:
             with _label("wait", unit):
                 pending.wait()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            raise self._lost(collective, unit, error) from error
+            raise self._named(collective, unit, error) from error
 
-    def _lost(self, collective: str, unit: Unit, error: RuntimeError) -> EngineError:
-        return EngineError(
-            f"{collective} of unit '{unit.name}' failed on rank {self._collectives.world_rank}; "
-            f"another rank has probably ended: {error}"
-        )
+    def _named(self, collective: str, unit: Unit, error: RuntimeError) -> EngineError:
+        return named(error, f"{collective} of unit '{unit.name}'", self._collectives.world_rank)
 
 
 def _label(what: str, unit: Unit) -> AbstractContextManager[object]:

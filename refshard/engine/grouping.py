@@ -59,11 +59,14 @@ def group_units(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None
 
 
 def find_blocks(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None) -> dict[str, nn.Module]:
-    """The modules that become units, by name: those asked for, or the members of the outermost ``nn.ModuleList``."""
+    """The modules that become units, by name: those asked for, or the members of the outermost ``nn.ModuleList``.
+
+    A list or dictionary of modules among them stands for its members.
+    """
     named = {name: module for name, module in model.named_modules() if name}
     if blocks is None:
         lists = [name for name, module in named.items() if isinstance(module, nn.ModuleList)]
-        wanted = {f"{name}.{child}" for name in lists for child, _ in named[name].named_children()}
+        wanted = {member for name in lists for member in _members_of(name, named[name])}
     else:
         wanted = {found for block in blocks for found in _resolve(block, named)}
     outermost = {n: m for n, m in named.items() if n in wanted and not any(n.startswith(f"{o}.") for o in wanted)}
@@ -82,9 +85,16 @@ def _resolve(block: str | type[nn.Module], named: dict[str, nn.Module]) -> list[
         return found
     if block not in named:
         raise SpecError(f"blocks: the model has no module '{block}'; {nearest(block, list(named))}")
-    if isinstance(named[block], nn.ModuleList):
-        return [f"{block}.{child}" for child, _ in named[block].named_children()]
-    return [block]
+    return list(_members_of(block, named[block]))
+
+
+def _members_of(name: str, module: nn.Module) -> Iterator[str]:
+    """The module's name; of a list or dictionary of modules, which is never called itself, those of its members."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield name
+        return
+    for child, member in module.named_children():
+        yield from _members_of(f"{name}.{child}", member)
 
 
 def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[list[str], list[nn.Module]]]:

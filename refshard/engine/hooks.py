@@ -1,129 +1,213 @@
 """Turns what autograd and the modules report into the schedule's markers.
 
-A unit's forward begins when the first of its modules is called and ends when each has been called once. Its backward
-begins when the gradient of one of its outputs is there, and ends when the last of its parameters' gradients has
-arrived, which :class:`~refshard.engine.unit.Unit` counts. Frozen parameters send no gradient, and what reads them may
-come after the last one that does: a unit that has some ends when the gradients of its inputs are there too.
+A unit's forward begins when the first of its modules is called and ends when each has been called once, or with the
+model's own forward. Its backward begins when the gradient of one of its outputs is there, and ends when the last of its
+parameters' gradients has arrived, which :class:`~refshard.engine.unit.Unit` counts. Frozen parameters send no gradient,
+and what reads them may come after the last one that does: a unit that has some ends when the gradients of its inputs
+are there too.
+
+Where a call's graph is new, what backward reads is watched (:mod:`refshard.engine.reads`). A unit whose weights are
+read before its backward has begun is gathered there and then, and its calls stay watched; one whose weights are read
+after it has ended is gathered again, and stays so until the backward ends, then and ever after.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from refshard.engine.executor import Executor
 from refshard.engine.precision import Precision
+from refshard.engine.reads import address, watched_reads
+from refshard.engine.trees import leaves_of, with_leaves
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 from refshard.plan.schedule import Op, OpKind
 
-_NONE = -1
-"""What autograd knows a backward by while it runs none."""
+
+@dataclass(slots=True, eq=False)
+class _Module:
+    """One of a unit's modules, and the call of it that is under way.
+
+    Calls that make equally many nodes of autograd's are taken to be alike. ``known`` is how many those made whose
+    backward was watched; ``unfamiliar`` says that the last call was not like any of them. ``start`` is how many nodes
+    there were when the call under way began, ``watch`` what it runs in, if it is watched.
+    """
+
+    unit: Unit
+    module: nn.Module
+    hook: int = 0
+    known: set[int] = field(default_factory=set)
+    unfamiliar: bool = True
+    start: int = 0
+    watch: AbstractContextManager[object] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forward:
+    """One forward pass; ``watched`` counts, by unit, its calls whose inputs' gradients backward has to await."""
+
+    watched: Counter[int] = field(default_factory=Counter)
 
 
 class Hooks:
-    """The hooks on one sharded model, for as long as it lives."""
+    """The hooks on one sharded model, for as long as it lives.
+
+    ``unanswered`` says that no backward has come since the model's last forward, which had gradients enabled.
+    """
 
     def __init__(self, root: nn.Module, units: tuple[Unit, ...], executor: Executor, precision: Precision) -> None:
         self._executor = executor
         self._precision = precision
+        self._units = units
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
-        self._in_backward: set[int] = set()
-        self._backward = _NONE
+        self._read_early: set[int] = set()
+        self._in_root = False
+        self.unanswered = False
         self._forward = _Forward()
-        self._forwards: set[_Forward] = set()
-        root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
-        # Called even where forward raised, so that the model does not go on showing unsharded parameters.
-        root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True)
+        self._running = False
+        self._begun: set[tuple[int, _Forward]] = set()
         for unit in units:
+            unit.on_early_gradient = self._take_up
             for module in unit.modules:
-                self._hook_module(unit, module)
+                self._hook_module(_Module(unit, module))
+        # Last, so that it comes before those of the root's own unit.
+        root.register_forward_pre_hook(_Hook(self._begin_pass), prepend=True)
+        # Called even where forward raised, so that the model does not go on showing unsharded parameters.
+        root.register_forward_hook(_Hook(self._end_forward), always_call=True)
 
-    def _hook_module(self, unit: Unit, module: nn.Module) -> None:
-        called = self._called[unit.index]
-        begin, end = (Op(kind, unit.index, "forward") for kind in (OpKind.BEGIN, OpKind.END))
-
+    def _hook_module(self, called: _Module) -> None:
+        unit, module = called.unit, called.module
         casts = self._precision.parameters is not None
-        watches_inputs = any(not flat.trained for flat in unit.flats)
+        frozen = any(not flat.trained for flat in unit.flats)
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            if _in_recomputation():
-                _require_resident(unit)
+            changed = None
+            recomputing = _in_backward()
+            if recomputing:
+                self._recompute(unit)
             else:
-                first = not called
-                called.add(module)
-                if first:
-                    self._executor.mark(begin)
-            if casts:
-                args, kwargs = tree_map_only(torch.Tensor, self._precision.cast, (args, kwargs))
-            if watches_inputs and torch.is_grad_enabled() and not _in_recomputation():
-                args, kwargs = self._watch_inputs(unit, (args, kwargs))
-            return (args, kwargs) if casts or watches_inputs else None
+                self._enter(called)
+            awaits = frozen and not recomputing and torch.is_grad_enabled()
+            if casts or awaits:
+                leaves = leaves_of((args, kwargs))
+                if casts:
+                    leaves = [self._precision.cast(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                changed = with_leaves((args, kwargs), self._await_inputs(unit, leaves) if awaits else leaves)
+            if not recomputing:
+                self._watch(called)
+            return changed
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
-            if _in_recomputation():
-                return
-            self._watch_output(unit, output)
-            if len(called) == len(unit.modules):
-                called.clear()
-                self._executor.mark(end)
+            if not _in_backward():
+                self._leave(called, output)
 
-        # Compiled code must call these, not swallow them: they change storage under its feet.
-        module.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
-        module.register_forward_hook(torch.compiler.disable(after))
+        # The first comes before any hook of the user's, which may read weights; `_enter` sees to it that the second is
+        # the last.
+        module.register_forward_pre_hook(_Hook(before), with_kwargs=True, prepend=True)
+        called.hook = module.register_forward_hook(_Hook(after), always_call=True).id
 
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
-        if _in_recomputation():
+        if _in_backward():
             return
-        self._abandon_backward()
         self._forward = _Forward()
         for called in self._called.values():
             called.clear()
+        self._in_root = True
+        self.unanswered |= torch.is_grad_enabled()
         self._executor.begin_pass(self._forward, training=torch.is_grad_enabled())
 
     def _end_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        if _in_recomputation():
+        if _in_backward():
             return
+        self._in_root = False
         if output is None:  # forward raised
             self._executor.abandon_forward(self._forward)
-        elif not torch.is_grad_enabled():
+            return
+        for unit in self._units:
+            if self._called[unit.index]:  # not all of its modules were called
+                self._end_unit(unit)
+        if not torch.is_grad_enabled():
             self._executor.end_evaluation()
 
-    def _watch_inputs(self, unit: Unit, inputs: Any) -> Any:
-        """Let the unit's backward go on until the gradients of this call's inputs are there."""
-        leaves, structure = tree_flatten(inputs)
-        watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if watched:
+    def _enter(self, called: _Module) -> None:
+        """A module of a unit is called."""
+        unit = called.unit
+        if not self._in_root:
+            self._forward = _Forward()
+            self._executor.begin_call(unit, self._forward, training=torch.is_grad_enabled())
+        if not self._called[unit.index]:
+            self._executor.mark(Op(OpKind.BEGIN, unit.index, "forward"))
+        self._called[unit.index].add(called.module)
+        hooks: Any = called.module._forward_hooks  # which torch orders
+        if next(reversed(hooks)) != called.hook:
+            hooks.move_to_end(called.hook)
+
+    def _watch(self, called: _Module) -> None:
+        """The call computes from here on; what backward reads of it is watched, unless such calls are known."""
+        called.start = torch._C._autograd._get_sequence_nr()
+        new = called.unfamiliar or called.unit.index in self._read_early
+        may_watch = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+        if new and torch.is_grad_enabled() and may_watch():
+            unit, forward = called.unit, self._forward
+            called.watch = watched_reads(unit, lambda: self._read(unit, forward))
+            called.watch.__enter__()
+
+    def _leave(self, called: _Module, output: Any) -> None:
+        """It returns, or has raised."""
+        watch, called.watch = called.watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)
+        unit = called.unit
+        if output is None and sys.exc_info()[0] is not None:
+            if not self._in_root:
+                self._called[unit.index].clear()
+                self._executor.abandon_forward(self._forward)
+            return
+        tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)]
+        _refuse_parameters(unit, tensors)
+        if torch.is_grad_enabled():
+            if not tensors:
+                raise EngineError(
+                    f"the output of unit '{unit.name}' ({type(output).__name__}) holds no tensor that backward could "
+                    "start from; return tensors, a dataclass, or a container known to torch.utils._pytree"
+                )
+            self._await_gradients(called, tensors, watched=watch is not None)
+        if not self._in_root or len(self._called[unit.index]) == len(unit.modules):
+            self._end_unit(unit)
+
+    def _end_unit(self, unit: Unit) -> None:
+        self._called[unit.index].clear()
+        self._executor.mark(Op(OpKind.END, unit.index, "forward"))
+
+    def _await_inputs(self, unit: Unit, leaves: list[Any]) -> list[Any]:
+        """Let the unit's backward go on until the gradients of this call's inputs are there; where there is none to
+        wait for, until the backward ends.
+        """
+        self._forward.watched[unit.index] += 1
+        awaited = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if awaited:
             through: Callable[..., tuple[torch.Tensor, ...]] = _Passage.apply
-            passed = through(lambda: self._inputs_done(unit), *(leaves[i] for i in watched))
-            for i, tensor in zip(watched, passed):
+            passed = through(lambda: self._inputs_done(unit), *(leaves[i] for i in awaited))
+            for i, tensor in zip(awaited, passed):
                 leaves[i] = tensor
-            self._forward.watched[unit.index] += 1
-        return tree_unflatten(leaves, structure)
+        return leaves
 
     def _inputs_done(self, unit: Unit) -> None:
         unit.inputs_awaited -= 1
         if unit.in_backward and unit.complete:
             self._executor.mark(Op(OpKind.END, unit.index, "backward"))
 
-    def _watch_output(self, unit: Unit, output: Any) -> None:
+    def _await_gradients(self, called: _Module, outputs: list[torch.Tensor], *, watched: bool) -> None:
         """Let the unit's backward begin with the gradient of whichever of its outputs comes first."""
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        _refuse_parameters(unit, tensors)
-        if not torch.is_grad_enabled():
-            return
-        if not tensors:
-            raise EngineError(
-                f"the output of unit '{unit.name}' ({type(output).__name__}) holds no tensor that backward could start "
-                "from; return tensors, or a container known to torch.utils._pytree"
-            )
-
-        version, forward = unit.version, self._forward
+        unit, forward = called.unit, self._forward
+        made, version = torch._C._autograd._get_sequence_nr() - called.start, unit.version
+        called.unfamiliar = made not in called.known
 
         def begin_backward(_: torch.Tensor) -> None:
             if torch.is_grad_enabled():
@@ -132,42 +216,106 @@ class Hooks:
                     "gradients of gradients cannot be had of a sharded model"
                 )
             unit.check_version(version)
+            if watched:
+                called.known.add(made)
+                called.unfamiliar = False
             self._begin_backward(unit, forward)
 
-        for tensor in tensors:
-            if tensor.requires_grad:
+        for tensor in outputs:
+            if tensor.grad_fn is not None:  # a leaf would keep the hook for good
                 tensor.register_hook(begin_backward)
 
-    def _begin_backward(self, unit: Unit, forward: "_Forward") -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            if self._backward != _NONE:  # one that raised: nothing has ended it
-                self._abandon_backward()
-                self._executor.abandon_pass()
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._forwards.add(forward)
-        if unit.index not in self._in_backward:
-            self._in_backward.add(unit.index)
-            unit.inputs_awaited = forward.watched[unit.index]
-            self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
+    def _begin_backward(self, unit: Unit, forward: _Forward) -> None:
+        """A gradient of an output of the unit's is there."""
+        self._open_backward()
+        if (unit.index, forward) not in self._begun:
+            self._begun.add((unit.index, forward))
+            unit.inputs_awaited += forward.watched[unit.index]
+            if not unit.in_backward:
+                self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
-    def _end_backward(self) -> None:
-        forwards = frozenset(self._forwards)
-        self._abandon_backward()
-        self._executor.end_backward(forwards)
+    def _read(self, unit: Unit, forward: _Forward) -> None:
+        """Backward is about to read a weight of a watched call."""
+        if unit.in_backward:
+            return
+        if (unit.index, forward) in self._begun:
+            unit.lasts = True
+            self._executor.replan()
+        elif unit.index not in self._read_early:
+            self._read_early.add(unit.index)
+            self._executor.replan()
+        self._take_up(unit)
 
-    def _abandon_backward(self) -> None:
-        self._backward = _NONE
-        self._in_backward.clear()
-        self._forwards.clear()
+    def _recompute(self, unit: Unit) -> None:
+        """Activation checkpointing runs a unit's forward again, whose weights are needed from here on."""
+        if not unit.in_backward:
+            self._take_up(unit)
+            unit.recomputed = True
+
+    def _take_up(self, unit: Unit) -> None:
+        """Begin the unit's backward before a gradient of its outputs has come, or after it has ended.
+
+        Whether all of it has run cannot be told of one that has frozen parameters, or all its gradients: such a one
+        lasts until the backward ends.
+        """
+        self._open_backward()
+        if any(not flat.trained for flat in unit.flats) or len(unit.arrived) == len(unit.trained):
+            unit.inputs_awaited += 1
+        self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
+
+    def _open_backward(self) -> None:
+        """See to it that :meth:`end_backward` is called; a backward may run within another one."""
+        if not self._running:
+            self._running = True
+            torch.autograd.Variable._execution_engine.queue_callback(_Ending(self))
+
+    def end_backward(self, *, raised: bool) -> None:
+        """Autograd has run all of the backward, or has given it up."""
+        forwards = frozenset(forward for _, forward in self._begun)
+        self._running = False
+        self._begun.clear()
+        if raised:
+            self._executor.abandon_pass()
+        else:
+            self.unanswered = False
+            self._executor.end_backward(forwards)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Forward:
-    """One forward pass; ``watched`` counts, by unit, its calls whose inputs' gradients backward has to await."""
+class _Hook:
+    """A hook on a module. Compiled code must call it, not swallow it: it changes storage under that code's feet."""
 
-    watched: Counter[int] = field(default_factory=Counter)
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = torch.compiler.disable(call)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> NoReturn:
+        """A copy's hooks would work on the original's storage.
+
+        Raises:
+            EngineError: always; ``copy.deepcopy`` and ``pickle`` of the model come here.
+        """
+        raise EngineError(
+            "a sharded model cannot be copied or pickled; copy it before refshard.shard, or save it with "
+            "torch.distributed.checkpoint, or what refshard.checkpoint.full_state_dict returns"
+        )
+
+
+class _Ending:
+    """What autograd calls at the end of a backward; it is let go without a call where that has raised."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks: Hooks | None = hooks
+
+    def __call__(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        assert hooks is not None
+        hooks.end_backward(raised=False)
+
+    def __del__(self) -> None:
+        if self._hooks is not None:
+            self._hooks.end_backward(raised=True)
 
 
 class _Passage(torch.autograd.Function):
@@ -186,34 +334,17 @@ class _Passage(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _in_recomputation() -> bool:
+def _in_backward() -> bool:
     """Whether autograd is running now: a forward call then is activation checkpointing's, whose hooks are not the
     schedule's business (the post-hook does not even fire, since recomputation stops early).
     """
-    return torch._C._current_graph_task_id() != _NONE
+    return torch._C._current_graph_task_id() != -1
 
 
 def _refuse_parameters(unit: Unit, outputs: list[torch.Tensor]) -> None:
     storages = {flat.untyped_storage().data_ptr() for flat in unit.slot.flats}
-    if any(_address(output) in storages for output in outputs if output.numel()):
+    if any(address(output) in storages for output in outputs if output.numel()):
         raise EngineError(
             f"unit '{unit.name}' returns a parameter of its own, or a view of it, which lives no longer than the "
             "unit's forward; return a clone, or name the module around it among the blocks"
-        )
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage lies; a wrapper's, such as a DTensor's or a pending collective's, is that within."""
-    inner: Any = tensor
-    while is_traceable_wrapper_subclass(inner):
-        inner = getattr(inner, inner.__tensor_flatten__()[0][0])
-    address: int = inner.untyped_storage().data_ptr()
-    return address
-
-
-def _require_resident(unit: Unit) -> None:
-    if not unit.resident:
-        raise EngineError(
-            f"unit '{unit.name}' is recomputed before its own backward began; checkpoint each block by itself and with "
-            "use_reentrant=False"
         )

@@ -1,22 +1,31 @@
 """From a bare model's parameters to a unit's flat ones: materialise, flatten, take one rank's values, keep a part."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from refshard.engine.collectives import Collectives
 from refshard.engine.grouping import Member, UnitGroup
-from refshard.engine.optim import ShardedGradient, watch_optimizers
+from refshard.engine.local_part import AsPart, LocalPart, whole_of
 from refshard.engine.precision import Precision
-from refshard.engine.split import Split, SplitAxis
+from refshard.engine.split import Split
 from refshard.engine.unit import FlatParameter, Unit, UnitParameter
+from refshard.engine.whole import Whole
 from refshard.errors import EngineError
-from refshard.plan.layout import lay_out
+from refshard.plan.layout import ParameterLayout, UnitLayout, lay_out
 from refshard.plan.placement import Mode
 from refshard.plan.schedule import UnitFacts
 
+COMMUNICATED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+"""The dtypes that parameters may have."""
 Initialise = Callable[[nn.Module], object]
 """Fills the parameters that a module holds directly, in place."""
 
@@ -28,6 +37,7 @@ def make_unit(
     precision: Precision,
     collectives: Collectives,
     device: torch.device,
+    mesh: DeviceMesh | None,
     *,
     offload: bool,
 ) -> Unit:
@@ -36,7 +46,7 @@ def make_unit(
     for member in group.parameters:
         partitions.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
     flats = tuple(
-        _flatten(group.name, members, mode, precision, collectives, device, offload=offload)
+        _flatten(group.name, members, mode, precision, collectives, device, mesh, offload=offload)
         for members in partitions.values()
     )
     facts = UnitFacts(
@@ -56,14 +66,35 @@ def make_unit(
     )
 
 
+def check_parameters(group: UnitGroup) -> None:
+    """Check that the parameters of ``group`` can be flattened and communicated.
+
+    Raises:
+        EngineError: one is of a tensor subclass or a dtype that cannot.
+    """
+    for member in group.parameters:
+        kind, dtype = type(member.parameter), member.parameter.dtype
+        if kind is not nn.Parameter and not isinstance(member.parameter, DTensor):
+            raise EngineError(
+                f"parameter '{member.name}' is a {kind.__name__}, a subclass whose class and operators flattening "
+                "would lose; shard the model before it is converted, or with plain parameters"
+            )
+        if dtype not in COMMUNICATED:
+            raise EngineError(
+                f"parameter '{member.name}' is of {dtype}, which collectives cannot reduce; keep it in one of "
+                f"{', '.join(sorted(str(d).removeprefix('torch.') for d in COMMUNICATED))}"
+            )
+
+
 def materialise(group: UnitGroup, device: torch.device, initialise: Initialise | None) -> None:
-    """Give the parameters of ``group`` that are on the meta device storage on ``device``, and values.
+    """Give the parameters of ``group`` that are on the meta device storage on ``device``, and values; with them the
+    buffers of the modules that hold them.
 
     The values are ``initialise``'s, by default those of each module's own ``reset_parameters``. The parameter objects
     stay the same, so that whoever holds one holds the real one afterwards.
 
     Raises:
-        EngineError: a module cannot initialise itself.
+        EngineError: a module cannot initialise itself, or leaves a buffer as it was.
     """
     modules = dict.fromkeys(m for member in group.parameters for m, _ in member.holders if member.parameter.is_meta)
     for member in group.parameters:
@@ -71,14 +102,48 @@ def materialise(group: UnitGroup, device: torch.device, initialise: Initialise |
             real = nn.Parameter(torch.empty_like(member.parameter, device=device), member.parameter.requires_grad)
             torch.utils.swap_tensors(member.parameter, real)
     for module in modules:
-        if initialise is not None:
-            initialise(module)
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            reset()
-        else:
+        _fill(module, device, initialise, f"{type(module).__name__} in unit '{group.name}'")
+
+
+def materialise_buffers(model: nn.Module, device: torch.device, initialise: Initialise | None) -> None:
+    """Give the buffers of ``model`` that are still on the meta device storage and values, as :func:`materialise` does.
+
+    Raises:
+        EngineError: a module cannot initialise them, or has parameters that are not on the meta device.
+    """
+    for name, module in model.named_modules():
+        buffer = next((key for key, b in module._buffers.items() if b is not None and b.is_meta), None)
+        if buffer is None:
+            continue
+        if any(p is not None for p in module._parameters.values()):
             raise EngineError(
-                f"{type(module).__name__} in unit '{group.name}' is on the meta device and has no reset_parameters(); "
-                "give refshard.shard an initialise function that fills a module's parameters in place"
+                f"buffer '{f'{name}.{buffer}' if name else buffer}' is on the meta device and the parameters beside it "
+                "are not; give it a value before refshard.shard"
+            )
+        _fill(module, device, initialise, f"{type(module).__name__} '{name}'")
+
+
+def _fill(module: nn.Module, device: torch.device, initialise: Initialise | None, what: str) -> None:
+    empty = {
+        key: torch.empty_like(b, device=device) for key, b in module._buffers.items() if b is not None and b.is_meta
+    }
+    module._buffers.update(empty)
+    versions = {key: buffer._version for key, buffer in empty.items()}
+    reset = getattr(module, "reset_parameters", None)
+    if initialise is not None:
+        initialise(module)
+    elif callable(reset):
+        reset()
+    else:
+        raise EngineError(
+            f"{what} is on the meta device and has no reset_parameters(); give refshard.shard an initialise function "
+            "that fills a module's parameters and buffers in place"
+        )
+    for key, buffer in empty.items():
+        if module._buffers[key] is buffer and buffer._version == versions[key]:
+            raise EngineError(
+                f"{what} is on the meta device, and what initialises it leaves the buffer '{key}' without a value; "
+                "give refshard.shard an initialise function that fills it in place"
             )
 
 
@@ -89,6 +154,7 @@ def _flatten(
     precision: Precision,
     collectives: Collectives,
     device: torch.device,
+    mesh: DeviceMesh | None,
     *,
     offload: bool,
 ) -> FlatParameter:
@@ -108,12 +174,13 @@ def _flatten(
     parameters = []
     for member, place, split in zip(members, layout.parameters, splits):
         start, stop = layout.local_range(place, collectives.rank)
-        sharded = _put_in_place(member, nn.Parameter(shard[start:stop], requires_grad=trained))
-        as_gradient = _gradients_of(collectives, split)
+        local = shard[start:stop]
+        as_part = _parts_of(place, layout, collectives, split, mesh)
+        listed = _listed(member)
+        sharded = _put_in_place(member, nn.Parameter(as_part(local), requires_grad=trained))
         parameters.append(
-            UnitParameter(place, member.holders, sharded, start, stop, sharded.data_ptr(), split, as_gradient)
+            UnitParameter(place, member.holders, sharded, start, stop, local.data_ptr(), split, as_part, listed)
         )
-    watch_optimizers([p.sharded for p in parameters])
     flat = FlatParameter(
         layout=layout,
         parameters=tuple(parameters),
@@ -137,24 +204,55 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 def _put_in_place(member: Member, sharded: nn.Parameter) -> nn.Parameter:
     """Let whoever holds the parameter, an optimizer made before sharding say, hold this rank's part from now on; of a
-    DTensor, which cannot become a plain tensor, the modules alone.
+    DTensor, which cannot become a plain tensor, the modules alone. Attributes of the parameter stay.
+
+    Raises:
+        EngineError: somebody holds on to the parameter's memory.
     """
-    if not isinstance(member.parameter, DTensor):
-        torch.utils.swap_tensors(member.parameter, sharded)
-        return member.parameter
+    parameter = member.parameter
+    sharded.__dict__.update(parameter.__dict__)
+    if isinstance(parameter, DTensor):
+        for module, attribute in member.holders:
+            module._parameters[attribute] = sharded
+        kept = sharded
+    else:
+        try:
+            torch.utils.swap_tensors(parameter, sharded)
+        except RuntimeError as error:
+            raise EngineError(
+                f"parameter '{member.name}' cannot be put in place: a weak reference to it exists, or a graph that it "
+                "is part of (an output that was kept, torch.nn.utils.weight_norm); let go of those, use "
+                f"torch.nn.utils.parametrizations, or shard before the first forward ({error})"
+            ) from error
+        kept = parameter
+    if (whole := whole_of(kept)) is not None and kept.requires_grad:
+        kept.register_hook(AsPart(whole))
+    return kept
+
+
+def _parts_of(
+    place: ParameterLayout, layout: UnitLayout, collectives: Collectives, split: Split | None, mesh: DeviceMesh | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes a local part of this rank's elements; where they are all elements, a view of the true shape."""
+    if collectives.world_size == 1 and not (split and split.divided):
+        return lambda elements: elements.view(place.shape)
+    bounds = [min(max(r * layout.shard_numel - place.offset, 0), place.numel) for r in range(layout.world_size + 1)]
+    shape = torch.Size(place.shape) if split is None else split.shape
+    whole = Whole(place.name, shape, tuple(pairwise(bounds)), collectives, split, mesh)
+    return lambda elements: LocalPart(elements, whole)
+
+
+def _listed(member: Member) -> tuple[tuple[list[Any], int], ...]:
+    """Where a recurrent module keeps the parameter beside its attribute: in a list, and in weak references, which go.
+
+    They serve to notice other weights; the list's entries are exchanged whenever the attributes are.
+    """
+    found = []
     for module, attribute in member.holders:
-        module._parameters[attribute] = sharded
-    return sharded
-
-
-def _gradients_of(collectives: Collectives, split: Split | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A part is a gradient as it is where it is the whole."""
-    if split is not None and split.divided:
-        axis = SplitAxis(collectives, split.mesh)
-        return lambda part: ShardedGradient.of(part, axis)
-    if collectives.world_size == 1:
-        return lambda part: part
-    return lambda part: ShardedGradient.of(part, collectives)
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = [None] * len(module._flat_weights)
+            found.append((module._flat_weights, module._flat_weights_names.index(attribute)))
+    return tuple(found)
 
 
 def _may_alias(flat: FlatParameter, dtype: torch.dtype) -> bool:

@@ -1,20 +1,24 @@
-"""What an optimizer sees of a sharded model: gradients whose norms are those of the whole, and refusals by name.
+"""What optimizers need of a sharded model: clipping with one collective, versions that rise, refusals by name.
 
-Elementwise optimizers work on this rank's parts as they are. A *norm* taken of a part would be the part's, silently:
-sharded gradients therefore answer it over the shard axis, so that ``torch.nn.utils.clip_grad_norm_`` and
-``torch.amp.GradScaler`` are right as they stand. :func:`clip_gradients` does the former with a single collective.
+Parameters, gradients and state are local parts (:mod:`refshard.engine.local_part`), so that elementwise optimizers,
+``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` are right as they are.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from refshard.engine.collectives import Collectives
+from refshard.engine.collectives import Axis, Collectives
+from refshard.engine.local_part import LocalPart, gatherable, local_of, whole_of
+from refshard.engine.reductions import local_powers, whole_norms
 from refshard.errors import EngineError
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset(
@@ -22,50 +26,18 @@ WHOLE_TENSOR_OPTIMIZERS = frozenset(
         "Adafactor",
         "DistributedShampoo",
         "GaLoreAdamW",
-        "LAMB",
-        "LARS",
         "LBFGS",
-        "Lamb",
-        "Lars",
         "Muon",
         "SOAP",
         "Shampoo",
     }
 )
-"""Class names of optimizers whose update of an element depends on the rest of its tensor."""
+"""Class names of optimizers whose update of an element depends on the rest of its tensor by more than a norm."""
+
+PLAIN_TENSOR_PACKAGES = frozenset({"bitsandbytes", "torchao"})
+"""Packages with optimizers that address the memory of their tensors themselves."""
 
 _MARK = "_refshard_sharded"
-
-
-class Axis(Protocol):
-    """The ranks that have the other parts of a gradient."""
-
-    def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
-        """Replace the small ``tensor`` by its sum or maximum over them, synchronously."""
-
-
-class ShardedGradient(torch.Tensor):
-    """This rank's part of a gradient, 1-D. Norms are those of the whole gradient, and collective calls: all ranks of
-    the shard axis take them together. The same holds for a gradient scaler's search for infinities. Anything else,
-    ``abs().max()`` say, sees the local part.
-    """
-
-    collectives: Axis
-
-    @classmethod
-    def of(cls, part: torch.Tensor, collectives: Axis) -> "ShardedGradient":
-        """A view of ``part`` that knows its shard axis."""
-        gradient = part.as_subclass(cls)
-        gradient.collectives = collectives
-        return gradient
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Answer norms for the whole; everything else as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return _WHOLE.get(func, func)(*args, **(kwargs or {}))
 
 
 def clip_gradients(
@@ -83,118 +55,155 @@ def clip_gradients(
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not value > 0:
             raise EngineError(f"clip_grad_norm_: {name} must be > 0, got {value}")
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [gradient_of(p) for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
+    parts = [local_of(gradient) for gradient in gradients]
     axes: dict[Axis, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        axis = gradient.collectives if isinstance(gradient, ShardedGradient) else collectives
-        axes.setdefault(axis, []).append(gradient.as_subclass(torch.Tensor))
-    norms = [_total_norm(parts, norm_type, axis) for axis, parts in axes.items()]
+    for gradient, part in zip(gradients, parts):
+        whole = whole_of(gradient)
+        axes.setdefault(collectives if whole is None else whole.axis, []).append(part)
+    norms = [_total_norm(members, norm_type, axis) for axis, members in axes.items()]
     norm = torch.linalg.vector_norm(torch.cat(norms), norm_type) if len(norms) > 1 else norms[0][0]
-    plain = [part for parts in axes.values() for part in parts]
-    torch._foreach_mul_(plain, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    torch._foreach_mul_(parts, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter that has one. One of the whole that was assigned to a part is cut to a part first."""
+    gradient, whole = parameter.grad, whole_of(parameter)
+    assert gradient is not None
+    if whole is not None and whole_of(gradient) is None:
+        gradient = parameter.grad = LocalPart(whole.cut(gradient).clone(), whole)
+    return gradient
 
 
 def _total_norm(parts: Sequence[torch.Tensor], norm_type: float, axis: Axis) -> torch.Tensor:
     """The norm of all that ``parts`` are parts of, 1-D of one element."""
-    powers = _local_powers(parts, norm_type)
+    powers = local_powers(parts, norm_type)
     total = powers.amax(0, keepdim=True) if norm_type == math.inf else powers.sum(0, keepdim=True)
-    return _whole_norms(total, norm_type, axis)
+    return whole_norms(total, norm_type, axis)
 
 
-def watch_optimizers(parameters: Sequence[torch.Tensor]) -> None:
-    """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors, and see to it that every
-    other optimizer's step raises their version: fused ones write unseen, and the engine would not gather again.
+class _Elements(nn.Parameter):
+    """This rank's elements of a part as a plain 1-D parameter; its gradient is the part's, read and written through."""
+
+    _part: nn.Parameter
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """This rank's elements of the part's gradient."""
+        return None if self._part.grad is None else local_of(gradient_of(self._part))
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        whole = whole_of(self._part)
+        assert whole is not None
+        self._part.grad = None if value is None else LocalPart(value, whole)
+
+
+def local_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """This rank's elements of each parameter of a sharded model as a plain 1-D parameter over the same memory.
+
+    For elementwise optimizers that take plain tensors only, such as those of bitsandbytes and torchao: they may count
+    elements and cut them into blocks, and have state of other shapes, which :mod:`refshard.checkpoint` cannot save.
+    A parameter that is not sharded is returned as it is.
+    """
+    made: list[nn.Parameter] = []
+    for parameter in parameters:
+        if whole_of(parameter) is not None:
+            elements = _Elements(local_of(parameter).detach(), requires_grad=parameter.requires_grad)
+            elements._part = parameter
+            setattr(elements, _MARK, getattr(parameter, _MARK))
+            made.append(elements)
+        else:
+            made.append(parameter)
+    return made
+
+
+class Forwards(Protocol):
+    """What knows of a model's forwards: whether the last one, which had gradients enabled, still waits for one."""
+
+    unanswered: bool
+
+
+def watch_optimizers(parameters: Sequence[torch.Tensor], forwards: Forwards) -> None:
+    """From now on refuse a step over ``parameters`` by an optimizer that needs whole tensors, or whose gradients have
+    gone elsewhere; and see to it that every other optimizer's step raises their version: fused ones write unseen, and
+    the engine would not gather again.
     """
     _register_once()
     for parameter in parameters:
-        setattr(parameter, _MARK, True)
+        setattr(parameter, _MARK, weakref.ref(forwards))
 
 
 @functools.cache
 def _register_once() -> None:
-    register_optimizer_step_pre_hook(_refuse_whole_tensor_optimizers)
+    register_optimizer_step_pre_hook(_prepare)
     register_optimizer_step_post_hook(_raise_versions)
 
 
+def _watched(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"] if hasattr(p, _MARK))
+
+
 def _raise_versions(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    increment_version(p for g in optimizer.param_groups for p in g["params"] if hasattr(p, _MARK))
+    increment_version(local_of(getattr(p, "_part", p)) for p in _watched(optimizer))
 
 
-def _refuse_whole_tensor_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    name = type(optimizer).__name__
-    if name in WHOLE_TENSOR_OPTIMIZERS and any(hasattr(p, _MARK) for g in optimizer.param_groups for p in g["params"]):
+def _prepare(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Before a step: refuse an optimizer that needs whole tensors; make parts of what was given as a whole."""
+    _check_answered(optimizer)
+    parts = [p for p in _watched(optimizer) if isinstance(p, LocalPart)]
+    if not parts:
+        return
+    if type(optimizer).__module__.partition(".")[0] in PLAIN_TENSOR_PACKAGES:
         raise EngineError(
-            f"{name} needs whole tensors, and a sharded model's parameters are 1-D parts of them; use an elementwise "
-            "optimizer (AdamW, Adam, SGD, ...)"
+            f"{type(optimizer).__name__} takes plain tensors only; build it over "
+            "refshard.local_parameters(model.parameters())"
         )
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & WHOLE_TENSOR_OPTIMIZERS
+    if names:
+        raise EngineError(
+            f"{type(optimizer).__name__} needs whole tensors, and a sharded model's parameters are local parts of "
+            "them; use an elementwise optimizer (AdamW, Adam, SGD, ...)"
+        )
+    for part in parts:
+        if part.grad is not None:
+            gradient_of(part)
+        for key, value in optimizer.state.get(part, {}).items():
+            if type(value) is not LocalPart and isinstance(value, torch.Tensor):
+                optimizer.state[part][key] = _as_part(value, part)
+    if not hasattr(optimizer, _MARK):
+        setattr(optimizer, _MARK, True)
+        optimizer.register_state_dict_post_hook(_show_gatherable)
 
 
-def _local_powers(parts: Sequence[torch.Tensor], p: float) -> torch.Tensor:
-    """Of each part the sum of ``|x|**p``, or the largest ``|x|`` for p = inf; 0 for an empty one.
-
-    In fp32, or in fp64 where a part is: squares of 16-bit numbers would be rounded to 16 bits.
-
-    Raises:
-        EngineError: p is not positive, and the powers of parts do not add up.
-    """
-    if not p > 0:
-        raise EngineError(f"norm of a sharded gradient: p must be > 0, got {p}")
-    wide = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
-    norms = [
-        torch.linalg.vector_norm(part, p, dtype=wide) if part.numel() else part.new_zeros((), dtype=wide)
-        for part in parts
-    ]
-    stacked = torch.stack(norms)
-    return stacked if p == math.inf else stacked**p
+def _check_answered(optimizer: torch.optim.Optimizer) -> None:
+    if any(p.grad is not None for p in _watched(optimizer)):
+        return
+    for forwards in {getattr(p, _MARK) for p in _watched(optimizer)}:
+        if (found := forwards()) is not None and found.unanswered:
+            raise EngineError(
+                f"{type(optimizer).__name__} finds no gradient, and none has come to the sharded model since its last "
+                "forward: backward(inputs=...) and torch.autograd.grad do not know the parameters that it computed "
+                "with; call backward() without inputs, or run what is not trained under torch.no_grad()"
+            )
 
 
-def _whole_norms(powers: torch.Tensor, p: float, collectives: Axis) -> torch.Tensor:
-    """Norms of whole tensors from the local powers of their parts; one collective for all."""
-    collectives.reduce_over_shards(powers, "max" if p == math.inf else "sum")
-    return powers if p == math.inf else powers ** (1 / p)
+def _as_part(value: torch.Tensor, part: LocalPart) -> torch.Tensor:
+    """Optimizer state that was loaded for the whole, or from a state dict, as the part's."""
+    whole = whole_of(value)
+    if whole is not None:
+        return LocalPart(local_of(value), whole)
+    if isinstance(value, DTensor):  # replicated, by torch's set_optimizer_state_dict
+        value = value.full_tensor()
+    if value.dim() and value.shape == part.shape:
+        return LocalPart(part._whole.cut(value).clone(), part._whole)
+    return value
 
 
-def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2, *_: Any) -> list[torch.Tensor]:  # noqa: A002
-    """``torch._foreach_norm`` of gradients, some or all of them sharded: one collective per shard axis."""
-    norms: dict[int, torch.Tensor] = {}
-    axes = {id(t.collectives): t.collectives for t in tensors if isinstance(t, ShardedGradient)}
-    for axis, collectives in axes.items():
-        members = [i for i, t in enumerate(tensors) if isinstance(t, ShardedGradient) and id(t.collectives) == axis]
-        powers = _local_powers([tensors[i] for i in members], float(ord))
-        norms.update(zip(members, _whole_norms(powers, float(ord), collectives)))
-    return [norms[i] if i in norms else torch.linalg.vector_norm(t, ord) for i, t in enumerate(tensors)]
-
-
-def _vector_norm(
-    gradient: ShardedGradient,
-    ord: float | str | None = 2,  # noqa: A002
-    *_: Any,
-    p: float | str | None = None,
-    **__: Any,
-) -> torch.Tensor:
-    """The norm of one whole gradient, over all its dimensions: it has but one. Some callers' order is ``p``."""
-    chosen = ord if p is None else p
-    order = 2.0 if chosen in (None, "fro") else float(chosen)
-    return _whole_norms(_local_powers([gradient], order), order, gradient.collectives)[0]
-
-
-def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """A gradient scaler's unscaling: an infinity in one rank's part makes every rank skip the step."""
-    plain = [gradient.as_subclass(torch.Tensor) for gradient in gradients]
-    torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
-    axes = {id(g.collectives): g.collectives for g in gradients if isinstance(g, ShardedGradient)}
-    for collectives in axes.values():
-        collectives.reduce_over_shards(found_inf, "max")
-
-
-_WHOLE: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.linalg.vector_norm: _vector_norm,
-    torch.linalg.norm: _vector_norm,
-    torch.norm: _vector_norm,
-    torch.Tensor.norm: _vector_norm,
-    torch._foreach_norm: _foreach_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
-}
+def _show_gatherable(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict as torch's state-dict functions can gather it."""
+    state = {p: {k: gatherable(v) for k, v in of_p.items()} for p, of_p in state_dict["state"].items()}
+    return {**state_dict, "state": state}

@@ -1,7 +1,7 @@
 """An optimizer's state as named tensors of the parameters' shapes, whatever groups and ranks it is spread over.
 
-Elementwise state (1-D and as long as the local part: AdamW's ``exp_avg``) is sharded like its parameter. Scalars
-(0-d tensors and Python numbers: AdamW's ``step``) are the same on every rank, and rank 0's count.
+Elementwise state (of the parameter's shape: AdamW's ``exp_avg``) is sharded like its parameter. Scalars (0-d tensors
+and Python numbers: AdamW's ``step``) are the same on every rank, and rank 0's count.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from refshard.engine.dcp import Place, Stored, sharded, whole
-from refshard.engine.parts import LocalPart
+from refshard.engine.dcp import Place
+from refshard.engine.local_part import LocalPart
+from refshard.engine.parts import Named
 from refshard.errors import CheckpointError
 
 OPTIMIZER = "optimizer"
@@ -25,12 +26,12 @@ NOT_CARRIED = frozenset({"params", "param_names", "foreach", "fused", "capturabl
 class State:
     """What an optimizer holds: elementwise tensors, 0-d tensors, and all else by its place."""
 
-    elementwise: list[Stored]
-    scalars: list[Stored]
+    elementwise: dict[Place, torch.Tensor]
+    scalars: dict[Place, torch.Tensor]
     values: dict[Place, Any]
 
 
-def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[LocalPart]) -> State:
+def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[Named]) -> State:
     """What the optimizer holds, as views, ready to be written.
 
     Raises:
@@ -38,8 +39,8 @@ def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[LocalPart]) -> St
             elementwise nor scalar.
     """
     part_of = _part_of_parameter(optimizer, parts)
-    elementwise: list[Stored] = []
-    scalars: list[Stored] = []
+    elementwise: dict[Place, torch.Tensor] = {}
+    scalars: dict[Place, torch.Tensor] = {}
     values: dict[Place, Any] = {}
     for index, group in enumerate(optimizer.param_groups):
         group_place = (OPTIMIZER, "param_groups", index)
@@ -52,21 +53,21 @@ def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[LocalPart]) -> St
             place = (OPTIMIZER, "state", part.name, key)
             if not isinstance(value, torch.Tensor):
                 values[place] = value
-            elif value.dim() == 0:
-                scalars.append(whole(place, value))
+            elif value.dim() == 0 and not isinstance(value, LocalPart):
+                scalars[place] = value.detach()
             elif value.shape == parameter.shape:
-                elementwise.append(sharded(place, part.shape, part.first, value))
+                elementwise[place] = value.detach()
             else:
                 raise CheckpointError(
                     f"'{key}' of parameter '{part.name}' in {type(optimizer).__name__} has the shape "
-                    f"{tuple(value.shape)}; it must be scalar or of the local part's shape {tuple(parameter.shape)}: "
+                    f"{tuple(value.shape)}; it must be scalar or of the parameter's shape {tuple(parameter.shape)}: "
                     "save with an elementwise optimizer, or without one"
                 )
     return State(elementwise, scalars, values)
 
 
-def _part_of_parameter(optimizer: torch.optim.Optimizer, parts: Sequence[LocalPart]) -> dict[torch.Tensor, LocalPart]:
-    part_of: dict[torch.Tensor, LocalPart] = {part.parameter: part for part in parts}
+def _part_of_parameter(optimizer: torch.optim.Optimizer, parts: Sequence[Named]) -> dict[torch.Tensor, Named]:
+    part_of: dict[torch.Tensor, Named] = {part.parameter: part for part in parts}
     held = {p: f"group {i}" for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     for parameter, where in {**dict.fromkeys(optimizer.state, "state"), **held}.items():
         if parameter not in part_of:
@@ -81,10 +82,10 @@ def _part_of_parameter(optimizer: torch.optim.Optimizer, parts: Sequence[LocalPa
 class Restore:
     """What is to be read before the optimizer can be given its state.
 
-    ``tensors`` are read in place, ``values`` are keys to be read; ``finish`` puts all in the optimizer.
+    ``tensors`` are read in place by their keys, ``values`` are keys to be read; ``finish`` puts all in the optimizer.
     """
 
-    tensors: tuple[Stored, ...]
+    tensors: dict[str, torch.Tensor]
     values: tuple[str, ...]
     _optimizer: torch.optim.Optimizer
     _groups: tuple[dict[str, Any], ...]
@@ -107,7 +108,7 @@ def group_keys(metadata: Metadata) -> list[str]:
 
 def plan_restore(
     optimizer: torch.optim.Optimizer,
-    parts: Sequence[LocalPart],
+    parts: Sequence[Named],
     metadata: Metadata,
     groups: Mapping[str, Any],
     scalars: Sequence[str],
@@ -134,7 +135,7 @@ def plan_restore(
         carried = {key: _like(group.get(key), value) for key, value in hyper.items()}
         described.append({**group, **carried, "params": list(indices)})
     known = {name: part for part in part_of.values() for name in part.names}
-    tensors: list[Stored] = []
+    tensors: dict[str, torch.Tensor] = {}
     places: dict[str, tuple[int, str]] = {}
     state: dict[int, dict[str, Any]] = {}
     for key, name, attribute in _saved_state(metadata):
@@ -147,17 +148,15 @@ def plan_restore(
         if isinstance(entry, TensorStorageMetadata):
             shape, dtype = tuple(entry.size), entry.properties.dtype
             held = optimizer.state[part.parameter].get(attribute) if part.parameter in optimizer.state else None
-            place = metadata.planner_data[key]
             if shape == () and (part.shape != () or attribute in scalars):
                 mine[attribute] = _reuse(held, torch.empty((), dtype=dtype))
-                tensors.append(whole(place, mine[attribute]))
             else:
                 _check_state_shape(name, attribute, shape, part)
                 mine[attribute] = _reuse(held, torch.empty_like(part.parameter, dtype=dtype, requires_grad=False))
-                tensors.append(sharded(place, part.shape, part.first, mine[attribute]))
+            tensors[key] = mine[attribute]
         else:
             places[key] = (index_of[part.name], attribute)
-    return Restore(tuple(tensors), tuple(places), optimizer, tuple(described), state, places)
+    return Restore(tensors, tuple(places), optimizer, tuple(described), state, places)
 
 
 def _like(mine: object, saved: Any) -> Any:
@@ -167,13 +166,14 @@ def _like(mine: object, saved: Any) -> Any:
     return saved.item() if isinstance(saved, torch.Tensor) and isinstance(mine, int | float) else saved
 
 
-def _reuse(held: object, fresh: torch.Tensor) -> torch.Tensor:
+def _reuse(held: Any, fresh: torch.Tensor) -> torch.Tensor:
     """The tensor that is there, if it is alike: a second copy of all state might not fit."""
-    alike = isinstance(held, torch.Tensor) and held.shape == fresh.shape and held.dtype == fresh.dtype
-    return held if alike and isinstance(held, torch.Tensor) else fresh
+    if type(held) is type(fresh) and held.shape == fresh.shape and held.dtype == fresh.dtype:
+        return held
+    return fresh
 
 
-def _check_state_shape(name: str, attribute: str, shape: tuple[int, ...], part: LocalPart) -> None:
+def _check_state_shape(name: str, attribute: str, shape: tuple[int, ...], part: Named) -> None:
     if shape != part.shape:
         raise CheckpointError(
             f"the checkpoint holds '{attribute}' of parameter '{name}' with the shape {shape}, but the "
@@ -197,7 +197,7 @@ def _nest_groups(metadata: Metadata, groups: Mapping[str, Any]) -> list[dict[str
 
 
 def _match_groups(
-    optimizer: torch.optim.Optimizer, part_of: Mapping[torch.Tensor, LocalPart], saved: Sequence[dict[str, Any]]
+    optimizer: torch.optim.Optimizer, part_of: Mapping[torch.Tensor, Named], saved: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """For each of the optimizer's groups, the hyper-parameters that its parameters were saved with."""
     source = {name: i for i, group in enumerate(saved) for name in group["params"]}

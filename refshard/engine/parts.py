@@ -1,24 +1,22 @@
-"""What a checkpoint needs to know of a sharded model: which part of which parameter this rank holds."""
+"""What a checkpoint needs to know of a sharded model: its parameters, each with all of its names."""
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from refshard.engine.api import engine_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalPart:
-    """This rank's part of one parameter.
+class Named:
+    """One parameter as this rank has it: a local part, or plain where nothing is sharded.
 
-    ``names`` are all fully-qualified names that the parameter has in the bare model, the canonical one first; a tied
-    parameter has several. ``shape`` is the whole parameter's. ``parameter`` is 1-D and possibly empty; its first
-    element is number ``first`` of the flattened parameter.
+    ``names`` are all fully-qualified names that it has in the bare model, the canonical one first; a tied parameter has
+    several.
     """
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
-    first: int
     parameter: nn.Parameter
 
     @property
@@ -26,24 +24,25 @@ class LocalPart:
         """The canonical name."""
         return self.names[0]
 
+    @property
+    def shape(self) -> torch.Size:
+        """The whole parameter's shape."""
+        return self.parameter.shape
 
-def local_parts(model: nn.Module) -> tuple[LocalPart, ...]:
-    """This rank's part of every distinct parameter, in the registration order of the units.
+
+def named_parts(model: nn.Module) -> tuple[Named, ...]:
+    """Every distinct parameter, in the registration order of the units.
 
     Raises:
         EngineError: the model is not sharded.
     """
     engine = engine_of(model)
-    rank = engine.collectives.rank
     names: dict[tuple[nn.Module, str], list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute in module._parameters:
             names.setdefault((module, attribute), []).append(f"{prefix}.{attribute}" if prefix else attribute)
-    parts = []
-    for flat in (flat for unit in engine.units for flat in unit.flats):
-        for parameter in flat.parameters:
-            start, stop = flat.layout.local_range(parameter.layout, rank)
-            first = rank * flat.layout.shard_numel + start - parameter.layout.offset if stop > start else 0
-            known_as = tuple(name for holder in parameter.holders for name in names[holder])
-            parts.append(LocalPart(known_as, parameter.layout.shape, first, parameter.sharded))
-    return tuple(parts)
+    return tuple(
+        Named(tuple(name for holder in parameter.holders for name in names[holder]), parameter.sharded)
+        for unit in engine.units
+        for parameter in unit.parameters
+    )

@@ -57,6 +57,18 @@ class Split:
         assert isinstance(gradient, DTensor)
         return gradient.redistribute(placements=self.placements).to_local()
 
+    @property
+    def slab(self) -> tuple[slice, ...]:
+        """Which part of the parameter this rank has."""
+        (placement,) = self.placements
+        bounds = [slice(0, size) for size in self.shape]
+        if placement.is_shard():
+            dim: int = placement.dim % len(self.shape)  # type: ignore[attr-defined]
+            length = self.shape[dim] // self.mesh.size()
+            first = self.mesh.get_local_rank() * length
+            bounds[dim] = slice(first, first + length)
+        return tuple(bounds)
+
     def whole(self, part: torch.Tensor) -> torch.Tensor:
         """The parameter of which this rank has ``part``; a collective call of the mesh."""
         return self.wrap(part).full_tensor()
@@ -67,15 +79,16 @@ class Split:
         return self.placements != (Replicate(),)
 
 
+@dataclass(frozen=True, slots=True)
 class SplitAxis:
     """The shard axis together with the mesh that splits a parameter: over both, its norms are those of the whole."""
 
-    def __init__(self, collectives: Collectives, mesh: DeviceMesh) -> None:
-        self._collectives, self._mesh = collectives, mesh
+    collectives: Collectives
+    mesh: DeviceMesh
 
     def reduce_over_shards(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> None:
         """See :meth:`Collectives.reduce_over_shards`."""
-        self._collectives.reduce_over_shards(tensor, op)
-        there = tensor.to(self._mesh.device_type)
-        dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._mesh.get_group())
+        self.collectives.reduce_over_shards(tensor, op)
+        there = tensor.to(self.mesh.device_type)
+        dist.all_reduce(there, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.mesh.get_group())
         tensor.copy_(there)

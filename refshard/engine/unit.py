@@ -1,34 +1,41 @@
 """One unit: parameters that are gathered, computed with and reduced together, sharded and unsharded.
 
-A unit holds one *flat parameter* per dtype and per ``requires_grad``. Between steps a module's parameters are this
-rank's parts of the flat parameters' master shards; inside forward and backward they are views of the unit's slot. Both
+A unit holds one *flat parameter* per dtype and per ``requires_grad``. Between steps a module's parameters are local
+parts of the flat parameters' master shards; inside forward and backward they are views of the unit's slot. Both
 exist as ``nn.Parameter`` objects; exposing one or the other swaps references in the modules and touches no data.
 """
 
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Pending
+from refshard.engine.local_part import AsPart, local_of
 from refshard.engine.split import Split
 from refshard.errors import EngineError
 from refshard.plan.layout import ParameterLayout, UnitLayout
-from refshard.plan.schedule import UnitFacts
+from refshard.plan.schedule import Phase, Presence, UnitFacts
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class UnitParameter:
     """One parameter: every place in the model that holds it (several when it is tied), and its two forms.
 
-    ``sharded`` is 1-D, this rank's part, possibly empty: elements ``[start, stop)`` of the flat parameter's shard,
-    which lie at ``address``. ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's
-    slots. Of a parameter that tensor parallelism has ``split``, all of this speaks of this rank's part, and
-    ``unsharded`` is a DTensor. ``as_gradient`` makes a part of a reduced gradient what an optimizer sees.
+    ``sharded`` holds elements ``[start, stop)`` of the flat parameter's shard, possibly none, which lie at ``address``:
+    a :class:`~refshard.engine.local_part.LocalPart`, or a view of the true shape where nothing is sharded.
+    ``unsharded`` and ``gradient`` have the parameter's shape; they are views of the unit's slots. Of a parameter that
+    tensor parallelism has ``split``, these are of this rank's part, and ``unsharded`` is a DTensor. ``as_part`` makes
+    elements of a flat shard or gradient what ``sharded`` is. ``unknown`` is the gradient of one that is not reduced
+    yet; ``outside`` is the hook for one that is read outside of its unit, and ``kept`` its gradient meanwhile.
+    ``holders`` are the modules that have the parameter as that attribute; ``listed`` are other places that it is kept
+    in, list and index (the weights of an ``nn.LSTM``).
     """
 
     layout: ParameterLayout
@@ -38,9 +45,13 @@ class UnitParameter:
     stop: int
     address: int
     split: Split | None
-    as_gradient: Callable[[torch.Tensor], torch.Tensor]
+    as_part: Callable[[torch.Tensor], torch.Tensor]
+    listed: tuple[tuple[list[Any], int], ...] = ()
     unsharded: nn.Parameter = field(init=False)
     gradient: torch.Tensor = field(init=False)
+    unknown: torch.Tensor | None = None
+    outside: Callable[[torch.Tensor], None] | None = None
+    kept: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -69,7 +80,6 @@ class FlatParameter:
     offloaded: bool = False
     whole_gradient: torch.Tensor | None = None
     target: torch.Tensor | None = None
-    carried: torch.Tensor | None = None
     cuts: list[int] = field(init=False)
     factor: torch.Tensor = field(init=False)
 
@@ -86,10 +96,14 @@ class FlatParameter:
         """Whether gradients of an earlier reduction are there, to be added to."""
         return any(p.sharded.grad is not None for p in self.parameters)
 
-    def carry_gradients(self) -> None:
-        """Set aside reduced gradients where the unsharded ones of the coming backward are to be written over them."""
-        if self.whole_gradient is not None and self.has_gradients():
-            self.carried = self.whole_gradient.clone()
+    def set_gradients_aside(self, pending: set[str]) -> None:
+        """Copy reduced gradients out of the slot that the coming backward writes to; they stay each parameter's
+        ``.grad``. Those in ``pending`` are not reduced yet: the backward adds to them where they are.
+        """
+        for parameter in self.parameters if self.whole_gradient is not None else ():
+            if parameter.layout.name not in pending and self.holds(parameter.sharded.grad, parameter):
+                assert parameter.sharded.grad is not None
+                parameter.sharded.grad = parameter.sharded.grad.clone()
 
     def open_target(self, full: torch.Tensor, *, needs_slot_free: bool) -> torch.Tensor:
         """The 1-D tensor for a reduction of ``full`` to write: what becomes the gradient where that is of the masters'
@@ -112,46 +126,65 @@ class FlatParameter:
         """
         assert self.target is not None
         target, self.target = self.target, None
-        if self.carried is not None:
-            target.add_(self.carried)
-            self.carried = None
         in_slot = target.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-        foreign = in_slot or self.offloaded or target.dtype != self.shard.dtype
-        if self.whole_gradient is None and foreign and not self.has_gradients():
+        foreign = self.whole_gradient is None and (in_slot or self.offloaded or target.dtype != self.shard.dtype)
+        if foreign and not self.has_gradients():
             # The host waits for its memory once, at the end of backward.
             kept = torch.empty_like(self.shard, pin_memory=self.shard.is_pinned())
             target, foreign = kept.copy_(target, non_blocking=True), False
         parts = target.split_with_sizes(self.cuts)
         for parameter, part in zip(self.parameters, parts[1::2]):
-            if parameter.layout.name not in filled:
-                continue
-            if parameter.sharded.grad is None:
-                own = (
-                    torch.empty_like(parameter.sharded).copy_(part) if foreign and self.whole_gradient is None else part
-                )
-                parameter.sharded.grad = parameter.as_gradient(own)
-            elif self.whole_gradient is None:
-                parameter.sharded.grad += part.to(parameter.sharded.device)
+            if parameter.layout.name in filled:
+                self._accept(parameter, part, foreign=foreign)
 
-    def drop_target(self) -> None:
-        """Forget a reduction that did not end; reduced gradients that were set aside come back."""
-        self.target = None
-        if self.carried is not None:
-            assert self.whole_gradient is not None
-            self.whole_gradient.copy_(self.carried)
-            self.carried = None
+    def _accept(self, parameter: "UnitParameter", part: torch.Tensor, *, foreign: bool) -> None:
+        """Add ``part`` to the parameter's gradient; one that is ``foreign`` must not become the gradient itself.
+
+        The user's hooks on the parameter run here, as they do when autograd accumulates a gradient.
+        """
+        held = parameter.sharded.grad
+        hooks = _users(parameter.sharded._backward_hooks)
+        if foreign and (held is None or hooks):
+            part = torch.empty_like(self.shard[parameter.start : parameter.stop]).copy_(part)
+        gradient = parameter.as_part(part.to(self.shard.device))
+        for hook in hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        if held is None or self.holds(held, parameter):
+            parameter.sharded.grad = gradient
+        elif self.whole_gradient is not None:
+            parameter.sharded.grad = gradient.add_(held)
+        else:
+            held += gradient
+        for hook in _users(parameter.sharded._post_accumulate_grad_hooks):
+            hook(parameter.sharded)
+
+    def holds(self, gradient: torch.Tensor | None, parameter: "UnitParameter") -> bool:
+        """Whether ``gradient`` is the parameter's place in the slot that gradients arrive in."""
+        if gradient is None or self.whole_gradient is None:
+            return False
+        place, elements = self.whole_gradient[parameter.start : parameter.stop], local_of(gradient)
+        return elements.data_ptr() == place.data_ptr() and elements.numel() == place.numel() > 0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Unit:
-    """A unit and its state.
+    """A unit and its state, which its own methods alone change.
 
     ``modules`` are those whose calls make up the unit's forward; they compute on ``device``. ``aliased`` says that the
-    shards are whole and are themselves what the modules see. ``resident`` says that the slot holds the gathered
-    parameters, which were taken from masters of version ``gathered_version``; ``computing`` that it is between BEGIN
-    and END; ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in
-    this backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's.
-    ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients are still to come.
+    shards are whole and are themselves what the modules see. ``presence`` says where the parameters are: gathered ones
+    were taken from masters of version ``gathered_version``. ``computing`` says that the unit is between BEGIN and END,
+    ``in_backward`` that it is so in a backward, ``recomputed`` that activation checkpointing has begun it there.
+    ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in this
+    backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's;
+    ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a sharded
+    parameter itself. ``inputs_awaited`` counts calls of a unit with
+    frozen parameters whose inputs' gradients are still to come. ``lasts`` says that something of the unit was seen to
+    run after its last gradient: from then on it stays gathered until the backward has ended.
+
+    **Versions.** A slot is written to unseen by autograd, whose version counters are set here instead: to one number
+    while the slot holds what was gathered from masters of ``gathered_version``, to another when it does not. What
+    autograd saved in forward it therefore accepts in backward if and only if the slot holds the same values again.
     """
 
     index: int
@@ -163,18 +196,23 @@ class Unit:
     aliased: bool = False
     slot: Slot = field(init=False)
     gradient_slot: Slot = field(init=False)
+    on_early_gradient: Callable[["Unit"], None] = field(init=False)
     on_gradients: Callable[["Unit"], None] = field(init=False)
     trained: tuple[UnitParameter, ...] = field(init=False)
     trained_flats: tuple[FlatParameter, ...] = field(init=False)
-    _places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = field(init=False)
-    resident: bool = False
+    _places: list[tuple[Any, str | int, nn.Parameter, nn.Parameter]] = field(init=False)
+    _views: tuple[torch.Tensor, ...] = field(init=False)
+    presence: Presence = Presence.SHARDED
     computing: bool = False
     in_backward: bool = False
+    recomputed: bool = False
+    lasts: bool = False
     gathering: Pending | None = None
-    generation: int = 0
     gathered_version: int = -1
     arrived: set[str] = field(default_factory=set)
     filled: set[str] = field(default_factory=set)
+    shown: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    read_outside: bool = False
     inputs_awaited: int = 0
     reducing: Pending | None = None
 
@@ -198,12 +236,20 @@ class Unit:
         return sum(flat.shard._version for flat in self.flats)
 
     @property
+    def current(self) -> bool:
+        """Whether the slot holds the masters' values, or will when the gather under way is done."""
+        return self.presence is not Presence.SHARDED and self.gathered_version == self.version
+
+    @property
     def complete(self) -> bool:
         """Whether this backward has nothing more to bring."""
-        return len(self.arrived) == len(self.trained) and self.inputs_awaited == 0
+        return not self.lasts and len(self.arrived) == len(self.trained) and self.inputs_awaited == 0
 
     def bind(self, slot: Slot, gradient_slot: Slot, on_gradients: Callable[["Unit"], None]) -> None:
-        """Make the unit live in these slots; ``on_gradients`` is called when its last gradient arrived."""
+        """Make the unit live in these slots; ``on_gradients`` is called when its last gradient arrived.
+
+        What autograd saved of the slots before is stale from now on.
+        """
         self.slot, self.gradient_slot = slot, gradient_slot
         with torch.no_grad():
             views = slot.views([flat.layout.parameters for flat in self.flats])
@@ -214,22 +260,117 @@ class Unit:
                 parameter.unsharded = nn.Parameter(seen, requires_grad=flat.trained)
             for parameter, gradient in zip(flat.parameters, next(gradients) if flat.trained else ()):
                 parameter.gradient = gradient
-                parameter.unsharded.register_post_accumulate_grad_hook(_taker(self, flat, parameter))
+                parameter.unsharded.register_post_accumulate_grad_hook(_Taker(self, flat, parameter))
+                if flat.scale != 1 and type(parameter.sharded) is nn.Parameter and parameter.outside is None:
+                    parameter.outside = _Outside(self, flat, parameter)
+                    parameter.sharded.register_hook(parameter.outside.before)
+                    parameter.sharded.register_post_accumulate_grad_hook(parameter.outside)
         self.on_gradients = on_gradients
+        self._views = tuple(p.unsharded for p in self.parameters)
         self._places = [
-            (module._parameters, name, p.sharded, p.unsharded) for p in self.parameters for module, name in p.holders
+            (container, key, p.sharded, p.unsharded)
+            for p in self.parameters
+            for container, key in (*_attributes(p), *p.listed)
         ]
+        self.presence = Presence.UNSHARDED if self.aliased else Presence.SHARDED
+        self._set_versions()
 
-    def expose_unsharded(self) -> None:
-        """Let the modules see the unsharded parameters."""
+    def start_gather(self, pending: Pending) -> None:
+        """The slot, which is the unit's, is being written to."""
+        self.gathering, self.presence, self.gathered_version = pending, Presence.GATHERING, self.version
+
+    def finish_gather(self) -> None:
+        """The slot holds the unit's parameters."""
+        self.gathering, self.presence = None, Presence.UNSHARDED
+        self._set_versions()
+
+    def release(self) -> None:
+        """Give the parameter slot up."""
+        self.gathering, self.presence = None, Presence.SHARDED
+        self._set_versions()
+        self.slot.release()
+
+    def begin(self, phase: Phase) -> None:
+        """Start to compute: let the modules see the unsharded parameters.
+
+        In backward too: what is recomputed there reads the modules' parameters again.
+        """
+        if phase == "backward":
+            self._begin_backward()
+            if self.presence is Presence.SHARDED and not self.facts.read_in_backward:
+                return
+        assert self.presence is Presence.UNSHARDED
+        assert self.slot.owner == self.name
+        if self.aliased and self.gathered_version != self.version:
+            self.gathered_version = self.version
+            self._set_versions()
+        self.computing = True
+        self._expose(unsharded=True)
+
+    def _begin_backward(self) -> None:
+        self._drop_cleared()
+        if self.trained and self.gradient_slot.persistent and self.gradient_slot.owner != self.name:
+            self.gradient_slot.acquire(self.name)
+            for flat in self.trained_flats:
+                flat.set_gradients_aside(self.filled)
+        self.in_backward = True
+
+    def end(self, phase: Phase) -> None:
+        """Stop computing.
+
+        Raises:
+            EngineError: a parameter was written to, which the next gather would undo.
+        """
+        if phase == "backward":
+            self.in_backward = self.recomputed = False
+        if self.computing:
+            self.computing = False
+            self._expose(unsharded=False)
+            self._check_unwritten()
+
+    def abandon(self, *, keep_gradients: bool) -> None:
+        """Stop whatever is under way; unsharded gradients stay only with ``keep_gradients``, unless they are being
+        reduced.
+        """
+        if self.presence is Presence.GATHERING:
+            self.release()
+        self.computing = self.in_backward = self.recomputed = False
+        self.inputs_awaited = 0
+        self._expose(unsharded=False)
+        if self.reducing is None and keep_gradients:
+            return
+        self.reducing = None
+        for flat in self.trained_flats:
+            flat.target = None
+        if not self.gradient_slot.persistent:
+            for parameter in self.trained:
+                parameter.unsharded.grad = None
+        self.filled.clear()
+        if self.gradient_slot.owner == self.name:
+            self.gradient_slot.release()
+
+    def _expose(self, *, unsharded: bool) -> None:
+        """Let the modules see the unsharded parameters, or this rank's parts."""
         # nn.Module.__setattr__ would search four dictionaries, hundreds of times a step.
-        for held, name, _, unsharded in self._places:
-            held[name] = unsharded
+        for held, name, part, whole in self._places:
+            held[name] = whole if unsharded else part
 
-    def expose_sharded(self) -> None:
-        """Let the modules see this rank's parts."""
-        for held, name, sharded, _ in self._places:
-            held[name] = sharded
+    def _set_versions(self) -> None:
+        number = self._expected_version()
+        torch._C._autograd._unsafe_set_version_counter(self._views, (number,) * len(self._views))
+
+    def _expected_version(self) -> int:
+        return 2 * (self.gathered_version + 1) + (self.presence is not Presence.UNSHARDED)
+
+    def _check_unwritten(self) -> None:
+        number = self._expected_version()
+        if any(view._version != number for view in self._views):
+            written = next(p.layout.name for p in self.parameters if p.unsharded._version != number)
+            self._set_versions()
+            raise EngineError(
+                f"parameter '{written}' was written to in place while unit '{self.name}' computed; the next gather "
+                "would undo it: write to it between steps, under torch.no_grad(), where it is this rank's part"
+            )
 
     def check_parameters(self) -> None:
         """Check that the model still holds the parameters that the engine trains.
@@ -240,7 +381,7 @@ class Unit:
         for flat in self.flats:
             for parameter in flat.parameters:
                 sharded, unsharded = parameter.sharded, parameter.unsharded
-                moved = sharded.data_ptr() != parameter.address
+                moved = local_of(sharded).data_ptr() != parameter.address
                 for module, name in parameter.holders:
                     held = module._parameters[name]
                     moved = moved or (held is not sharded and held is not unsharded)
@@ -268,25 +409,80 @@ class Unit:
 
         A transient slot is not there yet: the gradient stays where autograd has put it until
         :meth:`complete_gradients`, so that the slot's storage can follow on that of the parameters.
-
-        Raises:
-            EngineError: nobody would reduce it, since the unit's backward has not begun or has ended.
         """
-        name = parameter.layout.name
         if not self.in_backward:
-            parameter.unsharded.grad = None
-            raise EngineError(
-                f"a gradient of '{name}' came before backward reached the output of its unit '{self.name}', or "
-                "after its gradients were reduced; name the module that computes with it among the blocks"
-            )
-        self.arrived.add(name)
+            self.on_early_gradient(self)
+        self.arrived.add(parameter.layout.name)
         if self.gradient_slot.persistent:
             self._move_gradient(flat, parameter)
         if self.complete:
             self.on_gradients(self)
 
+    def show_unreduced(self) -> None:
+        """Give the parameters whose gradients are not reduced yet a ``.grad``: so it shows if these are cleared.
+
+        It is the unreduced gradient itself where that is where gradients are kept; else NaN, since this rank's part is
+        not known yet.
+        """
+        for flat in self.trained_flats:
+            for parameter in flat.parameters:
+                if parameter.layout.name not in self.filled:
+                    continue
+                if parameter.sharded.grad is None:
+                    place = slice(parameter.start, parameter.stop)
+                    if flat.whole_gradient is not None:
+                        parameter.sharded.grad = parameter.as_part(flat.whole_gradient[place])
+                    else:
+                        unknown = parameter.as_part(torch.full_like(flat.shard[place], math.nan))
+                        parameter.sharded.grad = parameter.unknown = unknown
+                gradient = parameter.sharded.grad
+                self.shown[parameter.layout.name] = (gradient, gradient._version)
+
+    def _drop_cleared(self) -> None:
+        """Forget the unreduced gradients that were cleared since they were shown.
+
+        Raises:
+            EngineError: one was written to, which has no effect.
+        """
+        for flat in self.trained_flats if self.shown else ():
+            for parameter in flat.parameters:
+                gradient, version = self.shown.pop(parameter.layout.name, (None, 0))
+                if gradient is None:
+                    continue
+                same = parameter.sharded.grad is gradient
+                written = same and gradient._version != version and not flat.holds(gradient, parameter)
+                if written and bool((gradient != 0).any()):
+                    raise EngineError(
+                        f"the gradient of '{parameter.layout.name}' was written to before it was reduced, which has no "
+                        "effect on it; leave no_sync first, or clear it"
+                    )
+                if written or not same:
+                    self.filled.discard(parameter.layout.name)
+                if parameter.sharded.grad is parameter.unknown:
+                    parameter.sharded.grad = None
+                parameter.unknown = None
+
+    def expect_outside(self, parameter: UnitParameter) -> None:
+        """A gradient is about to be added to that of the sharded parameter itself: keep that apart."""
+        if not self.in_backward:
+            self.on_early_gradient(self)
+        parameter.kept, parameter.sharded.grad = parameter.sharded.grad, None
+
+    def take_outside(self, flat: FlatParameter, parameter: UnitParameter) -> None:
+        """Move the gradient that has come to the sharded parameter itself into the gradient slot, as any other."""
+        fresh, parameter.sharded.grad, parameter.kept = parameter.sharded.grad, parameter.kept, None
+        assert fresh is not None
+        self.read_outside = True
+        if parameter.unsharded.grad is not None:  # where a transient slot is not there yet
+            parameter.unsharded.grad += fresh
+            return
+        parameter.unsharded.grad = fresh
+        if self.gradient_slot.persistent:
+            self._move_gradient(flat, parameter)
+
     def complete_gradients(self) -> None:
         """Have all gradients in the slot. Those of parameters that took no part in this step are zero, not stale."""
+        self._drop_cleared()
         if not self.gradient_slot.persistent:
             self.gradient_slot.acquire(self.name)
             for flat in self.trained_flats:
@@ -297,13 +493,6 @@ class Unit:
             for parameter in self.trained:
                 if parameter.layout.name not in self.filled:
                     parameter.gradient.zero_()
-
-    def drop_gradients(self) -> None:
-        """Forget unsharded gradients, wherever they are."""
-        if not self.gradient_slot.persistent:
-            for parameter in self.trained:
-                parameter.unsharded.grad = None
-        self.filled.clear()
 
     def _move_gradient(self, flat: FlatParameter, parameter: UnitParameter) -> None:
         """Into the slot. The first gradient is written as it comes and later ones are added: a preset ``.grad`` view
@@ -325,15 +514,50 @@ class Unit:
         self.filled.add(name)
 
 
-def _taker(unit: Unit, flat: FlatParameter, parameter: UnitParameter) -> Callable[[torch.Tensor], None]:
-    """The hook for a parameter's gradient. It holds nothing strongly: autograd keeps it where no collector looks."""
-    unit_ref, flat_ref, parameter_ref = weakref.ref(unit), weakref.ref(flat), weakref.ref(parameter)
+def _attributes(parameter: UnitParameter) -> Iterator[tuple[Any, str | int]]:
+    return ((module._parameters, name) for module, name in parameter.holders)
 
-    def take(_: torch.Tensor) -> None:
-        unit, flat, parameter = unit_ref(), flat_ref(), parameter_ref()
+
+class _Hook:
+    """A hook for a parameter's gradient. It holds nothing strongly: autograd keeps it where no collector looks."""
+
+    def __init__(self, unit: Unit, flat: FlatParameter, parameter: UnitParameter) -> None:
+        self._refs = weakref.ref(unit), weakref.ref(flat), weakref.ref(parameter)
+
+    def held(self) -> tuple[Unit, FlatParameter, UnitParameter]:
+        """What it is for."""
+        unit, flat, parameter = self._refs[0](), self._refs[1](), self._refs[2]()
         assert unit is not None
         assert flat is not None
         assert parameter is not None
+        return unit, flat, parameter
+
+
+@final
+class _Taker(_Hook):
+    """For an unsharded parameter."""
+
+    def __call__(self, _: torch.Tensor) -> None:
+        unit, flat, parameter = self.held()
         unit.take_gradient(flat, parameter)
 
-    return take
+
+@final
+class _Outside(_Hook):
+    """For a sharded parameter that is whole on each of several ranks. A loss may read it as it is, between the calls of
+    its unit, and what comes to it then is one rank's, and has to be reduced like any other gradient.
+    """
+
+    def before(self, _: torch.Tensor) -> None:
+        """Before autograd adds to ``.grad``."""
+        unit, _flat, parameter = self.held()
+        unit.expect_outside(parameter)
+
+    def __call__(self, _: torch.Tensor) -> None:
+        unit, flat, parameter = self.held()
+        unit.take_outside(flat, parameter)
+
+
+def _users(hooks: dict[int, Any] | None) -> list[Any]:
+    """The hooks that are not the engine's own."""
+    return [h for h in (hooks or {}).values() if not isinstance(getattr(h, "__self__", h), AsPart | _Hook)]

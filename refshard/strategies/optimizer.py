@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from refshard.engine.local_part import LocalPart
+from refshard.engine.optim import local_parameters
 from refshard.errors import UnsupportedError
 from refshard.specs.case import CaseSpec
 
@@ -44,6 +46,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], case: CaseSpec) -> torch.
             "torchao quantises what a rank has of a parameter if that is 4,096 elements or more, and a multiple of 256",
             stacklevel=1,
         )
+    given = [{"params": local_parameters(group)} for group in groups.values()]
     # Here, since the package comes with an extra.
     from torchao.optim import AdamW8bit
 
@@ -58,4 +61,4 @@ def _has_8_bits(parameter: nn.Parameter) -> bool:
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if isinstance(parameter, DTensor | LocalPart) else parameter

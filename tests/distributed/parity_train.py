@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import refshard
 from refshard.engine.api import engine_of
+from refshard.engine.local_part import local_of
 from tests.distributed.parity_features import FEATURES, STEPS, Feature
 from tests.distributed.parity_models import Net, loss_of, make_batch
 
@@ -174,6 +175,9 @@ class Engine(Side):
 
     def clip(self, max_norm: float, p: float) -> torch.Tensor:
         return super().clip(max_norm, p) if self._clip_by_torch else refshard.clip_grad_norm_(self.net, max_norm, p)
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return local_of(tensor).detach()
 
     def masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from refshard.full_parameters(self.net)

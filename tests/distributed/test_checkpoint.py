@@ -21,8 +21,9 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 import refshard
 from refshard.engine import checkpoint
 from refshard.engine.dcp import read, write
-from refshard.engine.dcp import sharded as sharded_entry
-from refshard.engine.parts import local_parts
+from refshard.engine.local_part import LocalPart, local_of, whole_of
+from refshard.engine.parts import named_parts
+from refshard.engine.whole import Whole
 from refshard.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import LateCollectives, loss_of, make_batch, make_net
@@ -60,11 +61,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, steps:
 
 def pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pieces:
     found: Pieces = {}
-    for part in local_parts(model):
+    for part in named_parts(model):
         held = {"": part.parameter.detach(), **optimizer.state[part.parameter]}
         for key, value in held.items():
-            shape, first = (part.shape, part.first) if value.dim() else ((), 0)
-            found[f"{part.name}/{key}"] = shape, first, value.clone()
+            whole = whole_of(value)
+            local = local_of(value).clone()
+            found[f"{part.name}/{key}"] = (
+                value.shape,
+                whole.start if whole else 0,
+                local.flatten() if value.dim() else local,
+            )
     return found
 
 
@@ -126,10 +132,11 @@ def save_and_go_on(folder: Path) -> dict[str, Any]:
 
 def save_what_all_ranks_hold(folder: Path) -> tuple[torch.Tensor, int]:
     """What a mode that replicates asks for: every rank offers all; reads a ragged part; the number of bytes written."""
-    value = torch.arange(60_000.0)
-    write(folder, [sharded_entry(("model", "w"), (100, 20, 30), 0, value)], {})
+    value = torch.arange(60_000.0).view(100, 20, 30)
+    write(folder, {("model", "w"): value}, {})
+    whole = Whole("w", value.shape, ((707, 5707),), LateCollectives())
     part = torch.zeros(5000)
-    read(folder, [sharded_entry(("model", "w"), (100, 20, 30), 707, part)])
+    read(folder, {"model.w": LocalPart(part, whole)})
     return part, sum(path.stat().st_size for path in folder.glob("*.distcp"))
 
 

@@ -1,17 +1,20 @@
 """The engine over gloo against one unsharded rank, against DDP to the bit, and its collectives against torch's."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.collectives import GroupCollectives
 from refshard.engine.executor import Order
+from refshard.engine.local_part import local_of
 from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import Net, loss_of, make_batch, make_net
@@ -51,7 +54,7 @@ def train_all_ways(tied: bool) -> dict[str, Any]:
         losses = train(model, clear=mode == "fsdp")
         assert engine_of(model).executor.order is Order.FOLLOWING
         found[mode] = losses, dict(refshard.full_parameters(model))
-        found[f"{mode} local"] = sum(p.numel() for p in model.parameters())
+        found[f"{mode} local"] = sum(local_of(p).numel() for p in model.parameters())
     return found
 
 
@@ -128,3 +131,25 @@ def test_collectives_mean_what_they_say() -> None:
         assert result["largest"].item() == 2
         assert result["agreed"].tolist() == [True, False]
         assert torch.equal(result["broadcast"], base)
+
+
+def groups_of_models(mode: str, mesh_shape: tuple[int, ...]) -> list[int]:
+    """In each rank: how many process groups there are before, and with one model after another and two at a time."""
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    counts = [len(dist.distributed_c10d._world.pg_map)]
+    for count in (1, 1, 2, 2):
+        models = [refshard.shard(make_net(), mesh, mode=mode) for _ in range(count)]
+        for model in models:
+            loss_of(model, make_batch(0)).backward()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+        del models, model
+        gc.collect()
+    return counts
+
+
+@pytest.mark.parametrize(("mode", "mesh_shape"), [("yafsdp", (2,)), ("replicate", (1, 2)), ("replicate", (2,))])
+def test_all_models_share_one_group_for_reductions(mode: str, mesh_shape: tuple[int, ...]) -> None:
+    own = 0 if (mode, mesh_shape) == ("replicate", (2,)) else 1
+    for before, *counts in run_ranks(2, groups_of_models, mode, mesh_shape):
+        assert counts == [before + own] * 4

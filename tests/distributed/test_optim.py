@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import refshard
+from refshard.engine.local_part import local_of
 from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import loss_of, make_batch, make_net
@@ -30,7 +31,7 @@ def clip_both_ways() -> dict[tuple[str, object], Any]:
         loss_of(model, (inputs, targets)).backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         before = [g.detach().clone() for g in gradients]
-        found[mode, "empty"] = sum(g.numel() == 0 for g in gradients)
+        found[mode, "empty"] = sum(local_of(g).numel() == 0 for g in gradients)
         for p in NORMS:
             norms, left = [], []
             for foreach in (None, False, True):
@@ -39,7 +40,7 @@ def clip_both_ways() -> dict[tuple[str, object], Any]:
                 else:
                     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT, p, foreach=foreach)
                     norms.append(norm.item())
-                left.append(torch.cat(gradients).clone())
+                left.append(torch.cat([local_of(g).flatten() for g in gradients]))
                 for gradient, value in zip(gradients, before):
                     gradient.copy_(value)
             found[mode, p] = (norms, [torch.allclose(left[0], other, rtol=1e-5, atol=0) for other in left[1:]])
@@ -84,7 +85,9 @@ def train_wide(optimizer: str, *, sharded: bool) -> tuple[list[float], bool]:
     if sharded:
         refshard.shard(model, mode="fsdp", debug=True)
     module, name = optimizer.rsplit(".", 1)
-    made = getattr(importlib.import_module(module), name)(model.parameters(), lr=1e-3, weight_decay=0.01)
+    made = getattr(importlib.import_module(module), name)(
+        refshard.local_parameters(model.parameters()), lr=1e-3, weight_decay=0.01
+    )
     x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).chunk(world_size)[rank]
     losses = []
     for _ in range(20):
@@ -103,7 +106,7 @@ def train_wide(optimizer: str, *, sharded: bool) -> tuple[list[float], bool]:
 def train_wide_on_ranks(optimizer: str) -> tuple[list[float], bool, list[int]]:
     """With the lengths of this rank's parts."""
     model = refshard.shard(Wide(), mode="fsdp")
-    return *train_wide(optimizer, sharded=True), [p.numel() for p in model.parameters()]
+    return *train_wide(optimizer, sharded=True), [local_of(p).numel() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("package", ["bitsandbytes", pytest.param("torchao", marks=pytest.mark.full)])  # compiles

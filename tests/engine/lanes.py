@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from refshard.engine.collectives import Collectives, Pending
 from refshard.engine.device import Lane, Lanes, StreamLanes
+from refshard.engine.local_part import local_of
 
 Clock = dict[str, int]
 """How many things of each timeline are known to be over."""
@@ -251,8 +252,8 @@ class RaceDetector(TorchDispatchMode):
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)] if value is not None else []
+        return [local_of(value)]
+    return [local_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True)

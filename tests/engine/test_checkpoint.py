@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import refshard
 from refshard.engine import checkpoint
-from refshard.engine.dcp import encode, write
+from refshard.engine.dcp import write
 from refshard.errors import CheckpointError, EngineError
 from refshard.plan.placement import MODES
 from tests.engine.fakes import Block, LateCollectives, Net, make_net, train
@@ -392,6 +392,6 @@ def test_a_model_that_is_not_sharded_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "c", [], {("refshard",): encode({"format": 99}, "the header")})
+    write(tmp_path / "c", {("refshard",): {"format": 99}}, {})
     with pytest.raises(CheckpointError, match=r"has format 99, this refshard reads up to 1; update refshard"):
         checkpoint.load(tmp_path / "c", shard(make_net()))

@@ -66,3 +66,14 @@ def test_unknown_blocks_are_refused() -> None:
         group_units(make_net(), [nn.LSTM])
     with pytest.raises(SpecError, match=r"blocks: the model holds no nn.ModuleList; name the modules"):
         group_units(nn.Sequential(nn.Linear(2, 2)), None)
+
+
+def test_lists_and_dictionaries_of_modules_stand_for_their_members() -> None:
+    model = nn.Module()
+    model.stages = nn.ModuleList(
+        [nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})]
+    )
+    parts = ["stages.0.0", "stages.0.1", "stages.1.a", "stages.1.b"]
+    assert list(described(model)) == parts
+    assert list(described(model, ["stages"])) == parts
+    assert list(described(model, ["stages.1"])) == ["stages.0.0+stages.0.1", "stages.1.a", "stages.1.b"]

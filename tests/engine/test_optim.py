@@ -10,7 +10,8 @@ from torch import nn
 
 import refshard
 from refshard.engine.api import engine_of
-from refshard.engine.optim import ShardedGradient, clip_gradients
+from refshard.engine.local_part import LocalPart, local_of
+from refshard.engine.optim import clip_gradients
 from refshard.errors import EngineError
 from refshard.plan.placement import MODES
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net, train
@@ -60,7 +61,7 @@ def test_clipping_scales_to_the_closed_form_of_the_norm(mode: str, p: float, fac
     assert found.dim() == 0
     for mine, theirs in zip(model.parameters(), gradients):
         assert mine.grad is not None
-        assert torch.allclose(mine.grad, theirs.flatten() * min(1.0, factor), rtol=1e-4, atol=0)
+        assert torch.allclose(mine.grad, theirs * min(1.0, factor), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("p", NORMS)
@@ -73,7 +74,7 @@ def test_padding_takes_no_part_in_the_norm(mode: str, p: float) -> None:
         for flat in unit.flats:
             gradient = flat.parameters[0].sharded.grad
             assert gradient is not None
-            shard = torch.as_strided(gradient.as_subclass(torch.Tensor), (flat.layout.shard_numel,), (1,), 0)
+            shard = torch.as_strided(local_of(gradient), (flat.layout.shard_numel,), (1,), 0)
             used = torch.zeros(shard.numel(), dtype=torch.bool)
             for parameter in flat.parameters:
                 used[parameter.start : parameter.stop] = True
@@ -106,9 +107,9 @@ def test_clipping_takes_one_collective(p: float, op: str) -> None:
     model = sharded("fsdp", collectives)
     for unit in engine_of(model).units:
         for parameter in unit.parameters:
-            parameter.sharded.grad = ShardedGradient.of(torch.ones_like(parameter.sharded), collectives)
-    assert any(q.numel() == 0 for q in model.parameters())
-    assert any(type(q.grad) is ShardedGradient for q in model.parameters())
+            parameter.sharded.grad = torch.ones_like(parameter.sharded)
+    assert any(local_of(q).numel() == 0 for q in model.parameters())
+    assert all(type(q.grad) is LocalPart for q in model.parameters())
     collectives.issued.clear()
     refshard.clip_grad_norm_(model, 1.0, p)
     assert [issued for issued, _ in collectives.issued] == [op]
@@ -138,22 +139,41 @@ def whole_tensor_optimizers(matrices: list[nn.Parameter]) -> list[torch.optim.Op
     return [torch.optim.Muon(matrices), torch.optim.Adafactor(matrices), torch.optim.LBFGS(matrices)]
 
 
-def test_optimizers_that_need_whole_tensors_are_refused_by_name(mode: str) -> None:
-    """Also those that were made before sharding; over other parameters they go on working."""
+class Fancier(torch.optim.LBFGS):
+    """An optimizer's subclass needs what it needs."""
+
+
+def test_optimizers_that_need_whole_tensors_are_refused_by_name() -> None:
+    """Also those that were made before sharding, and subclasses; over other parameters they go on working."""
     model = make_net()
-    optimizers = whole_tensor_optimizers([p for p in model.parameters() if p.dim() == 2])
-    refshard.shard(model, mode=mode, collectives=LateCollectives())
-    before = dict(refshard.full_parameters(model))
-    loss_of(model, make_batch(0)).backward()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    optimizers = [*whole_tensor_optimizers(matrices), Fancier(matrices)]
+    refshard.shard(model, mode="fsdp", collectives=PartCollectives(1, 3))
+    before = [local_of(p).clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
     for optimizer in optimizers:
         name = type(optimizer).__name__
         with pytest.raises(EngineError, match=f"{name} needs whole tensors, .* use an elementwise optimizer"):
             optimizer.step(lambda: 0.0)
-    assert all(torch.equal(before[name], value) for name, value in refshard.full_parameters(model))
+    assert all(torch.equal(value, local_of(p)) for value, p in zip(before, model.parameters()))
     other = nn.Parameter(torch.ones(4, 4))
     other.square().sum().backward()
     for optimizer in whole_tensor_optimizers([other]):
         optimizer.step(lambda: 0.0)
+
+
+def test_where_nothing_is_sharded_they_are_right(mode: str) -> None:
+    """Parameters are whole then, and of their true shapes."""
+    bare, model = make_net(), sharded(mode)
+    for m in (bare, model):
+        optimizer = torch.optim.Muon([p for p in m.parameters() if p.ndim == 2], lr=0.02)
+        for step in range(3):
+            loss_of(m, make_batch(step)).backward()
+            optimizer.step()
+            m.zero_grad()
+    expected = dict(bare.named_parameters())
+    assert all(torch.equal(value, expected[name]) for name, value in refshard.full_parameters(model))
 
 
 VARIANTS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -207,25 +227,3 @@ def test_a_gradient_scaler_steps_and_skips_as_for_a_bare_model(mode: str, fused:
     assert found[0] == found[1] == [16.0, 32.0, 32.0, 16.0, 16.0, 32.0]
     expected = dict(bare.named_parameters())
     assert all(torch.equal(value, expected[name]) for name, value in refshard.full_parameters(model))
-
-
-def test_a_sharded_gradient_answers_whole_norms_and_is_a_tensor_otherwise() -> None:
-    """Its norms, however asked for, are sums over the shard axis of four equal ranks."""
-
-    class FourEqualRanks(PartCollectives):
-        def reduce_over_shards(self, tensor: torch.Tensor, op: str) -> None:
-            tensor.mul_(4 if op == "sum" else 1)
-
-    part = torch.tensor([3.0, -4.0])
-    gradient = ShardedGradient.of(part, FourEqualRanks(0, 4))
-    for norm in (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm):
-        assert norm(gradient).item() == 10
-        assert [norm(gradient, p).item() for p in (1, 2, math.inf)] == [28, 10, 4]
-        with pytest.raises(EngineError, match=r"norm of a sharded gradient: p must be > 0, got 0\.0"):
-            norm(gradient, 0)
-    assert (gradient.norm(p=1).item(), torch.linalg.vector_norm(gradient, ord=1).item()) == (28, 28)
-    whole, plain = torch._foreach_norm([gradient, torch.tensor([3.0, 4.0])], 2)
-    assert (whole.item(), plain.item()) == (10, 5)
-    assert type(gradient + 1) is torch.Tensor
-    gradient.mul_(2)
-    assert part.tolist() == [6, -8]

@@ -11,6 +11,7 @@ from torch import nn
 
 import refshard
 from refshard.engine.api import engine_of
+from refshard.engine.local_part import local_of
 from refshard.engine.unit import FlatParameter
 from refshard.plan.layout import NARROWEST_BYTES
 from refshard.plan.placement import MODES
@@ -150,14 +151,16 @@ def test_names_and_identities_stay_and_values_come_back_to_the_bit(tree: object,
 def test_every_element_is_on_exactly_one_rank_in_its_place(tree: object, world_size: int, mode: str) -> None:
     whole = {name: p.detach().clone().flatten() for name, p in grow(tree).named_parameters()}
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
+    shapes = [p.shape for p in grow(tree).parameters()]
     for rank in range(world_size):
         model = grow(tree)
         refshard.shard(model, mode=mode, collectives=PartCollectives(rank, world_size))
         for name, parameter in model.named_parameters():
-            parts[name].append(parameter.detach())
+            parts[name].append(local_of(parameter).detach().flatten())
         for flat in flats_of(model):
             for part in flat.parameters:
-                assert torch.equal(flat.shard[part.start : part.stop], part.sharded)
+                assert torch.equal(flat.shard[part.start : part.stop], local_of(part.sharded).flatten())
+        assert [p.shape for p in model.parameters()] == shapes
     for name, value in whole.items():
         assert torch.equal(torch.cat(parts[name]), value)
 
@@ -190,6 +193,6 @@ def test_a_tree_trains_as_it_does_unsharded(tree: object, mode: str) -> None:
             torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.5).step()
         for (name, mine), theirs in zip(model.named_parameters(), bare.parameters()):
             assert (mine.grad is None) == (theirs.grad is None), name
-            assert mine.grad is None or theirs.grad is None or torch.equal(mine.grad, theirs.grad.flatten()), name
+            assert mine.grad is None or theirs.grad is None or torch.equal(mine.grad, theirs.grad), name
     after = dict(refshard.full_parameters(model))
     assert all(torch.equal(after[name], p) for name, p in bare.named_parameters())

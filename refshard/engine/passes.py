@@ -1,0 +1,179 @@
+"""One pass through the units, forward and backward: by a schedule that is known, or on demand.
+
+Both take markers, one at a time, and do what is due. A pass on demand needs no knowledge of the order; it may write the
+markers down, for a schedule to be made of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+from refshard.engine.effects import Effects
+from refshard.engine.unit import Unit
+from refshard.errors import EngineError
+from refshard.plan.placement import Mode
+from refshard.plan.schedule import BLOCKING, MARKERS, Op, OpKind, PassKind, Phase, Presence, on_demand
+
+
+class Pass(ABC):
+    """A pass of the given ``kind``."""
+
+    kind: PassKind
+
+    @abstractmethod
+    def expects(self, marker: Op | None) -> bool:
+        """Whether ``marker``, or the end of the pass where it is None, may come now."""
+
+    @abstractmethod
+    def mark(self, marker: Op) -> None:
+        """Do what is due up to ``marker``, which is expected, and issue what may start after it.
+
+        Raises:
+            EngineError: the marker's unit has no place to be gathered to.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Do what is due after the last marker."""
+
+    @abstractmethod
+    def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence["Scene"]]) -> "Pass":
+        """The same pass, whose rest is of another ``kind``: it differs in what backward does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is done at one marker, in order: what it needs, the marker itself, and what may be issued right after it.
+
+    The first scene of a pass, its opening, has no marker, and neither has the last, which ends it.
+    """
+
+    marker: Op | None
+    effects: tuple[Callable[[], None], ...]
+
+    def play(self) -> None:
+        """Do it."""
+        for effect in self.effects:
+            effect()
+
+
+def cut(stream: Sequence[Op], effects: Effects) -> tuple[Scene, ...]:
+    """Cut an op stream where the engine waits for a marker. What follows one and need not be awaited belongs to it."""
+    awaited = BLOCKING | MARKERS
+    starts = [i for i, op in enumerate(stream) if op.kind in MARKERS]
+    ends = [next((i for i in range(s + 1, len(stream)) if stream[i].kind in awaited), len(stream)) for s in starts]
+    first = next(i for i, op in enumerate(stream) if op.kind in awaited)
+    scenes = []
+    for marker_at, (start, stop) in zip([None, *starts, None], pairwise([0, first, *ends, len(stream)])):
+        scenes.append(
+            Scene(None if marker_at is None else stream[marker_at], tuple(map(effects.of, stream[start:stop])))
+        )
+    return tuple(scenes)
+
+
+@final
+class Followed(Pass):
+    """A pass whose order is known: scene after scene of its op stream. Its opening is played at once."""
+
+    def __init__(self, kind: PassKind, scenes: Sequence[Scene], position: int = 0) -> None:
+        self.kind = kind
+        self._scenes = scenes
+        self._next = position or 1
+        if position == 0:
+            scenes[0].play()
+
+    @property
+    def due(self) -> Op | None:
+        """The marker that comes next; None at the end."""
+        return self._scenes[self._next].marker
+
+    def expects(self, marker: Op | None) -> bool:
+        """See :meth:`Pass.expects`."""
+        return self.due == marker
+
+    def mark(self, marker: Op) -> None:
+        """See :meth:`Pass.mark`."""
+        self._next += 1
+        self._scenes[self._next - 1].play()
+
+    def end(self) -> None:
+        """See :meth:`Pass.end`."""
+        self._scenes[self._next].play()
+
+    def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
+        """See :meth:`Pass.turned`."""
+        return Followed(kind, scenes_of(kind), self._next)
+
+
+@final
+class OnDemand(Pass):
+    """A pass of which nothing is known: each unit is gathered when it is needed. ``record`` takes the markers, if any
+    are to be written down.
+    """
+
+    def __init__(
+        self, kind: PassKind, units: Sequence[Unit], mode: Mode, effects: Effects, record: list[Op] | None = None
+    ) -> None:
+        self.kind = kind
+        self.record = record
+        self._units = units
+        self._mode = mode
+        self._effects = effects
+
+    def expects(self, marker: Op | None) -> bool:
+        """See :meth:`Pass.expects`: anything."""
+        return True
+
+    def mark(self, marker: Op) -> None:
+        """See :meth:`Pass.mark`."""
+        unit = self._units[marker.unit]
+        if marker.kind is OpKind.BEGIN:
+            if not unit.aliased and unit.presence is not Presence.SHARDED and not unit.current:
+                self.give_up(unit, marker.phase)
+            self._make_room(unit, marker.phase)
+        reducing = self._effects.reducing
+        for op in on_demand(marker, unit.presence, reducing, self._mode, unit.facts, self.kind):
+            self._effects.execute(op)
+        if self.record is not None:
+            self.record.append(marker)
+
+    def end(self) -> None:
+        """See :meth:`Pass.end`: nothing is left to be done."""
+
+    def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
+        """See :meth:`Pass.turned`."""
+        return OnDemand(kind, self._units, self._mode, self._effects, self.record)
+
+    def give_up(self, unit: Unit, phase: Phase) -> None:
+        """Release a unit, wherever it is."""
+        if unit.presence is Presence.GATHERING:
+            self._effects.execute(Op(OpKind.WAIT, unit.index, phase))
+        self._effects.execute(Op(OpKind.RELEASE, unit.index, phase))
+
+    def _make_room(self, unit: Unit, phase: Phase) -> None:
+        """The unit's slots may hold what was prefetched and not used, what backward has gone on without, or what is
+        being reduced.
+        """
+        for other in self._units:
+            if other is unit:
+                continue
+            shares_gradients = phase == "backward" and unit.gradient_slot is other.gradient_slot
+            shares = shares_gradients or unit.slot is other.slot
+            if shares and other.in_backward and not (unit.lasts or other.recomputed):
+                # What it still lacks comes later, if at all, and it begins again then.
+                other.on_gradients(other)
+            if shares_gradients:
+                self._effects.finish(other)
+            if other.slot is unit.slot and other.presence is not Presence.SHARDED:
+                self._check_free(unit, other)
+                self.give_up(other, phase)
+
+    def _check_free(self, unit: Unit, other: Unit) -> None:
+        if other.computing:
+            raise EngineError(
+                f"unit '{unit.name}' needs the slot that unit '{other.name}' still holds: when the order was observed "
+                "one ended before the other began, and now they ran nested in each other; shard with mode='fsdp', or "
+                "make them one block"
+            )

@@ -1,0 +1,148 @@
+"""What a local part is a part of: which elements of which tensor each rank holds, and how to talk to the others."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from refshard.engine.collectives import Axis, Collectives
+from refshard.engine.split import Split, SplitAxis
+from refshard.errors import EngineError
+from refshard.plan.boxes import Box, boxes
+
+
+@dataclass(eq=False, slots=True)
+class Whole:
+    """One tensor that the ranks of a shard axis divide: each holds a range of the flattened tensor, possibly empty.
+
+    ``ranges`` are ``[start, stop)`` by rank of ``collectives``' shard axis. Of a tensor that tensor parallelism has
+    ``split`` too, ``shape`` is that of the global tensor, and the ranges are of this rank's slab of it, flattened.
+    ``mesh`` is what torch's state-dict functions want to see on a DTensor; None where there are no process groups.
+    A parameter, its gradient and its optimizer state share one object. Of a complex tensor, ``pairs`` is the real
+    tensor of one dimension more, once it has been asked for.
+    """
+
+    name: str
+    shape: torch.Size
+    ranges: tuple[tuple[int, int], ...]
+    collectives: Collectives
+    split: Split | None = None
+    mesh: DeviceMesh | None = None
+    start: int = field(init=False)
+    stop: int = field(init=False)
+    axis: Axis = field(init=False)
+    slab: tuple[slice, ...] = field(init=False)
+    slab_shape: torch.Size = field(init=False)
+    pairs: "Whole | None" = field(init=False, default=None)
+    _reshaped: dict[torch.Size, "Whole"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """``axis`` is what reductions over all elements go over, ``slab`` where this rank's slab lies in the whole."""
+        self.start, self.stop = self.ranges[self.collectives.rank]
+        divided = self.split is not None and self.split.divided
+        self.axis = SplitAxis(self.collectives, self.split.mesh) if self.split and divided else self.collectives
+        self.slab = self.split.slab if self.split else tuple(slice(0, n) for n in self.shape)
+        self.slab_shape = torch.Size([s.stop - s.start for s in self.slab])
+        self._reshaped = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: copies of a part are parts of a tensor that is divided in the same way."""
+        return self
+
+    @property
+    def held(self) -> str:
+        """What this rank has, in words."""
+        slab = f" of its slab {list(self.slab_shape)}" if self.slab_shape != self.shape else ""
+        return f"elements {self.start} to {self.stop} of {self.slab_shape.numel()}{slab}"
+
+    def alike(self, other: "Whole") -> bool:
+        """Whether parts of ``other`` hold the same elements of a tensor of the same shape."""
+        mine = self.shape, self.ranges, self.slab, self.collectives.rank
+        return self is other or mine == (other.shape, other.ranges, other.slab, other.collectives.rank)
+
+    def reshaped(self, shape: torch.Size) -> "Whole":
+        """The same elements in the same order as a tensor of another shape.
+
+        Raises:
+            EngineError: tensor parallelism has split the tensor, and a slab's elements do not follow each other.
+        """
+        if shape == self.shape:
+            return self
+        if shape not in self._reshaped:
+            if self.slab_shape != self.shape:
+                raise EngineError(
+                    f"{self.label}: cannot be given the shape {tuple(shape)}, since tensor parallelism has split it; "
+                    "call full_tensor() first"
+                )
+            made = Whole(self.name, shape, self.ranges, self.collectives, None, self.mesh)
+            made._reshaped = self._reshaped
+            self._reshaped[shape] = made
+        return self._reshaped[shape]
+
+    @property
+    def label(self) -> str:
+        """The tensor in messages."""
+        return f"'{self.name}' of shape {list(self.shape)}"
+
+    def boxes(self) -> tuple[tuple[Box, int], ...]:
+        """This rank's range as boxes of the whole, each with the first of its elements in the local tensor."""
+        first, found = 0, []
+        for box in boxes(self.slab_shape, self.start, self.stop - self.start):
+            offsets = tuple(o + s.start for o, s in zip(box.offsets, self.slab))
+            found.append((Box(offsets, box.sizes), first))
+            first += box.numel
+        return tuple(found)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's elements, 1-D, of a plain tensor that expands to the shape; a view where that is cheap."""
+        expanded = whole.expand(self.shape)
+        if not any(expanded.stride()):  # one value, as in the gradient of a sum: the whole need not exist
+            return expanded.as_strided((self.stop - self.start,), (0,))
+        slab = expanded[self.slab] if self.split else expanded
+        if slab.is_contiguous():
+            return slab.reshape(-1)[self.start : self.stop]
+        cuts = [
+            expanded[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes))].reshape(-1)
+            for box, _ in self.boxes()
+        ]
+        return torch.cat(cuts) if cuts else whole.new_empty(0)
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor from every rank's 1-D part; a collective call of all ranks that hold it."""
+        slab = self.collectives.gather_ranges(local, self.ranges).view(self.slab_shape)
+        return slab if self.split is None else self.split.whole(slab)
+
+    def mean_part(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's part, 1-D, of the mean over all ranks of a gradient of the whole; a collective call."""
+        mean = gradient * (1 / (self.collectives.world_size * self.collectives.replicas))
+        self.collectives.reduce_over_shards(mean, "sum")
+        part = self.cut(mean).clone()
+        self.collectives.all_reduce(part).wait()
+        return part
+
+    def reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> torch.Tensor:
+        """``tensor``, replaced by its sum or maximum over all ranks that hold other elements."""
+        self.axis.reduce_over_shards(tensor, op)
+        return tensor
+
+
+def reduce_max(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The maximum over ``axis`` of each of the 1-D ``values``: NaN where a rank has NaN, which libraries may lose."""
+    if not values.is_floating_point():
+        axis.reduce_over_shards(values, "max")
+        return values
+    nan = values.isnan()
+    both = torch.cat([values.masked_fill(nan, -torch.inf), nan.to(values.dtype)])
+    axis.reduce_over_shards(both, "max")
+    found, lost = both.chunk(2)
+    return found.masked_fill(lost > 0, torch.nan)
+
+
+def by_axis(wholes: Sequence[Whole | None]) -> dict[Axis | None, list[int]]:
+    """Indices by the axis that a reduction goes over; under None those of plain tensors."""
+    found: dict[Axis | None, list[int]] = {}
+    for index, whole in enumerate(wholes):
+        found.setdefault(whole.axis if whole is not None else None, []).append(index)
+    return found

@@ -1,0 +1,216 @@
+"""Microbatches: gradients that add up before a step."""
+
+import torch
+
+from tests.distributed.cases.case import EVALUATED, case
+from tests.distributed.cases.models import Stack, adamw, adapted, mean_square, sgd, train
+from tests.distributed.cases.sides import Side
+
+
+def _accumulate(
+    side: Side, model: torch.nn.Module, *, sync_last_only: bool, microbatches: int = 3, every_second: bool = False
+) -> None:
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    for step in range(4):
+        count = 1 if every_second and step % 2 else microbatches
+        for microbatch in range(count):
+            last = not sync_last_only or microbatch == count - 1
+            with side.microbatch(model, last=last):
+                loss = mean_square(model(side.x(10 * step + microbatch))) / count
+                loss.backward()
+            side.log_mean("loss", loss)
+        side.log_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def accumulated_with_reductions(side: Side) -> None:
+    _accumulate(side, side.shard(Stack(), side.x()), sync_last_only=False)
+
+
+@case()
+def accumulated_without_reductions(side: Side) -> None:
+    _accumulate(side, side.shard(Stack(), side.x()), sync_last_only=True)
+
+
+@case()
+def adapters_accumulated(side: Side) -> None:
+    _accumulate(side, side.shard(adapted(), side.x()), sync_last_only=True)
+
+
+@case()
+def accumulation_that_varies(side: Side) -> None:
+    _accumulate(side, side.shard(Stack(), side.x()), sync_last_only=True, every_second=True)
+
+
+@case(table=True)
+def cleared_without_reductions(side: Side) -> None:
+    """A backward under no_sync whose gradients are thrown away leaves nothing for the next."""
+    model = side.shard(Stack(), side.x())
+    optimizer = sgd(model)
+    for step in range(3):
+        with side.microbatch(model, last=False):
+            mean_square(model(side.x(50 + step))).backward()
+        optimizer.zero_grad()
+        with side.microbatch(model, last=True):
+            mean_square(model(side.x(step))).backward()
+        side.log_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def cleared_by_module_without_reductions(side: Side) -> None:
+    """As before, by ``model.zero_grad()``, with an evaluation between."""
+    model = side.shard(Stack(), side.x())
+    optimizer = sgd(model)
+    for step in range(3):
+        with side.microbatch(model, last=False):
+            mean_square(model(side.x(50 + step))).backward()
+        with torch.no_grad():
+            side.log_rows("out", model(side.x(9)))
+        model.zero_grad()
+        with side.microbatch(model, last=True):
+            mean_square(model(side.x(step))).backward()
+        side.log_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(refuses="no_sync|reduce|gradient")
+def step_without_any_reduction(side: Side) -> None:
+    """An optimizer's step after nothing but no_sync: no mean over ranks exists yet."""
+    model = side.shard(Stack(), side.x(), blocks=None)
+    optimizer = sgd(model)
+    for step in range(3):
+        with side.microbatch(model, last=side.world_size == 1):
+            mean_square(model(side.x(step))).backward()
+        if step == 2:
+            with side.microbatch(model, last=True):
+                mean_square(model(side.x(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    train(side, model, start=3, steps=2)
+
+
+@case()
+def other_blocks_in_each_microbatch(side: Side) -> None:
+    class Halved(Stack):
+        kept = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inputs(x)
+            for index, layer in enumerate(self.layers):
+                if index % 2 == self.kept:
+                    x = self.call(layer, x)
+            out: torch.Tensor = self.head(x)
+            return out
+
+    model = side.shard(Halved(), side.x())
+    optimizer = sgd(model)
+    for step in range(4):
+        for half in (0, 1):
+            model.kept = half
+            with side.microbatch(model, last=half == 1):
+                mean_square(model(side.x(10 * step + half))).backward()
+        side.log_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(variants=EVALUATED)
+def evaluation_between_microbatches(side: Side) -> None:
+    model = side.shard(Stack(), side.x())
+    optimizer = sgd(model)
+    for step in range(3):
+        for microbatch in range(2):
+            with side.microbatch(model, last=microbatch == 1):
+                mean_square(model(side.x(10 * step + microbatch))).backward()
+            with torch.no_grad():
+                side.log_rows("out", model(side.x(9)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(variants=EVALUATED, refuses="no_sync")
+def forward_within_and_backward_outside_of_no_sync(side: Side) -> None:
+    model = side.shard(Stack(), side.x())
+    optimizer = sgd(model)
+    for step in range(3):
+        with side.microbatch(model, last=False):
+            loss = mean_square(model(side.x(step)))
+        with side.microbatch(model, last=True):
+            loss.backward()
+        side.log_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(variants=EVALUATED)
+def clipped_after_accumulation(side: Side) -> None:
+    model = side.shard(Stack(), side.x())
+    optimizer = sgd(model)
+    for step in range(3):
+        for microbatch in range(2):
+            with side.microbatch(model, last=microbatch == 1):
+                mean_square(model(side.x(10 * step + microbatch))).backward()
+        side.log("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(modes=("zero1", "zero2", "fsdp"))
+def accumulated_unsharded_by_option(side: Side) -> None:
+    model = side.shard(Stack(), side.x(), accumulation="unsharded")
+    _accumulate(side, model, sync_last_only=True)
+
+
+@case(modes=("zero1", "zero2", "fsdp"), table=True)
+def cleared_unsharded_by_option(side: Side) -> None:
+    """As ``cleared_without_reductions``, where unsharded gradients wait in slots of their own."""
+    model = side.shard(Stack(), side.x(), accumulation="unsharded")
+    optimizer = sgd(model)
+    for step in range(3):
+        with side.microbatch(model, last=False):
+            mean_square(model(side.x(50 + step))).backward()
+        optimizer.zero_grad()
+        with side.microbatch(model, last=True):
+            mean_square(model(side.x(step))).backward()
+        side.log_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def offloaded(side: Side) -> None:
+    """Masters and gradients in the host's memory, clipped and accumulated."""
+    model = side.shard(Stack(), side.x(), offload=True)
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        for microbatch in range(2):
+            with side.microbatch(model, last=microbatch == 1):
+                mean_square(model(side.x(10 * step + microbatch))).backward()
+        side.log(f"norm {step}", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case()
+def freed_storage_filled(side: Side) -> None:
+    """``debug=True`` fills freed storage with NaN, which no correct step reads."""
+    model = side.shard(adapted(), side.x(), debug=True)
+    train(side, model, lambda step: mean_square(model(side.x(step)) - model(side.x(50 + step))))
+
+
+@case(variants=EVALUATED)
+def one_stream_of_communication(side: Side) -> None:
+    model = side.shard(Stack(), side.x(), communication_streams=1)
+    _accumulate(side, model, sync_last_only=True)
+
+
+@case()
+def replicas_of_one_shard(side: Side) -> None:
+    """A mesh of two axes, whose shard axis is of one rank."""
+    model = side.shard(Stack(), side.x(), replicas=True)
+    _accumulate(side, model, sync_last_only=True)

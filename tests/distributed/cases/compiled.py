@@ -1,0 +1,56 @@
+"""torch.compile, of blocks, of models and of the optimizer's step; with a backend that compiles nothing."""
+
+import torch
+
+from tests.distributed.cases.case import EVALUATED, PLAIN, case
+from tests.distributed.cases.models import Stack, adamw, adapted, mean_square, train
+from tests.distributed.cases.sides import Side
+
+
+@case(variants=EVALUATED)
+def blocks_compiled(side: Side) -> None:
+    torch._dynamo.reset()
+    model = side.shard(Stack(), side.x())
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    train(side, model)
+
+
+@case(variants=PLAIN)
+def adapters_compiled(side: Side) -> None:
+    torch._dynamo.reset()
+    model = side.shard(adapted())
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    train(side, model, lambda step: mean_square(model(side.x(step)) - model(side.x(50 + step))))
+
+
+@case(variants=PLAIN)
+def blocks_compiled_before_sharding(side: Side) -> None:
+    torch._dynamo.reset()
+    model = Stack()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    train(side, side.shard(model))
+
+
+@case(variants=PLAIN, refuses="compile")
+def model_compiled(side: Side) -> None:
+    torch._dynamo.reset()
+    model = side.shard(Stack())
+    compiled = torch.compile(model, backend="aot_eager")
+    train(side, model, lambda step: mean_square(compiled(side.x(step))))
+
+
+@case(variants=PLAIN, table=True, refuses="compile")
+def step_compiled(side: Side) -> None:
+    torch._dynamo.reset()
+    model = side.shard(Stack())
+    optimizer = adamw(model.parameters())
+    compiled = torch.compile(optimizer.step, backend="aot_eager")
+    for step in range(3):
+        loss = mean_square(model(side.x(step)))
+        loss.backward()
+        compiled()
+        optimizer.zero_grad()
+        side.log_mean("loss", loss)

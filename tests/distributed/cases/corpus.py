@@ -1,0 +1,67 @@
+"""All cases, by name."""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+from tests.distributed.cases import (
+    accumulation,
+    calls,
+    checkpointing,
+    compiled,
+    evaluation,
+    failing,
+    forwards,
+    gradients,
+    hooks,
+    inputs,
+    leaves,
+    losses,
+    modules,
+    optimizers,
+    parameters,
+    precision,
+    reads,
+    saving,
+)
+from tests.distributed.cases.case import Case
+
+THEMES: tuple[ModuleType, ...] = (
+    calls,
+    forwards,
+    evaluation,
+    reads,
+    inputs,
+    hooks,
+    losses,
+    gradients,
+    optimizers,
+    accumulation,
+    checkpointing,
+    leaves,
+    failing,
+    modules,
+    parameters,
+    precision,
+    saving,
+    compiled,
+)
+
+
+def _cases_of(theme: ModuleType) -> Iterator[Case]:
+    """Those that the module holds by themselves, or in lists."""
+    for value in vars(theme).values():
+        for held in value if isinstance(value, list) else [value]:
+            if isinstance(held, Case):
+                yield held
+
+
+def _collect() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for theme in THEMES:
+        for case in _cases_of(theme):
+            assert case.name not in found, f"two cases are called {case.name}"
+            found[case.name] = case
+    return found
+
+
+CASES = _collect()

@@ -1,0 +1,465 @@
+"""Parameters out of the ordinary: kinds, dtypes, shapes, devices, and what is done to them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+
+from tests.distributed.cases.case import EVALUATED, PLAIN, case
+from tests.distributed.cases.models import Block, Language, Stack, adamw, mean_square, next_token, train
+from tests.distributed.cases.sides import DIM, VOCAB, Side
+
+
+def _fill(module: Any) -> None:
+    """Values that are the same wherever they are written; buffers by the module's own rule."""
+    for parameter in module.parameters(recurse=False):
+        values = torch.linspace(0.3, 0.9, parameter.numel()).sin().mul(0.7).view(parameter.shape)
+        if isinstance(parameter, DTensor):
+            parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements))
+        else:
+            parameter.copy_(values)
+    if hasattr(module, "reset_buffers"):
+        module.reset_buffers()
+
+
+def _on_meta(side: Side, make: Any, *sample: torch.Tensor) -> Any:
+    with torch.device("meta"):
+        model = make()
+    return side.shard(model, *sample, initialise=_fill)
+
+
+@case()
+def meta_device(side: Side) -> None:
+    train(side, _on_meta(side, Stack, side.x()))
+
+
+@case()
+def meta_device_tied(side: Side) -> None:
+    model = _on_meta(side, lambda: Language(tied=True), side.tokens())
+    train(side, model, lambda step: next_token(model, side.tokens(step)))
+
+
+class Rotary(nn.Module):
+    """Turns pairs of channels by angles that a buffer holds."""
+
+    angles: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.register_buffer("angles", torch.empty(DIM), persistent=False)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Fill the buffer anew."""
+        self.angles.copy_(torch.arange(DIM, dtype=self.angles.dtype) / 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.angles.cos() + torch.tanh(self.linear(x)) * self.angles.sin()
+
+
+@case(table=True, refuses="buffer|meta|angles")
+def meta_device_with_buffers(side: Side) -> None:
+    """The initialiser knows how to fill the buffers."""
+    train(side, _on_meta(side, lambda: Stack([Rotary() for _ in range(2)]), side.x()))
+
+
+@case(variants=PLAIN, table=True, refuses="buffer|meta|running")
+def meta_device_with_batch_norm(side: Side) -> None:
+    """By the modules' own ``reset_parameters``, for modules whose random numbers do not matter."""
+
+    def make() -> nn.Module:
+        return Stack([nn.Sequential(nn.BatchNorm1d(DIM), nn.Tanh()) for _ in range(2)])
+
+    with torch.device("meta"):
+        model = make()
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_parameters()
+        else:
+            _fill(module)
+
+    side.shard(model, initialise=initialise)
+    same = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    train(side, model, lambda _: mean_square(model(same)))
+
+
+@case(variants=PLAIN, refuses="buffer|meta")
+def meta_device_with_buffers_in_the_root(side: Side) -> None:
+    class Rooted(Stack):
+        scale: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.full((DIM,), 0.5))
+
+        def reset_buffers(self) -> None:
+            """Fill the buffer anew."""
+            self.scale.fill_(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.scale)
+
+    train(side, _on_meta(side, Rooted))
+
+
+class Doubled(torch.Tensor):
+    """A subclass with an operator of its own: matrix products count twice."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Twice the product; else as a plain tensor."""
+        if func is not F.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {})) * 2
+
+
+@case(variants=EVALUATED, table=True, refuses="subclass|Doubled|type")
+def tensor_subclass_parameters(side: Side) -> None:
+    model = Stack([nn.Linear(DIM, DIM) for _ in range(3)])
+    for layer in model.layers:
+        layer.weight = nn.Parameter(layer.weight.data.as_subclass(Doubled))
+    train(side, side.shard(model, side.x()))
+
+
+class Marked(nn.Parameter):
+    """A subclass of Parameter, which libraries tell by its class."""
+
+
+@case(variants=PLAIN, refuses="subclass|Marked|type")
+def parameter_subclass(side: Side) -> None:
+    class Checking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Marked(torch.randn(DIM, DIM))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(F.linear(x, self.weight)) * (2.0 if isinstance(self.weight, Marked) else 1.0)
+
+    train(side, side.shard(Stack([Checking() for _ in range(2)])))
+
+
+@case(variants=PLAIN, table=True, refuses="float8|dtype|Float8")
+def float8_parameters(side: Side) -> None:
+    """Frozen weights in float8 that the block casts by itself."""
+
+    class Eighth(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(DIM, DIM).to(torch.float8_e4m3fn), requires_grad=False)
+            self.bias = nn.Parameter(torch.zeros(DIM))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(F.linear(x, self.weight.to(x.dtype), self.bias))
+
+    train(side, side.shard(Stack([Eighth() for _ in range(3)])))
+
+
+@case(variants=PLAIN, refuses="int|dtype")
+def integer_parameters(side: Side) -> None:
+    """Frozen quantised weights with a scale."""
+
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randint(-9, 9, (DIM, DIM), dtype=torch.int8), requires_grad=False)
+            self.scale = nn.Parameter(torch.full((DIM,), 0.1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tanh(F.linear(x, self.weight.to(x.dtype)) * self.scale)
+
+    train(side, side.shard(Stack([Quantised() for _ in range(3)])))
+
+
+class Spectral(nn.Module):
+    """A filter of complex weights on the spectrum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(DIM // 2 + 1, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = x + torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=DIM)
+        return total
+
+
+@case()
+def complex_parameters(side: Side) -> None:
+    train(side, side.shard(Stack([Spectral() for _ in range(3)]), side.x()))
+
+
+@case(variants=PLAIN, table=True, refuses="complex")
+def complex_parameters_clipped(side: Side) -> None:
+    model = side.shard(Stack([Spectral() for _ in range(3)]))
+
+    def clip(step: int) -> None:
+        side.log(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+    train(side, model, before_step=clip)
+
+
+@case(variants=PLAIN, table=True, refuses="complex")
+def complex_parameters_clipped_by_the_sides_own(side: Side) -> None:
+    model = side.shard(Stack([Spectral() for _ in range(3)]))
+    train(side, model, before_step=lambda step: side.log(f"norm {step}", side.own_clip(model, 0.05)))
+
+
+class Scalars(nn.Module):
+    """Parameters without dimensions, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.shift = nn.Parameter(torch.tensor(0.1))
+        self.nothing = nn.Parameter(torch.empty(0, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.gain) + self.shift + self.nothing.sum()
+
+
+@case()
+def scalar_and_empty_parameters(side: Side) -> None:
+    train(side, side.shard(Stack([Scalars() for _ in range(3)]), side.x()))
+
+
+@case()
+def parameters_smaller_than_the_world(side: Side) -> None:
+    """Of one element: all ranks but one have none of it."""
+
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x * self.gain)
+
+    model = side.shard(Stack([Tiny() for _ in range(3)]), side.x())
+
+    def clip(step: int) -> None:
+        side.log(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+    train(side, model, before_step=clip, optimizer=adamw(model.parameters()))
+
+
+@case()
+def parameters_that_are_not_contiguous(side: Side) -> None:
+    model = Stack([nn.Linear(DIM, DIM) for _ in range(3)])
+    for layer in model.layers:
+        layer.weight = nn.Parameter(torch.randn(DIM, DIM).T)
+    train(side, side.shard(model, side.x()))
+
+
+@case(variants=EVALUATED)
+def convolutions_with_channels_last(side: Side) -> None:
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = x + torch.tanh(self.conv(x[:, None, None, :].expand(-1, -1, 4, -1)).mean((1, 2)))
+            return out
+
+    train(side, side.shard(Stack([Image() for _ in range(2)]), side.x()))
+
+
+class Mixed(nn.Module):
+    """Layers in two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(DIM, DIM)
+        self.narrow = nn.Linear(DIM, DIM, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.wide(x) + self.narrow(x.float()).double())
+
+
+@case(rtol=1e-5)
+def dtypes_mixed_in_a_block(side: Side) -> None:
+    train(side, side.shard(Stack([Mixed() for _ in range(3)]), side.x()))
+
+
+@case()
+def blocks_of_different_sizes(side: Side) -> None:
+    class Sized(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(DIM, width), nn.Linear(width, DIM)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+            return out
+
+    train(side, side.shard(Stack([Sized(width) for width in (1, 13, 4)]), side.x()))
+
+
+@case()
+def some_parameters_frozen(side: Side) -> None:
+    model = Stack()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" not in name and "layers.1" not in name)
+    train(side, side.shard(model, side.x()))
+
+
+@case(refuses="frozen|requires_grad")
+def parameters_frozen_after_sharding(side: Side) -> None:
+    model = side.shard(Stack(), side.x())
+    train(side, model, steps=2)
+    model.layers[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    train(side, model, start=2, optimizer=optimizer)
+
+
+@case(refuses="unfrozen|frozen|requires_grad")
+def parameters_unfrozen_after_sharding(side: Side) -> None:
+    """Fine-tuning from the head downwards."""
+    model = Stack()
+    model.layers.requires_grad_(False)
+    side.shard(model, side.x())
+    train(side, model, steps=2)
+    model.layers.requires_grad_(True)
+    train(side, model, start=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@case(variants=PLAIN, refuses="replaced|moved")
+def model_cast_after_sharding(side: Side) -> None:
+    model = side.shard(Stack())
+    model.to(torch.float32)
+    train(side, model, lambda step: mean_square(model(side.x(step).float()).double()))
+
+
+@case(variants=PLAIN, refuses="parameter 'bias' is put into a Linear")
+def parameter_replaced_after_sharding(side: Side) -> None:
+    model = side.shard(Stack())
+    model.head.bias = nn.Parameter(torch.zeros(3))
+    train(side, model)
+
+
+@case(variants=PLAIN, refuses="module 'head' is put into a Stack")
+def module_replaced_after_sharding(side: Side) -> None:
+    """A new head, which no engine knows of."""
+    model = side.shard(Stack())
+    train(side, model, steps=2)
+    torch.manual_seed(3)
+    model.head = nn.Linear(DIM, 3)
+    train(side, model, start=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@case(variants=PLAIN, refuses="functional|replaced|moved|layers|head")
+def functional_call(side: Side) -> None:
+    model = side.shard(Stack())
+    values = {name: p * 1.1 for name, p in model.named_parameters()}
+    side.log_rows("out", torch.func.functional_call(model, values, (side.x(),)))
+
+
+@case()
+def parameter_list_in_a_block(side: Side) -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(DIM, DIM) / 2 for _ in range(3))
+            self.named = nn.ParameterDict({"bias": torch.zeros(DIM)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                x = x + torch.tanh(x @ weight)
+            total: torch.Tensor = x + self.named["bias"]
+            return total
+
+    train(side, side.shard(Stack([Listed() for _ in range(3)]), side.x()))
+
+
+@case(refuses="ParameterList|extra")
+def parameter_list_in_the_root(side: Side) -> None:
+    class Listed(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.ParameterList([torch.ones(DIM)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.extra[0])
+
+    train(side, side.shard(Listed(), side.x()))
+
+
+@case()
+def tied_between_blocks(side: Side) -> None:
+    model = Stack([nn.Linear(DIM, DIM) for _ in range(3)])
+    model.layers[2].weight = model.layers[0].weight
+    train(side, side.shard(model, side.x()))
+
+
+@case()
+def module_shared_by_blocks(side: Side) -> None:
+    shared = nn.Linear(DIM, DIM)
+    train(side, side.shard(Stack([nn.Sequential(nn.Linear(DIM, DIM), shared) for _ in range(3)]), side.x()))
+
+
+@case(variants=PLAIN, refuses="copied|copy")
+def model_copied_after_sharding(side: Side) -> None:
+    import copy
+
+    model = side.shard(Stack())
+    copied = copy.deepcopy(model)
+    train(side, model)
+    side.log_rows("copy", copied(side.x()))
+
+
+@case(variants=PLAIN)
+def buffers_of_each_rank(side: Side) -> None:
+    """A buffer that counts the calls."""
+
+    class Counting(nn.Module):
+        calls: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            out: torch.Tensor = torch.tanh(self.linear(x)) / self.calls
+            return out
+
+    train(side, side.shard(Stack([Counting(), Counting()])))
+
+
+@case(variants=PLAIN, refuses="part of it|sharded already|nested")
+def sharded_from_the_inside_out(side: Side) -> None:
+    """A part of the model is sharded first, then the whole."""
+    model = Stack()
+    side.shard(model.layers[0], blocks=["up", "down"])
+    side.models.clear()
+    train(side, side.shard(model))
+
+
+@case(variants=PLAIN)
+def only_a_part_is_sharded(side: Side) -> None:
+    """The trunk is sharded, the head is replicated and without gradients."""
+    torch.manual_seed(0)
+    trunk, head = Stack(head=nn.Identity()), nn.Linear(DIM, 2).requires_grad_(False)
+    side.shard(trunk)
+    train(side, trunk, lambda step: mean_square(head(trunk(side.x(step)))))
+
+
+@case(variants=PLAIN, refuses="no.*parameter|empty|block|ModuleList")
+def block_without_parameters(side: Side) -> None:
+    train(side, side.shard(Stack([nn.Tanh(), Block(), nn.Identity()])))
+
+
+@case(variants=PLAIN)
+def large_vocabulary_beside_small_blocks(side: Side) -> None:
+    class Large(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(40 * VOCAB, DIM, padding_idx=0)
+
+    model = side.shard(Large())
+    train(side, model, lambda step: next_token(model, side.tokens(step)))
