@@ -83,7 +83,7 @@ class Hooks:
 
     def _hook_module(self, called: _Module) -> None:
         unit, module = called.unit, called.module
-        casts = self._precision.parameters is not None
+        casts = self._precision.parameters is not None and self._precision.cast_inputs
         frozen = any(not flat.trained for flat in unit.flats)
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ class Hooks:
             if casts or awaits:
                 leaves = leaves_of((args, kwargs))
                 if casts:
-                    leaves = [self._precision.cast(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+                    leaves = [self._precision.cast_input(leaf) for leaf in leaves]
                 changed = with_leaves((args, kwargs), self._await_inputs(unit, leaves) if awaits else leaves)
             if not recomputing:
                 self._watch(called)
@@ -122,13 +122,18 @@ class Hooks:
         self.unanswered |= torch.is_grad_enabled()
         self._executor.begin_pass(self._forward, training=torch.is_grad_enabled())
 
-    def _end_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        if _in_backward():
-            return
-        self._in_root = False
-        if output is None:  # forward raised
-            self._executor.abandon_forward(self._forward)
-            return
+    def _end_forward(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if not _in_backward():
+            self._in_root = False
+            if output is None and sys.exc_info()[0] is not None:
+                self._executor.abandon_forward(self._forward)
+                return None
+            self._end_pass()
+        if self._precision.output is None:
+            return None
+        return with_leaves(output, [self._precision.cast_output(leaf) for leaf in leaves_of(output)])
+
+    def _end_pass(self) -> None:
         for unit in self._units:
             if self._called[unit.index]:  # not all of its modules were called
                 self._end_unit(unit)

@@ -1,6 +1,7 @@
 """In which dtypes parameters are computed with, gradients reduced, and masters kept."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,6 +17,9 @@ class Precision:
     they add up unsharded); None takes the masters'. The masters that the optimizer updates, and their gradients, keep
     the dtype that the model had when it was sharded: fp32 as a rule.
 
+    ``output`` is the dtype that floating-point outputs of the model's own forward are cast to; None leaves them as they
+    are. Without ``cast_inputs``, what units are given is not cast to the dtype that they compute in.
+
     Frozen parameters have no master; only their cast is kept.
 
     Raises:
@@ -24,9 +28,11 @@ class Precision:
 
     parameters: torch.dtype | None = None
     reduction: torch.dtype | None = None
+    output: torch.dtype | None = None
+    cast_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("parameters", "reduction"):
+        for field in ("parameters", "reduction", "output"):
             dtype = getattr(self, field)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise SpecError(
@@ -41,8 +47,16 @@ class Precision:
         """What gradients of a parameter of the model's ``dtype`` are reduced in."""
         return self.reduction or dtype
 
-    def cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An input of a unit, as its parameters meet it."""
-        if self.parameters is None or not tensor.is_floating_point() or tensor.dtype == self.parameters:
-            return tensor
-        return tensor.to(self.parameters)
+    def cast_input(self, leaf: Any) -> Any:
+        """What a unit is given, as its parameters meet it."""
+        return _cast(leaf, self.parameters if self.cast_inputs else None)
+
+    def cast_output(self, leaf: Any) -> Any:
+        """What the model's forward returns, as its caller meets it."""
+        return _cast(leaf, self.output)
+
+
+def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None or not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf.to(dtype)

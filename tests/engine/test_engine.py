@@ -460,3 +460,19 @@ def test_a_trace_names_the_unit_that_computes(mode: str) -> None:
     assert inside == []
     assert seen[Meaning.FORWARD] == units
     assert seen[Meaning.BACKWARD] == units[::-1]
+
+
+def test_outputs_are_cast_and_inputs_are_not_where_precision_says_so() -> None:
+    seen: list[torch.dtype] = []
+    for cast_inputs in (True, False):
+        model = make_net()
+        model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        precision = refshard.Precision(parameters=torch.bfloat16, output=torch.float64, cast_inputs=cast_inputs)
+        refshard.shard(model, mode="fsdp", precision=precision, collectives=LateCollectives())
+        model.embed.register_forward_hook(lambda _, __, output: output.float())
+        if cast_inputs:
+            assert model(make_batch(0)[0]).dtype == torch.float64
+        else:
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(make_batch(0)[0])
+    assert seen == [torch.bfloat16, torch.float32]
