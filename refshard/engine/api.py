@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from refshard.engine.collectives import Collectives, GroupCollectives, group_beside
 from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
-from refshard.engine.grouping import UnitGroup, group_units
+from refshard.engine.grouping import Member, UnitGroup, find_ignored, group_units
 from refshard.engine.hooks import Hooks
 from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise, materialise_buffers
 from refshard.engine.optim import clip_gradients, watch_optimizers
@@ -28,9 +28,10 @@ _ENGINE = "_refshard_engine"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """What ``shard`` attached to a model: its units, in registration order, and what runs them."""
+    """What ``shard`` attached to a model: its units, in registration order, what it left alone, and what runs them."""
 
     units: tuple[Unit, ...]
+    ignored: tuple[Member, ...]
     mode: Mode
     collectives: Collectives
     executor: Executor
@@ -43,6 +44,7 @@ def shard(
     *,
     mode: str = "yafsdp",
     blocks: Sequence[str | type[nn.Module]] | None = None,
+    ignored: Sequence[str | nn.Parameter] = (),
     precision: Precision | None = None,
     accumulation: Accumulation | None = None,
     initialise: Initialise | None = None,
@@ -73,6 +75,8 @@ def shard(
             ``"yafsdp"``.
         blocks: the modules that become units, by name, by name of a list of them, or by class; by default the members
             of the outermost ``nn.ModuleList``. What lies before and after them forms a unit each.
+        ignored: parameters, or their names, that are left alone: each rank has the whole of them, and their gradients
+            are its own, not reduced. They must be the same on all ranks, and where the model computes.
         precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
         accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
             mode's own way. See :func:`no_sync`.
@@ -95,7 +99,8 @@ def shard(
         raise SpecError(f"communication_streams: must be 1 or 2, got {communication_streams}")
     if any(hasattr(module, _ENGINE) for module in model.modules()):
         raise EngineError("the model, or a part of it, is sharded already; shard a fresh one, and as a whole")
-    groups = group_units(model, blocks)
+    left = find_ignored(model, ignored)
+    groups = group_units(model, blocks, left)
     for group in groups:
         check_parameters(group)
     device = _compute_device(groups, mesh)
@@ -114,7 +119,7 @@ def shard(
     watch_optimizers([p.sharded for unit in units for p in unit.parameters], hooks)
     show_gatherable(units)
     watch_registrations(model)
-    setattr(model, _ENGINE, Engine(tuple(units), chosen, collectives, executor, hooks))
+    setattr(model, _ENGINE, Engine(tuple(units), left, chosen, collectives, executor, hooks))
     return model
 
 

@@ -26,8 +26,10 @@ class UnitGroup:
     parameters: tuple[Member, ...]
 
 
-def group_units(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None) -> tuple[UnitGroup, ...]:
-    """Partition the parameters of ``model`` into units, in registration order.
+def group_units(
+    model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None, ignored: Sequence[Member] = ()
+) -> tuple[UnitGroup, ...]:
+    """Partition the parameters of ``model``, but for those that are ``ignored``, into units, in registration order.
 
     Each block is a unit. The other modules that own parameters form one unit per stretch between blocks (an embedding
     before them, a norm and a head after them); one that contains blocks is a unit by itself, as it computes around
@@ -43,7 +45,12 @@ def group_units(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None
     for index, (_, held) in enumerate(stretches):
         for module in held:
             owners.setdefault(module, []).append(index)
-    members = _members(model, owners)
+    left_out = {member.parameter for member in ignored}
+    members = [
+        (member, [index for module, _ in member.holders for index in owners[module]])
+        for member in _members(model)
+        if member.parameter not in left_out
+    ]
     merged = _merge_tied(len(stretches), [touched for _, touched in members])
     groups = []
     for root in dict.fromkeys(merged):
@@ -120,16 +127,31 @@ def _stretches(model: nn.Module, blocks: dict[str, nn.Module]) -> list[tuple[lis
     return groups
 
 
-def _members(model: nn.Module, owners: dict[nn.Module, list[int]]) -> list[tuple[Member, list[int]]]:
-    """Every physical parameter once, with the groups that hold it (several where it, or its module, is shared)."""
+def find_ignored(model: nn.Module, ignored: Sequence[str | nn.Parameter]) -> tuple[Member, ...]:
+    """The parameters that are named, or given.
+
+    Raises:
+        SpecError: one is none of the model's.
+    """
+    of_parameter = {member.parameter: member for member in _members(model)}
+    names = {name: of_parameter[parameter] for name, _, _, parameter in _held(model)}
+    found: dict[str, Member] = {}
+    for wanted in ignored:
+        member = names.get(wanted) if isinstance(wanted, str) else of_parameter.get(wanted)
+        if member is None:
+            what = f"'{wanted}'; {nearest(wanted, list(names))}" if isinstance(wanted, str) else "the given one"
+            raise SpecError(f"ignored: the model has no parameter {what}")
+        found[member.name] = member
+    return tuple(found.values())
+
+
+def _members(model: nn.Module) -> list[Member]:
+    """Every physical parameter once."""
     holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for name, module, attribute, parameter in _held(model):
         holders.setdefault(parameter, []).append((name, module, attribute))
     return [
-        (
-            Member(held[0][0], parameter, tuple((module, attribute) for _, module, attribute in held)),
-            [index for _, module, _ in held for index in owners[module]],
-        )
+        Member(held[0][0], parameter, tuple((module, attribute) for _, module, attribute in held))
         for parameter, held in holders.items()
     ]
 

@@ -10,7 +10,7 @@ from refshard.engine.api import engine_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Named:
-    """One parameter as this rank has it: a local part, or plain where nothing is sharded.
+    """One parameter as this rank has it: a local part, or plain where it is not sharded.
 
     ``names`` are all fully-qualified names that it has in the bare model, the canonical one first; a tied parameter has
     several.
@@ -31,7 +31,7 @@ class Named:
 
 
 def named_parts(model: nn.Module) -> tuple[Named, ...]:
-    """Every distinct parameter, in the registration order of the units.
+    """Every distinct parameter, in the registration order of the units, and last those that were left alone.
 
     Raises:
         EngineError: the model is not sharded.
@@ -41,8 +41,6 @@ def named_parts(model: nn.Module) -> tuple[Named, ...]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute in module._parameters:
             names.setdefault((module, attribute), []).append(f"{prefix}.{attribute}" if prefix else attribute)
-    return tuple(
-        Named(tuple(name for holder in parameter.holders for name in names[holder]), parameter.sharded)
-        for unit in engine.units
-        for parameter in unit.parameters
-    )
+    held = [(parameter.holders, parameter.sharded) for unit in engine.units for parameter in unit.parameters]
+    held += [(member.holders, member.parameter) for member in engine.ignored]
+    return tuple(Named(tuple(name for h in holders for name in names[h]), parameter) for holders, parameter in held)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 from torch import nn
 
 import refshard
+from refshard.engine import checkpoint
 from refshard.engine.local_part import local_of, whole_of
 from refshard.engine.optim import local_parameters
-from refshard.errors import EngineError
+from refshard.errors import EngineError, SpecError
 from refshard.plan.placement import MODES
-from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net
+from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net, train
 from tests.engine.test_local_part import OneOfSeveral
 
 
@@ -202,3 +204,33 @@ def test_a_buffer_from_the_meta_device_that_nothing_fills_is_refused() -> None:
     half.get_submodule("layers.0.1")._buffers["running_mean"] = torch.empty(6, device="meta")
     with pytest.raises(EngineError, match=r"buffer 'layers\.0\.1\.running_mean' is on the meta device"):
         shard(half)
+
+
+def test_ignored_parameters_are_left_alone_and_saved_with_the_rest(tmp_path: Path) -> None:
+    def sharded(collectives: LateCollectives) -> Net:
+        model = make_net()
+        refshard.shard(model, ignored=["layers.1.up.bias", model.norm.weight], collectives=collectives)
+        return model
+
+    model, bare = sharded(LateCollectives()), make_net()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, bare)]
+    assert train(model, 3, optimizer=optimizers[0]) == train(bare, 3, optimizer=optimizers[1])
+    divided = {name for name, p in sharded(OneOfSeveral(1, 2)).named_parameters() if whole_of(p)}
+    assert divided == {name for name, _ in bare.named_parameters()} - {"layers.1.up.bias", "norm.weight"}
+    checkpoint.save(tmp_path / "saved", model, optimizers[0])
+    other = sharded(LateCollectives())
+    checkpoint.load(tmp_path / "saved", other, optimizer := torch.optim.AdamW(other.parameters(), lr=1e-2))
+    found, expected = checkpoint.full_state_dict(other), bare.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    state = optimizer.state[other.norm.weight]
+    assert torch.equal(state["exp_avg"], optimizers[1].state[bare.norm.weight]["exp_avg"])
+
+
+def test_an_ignored_parameter_must_be_the_models() -> None:
+    for wanted, message in (
+        ("layers.1.up.bios", "did you mean 'layers.1.up.bias'"),
+        (nn.Parameter(torch.ones(1)), "given"),
+    ):
+        with pytest.raises(SpecError, match=f"ignored: the model has no parameter .*{message}"):
+            refshard.shard(make_net(), ignored=[wanted], collectives=LateCollectives())
