@@ -37,6 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import refshard
 from refshard.engine.api import engine_of
+from refshard.engine.local_part import local_of
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import INIT_STD, Llama, next_token_loss
 from refshard.specs.model import ModelSpec, load_model
@@ -242,7 +243,7 @@ def test_peak_memory(benchmark: Any, scale: Scale, tokens: int) -> None:
                 pytest.skip("the C library does not tell what it has handed out")
             peaks[way] = peak.peak_bytes
             if way == YAFSDP:
-                held, sharded = blocks_held(model), sum(parameter.nbytes for parameter in model.parameters())
+                held, sharded = blocks_held(model), sum(local_of(p).nbytes for p in model.parameters())
                 if spec is scale.weighed_specs[-1]:
                     benchmark.pedantic(step, args=(model, *tokens_and_targets), rounds=1)
             del model

@@ -177,6 +177,45 @@ class LocalPart(_Part):
         return _HANDLERS[func](func, args, kwargs or {})
 
 
+class UnreducedPart(LocalPart):
+    """Stands for the gradient of a part that has not been reduced over ranks yet, and has no elements. It can be
+    cleared; anything else raises.
+    """
+
+    cleared: bool
+
+    @staticmethod
+    def __new__(cls: type["UnreducedPart"], local: torch.Tensor, whole: Whole) -> "UnreducedPart":
+        """See :meth:`LocalPart.__new__`; only the dtype and device of ``local`` count."""
+        made: UnreducedPart = torch.Tensor._make_wrapper_subclass(
+            cls, whole.shape, dtype=local.dtype, device=local.device
+        )
+        made._local_tensor, made._whole, made.cleared = local.new_empty(0), whole, False
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Operator, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Clear it, among others in a list; or raise."""
+        if func._schema.name not in ("aten::zero_", "aten::_foreach_zero_"):
+            part = next(p for p in _flat(args) if isinstance(p, UnreducedPart))
+            raise EngineError(
+                f"{func._schema.name.removeprefix('aten::')} of the gradient of {part._whole.label}, which is not "
+                "reduced over ranks yet; leave no_sync first, or clear it"
+            )
+        for gradient in _flat(args):
+            if isinstance(gradient, UnreducedPart):
+                gradient.cleared = True
+            else:
+                gradient.zero_()
+        return args[0] if func._schema.name == "aten::zero_" else None
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    return [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
+
+
 class GatherablePart(_Part, DTensor):
     """A local part in a state dict. Torch's state-dict functions gather a value to the whole only if it is a DTensor.
 

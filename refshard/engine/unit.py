@@ -17,7 +17,7 @@ from torch import nn
 
 from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Pending
-from refshard.engine.local_part import AsPart, local_of
+from refshard.engine.local_part import AsPart, UnreducedPart, local_of, whole_of
 from refshard.engine.split import Split
 from refshard.errors import EngineError
 from refshard.plan.layout import ParameterLayout, UnitLayout
@@ -433,8 +433,7 @@ class Unit:
                     if flat.whole_gradient is not None:
                         parameter.sharded.grad = parameter.as_part(flat.whole_gradient[place])
                     else:
-                        unknown = parameter.as_part(torch.full_like(flat.shard[place], math.nan))
-                        parameter.sharded.grad = parameter.unknown = unknown
+                        parameter.sharded.grad = parameter.unknown = _unknown(parameter.sharded, flat.shard[place])
                 gradient = parameter.sharded.grad
                 self.shown[parameter.layout.name] = (gradient, gradient._version)
 
@@ -450,13 +449,17 @@ class Unit:
                 if gradient is None:
                     continue
                 same = parameter.sharded.grad is gradient
-                written = same and gradient._version != version and not flat.holds(gradient, parameter)
-                if written and bool((gradient != 0).any()):
+                if isinstance(gradient, UnreducedPart):
+                    written, cleared = False, gradient.cleared
+                else:
+                    written = same and gradient._version != version and not flat.holds(gradient, parameter)
+                    cleared = written and not bool((gradient != 0).any())
+                if written and not cleared:
                     raise EngineError(
                         f"the gradient of '{parameter.layout.name}' was written to before it was reduced, which has no "
                         "effect on it; leave no_sync first, or clear it"
                     )
-                if written or not same:
+                if cleared or not same:
                     self.filled.discard(parameter.layout.name)
                 if parameter.sharded.grad is parameter.unknown:
                     parameter.sharded.grad = None
@@ -556,6 +559,12 @@ class _Outside(_Hook):
     def __call__(self, _: torch.Tensor) -> None:
         unit, flat, parameter = self.held()
         unit.take_outside(flat, parameter)
+
+
+def _unknown(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """What stands for a gradient that is not reduced yet; NaN where the parameter is plain."""
+    whole = whole_of(parameter)
+    return torch.full_like(parameter, math.nan) if whole is None else UnreducedPart(elements, whole)
 
 
 def _users(hooks: dict[int, Any] | None) -> list[Any]:

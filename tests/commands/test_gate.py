@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 PATCHES = {
     "one extra copy per block": (
         "refshard/engine/hooks.py",
-        "            return (args, kwargs) if casts or watches_inputs else None\n",
-        "            return tree_map_only(torch.Tensor, torch.clone, (args, kwargs))\n",
+        "            return changed\n",
+        "            return tuple(arg.clone() for arg in args), kwargs\n",
     ),
     "one lost prefetch": (
         "refshard/plan/schedule.py",

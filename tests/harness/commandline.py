@@ -45,7 +45,7 @@ def start(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subpr
 
 def refshard(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     process = start(*arguments)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
