@@ -250,6 +250,8 @@ class Unit:
 
         What autograd saved of the slots before is stale from now on.
         """
+        if self.presence is not Presence.SHARDED and not self.aliased:
+            self.release()
         self.slot, self.gradient_slot = slot, gradient_slot
         with torch.no_grad():
             views = slot.views([flat.layout.parameters for flat in self.flats])

@@ -4,7 +4,7 @@ Losses of fp32 are within 1e-6 of one rank's and each gradient within 1e-5 of it
 batch alone costs 1.8e-6 in 20); one rank equals the bare model to the bit, and two ranks their peers, masters
 included.
 
-``make check`` runs a pairwise cover of mode, world size and feature, ``make full`` every cell. The ranks of one world
+``make test`` runs a pairwise cover of mode, world size and feature, ``make full`` every cell. The ranks of one world
 size train all their cells in one launch.
 """
 
