@@ -31,6 +31,7 @@ from tests.distributed.ranks import rank_processes
 
 FSDP2 = "fsdp2"
 _HOST = "127.0.0.1"
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class Run(NamedTuple):
@@ -60,6 +61,11 @@ class _Told:
     warned: tuple[str, ...]
     at: float
     seconds: float
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection to another rank broke."""
+        return any(words in self.message for words in _LOST)
 
 
 class _Limits(NamedTuple):
@@ -96,8 +102,12 @@ def run_all(
 
 
 def _joined(told: tuple[_Told, ...]) -> Outcome:
-    """What counts of the ranks' tales: the first error, for the others follow from it; else a wrong value."""
-    ends = sorted((t for t in told if t.kind not in ("right", "wrong")), key=lambda t: t.at)
+    """What counts of the ranks' tales: the first error, since the others follow from it; else a wrong value.
+
+    A lost connection always follows from another rank's error, even where the clocks say otherwise: a rank that times
+    out closes its sockets before it has raised.
+    """
+    ends = sorted((t for t in told if t.kind not in ("right", "wrong")), key=lambda t: (t.lost, t.at))
     wrong = [t for t in told if t.kind == "wrong"]
     chosen = (ends or wrong or [told[0]])[0]
     warned = dict.fromkeys(warning for t in told for warning in t.warned)
