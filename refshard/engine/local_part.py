@@ -24,6 +24,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizers_foreac
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from refshard.engine import reductions
+from refshard.engine.recorded import check_alike, recorded
 from refshard.engine.whole import Whole
 from refshard.errors import EngineError
 
@@ -174,7 +175,8 @@ class LocalPart(_Part):
         cls, func: Operator, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator; see the module."""
-        return _HANDLERS[func](func, args, kwargs or {})
+        result = _HANDLERS[func](func, args, kwargs or {})
+        return recorded(_name(func), args, kwargs or {}, result) if torch.is_grad_enabled() else result
 
 
 class UnreducedPart(LocalPart):
@@ -294,6 +296,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Any) -> torch.Tensor:
         """The whole."""
         ctx.whole = part._whole
+        check_alike("full_tensor", part, part._whole)
         whole: torch.Tensor = part._whole.gather(part._local_tensor.detach())
         return whole
 

@@ -146,7 +146,7 @@ class FlatParameter:
         hooks = _users(parameter.sharded._backward_hooks)
         if foreign and (held is None or hooks):
             part = torch.empty_like(self.shard[parameter.start : parameter.stop]).copy_(part)
-        gradient = parameter.as_part(part.to(self.shard.device))
+        gradient = parameter.as_part(part.to(self.shard.device) if self.offloaded else part)
         for hook in hooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
@@ -336,9 +336,10 @@ class Unit:
         """
         if self.presence is Presence.GATHERING:
             self.release()
+        if self.computing:
+            self._expose(unsharded=False)
         self.computing = self.in_backward = self.recomputed = False
         self.inputs_awaited = 0
-        self._expose(unsharded=False)
         if self.reducing is None and keep_gradients:
             return
         self.reducing = None
@@ -569,6 +570,11 @@ def _unknown(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
     return torch.full_like(parameter, math.nan) if whole is None else UnreducedPart(elements, whole)
 
 
+_OWN_HOOKS = (AsPart, _Hook)
+
+
 def _users(hooks: dict[int, Any] | None) -> list[Any]:
     """The hooks that are not the engine's own."""
-    return [h for h in (hooks or {}).values() if not isinstance(getattr(h, "__self__", h), AsPart | _Hook)]
+    if not hooks:
+        return []
+    return [h for h in hooks.values() if not isinstance(getattr(h, "__self__", h), _OWN_HOOKS)]

@@ -122,6 +122,13 @@ class Whole:
         self.collectives.all_reduce(part).wait()
         return part
 
+    def mean_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of a small tensor over all ranks; a collective call."""
+        mean = value / (self.collectives.world_size * self.collectives.replicas)
+        self.collectives.reduce_over_shards(mean, "sum")
+        self.collectives.all_reduce(mean).wait()
+        return mean
+
     def reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"]) -> torch.Tensor:
         """``tensor``, replaced by its sum or maximum over all ranks that hold other elements."""
         self.axis.reduce_over_shards(tensor, op)

@@ -90,6 +90,62 @@ def distance_to_the_first_weights(side: Side) -> None:
     train(side, model, loss)
 
 
+@case(table=True)
+def penalty_times_each_ranks_loss(side: Side) -> None:
+    """What a rank weighs the penalty by is its own, and so is the gradient that the penalty gets there."""
+    model = side.shard(Stack(), side.x())
+
+    def loss(step: int) -> torch.Tensor:
+        penalty = _sum([p.square().sum() + p.norm() for p in model.parameters()])
+        return mean_square(model(side.x(step))) * (1 + 1e-2 * penalty)
+
+    train(side, model, loss)
+
+
+@case(refuses="differ between ranks")
+def penalty_of_elements_times_each_ranks_loss(side: Side) -> None:
+    model = side.shard(Stack(), side.x())
+
+    def loss(step: int) -> torch.Tensor:
+        data = mean_square(model(side.x(step)))
+        return data + _sum([(data.item() * p.square()).sum() for p in model.parameters()])
+
+    train(side, model, loss)
+
+
+@case(refuses="requires a gradient")
+def elements_times_the_loss(side: Side) -> None:
+    model = side.shard(Stack(), side.x())
+
+    def loss(step: int) -> torch.Tensor:
+        data = mean_square(model(side.x(step)))
+        return data + _sum([(data * p).sum() for p in model.parameters()])
+
+    train(side, model, loss)
+
+
+class _Uncertain(Stack):
+    """Learns how much each of two losses weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variances = nn.Parameter(torch.tensor([0.1, -0.2]))
+
+
+@case(table=True)
+def losses_weighed_by_learnt_uncertainty(side: Side) -> None:
+    model = side.shard(_Uncertain(), side.x())
+
+    def loss(step: int) -> torch.Tensor:
+        output = model(side.x(step))
+        losses = torch.stack([mean_square(output), output.abs().mean()])
+        weights = model.log_variances
+        weights = weights.full_tensor() if hasattr(weights, "full_tensor") else weights
+        return (torch.exp(-weights) * losses + weights).sum()
+
+    train(side, model, loss)
+
+
 @case(refuses=WHOLE)
 def penalty_without_data(side: Side) -> None:
     """A backward of the penalty by itself, after that of the data."""
