@@ -47,6 +47,13 @@ class _Module:
     start: int = 0
     watch: AbstractContextManager[object] | None = None
 
+    def unwatch(self) -> bool:
+        """Stop watching the call under way; whether it was watched."""
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)
+        return watch is not None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Forward:
@@ -72,10 +79,11 @@ class Hooks:
         self._forward = _Forward()
         self._running = False
         self._begun: set[tuple[int, _Forward]] = set()
+        self._modules = [_Module(unit, module) for unit in units for module in unit.modules]
         for unit in units:
             unit.on_early_gradient = self._take_up
-            for module in unit.modules:
-                self._hook_module(_Module(unit, module))
+        for called in self._modules:
+            self._hook_module(called)
         # Last, so that it comes before those of the root's own unit.
         root.register_forward_pre_hook(_Hook(self._begin_pass), prepend=True)
         # Called even where forward raised, so that the model does not go on showing unsharded parameters.
@@ -116,8 +124,10 @@ class Hooks:
         if _in_backward():
             return
         self._forward = _Forward()
-        for called in self._called.values():
-            called.clear()
+        for modules in self._called.values():
+            modules.clear()
+        for called in self._modules:
+            called.unwatch()  # of a forward that was interrupted, which no hook on modules sees
         self._in_root = True
         self.unanswered |= torch.is_grad_enabled()
         self._executor.begin_pass(self._forward, training=torch.is_grad_enabled())
@@ -165,10 +175,7 @@ class Hooks:
 
     def _leave(self, called: _Module, output: Any) -> None:
         """It returns, or has raised."""
-        watch, called.watch = called.watch, None
-        if watch is not None:
-            watch.__exit__(None, None, None)
-        unit = called.unit
+        watched, unit = called.unwatch(), called.unit
         if output is None and sys.exc_info()[0] is not None:
             if not self._in_root:
                 self._called[unit.index].clear()
@@ -182,7 +189,7 @@ class Hooks:
                     f"the output of unit '{unit.name}' ({type(output).__name__}) holds no tensor that backward could "
                     "start from; return tensors, a dataclass, or a container known to torch.utils._pytree"
                 )
-            self._await_gradients(called, tensors, watched=watch is not None)
+            self._await_gradients(called, tensors, watched=watched)
         if not self._in_root or len(self._called[unit.index]) == len(unit.modules):
             self._end_unit(unit)
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from refshard.engine.collectives import Axis, Collectives
 from refshard.engine.local_part import LocalPart, gatherable, local_of, whole_of
 from refshard.engine.reductions import local_powers, whole_norms
+from refshard.engine.unit import UNSHARDED_IN
 from refshard.errors import EngineError
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset(
@@ -153,6 +154,7 @@ def _raise_versions(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def _prepare(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Before a step: refuse an optimizer that needs whole tensors; make parts of what was given as a whole."""
+    _check_own(optimizer)
     _check_answered(optimizer)
     parts = [p for p in _watched(optimizer) if isinstance(p, LocalPart)]
     if not parts:
@@ -171,12 +173,32 @@ def _prepare(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for part in parts:
         if part.grad is not None:
             gradient_of(part)
-        for key, value in optimizer.state.get(part, {}).items():
-            if type(value) is not LocalPart and isinstance(value, torch.Tensor):
-                optimizer.state[part][key] = _as_part(value, part)
     if not hasattr(optimizer, _MARK):
         setattr(optimizer, _MARK, True)
         optimizer.register_state_dict_post_hook(_show_gatherable)
+        optimizer.register_load_state_dict_post_hook(_take_state)
+        _take_state(optimizer)
+
+
+def _take_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make parts of state that was loaded for whole tensors, or by torch's state-dict functions."""
+    for part in _watched(optimizer):
+        if isinstance(part, LocalPart):
+            state = optimizer.state.get(part, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and type(value) is not LocalPart:
+                    state[key] = _as_part(value, part)
+
+
+def _check_own(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if hasattr(parameter, UNSHARDED_IN):
+                raise EngineError(
+                    f"{type(optimizer).__name__} was built while unit '{getattr(parameter, UNSHARDED_IN)}' showed the "
+                    "parameters that it computes with, in a forward or after one that was interrupted; build it "
+                    "between steps, when model.parameters() yields this rank's parts"
+                )
 
 
 def _check_answered(optimizer: torch.optim.Optimizer) -> None:

@@ -23,6 +23,9 @@ from refshard.errors import EngineError
 from refshard.plan.layout import ParameterLayout, UnitLayout
 from refshard.plan.schedule import Phase, Presence, UnitFacts
 
+UNSHARDED_IN = "_refshard_unit"
+"""An attribute of unsharded parameters: the name of the unit that computes with them."""
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class UnitParameter:
@@ -260,6 +263,7 @@ class Unit:
             for parameter, view in zip(flat.parameters, views_of_flat):
                 seen = view if parameter.split is None else parameter.split.wrap(view)
                 parameter.unsharded = nn.Parameter(seen, requires_grad=flat.trained)
+                setattr(parameter.unsharded, UNSHARDED_IN, self.name)
             for parameter, gradient in zip(flat.parameters, next(gradients) if flat.trained else ()):
                 parameter.gradient = gradient
                 parameter.unsharded.register_post_accumulate_grad_hook(_Taker(self, flat, parameter))

@@ -5,7 +5,7 @@ import torch
 from refshard.engine.collectives import Pending
 from refshard.errors import EngineError
 from tests.distributed.cases.case import ALL, EVALUATED, PLAIN, Case, case
-from tests.distributed.cases.models import Stack, adapted, mean_square, raises, sgd, train
+from tests.distributed.cases.models import Block, Stack, adapted, mean_square, raises, sgd, train
 from tests.distributed.cases.sides import DIM, Side
 from tests.engine.fakes import LateCollectives
 
@@ -75,6 +75,47 @@ def first_backward_raises(side: Side) -> None:
     _fails(side, model, "backward", 0)
     model.zero_grad()
     train(side, model, optimizer=sgd(model))
+
+
+class Interruptible(Block):
+    """Is interrupted from the keyboard when it is told to, which module hooks do not see."""
+
+    interrupted = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return out
+
+
+def _interrupt(side: Side, model: Stack) -> None:
+    model.layers[1].interrupted = True
+    try:
+        model(side.x(9))
+    except KeyboardInterrupt:
+        side.log("interrupted", 1.0)
+    model.layers[1].interrupted = False
+
+
+@case(variants=EVALUATED)
+def forward_interrupted(side: Side) -> None:
+    """The first one, and later ones."""
+    model = side.shard(Stack([Interruptible() for _ in range(3)]), side.x())
+    optimizer = sgd(model)
+    for step in range(3):
+        _interrupt(side, model)
+        train(side, model, optimizer=optimizer, start=step, steps=1)
+    left = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    side.log("hooks left on saved tensors", float(left is not None))
+
+
+@case(variants=EVALUATED, refuses="was built while unit")
+def optimizer_made_after_an_interruption(side: Side) -> None:
+    model = side.shard(Stack([Interruptible() for _ in range(3)]), side.x())
+    train(side, model, steps=1)
+    _interrupt(side, model)
+    train(side, model, optimizer=sgd(model), start=1)
 
 
 @case(variants=EVALUATED)

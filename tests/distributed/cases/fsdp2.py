@@ -15,6 +15,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "optimizer_made_before_sharding",
         "optimizer_made_after_a_dry_run",
         "optimizer_made_between_forward_and_backward",
+        "optimizer_made_after_an_interruption",
         "cleared_without_reductions",
         "cleared_by_module_without_reductions",
         "cleared_unsharded_by_option",
