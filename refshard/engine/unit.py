@@ -61,8 +61,8 @@ class FlatParameter:
     ``shard`` is the 1-D master of ``layout.shard_numel`` elements; that of a frozen one is of the dtype that is
     computed with. ``dtype`` is that of the unsharded parameters, ``reduce_dtype`` that of their unsharded gradients.
     ``own`` is where this rank's part lies in the unsharded buffer, ``scale`` what each gradient is multiplied with for
-    their sum over ranks to be the mean. ``offloaded`` says that masters and gradients are in the host's memory, which
-    copies go to and from.
+    their sum over ranks to be the mean, ``rescale`` what the mean is multiplied with where the gradient is something
+    else. ``offloaded`` says that masters and gradients are in the host's memory, which copies go to and from.
 
     Between steps no gradient shard exists: a reduction makes a new one where the parameters have no ``.grad``, and adds
     to it where they have. ``whole_gradient`` is the exception, where the shard is the whole: it is kept, and is itself
@@ -77,6 +77,7 @@ class FlatParameter:
     reduce_dtype: torch.dtype
     own: slice
     scale: float
+    rescale: float = 1.0
     offloaded: bool = False
     whole_gradient: torch.Tensor | None = None
     target: torch.Tensor | None = None
@@ -91,6 +92,11 @@ class FlatParameter:
         bounds = [0, *(bound for p in self.parameters for bound in (p.start, p.stop)), self.layout.shard_numel]
         self.cuts = [after - before for before, after in pairwise(bounds)]
         self.factor = torch.tensor(self.scale, dtype=torch.float64)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a reduced gradient differs from this rank's own."""
+        return self.scale != 1 or self.rescale != 1
 
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier reduction are there, to be added to."""
@@ -126,6 +132,9 @@ class FlatParameter:
         """
         assert self.target is not None
         target, self.target = self.target, None
+        if self.rescale != 1:
+            # Only now, and in the masters' dtype: a mean over ranks can neither overflow nor vanish in a narrow one.
+            target = target.to(self.shard.dtype).mul_(self.rescale)
         in_slot = target.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
         foreign = self.whole_gradient is None and (in_slot or self.offloaded or target.dtype != self.shard.dtype)
         if foreign and not self.has_gradients():
@@ -263,7 +272,7 @@ class Unit:
             for parameter, gradient in zip(flat.parameters, next(gradients) if flat.trained else ()):
                 parameter.gradient = gradient
                 parameter.unsharded.register_post_accumulate_grad_hook(_Taker(self, flat, parameter))
-                if flat.scale != 1 and type(parameter.sharded) is nn.Parameter and parameter.outside is None:
+                if flat.reduces and type(parameter.sharded) is nn.Parameter and parameter.outside is None:
                     parameter.outside = _Outside(self, flat, parameter)
                     parameter.sharded.register_hook(parameter.outside.before)
                     parameter.sharded.register_post_accumulate_grad_hook(parameter.outside)

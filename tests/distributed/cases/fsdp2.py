@@ -30,8 +30,10 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "model_cast_after_sharding",
         "module_replaced_after_sharding",
         "functional_call",
+        "factor_over_replicas",
     ),
     "obscure": (
+        "factor_with_a_penalty_on_all_weights",
         "forward_called_directly",
         "another_method_called",
         "blocks_called_by_a_loop_outside",

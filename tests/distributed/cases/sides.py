@@ -255,6 +255,11 @@ class Fsdp2(Ranks):
         for module in (*_blocks(model, blocks), model):
             fully_shard(module, mesh=self.mesh(replicas), mp_policy=policy)
         _materialise(model, initialise)
+        if (factor := options.get("gradient_divide_factor")) is not None:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(factor)
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no other sums
 
     def after_evaluation(self, model: nn.Module) -> object:
         for module in model.modules():
