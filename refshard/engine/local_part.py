@@ -314,7 +314,8 @@ def _refused(func: Operator, whole: Whole, why: str = "") -> EngineError:
     name = func._schema.name.removeprefix("aten::")
     return EngineError(
         f"{name} of {whole.label}: this rank holds {whole.held}{why}; call full_tensor() for the whole, or to_local() "
-        "for this rank's elements"
+        "for this rank's elements; a module's method that reads its weights outside of forward needs "
+        "refshard.register_forward_method"
     )
 
 

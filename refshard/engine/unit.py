@@ -8,7 +8,7 @@ exist as ``nn.Parameter`` objects; exposing one or the other swaps references in
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, final
 
@@ -182,8 +182,10 @@ class Unit:
 
     ``modules`` are those whose calls make up the unit's forward; they compute on ``device``. ``aliased`` says that the
     shards are whole and are themselves what the modules see. ``presence`` says where the parameters are: gathered ones
-    were taken from masters of version ``gathered_version``. ``computing`` says that the unit is between BEGIN and END,
-    ``in_backward`` that it is so in a backward, ``recomputed`` that activation checkpointing has begun it there.
+    were taken from masters of version ``gathered_version``. ``ahead`` says that the user has asked for them and
+    that no pass has needed them yet. ``computing`` says that the unit is between BEGIN and END, ``in_backward`` that it
+    is so in a backward, ``recomputed`` that activation checkpointing has begun it there, ``ended`` that it has ended
+    there.
     ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in this
     backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's;
     ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a sharded
@@ -215,6 +217,8 @@ class Unit:
     computing: bool = False
     in_backward: bool = False
     recomputed: bool = False
+    ended: bool = False
+    ahead: bool = False
     lasts: bool = False
     gathering: Pending | None = None
     gathered_version: int = -1
@@ -254,13 +258,15 @@ class Unit:
         """Whether this backward has nothing more to bring."""
         return not self.lasts and len(self.arrived) == len(self.trained) and self.inputs_awaited == 0
 
+    def expect_reads_in_backward(self) -> None:
+        """From now on backward may read the parameters, though that of the modules' forward does not."""
+        self.facts = replace(self.facts, read_in_backward=True)
+
     def bind(self, slot: Slot, gradient_slot: Slot, on_gradients: Callable[["Unit"], None]) -> None:
         """Make the unit live in these slots; ``on_gradients`` is called when its last gradient arrived.
 
-        What autograd saved of the slots before is stale from now on.
+        It must hold none yet. What autograd saved of the slots before is stale from now on.
         """
-        if self.presence is not Presence.SHARDED and not self.aliased:
-            self.release()
         self.slot, self.gradient_slot = slot, gradient_slot
         with torch.no_grad():
             views = slot.views([flat.layout.parameters for flat in self.flats])
@@ -297,7 +303,7 @@ class Unit:
 
     def release(self) -> None:
         """Give the parameter slot up."""
-        self.gathering, self.presence = None, Presence.SHARDED
+        self.gathering, self.presence, self.ahead = None, Presence.SHARDED, False
         self._set_versions()
         self.slot.release()
 
@@ -308,10 +314,11 @@ class Unit:
         """
         if phase == "backward":
             self._begin_backward()
-            if self.presence is Presence.SHARDED and not self.facts.read_in_backward:
+            if self.presence is not Presence.UNSHARDED and not self.facts.read_in_backward:
                 return
         assert self.presence is Presence.UNSHARDED
         assert self.slot.owner == self.name
+        self.ahead = False
         if self.aliased and self.gathered_version != self.version:
             self.gathered_version = self.version
             self._set_versions()
@@ -324,7 +331,7 @@ class Unit:
             self.gradient_slot.acquire(self.name)
             for flat in self.trained_flats:
                 flat.set_gradients_aside(self.filled)
-        self.in_backward = True
+        self.in_backward, self.ended = True, False
 
     def end(self, phase: Phase) -> None:
         """Stop computing.
@@ -334,18 +341,20 @@ class Unit:
         """
         if phase == "backward":
             self.in_backward = self.recomputed = False
+            self.ended = True
         if self.computing:
             self.computing = False
             self._expose(unsharded=False)
             self._check_unwritten()
 
-    def abandon(self, *, keep_gradients: bool) -> None:
+    def abandon(self, *, keep_gradients: bool, keep_ahead: bool) -> None:
         """Stop whatever is under way; unsharded gradients stay only with ``keep_gradients``, unless they are being
-        reduced.
+        reduced; what was gathered ahead only with ``keep_ahead``.
         """
-        if self.presence is Presence.GATHERING:
+        self.ahead = self.ahead and keep_ahead
+        if self.presence is Presence.GATHERING and not self.ahead:
             self.release()
-        self.computing = self.in_backward = self.recomputed = False
+        self.computing = self.in_backward = self.recomputed = self.ended = False
         self.inputs_awaited = 0
         self._expose(unsharded=False)
         if self.reducing is None and keep_gradients:

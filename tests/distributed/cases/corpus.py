@@ -5,6 +5,7 @@ from types import ModuleType
 
 from tests.distributed.cases import (
     accumulation,
+    ahead,
     calls,
     checkpointing,
     compiled,
@@ -17,6 +18,7 @@ from tests.distributed.cases import (
     inputs,
     leaves,
     losses,
+    methods,
     modules,
     optimizers,
     parameters,
@@ -28,6 +30,8 @@ from tests.distributed.cases.case import Case
 
 THEMES: tuple[ModuleType, ...] = (
     calls,
+    methods,
+    ahead,
     forwards,
     evaluation,
     reads,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import refshard
 
@@ -155,6 +155,18 @@ class Side(ABC):
         """What a microbatch runs in: unless it is the last, its gradients need not be reduced."""
         return nullcontext()
 
+    def unshard(self, module: nn.Module, *, wait: bool = False) -> object:
+        """Begin to gather the parameters of a module of a sharded model; with ``wait``, until they are there."""
+        return None
+
+    def reshard(self, module: nn.Module) -> object:
+        """Give them up."""
+        return None
+
+    def register_method(self, module: nn.Module, name: str) -> object:
+        """Treat calls of a method of a sharded model's module as its forward."""
+        return None
+
     def own_clip(self, model: nn.Module, max_norm: float, p: float = 2.0) -> torch.Tensor:
         """Clip as the side's own documentation says."""
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, p)
@@ -280,6 +292,17 @@ class Fsdp2(Ranks):
         model.set_requires_gradient_sync(last)
         return nullcontext()
 
+    def unshard(self, module: nn.Module, *, wait: bool = False) -> None:
+        assert isinstance(module, FSDPModule)
+        module.unshard(async_op=not wait)
+
+    def reshard(self, module: nn.Module) -> None:
+        assert isinstance(module, FSDPModule)
+        module.reshard()
+
+    def register_method(self, module: nn.Module, name: str) -> None:
+        register_fsdp_forward_method(module, name)
+
 
 class Engine(Ranks):
     """refshard, in one of its modes."""
@@ -325,6 +348,17 @@ class Engine(Ranks):
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else refshard.no_sync(model)
+
+    def unshard(self, module: nn.Module, *, wait: bool = False) -> None:
+        handle = refshard.unshard(module)
+        if wait:
+            handle.wait()
+
+    def reshard(self, module: nn.Module) -> None:
+        refshard.reshard(module)
+
+    def register_method(self, module: nn.Module, name: str) -> None:
+        refshard.register_forward_method(module, name)
 
     def own_clip(self, model: nn.Module, max_norm: float, p: float = 2.0) -> torch.Tensor:
         return refshard.clip_grad_norm_(model, max_norm, p)
