@@ -42,8 +42,9 @@ def unshard(module: nn.Module) -> Unsharding:
     already, and in backward for one whose backward has ended: so a forward pre-hook may call this, which activation
     checkpointing calls again in backward.
 
-    Modules do not see the gathered parameters before they compute. What has not been used is given up when the pass
-    ends; between passes, when the next one begins and the weights have changed.
+    Modules do not see the gathered parameters before they compute. What is gathered in a pass and not used is
+    given up when the pass ends. What is gathered between passes is for the next one, which gathers it again if weights
+    have changed since.
 
     Raises:
         EngineError: ``module`` is no part of a sharded model.

@@ -116,7 +116,7 @@ class Effects:
             unit.start_gather(self._issue("gather", "all_gather", unit, works))
 
     def _is_ahead(self, unit: Unit) -> bool:
-        """Whether what is to be gathered was gathered ahead. If not, what was gathered ahead leaves room for it."""
+        """Whether the unit was gathered ahead, from the present masters. If not, what was gathered ahead leaves its slot."""
         if unit.ahead and unit.current:
             unit.ahead = False  # The pass gives it up when it has used it.
             return True

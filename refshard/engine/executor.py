@@ -214,13 +214,13 @@ class Executor:
 
     def abandon_pass(self, *, keep_ahead: bool = False) -> None:
         """Give up whatever is unsharded or under way; gradients of a backward that did not end are dropped. With
-        ``keep_ahead``, units that were gathered ahead from the present masters stay, for the pass that begins.
+        ``keep_ahead``, units that were gathered ahead stay, for the pass that begins.
         """
         self._pass = self._on_demand(self._pass.kind)
         lost, self._backward_open = self._backward_open, False
         for unit in self._units:
             keep_gradients = self._mode.gradients == "replicate" and not lost
-            self._effects.abandon(unit, keep_gradients=keep_gradients, keep_ahead=keep_ahead and unit.current)
+            self._effects.abandon(unit, keep_gradients=keep_gradients, keep_ahead=keep_ahead)
             if self._mode.parameters == "shard" and not unit.ahead:
                 self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
         self._effects.settle()

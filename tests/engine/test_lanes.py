@@ -133,6 +133,8 @@ def train_step(model: Careful, optimizer: torch.optim.Optimizer, scenario: Scena
     optimizer.step()
     optimizer.zero_grad(set_to_none=scenario.zero_grad_to_none)
     if scenario.asks_ahead:
+        refshard.unshard(model.layers[1])
+        refshard.reshard(model.layers[1])  # under way
         refshard.unshard(model.layers[0])
         refshard.unshard(model.layers[2]).wait()
     if scenario.evaluates:
