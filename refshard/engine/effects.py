@@ -116,7 +116,7 @@ class Effects:
             unit.start_gather(self._issue("gather", "all_gather", unit, works))
 
     def _is_ahead(self, unit: Unit) -> bool:
-        """Whether the unit was gathered ahead, from the present masters. If not, what was gathered ahead leaves its slot."""
+        """Whether the unit was gathered ahead from the present masters. If not, its slot is cleared of such."""
         if unit.ahead and unit.current:
             unit.ahead = False  # The pass gives it up when it has used it.
             return True
