@@ -399,6 +399,38 @@ def test_a_unit_lasts_while_the_module_around_it_computes(mode: str) -> None:
     assert_trains_like_bare(mode, lambda: WithHead(Around()))
 
 
+class Encoder(nn.Module):
+    """Blocks between a frozen weight of its own, and a trained one, whose gradient comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(6, 6), requires_grad=False)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.base
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.scale
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "yafsdp"])
+def test_a_unit_that_is_called_by_itself_around_others_lasts_until_its_inputs_gradients_are_there(mode: str) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inputs = nn.Linear(6, 6)
+            self.encoder = Encoder()
+
+    model, collectives = Whole(), LateCollectives()
+    refshard.shard(model, mode=mode, collectives=collectives, debug=True)
+    model.encoder(model.inputs(torch.ones(2, 6))).square().mean().backward()
+    gathers = [what for what, _ in collectives.issued if what == "all_gather"]
+    flats = sum(len(unit.flats) for unit in engine_of(model).units)
+    assert len(gathers) == 2 * flats  # once in forward and once in backward
+
+
 def test_a_module_that_several_blocks_share(mode: str) -> None:
     def make() -> nn.Module:
         shared = nn.Linear(6, 6)
