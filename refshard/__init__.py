@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from refshard.engine import checkpoint
+    from refshard.engine.ahead import reshard, unshard
     from refshard.engine.api import clip_grad_norm_, full_parameters, no_sync, shard
+    from refshard.engine.methods import register_forward_method
     from refshard.engine.optim import local_parameters
     from refshard.engine.precision import Precision
 
@@ -18,7 +20,10 @@ __all__ = [
     "full_parameters",
     "local_parameters",
     "no_sync",
+    "register_forward_method",
+    "reshard",
     "shard",
+    "unshard",
 ]
 
 
@@ -28,7 +33,10 @@ _HOME = {
     "full_parameters": "refshard.engine.api",
     "local_parameters": "refshard.engine.optim",
     "no_sync": "refshard.engine.api",
+    "register_forward_method": "refshard.engine.methods",
+    "reshard": "refshard.engine.ahead",
     "shard": "refshard.engine.api",
+    "unshard": "refshard.engine.ahead",
 }
 
 

@@ -109,7 +109,10 @@ def test_public_face() -> None:
         "full_parameters",
         "local_parameters",
         "no_sync",
+        "register_forward_method",
+        "reshard",
         "shard",
+        "unshard",
     ]
     assert sorted(refshard.__all__) == names
     for name in refshard.__all__:

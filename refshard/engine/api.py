@@ -1,5 +1,6 @@
 """``shard``: make any module a sharded one, then train it with an ordinary loop."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ def shard(
     ignored: Sequence[str | nn.Parameter] = (),
     precision: Precision | None = None,
     accumulation: Accumulation | None = None,
+    gradient_divide_factor: float | None = None,
     initialise: Initialise | None = None,
     offload: bool = False,
     communication_streams: int = 2,
@@ -80,6 +82,9 @@ def shard(
         precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
         accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
             mode's own way. See :func:`no_sync`.
+        gradient_divide_factor: what the sum of the ranks' gradients is divided by; by default the number of ranks of
+            the mesh, so that gradients are means. Use 1 if each rank divides its loss by a number counted over all
+            ranks, such as that of tokens.
         initialise: fills in place the parameters and buffers that a module from the meta device holds directly; by
             default its own ``reset_parameters``.
         offload: keep masters, their gradients and so the optimizer's state in (pinned) CPU memory.
@@ -107,11 +112,14 @@ def shard(
     if collectives is None:
         mesh = mesh or _default_mesh(device)
         collectives = _mesh_collectives(mesh, device, chosen, communication_streams)
+    rescale = _rescale(gradient_divide_factor, collectives)
     units = []
     with torch.no_grad():
         for index, group in enumerate(groups):
             materialise(group, device, initialise)
-            units.append(make_unit(index, group, chosen, precision, collectives, device, mesh, offload=offload))
+            units.append(
+                make_unit(index, group, chosen, precision, collectives, device, mesh, offload=offload, rescale=rescale)
+            )
         materialise_buffers(model, device, initialise)
     lanes = lanes or lanes_of(device, communication_streams)
     executor = Executor(units, chosen, collectives, lanes, debug=debug)
@@ -179,6 +187,15 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 place, split = parameter.layout, parameter.split
                 part = full[place.offset : place.offset + place.numel].view(place.shape).clone()
                 yield place.name, part if split is None else split.whole(part)
+
+
+def _rescale(factor: float | None, collectives: Collectives) -> float:
+    """What a mean over ranks is multiplied with to be the sum divided by ``factor``."""
+    if factor is None:
+        return 1.0
+    if not (0 < factor < math.inf):
+        raise SpecError(f"gradient_divide_factor: must be a finite number > 0, got {factor}; None takes the mean")
+    return collectives.world_size * collectives.replicas / factor
 
 
 def _compute_device(groups: Sequence[UnitGroup], mesh: DeviceMesh | None) -> torch.device:

@@ -89,20 +89,21 @@ class Effects:
         for index in tuple(self.reducing):
             self.finish(self._units[index])
 
-    def abandon(self, unit: Unit, *, keep_gradients: bool) -> None:
+    def abandon(self, unit: Unit, *, keep_gradients: bool, keep_ahead: bool) -> None:
         """Give up what is under way of a unit: see :meth:`Unit.abandon`."""
-        for pending in (unit.gathering, unit.reducing):
+        gathering = None if unit.ahead and keep_ahead else unit.gathering
+        for pending in (gathering, unit.reducing):
             if pending is not None:
                 # Nobody will use its result; if it failed, the next collective says so.
                 with suppress(RuntimeError):
                     pending.wait()
-        unit.abandon(keep_gradients=keep_gradients)
+        unit.abandon(keep_gradients=keep_gradients, keep_ahead=keep_ahead)
         if unit.index in self.reducing:
             self.reducing.remove(unit.index)
             self._combined.discard(unit.index)
 
     def _gather(self, unit: Unit) -> None:
-        if unit.aliased:
+        if unit.aliased or self._is_ahead(unit):
             return
         with _label("all_gather", unit), self._lanes.use("gather"):
             if self._newly_released:
@@ -114,6 +115,17 @@ class Effects:
             works = (self._collectives.all_gather(full, shard) for full, shard in pairs)
             unit.start_gather(self._issue("gather", "all_gather", unit, works))
 
+    def _is_ahead(self, unit: Unit) -> bool:
+        """Whether the unit was gathered ahead from the present masters. If not, its slot is cleared of such."""
+        if unit.ahead and unit.current:
+            unit.ahead = False  # The pass gives it up when it has used it.
+            return True
+        if unit.slot.owner is not None:
+            for other in self._units:
+                if other.ahead and other.slot is unit.slot:
+                    self._release(other)
+        return False
+
     def _source(self, flat: FlatParameter, full: torch.Tensor) -> torch.Tensor:
         """What is gathered into ``full``: the shard, or its copy in the place where it belongs."""
         if flat.offloaded:
@@ -123,9 +135,8 @@ class Effects:
         return full[flat.own].copy_(flat.shard, non_blocking=True)
 
     def _wait(self, unit: Unit) -> None:
-        if unit.aliased:
+        if unit.gathering is None:  # Aliased, or gathered ahead and awaited already.
             return
-        assert unit.gathering is not None
         # Compute must not read what has not arrived (third wait).
         self._await(unit.gathering, "all_gather", unit)
         unit.finish_gather()
@@ -143,6 +154,7 @@ class Effects:
 
     def _release(self, unit: Unit) -> None:
         if unit.presence is not Presence.SHARDED and not unit.aliased:
+            self._wait(unit)
             unit.release()
             self._released = self._lanes.record("compute", self._released)
             self._newly_released = True

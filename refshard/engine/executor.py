@@ -23,7 +23,7 @@ from refshard.engine.passes import Followed, OnDemand, Pass, Scene, cut
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 from refshard.plan.placement import Mode
-from refshard.plan.schedule import Op, OpKind, PassKind, SlotKey, Slots, assign_slots, build
+from refshard.plan.schedule import Op, OpKind, PassKind, Presence, SlotKey, Slots, UnitFacts, assign_slots, build
 
 
 class Order(Enum):
@@ -46,7 +46,6 @@ class Executor:
         self, units: Sequence[Unit], mode: Mode, collectives: Collectives, lanes: Lanes, *, debug: bool
     ) -> None:
         self._units = tuple(units)
-        self._facts = tuple(unit.facts for unit in units)
         self._mode = mode
         self._collectives = collectives
         self._debug = debug
@@ -62,6 +61,7 @@ class Executor:
         self._backward_open = False
         self._open_forwards: set[object] = set()
         self._version = 0
+        self._awaited: dict[int, int] = {}
         self.accumulating = False
         for unit in self._units:
             self._bind_first(unit)
@@ -76,6 +76,10 @@ class Executor:
         """The op stream of a training step of one microbatch; empty until one has been observed."""
         return self._build(PassKind(legs=self._collectives.legs)) if True in self._followed else ()
 
+    @property
+    def _facts(self) -> tuple[UnitFacts, ...]:
+        return tuple(unit.facts for unit in self._units)
+
     def begin_pass(self, forward: object, *, training: bool) -> None:
         """Start a forward pass, known as ``forward``. Whatever an earlier pass left behind is stale by now.
 
@@ -84,7 +88,7 @@ class Executor:
         """
         for unit in self._units:
             unit.check_parameters()
-        self.abandon_pass()
+        self.abandon_pass(keep_ahead=self._mode.parameters == "shard")
         if self._order is Order.OBSERVING:
             self._forget_barred_forwards()
             # What such a backward reads is where its forward found it: units must not move to other slots before.
@@ -96,7 +100,7 @@ class Executor:
                 self._open_forwards.add(forward)
         # An evaluation before the first training step is observed too: it may be all that the model is for.
         observes = self._order is Order.OBSERVING and (training or not self._followed)
-        self._effects.masters_changed()
+        self._await_masters(self._units)
         self._open(training=training, forward=True, record=[] if observes else None)
 
     def begin_call(self, unit: Unit, forward: object, *, training: bool) -> None:
@@ -110,7 +114,7 @@ class Executor:
             self._forget_barred_forwards()
             self._leave_rings()
             self._open_forwards.add(forward)
-        self._effects.masters_changed()
+        self._await_masters([unit])
         self._pass = self._on_demand(self._kind(training=training, forward=True))
 
     def mark(self, marker: Op) -> None:
@@ -156,6 +160,45 @@ class Executor:
                 stacklevel=2,
             )
 
+    def unshard(self, unit: Unit) -> None:
+        """Gather a unit before its next use, which then finds it there. This does nothing if the unit is there, if its
+        slot is taken, or if this backward has no more use for its parameters.
+
+        A pass does not notice: where it would gather the unit it finds it, and gives it up where it would anyway.
+
+        Raises:
+            EngineError: in debug, another rank calls this for another unit.
+        """
+        if self._debug and not self._collectives.agree(unit.index):
+            raise EngineError(
+                f"rank {self._collectives.world_rank} unshards unit '{unit.name}' where another rank does something "
+                "else; unshard is a collective, which all ranks must call for the same modules in the same order"
+            )
+        needed = not unit.ended and (unit.facts.read_in_backward or not self._backward_open)
+        if unit.presence is not Presence.SHARDED or unit.slot.owner is not None or not needed:
+            return
+        if self._awaited.get(unit.index) != unit.version:
+            self._await_masters([unit])
+        self._effects.execute(Op(OpKind.GATHER, unit.index, "forward"))
+        unit.ahead = True
+
+    def await_gather(self, unit: Unit) -> None:
+        """Await the unit's gather, if one is under way."""
+        self._effects.execute(Op(OpKind.WAIT, unit.index, "forward"))
+
+    def reshard(self, unit: Unit) -> None:
+        """Give up what :meth:`unshard` has gathered, unless the pass under way has claimed it.
+
+        Raises:
+            EngineError: the unit is computing.
+        """
+        if unit.computing:
+            raise EngineError(
+                f"unit '{unit.name}' is computing, and cannot be resharded; its parameters go when it has ended"
+            )
+        if unit.ahead:
+            self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
+
     def replan(self) -> None:
         """What the schedule was made from does not hold any more: observe the next training pass anew."""
         self._pass = self._on_demand(self._pass.kind)
@@ -169,13 +212,16 @@ class Executor:
         self._open_forwards.discard(forward)
         self.abandon_pass()
 
-    def abandon_pass(self) -> None:
-        """Give up whatever is unsharded or under way; gradients of a backward that did not end are dropped."""
+    def abandon_pass(self, *, keep_ahead: bool = False) -> None:
+        """Give up whatever is unsharded or under way; gradients of a backward that did not end are dropped. With
+        ``keep_ahead``, units that were gathered ahead stay, for the pass that begins.
+        """
         self._pass = self._on_demand(self._pass.kind)
         lost, self._backward_open = self._backward_open, False
         for unit in self._units:
-            self._effects.abandon(unit, keep_gradients=self._mode.gradients == "replicate" and not lost)
-            if self._mode.parameters == "shard":
+            keep_gradients = self._mode.gradients == "replicate" and not lost
+            self._effects.abandon(unit, keep_gradients=keep_gradients, keep_ahead=keep_ahead)
+            if self._mode.parameters == "shard" and not unit.ahead:
                 self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
         self._effects.settle()
 
@@ -185,6 +231,15 @@ class Executor:
         self.abandon_pass()
         if observed is not None and not self._open_forwards:
             self._plan(tuple(observed), {False})
+
+    def _await_masters(self, units: Iterable[Unit]) -> None:
+        """Let gathers of ``units`` wait for what was last written to their masters."""
+        self._effects.masters_changed()
+        self._awaited.update((unit.index, unit.version) for unit in units)
+
+    def _bind(self, unit: Unit, slot: Slot, gradient_slot: Slot) -> None:
+        self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
+        unit.bind(slot, gradient_slot, self._on_gradients)
 
     def _on_demand(self, kind: PassKind, record: list[Op] | None = None) -> OnDemand:
         return OnDemand(kind, self._units, self._mode, self._effects, record)
@@ -220,7 +275,7 @@ class Executor:
             # forward on demand has gathered and kept is given up where the schedule of a backward alone starts anew.
             if True in self._followed and self._mode.parameters == "shard":
                 for unit in self._units:
-                    self._pass.give_up(unit, "backward")
+                    self._effects.execute(Op(OpKind.RELEASE, unit.index, "backward"))
             self._open(training=True, forward=False)
         elif self._pass.kind.reduce != self._reduces:
             # Forward ran within no_sync and backward does not, or the other way round.
@@ -262,7 +317,7 @@ class Executor:
             slot = self._ring_slot(unit, "parameters", self._slots.parameters) or unit.slot
             gradient_slot = self._ring_slot(unit, "gradients", self._slots.gradients) or unit.gradient_slot
             if (slot, gradient_slot) != (unit.slot, unit.gradient_slot):
-                unit.bind(slot, gradient_slot, self._on_gradients)
+                self._bind(unit, slot, gradient_slot)
         self._scripts.clear()
         self._followed = followed
 
@@ -308,7 +363,7 @@ class Executor:
         else:
             persistent = self._mode.gradient_storage == "persistent"
             gradient_slot = self._new_slot(unit, "gradients", persistent=persistent)
-        unit.bind(slot, gradient_slot, self._on_gradients)
+        self._bind(unit, slot, gradient_slot)
 
     def _new_slot(self, unit: Unit, role: str, *, persistent: bool) -> Slot:
         wanted = (

@@ -11,11 +11,14 @@ read before its backward has begun is gathered there and then, and its calls sta
 after it has ended is gathered again, and stays so until the backward ends, then and ever after.
 """
 
+import functools
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +35,10 @@ from refshard.plan.schedule import Op, OpKind
 
 @dataclass(slots=True, eq=False)
 class _Module:
-    """One of a unit's modules, and the call of it that is under way.
+    """One of a unit's modules, or a method of one that is called like a forward, and the call that is under way.
+
+    ``running`` says that there is one, and ``method`` that it is of another method, whose record is another one.
+    ``forward`` is the pass that it is in.
 
     Calls that make equally many nodes of autograd's are taken to be alike. ``known`` is how many those made whose
     backward was watched; ``unfamiliar`` says that the last call was not like any of them. ``start`` is how many nodes
@@ -42,6 +48,9 @@ class _Module:
     unit: Unit
     module: nn.Module
     hook: int = 0
+    running: bool = False
+    method: bool = False
+    forward: "_Forward" = field(default_factory=lambda: _Forward())
     known: set[int] = field(default_factory=set)
     unfamiliar: bool = True
     start: int = 0
@@ -62,6 +71,25 @@ class _Forward:
     watched: Counter[int] = field(default_factory=Counter)
 
 
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref["Hooks"]] = weakref.WeakKeyDictionary()
+"""Those of the sharded model that a module is part of; the modules' own hooks keep them alive."""
+
+
+def hooks_of(module: nn.Module) -> "Hooks":
+    """The hooks of the sharded model that ``module`` is, or is part of.
+
+    Raises:
+        EngineError: there is none.
+    """
+    ref = _HOOKS.get(module)
+    hooks = ref() if ref is not None else None
+    if hooks is None:
+        raise EngineError(
+            f"the {type(module).__name__} is no part of a sharded model; call refshard.shard(model, mesh) first"
+        )
+    return hooks
+
+
 class Hooks:
     """The hooks on one sharded model, for as long as it lives.
 
@@ -69,9 +97,10 @@ class Hooks:
     """
 
     def __init__(self, root: nn.Module, units: tuple[Unit, ...], executor: Executor, precision: Precision) -> None:
-        self._executor = executor
+        self.executor = executor
         self._precision = precision
         self._units = units
+        self._holds = {held: unit for unit in units for p in unit.parameters for held, _ in p.holders}
         self._called: dict[int, set[nn.Module]] = {unit.index: set() for unit in units}
         self._read_early: set[int] = set()
         self._in_root = False
@@ -79,85 +108,139 @@ class Hooks:
         self._forward = _Forward()
         self._running = False
         self._begun: set[tuple[int, _Forward]] = set()
-        self._modules = [_Module(unit, module) for unit in units for module in unit.modules]
+        self._modules = {module: _Module(unit, module) for unit in units for module in unit.modules}
         for unit in units:
             unit.on_early_gradient = self._take_up
-        for called in self._modules:
+        for called in self._modules.values():
             self._hook_module(called)
+        self._root = self._modules.get(root)
         # Last, so that it comes before those of the root's own unit.
         root.register_forward_pre_hook(_Hook(self._begin_pass), prepend=True)
         # Called even where forward raised, so that the model does not go on showing unsharded parameters.
         root.register_forward_hook(_Hook(self._end_forward), always_call=True)
+        _HOOKS.update(dict.fromkeys(root.modules(), weakref.ref(self)))
+
+    def units_of(self, module: nn.Module) -> list[Unit]:
+        """The units that hold parameters of ``module``, in registration order."""
+        found = {unit for m in module.modules() if (unit := self._holds.get(m)) is not None}
+        return sorted(found, key=lambda unit: unit.index)
 
     def _hook_module(self, called: _Module) -> None:
-        unit, module = called.unit, called.module
-        casts = self._precision.parameters is not None and self._precision.cast_inputs
-        frozen = any(not flat.trained for flat in unit.flats)
-
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            changed = None
-            recomputing = _in_backward()
-            if recomputing:
-                self._recompute(unit)
-            else:
-                self._enter(called)
-            awaits = frozen and not recomputing and torch.is_grad_enabled()
-            if casts or awaits:
-                leaves = leaves_of((args, kwargs))
-                if casts:
-                    leaves = [self._precision.cast_input(leaf) for leaf in leaves]
-                changed = with_leaves((args, kwargs), self._await_inputs(unit, leaves) if awaits else leaves)
-            if not recomputing:
-                self._watch(called)
-            return changed
+            return None if called.method else self._begin(called, args, kwargs)
 
         def after(_: nn.Module, __: Any, output: Any) -> None:
-            if not _in_backward():
-                self._leave(called, output)
+            if not called.method:
+                self._end(called, output)
 
         # The first comes before any hook of the user's, which may read weights; `_enter` sees to it that the second is
         # the last.
-        module.register_forward_pre_hook(_Hook(before), with_kwargs=True, prepend=True)
-        called.hook = module.register_forward_hook(_Hook(after), always_call=True).id
+        called.module.register_forward_pre_hook(_Hook(before), with_kwargs=True, prepend=True)
+        called.hook = called.module.register_forward_hook(_Hook(after), always_call=True).id
+
+    def as_forward(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method`` of ``module`` as a call of the unit's module that this is, or lies in: a plain call within one."""
+        around = self._module_around(module)
+        if around is None:
+            return method
+        if not around.unit.facts.read_in_backward:
+            around.unit.expect_reads_in_backward()
+            self.executor.replan()
+        record = _Module(around.unit, around.module, around.hook)
+        begin, end = _Hook(partial(self._begin, record)), _Hook(partial(self._end, record))
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if around.running or around.method:
+                return method(*args, **kwargs)
+            args, kwargs = begin(args, kwargs) or (args, kwargs)
+            around.method, output = True, None
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                around.method = False
+                end(output)
+            return output
+
+        return call
+
+    def _module_around(self, module: nn.Module) -> _Module | None:
+        """The unit's module that ``module`` is, or lies in; None if it has no parameters but those of several units."""
+        units = [self._holds[module]] if module in self._holds else self.units_of(module)
+        around = (c for c in self._modules.values() if [c.unit] == units and module in c.module.modules())
+        return next(around, None)
+
+    def _begin(self, called: _Module, args: Any, kwargs: Any) -> Any:
+        """A call begins; return its arguments where they change."""
+        unit, precision = called.unit, self._precision
+        recomputing = _in_backward()
+        if recomputing:
+            self._recompute(unit)
+        else:
+            self._enter(called)
+        changed = None
+        casts = precision.parameters is not None and precision.cast_inputs
+        awaits = not recomputing and torch.is_grad_enabled() and any(not flat.trained for flat in unit.flats)
+        if casts or awaits:
+            leaves = leaves_of((args, kwargs))
+            if casts:
+                leaves = [precision.cast_input(leaf) for leaf in leaves]
+            changed = with_leaves((args, kwargs), self._await_inputs(called, leaves) if awaits else leaves)
+        if not recomputing:
+            self._watch(called)
+        called.running = True
+        return changed
+
+    def _end(self, called: _Module, output: Any) -> None:
+        """It returns, or has raised."""
+        called.running = False
+        if not _in_backward():
+            self._leave(called, output)
 
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
-        if _in_backward():
+        if _in_backward() or self._in_method():
             return
         self._forward = _Forward()
         for modules in self._called.values():
             modules.clear()
-        for called in self._modules:
-            called.unwatch()  # of a forward that was interrupted, which no hook on modules sees
+        for called in self._modules.values():
+            called.running = False  # of a forward that was interrupted, which no hook on modules sees
+            called.unwatch()
         self._in_root = True
         self.unanswered |= torch.is_grad_enabled()
-        self._executor.begin_pass(self._forward, training=torch.is_grad_enabled())
+        self.executor.begin_pass(self._forward, training=torch.is_grad_enabled())
 
     def _end_forward(self, _: nn.Module, __: Any, output: Any) -> Any:
-        if not _in_backward():
+        if not _in_backward() and not self._in_method():
             self._in_root = False
             if output is None and sys.exc_info()[0] is not None:
-                self._executor.abandon_forward(self._forward)
+                self.executor.abandon_forward(self._forward)
                 return None
             self._end_pass()
         if self._precision.output is None:
             return None
         return with_leaves(output, [self._precision.cast_output(leaf) for leaf in leaves_of(output)])
 
+    def _in_method(self) -> bool:
+        """Whether the model's own forward is called by a method of the model that is called like one."""
+        return self._root is not None and self._root.method
+
     def _end_pass(self) -> None:
         for unit in self._units:
             if self._called[unit.index]:  # not all of its modules were called
                 self._end_unit(unit)
         if not torch.is_grad_enabled():
-            self._executor.end_evaluation()
+            self.executor.end_evaluation()
 
     def _enter(self, called: _Module) -> None:
         """A module of a unit is called."""
         unit = called.unit
         if not self._in_root:
             self._forward = _Forward()
-            self._executor.begin_call(unit, self._forward, training=torch.is_grad_enabled())
+            self.executor.begin_call(unit, self._forward, training=torch.is_grad_enabled())
+        called.forward = self._forward
         if not self._called[unit.index]:
-            self._executor.mark(Op(OpKind.BEGIN, unit.index, "forward"))
+            self.executor.mark(Op(OpKind.BEGIN, unit.index, "forward"))
         self._called[unit.index].add(called.module)
         hooks: Any = called.module._forward_hooks  # which torch orders
         if next(reversed(hooks)) != called.hook:
@@ -169,17 +252,17 @@ class Hooks:
         new = called.unfamiliar or called.unit.index in self._read_early
         may_watch = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
         if new and torch.is_grad_enabled() and may_watch():
-            unit, forward = called.unit, self._forward
+            unit, forward = called.unit, called.forward
             called.watch = watched_reads(unit, lambda: self._read(unit, forward))
             called.watch.__enter__()
 
     def _leave(self, called: _Module, output: Any) -> None:
-        """It returns, or has raised."""
+        """A call of a module of a unit has ended."""
         watched, unit = called.unwatch(), called.unit
         if output is None and sys.exc_info()[0] is not None:
             if not self._in_root:
                 self._called[unit.index].clear()
-                self._executor.abandon_forward(self._forward)
+                self.executor.abandon_forward(called.forward)
             return
         tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)]
         _refuse_parameters(unit, tensors)
@@ -195,13 +278,14 @@ class Hooks:
 
     def _end_unit(self, unit: Unit) -> None:
         self._called[unit.index].clear()
-        self._executor.mark(Op(OpKind.END, unit.index, "forward"))
+        self.executor.mark(Op(OpKind.END, unit.index, "forward"))
 
-    def _await_inputs(self, unit: Unit, leaves: list[Any]) -> list[Any]:
+    def _await_inputs(self, called: _Module, leaves: list[Any]) -> list[Any]:
         """Let the unit's backward go on until the gradients of this call's inputs are there; where there is none to
         wait for, until the backward ends.
         """
-        self._forward.watched[unit.index] += 1
+        unit = called.unit
+        called.forward.watched[unit.index] += 1
         awaited = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if awaited:
             through: Callable[..., tuple[torch.Tensor, ...]] = _Passage.apply
@@ -213,11 +297,11 @@ class Hooks:
     def _inputs_done(self, unit: Unit) -> None:
         unit.inputs_awaited -= 1
         if unit.in_backward and unit.complete:
-            self._executor.mark(Op(OpKind.END, unit.index, "backward"))
+            self.executor.mark(Op(OpKind.END, unit.index, "backward"))
 
     def _await_gradients(self, called: _Module, outputs: list[torch.Tensor], *, watched: bool) -> None:
         """Let the unit's backward begin with the gradient of whichever of its outputs comes first."""
-        unit, forward = called.unit, self._forward
+        unit, forward = called.unit, called.forward
         made, version = torch._C._autograd._get_sequence_nr() - called.start, unit.version
         called.unfamiliar = made not in called.known
 
@@ -244,7 +328,7 @@ class Hooks:
             self._begun.add((unit.index, forward))
             unit.inputs_awaited += forward.watched[unit.index]
             if not unit.in_backward:
-                self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
+                self.executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
     def _read(self, unit: Unit, forward: _Forward) -> None:
         """Backward is about to read a weight of a watched call."""
@@ -252,10 +336,10 @@ class Hooks:
             return
         if (unit.index, forward) in self._begun:
             unit.lasts = True
-            self._executor.replan()
+            self.executor.replan()
         elif unit.index not in self._read_early:
             self._read_early.add(unit.index)
-            self._executor.replan()
+            self.executor.replan()
         self._take_up(unit)
 
     def _recompute(self, unit: Unit) -> None:
@@ -273,7 +357,7 @@ class Hooks:
         self._open_backward()
         if any(not flat.trained for flat in unit.flats) or len(unit.arrived) == len(unit.trained):
             unit.inputs_awaited += 1
-        self._executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
+        self.executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
     def _open_backward(self) -> None:
         """See to it that :meth:`end_backward` is called; a backward may run within another one."""
@@ -287,10 +371,10 @@ class Hooks:
         self._running = False
         self._begun.clear()
         if raised:
-            self._executor.abandon_pass()
+            self.executor.abandon_pass()
         else:
             self.unanswered = False
-            self._executor.end_backward(forwards)
+            self.executor.end_backward(forwards)
 
 
 class _Hook:

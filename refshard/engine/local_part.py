@@ -46,8 +46,8 @@ class _Part(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """The whole, a plain tensor; a collective call of all ranks that hold a part.
 
-        Differentiable: the gradient of the whole is averaged over all ranks, as the engine averages, and each rank's
-        part of that is what the part gets.
+        Differentiable: the gradient of the whole is reduced over all ranks as the engine reduces gradients, and each
+        rank's part of that is what the part gets.
         """
         gather: Callable[[torch.Tensor], torch.Tensor] = _Gather.apply
         return gather(self)
@@ -279,14 +279,20 @@ def gatherable(value: Any) -> Any:
 
 
 class AsPart:
-    """A hook for a parameter's gradient: what autograd's formulas give as a plain tensor (of a sum) becomes a part."""
+    """A hook for the gradient that comes to a part itself, of a penalty on weights say.
 
-    def __init__(self, whole: Whole) -> None:
-        self._whole = whole
+    What autograd's formulas give as a plain tensor (of a sum) becomes a part. It counts as the mean over ranks, and is
+    multiplied with ``rescale`` as other means are.
+    """
+
+    def __init__(self, whole: Whole, rescale: float) -> None:
+        self._whole, self._rescale = whole, rescale
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         """The part of ``gradient``."""
-        return gradient if type(gradient) in _PARTS else LocalPart(self._whole.cut(gradient).clone(), self._whole)
+        if type(gradient) not in _PARTS:
+            gradient = LocalPart(self._whole.cut(gradient).clone(), self._whole)
+        return gradient if self._rescale == 1 else gradient * self._rescale
 
 
 class _Gather(torch.autograd.Function):
@@ -311,7 +317,8 @@ def _refused(func: Operator, whole: Whole, why: str = "") -> EngineError:
     name = func._schema.name.removeprefix("aten::")
     return EngineError(
         f"{name} of {whole.label}: this rank holds {whole.held}{why}; call full_tensor() for the whole, or to_local() "
-        "for this rank's elements"
+        "for this rank's elements; a module's method that reads its weights outside of forward needs "
+        "refshard.register_forward_method"
     )
 
 

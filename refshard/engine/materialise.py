@@ -40,13 +40,17 @@ def make_unit(
     mesh: DeviceMesh | None,
     *,
     offload: bool,
+    rescale: float,
 ) -> Unit:
-    """Flatten a group's parameters, take the first rank's values, keep this rank's part and let go of the rest."""
+    """Flatten a group's parameters, take the first rank's values, keep this rank's part and let go of the rest.
+
+    ``rescale`` is what the mean of the ranks' gradients is multiplied with.
+    """
     partitions: dict[tuple[torch.dtype, bool], list[Member]] = {}
     for member in group.parameters:
         partitions.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
     flats = tuple(
-        _flatten(group.name, members, mode, precision, collectives, device, mesh, offload=offload)
+        _flatten(group.name, members, mode, precision, collectives, device, mesh, offload=offload, rescale=rescale)
         for members in partitions.values()
     )
     facts = UnitFacts(
@@ -157,6 +161,7 @@ def _flatten(
     mesh: DeviceMesh | None,
     *,
     offload: bool,
+    rescale: float,
 ) -> FlatParameter:
     first = members[0].parameter
     trained = first.requires_grad
@@ -177,7 +182,7 @@ def _flatten(
         local = shard[start:stop]
         as_part = _parts_of(place, layout, collectives, split, mesh)
         listed = _listed(member)
-        sharded = _put_in_place(member, nn.Parameter(as_part(local), requires_grad=trained))
+        sharded = _put_in_place(member, nn.Parameter(as_part(local), requires_grad=trained), rescale)
         parameters.append(
             UnitParameter(place, member.holders, sharded, start, stop, local.data_ptr(), split, as_part, listed)
         )
@@ -190,6 +195,7 @@ def _flatten(
         reduce_dtype=reduced,
         own=own,
         scale=1 / (collectives.world_size * collectives.replicas),
+        rescale=rescale,
         offloaded=offload,
     )
     if trained and mode.optimizer == "replicate" and _may_alias(flat, reduced):
@@ -202,7 +208,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _put_in_place(member: Member, sharded: nn.Parameter) -> nn.Parameter:
+def _put_in_place(member: Member, sharded: nn.Parameter, rescale: float) -> nn.Parameter:
     """Let whoever holds the parameter, an optimizer made before sharding say, hold this rank's part from now on; of a
     DTensor, which cannot become a plain tensor, the modules alone. Attributes of the parameter stay.
 
@@ -226,7 +232,7 @@ def _put_in_place(member: Member, sharded: nn.Parameter) -> nn.Parameter:
             ) from error
         kept = parameter
     if (whole := whole_of(kept)) is not None and kept.requires_grad:
-        kept.register_hook(AsPart(whole))
+        kept.register_hook(AsPart(whole, rescale))
     return kept
 
 

@@ -131,7 +131,7 @@ class OnDemand(Pass):
         unit = self._units[marker.unit]
         if marker.kind is OpKind.BEGIN:
             if not unit.aliased and unit.presence is not Presence.SHARDED and not unit.current:
-                self.give_up(unit, marker.phase)
+                self._effects.execute(Op(OpKind.RELEASE, unit.index, marker.phase))
             self._make_room(unit, marker.phase)
         reducing = self._effects.reducing
         for op in on_demand(marker, unit.presence, reducing, self._mode, unit.facts, self.kind):
@@ -145,12 +145,6 @@ class OnDemand(Pass):
     def turned(self, kind: PassKind, scenes_of: Callable[[PassKind], Sequence[Scene]]) -> Pass:
         """See :meth:`Pass.turned`."""
         return OnDemand(kind, self._units, self._mode, self._effects, self.record)
-
-    def give_up(self, unit: Unit, phase: Phase) -> None:
-        """Release a unit, wherever it is."""
-        if unit.presence is Presence.GATHERING:
-            self._effects.execute(Op(OpKind.WAIT, unit.index, phase))
-        self._effects.execute(Op(OpKind.RELEASE, unit.index, phase))
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
         """The unit's slots may hold what was prefetched and not used, what backward has gone on without, or what is
@@ -168,7 +162,7 @@ class OnDemand(Pass):
                 self._effects.finish(other)
             if other.slot is unit.slot and other.presence is not Presence.SHARDED:
                 self._check_free(unit, other)
-                self.give_up(other, phase)
+                self._effects.execute(Op(OpKind.RELEASE, other.index, phase))
 
     def _check_free(self, unit: Unit, other: Unit) -> None:
         if other.computing:

@@ -8,7 +8,7 @@ exist as ``nn.Parameter`` objects; exposing one or the other swaps references in
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, final
 
@@ -64,8 +64,8 @@ class FlatParameter:
     ``shard`` is the 1-D master of ``layout.shard_numel`` elements; that of a frozen one is of the dtype that is
     computed with. ``dtype`` is that of the unsharded parameters, ``reduce_dtype`` that of their unsharded gradients.
     ``own`` is where this rank's part lies in the unsharded buffer, ``scale`` what each gradient is multiplied with for
-    their sum over ranks to be the mean. ``offloaded`` says that masters and gradients are in the host's memory, which
-    copies go to and from.
+    their sum over ranks to be the mean, ``rescale`` what the mean is multiplied with where the gradient is something
+    else. ``offloaded`` says that masters and gradients are in the host's memory, which copies go to and from.
 
     Between steps no gradient shard exists: a reduction makes a new one where the parameters have no ``.grad``, and adds
     to it where they have. ``whole_gradient`` is the exception, where the shard is the whole: it is kept, and is itself
@@ -80,6 +80,7 @@ class FlatParameter:
     reduce_dtype: torch.dtype
     own: slice
     scale: float
+    rescale: float = 1.0
     offloaded: bool = False
     whole_gradient: torch.Tensor | None = None
     target: torch.Tensor | None = None
@@ -94,6 +95,11 @@ class FlatParameter:
         bounds = [0, *(bound for p in self.parameters for bound in (p.start, p.stop)), self.layout.shard_numel]
         self.cuts = [after - before for before, after in pairwise(bounds)]
         self.factor = torch.tensor(self.scale, dtype=torch.float64)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a reduced gradient differs from this rank's own."""
+        return self.scale != 1 or self.rescale != 1
 
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier reduction are there, to be added to."""
@@ -129,6 +135,9 @@ class FlatParameter:
         """
         assert self.target is not None
         target, self.target = self.target, None
+        if self.rescale != 1:
+            # Only now, and in the masters' dtype: a mean over ranks can neither overflow nor vanish in a narrow one.
+            target = target.to(self.shard.dtype).mul_(self.rescale)
         in_slot = target.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
         foreign = self.whole_gradient is None and (in_slot or self.offloaded or target.dtype != self.shard.dtype)
         if foreign and not self.has_gradients():
@@ -176,8 +185,10 @@ class Unit:
 
     ``modules`` are those whose calls make up the unit's forward; they compute on ``device``. ``aliased`` says that the
     shards are whole and are themselves what the modules see. ``presence`` says where the parameters are: gathered ones
-    were taken from masters of version ``gathered_version``. ``computing`` says that the unit is between BEGIN and END,
-    ``in_backward`` that it is so in a backward, ``recomputed`` that activation checkpointing has begun it there.
+    were taken from masters of version ``gathered_version``. ``ahead`` says that the user has asked for them and
+    that no pass has needed them yet. ``computing`` says that the unit is between BEGIN and END, ``in_backward`` that it
+    is so in a backward, ``recomputed`` that activation checkpointing has begun it there, ``ended`` that it has ended
+    there.
     ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in this
     backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's;
     ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a sharded
@@ -209,6 +220,8 @@ class Unit:
     computing: bool = False
     in_backward: bool = False
     recomputed: bool = False
+    ended: bool = False
+    ahead: bool = False
     lasts: bool = False
     gathering: Pending | None = None
     gathered_version: int = -1
@@ -248,13 +261,15 @@ class Unit:
         """Whether this backward has nothing more to bring."""
         return not self.lasts and len(self.arrived) == len(self.trained) and self.inputs_awaited == 0
 
+    def expect_reads_in_backward(self) -> None:
+        """From now on backward may read the parameters, though that of the modules' forward does not."""
+        self.facts = replace(self.facts, read_in_backward=True)
+
     def bind(self, slot: Slot, gradient_slot: Slot, on_gradients: Callable[["Unit"], None]) -> None:
         """Make the unit live in these slots; ``on_gradients`` is called when its last gradient arrived.
 
-        What autograd saved of the slots before is stale from now on.
+        It must hold none yet. What autograd saved of the slots before is stale from now on.
         """
-        if self.presence is not Presence.SHARDED and not self.aliased:
-            self.release()
         self.slot, self.gradient_slot = slot, gradient_slot
         with torch.no_grad():
             views = slot.views([flat.layout.parameters for flat in self.flats])
@@ -267,7 +282,7 @@ class Unit:
             for parameter, gradient in zip(flat.parameters, next(gradients) if flat.trained else ()):
                 parameter.gradient = gradient
                 parameter.unsharded.register_post_accumulate_grad_hook(_Taker(self, flat, parameter))
-                if flat.scale != 1 and type(parameter.sharded) is nn.Parameter and parameter.outside is None:
+                if flat.reduces and type(parameter.sharded) is nn.Parameter and parameter.outside is None:
                     parameter.outside = _Outside(self, flat, parameter)
                     parameter.sharded.register_hook(parameter.outside.before)
                     parameter.sharded.register_post_accumulate_grad_hook(parameter.outside)
@@ -292,7 +307,7 @@ class Unit:
 
     def release(self) -> None:
         """Give the parameter slot up."""
-        self.gathering, self.presence = None, Presence.SHARDED
+        self.gathering, self.presence, self.ahead = None, Presence.SHARDED, False
         self._set_versions()
         self.slot.release()
 
@@ -303,10 +318,11 @@ class Unit:
         """
         if phase == "backward":
             self._begin_backward()
-            if self.presence is Presence.SHARDED and not self.facts.read_in_backward:
+            if self.presence is not Presence.UNSHARDED and not self.facts.read_in_backward:
                 return
         assert self.presence is Presence.UNSHARDED
         assert self.slot.owner == self.name
+        self.ahead = False
         if self.aliased and self.gathered_version != self.version:
             self.gathered_version = self.version
             self._set_versions()
@@ -319,7 +335,7 @@ class Unit:
             self.gradient_slot.acquire(self.name)
             for flat in self.trained_flats:
                 flat.set_gradients_aside(self.filled)
-        self.in_backward = True
+        self.in_backward, self.ended = True, False
 
     def end(self, phase: Phase) -> None:
         """Stop computing.
@@ -329,20 +345,22 @@ class Unit:
         """
         if phase == "backward":
             self.in_backward = self.recomputed = False
+            self.ended = True
         if self.computing:
             self.computing = False
             self._expose(unsharded=False)
             self._check_unwritten()
 
-    def abandon(self, *, keep_gradients: bool) -> None:
+    def abandon(self, *, keep_gradients: bool, keep_ahead: bool) -> None:
         """Stop whatever is under way; unsharded gradients stay only with ``keep_gradients``, unless they are being
-        reduced.
+        reduced; what was gathered ahead only with ``keep_ahead``.
         """
-        if self.presence is Presence.GATHERING:
+        self.ahead = self.ahead and keep_ahead
+        if self.presence is Presence.GATHERING and not self.ahead:
             self.release()
         if self.computing:
             self._expose(unsharded=False)
-        self.computing = self.in_backward = self.recomputed = False
+        self.computing = self.in_backward = self.recomputed = self.ended = False
         self.inputs_awaited = 0
         if self.reducing is None and keep_gradients:
             return

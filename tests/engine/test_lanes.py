@@ -2,9 +2,11 @@
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import refshard
@@ -57,6 +59,7 @@ class Scenario:
     changes_order: bool = False
     runs_twice: bool = False
     two_backwards: bool = False
+    asks_ahead: bool = False
     world_size: int = 2
     replicas: int = 1
     streams: int = 2
@@ -82,6 +85,8 @@ def races(scenario: Scenario, *, dropped: str | None = None) -> list[Race]:
             lanes=DroppingLanes(lanes, dropped) if dropped else lanes,
             debug=scenario.debug,
         )
+        if scenario.asks_ahead:
+            ask_ahead(model)
         for flat in (f for unit in engine_of(model).units for f in unit.flats if scenario.offload):
             detector.keep_on_host(flat.shard)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -101,6 +106,19 @@ def make_model(scenario: Scenario) -> Careful:
     return model
 
 
+def ask_ahead(model: Careful) -> None:
+    """In forward have each block unshard all that follow, and in backward all before it."""
+    layers = list(model.layers)
+    for place, layer in enumerate(layers):
+        layer.register_forward_pre_hook(partial(_unshard, layers[place + 1 :]))
+        layer.register_full_backward_pre_hook(partial(_unshard, layers[:place]))
+
+
+def _unshard(modules: list[nn.Module], *_: object) -> None:
+    for module in modules:
+        refshard.unshard(module)
+
+
 def train_step(model: Careful, optimizer: torch.optim.Optimizer, scenario: Scenario, step: int) -> None:
     """One step, with what comes between."""
     if scenario.changes_order and step == 2:
@@ -114,6 +132,11 @@ def train_step(model: Careful, optimizer: torch.optim.Optimizer, scenario: Scena
             loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=scenario.zero_grad_to_none)
+    if scenario.asks_ahead:
+        refshard.unshard(model.layers[1])
+        refshard.reshard(model.layers[1])  # under way
+        refshard.unshard(model.layers[0])
+        refshard.unshard(model.layers[2]).wait()
     if scenario.evaluates:
         with torch.no_grad():
             model(make_batch(step)[0])
@@ -150,6 +173,10 @@ WAYS: dict[str, dict[str, object]] = {
     "failing, hybrid": {"fails": True, "replicas": 2, "debug": True},
     "another order": {"changes_order": True},
     "a block twice": {"runs_twice": True},
+    "asked ahead": {"asks_ahead": True, "evaluates": True},
+    "asked ahead, bf16, checkpointed": {"asks_ahead": True, "bf16": True, "checkpointed": True},
+    "asked ahead, another order": {"asks_ahead": True, "changes_order": True},
+    "asked ahead, offload": {"asks_ahead": True, "offload": True},
     "two backwards": {"two_backwards": True, "bf16": True},
     "hybrid": {"replicas": 2},
     "hybrid, bf16, accumulation, one stream": {"replicas": 2, "bf16": True, "microbatches": 2, "streams": 1},

@@ -280,7 +280,8 @@ def test_everything_else_is_refused_in_one_sentence(ranks: Ranks, name: str) -> 
     message = str(refused.value)
     assert message.startswith(f"{name} of 'layers.0.weight' of shape [")
     assert "this rank holds elements 4 to 13 of 15" in message
-    assert message.endswith("call full_tensor() for the whole, or to_local() for this rank's elements")
+    assert "call full_tensor() for the whole, or to_local() for this rank's elements; " in message
+    assert message.endswith("reads its weights outside of forward needs refshard.register_forward_method")
 
 
 HANDED_OUT: list[Callable[[Any], object]] = [

@@ -4,7 +4,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.executor import Order
-from refshard.errors import EngineError
+from refshard.errors import EngineError, SpecError
 from refshard.plan.placement import MODES
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net, train
 
@@ -270,6 +270,68 @@ def test_compiled_blocks_call_the_hooks(mode: str) -> None:
     assert train(model, 3) == pytest.approx(train(bare, 3), rel=1e-5)
 
 
+def test_what_is_no_part_of_a_sharded_model_is_not_unsharded(mode: str) -> None:
+    bare, model = pair(mode)
+    outer = nn.Sequential(model)
+    for module in (bare, bare.layers[0], outer):
+        for call in (refshard.unshard, refshard.reshard, lambda m: refshard.register_forward_method(m, "forward")):
+            with pytest.raises(EngineError, match=rf"the {type(module).__name__} is no part of a sharded model; call"):
+                call(module)
+
+
+def test_a_module_that_computes_is_not_resharded(mode: str) -> None:
+    bare, model = pair(mode)
+    hook = model.layers[1].register_forward_pre_hook(lambda module, _: refshard.reshard(module))
+    with pytest.raises(EngineError, match=r"unit 'layers\.1' is computing, and cannot be resharded"):
+        loss_of(model, make_batch(0))
+    hook.remove()
+    assert train(model, 2) == train(bare, 2)
+
+
+def test_in_debug_another_rank_that_unshards_another_module_is_noticed() -> None:
+    class Disagreeing(LateCollectives):
+        def agree(self, value: int) -> bool:
+            return value != 2
+
+    model = make_net()
+    refshard.shard(model, mode="fsdp", collectives=Disagreeing(), debug=True)
+    refshard.unshard(model.layers[0])
+    with pytest.raises(EngineError, match=r"rank 0 unshards unit 'layers\.1' where another rank does something else"):
+        refshard.unshard(model.layers[1])
+
+
+class Described(nn.Linear):
+    """Has methods that cannot be called like forward."""
+
+    def describe(self) -> str:
+        return f"{self.weight.sum().item():.3f}"
+
+    def rows(self) -> Iterator[torch.Tensor]:
+        yield from self.weight
+
+    async def later(self) -> torch.Tensor:
+        return self.weight * 2
+
+
+def test_methods_that_cannot_be_called_like_forward_are_refused(mode: str) -> None:
+    head = Described(6, 6)
+    model = WithHead(head)
+    refshard.shard(model, mode=mode, collectives=LateCollectives())
+    for name in ("rows", "later"):
+        with pytest.raises(EngineError, match=f"method '{name}' of Described is a generator or a coroutine"):
+            refshard.register_forward_method(model.head, name)
+    with pytest.raises(SpecError, match="Described has no method 'descibe'; did you mean 'describe'"):
+        refshard.register_forward_method(model.head, "descibe")
+    with pytest.raises(SpecError, match="WithHead has no method 'head'"):
+        refshard.register_forward_method(model, "head")
+    refshard.register_forward_method(model.head, "describe")
+    with pytest.raises(EngineError, match=r"the output of unit 'head' \(str\) holds no tensor"):
+        head.describe()
+    with torch.no_grad():
+        assert head.describe() == f"{dict(refshard.full_parameters(model))['head.weight'].sum().item():.3f}"
+    steps(model)
+
+
 class Around(nn.Module):
     """Computes with a parameter of its own around a module that has some too."""
 
@@ -335,6 +397,38 @@ def assert_trains_like_bare(mode: str, make: Callable[[], nn.Module]) -> None:
 
 def test_a_unit_lasts_while_the_module_around_it_computes(mode: str) -> None:
     assert_trains_like_bare(mode, lambda: WithHead(Around()))
+
+
+class Encoder(nn.Module):
+    """Blocks between a frozen weight of its own, and a trained one, whose gradient comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(6, 6), requires_grad=False)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.base
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.scale
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "yafsdp"])
+def test_a_unit_that_is_called_by_itself_around_others_lasts_until_its_inputs_gradients_are_there(mode: str) -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inputs = nn.Linear(6, 6)
+            self.encoder = Encoder()
+
+    model, collectives = Whole(), LateCollectives()
+    refshard.shard(model, mode=mode, collectives=collectives, debug=True)
+    model.encoder(model.inputs(torch.ones(2, 6))).square().mean().backward()
+    gathers = [what for what, _ in collectives.issued if what == "all_gather"]
+    flats = sum(len(unit.flats) for unit in engine_of(model).units)
+    assert len(gathers) == 2 * flats  # once in forward and once in backward
 
 
 def test_a_module_that_several_blocks_share(mode: str) -> None:

@@ -5,10 +5,12 @@ from types import ModuleType
 
 from tests.distributed.cases import (
     accumulation,
+    ahead,
     calls,
     checkpointing,
     compiled,
     evaluation,
+    factors,
     failing,
     forwards,
     gradients,
@@ -16,6 +18,7 @@ from tests.distributed.cases import (
     inputs,
     leaves,
     losses,
+    methods,
     modules,
     optimizers,
     parameters,
@@ -27,6 +30,8 @@ from tests.distributed.cases.case import Case
 
 THEMES: tuple[ModuleType, ...] = (
     calls,
+    methods,
+    ahead,
     forwards,
     evaluation,
     reads,
@@ -36,6 +41,7 @@ THEMES: tuple[ModuleType, ...] = (
     gradients,
     optimizers,
     accumulation,
+    factors,
     checkpointing,
     leaves,
     failing,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import refshard
 
@@ -155,6 +155,18 @@ class Side(ABC):
         """What a microbatch runs in: unless it is the last, its gradients need not be reduced."""
         return nullcontext()
 
+    def unshard(self, module: nn.Module, *, wait: bool = False) -> object:
+        """Begin to gather the parameters of a module of a sharded model; with ``wait``, until they are there."""
+        return None
+
+    def reshard(self, module: nn.Module) -> object:
+        """Give them up."""
+        return None
+
+    def register_method(self, module: nn.Module, name: str) -> object:
+        """Treat calls of a method of a sharded model's module as its forward."""
+        return None
+
     def own_clip(self, model: nn.Module, max_norm: float, p: float = 2.0) -> torch.Tensor:
         """Clip as the side's own documentation says."""
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, p)
@@ -255,6 +267,11 @@ class Fsdp2(Ranks):
         for module in (*_blocks(model, blocks), model):
             fully_shard(module, mesh=self.mesh(replicas), mp_policy=policy)
         _materialise(model, initialise)
+        if (factor := options.get("gradient_divide_factor")) is not None:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(factor)
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no other sums
 
     def after_evaluation(self, model: nn.Module) -> object:
         for module in model.modules():
@@ -274,6 +291,17 @@ class Fsdp2(Ranks):
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(last)
         return nullcontext()
+
+    def unshard(self, module: nn.Module, *, wait: bool = False) -> None:
+        assert isinstance(module, FSDPModule)
+        module.unshard(async_op=not wait)
+
+    def reshard(self, module: nn.Module) -> None:
+        assert isinstance(module, FSDPModule)
+        module.reshard()
+
+    def register_method(self, module: nn.Module, name: str) -> None:
+        register_fsdp_forward_method(module, name)
 
 
 class Engine(Ranks):
@@ -320,6 +348,17 @@ class Engine(Ranks):
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else refshard.no_sync(model)
+
+    def unshard(self, module: nn.Module, *, wait: bool = False) -> None:
+        handle = refshard.unshard(module)
+        if wait:
+            handle.wait()
+
+    def reshard(self, module: nn.Module) -> None:
+        refshard.reshard(module)
+
+    def register_method(self, module: nn.Module, name: str) -> None:
+        refshard.register_forward_method(module, name)
 
     def own_clip(self, model: nn.Module, max_norm: float, p: float = 2.0) -> torch.Tensor:
         return refshard.clip_grad_norm_(model, max_norm, p)
