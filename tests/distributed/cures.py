@@ -1,8 +1,8 @@
 """``python -m tests.distributed.cures``: shows what fails without each of the engine's cures.
 
 A *cure* is a piece of the engine that keeps it from training wrong, or from failing with an obscure error, where people
-do something out of the ordinary. ``cures.toml`` lists them: an edit that takes the cure out, and the cases of the corpus
-and the unit tests that must fail then. This command makes each edit in a copy of the package and of its tests, and runs
+do something out of the ordinary. ``cures.toml`` lists them: an edit that takes the cure out, and the cases of the
+corpus and the unit tests that must fail then. This command makes each edit in a copy of the package and of its tests, and runs
 those cases and tests there. That takes minutes, so no other command runs the whole table.
 """
 
@@ -96,7 +96,13 @@ def _first_on_path(folder: Path) -> Iterator[None]:
 
 def _failing_cases(cure: Cure) -> dict[str, str]:
     control = [Run(CONTROL, mode, PLAIN[0]) for mode in cure.modes if cure.control]
-    runs = [Run(name, mode, variant) for name in cure.cases for mode in cure.modes for variant in CASES[name].variants]
+    runs = [
+        Run(name, mode, variant)
+        for name in cure.cases
+        for mode in cure.modes
+        if mode in CASES[name].modes
+        for variant in CASES[name].variants
+    ]
     found: dict[str, dict[str, None]] = {}
     for run, outcome in run_all(2, list(dict.fromkeys([*control, *runs])), collective_s=5, run_s=30).items():
         if not CASES[run.case].accepts(run.way, outcome.kind, outcome.message):

@@ -78,7 +78,7 @@ def cleared_by_module_without_reductions(side: Side) -> None:
         optimizer.zero_grad()
 
 
-@case(refuses="no_sync|reduce|gradient")
+@case()
 def step_without_any_reduction(side: Side) -> None:
     """An optimizer's step after nothing but no_sync: no mean over ranks exists yet."""
     model = side.shard(Stack(), side.x(), blocks=None)
@@ -133,7 +133,7 @@ def evaluation_between_microbatches(side: Side) -> None:
         optimizer.zero_grad()
 
 
-@case(variants=EVALUATED, refuses="no_sync")
+@case(variants=EVALUATED)
 def forward_within_and_backward_outside_of_no_sync(side: Side) -> None:
     model = side.shard(Stack(), side.x())
     optimizer = sgd(model)
@@ -194,6 +194,20 @@ def offloaded(side: Side) -> None:
         side.log(f"norm {step}", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
         optimizer.zero_grad()
+
+
+@case()
+def offloaded_and_written_through_data(side: Side) -> None:
+    """Masters in the host's memory are written to by hand."""
+    model = side.shard(Stack(), side.x(), offload=True)
+    for step in range(4):
+        loss = mean_square(model(side.x(step)))
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+            parameter.grad = None
+        side.log_mean(f"loss {step}", loss)
 
 
 @case()
