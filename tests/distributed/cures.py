@@ -2,8 +2,8 @@
 
 A *cure* is a piece of the engine that keeps it from training wrong, or from failing with an obscure error, where people
 do something out of the ordinary. ``cures.toml`` lists them: an edit that takes the cure out, and the cases of the
-corpus and the unit tests that must fail then. This command makes each edit in a copy of the package and of its tests, and runs
-those cases and tests there. That takes minutes, so no other command runs the whole table.
+corpus and the unit tests that must fail then. This command makes each edit in a copy of the package and of its tests,
+and runs those cases and tests there. That takes minutes, so no other command runs the whole table.
 """
 
 import argparse

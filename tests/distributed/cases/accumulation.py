@@ -1,5 +1,7 @@
 """Microbatches: gradients that add up before a step."""
 
+from typing import Any
+
 import torch
 
 from tests.distributed.cases.case import EVALUATED, case
@@ -180,6 +182,29 @@ def cleared_unsharded_by_option(side: Side) -> None:
         side.log_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _clipped_too_early(side: Side, **options: Any) -> None:
+    """The norm of what is not reduced yet is no norm of the gradient."""
+    model = side.shard(Stack(), side.x(), **options)
+    optimizer = sgd(model)
+    for step in range(3):
+        for microbatch in range(2):
+            with side.microbatch(model, last=microbatch == 1):
+                mean_square(model(side.x(10 * step + microbatch))).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(modes=("zero1", "zero2", "fsdp"), refuses="not reduced over ranks yet")
+def clipped_before_the_reduction(side: Side) -> None:
+    _clipped_too_early(side, accumulation="unsharded")
+
+
+@case(modes=("replicate",), refuses="written to before it was reduced")
+def clipped_before_the_reduction_of_whole_gradients(side: Side) -> None:
+    _clipped_too_early(side, offload=True)
 
 
 @case()

@@ -283,6 +283,24 @@ def switched_on_and_off(side: Side) -> None:
     train(side, model, loss)
 
 
+@case(variants=EVALUATED, refuses="ran nested")
+def all_blocks_at_once_from_the_third_step_on(side: Side) -> None:
+    """By then two blocks share a slot that each of them needs until its backward is over."""
+
+    def way(model: Calling, x: torch.Tensor) -> torch.Tensor:
+        blocks = nn.Sequential(*model.layers)
+        found: torch.Tensor = checkpoint(blocks, x, use_reentrant=False) if model.checkpointing else blocks(x)
+        return found
+
+    model = side.shard(Calling(way, [Block() for _ in range(4)]), side.x())
+
+    def loss(step: int) -> torch.Tensor:
+        model.checkpointing = step >= 2
+        return mean_square(model(side.x(step)))
+
+    train(side, model, loss)
+
+
 @case(variants=EVALUATED)
 def two_forwards_of_frozen_blocks(side: Side) -> None:
     model = frozen()

@@ -168,6 +168,25 @@ def backward_after_the_step(side: Side) -> None:
         old.backward()
 
 
+@case(variants=PLAIN, table=True)
+def backward_of_taps_after_the_step(side: Side) -> None:
+    """As before, of a loss that no output of a block takes part in."""
+    model = Stack()
+    taps: list[torch.Tensor] = []
+    for layer in model.layers:
+        layer.down.register_forward_hook(lambda _, args, __: taps.append(mean_square(args[0])))
+    side.shard(model)
+    optimizer = sgd(model)
+    for step in range(4):
+        taps.clear()
+        mean_square(model(side.x(7)))
+        old = torch.stack(taps).sum()
+        train(side, model, start=step, steps=1, optimizer=optimizer)
+        with raises(EngineError if side.engine else RuntimeError, "changed between|modified by an inplace"):
+            old.backward()
+        model.zero_grad()
+
+
 @case(variants=PLAIN)
 def activation_changed_after_it_was_saved(side: Side) -> None:
     """Torch refuses to compute a gradient from it, in the first step and in later ones."""

@@ -5,6 +5,12 @@ from tests.distributed.cases.case import Kind
 _ENDS: dict[Kind, tuple[str, ...]] = {
     "wrong": (
         "between_backward_and_step",
+        "activation_changed_after_it_was_saved",
+        "hook_before_sharding_on_a_weight_in_the_loss",
+        "clipped_before_the_reduction",
+        "clipped_before_the_reduction_of_whole_gradients",
+        "functional_call_of_a_block",
+        "seen_after_a_dry_run_of_half_a_unit",
         "with_gradients_enabled",
         "block_returns_nothing_but_writes_to_its_input",
         "post_accumulate_hook_before_sharding",
@@ -33,6 +39,12 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
     ),
     "obscure": (
         "forward_called_directly",
+        "taps_and_outputs_in_turn",
+        "outputs_and_taps_in_turn",
+        "wholes_as_gradients_clipped_by_the_sides_own",
+        "backward_of_taps_after_the_step",
+        "seen_after_a_call_of_half_a_unit",
+        "penalty_by_sum",
         "another_method_called",
         "blocks_called_by_a_loop_outside",
         "generation_by_parts_between_steps",

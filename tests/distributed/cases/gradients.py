@@ -106,6 +106,20 @@ def clip_by_the_sides_own(side: Side) -> None:
     train(side, model, before_step=lambda step: side.log(f"norm {step}", side.own_clip(model, 0.05)))
 
 
+@case(variants=EVALUATED, table=True)
+def wholes_as_gradients_clipped_by_the_sides_own(side: Side) -> None:
+    """Each rank puts the same whole tensor in the place of a gradient."""
+    model = side.shard(Stack(), side.x())
+
+    def clip(step: int) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = side.whole(parameter.grad, parameter.shape).detach().clone()
+        side.log(f"norm {step}", side.own_clip(model, 0.05))
+
+    train(side, model, before_step=clip)
+
+
 @case(variants=EVALUATED)
 def clip_grad_value(side: Side) -> None:
     model = side.shard(Stack(), side.x())
@@ -405,3 +419,12 @@ def gradient_shapes_agree_with_parameters(side: Side) -> None:
         assert parameter.grad is not None
         assert parameter.grad.shape == parameter.shape
         (torch.zeros_like(parameter) + parameter.grad).mul_(2)
+
+
+@case(variants=EVALUATED, refuses="parameter 'head.weight' has hooks")
+def hook_before_sharding_on_a_weight_in_the_loss(side: Side) -> None:
+    """The gradient comes to the weight itself, and its hooks with it."""
+    model = Stack()
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    side.shard(model, side.x())
+    train(side, model, lambda step: mean_square(model(side.x(step))) + 0.1 * model.head.weight.sum())

@@ -375,7 +375,7 @@ def parameter_list_in_a_block(side: Side) -> None:
     train(side, side.shard(Stack([Listed() for _ in range(3)]), side.x()))
 
 
-@case(refuses="ParameterList|extra")
+@case(refuses="ParameterList, which is never called by itself")
 def parameter_list_in_the_root(side: Side) -> None:
     class Listed(Stack):
         def __init__(self) -> None:
@@ -463,3 +463,38 @@ def large_vocabulary_beside_small_blocks(side: Side) -> None:
 
     model = side.shard(Large())
     train(side, model, lambda step: next_token(model, side.tokens(step)))
+
+
+@case(variants=PLAIN, refuses="replaced or moved")
+def functional_call_of_a_block(side: Side) -> None:
+    model = side.shard(Stack())
+    block = model.layers[0]
+    values = {name: p * 1.1 for name, p in block.named_parameters()}
+    side.log_rows("out", torch.func.functional_call(block, values, (side.x(),)))
+
+
+class Headless(Language):
+    """Its norm and its head are one unit, and the head runs only when it is told to."""
+
+    heads = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) if self.heads else self.encode(tokens)
+
+
+@case(variants=PLAIN, table=True)
+def seen_after_a_dry_run_of_half_a_unit(side: Side) -> None:
+    """What ``model.parameters()`` gives then is what an optimizer trains."""
+    model = side.shard(Headless())
+    model.heads = False
+    model(side.tokens())
+    optimizer = adamw(model.parameters())
+    model.heads = True
+    train(side, model, lambda step: next_token(model, side.tokens(step)), optimizer=optimizer)
+
+
+@case(variants=PLAIN, table=True)
+def seen_after_a_call_of_half_a_unit(side: Side) -> None:
+    model = side.shard(Headless())
+    model.norm(side.x())
+    train(side, model, lambda step: next_token(model, side.tokens(step)), optimizer=adamw(model.parameters()))

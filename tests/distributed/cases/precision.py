@@ -207,3 +207,28 @@ def written_through_data_in_bf16(side: Side) -> None:
             parameter.data.add_(parameter.grad, alpha=-0.5)
             parameter.grad = None
         side.log_mean(f"loss {step}", loss)
+
+
+@case(rtol=0.05, table=True)
+def bf16_with_raw_rows_in_a_dataclass(side: Side) -> None:
+    """Blocks are given what no block has computed, and so not in bf16."""
+
+    class Conditioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, given: Unregistered) -> torch.Tensor:
+            out: torch.Tensor = given.x + torch.tanh(self.linear(given.context))
+            return out
+
+    class Raw(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            context, x = x, self.inputs(x)
+            for layer in self.layers:
+                x = self.call(layer, Unregistered(x, context))
+            out: torch.Tensor = self.head(x)
+            return out
+
+    model = side.shard(Raw([Conditioned() for _ in range(3)]), side.x(), precision=BF16)
+    train(side, model, lambda step: _wide(side, model, step))

@@ -335,9 +335,8 @@ def taps_alone_make_the_loss(side: Side) -> None:
     train(side, model, loss, optimizer=sgd(model))
 
 
-@case(variants=EVALUATED, table=True)
-def taps_and_outputs_in_turn(side: Side) -> None:
-    """Every second loss is of the taps alone: weights are read before any gradient of the last block's output."""
+def _taps_and_outputs(side: Side, *, taps_first: bool) -> None:
+    """Every second loss is of the taps alone: weights are read, and no gradient of the last block's output comes."""
     model = Stack()
     taps: list[torch.Tensor] = []
     for layer in model.layers:
@@ -348,9 +347,22 @@ def taps_and_outputs_in_turn(side: Side) -> None:
     def loss(step: int) -> torch.Tensor:
         taps.clear()
         out = model(side.x(step))
-        return torch.stack([mean_square(tap) for tap in taps]).sum() if step % 2 else mean_square(out)
+        return (
+            torch.stack([mean_square(tap) for tap in taps]).sum() if (step % 2 == 0) == taps_first else mean_square(out)
+        )
 
     train(side, model, loss)
+
+
+@case(variants=EVALUATED, table=True)
+def taps_and_outputs_in_turn(side: Side) -> None:
+    _taps_and_outputs(side, taps_first=True)
+
+
+@case(variants=EVALUATED, or_torch="modified by an inplace operation")
+def outputs_and_taps_in_turn(side: Side) -> None:
+    """Calls that are known by then, so that nothing watches what backward reads: autograd itself refuses it."""
+    _taps_and_outputs(side, taps_first=False)
 
 
 @case(variants=PLAIN)
