@@ -89,6 +89,8 @@ class Executor:
         for unit in self._units:
             unit.check_parameters()
         self.abandon_pass(keep_ahead=self._mode.parameters == "shard")
+        for unit in self._units:
+            unit.doubt()
         if self._order is Order.OBSERVING:
             self._forget_barred_forwards()
             # What such a backward reads is where its forward found it: units must not move to other slots before.
@@ -110,6 +112,7 @@ class Executor:
             EngineError: a parameter was replaced behind the engine's back.
         """
         unit.check_parameters()
+        unit.doubt()
         if self._order is Order.OBSERVING and training:
             self._forget_barred_forwards()
             self._leave_rings()

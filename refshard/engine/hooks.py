@@ -327,8 +327,11 @@ class Hooks:
         if (unit.index, forward) not in self._begun:
             self._begun.add((unit.index, forward))
             unit.inputs_awaited += forward.watched[unit.index]
-            if not unit.in_backward:
-                self.executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
+        elif unit.complete:
+            return
+        # It may have begun, and have made room for another unit before all of its calls' gradients came.
+        if not unit.in_backward:
+            self.executor.mark(Op(OpKind.BEGIN, unit.index, "backward"))
 
     def _read(self, unit: Unit, forward: _Forward) -> None:
         """Backward is about to read a weight of a watched call."""

@@ -397,6 +397,15 @@ class Unit:
                 "would undo it: write to it between steps, under torch.no_grad(), where it is this rank's part"
             )
 
+    def doubt(self) -> None:
+        """A forward begins: where what is computed with is a copy, a cast or of masters on the host, take it for old.
+
+        A write through ``.data`` of a plain parameter leaves no trace; that of a local part raises the version.
+        """
+        plain = any(type(parameter.sharded) is nn.Parameter for parameter in self.parameters)
+        if plain and not (self.aliased or self.computing):
+            self.gathered_version = -1
+
     def check_parameters(self) -> None:
         """Check that the model still holds the parameters that the engine trains.
 

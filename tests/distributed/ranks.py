@@ -20,14 +20,13 @@ from torch.multiprocessing.spawn import start_processes
 from refshard.harness.launchers.ranks import rank_environment
 
 _HOST = "127.0.0.1"
-_IMPORTED_ONCE = (
+TORCH_MODULES = (
     "torch._dynamo",  # by an optimizer's first step
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.nn.parallel",
-    "refshard.engine.checkpoint",
-    "refshard.harness.launchers.ranks",
 )
+_IMPORTED_ONCE = (*TORCH_MODULES, "refshard.engine.checkpoint", "refshard.harness.launchers.ranks")
 
 
 def rank_processes() -> ForkServerContext:

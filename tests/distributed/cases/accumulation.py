@@ -1,5 +1,7 @@
 """Microbatches: gradients that add up before a step."""
 
+from typing import Any
+
 import torch
 
 from tests.distributed.cases.case import EVALUATED, case
@@ -78,7 +80,7 @@ def cleared_by_module_without_reductions(side: Side) -> None:
         optimizer.zero_grad()
 
 
-@case(refuses="no_sync|reduce|gradient")
+@case()
 def step_without_any_reduction(side: Side) -> None:
     """An optimizer's step after nothing but no_sync: no mean over ranks exists yet."""
     model = side.shard(Stack(), side.x(), blocks=None)
@@ -133,7 +135,7 @@ def evaluation_between_microbatches(side: Side) -> None:
         optimizer.zero_grad()
 
 
-@case(variants=EVALUATED, refuses="no_sync")
+@case(variants=EVALUATED)
 def forward_within_and_backward_outside_of_no_sync(side: Side) -> None:
     model = side.shard(Stack(), side.x())
     optimizer = sgd(model)
@@ -182,6 +184,29 @@ def cleared_unsharded_by_option(side: Side) -> None:
         optimizer.zero_grad()
 
 
+def _clipped_too_early(side: Side, **options: Any) -> None:
+    """The norm of what is not reduced yet is no norm of the gradient."""
+    model = side.shard(Stack(), side.x(), **options)
+    optimizer = sgd(model)
+    for step in range(3):
+        for microbatch in range(2):
+            with side.microbatch(model, last=microbatch == 1):
+                mean_square(model(side.x(10 * step + microbatch))).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(modes=("zero1", "zero2", "fsdp"), refuses="not reduced over ranks yet")
+def clipped_before_the_reduction(side: Side) -> None:
+    _clipped_too_early(side, accumulation="unsharded")
+
+
+@case(modes=("replicate",), refuses="written to before it was reduced")
+def clipped_before_the_reduction_of_whole_gradients(side: Side) -> None:
+    _clipped_too_early(side, offload=True)
+
+
 @case()
 def offloaded(side: Side) -> None:
     """Masters and gradients in the host's memory, clipped and accumulated."""
@@ -194,6 +219,20 @@ def offloaded(side: Side) -> None:
         side.log(f"norm {step}", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
         optimizer.step()
         optimizer.zero_grad()
+
+
+@case()
+def offloaded_and_written_through_data(side: Side) -> None:
+    """Masters in the host's memory are written to by hand."""
+    model = side.shard(Stack(), side.x(), offload=True)
+    for step in range(4):
+        loss = mean_square(model(side.x(step)))
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+            parameter.grad = None
+        side.log_mean(f"loss {step}", loss)
 
 
 @case()

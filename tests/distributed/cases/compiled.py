@@ -34,7 +34,7 @@ def blocks_compiled_before_sharding(side: Side) -> None:
     train(side, side.shard(model))
 
 
-@case(variants=PLAIN, refuses="compile")
+@case(variants=PLAIN)
 def model_compiled(side: Side) -> None:
     torch._dynamo.reset()
     model = side.shard(Stack())
@@ -42,7 +42,7 @@ def model_compiled(side: Side) -> None:
     train(side, model, lambda step: mean_square(compiled(side.x(step))))
 
 
-@case(variants=PLAIN, table=True, refuses="compile")
+@case(variants=PLAIN, table=True)
 def step_compiled(side: Side) -> None:
     torch._dynamo.reset()
     model = side.shard(Stack())

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from tests.distributed.cases.case import EVALUATED, PLAIN, case
 from tests.distributed.cases.models import (
     Adapted,
+    Block,
     Frozen,
     Language,
     Stack,
@@ -306,6 +307,36 @@ def siamese_frozen_blocks_looped(side: Side) -> None:
 
     model = side.shard(Looped([Frozen() for _ in range(3)]), side.x())
     train(side, model, lambda step: mean_square(model(side.x(step)) - model(side.x(50 + step))))
+
+
+def _looped_later(side: Side, blocks: list[nn.Module]) -> None:
+    class Looped(Stack):
+        loops = 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inputs(x)
+            for layer in [*self.layers] * self.loops:
+                x = layer(x)
+            out: torch.Tensor = self.head(x)
+            return out
+
+    model = side.shard(Looped(blocks), side.x())
+
+    def loss(step: int) -> torch.Tensor:
+        model.loops = 1 if step < 2 else 2
+        return mean_square(model(side.x(step)))
+
+    train(side, model, loss)
+
+
+@case(variants=EVALUATED, table=True)
+def adapters_looped_from_the_third_step_on(side: Side) -> None:
+    _looped_later(side, [Adapted() for _ in range(3)])
+
+
+@case(variants=EVALUATED, table=True)
+def blocks_looped_from_the_third_step_on(side: Side) -> None:
+    _looped_later(side, [Block() for _ in range(4)])
 
 
 @case(variants=PLAIN)

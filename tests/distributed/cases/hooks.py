@@ -41,7 +41,7 @@ def forward_hook_from_before_reads_the_weight(side: Side) -> None:
     side.log("seen", torch.tensor(seen))
 
 
-@case(table=True, refuses="layers|hook|whole|part")
+@case(table=True)
 def forward_hook_from_after_reads_the_weight(side: Side) -> None:
     model = side.shard(Stack([nn.Linear(DIM, DIM) for _ in range(3)]), side.x())
     seen: list[float] = []
@@ -51,7 +51,7 @@ def forward_hook_from_after_reads_the_weight(side: Side) -> None:
     side.log("seen", torch.tensor(seen))
 
 
-@case(refuses="layers|hook|whole|part")
+@case()
 def forward_hook_from_after_computes_with_the_bias(side: Side) -> None:
     """Elementwise: a part of the bias may broadcast."""
     model = side.shard(Stack([nn.Linear(DIM, DIM) for _ in range(3)]), side.x())
@@ -222,7 +222,7 @@ def spectral_norm_by_parametrization(side: Side) -> None:
     train(side, side.shard(model))
 
 
-@case(variants=PLAIN, refuses="layers|weight|orthogonal|parametri")
+@case(variants=PLAIN)
 def orthogonal_by_parametrization(side: Side) -> None:
     model = Stack([parametrizations.orthogonal(nn.Linear(DIM, DIM)) for _ in range(3)])
     train(side, side.shard(model))

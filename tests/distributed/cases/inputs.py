@@ -143,6 +143,27 @@ def _conditional(kind: str, form: str) -> Case:
 CONDITIONAL = [_conditional(kind, form) for kind in ("trained", "frozen", "adapted") for form in FORMS]
 
 
+def _in_turn(kind: str, first: str, then: str) -> Case:
+    def run(side: Side) -> None:
+        model = side.shard(Conditional(kind, first), side.x())
+
+        def loss(step: int) -> torch.Tensor:
+            model.form = first if step < 2 else then
+            return mean_square(model(side.x(step)))
+
+        train(side, model, loss)
+
+    run.__name__ = f"{kind}_block_given_{first}_then_{then}"
+    return case(variants=EVALUATED)(run)
+
+
+IN_TURN = [
+    _in_turn(kind, first, then)
+    for kind in ("frozen", "adapted")
+    for first, then in (("arguments", "object"), ("object", "arguments"), ("arguments", "attribute"))
+]
+
+
 class Returning(nn.Module):
     """Returns its result in a container of some kind."""
 
@@ -193,7 +214,7 @@ class Chained(Stack):
         return out
 
 
-_OPAQUE = ("a_dataclass", "an_object", "a_generator")
+_OPAQUE = ("an_object", "a_generator")
 
 
 def _returning(form: str) -> Case:
@@ -293,7 +314,7 @@ def model_returns_a_dictionary(side: Side) -> None:
     train(side, model, lambda step: model(side.x(step))["loss"])
 
 
-@case(variants=EVALUATED, refuses="output of unit|head")
+@case(variants=EVALUATED)
 def model_returns_a_dataclass(side: Side) -> None:
     class Loss(Stack):
         def forward(self, x: torch.Tensor) -> Any:

@@ -115,7 +115,7 @@ def gradients_for_inputs_alone_with_adapters(side: Side) -> None:
     _saliency(side, side.shard(adapted(), side.x()))
 
 
-@case(refuses="inputs|gradient")
+@case()
 def gradients_for_inputs_of_backward(side: Side) -> None:
     """``backward(inputs=[x])``."""
     model = side.shard(Stack(), side.x())

@@ -236,7 +236,7 @@ class Nested(Checkpointing):
         return out
 
 
-@case(table=True, refuses=r"stages|ModuleList")
+@case(table=True)
 def list_of_lists(side: Side) -> None:
     train(side, side.shard(Nested(), side.x()))
 
@@ -246,7 +246,7 @@ def list_of_lists_with_blocks_named(side: Side) -> None:
     train(side, side.shard(Nested(), side.x(), blocks=["stages.0", "stages.1"]))
 
 
-@case(refuses="branches|ModuleDict")
+@case()
 def list_of_dictionaries(side: Side) -> None:
     class Branched(Checkpointing):
         def __init__(self) -> None:
@@ -378,7 +378,7 @@ def function_of_ones_own(side: Side) -> None:
     train(side, side.shard(Stack([Own() for _ in range(3)]), side.x()))
 
 
-@case(variants=EVALUATED, refuses="changed|version|layers|weight")
+@case(variants=EVALUATED)
 def function_that_keeps_a_weight_on_its_context(side: Side) -> None:
     """Out of autograd's sight: no version is checked when it is read."""
 

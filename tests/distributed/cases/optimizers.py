@@ -39,10 +39,10 @@ OPTIMIZERS = [
     _trained_by("lion_by_hand", lambda ps: Lion(ps)),
     _trained_by("adafactor", lambda ps: torch.optim.Adafactor(ps, lr=0.01), refuses=NEEDS_WHOLE),
     _trained_by("adafactor_subclass", lambda ps: SubclassOfAdafactor(ps, lr=0.01), table=True, refuses=NEEDS_WHOLE),
-    _trained_by("lamb_by_hand", lambda ps: Trust(ps), table=True, refuses=NEEDS_WHOLE),
-    _trained_by("trust_ratio_of_detached", lambda ps: Trust(ps, detached=True), refuses=NEEDS_WHOLE),
-    _trained_by("trust_ratio_by_squares", lambda ps: Trust(ps, squares=True), refuses=NEEDS_WHOLE),
-    _trained_by("that_divides_by_its_mean", lambda ps: MeanOfUpdate(ps), refuses=NEEDS_WHOLE),
+    _trained_by("lamb_by_hand", lambda ps: Trust(ps), table=True),
+    _trained_by("trust_ratio_of_detached", lambda ps: Trust(ps, detached=True)),
+    _trained_by("trust_ratio_by_squares", lambda ps: Trust(ps, squares=True)),
+    _trained_by("that_divides_by_its_mean", lambda ps: MeanOfUpdate(ps)),
     _trained_by("by_rows", lambda ps: ByRows(ps), refuses=NEEDS_WHOLE),
     _trained_by("orthogonalised", lambda ps: Orthogonal(ps), refuses=NEEDS_WHOLE),
 ]
@@ -318,20 +318,20 @@ def decay_by_ndim_before_sharding(side: Side) -> None:
     train(side, model, optimizer=adamw(groups))
 
 
-@case(variants=EVALUATED, table=True, refuses="ndim|dimension|whole|part")
+@case(variants=EVALUATED, table=True)
 def decay_by_ndim_after_sharding(side: Side) -> None:
     model = side.shard(Stack(), side.x())
     train(side, model, optimizer=_by_dimensions(model))
 
 
-@case(variants=EVALUATED, refuses="shape|dimension|whole|part")
+@case(variants=EVALUATED)
 def decay_by_length_of_shape_after_sharding(side: Side) -> None:
     model = side.shard(Stack(), side.x())
     decays = {p: 0.0 if len(p.shape) == 1 else 2.0 for p in model.parameters()}
     train(side, model, optimizer=adamw([{"params": [p], "weight_decay": w} for p, w in decays.items()]))
 
 
-@case(variants=PLAIN, refuses="numel|shape|whole|part")
+@case(variants=PLAIN)
 def rate_by_numel_after_sharding(side: Side) -> None:
     """A learning rate for each size of tensor; and the count of parameters that everybody prints."""
     model = side.shard(Stack())

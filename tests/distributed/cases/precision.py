@@ -59,7 +59,7 @@ class Batch(Stack):
         return super().forward(batch.x)
 
 
-@case(rtol=0.05, variants=PLAIN, table=True, refuses="dtype|cast|dataclass|Unregistered")
+@case(rtol=0.05, variants=PLAIN, table=True)
 def bf16_with_the_batch_in_a_dataclass(side: Side) -> None:
     """The first block that takes it apart gets fp64 from a container that is unknown to pytree."""
 
@@ -192,4 +192,43 @@ def bf16_with_integer_and_flag_inputs(side: Side) -> None:
             return out
 
     model = side.shard(Called([Flagged() for _ in range(3)]), side.x(), precision=BF16)
+    train(side, model, lambda step: _wide(side, model, step))
+
+
+@case(rtol=0.05)
+def written_through_data_in_bf16(side: Side) -> None:
+    """What is computed with is a cast, so that writes to the masters must be noticed."""
+    model = side.shard(Stack(), side.x(), precision=BF16)
+    for step in range(4):
+        loss = _wide(side, model, step)
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-0.5)
+            parameter.grad = None
+        side.log_mean(f"loss {step}", loss)
+
+
+@case(rtol=0.05, table=True)
+def bf16_with_raw_rows_in_a_dataclass(side: Side) -> None:
+    """Blocks are given what no block has computed, and so not in bf16."""
+
+    class Conditioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(DIM, DIM)
+
+        def forward(self, given: Unregistered) -> torch.Tensor:
+            out: torch.Tensor = given.x + torch.tanh(self.linear(given.context))
+            return out
+
+    class Raw(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            context, x = x, self.inputs(x)
+            for layer in self.layers:
+                x = self.call(layer, Unregistered(x, context))
+            out: torch.Tensor = self.head(x)
+            return out
+
+    model = side.shard(Raw([Conditioned() for _ in range(3)]), side.x(), precision=BF16)
     train(side, model, lambda step: _wide(side, model, step))
