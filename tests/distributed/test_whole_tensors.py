@@ -64,7 +64,8 @@ class Shampoo(torch.optim.Optimizer):
 
 def _inverse_root(matrix: torch.Tensor) -> torch.Tensor:
     values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.T
+    root: torch.Tensor = (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.T
+    return root
 
 
 MAKES: tuple[Make, ...] = (torch.optim.Muon, torch.optim.Adafactor, Shampoo)

@@ -112,7 +112,7 @@ def test_two_optimizers_that_share_the_parameters_are_saved_together(tmp_path: P
     for mine, theirs in zip(both, fresh):
         states = [list(optimizer.state.values()) for optimizer in (mine, theirs)]
         assert all(torch.equal(a[key], b[key]) for a, b in zip(*states) for key in a)
-    refused = {
+    refused: dict[str, list[torch.optim.Optimizer]] = {
         "holds the state of Muon, not of AdamW, for parameter 'embed.weight'": [adamw(other)],
         "of parameter 'embed.weight', which the optimizer does not have": fresh[1:],
         "Muon and AdamW both hold parameter 'embed.weight'": [fresh[0], adamw(other)],
