@@ -7,7 +7,7 @@ it owns. Buckets take turns, so that only a few whole tensors exist at a time.
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,18 @@ class WholeTensors(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> NoReturn:
+        """A copy would step the original's tensors, or none.
+
+        Raises:
+            EngineError: always; ``copy.deepcopy`` and ``pickle`` come here.
+        """
+        raise EngineError(
+            f"whole_tensors({self.made.__name__}) cannot be copied or pickled; build another one over the model, and "
+            "load this one's state_dict()"
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient; collective. Returns what ``closure`` does.

@@ -289,6 +289,7 @@ def misuse() -> dict[str, str]:
         "counts in its groups": lambda: step(CountsInGroup),
         "lists in its state": lambda: step(ListsInState).state_dict(),
         "communicates": lambda: step(Communicates),
+        "copied": lambda: copy.deepcopy(make(torch.optim.Muon)),
         "regroups": lambda: make(Regroups, lr=0.1),
         "disagree": disagree,
     }
@@ -310,6 +311,7 @@ MISUSES = {
     "counts in its groups": r"changes 'steps' of its parameter groups in a step \(from None to 1\)",
     "lists in its state": "state 'factors' of 'embed.weight' .* is a list of tensors",
     "communicates": "Communicates communicates in a step",
+    "copied": r"whole_tensors\(Muon\) cannot be copied or pickled",
     "regroups": "Regroups changes its parameter groups",
     "disagree": "rank . steps other parameters than another rank does",
 }
