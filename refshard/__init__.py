@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from refshard.engine import checkpoint
     from refshard.engine.ahead import reshard, unshard
-    from refshard.engine.api import clip_grad_norm_, full_parameters, no_sync, shard
+    from refshard.engine.api import clip_grad_norm_, full_parameters, no_sync, shard, whole_tensors
     from refshard.engine.methods import register_forward_method
     from refshard.engine.optim import local_parameters
     from refshard.engine.precision import Precision
@@ -24,6 +24,7 @@ __all__ = [
     "reshard",
     "shard",
     "unshard",
+    "whole_tensors",
 ]
 
 
@@ -37,6 +38,7 @@ _HOME = {
     "reshard": "refshard.engine.ahead",
     "shard": "refshard.engine.api",
     "unshard": "refshard.engine.ahead",
+    "whole_tensors": "refshard.engine.api",
 }
 
 

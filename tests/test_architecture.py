@@ -113,6 +113,7 @@ def test_public_face() -> None:
         "reshard",
         "shard",
         "unshard",
+        "whole_tensors",
     ]
     assert sorted(refshard.__all__) == names
     for name in refshard.__all__:

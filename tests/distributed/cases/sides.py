@@ -171,6 +171,12 @@ class Side(ABC):
         """Clip as the side's own documentation says."""
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, p)
 
+    def whole_tensors(
+        self, make: Callable[..., torch.optim.Optimizer], model: nn.Module, parameters: Any, **options: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer that needs whole tensors."""
+        return make(parameters, **options)
+
     @property
     def engine(self) -> bool:
         """Whether this is refshard."""
@@ -359,6 +365,11 @@ class Engine(Ranks):
 
     def register_method(self, module: nn.Module, name: str) -> None:
         refshard.register_forward_method(module, name)
+
+    def whole_tensors(
+        self, make: Callable[..., torch.optim.Optimizer], model: nn.Module, parameters: Any, **options: Any
+    ) -> torch.optim.Optimizer:
+        return refshard.whole_tensors(make, model, parameters, **options)
 
     def own_clip(self, model: nn.Module, max_norm: float, p: float = 2.0) -> torch.Tensor:
         return refshard.clip_grad_norm_(model, max_norm, p)
