@@ -59,15 +59,19 @@ def clip() -> dict[Any, Any]:
         optimizer.step()
         found[mode, "parameters"] = dict(refshard.full_parameters(model))
         found[mode, "sums"] = norm_of_summed_gradients(mode, mesh)
+        found[mode, "sums over replicas"] = norm_of_summed_gradients(mode, mesh, splits=False)
     return found
 
 
-def norm_of_summed_gradients(mode: str, mesh: DeviceMesh) -> float:
-    """Where gradients are sums over the shard axis; the ranks of the tensor axis hold parts of one gradient."""
+def norm_of_summed_gradients(mode: str, mesh: DeviceMesh, *, splits: bool = True) -> float:
+    """Where gradients are sums over the shard axis, while the ranks of the other axis hold parts of one gradient; or,
+    where it does not split the model, over both.
+    """
     model = make_model()
-    split(model, mesh["tensor"])
-    refshard.shard(model, mesh["shard"], mode=mode, gradient_divide_factor=1)
-    rows = tokens().chunk(2)[mesh["shard"].get_local_rank()]
+    if splits:
+        split(model, mesh["tensor"])
+    refshard.shard(model, mesh["shard"] if splits else mesh, mode=mode, gradient_divide_factor=1)
+    rows = tokens().chunk(2 if splits else 4)[mesh["shard"].get_local_rank() if splits else mesh.get_rank()]
     next_token_loss(model(rows), rows).backward()
     return refshard.clip_grad_norm_(model, 1e9).item()
 
@@ -82,6 +86,7 @@ def test_norms_and_a_step_are_those_of_one_whole_model() -> None:
             for p in NORMS:
                 assert found[mode, p] == pytest.approx([elements.norm(p).item()] * 2, rel=1e-5)
             assert found[mode, "sums"] == pytest.approx(2 * elements.norm().item(), rel=1e-5)
+            assert found[mode, "sums over replicas"] == pytest.approx(4 * elements.norm().item(), rel=1e-5)
             whole = found[mode, "parameters"]
             assert whole.keys() == dict(bare.named_parameters()).keys()
             for name, parameter in bare.named_parameters():
