@@ -107,6 +107,10 @@ def shard(
         raise SpecError(f"communication_streams: must be 1 or 2, got {communication_streams}")
     if any(hasattr(module, _ENGINE) for module in model.modules()):
         raise EngineError("the model, or a part of it, is sharded already; shard a fresh one, and as a whole")
+    if torch.is_inference_mode_enabled():
+        raise EngineError(
+            "parameters that are made within torch.inference_mode() cannot be trained; shard outside of it"
+        )
     left = find_ignored(model, ignored)
     groups = group_units(model, blocks, left)
     for group in groups:

@@ -27,7 +27,7 @@ from torch import nn
 from refshard.engine.executor import Executor
 from refshard.engine.precision import Precision
 from refshard.engine.reads import address, watched_reads
-from refshard.engine.trees import leaves_of, with_leaves
+from refshard.engine.trees import leaves_of, tensors_of, with_leaves
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
 from refshard.plan.schedule import Op, OpKind
@@ -264,14 +264,9 @@ class Hooks:
                 self._called[unit.index].clear()
                 self.executor.abandon_forward(called.forward)
             return
-        tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor)]
+        tensors = tensors_of(output)
         _refuse_parameters(unit, tensors)
         if torch.is_grad_enabled():
-            if not tensors:
-                raise EngineError(
-                    f"the output of unit '{unit.name}' ({type(output).__name__}) holds no tensor that backward could "
-                    "start from; return tensors, a dataclass, or a container known to torch.utils._pytree"
-                )
             self._await_gradients(called, tensors, watched=watched)
         if not self._in_root or len(self._called[unit.index]) == len(unit.modules):
             self._end_unit(unit)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -12,6 +13,15 @@ def leaves_of(tree: Any) -> list[Any]:
     found = []
     for leaf in tree_flatten(tree)[0]:
         found += leaves_of(_fields(leaf)) if _is_record(leaf) else [leaf]
+    return found
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of ``tree``, and among the attributes of its other leaves."""
+    found: list[torch.Tensor] = []
+    for leaf in leaves_of(tree):
+        held = [leaf] if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+        found += [value for value in held if isinstance(value, torch.Tensor)]
     return found
 
 

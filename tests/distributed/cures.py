@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,12 @@ class Cure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return f"{self.file}: {self.row}: {self.cure}"
 
 
-def read_cures() -> tuple[Cure, ...]:
-    """The table."""
-    text = Path(__file__).with_suffix(".toml").read_bytes()
-    return tuple(msgspec.toml.decode(text, type=dict[str, list[Cure]])["cures"])
+TABLE = Path(__file__).with_suffix(".toml")
+
+
+def read_cures(table: Path = TABLE) -> list[Cure]:
+    """The cures that a table lists."""
+    return msgspec.toml.decode(table.read_bytes(), type=dict[str, list[Cure]])["cures"]
 
 
 def failures(cure: Cure) -> dict[str, str]:
@@ -118,33 +120,47 @@ def _failing_tests(cure: Cure, folder: Path) -> dict[str, str]:
     process = context.Process(target=_run_tests, args=(cure.tests, folder, sender))
     process.start()
     sender.close()
-    try:
-        failed: set[str] = receiver.recv()
-    except EOFError:
-        failed = set()
+    found, running = {}, ""
+    with suppress(EOFError):
+        while True:
+            test, what = receiver.recv()
+            running = test if what == "starts" else ""
+            if what == "fails":
+                found[test] = what
     process.join()
-    return dict.fromkeys((test for test in cure.tests if test in failed), "fails")
+    if running:
+        found[running] = "crashes"
+    return found
 
 
 def _run_tests(tests: Sequence[str], folder: Path, sender: Any) -> None:
     """In a process of its own, in the copy."""
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)  # of the processes that tests start
-    failed = _Failed()
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-        pytest.main(["-q", "-p", "no:cacheprovider", *tests], plugins=[failed])
-    sender.send(failed.tests)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
+    pytest.main(["-q", "-p", "no:cacheprovider", *tests], plugins=[_Telling(sender)])
 
 
-class _Failed:
-    """A plugin that hears which tests fail; an error in a fixture is no failure."""
+class _Telling:
+    """A plugin that tells how tests go, by node id without parameters; an error in a fixture is no failure."""
 
-    def __init__(self) -> None:
-        self.tests: set[str] = set()
+    def __init__(self, sender: Any) -> None:
+        self._sender = sender
+
+    def _tell(self, nodeid: str, what: str) -> None:
+        self._sender.send((nodeid.partition("[")[0], what))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._tell(nodeid, "starts")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.failed:
-            self.tests.add(report.nodeid.partition("[")[0])
+            self._tell(report.nodeid, "fails")
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._tell(nodeid, "ends")
 
 
 def show(cure: Cure) -> bool:
@@ -167,11 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Take out the cures that the arguments name; 1 if one of them is not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.distributed.cures", description=__doc__)
     parser.add_argument("--only", default="", help="cures with this in their file, row or name")
+    parser.add_argument("--table", type=Path, default=TABLE, help="a table of other cures")
     chosen = parser.parse_args(arguments)
     # One that has imported torch, which takes seconds, and nothing of what is copied.
     get_context("forkserver").set_forkserver_preload(list(TORCH_MODULES))
     forkserver.ensure_running()
-    cures = [cure for cure in read_cures() if chosen.only in cure.title]
+    cures = [cure for cure in read_cures(chosen.table) if chosen.only in cure.title]
     caught = [show(cure) for cure in cures]
     print(f"{sum(caught)} of {len(cures)} cures are caught when they are taken out")
     return 0 if all(caught) else 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.engine.collectives import GroupCollectives, backend_of, library_of, piece_length
+from refshard.engine.collectives import GroupCollectives, backend_of, library_of, named, piece_length
 
 
 @pytest.fixture(params=["gloo", "cpu:gloo", None])
@@ -47,3 +47,19 @@ def test_an_axis_of_one_rank_needs_no_collective(group: dist.ProcessGroup) -> No
 def test_an_exchange_is_cut_into_pieces_of_about_a_mebibyte(numel: int, itemsize: int, lengths: list[int]) -> None:
     sent = torch.empty(numel, dtype={2: torch.bfloat16, 4: torch.float32}[itemsize])
     assert [piece.numel() for piece in sent.split(piece_length(numel, itemsize))] == lengths
+
+
+@pytest.mark.parametrize(
+    ("error", "suspected"),
+    [
+        (RuntimeError("Connection closed by peer"), True),
+        (RuntimeError("Timed out waiting 10000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("Invalid scalar type"), False),
+    ],
+)
+def test_another_rank_is_suspected_only_where_the_error_says_so(error: RuntimeError, suspected: bool) -> None:
+    message = str(named(error, "all_gather of unit 'head'", 1))
+    assert message.startswith("all_gather of unit 'head' failed on rank 1")
+    assert message.endswith(str(error))
+    assert ("another rank has probably ended" in message) == suspected

@@ -376,7 +376,9 @@ def test_a_failing_collective_names_unit_and_collective() -> None:
         model(make_batch(0)[0])
 
 
-def test_outputs_without_tensors_are_refused() -> None:
+def test_outputs_without_tensors_do_no_harm(mode: str) -> None:
+    """Backward begins with the gradient of a tensor that an object holds."""
+
     class Opaque:
         def __init__(self, x: torch.Tensor) -> None:
             self.x = x
@@ -395,10 +397,20 @@ def test_outputs_without_tensors_are_refused() -> None:
                 x = layer(x).x
             return x
 
-    model = Holder()
-    refshard.shard(model, collectives=LateCollectives())
-    with pytest.raises(EngineError, match=r"the output of unit 'layers.0' \(Opaque\) holds no tensor"):
-        model(torch.ones(2, 3))
+    found = []
+    for shards in (False, True):
+        torch.manual_seed(0)
+        model = Holder()
+        if shards:
+            refshard.shard(model, mode=mode, collectives=LateCollectives())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss = model(torch.full((2, 3), 1.0 + step)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert found[:3] == found[3:]
 
 
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
@@ -476,3 +488,14 @@ def test_outputs_are_cast_and_inputs_are_not_where_precision_says_so() -> None:
             with pytest.raises(RuntimeError, match="dtype"):
                 model(make_batch(0)[0])
     assert seen == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "yafsdp"])
+def test_a_unit_with_frozen_parameters_ends_with_its_inputs_gradients(mode: str) -> None:
+    """None of them has to stay gathered until the backward ends, since nothing is read after it."""
+    model = make_net()
+    for layer in model.layers:
+        layer.get_submodule("norm").requires_grad_(False)  # read after the last gradient of the others
+    refshard.shard(model, mode=mode, collectives=LateCollectives())
+    train(model, 3)
+    assert not any(unit.lasts for unit in engine_of(model).units)

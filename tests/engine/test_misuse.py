@@ -5,6 +5,8 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -363,14 +365,15 @@ class WithHead(nn.Module):
 
 
 class Returning(nn.Module):
-    """Returns a view of its parameter, as positional embeddings do."""
+    """Returns a view of its parameter, as positional embeddings do, or an object that holds one."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrap: Callable[[torch.Tensor], Any] = lambda table: table) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.ones(64, 6))
+        self.wrap = wrap
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table[: x.shape[0]]
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(self.table[: x.shape[0]])
 
 
 def steps(model: nn.Module, n: int = 3) -> list[torch.Tensor]:
@@ -439,8 +442,9 @@ def test_a_module_that_several_blocks_share(mode: str) -> None:
     assert_trains_like_bare(mode, make)
 
 
-def test_a_parameter_as_output_is_refused(mode: str) -> None:
-    model = WithHead(Returning())
+@pytest.mark.parametrize("head", [Returning(), Returning(lambda table: SimpleNamespace(table=table))])
+def test_a_parameter_as_output_is_refused(mode: str, head: nn.Module) -> None:
+    model = WithHead(copy.deepcopy(head))
     refshard.shard(model, mode=mode, collectives=LateCollectives())
     with pytest.raises(EngineError, match="unit 'head' returns a parameter of its own, or a view of it"):
         steps(model)

@@ -71,6 +71,18 @@ def first_in_inference_mode(side: Side) -> None:
     train(side, model)
 
 
+@case(variants=PLAIN)
+def in_inference_mode_with_gradients_enabled(side: Side) -> None:
+    """The second looks like training, and leaves nothing behind that training could not use."""
+    model = side.shard(Stack())
+    with torch.inference_mode():
+        side.log_rows("out", model(side.x(9)))
+        with torch.enable_grad():
+            side.log_rows("out", model(side.x(9)))
+    side.after_evaluation(model)
+    train(side, model)
+
+
 @case(variants=CHECKPOINTED)
 def between_forward_and_backward(side: Side) -> None:
     model = side.shard(Stack())

@@ -210,21 +210,20 @@ def backward_after_the_step(side: Side) -> None:
 
 
 @case(variants=PLAIN, table=True)
-def backward_of_taps_after_the_step(side: Side) -> None:
-    """As before, of a loss that no output of a block takes part in."""
+def backward_of_a_tap_after_the_step(side: Side) -> None:
+    """As before, of a loss from within the first block: no gradient of an output tells that backward begins."""
     model = Stack()
+    model.inputs = nn.Identity()  # type: ignore[assignment]
     taps: list[torch.Tensor] = []
-    for layer in model.layers:
-        layer.down.register_forward_hook(lambda _, args, __: taps.append(mean_square(args[0])))
+    model.layers[0].down.register_forward_hook(lambda _, args, __: taps.append(mean_square(args[0])))
     side.shard(model)
     optimizer = sgd(model)
     for step in range(4):
         taps.clear()
         mean_square(model(side.x(7)))
-        old = torch.stack(taps).sum()
         train(side, model, start=step, steps=1, optimizer=optimizer)
         with raises(EngineError if side.engine else RuntimeError, "changed between|modified by an inplace"):
-            old.backward()
+            taps[0].backward()
         model.zero_grad()
 
 
@@ -299,3 +298,11 @@ def _without_memory(op: str, *, awaited: bool) -> Case:
 WITHOUT_MEMORY = [
     _without_memory(op, awaited=awaited) for op in ("all_gather", "reduce_scatter") for awaited in (False, True)
 ]
+
+
+@case(variants=PLAIN, refuses="inference_mode")
+def sharded_in_inference_mode(side: Side) -> None:
+    model = Stack()
+    with torch.inference_mode():
+        side.shard(model)
+    train(side, model)

@@ -37,6 +37,20 @@ def _reads(*, detached_first: bool, product: bool) -> Case:
 DETACHED = [_reads(detached_first=first, product=product) for first in (True, False) for product in (True, False)]
 
 
+@case(variants=EVALUATED, table=True)
+def weights_read_detached_in_two_microbatches(side: Side) -> None:
+    """The second is added to what the first has brought, once."""
+    blocks = [Reader(detached_first=True, product=True) for _ in range(3)]
+    model = side.shard(Stack(blocks), side.x())
+    optimizer = sgd(model)
+    for step in range(3):
+        for microbatch in range(2):
+            mean_square(model(side.x(10 * step + microbatch))).backward()
+        side.log_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Standardised(nn.Module):
     """Normalises its weight by its own mean and deviation, as weight standardisation does."""
 

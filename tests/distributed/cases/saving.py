@@ -92,6 +92,16 @@ def even_parts_saved_by_torch(side: Side) -> None:
     _log_state(side, whole)
 
 
+@case(variants=PLAIN, table=True, refuses="cannot be pickled or saved by torch.save")
+def parts_saved_by_torch(side: Side) -> None:
+    """``torch.save(model.state_dict())`` on the first rank, whose file is all that is kept."""
+    state = _even(side).state_dict()
+    if side.rank == 0:
+        torch.save(dict(state), side.folder / "saved.pt")
+        state = torch.load(side.folder / "saved.pt", weights_only=False)
+    _log_state(side, state)
+
+
 @case(variants=PLAIN, table=True)
 def dcp_saved_and_loaded_sharded_alike(side: Side) -> None:
     model = _trained(side)
@@ -178,6 +188,7 @@ def whole_state_dict_loaded_into_a_sharded_model(side: Side) -> None:
 def full_state_dict_by_torch(side: Side) -> None:
     model = _trained(side)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    side.log("plain", float(all(type(value) is torch.Tensor for value in state.values())))
     _log_state(side, state)
 
 
