@@ -8,9 +8,9 @@ from typing import Literal
 from refshard.plan.placement import MODES
 from tests.distributed.cases.sides import Side, Variant
 
-Kind = Literal["right", "refused", "obscure", "wrong", "crash", "hang"]
-"""What came of a run: equal to unsharded training; an error of refshard's own; any other exception; other values; death
-by a signal; no end.
+Kind = Literal["right", "refused", "obscure", "wrong", "race", "crash", "hang"]
+"""What came of a run: equal to unsharded training; an error of refshard's own; any other exception; other values;
+accesses to device memory that no stream orders; death by a signal; no end.
 """
 
 PLAIN = (Variant(),)

@@ -82,7 +82,7 @@ def wrong_input_raises(side: Side) -> None:
     model = side.shard(adapted(), side.x())
     for step in range(3):
         try:
-            model(torch.ones(2, 3))
+            model(side.put(torch.ones(2, 3)))
         except RuntimeError:
             side.log("raised", 1.0)
         train(side, model, start=step, steps=1)
@@ -107,7 +107,7 @@ def block_raises_when_called_by_itself(side: Side) -> None:
     model = side.shard(Stack())
     for step in range(3):
         try:
-            model.layers[1](torch.ones(2, 3))
+            model.layers[1](side.put(torch.ones(2, 3)))
         except RuntimeError:
             side.log("raised", 1.0)
         train(side, model, start=step, steps=1)
@@ -193,7 +193,7 @@ def _without_memory(op: str, *, awaited: bool) -> Case:
     def run(side: Side) -> None:
         collectives = WithoutMemory(op, awaited=awaited)
         model = side.shard(Stack(), collectives=collectives)
-        same = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+        same = side.put(torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
         for step in range(3):
             train(side, model, lambda _: mean_square(model(same)), start=step, steps=1)
         if side.engine:

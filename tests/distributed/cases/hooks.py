@@ -15,7 +15,7 @@ def _norm_of(module: nn.Module) -> torch.Tensor:
     """A number from all elements of a module's weight, by its 2-D shape."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    ones = torch.ones(weight.shape[-1], dtype=weight.dtype)
+    ones = torch.ones(weight.shape[-1], dtype=weight.dtype, device=weight.device)
     return (weight.detach() @ ones).square().sum()
 
 

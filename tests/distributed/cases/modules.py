@@ -162,7 +162,7 @@ def batch_norm(side: Side) -> None:
     """All ranks have the same rows, as statistics are each rank's own."""
     model = side.shard(Stack([nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)) for _ in range(2)]))
     for step in range(4):
-        same = torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
+        same = side.put(torch.randn(4, DIM, generator=torch.Generator().manual_seed(step)))
         train(side, model, lambda _, same=same: mean_square(model(same)), start=step, steps=1)  # type: ignore[misc]
     model.eval()
     with torch.no_grad():

@@ -83,7 +83,7 @@ def meta_device_with_batch_norm(side: Side) -> None:
             _fill(module)
 
     side.shard(model, initialise=initialise)
-    same = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    same = side.put(torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
     train(side, model, lambda _: mean_square(model(same)))
 
 
