@@ -12,10 +12,9 @@ import torch
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from refshard.engine.collectives import Collectives, Pending, Together, named
+from refshard.engine.collectives import Collectives, Pending, Together, failed
 from refshard.engine.device import Lane, Lanes
 from refshard.engine.unit import FlatParameter, Unit
-from refshard.errors import EngineError
 from refshard.plan.schedule import Op, OpKind, Phase, Presence
 
 _NO_LABEL = nullcontext()
@@ -200,22 +199,18 @@ class Effects:
         try:
             works = tuple(calls)
             return self._lanes.issued(lane, works[0] if len(works) == 1 else Together(works))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            raise self._named(collective, unit, error) from error
+            raise self._failed(collective, unit, error) from error
 
     def _await(self, pending: Pending, collective: str, unit: Unit) -> None:
         try:
             with _label("wait", unit):
                 pending.wait()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            raise self._named(collective, unit, error) from error
+            raise self._failed(collective, unit, error) from error
 
-    def _named(self, collective: str, unit: Unit, error: RuntimeError) -> EngineError:
-        return named(error, f"{collective} of unit '{unit.name}'", self._collectives.world_rank)
+    def _failed(self, collective: str, unit: Unit, error: RuntimeError) -> Exception:
+        return failed(error, f"{collective} of unit '{unit.name}'", self._collectives.world_rank)
 
 
 def _label(what: str, unit: Unit) -> AbstractContextManager[object]:
