@@ -60,6 +60,7 @@ class Effects:
     def masters_changed(self) -> None:
         """A pass begins: what the optimizer wrote must be there before a gather reads it (first wait)."""
         self._wait_for_compute("gather")
+        self._lanes.alone()
         self._newly_released = False  # All that compute read so far is over then, too.
 
     def settle(self) -> None:
@@ -147,8 +148,11 @@ class Effects:
             self._newly_released = True
 
     def _reduce(self, unit: Unit) -> None:
+        # Gradients that are still where autograd has put them may have come, and be allocated, on several streams.
+        self._lanes.join()
         with _label("copy_in", unit):
             unit.complete_gradients()
+        self._lanes.fork()
         with _label("reduce_scatter", unit):
             legs = self._collectives.legs
             pairs = [

@@ -64,6 +64,7 @@ class Executor:
         self._version = 0
         self.accumulating = False
         for unit in self._units:
+            unit.computes = lanes.computes
             self._bind_first(unit)
 
     @property
