@@ -32,7 +32,13 @@ def main() -> None:
     parser.add_argument("--quiet", action="store_true", help="no messages")
     parser.add_argument("--unexpected", action="store_true", help="only what no case allows")
     chosen = parser.parse_args()
-    cases = [c for c in CASES.values() if chosen.only in f"{c.theme}.{c.name}" and (c.table or not chosen.table)]
+    cases = [
+        c
+        for c in CASES.values()
+        if chosen.only in f"{c.theme}.{c.name}"
+        and (c.table or not chosen.table)
+        and not (c.only_on_cpu and chosen.device != "cpu")
+    ]
     runs = [
         Run(c.name, way, variant)
         for c in cases

@@ -32,6 +32,7 @@ from tests.fakecuda.processes import on_fake_device
 from tests.fakecuda.recorded import racing
 
 FSDP2 = "fsdp2"
+CPU = torch.device("cpu")
 _HOST = "127.0.0.1"
 
 
@@ -77,7 +78,6 @@ class _Launch(NamedTuple):
 
     world_size: int
     runs: list[Run]
-    cases: str
     device: Device
     collective_s: float
     run_s: float
@@ -87,20 +87,16 @@ def run_all(
     world_size: int,
     runs: Sequence[Run],
     *,
-    cases: Literal["corpus", "deliberate"] = "corpus",
     device: Device = "cpu",
     collective_s: float = 10,
     run_s: float = 60,
     report: Callable[[Run, Outcome], object] = lambda *_: None,
 ) -> dict[Run, Outcome]:
-    """Run each on that many ranks.
-
-    ``cases`` names the module that has them. ``report`` hears of what a launch brought.
-    """
+    """Run each on that many ranks. ``report`` hears of what a launch brought."""
     outcomes: dict[Run, Outcome] = {}
     rest = list(runs)
     while rest:
-        told, fate = _launch(_Launch(world_size, rest, cases, device, collective_s, run_s))
+        told, fate = _launch(_Launch(world_size, rest, device, collective_s, run_s))
         outcomes.update(zip(rest, map(_joined, told)))
         if fate is not None:
             outcomes[rest[len(told)]] = fate
@@ -186,13 +182,13 @@ def _rank(rank: int, port: int, folder: Path, launch: _Launch) -> None:
     torch.set_num_threads(1)
     stderr = (folder / f"{rank}.stderr").open("w")
     os.dup2(stderr.fileno(), 2)
-    device = torch.device("cpu") if launch.device == "cpu" else torch.device("cuda", rank)
+    device = CPU if launch.device == "cpu" else torch.device("cuda", rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # A rank that another one keeps waiting is not the one to tell of it.
     store = TCPStore(_HOST, port, timeout=timedelta(seconds=10 * launch.run_s))
     reference: tuple[tuple[str, Variant], Any] | None = None
-    known = corpus.CASES if launch.cases == "corpus" else deliberate.CASES
+    known = {**corpus.CASES, **deliberate.CASES}
     gc.freeze()
     with (folder / str(rank)).open("wb") as file:
         for index, run in enumerate(launch.runs):
@@ -202,16 +198,12 @@ def _rank(rank: int, port: int, folder: Path, launch: _Launch) -> None:
             if reference is None or reference[0] != (run.case, run.variant):
                 reference = (run.case, run.variant), _reference(case, run.variant, shared / f"bare {rank}", device)
             faulthandler.dump_traceback_later(0.5 * launch.run_s, file=stderr)
-            place = _Place(
-                rank, launch.world_size, PrefixStore(str(index), store), shared, device, launch.collective_s
-            )
+            place = _Place(rank, launch.world_size, PrefixStore(str(index), store), shared, device, launch.collective_s)
             pickle.dump(_tell(case, run, reference[1], place), file)
             file.flush()
 
 
-def run_bare(
-    case: Case, variant: Variant, folder: Path, device: torch.device = torch.device("cpu")
-) -> list[tuple[str, torch.Tensor]]:
+def run_bare(case: Case, variant: Variant, folder: Path, device: torch.device = CPU) -> list[tuple[str, torch.Tensor]]:
     """What a case logs in one process."""
     folder.mkdir(exist_ok=True)
     with _settings():
@@ -290,7 +282,7 @@ def _end_groups() -> None:
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if isinstance(group, dist.ProcessGroup):
-            group._get_backend(torch.device("cpu")).abort()
+            group._get_backend(CPU).abort()
     dist.destroy_process_group()
     gc.collect()
 

@@ -345,9 +345,7 @@ def _blocks(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
     return list(find_blocks(model, blocks).values())
 
 
-def _materialise(
-    model: nn.Module, initialise: Callable[[nn.Module], None] | None, device: torch.device
-) -> None:
+def _materialise(model: nn.Module, initialise: Callable[[nn.Module], None] | None, device: torch.device) -> None:
     if any(p.is_meta for p in model.parameters()):
         held = [(module, name, p) for module in model.modules() for name, p in module.named_parameters(recurse=False)]
         first = {p: (module, name) for module, name, p in reversed(held)}
