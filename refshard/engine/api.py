@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -261,7 +262,19 @@ def _default_mesh(device: torch.device) -> DeviceMesh:
     """One axis of all ranks."""
     if not dist.is_initialized():
         raise EngineError("no process group; call torch.distributed.init_process_group() before refshard.shard")
-    return init_device_mesh(device.type, (dist.get_world_size(),))
+    world = dist.group.WORLD
+    assert world is not None
+    kept = _MESHES.setdefault(world, {})
+    mesh = kept.get(device.type) or init_device_mesh(device.type, (dist.get_world_size(),))
+    if mesh.get_group() is not world:
+        kept[device.type] = mesh
+    return mesh
+
+
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
+"""Those for which torch made a process group, as it does on GPUs where the default group is gloo's: one for all models,
+not one for each. By default group and device type.
+"""
 
 
 def _mesh_collectives(mesh: DeviceMesh, device: torch.device, mode: Mode, streams: int) -> Collectives:

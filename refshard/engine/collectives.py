@@ -255,19 +255,21 @@ class GroupCollectives(Collectives):
         """Of a failing synchronous collective say which it is; the executor does so for those of a unit."""
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            raise named(error, what, self.world_rank) from error
+            raise failed(error, what, self.world_rank) from error
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device, reduced: bool = False) -> torch.Tensor:
         """See :meth:`Collectives.allocate`: in memory that the group which uses it has registered, where it can."""
-        group = self._reducing if reduced else self._shards
+        group = self.user_of(reduced=reduced)
         if group is not None and backend_of(group, self._device) == "nccl":
             backend = group._get_backend(device)
             if backend.supports_tensor_alloc(device):
                 return backend.allocate_tensor(numel, dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def user_of(self, *, reduced: bool) -> dist.ProcessGroup | None:
+        """The group that gathers to a slot, or the first one that a slot is ``reduced`` by; None if there is none."""
+        return (self._reducing or self._replicas) if reduced else self._shards
 
 
 _BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
@@ -299,12 +301,21 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def named(error: RuntimeError, what: str, rank: int) -> EngineError:
-    """``error`` of a collective, which says ``what`` it was and on which rank."""
-    lost = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _OF_A_LOST_RANK)
-    return EngineError(f"{what} failed on rank {rank}{'; another rank has probably ended' if lost else ''}: {error}")
+def failed(error: RuntimeError, what: str, rank: int) -> Exception:
+    """What to raise for the ``error`` of a collective: it says ``what`` the collective was, and on which rank.
+
+    Where there was no memory, in whichever allocator, it is torch's ``OutOfMemoryError``: harnesses go by the type.
+    """
+    text = str(error).lower()
+    told = f"{what} failed on rank {rank}"
+    if isinstance(error, torch.OutOfMemoryError) or any(sign in text for sign in _OF_NO_MEMORY):
+        return torch.OutOfMemoryError(f"{told}: {error}")
+    lost = isinstance(error, dist.DistError) or any(word in text for word in _OF_A_LOST_RANK)
+    return EngineError(f"{told}{'; another rank has probably ended' if lost else ''}: {error}")
 
 
+_OF_NO_MEMORY = ("out of memory", "can't allocate memory", "_status_alloc_failed")
+"""What the message holds where CUDA or NCCL, the CPU's allocator, or one of CUDA's libraries found no memory."""
 _OF_A_LOST_RANK = ("connection", "socket", "timed out", "timeout", "broken pipe", "peer", "remote")
 """What torch's message holds where the other end of a connection is gone."""
 
@@ -358,6 +369,8 @@ class _Call:
         options.asyncOp = handles
 
     def __call__(self, output: torch.Tensor, given: torch.Tensor) -> Pending:
+        if output.is_complex():  # which NCCL does not know
+            output, given = torch.view_as_real(output), torch.view_as_real(given)
         work = self._method(output, given, self._options)
         if work is None:
             return _LAUNCHED

@@ -27,8 +27,26 @@ class Lanes(ABC):
         """What is launched (and allocated) within goes to ``lane``."""
 
     @abstractmethod
+    def computes(self) -> None:
+        """Compute may have gone to another stream, as autograd does with what a model runs on a side stream: from here
+        on the current one is part of the compute lane too.
+        """
+
+    @abstractmethod
+    def join(self) -> None:
+        """Let compute go on, on the current stream, only after all that it does on others."""
+
+    @abstractmethod
+    def fork(self) -> None:
+        """Let compute go on, on its other streams, only after all that it does on the current one."""
+
+    @abstractmethod
+    def alone(self) -> None:
+        """A pass begins: compute is on the current stream only, as far as is known."""
+
+    @abstractmethod
     def record(self, lane: Lane, reuse: object = None) -> object:
-        """An event after everything that ``lane`` was given so far.
+        """An event after everything that ``lane`` was given so far, on all its streams.
 
         ``reuse`` is an event that may be moved there instead of making one; who waited for it before is not affected.
         """
@@ -59,6 +77,18 @@ class HostLanes(Lanes):
     def use(self, lane: Lane) -> AbstractContextManager[object]:
         """See :meth:`Lanes.use`."""
         return _NOTHING
+
+    def computes(self) -> None:
+        """See :meth:`Lanes.computes`."""
+
+    def join(self) -> None:
+        """See :meth:`Lanes.join`."""
+
+    def fork(self) -> None:
+        """See :meth:`Lanes.fork`."""
+
+    def alone(self) -> None:
+        """See :meth:`Lanes.alone`."""
 
     def record(self, lane: Lane, reuse: object = None) -> object:
         """See :meth:`Lanes.record`."""
@@ -92,9 +122,12 @@ class StreamLanes(Lanes):
     """Lanes that are streams: compute is whichever is current, the others have the streams that they are given.
 
     The current stream is asked for at each use: autograd runs backward in threads of its own, on the streams that
-    forward ran on. Storage that several lanes use is never ``record_stream``-ed, which would keep the allocator from
-    handing it out again until an event had passed: it goes back at once to the lane that it was allocated on, and the
-    engine's waits order what that lane does next after whoever used it last.
+    forward ran on. Where that were several, compute is all of them: what awaits compute awaits each, and each awaits
+    what compute awaits. ``number`` tells streams apart at less cost than ``current``.
+
+    Storage that several lanes use is never ``record_stream``-ed, which would keep the allocator from handing it out
+    again until an event had passed: it goes back at once to the lane that it was allocated on, and the engine's waits
+    order what that lane does next after whoever used it last.
     """
 
     def __init__(
@@ -103,23 +136,58 @@ class StreamLanes(Lanes):
         *,
         current: Callable[[], Stream],
         use: Callable[[Any], AbstractContextManager[object]],
+        number: Callable[[], object] | None = None,
     ) -> None:
         self._streams = dict(streams)
         self._current, self._use = current, use
+        self._number = number or current
+        self._computing: dict[object, Stream] = {}
         self._awaited: list[_Done] = []
 
     def use(self, lane: Lane) -> AbstractContextManager[object]:
         """See :meth:`Lanes.use`."""
         return self._use(self._stream(lane))
 
+    def computes(self) -> None:
+        """See :meth:`Lanes.computes`."""
+        number = self._number()
+        if number not in self._computing:
+            stream = self._current()
+            self._await_others(stream)  # which have awaited what this one must await
+            self._computing[number] = stream
+
+    def join(self) -> None:
+        """See :meth:`Lanes.join`."""
+        self.computes()
+        if len(self._computing) > 1:
+            self._await_others(self._current())
+
+    def fork(self) -> None:
+        """See :meth:`Lanes.fork`."""
+        if len(self._computing) > 1:
+            current = self._current()
+            event = current.record_event()
+            for stream in self._computing.values():
+                if stream != current:
+                    stream.wait_event(event)
+
+    def alone(self) -> None:
+        """See :meth:`Lanes.alone`."""
+        self._computing.clear()
+
     def record(self, lane: Lane, reuse: object = None) -> object:
         """See :meth:`Lanes.record`."""
+        if lane == "compute":
+            self.join()
         event: object = self._stream(lane).record_event(reuse)
         return event
 
     def wait(self, lane: Lane, event: object) -> None:
         """See :meth:`Lanes.wait`."""
-        self._stream(lane).wait_event(event)
+        if lane == "compute":
+            self.computes()
+        for stream in self._computing.values() if lane == "compute" else (self._streams[lane],):
+            stream.wait_event(event)
 
     def issued(self, lane: Lane, pending: Pending) -> Pending:
         """See :meth:`Lanes.issued`."""
@@ -136,6 +204,11 @@ class StreamLanes(Lanes):
     def synchronise(self, event: Any) -> None:
         """See :meth:`Lanes.synchronise`."""
         event.synchronize()
+
+    def _await_others(self, stream: Stream) -> None:
+        for other in self._computing.values():
+            if other != stream:
+                stream.wait_event(other.record_event())
 
     def _stream(self, lane: Lane) -> Stream:
         return self._current() if lane == "compute" else self._streams[lane]
@@ -167,4 +240,10 @@ def lanes_of(device: torch.device, streams: int) -> Lanes:
     if streams > 1:
         own["reduce"] = torch.cuda.Stream(device, priority=-1)
         own["combine"] = torch.cuda.Stream(device, priority=-1)
-    return StreamLanes(own, current=partial(torch.cuda.current_stream, device), use=torch.cuda.stream)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return StreamLanes(
+        own,
+        current=partial(torch.cuda.current_stream, index),
+        use=torch.cuda.stream,
+        number=partial(torch._C._cuda_getCurrentRawStream, index),
+    )

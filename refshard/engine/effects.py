@@ -10,11 +10,10 @@ from functools import partial
 
 import torch
 
-from refshard.engine.collectives import Collectives, Pending, Together, named
+from refshard.engine.collectives import Collectives, Pending, Together, failed
 from refshard.engine.device import Lane, Lanes
 from refshard.engine.labels import label, mark
 from refshard.engine.unit import FlatParameter, Unit
-from refshard.errors import EngineError
 from refshard.plan.schedule import Op, OpKind, Phase, Presence
 
 
@@ -58,6 +57,7 @@ class Effects:
     def masters_changed(self) -> None:
         """A pass begins: what the optimizer wrote must be there before a gather reads it (first wait)."""
         self._wait_for_compute("gather")
+        self._lanes.alone()
         self._newly_released = False  # All that compute read so far is over then, too.
 
     def settle(self) -> None:
@@ -157,8 +157,11 @@ class Effects:
             self._newly_released = True
 
     def _reduce(self, unit: Unit) -> None:
+        # Gradients that are still where autograd has put them may have come, and be allocated, on several streams.
+        self._lanes.join()
         with label("copy_in", unit.name):
             unit.complete_gradients()
+        self._lanes.fork()
         with label("reduce_scatter", unit.name):
             legs = self._collectives.legs
             pairs = [
@@ -209,19 +212,15 @@ class Effects:
         try:
             works = tuple(calls)
             return self._lanes.issued(lane, works[0] if len(works) == 1 else Together(works))
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            raise self._named(collective, unit, error) from error
+            raise self._failed(collective, unit, error) from error
 
     def _await(self, pending: Pending, collective: str, unit: Unit) -> None:
         try:
             with label("wait", unit.name):
                 pending.wait()
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            raise self._named(collective, unit, error) from error
+            raise self._failed(collective, unit, error) from error
 
-    def _named(self, collective: str, unit: Unit, error: RuntimeError) -> EngineError:
-        return named(error, f"{collective} of unit '{unit.name}'", self._collectives.world_rank)
+    def _failed(self, collective: str, unit: Unit, error: RuntimeError) -> Exception:
+        return failed(error, f"{collective} of unit '{unit.name}'", self._collectives.world_rank)

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import nn
 
-from refshard.engine.collectives import Collectives, Pending, Together, named
+from refshard.engine.collectives import Collectives, Pending, Together, failed
 from refshard.engine.labels import label
 from refshard.engine.local_part import gradient_of, local_of
 from refshard.engine.whole import Whole
@@ -163,11 +163,9 @@ class Exchange:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             what = f"all_to_all of whole tensors of unit '{self._unit}'"
-            raise named(error, what, self._collectives.world_rank) from error
+            raise failed(error, what, self._collectives.world_rank) from error
 
 
 def _aligned(elements: torch.Tensor, shape: torch.Size) -> torch.Tensor:

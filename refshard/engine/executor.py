@@ -64,6 +64,7 @@ class Executor:
         self._awaited: dict[int, int] = {}
         self.accumulating = False
         for unit in self._units:
+            unit.computes = lanes.computes
             self._bind_first(unit)
 
     @property

@@ -318,6 +318,7 @@ class Hooks:
 
     def _begin_backward(self, unit: Unit, forward: _Forward) -> None:
         """A gradient of an output of the unit's is there."""
+        unit.computes()
         self._open_backward()
         if (unit.index, forward) not in self._begun:
             self._begun.add((unit.index, forward))

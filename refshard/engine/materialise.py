@@ -199,7 +199,8 @@ def _flatten(
         offloaded=offload,
     )
     if trained and mode.optimizer == "replicate" and _may_alias(flat, reduced):
-        flat.whole_gradient = torch.zeros_like(shard)
+        allocated = collectives.allocate(layout.shard_numel, dtype=shard.dtype, device=shard.device, reduced=True)
+        flat.whole_gradient = allocated.zero_()
     return flat
 
 

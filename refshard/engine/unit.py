@@ -192,9 +192,10 @@ class Unit:
     ``gathering`` and ``reducing`` are under way. ``arrived`` names the parameters whose gradient has come in this
     backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's;
     ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a sharded
-    parameter itself. ``inputs_awaited`` counts calls of a unit with
-    frozen parameters whose inputs' gradients are still to come. ``lasts`` says that something of the unit was seen to
-    run after its last gradient: from then on it stays gathered until the backward has ended.
+    parameter itself. ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients are
+    still to come. ``computes`` tells the lanes that compute is on the current stream too: autograd calls hooks on
+    those that forward ran on. ``lasts`` says that something of the unit was seen to run after its last gradient: from
+    then on it stays gathered until the backward has ended.
 
     **Versions.** A slot is written to unseen by autograd, whose version counters are set here instead: to one number
     while the slot holds what was gathered from masters of ``gathered_version``, to another when it does not. What
@@ -212,6 +213,7 @@ class Unit:
     gradient_slot: Slot = field(init=False)
     on_early_gradient: Callable[["Unit"], None] = field(init=False)
     on_gradients: Callable[["Unit"], None] = field(init=False)
+    computes: Callable[[], None] = field(init=False)
     trained: tuple[UnitParameter, ...] = field(init=False)
     trained_flats: tuple[FlatParameter, ...] = field(init=False)
     _places: list[tuple[Any, str | int, nn.Parameter, nn.Parameter]] = field(init=False)
@@ -444,6 +446,7 @@ class Unit:
         A transient slot is not there yet: the gradient stays where autograd has put it until
         :meth:`complete_gradients`, so that the slot's storage can follow on that of the parameters.
         """
+        self.computes()
         if not self.in_backward:
             self.on_early_gradient(self)
         self.arrived.add(parameter.layout.name)
@@ -501,6 +504,7 @@ class Unit:
 
     def expect_outside(self, parameter: UnitParameter) -> None:
         """A gradient is about to be added to that of the sharded parameter itself: keep that apart."""
+        self.computes()
         if not self.in_backward:
             self.on_early_gradient(self)
         parameter.kept, parameter.sharded.grad = parameter.sharded.grad, None

@@ -302,6 +302,7 @@ def _refused() -> dict[str, Any]:
         **{f"_{name}": one_process for name in copies},
         "_CUDAGraph": type("_CUDAGraph", (), {"__new__": graphs}),
         "_graph_pool_handle": graphs,
+        "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),  # torch._dynamo.reset() imports it
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_nccl_unique_id": _refuse("NCCL communicators outside of torch.distributed"),
     }

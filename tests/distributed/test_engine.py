@@ -133,6 +133,23 @@ def test_collectives_mean_what_they_say() -> None:
         assert torch.equal(result["broadcast"], base)
 
 
+def users_of_slots() -> list[bool]:
+    """In each rank: whether a slot is allocated by the group that gathers to it, and by the one that reduces it."""
+    world, beside = dist.group.WORLD, dist.new_group()
+    apart, replicated = GroupCollectives(world, reducing=beside), GroupCollectives(None, world)
+    return [
+        apart.user_of(reduced=False) is world,
+        apart.user_of(reduced=True) is beside,
+        GroupCollectives(world, beside).user_of(reduced=True) is world,
+        replicated.user_of(reduced=False) is None,
+        replicated.user_of(reduced=True) is world,
+    ]
+
+
+def test_slots_are_allocated_by_the_group_that_uses_them() -> None:
+    assert run_ranks(2, users_of_slots) == [[True] * 5] * 2
+
+
 def groups_of_models(mode: str, mesh_shape: tuple[int, ...]) -> list[int]:
     """In each rank: how many process groups there are before, and with one model after another and two at a time."""
     names = ("replicate", "shard")[-len(mesh_shape) :]

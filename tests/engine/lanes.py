@@ -332,6 +332,18 @@ class DroppingLanes(Lanes):
     def use(self, lane: Lane) -> AbstractContextManager[object]:
         return self._inner.use(lane)
 
+    def computes(self) -> None:
+        self._inner.computes()
+
+    def join(self) -> None:
+        self._inner.join()
+
+    def fork(self) -> None:
+        self._inner.fork()
+
+    def alone(self) -> None:
+        self._inner.alone()
+
     def record(self, lane: Lane, reuse: object = None) -> object:
         return self._inner.record(lane, reuse)
 

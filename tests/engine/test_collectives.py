@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.engine.collectives import GroupCollectives, backend_of, library_of, named, piece_length
+from refshard.engine.collectives import GroupCollectives, backend_of, failed, library_of, piece_length
 
 
 @pytest.fixture(params=["gloo", "cpu:gloo", None])
@@ -35,6 +35,29 @@ def test_an_axis_of_one_rank_needs_no_collective(group: dist.ProcessGroup) -> No
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        dist.DistBackendError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_collective_without_memory_is_out_of_memory_whichever_allocator_says_so(error: RuntimeError) -> None:
+    found = failed(error, "all_gather of unit 'head'", 3)
+    assert type(found) is torch.OutOfMemoryError
+    assert str(found) == f"all_gather of unit 'head' failed on rank 3: {error}"
+
+
+def test_any_other_failure_of_a_collective_names_a_lost_rank_where_it_looks_like_one() -> None:
+    told = [str(failed(RuntimeError(text), "all_gather", 0)) for text in ("Socket Timeout", "Invalid scalar type")]
+    assert told == [
+        "all_gather failed on rank 0; another rank has probably ended: Socket Timeout",
+        "all_gather failed on rank 0: Invalid scalar type",
+    ]
+
+
+@pytest.mark.parametrize(
     ("numel", "itemsize", "lengths"),
     [
         (10, 4, [10]),
@@ -59,7 +82,7 @@ def test_an_exchange_is_cut_into_pieces_of_about_a_mebibyte(numel: int, itemsize
     ],
 )
 def test_another_rank_is_suspected_only_where_the_error_says_so(error: RuntimeError, suspected: bool) -> None:
-    message = str(named(error, "all_gather of unit 'head'", 1))
+    message = str(failed(error, "all_gather of unit 'head'", 1))
     assert message.startswith("all_gather of unit 'head' failed on rank 1")
     assert message.endswith(str(error))
     assert ("another rank has probably ended" in message) == suspected

@@ -1,10 +1,12 @@
-"""What the device recorded while a block ran, in few words."""
+"""What the device recorded while a block ran, in few words; and the races in it."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from refshard.dryrun.collect import collect
+from refshard.dryrun.races import find_races
 from refshard.dryrun.recording import Kind
 from refshard.fakecuda.build import NAME
 
@@ -24,6 +26,21 @@ def recorded() -> Iterator[list[str]]:
     finally:
         ext.record(False)
     lines.extend(_lines(ext.recording()))
+    ext.clear_recording()
+
+
+@contextmanager
+def racing() -> Iterator[list[str]]:
+    """The races between streams in what this process does, of all its threads; see :mod:`refshard.dryrun.races`."""
+    ext: Any = sys.modules[NAME]
+    found: list[str] = []
+    ext.clear_recording()
+    ext.record(True)
+    try:
+        yield found
+    finally:
+        ext.record(False)
+    found.extend(map(str, find_races(collect(ext, 0, 1))))
     ext.clear_recording()
 
 

@@ -110,8 +110,8 @@ class ThreadCollectives(Collectives):
         self._pause()
         sources = self._meet(seat, source)
         result = combine(sources)
-        if len(sources) == 1 or result.data_ptr() == source.data_ptr():
-            result = result.clone()
+        if any(result.data_ptr() == one.data_ptr() for one in sources):
+            result = result.clone()  # which its rank writes over once all have met
         self._meet(seat, None)
         target.copy_(result)
         self._pause()

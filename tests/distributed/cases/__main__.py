@@ -4,14 +4,18 @@ import argparse
 import sys
 import time
 from collections import Counter
+from typing import get_args
 
 from refshard.plan.placement import MODES
 from tests.distributed.cases import fsdp2
 from tests.distributed.cases.case import Case
 from tests.distributed.cases.corpus import CASES
-from tests.distributed.cases.run import FSDP2, Outcome, Run, run_all
+from tests.distributed.cases.run import FSDP2, Device, Outcome, Run, run_all
 
-_SHORT = {"right": ".", "refused": "refused", "obscure": "OBSCURE", "wrong": "WRONG", "crash": "CRASH", "hang": "HANG"}
+_SHORT = {
+    "right": ".", "refused": "refused", "obscure": "OBSCURE", "wrong": "WRONG", "race": "RACE", "crash": "CRASH",
+    "hang": "HANG",
+}  # fmt: skip
 
 
 def main() -> None:
@@ -20,12 +24,21 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=[FSDP2, *MODES], choices=[FSDP2, *MODES])
     parser.add_argument("--only", default="", help="cases with this in their name or theme")
     parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument(
+        "--device", choices=get_args(Device), default="cpu", help="fake-cuda also watches streams for races"
+    )
     parser.add_argument("--variants", action="store_true", help="also with evaluation and checkpointing")
     parser.add_argument("--table", action="store_true", help="only the cases that stand for a row of the issues")
     parser.add_argument("--quiet", action="store_true", help="no messages")
     parser.add_argument("--unexpected", action="store_true", help="only what no case allows")
     chosen = parser.parse_args()
-    cases = [c for c in CASES.values() if chosen.only in f"{c.theme}.{c.name}" and (c.table or not chosen.table)]
+    cases = [
+        c
+        for c in CASES.values()
+        if chosen.only in f"{c.theme}.{c.name}"
+        and (c.table or not chosen.table)
+        and not (c.only_on_cpu and chosen.device != "cpu")
+    ]
     runs = [
         Run(c.name, way, variant)
         for c in cases
@@ -41,7 +54,7 @@ def main() -> None:
         if outcome.kind in ("crash", "hang") or len(done) == len(runs):
             print(f"{len(done)} of {len(runs)} runs: {run.case} in {run.way}: {outcome.kind}", file=sys.stderr)
 
-    outcomes = run_all(chosen.world_size, runs, report=report)
+    outcomes = run_all(chosen.world_size, runs, device=chosen.device, report=report)
     _print(outcomes, chosen.modes, quiet=chosen.quiet, unexpected=chosen.unexpected)
     print(f"{len(cases)} cases, {len(runs)} runs on {chosen.world_size} ranks in {time.monotonic() - began:.0f} s")
 

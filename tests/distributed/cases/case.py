@@ -8,9 +8,9 @@ from typing import Literal
 from refshard.plan.placement import MODES
 from tests.distributed.cases.sides import Side, Variant
 
-Kind = Literal["right", "refused", "obscure", "wrong", "crash", "hang"]
-"""What came of a run: equal to unsharded training; an error of refshard's own; any other exception; other values; death
-by a signal; no end.
+Kind = Literal["right", "refused", "obscure", "wrong", "race", "crash", "hang"]
+"""What came of a run: equal to unsharded training; an error of refshard's own; any other exception; other values;
+accesses to device memory that no stream orders; death by a signal; no end.
 """
 
 PLAIN = (Variant(),)
@@ -29,6 +29,8 @@ class Case:
     ``or_torch`` matches an error that torch itself raises before the engine could know, and that names the cause.
     ``table`` says that the case stands for a row of the issues that the corpus was written for: these run in
     ``make test``. ``rtol`` is how far values may be from those of unsharded training, in fp64 as a rule.
+    ``only_on_cpu`` says that the fake CUDA device lacks something: kernels that have no counterpart on the CPU, sparse
+    tensors, a compiler.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case:
     table: bool = False
     rtol: float = 1e-8
     modes: tuple[str, ...] = tuple(MODES)
+    only_on_cpu: bool = False
 
     def accepts(self, way: str, kind: str, message: str) -> bool:
         """Whether a mode may end like that."""
@@ -55,6 +58,7 @@ def case(
     table: bool = False,
     rtol: float = 1e-8,
     modes: tuple[str, ...] = tuple(MODES),
+    only_on_cpu: bool = False,
 ) -> Callable[[Callable[[Side], None]], Case]:
     """Make a function a case of the same name. ``refuses`` is a pattern for all modes, or one for each that refuses."""
     patterns = dict.fromkeys(MODES, refuses) if isinstance(refuses, str) else dict(refuses or {})
@@ -70,6 +74,7 @@ def case(
             table=table,
             rtol=rtol,
             modes=modes,
+            only_on_cpu=only_on_cpu,
         )
 
     return decorate

@@ -325,7 +325,7 @@ def with_dropout(side: Side) -> None:
     model = Stack([Dropped() for _ in range(3)])
     model.checkpointing = True
     side.shard(model, side.x())
-    same = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    same = side.put(torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
     torch.manual_seed(1)
     train(side, model, lambda _: mean_square(model(same)))
 

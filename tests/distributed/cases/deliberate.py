@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import torch
 import torch.distributed as dist
 
 from refshard.errors import EngineError
@@ -58,6 +59,18 @@ def never_ends(side: Side) -> None:
         time.sleep(0.1)
 
 
+@case(variants=PLAIN)
+def races(side: Side) -> None:
+    """On a GPU: one stream writes what another reads, and neither waits. The values are right, by luck."""
+    x = torch.zeros(4, device=side.device)
+    if side.device.type == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x.add_(1)
+    else:
+        x.add_(1)
+    side.log("sum", x.sum())
+
+
 CASES = {
     found.name: found
     for found in (
@@ -68,5 +81,6 @@ CASES = {
         raises_on_one_rank,
         is_refused,
         never_ends,
+        races,
     )
 }

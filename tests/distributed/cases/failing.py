@@ -124,7 +124,7 @@ def wrong_input_raises(side: Side) -> None:
     model = side.shard(adapted(), side.x())
     for step in range(3):
         try:
-            model(torch.ones(2, 3))
+            model(side.put(torch.ones(2, 3)))
         except RuntimeError:
             side.log("raised", 1.0)
         train(side, model, start=step, steps=1)
@@ -149,7 +149,7 @@ def block_raises_when_called_by_itself(side: Side) -> None:
     model = side.shard(Stack())
     for step in range(3):
         try:
-            model.layers[1](torch.ones(2, 3))
+            model.layers[1](side.put(torch.ones(2, 3)))
         except RuntimeError:
             side.log("raised", 1.0)
         train(side, model, start=step, steps=1)
@@ -201,7 +201,7 @@ def loss_dropped_before_backward(side: Side) -> None:
 def backward_after_the_step(side: Side) -> None:
     """Weights are written between forward and backward: torch refuses it as well."""
     model = side.shard(Stack())
-    optimizer = sgd(model)
+    optimizer = sgd(model, foreach=False)  # whose writes torch does not notice on a GPU
     train(side, model, steps=2)
     old = mean_square(model(side.x(7)))
     train(side, model, start=2, steps=1, optimizer=optimizer)
@@ -282,7 +282,7 @@ def _without_memory(op: str, *, awaited: bool) -> Case:
     def run(side: Side) -> None:
         collectives = WithoutMemory(op, awaited=awaited)
         model = side.shard(Stack(), collectives=collectives)
-        same = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+        same = side.put(torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
         for step in range(3):
             train(side, model, lambda _: mean_square(model(same)), start=step, steps=1)
         if side.engine:

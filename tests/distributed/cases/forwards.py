@@ -271,7 +271,7 @@ def one_graph_two_backwards_with_adapters(side: Side) -> None:
 def two_heads_two_backwards(side: Side) -> None:
     """Each backward runs through one head and the shared trunk."""
     model = side.shard(Stack(head=nn.Identity()), side.x())
-    heads = nn.Linear(DIM, 1), nn.Linear(DIM, 2)
+    heads = nn.Linear(DIM, 1).to(side.device), nn.Linear(DIM, 2).to(side.device)
     optimizer = sgd(model)
     for step in range(4):
         out = model(side.x(step))

@@ -385,7 +385,7 @@ def tensor_hook_before_sharding(side: Side) -> None:
 def _scaled(side: Side, *, infinite: bool) -> None:
     model = side.shard(Stack(), side.x())
     optimizer = sgd(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(side.device.type, init_scale=8.0, growth_interval=2)
     for step in range(5):
         loss = mean_square(model(side.x(step)))
         if infinite and step == 2 and side.rank == 0:

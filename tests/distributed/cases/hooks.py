@@ -15,7 +15,7 @@ def _norm_of(module: nn.Module) -> torch.Tensor:
     """A number from all elements of a module's weight, by its 2-D shape."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    ones = torch.ones(weight.shape[-1], dtype=weight.dtype)
+    ones = torch.ones(weight.shape[-1], dtype=weight.dtype, device=weight.device)
     return (weight.detach() @ ones).square().sum()
 
 
@@ -161,7 +161,7 @@ def tensor_hook_on_an_activation(side: Side) -> None:
 
 @case(table=True)
 def pruned_before_sharding(side: Side) -> None:
-    model = Stack()
+    model = Stack().to(side.device)
     prune.random_unstructured(model.head, "weight", amount=0.4)
     for layer in model.layers:
         prune.l1_unstructured(layer.up, "weight", amount=0.3)
@@ -171,7 +171,7 @@ def pruned_before_sharding(side: Side) -> None:
 @case(refuses="prune|weight|layers|replaced|changed")
 def pruned_after_sharding(side: Side) -> None:
     model = side.shard(Stack(), side.x())
-    prune.custom_from_mask(model.head, "weight", torch.ones(3, DIM).tril())
+    prune.custom_from_mask(model.head, "weight", torch.ones(3, DIM, device=side.device).tril())
     train(side, model)
 
 

@@ -22,9 +22,9 @@ class Passing(nn.Module):
 class Prompted(Stack):
     """Hands a leaf from block to block."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__([Passing() for _ in range(3)])
-        object.__setattr__(self, "prompt", torch.zeros(DIM, requires_grad=True))
+        object.__setattr__(self, "prompt", torch.zeros(DIM, device=device, requires_grad=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, prompt = self.inputs(x), self.prompt
@@ -38,7 +38,7 @@ class Prompted(Stack):
 @case(table=True)
 def soft_prompt_that_blocks_return(side: Side) -> None:
     """Its gradient is each rank's own; it is not trained here."""
-    model = side.shard(Prompted(), side.x())
+    model = side.shard(Prompted(side.device), side.x())
     train(side, model)
     assert isinstance(model.prompt, torch.Tensor)
     assert model.prompt.grad is not None

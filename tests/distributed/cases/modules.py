@@ -26,23 +26,23 @@ class Recurrent(nn.Module):
         return last
 
 
-@case(table=True)
+@case(table=True, only_on_cpu=True)
 def lstm(side: Side) -> None:
     train(side, side.shard(Stack([Recurrent(nn.LSTM) for _ in range(2)]), side.x()))
 
 
-@case(table=True)
+@case(table=True, only_on_cpu=True)
 def gru(side: Side) -> None:
     train(side, side.shard(Stack([Recurrent(nn.GRU) for _ in range(2)]), side.x()))
 
 
-@case(variants=EVALUATED)
+@case(variants=EVALUATED, only_on_cpu=True)
 def lstm_in_both_directions_with_two_layers(side: Side) -> None:
     blocks = [Recurrent(nn.LSTM, num_layers=2, bidirectional=True) for _ in range(2)]
     train(side, side.shard(Stack(blocks), side.x()))
 
 
-@case(variants=EVALUATED)
+@case(variants=EVALUATED, only_on_cpu=True)
 def recurrent_cells(side: Side) -> None:
     class Cells(nn.Module):
         def __init__(self) -> None:
@@ -162,7 +162,7 @@ def batch_norm(side: Side) -> None:
     """All ranks have the same rows, as statistics are each rank's own."""
     model = side.shard(Stack([nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)) for _ in range(2)]))
     for step in range(4):
-        same = torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
+        same = side.put(torch.randn(4, DIM, generator=torch.Generator().manual_seed(step)))
         train(side, model, lambda _, same=same: mean_square(model(same)), start=step, steps=1)  # type: ignore[misc]
     model.eval()
     with torch.no_grad():
@@ -189,7 +189,7 @@ def embedding_with_a_largest_norm(side: Side) -> None:
     train(side, model, lambda step: mean_square(model(side.tokens(step))))
 
 
-@case(variants=PLAIN, refuses="sparse")
+@case(variants=PLAIN, refuses="sparse", only_on_cpu=True)
 def sparse_embedding(side: Side) -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:

@@ -83,7 +83,7 @@ def meta_device_with_batch_norm(side: Side) -> None:
             _fill(module)
 
     side.shard(model, initialise=initialise)
-    same = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    same = side.put(torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
     train(side, model, lambda _: mean_square(model(same)))
 
 
@@ -337,7 +337,7 @@ def model_cast_after_sharding(side: Side) -> None:
 @case(variants=PLAIN, refuses="parameter 'bias' is put into a Linear")
 def parameter_replaced_after_sharding(side: Side) -> None:
     model = side.shard(Stack())
-    model.head.bias = nn.Parameter(torch.zeros(3))
+    model.head.bias = nn.Parameter(torch.zeros(3, device=side.device))
     train(side, model)
 
 
@@ -347,7 +347,7 @@ def module_replaced_after_sharding(side: Side) -> None:
     model = side.shard(Stack())
     train(side, model, steps=2)
     torch.manual_seed(3)
-    model.head = nn.Linear(DIM, 3)
+    model.head = nn.Linear(DIM, 3).to(side.device)
     train(side, model, start=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -444,7 +444,7 @@ def sharded_from_the_inside_out(side: Side) -> None:
 def only_a_part_is_sharded(side: Side) -> None:
     """The trunk is sharded, the head is replicated and without gradients."""
     torch.manual_seed(0)
-    trunk, head = Stack(head=nn.Identity()), nn.Linear(DIM, 2).requires_grad_(False)
+    trunk, head = Stack(head=nn.Identity()), nn.Linear(DIM, 2).requires_grad_(False).to(side.device)
     side.shard(trunk)
     train(side, trunk, lambda step: mean_square(head(trunk(side.x(step)))))
 

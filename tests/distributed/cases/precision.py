@@ -93,8 +93,8 @@ def reduced_in_bf16(side: Side) -> None:
     train(side, model, lambda step: _wide(side, model, step))
 
 
-def _autocast() -> AbstractContextManager[object]:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
+def _autocast(side: Side) -> AbstractContextManager[object]:
+    return torch.autocast(side.device.type, dtype=torch.bfloat16)
 
 
 @case(rtol=0.05)
@@ -103,7 +103,7 @@ def autocast(side: Side) -> None:
     model = side.shard(Stack(), side.x())
 
     def loss(step: int) -> torch.Tensor:
-        with _autocast():
+        with _autocast(side):
             out = model(side.x(step))
         return mean_square(out.float())
 
@@ -117,7 +117,7 @@ def autocast_with_two_forwards(side: Side) -> None:
     model = side.shard(Stack(), side.x())
 
     def loss(step: int) -> torch.Tensor:
-        with _autocast():
+        with _autocast(side):
             return mean_square((model(side.x(step)) - model(side.x(50 + step))).float())
 
     train(side, model, loss)
@@ -129,7 +129,7 @@ def autocast_around_the_step(side: Side) -> None:
     torch.set_default_dtype(torch.float32)
     model = side.shard(Stack(), side.x())
     for step in range(4):
-        with _autocast():
+        with _autocast(side):
             loss = mean_square(model(side.x(step)).float())
             loss.backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -187,7 +187,8 @@ def bf16_with_integer_and_flag_inputs(side: Side) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.inputs(x)
             for layer in self.layers:
-                x = layer(x, torch.arange(DIM).flip(0), torch.arange(DIM) == 2)
+                at = torch.arange(DIM, device=x.device)
+                x = layer(x, at.flip(0), at == 2)
             out: torch.Tensor = self.head(x)
             return out
 

@@ -386,7 +386,7 @@ def hidden_states_returned_by_all_blocks(side: Side) -> None:
             states = [self.embed(tokens)]
             for layer in self.layers:
                 states.append(layer(states[-1]))
-            weights = torch.arange(1.0, len(states) + 1).softmax(0)
+            weights = torch.arange(1.0, len(states) + 1, device=tokens.device).softmax(0)
             mixed = sum(weight * state for weight, state in zip(weights, states))
             out: torch.Tensor = self.head(mixed)
             return out

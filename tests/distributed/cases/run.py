@@ -12,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -28,10 +28,17 @@ from tests.distributed.cases import corpus, deliberate
 from tests.distributed.cases.case import Case, Kind
 from tests.distributed.cases.sides import Bare, Engine, Fsdp2, Side, Variant
 from tests.distributed.ranks import rank_processes
+from tests.fakecuda.processes import on_fake_device
+from tests.fakecuda.recorded import racing
 
 FSDP2 = "fsdp2"
+CPU = torch.device("cpu")
 _HOST = "127.0.0.1"
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+Device = Literal["cpu", "fake-cuda"]
+"""``fake-cuda``: each rank computes on a fake GPU of its own, where streams are watched for races."""
 
 
 class Run(NamedTuple):
@@ -68,9 +75,16 @@ class _Told:
         return any(words in self.message for words in _LOST)
 
 
-class _Limits(NamedTuple):
-    """How long a rank waits in a collective for one that does not come, and a launch for any news, in seconds."""
+class _Launch(NamedTuple):
+    """What all ranks of a launch are told.
 
+    ``collective_s`` is how long a rank waits in a collective for one that does not come, ``run_s`` how long a launch
+    waits for any news, in seconds.
+    """
+
+    world_size: int
+    runs: list[Run]
+    device: Device
     collective_s: float
     run_s: float
 
@@ -79,19 +93,16 @@ def run_all(
     world_size: int,
     runs: Sequence[Run],
     *,
-    cases: Literal["corpus", "deliberate"] = "corpus",
+    device: Device = "cpu",
     collective_s: float = 10,
     run_s: float = 60,
     report: Callable[[Run, Outcome], object] = lambda *_: None,
 ) -> dict[Run, Outcome]:
-    """Run each on that many ranks.
-
-    ``cases`` names the module that has them. ``report`` hears of what a launch brought.
-    """
+    """Run each on that many ranks. ``report`` hears of what a launch brought."""
     outcomes: dict[Run, Outcome] = {}
     rest = list(runs)
     while rest:
-        told, fate = _launch(world_size, rest, cases, _Limits(collective_s, run_s))
+        told, fate = _launch(_Launch(world_size, rest, device, collective_s, run_s))
         outcomes.update(zip(rest, map(_joined, told)))
         if fate is not None:
             outcomes[rest[len(told)]] = fate
@@ -107,34 +118,32 @@ def _joined(told: tuple[_Told, ...]) -> Outcome:
     A lost connection always follows from another rank's error, even where the clocks say otherwise: a rank that times
     out closes its sockets before it has raised.
     """
-    ends = sorted((t for t in told if t.kind not in ("right", "wrong")), key=lambda t: (t.lost, t.at))
-    wrong = [t for t in told if t.kind == "wrong"]
-    chosen = (ends or wrong or [told[0]])[0]
+    ends = sorted((t for t in told if t.kind not in ("right", "wrong", "race")), key=lambda t: (t.lost, t.at))
+    amiss = [t for kind in ("race", "wrong") for t in told if t.kind == kind]
+    chosen = (ends or amiss or [told[0]])[0]
     warned = dict.fromkeys(warning for t in told for warning in t.warned)
     return Outcome(kind=chosen.kind, message=chosen.message, warned=tuple(warned), seconds=max(t.seconds for t in told))
 
 
-def _launch(
-    world_size: int, runs: list[Run], cases: str, limits: _Limits
-) -> tuple[list[tuple[_Told, ...]], Outcome | None]:
+def _launch(launch: _Launch) -> tuple[list[tuple[_Told, ...]], Outcome | None]:
     """Run as many as possible in one launch; what the ranks tell of these, and how the next one killed the launch."""
-    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limits.run_s))
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=launch.run_s))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        context = rank_processes()
+        start = on_fake_device if launch.device == "fake-cuda" else rank_processes().Process
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, store.port, folder, runs, cases, limits), daemon=True)
-            for rank in range(world_size)
+            start(target=_rank, args=(rank, store.port, folder, launch), daemon=True)
+            for rank in range(launch.world_size)
         ]
         for process in ranks:
             process.start()
         try:
-            fate = _watch(ranks, folder, limits.run_s)
+            fate = _watch(ranks, folder, launch.run_s)
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-        return list(zip(*(_read(folder / str(rank)) for rank in range(world_size)))), fate
+        return list(zip(*(_read(folder / str(rank)) for rank in range(launch.world_size)))), fate
 
 
 def _watch(ranks: Sequence[Any], folder: Path, run_s: float) -> Outcome | None:
@@ -174,45 +183,51 @@ class _Place(NamedTuple):
     world_size: int
     store: Store
     folder: Path
+    device: torch.device
     collective_s: float
 
 
-def _rank(rank: int, world_size: int, port: int, folder: Path, runs: list[Run], cases: str, limits: _Limits) -> None:
+def _rank(rank: int, port: int, folder: Path, launch: _Launch) -> None:
     """In each rank: run one after another, and write down at once how each ended."""
     torch.set_num_threads(1)
     stderr = (folder / f"{rank}.stderr").open("w")
     os.dup2(stderr.fileno(), 2)
+    device = CPU if launch.device == "cpu" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     # A rank that another one keeps waiting is not the one to tell of it.
-    store = TCPStore(_HOST, port, timeout=timedelta(seconds=10 * limits.run_s))
+    store = TCPStore(_HOST, port, timeout=timedelta(seconds=10 * launch.run_s))
     reference: tuple[tuple[str, Variant], Any] | None = None
-    known = corpus.CASES if cases == "corpus" else deliberate.CASES
+    known = {**corpus.CASES, **deliberate.CASES}
     gc.freeze()
     with (folder / str(rank)).open("wb") as file:
-        for index, run in enumerate(runs):
+        for index, run in enumerate(launch.runs):
             shared = folder / f"run {index}"
             shared.mkdir(exist_ok=True)
             case = known[run.case]
             if reference is None or reference[0] != (run.case, run.variant):
-                reference = (run.case, run.variant), _reference(case, run.variant, shared / f"bare {rank}")
-            faulthandler.dump_traceback_later(0.5 * limits.run_s, file=stderr)
-            place = _Place(rank, world_size, PrefixStore(str(index), store), shared, limits.collective_s)
+                reference = (run.case, run.variant), _reference(case, run.variant, shared / f"bare {rank}", device)
+            faulthandler.dump_traceback_later(0.5 * launch.run_s, file=stderr)
+            place = _Place(rank, launch.world_size, PrefixStore(str(index), store), shared, device, launch.collective_s)
             pickle.dump(_tell(case, run, reference[1], place), file)
             file.flush()
 
 
-def run_bare(case: Case, variant: Variant, folder: Path) -> list[tuple[str, torch.Tensor]]:
+def run_bare(case: Case, variant: Variant, folder: Path, device: torch.device = CPU) -> list[tuple[str, torch.Tensor]]:
     """What a case logs in one process."""
     folder.mkdir(exist_ok=True)
     with _settings():
-        side = Bare(variant, folder)
+        side = Bare(variant, folder, device)
         case.run(side)
         return side.finish()
 
 
-def _reference(case: Case, variant: Variant, folder: Path) -> list[tuple[str, torch.Tensor]] | str:
+def _reference(
+    case: Case, variant: Variant, folder: Path, device: torch.device
+) -> list[tuple[str, torch.Tensor]] | str:
     try:
         with warnings.catch_warnings(action="ignore"):
-            return run_bare(case, variant, folder)
+            return run_bare(case, variant, folder, device)
     except Exception as error:
         return f"unsharded: {_sentence(error)}"
 
@@ -232,7 +247,7 @@ def _attempt(case: Case, run: Run, reference: Any, place: _Place) -> tuple[Kind,
     if isinstance(reference, str):
         return "obscure", reference, time.monotonic()
     dist.init_process_group(
-        "gloo",
+        "gloo" if place.device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=place.store,
         rank=place.rank,
         world_size=place.world_size,
@@ -251,16 +266,24 @@ def _attempt(case: Case, run: Run, reference: Any, place: _Place) -> tuple[Kind,
 
 
 def _train(case: Case, run: Run, reference: list[tuple[str, torch.Tensor]], place: _Place) -> tuple[Kind, str]:
+    races: list[str] = []
     try:
-        with _settings():
-            side: Side = (
-                Fsdp2(run.variant, place.folder) if run.way == FSDP2 else Engine(run.variant, place.folder, run.way)
-            )
+        with _settings(), nullcontext(races) if place.device.type == "cpu" else racing() as races:
+            side = _side(run, place)
             case.run(side)
-            message = difference(side.finish(), reference, case.rtol)
+            logged = side.finish()
+        message = difference(logged, reference, case.rtol)
     except BaseException as error:  # torch's CheckpointException is no Exception
         return _kind_of(error), _sentence(error)
+    if races:
+        return "race", f"{len(races)} races: {races[0]}"
     return ("wrong" if message else "right"), message
+
+
+def _side(run: Run, place: _Place) -> Side:
+    if run.way == FSDP2:
+        return Fsdp2(run.variant, place.folder, place.device)
+    return Engine(run.variant, place.folder, place.device, run.way)
 
 
 def _end_groups() -> None:
@@ -269,7 +292,7 @@ def _end_groups() -> None:
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         if isinstance(group, dist.ProcessGroup):
-            group._get_backend(torch.device("cpu")).abort()
+            group._get_backend(CPU).abort()
     dist.destroy_process_group()
     gc.collect()
 

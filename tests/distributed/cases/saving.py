@@ -278,7 +278,7 @@ def model_saved_whole_by_torch(side: Side) -> None:
 def buffers_saved(side: Side) -> None:
     """Buffers are in the state dict as they are."""
     model = side.shard(Stack([nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM))]))
-    same = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
+    same = side.put(torch.linspace(-1, 1, 4 * DIM).view(4, DIM))
     for _ in range(2):
         model(same).sum().backward()
         model.zero_grad()

@@ -47,9 +47,10 @@ class Side(ABC):
     rank = 0
     world_size = 1
 
-    def __init__(self, variant: Variant, folder: Path) -> None:
+    def __init__(self, variant: Variant, folder: Path, device: torch.device) -> None:
         self.variant = variant
         self.folder = folder
+        self.device = device
         self.models: list[nn.Module] = []
         self.shapes: dict[int, dict[str, torch.Size]] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
@@ -71,6 +72,8 @@ class Side(ABC):
         shard over is of one rank.
         """
         self.shapes[id(model)] = {name: p.shape for name, p in model.named_parameters()}
+        if self.device.type != "cpu":
+            model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
         self._shard(model, blocks, precision, initialise, replicas, options)
         self.models.append(model)
         if self.variant.checkpointed:
@@ -110,11 +113,16 @@ class Side(ABC):
     def x(self, step: int = 0) -> torch.Tensor:
         """Rows of numbers, the same for the same step."""
         whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        return self.rows(whole.to(torch.get_default_dtype()))
+        return self.put(self.rows(whole.to(torch.get_default_dtype())))
 
     def tokens(self, step: int = 0, length: int = 4) -> torch.Tensor:
         """Rows of tokens."""
-        return self.rows(torch.randint(0, VOCAB, (ROWS, length), generator=torch.Generator().manual_seed(step)))
+        whole = torch.randint(0, VOCAB, (ROWS, length), generator=torch.Generator().manual_seed(step))
+        return self.put(self.rows(whole))
+
+    def put(self, values: torch.Tensor) -> torch.Tensor:
+        """Values from the host, on this side's device. The host does not wait, so that no wait hides a race."""
+        return values if self.device.type == "cpu" else values.pin_memory().to(self.device, non_blocking=True)
 
     # What a case reports.
 
@@ -183,13 +191,15 @@ class Side(ABC):
         return False
 
     def finish(self) -> list[tuple[str, torch.Tensor]]:
-        """Everything that was logged, and the final parameters and buffers of all models, joined over ranks."""
+        """Everything that was logged, and the final parameters and buffers of all models, joined over ranks, on the
+        host.
+        """
         for index, model in enumerate(self.models):
             for name, value in sorted(self.parameters(model)):
                 self.log(f"model {index} parameter {name}", value)
             for name, buffer in model.named_buffers():
                 self.log(f"model {index} buffer {name}", buffer)
-        return self._join(self._log)
+        return self._join([(name, how, value.cpu()) for name, how, value in self._log])
 
     def _join(self, log: list[tuple[str, str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         if self.world_size == 1:
@@ -231,7 +241,7 @@ class Bare(Side):
         replicas: bool,
         options: dict[str, Any],
     ) -> None:
-        _materialise(model, initialise)
+        _materialise(model, initialise, self.device)
 
     def parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from model.named_parameters()
@@ -243,15 +253,17 @@ class Bare(Side):
 class Ranks(Side):
     """A side that runs on several ranks."""
 
-    def __init__(self, variant: Variant, folder: Path) -> None:
-        super().__init__(variant, folder)
+    def __init__(self, variant: Variant, folder: Path, device: torch.device) -> None:
+        super().__init__(variant, folder, device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
-    def mesh(self, replicas: bool) -> DeviceMesh | None:
-        """All ranks on one axis, or each a replica."""
-        if not replicas:
-            return None
-        return init_device_mesh("cpu", (self.world_size, 1), mesh_dim_names=("replicate", "shard"))
+    def mesh(self, model: nn.Module, replicas: bool) -> DeviceMesh | None:
+        """All ranks on one axis, or each a replica. None where the model's device says enough."""
+        if replicas:
+            return init_device_mesh(self.device.type, (self.world_size, 1), mesh_dim_names=("replicate", "shard"))
+        if any(p.is_meta for p in model.parameters()):
+            return init_device_mesh(self.device.type, (self.world_size,))
+        return None
 
 
 class Fsdp2(Ranks):
@@ -270,9 +282,10 @@ class Fsdp2(Ranks):
             param_dtype=precision.parameters if precision else None,
             reduce_dtype=precision.reduction if precision else None,
         )
+        mesh = self.mesh(model, replicas)
         for module in (*_blocks(model, blocks), model):
-            fully_shard(module, mesh=self.mesh(replicas), mp_policy=policy)
-        _materialise(model, initialise)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        _materialise(model, initialise, self.device)
         if (factor := options.get("gradient_divide_factor")) is not None:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
@@ -313,8 +326,8 @@ class Fsdp2(Ranks):
 class Engine(Ranks):
     """refshard, in one of its modes."""
 
-    def __init__(self, variant: Variant, folder: Path, mode: str) -> None:
-        super().__init__(variant, folder)
+    def __init__(self, variant: Variant, folder: Path, device: torch.device, mode: str) -> None:
+        super().__init__(variant, folder, device)
         self.mode = mode
 
     @property
@@ -332,7 +345,7 @@ class Engine(Ranks):
     ) -> None:
         refshard.shard(
             model,
-            self.mesh(replicas),
+            self.mesh(model, replicas),
             mode=self.mode,
             blocks=blocks,
             precision=precision,
@@ -382,11 +395,11 @@ def _blocks(model: nn.Module, blocks: Blocks | None) -> list[nn.Module]:
     return list(find_blocks(model, blocks).values())
 
 
-def _materialise(model: nn.Module, initialise: Callable[[nn.Module], None] | None) -> None:
+def _materialise(model: nn.Module, initialise: Callable[[nn.Module], None] | None, device: torch.device) -> None:
     if any(p.is_meta for p in model.parameters()):
         held = [(module, name, p) for module in model.modules() for name, p in module.named_parameters(recurse=False)]
         first = {p: (module, name) for module, name, p in reversed(held)}
-        model.to_empty(device="cpu")
+        model.to_empty(device=device)
         for module, name, p in held:  # ties are lost on the way
             setattr(module, name, getattr(*first[p]))
         with torch.no_grad():

@@ -1,0 +1,46 @@
+"""The engine on fake GPUs: no process group outlives its use, and memory that runs out is told as such."""
+
+import pytest
+
+from refshard.harness.failure import failure_of
+from refshard.harness.launchers.base import LaunchOutcome
+from refshard.harness.measure import RankResult
+from refshard.specs.case import CaseSpec
+from tests.fakecuda.engine_checks import BACKENDS, CASES
+from tests.fakecuda.fresh import Seen, see
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    return see("tests.fakecuda.engine_checks", mode="host", ranks=2, memory_bytes=256 << 20)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_models_share_their_groups_which_end_with_all_others(seen: Seen, backend: str) -> None:
+    groups = 3 if backend == "gloo" else 2  # torch gives GPUs a group of NCCL's there
+    for found in seen.on_all(f"groups of {backend}"):
+        assert found == {"counts": [groups] * 3, "left": 0}
+
+
+@pytest.mark.parametrize(("mode", "where"), CASES)
+def test_ranks_without_memory_raise_and_go_on_with_what_they_have(seen: Seen, mode: str, where: str) -> None:
+    for found, expected in zip(seen.on_all(f"{mode} {where}"), seen.on_all("never_runs_out")):
+        assert found["failed"]["state"] == "oom"
+        assert found["failed"]["error"].startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 12.00 MiB")
+        assert found["left"] == 0
+        assert found["losses"] == expected
+
+
+def test_a_case_of_which_one_rank_runs_out_of_memory_ends_oom(seen: Seen) -> None:
+    """Even where the rank that waited for it is the first to fail."""
+    first, second = seen.on_all("one_rank_runs_out")
+    assert (first["state"], second["state"]) == ("failed", "oom")
+    assert first["error"].startswith("all_gather of unit '0' failed on rank 0; another rank has probably ended")
+    ranks = [RankResult(rank=rank, **told) for rank, told in enumerate((first, second))]
+    outcome = LaunchOutcome(failed_rank=0, error="rank 0 ended with exit status 1")
+    case = CaseSpec(strategy="refshard-fsdp", model="llama-mini", world_size=2, global_batch=2, seq_len=8)
+    state, error = failure_of(case, outcome, ranks)
+    assert state == "oom"
+    assert error.startswith("rank 1: OutOfMemoryError: CUDA out of memory.")
