@@ -16,7 +16,7 @@ def losses(scale: float) -> list[float]:
     spec = load_model(CASE.model)
     model = Llama(spec)
     initialise(model, CASE.seed)
-    optimizer = make_optimizer(model.parameters(), CASE)
+    optimizer = make_optimizer(model, CASE)
     found = []
     for step in range(CASE.warmup_steps):
         tokens = torch.randint(0, spec.vocab, (2, 65), generator=torch.Generator().manual_seed(step))

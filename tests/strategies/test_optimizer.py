@@ -32,7 +32,7 @@ def quantised(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool
 
 
 def step(parameters: list[nn.Parameter]) -> list[bool]:
-    optimizer = make_optimizer(parameters, CASE)
+    optimizer = make_optimizer(nn.ParameterList(parameters), CASE)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     with torch.compiler.set_stance("force_eager"):
@@ -69,5 +69,5 @@ def test_a_ranks_part_decides_and_not_the_whole() -> None:
 
 
 def test_adamw_in_fp32_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    make_optimizer([nn.Parameter(torch.zeros(7))], msgspec.structs.replace(CASE, optimizer="adamw"))
+    make_optimizer(nn.ParameterList([nn.Parameter(torch.zeros(7))]), msgspec.structs.replace(CASE, optimizer="adamw"))
     assert not recwarn.list
