@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from refshard.engine import checkpoint
-    from refshard.engine.api import clip_grad_norm_, full_parameters, no_sync, shard
+    from refshard.engine.api import clip_grad_norm_, full_parameters, no_sync, shard, whole_tensors
     from refshard.engine.optim import local_parameters
     from refshard.engine.precision import Precision
 
@@ -19,6 +19,7 @@ __all__ = [
     "local_parameters",
     "no_sync",
     "shard",
+    "whole_tensors",
 ]
 
 
@@ -29,6 +30,7 @@ _HOME = {
     "local_parameters": "refshard.engine.optim",
     "no_sync": "refshard.engine.api",
     "shard": "refshard.engine.api",
+    "whole_tensors": "refshard.engine.api",
 }
 
 

@@ -110,6 +110,7 @@ def test_public_face() -> None:
         "local_parameters",
         "no_sync",
         "shard",
+        "whole_tensors",
     ]
     assert sorted(refshard.__all__) == names
     for name in refshard.__all__:

@@ -1,8 +1,9 @@
 """``shard``: make any module a sharded one, then train it with an ordinary loop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from refshard.engine.precision import Precision
 from refshard.engine.registration import watch_registrations
 from refshard.engine.state_dict import show_gatherable
 from refshard.engine.unit import Unit
+from refshard.engine.whole_tensors import Make, Place, WholeTensors
 from refshard.errors import EngineError, SpecError
 from refshard.plan.placement import Accumulation, Mode, find_mode
 
@@ -162,6 +164,49 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     engine = engine_of(model)
     parameters = [p.sharded for unit in engine.units for p in unit.trained]
     return clip_gradients(parameters, engine.collectives, max_norm, norm_type)
+
+
+def whole_tensors(
+    optimizer: Make, model: nn.Module, parameters: Iterable[Any] | None = None, **options: Any
+) -> WholeTensors:
+    """An optimizer that needs whole tensors (Muon, Adafactor, Shampoo, ...) for a sharded model.
+
+    Each tensor has one owner among the ranks of the shard axis. In a step the owner gets the whole gradient and the
+    whole parameter, steps them with an optimizer of the class given, unchanged, whose state it alone keeps, and sends
+    every rank its part. It is equal to the bit to that optimizer on an unsharded model. Parameters that are not sharded
+    (``mode="replicate"``, ``ignored``) are stepped on every rank. With ``offload``, steps are taken and state is kept
+    on the device that the model computes on.
+
+    What an optimizer does to a tensor must depend on that tensor, its gradient and the options of its group alone.
+
+    Args:
+        optimizer: a class of optimizers, such as ``torch.optim.Muon``.
+        model: a model that :func:`shard` has sharded.
+        parameters: what to step, parameters of ``model`` or groups of them, as for any optimizer of torch's; by default
+            all that are trained.
+        options: what else the optimizer takes.
+
+    Raises:
+        EngineError: the model is not sharded, a parameter is not of it or is split by tensor parallelism, or the
+            optimizer couples tensors.
+    """
+    engine = engine_of(model)
+    places = [
+        Place(unit.name, tuple(p.sharded for p in flat.parameters), unit.device)
+        for unit in engine.units
+        for flat in unit.flats
+    ]
+    places += [Place(m.name, (m.parameter,), m.parameter.device) for m in engine.ignored]
+    given = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
+    try:
+        return WholeTensors(optimizer, given, options, places, engine.collectives)
+    except ValueError as error:
+        if parameters is None:
+            error.add_note(
+                "whole_tensors gave it all trained parameters; choose some, as in parameters=[p for p in "
+                "model.parameters() if p.ndim == 2]"
+            )
+        raise
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

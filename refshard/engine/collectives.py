@@ -3,12 +3,14 @@
 This file alone chooses between torch's old and new names of the flat collectives, and between algorithms per library.
 """
 
+import pickle
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -72,6 +74,14 @@ class Collectives(ABC):
         """Replace ``tensor`` by its sum over the replicate axis."""
 
     @abstractmethod
+    def all_to_all(
+        self, output: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
+        """Send the next ``sent[r]`` elements of ``given`` to each rank r of the shard axis, in rank order, and fill
+        ``output`` with the ``received[r]`` elements that each rank r sends here.
+        """
+
+    @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor`` with that of the first rank of both axes, synchronously."""
 
@@ -96,6 +106,16 @@ class Collectives(ABC):
         gathered = part.new_empty(self.world_size * longest)
         self.all_gather(gathered, padded).wait()
         return torch.cat([row[: stop - start] for row, (start, stop) in zip(gathered.split(longest), ranges)])
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """What every rank of the shard axis gives, in rank order, pickled on the way. Synchronous."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = torch.zeros(self.world_size, dtype=torch.int64)
+        lengths[self.rank] = own.numel()
+        self.reduce_over_shards(lengths, "sum")
+        bounds = [0, *lengths.cumsum(0).tolist()]
+        everything = self.gather_ranges(own, list(pairwise(bounds))).numpy().tobytes()
+        return [pickle.loads(everything[start:stop]) for start, stop in pairwise(bounds)]
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device, reduced: bool = False) -> torch.Tensor:
         """An uninitialised 1-D tensor to communicate through for good: to gather to, or to be ``reduced`` from."""
@@ -180,6 +200,18 @@ class GroupCollectives(Collectives):
         if self._replicas is None:
             return _LAUNCHED
         return dist.all_reduce(tensor, group=self._replicas, async_op=self._handles) or _LAUNCHED
+
+    def all_to_all(
+        self, output: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
+        """See :meth:`Collectives.all_to_all`. It has a handle with NCCL too: no lane of the engine's is under way."""
+        if self._shards is None:
+            output.copy_(given)
+            return _LAUNCHED
+        work: Pending = dist.all_to_all_single(
+            output, given, list(received), list(sent), group=self._shards, async_op=True
+        )
+        return work
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See :meth:`Collectives.broadcast`."""

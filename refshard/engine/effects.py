@@ -5,20 +5,17 @@ masters in its own memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 
 import torch
-from torch.autograd import profiler
-from torch.profiler import record_function
 
 from refshard.engine.collectives import Collectives, Pending, Together, named
 from refshard.engine.device import Lane, Lanes
+from refshard.engine.labels import label, mark
 from refshard.engine.unit import FlatParameter, Unit
 from refshard.errors import EngineError
 from refshard.plan.schedule import Op, OpKind, Phase, Presence
-
-_NO_LABEL = nullcontext()
 
 
 class Effects:
@@ -104,7 +101,7 @@ class Effects:
     def _gather(self, unit: Unit) -> None:
         if unit.aliased:
             return
-        with _label("all_gather", unit), self._lanes.use("gather"):
+        with label("all_gather", unit.name), self._lanes.use("gather"):
             if self._newly_released:
                 # What compute read last from this storage must be over before it is written again (second wait).
                 self._lanes.wait("gather", self._released)
@@ -131,14 +128,14 @@ class Effects:
         unit.finish_gather()
 
     def _begin(self, unit: Unit, phase: Phase) -> None:
-        _mark(phase, unit)
+        mark(phase, unit.name)
         if phase == "backward":
             # A second part of its backward: the slot still holds what the first part left there.
             self.finish(unit)
         unit.begin(phase)
 
     def _end(self, unit: Unit, phase: Phase) -> None:
-        _mark("leave", unit)
+        mark("leave", unit.name)
         unit.end(phase)
 
     def _release(self, unit: Unit) -> None:
@@ -148,9 +145,9 @@ class Effects:
             self._newly_released = True
 
     def _reduce(self, unit: Unit) -> None:
-        with _label("copy_in", unit):
+        with label("copy_in", unit.name):
             unit.complete_gradients()
-        with _label("reduce_scatter", unit):
+        with label("reduce_scatter", unit.name):
             legs = self._collectives.legs
             pairs = [
                 (flat.open_target(full, needs_slot_free=legs == 2), full)
@@ -171,7 +168,7 @@ class Effects:
         self._await(unit.reducing, "reduce_scatter", unit)
         unit.gradient_slot.release()
         targets = [flat.target for flat in unit.trained_flats if flat.target is not None]
-        with _label("all_reduce", unit), self._lanes.use("combine"):
+        with label("all_reduce", unit.name), self._lanes.use("combine"):
             works = (self._collectives.all_reduce(target) for target in targets)
             unit.reducing = self._issue("combine", "all_reduce", unit, works)
         self._combined.add(unit.index)
@@ -207,7 +204,7 @@ class Effects:
 
     def _await(self, pending: Pending, collective: str, unit: Unit) -> None:
         try:
-            with _label("wait", unit):
+            with label("wait", unit.name):
                 pending.wait()
         except torch.OutOfMemoryError:
             raise
@@ -216,23 +213,3 @@ class Effects:
 
     def _named(self, collective: str, unit: Unit, error: RuntimeError) -> EngineError:
         return named(error, f"{collective} of unit '{unit.name}'", self._collectives.world_rank)
-
-
-def _label(what: str, unit: Unit) -> AbstractContextManager[object]:
-    """A label in the trace, and nothing where no trace is taken: it would cost more than the op."""
-    if _traced():
-        return record_function(f"refshard::{what}({unit.name})")
-    return _NO_LABEL
-
-
-def _mark(what: str, unit: Unit) -> None:
-    """A moment in the trace, and nothing where no trace is taken."""
-    if _traced():
-        with record_function(f"refshard::{what}({unit.name})"):
-            pass
-
-
-def _traced() -> bool:
-    """Whether a trace is taken: torch's flag in Python, since the one in C++ misses a trace of all threads."""
-    enabled: bool = profiler._is_profiler_enabled
-    return enabled

@@ -269,6 +269,15 @@ def whole_of(tensor: torch.Tensor) -> Whole | None:
     return getattr(tensor, "_whole", None) if type(tensor) in _PARTS else None
 
 
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter that has one. One of the whole that was assigned to a part is cut to a part first."""
+    gradient, whole = parameter.grad, whole_of(parameter)
+    assert gradient is not None
+    if whole is not None and whole_of(gradient) is None:
+        gradient = parameter.grad = LocalPart(whole.cut(gradient).clone(), whole)
+    return gradient
+
+
 def gatherable(value: Any) -> Any:
     """A part as torch's state-dict functions gather it, where there are process groups; anything else as it is."""
     if type(value) is LocalPart and value._whole.mesh is not None:

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from refshard.engine.collectives import Axis, Collectives
-from refshard.engine.local_part import LocalPart, gatherable, local_of, whole_of
+from refshard.engine.local_part import LocalPart, gatherable, gradient_of, local_of, whole_of
 from refshard.engine.reductions import local_powers, whole_norms
+from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import EngineError
 
 WHOLE_TENSOR_OPTIMIZERS = frozenset(
@@ -67,15 +68,6 @@ def clip_gradients(
     norm = torch.linalg.vector_norm(torch.cat(norms), norm_type) if len(norms) > 1 else norms[0][0]
     torch._foreach_mul_(parts, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
-
-
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter that has one. One of the whole that was assigned to a part is cut to a part first."""
-    gradient, whole = parameter.grad, whole_of(parameter)
-    assert gradient is not None
-    if whole is not None and whole_of(gradient) is None:
-        gradient = parameter.grad = LocalPart(whole.cut(gradient).clone(), whole)
-    return gradient
 
 
 def _total_norm(parts: Sequence[torch.Tensor], norm_type: float, axis: Axis) -> torch.Tensor:
@@ -155,18 +147,23 @@ def _prepare(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Before a step: refuse an optimizer that needs whole tensors; make parts of what was given as a whole."""
     _check_answered(optimizer)
     parts = [p for p in _watched(optimizer) if isinstance(p, LocalPart)]
-    if not parts:
+    if not parts or isinstance(optimizer, WholeTensors):
         return
     if type(optimizer).__module__.partition(".")[0] in PLAIN_TENSOR_PACKAGES:
         raise EngineError(
             f"{type(optimizer).__name__} takes plain tensors only; build it over "
             "refshard.local_parameters(model.parameters())"
         )
-    names = {kind.__name__ for kind in type(optimizer).__mro__} & WHOLE_TENSOR_OPTIMIZERS
-    if names:
+    name, kinds = type(optimizer).__name__, {kind.__name__ for kind in type(optimizer).__mro__}
+    if "LBFGS" in kinds:
         raise EngineError(
-            f"{type(optimizer).__name__} needs whole tensors, and a sharded model's parameters are local parts of "
-            "them; use an elementwise optimizer (AdamW, Adam, SGD, ...)"
+            f"{name} needs whole tensors, and all of them together, while a sharded model's parameters are local parts "
+            "of them; use another optimizer (AdamW, Adam, SGD, ...)"
+        )
+    if kinds & WHOLE_TENSOR_OPTIMIZERS:
+        raise EngineError(
+            f"{name} needs whole tensors, and a sharded model's parameters are local parts of them; build it as "
+            f"refshard.whole_tensors({name}, model, parameters, **options)"
         )
     for part in parts:
         if part.grad is not None:

@@ -22,6 +22,8 @@ _OF_REFSHARD = {
     "all_gather": Meaning.ALL_GATHER | Meaning.COPY_IN,
     "copy_in": Meaning.REDUCE | Meaning.COPY_IN,
     "copy_out": Meaning.COPY_OUT,
+    # Of whole tensors, in an optimizer's step: what is sent is put together first.
+    "all_to_all": Meaning.COPY_IN,
     # Over gloo it may wait for a place in which to receive.
     "reduce_scatter": Meaning.REDUCE | Meaning.WAIT,
     "all_reduce": Meaning.REDUCE,

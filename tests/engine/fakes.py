@@ -1,5 +1,6 @@
 """A world of one process for the engine's own tests: collectives that are late, strict and countable."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,11 @@ class LateCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._issue("all_reduce", tensor, tensor)
+
+    def all_to_all(
+        self, output: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
+        return self._issue("all_to_all", output, given)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         self.issued.append(("broadcast", tensor.nbytes))

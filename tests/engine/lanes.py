@@ -13,7 +13,7 @@ told to, and masters in its own memory are updated by its time.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -293,6 +293,13 @@ class WatchedCollectives(Collectives):
         with self._detector.paused():
             tensor.mul_(self.replicas)
         return self._launch("group of the replicate axis", "all_reduce", [], [tensor])
+
+    def all_to_all(
+        self, output: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
+        with self._detector.paused():
+            output.zero_()  # what other ranks would send is not known
+        return self._launch("group of the shard axis", "all_to_all", [given], [output])
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """All ranks are alike."""

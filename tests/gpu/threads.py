@@ -7,7 +7,7 @@ those of its peers, and may be made to sleep before and after. Nothing waits on 
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,18 @@ class ThreadCollectives(Collectives):
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._exchange(self._replicas, tensor, tensor, _sum)
+
+    def all_to_all(
+        self, output: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> Pending:
+        assert self._shards is not None
+        splits = self._shards.share(list(sent))
+        return self._exchange(
+            self._shards,
+            output,
+            given,
+            lambda all_given: torch.cat([t.split(split)[self.rank] for t, split in zip(all_given, splits)]),
+        )
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         for seat in (self._replicas, self._shards):

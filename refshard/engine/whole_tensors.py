@@ -1,0 +1,332 @@
+"""Optimizers that need whole tensors: of each tensor one rank is the owner, steps it whole, and keeps its state.
+
+The optimizer of the user's choice does not change: every rank makes one of that class for each bucket of tensors that
+it owns. Buckets take turns, so that only a few whole tensors exist at a time.
+"""
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from refshard.engine.collectives import Collectives
+from refshard.engine.exchange import Exchange, Owned, stand_in
+from refshard.engine.local_part import gatherable, whole_of
+from refshard.engine.owned_state import everyones_state, own_state
+from refshard.errors import EngineError
+from refshard.plan.owners import choose_owners, fill_buckets, step_cost
+
+Make = Callable[..., torch.optim.Optimizer]
+"""A class of optimizers, or what else makes one from parameter groups and options."""
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The parameters of one flat parameter of a unit, in the order of the elements; they compute on ``device``."""
+
+    unit: str
+    parameters: tuple[nn.Parameter, ...]
+    device: torch.device
+
+
+@final
+class WholeTensors(torch.optim.Optimizer):
+    """An optimizer of sharded parameters that steps whole tensors, each on its owner.
+
+    ``param_groups`` hold the model's parameters and the options of the optimizer of class ``made``; they count at each
+    step. ``state`` has a tensor's state on its owner, and an empty dictionary on other ranks. ``step``, ``state_dict``
+    and ``load_state_dict`` are collective: every rank calls them.
+    """
+
+    made: type[torch.optim.Optimizer]
+
+    def __init__(
+        self,
+        make: Make,
+        parameters: Iterable[Any],
+        options: dict[str, Any],
+        places: Sequence[Place],
+        collectives: Collectives,
+    ) -> None:
+        self._complete = False
+        super().__init__(parameters, {})
+        self.collectives = collectives
+        flats = _members_of(self.param_groups, places)
+        self.members = tuple(member for _, members in flats for member in members)
+        self._adopt(_prototype(make, self.param_groups, self.members, options))
+        self._buckets = [
+            _Bucket(self, make, options, bucket, collectives) for bucket in _assigned(flats, collectives.world_size)
+        ]
+        self._complete = True
+        self.register_state_dict_post_hook(_show_state)
+        self.register_load_state_dict_pre_hook(_keep_own_state)
+        self.register_load_state_dict_post_hook(_place_own_state)
+
+    def _adopt(self, prototype: torch.optim.Optimizer) -> None:
+        """Take over the options that ``prototype`` has found for each group, and for which parameters it has state."""
+        self.made, self.defaults = type(prototype), prototype.defaults
+        for group, made in zip(self.param_groups, prototype.param_groups):
+            group.update(_options_of(made))
+        for member in self.members:
+            if member.tensor in prototype.state:
+                self.state[member.parameter] = {}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """For torch's own constructor only.
+
+        Raises:
+            EngineError: the owners of all tensors are chosen already.
+        """
+        if self._complete:
+            raise EngineError(
+                f"whole_tensors({self.made.__name__}): a parameter group cannot be added, since each tensor has its "
+                "owner already; build the optimizer anew, over all groups"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient; collective. Returns what ``closure`` does.
+
+        The next bucket's tensors are on their way while one bucket is stepped, and so are the last one's parts.
+
+        Raises:
+            EngineError: the ranks have gradients of different parameters, or the optimizer cannot be split by tensors.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_agreement()
+        turns = [bucket for bucket in self._buckets if bucket.present]
+        returning: _Bucket | None = None
+        for bucket in turns[:1]:
+            bucket.bring()
+        for bucket, following in zip(turns, [*turns[1:], None]):
+            bucket.arrive()
+            if following is not None:
+                following.bring()
+            bucket.step(self)
+            bucket.send_back()
+            if returning is not None:
+                returning.land()
+            returning = bucket
+        if returning is not None:
+            returning.land()
+        return loss
+
+    def _check_agreement(self) -> None:
+        sharded = [member for member in self.members if member.whole is not None]
+        named = repr([(m.whole.name, m.group) for m in sharded if m.whole is not None and m.present])
+        if sharded and not self.collectives.agree(zlib.crc32(named.encode())):
+            raise EngineError(
+                f"rank {self.collectives.world_rank} steps other parameters than another rank does; all ranks must "
+                "give whole_tensors the same parameters, and use the same ones in every step, if need be by adding "
+                "0 * parameter.sum() to the loss"
+            )
+
+
+@final
+class _Bucket:
+    """Tensors that are stepped together, by one optimizer on each rank that owns some of them."""
+
+    def __init__(
+        self,
+        outer: WholeTensors,
+        make: Make,
+        options: dict[str, Any],
+        flats: Sequence[tuple[Place, Sequence[Owned]]],
+        collectives: Collectives,
+    ) -> None:
+        self._members = [member for _, members in flats for member in members]
+        self._own = [m for m in self._members if m.whole is None or m.owner == collectives.rank]
+        self._exchanges = [
+            Exchange(place.unit, members, collectives, place.device)
+            for place, members in flats
+            if members[0].whole is not None
+        ]
+        self._groups = sorted({member.group for member in self._own})
+        self._inner: torch.optim.Optimizer | None = None
+        if self._own:
+            self._inner = make(_given(outer.param_groups, self._own, self._groups), **options)
+            for member in self._own:
+                if member.tensor in self._inner.state:  # what the constructor has made
+                    outer.state[member.parameter] = self._inner.state[member.tensor]
+
+    @property
+    def present(self) -> bool:
+        """Whether a tensor has a gradient."""
+        return any(member.present for member in self._members)
+
+    def bring(self) -> None:
+        """See :meth:`Exchange.bring`."""
+        for exchange in self._exchanges:
+            exchange.bring()
+
+    def arrive(self) -> None:
+        """See :meth:`Exchange.arrive`."""
+        for exchange in self._exchanges:
+            exchange.arrive()
+
+    def send_back(self) -> None:
+        """See :meth:`Exchange.send_back`."""
+        for exchange in self._exchanges:
+            exchange.send_back()
+
+    def land(self) -> None:
+        """See :meth:`Exchange.land`."""
+        for exchange in self._exchanges:
+            exchange.land()
+
+    def step(self, outer: WholeTensors) -> None:
+        """Step what this rank owns, with the options and the state that ``outer`` has now."""
+        for member in self._members:
+            if member.present:
+                outer.state.setdefault(member.parameter, {})  # on all ranks, so that all have state or none has
+        present = [member for member in self._own if member.present]
+        if self._inner is None or not present:
+            return
+        for group, index in zip(self._inner.param_groups, self._groups):
+            group.update(_options_of(outer.param_groups[index]))
+        for member in present:
+            self._inner.state[member.tensor] = outer.state[member.parameter]
+        self._inner.step()
+        for member in present:
+            outer.state[member.parameter] = self._inner.state[member.tensor]
+        for group, index in zip(self._inner.param_groups, self._groups):
+            _check_unchanged(outer, group, outer.param_groups[index])
+
+
+def _members_of(groups: Sequence[Group], places: Sequence[Place]) -> list[tuple[Place, list[Owned]]]:
+    """What is to be stepped, by flat parameter; owners are not chosen yet.
+
+    Raises:
+        EngineError: a parameter is not the model's, or no rank can have the whole of it.
+    """
+    group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
+    unknown = set(group_of).difference(p for place in places for p in place.parameters)
+    if unknown:
+        shape = tuple(next(p for p in group_of if p in unknown).shape)
+        raise EngineError(
+            f"whole_tensors: a parameter of shape {shape} is none of the sharded model's; give parameters of "
+            "model.parameters(), taken after refshard.shard and between steps"
+        )
+    flats = []
+    for place in places:
+        members = [_member(p, group_of[p], place.device) for p in place.parameters if p in group_of]
+        if members:
+            flats.append((place, members))
+    return flats
+
+
+def _member(parameter: nn.Parameter, group: int, device: torch.device) -> Owned:
+    whole = whole_of(parameter)
+    if whole is None:
+        return Owned(parameter, None, group, owner=0, tensor=parameter)
+    if whole.slab_shape != whole.shape:
+        raise EngineError(
+            f"whole_tensors: {whole.label} is split by tensor parallelism, and the ranks that shard it have a slab of "
+            f"{list(whole.slab_shape)} only; leave it to an elementwise optimizer, such as AdamW"
+        )
+    return Owned(parameter, whole, group, owner=0, tensor=stand_in(parameter, device))
+
+
+def _prototype(
+    make: Make, groups: Sequence[Group], members: Sequence[Owned], options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer over stand-ins for all parameters: torch's own checks, and the options of each group.
+
+    Raises:
+        EngineError: owners cannot compute what it computes.
+    """
+    tensor_of = {member.parameter: stand_in(member.tensor, member.tensor.device) for member in members}
+    given = [{**_options_of(group), "params": [tensor_of[p] for p in group["params"]]} for group in groups]
+    made = make(given, **options)
+    name = type(made).__name__
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise EngineError(
+            f"whole_tensors: {name} calls its closure in a step, which couples all tensors; an owner sees only its "
+            "own. Use an optimizer that steps each tensor by its gradient"
+        )
+    mine = [[tensor_of[p] for p in group["params"]] for group in groups]
+    if [set(group["params"]) for group in made.param_groups] != [set(params) for params in mine]:
+        raise EngineError(f"whole_tensors: {name} changes its parameter groups; give it the groups that it makes")
+    return made
+
+
+def _assigned(flats: Sequence[tuple[Place, list[Owned]]], ranks: int) -> list[list[tuple[Place, list[Owned]]]]:
+    """Buckets, once each tensor of theirs has its owner; what is not sharded forms one more."""
+    sharded = [flat for flat in flats if flat[1][0].whole is not None]
+    costs = [[step_cost(member.parameter.shape) for member in members] for _, members in sharded]
+    loads = [0] * ranks
+    buckets = []
+    for indices in fill_buckets(costs, ranks):
+        bucket = [sharded[index] for index in indices]
+        members = [member for _, of_flat in bucket for member in of_flat]
+        for member, owner in zip(members, choose_owners([c for index in indices for c in costs[index]], loads)):
+            member.owner = owner
+        buckets.append(bucket)
+    plain = [flat for flat in flats if flat[1][0].whole is None]
+    return [*buckets, plain] if plain else buckets
+
+
+def _given(groups: Sequence[Group], own: Sequence[Owned], indices: Sequence[int]) -> list[Group]:
+    """Those of the groups that this rank owns something of, with what it owns."""
+    return [{**_options_of(groups[i]), "params": [m.tensor for m in own if m.group == i]} for i in indices]
+
+
+def _options_of(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _check_unchanged(outer: WholeTensors, group: Group, ours: Group) -> None:
+    for key, value in _options_of(group).items():
+        if value is not ours.get(key):
+            raise EngineError(
+                f"whole_tensors: {outer.made.__name__} changes '{key}' of its parameter groups in a step (from "
+                f"{ours.get(key)} to {value}), where each owner would have its own; use one that keeps state by tensor"
+            )
+
+
+def _numbered(optimizer: "WholeTensors") -> list[Owned]:
+    """The members in the order in which state dicts number parameters."""
+    member_of = {member.parameter: member for member in optimizer.members}
+    return [member_of[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _show_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Every member's state, on every rank, in the form that torch's state-dict functions gather."""
+    assert isinstance(optimizer, WholeTensors)
+    found = everyones_state(optimizer.members, optimizer.state, optimizer.collectives)
+    state = {
+        index: {key: gatherable(value) for key, value in found[member.parameter].items()}
+        for index, member in enumerate(_numbered(optimizer))
+        if member.parameter in found
+    }
+    return {**state_dict, "state": state}
+
+
+def _keep_own_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Of state that is loaded, leave each rank what it owns."""
+    assert isinstance(optimizer, WholeTensors)
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    state = dict(state_dict["state"])
+    for number, member in zip(numbers, _numbered(optimizer)):
+        if number in state and member.whole is not None:
+            state[number] = own_state(member, state[number], optimizer.collectives)
+    return {**state_dict, "state": state}
+
+
+def _place_own_state(optimizer: torch.optim.Optimizer) -> None:
+    """State is kept where it is computed with, which torch takes to be where the parameter is."""
+    assert isinstance(optimizer, WholeTensors)
+    for member in optimizer.members:
+        for key, value in optimizer.state.get(member.parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                optimizer.state[member.parameter][key] = value.to(member.tensor.device)
