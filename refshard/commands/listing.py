@@ -12,7 +12,8 @@ from refshard.strategies.table import ROWS, Axis, axes_unavailable
 
 _HEADS: dict[Axis, str] = {
     "inference": "infer", "microbatches": "micro", "checkpointing": "ckpt", "bf16": "bf16", "lora": "lora",
-    "qlora": "qlora", "adamw-8bit": "8-bit", "muon": "muon", "offload": "offl", "replicas": "repl", "tensor parallel": "tp",
+    "qlora": "qlora", "adamw-8bit": "8-bit", "muon": "muon", "offload": "offl", "replicas": "repl",
+    "tensor parallel": "tp",
 }  # fmt: skip
 """What a column of marks is headed by."""
 _LEGEND = """\

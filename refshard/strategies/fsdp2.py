@@ -18,7 +18,7 @@ from refshard.strategies.fully_sharded import (
     sharded_units,
 )
 from refshard.strategies.loop import PlainLoop
-from refshard.strategies.muon_over_dtensors import announce_muon
+from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
 from refshard.strategies.peers.tensor_parallel import announce_split, split
 from refshard.strategies.world import World
 
@@ -42,7 +42,7 @@ class FSDP2(Strategy):
         fully_shard(model, **options)
         fill(model, world)
         self._model, self._world = model, world
-        return PlainLoop(model, world)
+        return PlainLoop(model, world, muon=muon_over_dtensors)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""

@@ -32,7 +32,7 @@ from refshard.strategies.fully_sharded import (
     sharded_units,
 )
 from refshard.strategies.loop import PlainLoop
-from refshard.strategies.muon_over_dtensors import announce_muon
+from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
 from refshard.strategies.world import World
 
 
@@ -65,7 +65,7 @@ class FSDP2Tuned(Strategy):
             if module in blocks:
                 # Before FSDP2's own hook, which would gather the block synchronously.
                 following.register_forward_hook(_when_differentiated(_unshard(module)), prepend=True)
-        return PlainLoop(model, world)
+        return PlainLoop(model, world, muon=muon_over_dtensors)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""

@@ -22,9 +22,9 @@ def block_matrices(module: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in named if p.ndim == 2 and (".self_attn." in name or ".mlp." in name) and p.requires_grad]
 
 
-def make_muon(matrices: list[nn.Parameter], case: CaseSpec, make: MakeMuon) -> torch.optim.Optimizer:
-    """Muon over ``matrices`` at the case's learning rate, else with torch's defaults."""
-    return make(matrices, lr=case.learning_rate, adjust_lr_fn="match_rms_adamw")
+def muon_options(case: CaseSpec) -> dict[str, Any]:
+    """Muon's options, where they are not torch's defaults."""
+    return {"lr": case.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
 
 
 @final
@@ -35,7 +35,7 @@ class Together(torch.optim.Optimizer):
         self._parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step of each part."""
         assert closure is None, "each part would evaluate it"
         for part in self._parts:

@@ -11,7 +11,7 @@ from refshard.engine.local_part import LocalPart
 from refshard.engine.optim import local_parameters
 from refshard.errors import UnsupportedError
 from refshard.specs.case import CaseSpec
-from refshard.strategies.muon import MakeMuon, Together, block_matrices, make_muon
+from refshard.strategies.muon import MakeMuon, Together, block_matrices, muon_options
 
 EPSILON = 1e-3
 """AdamW's epsilon. With torch's 1e-8 its steps hardly depend on the scale of gradients: of twice the right ones, a sum
@@ -34,7 +34,7 @@ def make_optimizer(module: nn.Module, case: CaseSpec, muon: MakeMuon = torch.opt
         return _adamw(trained, case)
     matrices = block_matrices(module)
     rest = [p for p in trained if not any(p is matrix for matrix in matrices)]
-    parts = [make_muon(matrices, case, muon)] if matrices else []
+    parts = [muon(matrices, **muon_options(case))] if matrices else []
     return Together(*parts, _adamw(rest, case)) if rest else parts[0]
 
 

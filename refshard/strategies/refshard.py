@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
+from torch import nn
 
-from refshard.engine.api import engine_of, full_parameters, no_sync, shard
+from refshard.engine.api import engine_of, full_parameters, no_sync, shard, whole_tensors
 from refshard.engine.collectives import library_of
+from refshard.engine.local_part import local_of
 from refshard.engine.precision import Precision
 from refshard.engine.unit import Unit
+from refshard.engine.whole_tensors import WholeTensors
+from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
 from refshard.plan.schedule import OpKind, PassKind, assign_slots, build, chain_markers
@@ -30,19 +34,26 @@ class Refshard(Strategy):
 
     def __init__(self, mode: str) -> None:
         self._mode = find_mode(mode)
+        self._muon: WholeTensors | None = None
 
     def wrap(self, model: Llama, world: World) -> Loop:
         """See :meth:`Strategy.wrap`: modes that shard gradients reduce every microbatch all the same."""
         self._model, self._world = model, world
         self._gloo = library_of(world.group, world.device) == "gloo"
         if world.tensor is not None:
+            if world.case.optimizer == "muon":
+                raise UnsupportedError("the engine brings Muon whole matrices, but none that tensor parallelism splits")
             split(model, world.tensor)
         precision = Precision(parameters=world.computed) if world.mixed else None
         shard(
             model, world.data, mode=self._mode.name, precision=precision, offload=world.case.offload,
             initialise=values(model, world),
         )  # fmt: skip
-        return PlainLoop(model, world, unsynced=partial(no_sync, model))
+        return PlainLoop(model, world, unsynced=partial(no_sync, model), muon=self._make_muon)
+
+    def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> WholeTensors:
+        self._muon = whole_tensors(torch.optim.Muon, self._model, matrices, **options)
+        return self._muon
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""
@@ -68,6 +79,8 @@ class Refshard(Strategy):
         issued = [c for stream in streams for op in stream for c in self._issued(op.kind, units[op.unit])]
         if self._world.tensor is not None:
             issued += announce_split(self._model, self._world, self._world.computed)
+        if self._muon is not None:
+            issued += self._exchanged(self._muon)
         return count_collectives(issued)
 
     def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:
@@ -92,6 +105,21 @@ class Refshard(Strategy):
                 yield op, flat.layout.numel * itemsize
             if kind is OpKind.REDUCE and replicas > 1:
                 yield "all_reduce", flat.layout.shard_numel * itemsize
+
+    def _exchanged(self, muon: WholeTensors) -> Iterator[tuple[str, int]]:
+        """What a step of Muon exchanges: of each flat parameter that has matrices, this rank's parts of their gradients
+        and of the matrices, to their owners, and then the matrices that this rank owns, to all. First the ranks agree
+        on what is to be stepped.
+        """
+        owner_of = {member.parameter: member.owner for member in muon.members if member.whole is not None}
+        rank, replicas = muon.collectives.rank, self._world.case.replicas
+        if owner_of:
+            yield from [("all_reduce", 16)] * (2 if replicas > 1 else 1)
+        for flat in (flat for unit in engine_of(self._model).units for flat in unit.flats):
+            matrices = [p.sharded for p in flat.parameters if p.sharded in owner_of]
+            if matrices:
+                yield from [("all_to_all", sum(local_of(m).nbytes for m in matrices))] * 2
+                yield "all_to_all", sum(m.nbytes for m in matrices if owner_of[m] == rank)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""

@@ -158,7 +158,7 @@ ROWS: dict[str, Row] = {
     **{
         name: Row(
             module="peers.simplefsdp", class_name="SimpleFSDP", about=about, arguments=knobs, compiles=True,
-            axes=frozenset({"inference", "microbatches", "checkpointing", "bf16"}),
+            axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"}),
         )
         for name, about, knobs in (
             ("simplefsdp", "torch.compile of DTensors that are gathered where used (SimpleFSDP)", {}),

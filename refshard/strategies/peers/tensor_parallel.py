@@ -18,7 +18,7 @@ from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import fill
 from refshard.strategies.loop import PlainLoop, autocast
-from refshard.strategies.muon_over_dtensors import announce_muon
+from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
 from refshard.strategies.world import World
 
 
@@ -33,7 +33,7 @@ class TensorParallel(Strategy):
         self._model, self._world = model, world
         split(model, world.data)
         fill(model, world)
-        return PlainLoop(model, world, computing=autocast(world))
+        return PlainLoop(model, world, computing=autocast(world), muon=muon_over_dtensors)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`: the modules whose weight is split."""
