@@ -21,7 +21,7 @@ from refshard import folders
 from refshard.engine.api import engine_of, full_parameters
 from refshard.engine.dcp import Place, check_loadable, key_of, read, write
 from refshard.engine.local_part import local_of
-from refshard.engine.optimizer_state import Restore, State, group_keys, plan_restore, state_of
+from refshard.engine.optimizer_state import Restore, State, group_keys, kind_of, plan_restore, state_of
 from refshard.engine.parts import named_parts
 from refshard.engine.saved import Saved
 from refshard.errors import CheckpointError, nearest
@@ -127,12 +127,12 @@ def _collect(
     parts = named_parts(model)
     state = State({}, {}, {}) if optimizer is None else state_of(optimizer, parts)
     entries: dict[Place, Any] = {(MODEL, part.name): part.parameter.detach() for part in parts}
-    entries.update(state.elementwise)
+    entries.update(state.tensors)
     if _rank() != 0:
         return entries
     header = {
         "format": FORMAT,
-        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "optimizer": None if optimizer is None else kind_of(optimizer),
         "scalars": sorted({str(place[-1]) for place in state.scalars}),
     }
     values = {(HEADER,): header, (EXTRA,): _plain(extra or {}), **state.values}
@@ -222,8 +222,8 @@ def _check_header(where: Path, header: Mapping[str, Any], optimizer: torch.optim
         raise CheckpointError(
             f"checkpoint {where} has format {header['format']}, this refshard reads up to {FORMAT}; update refshard"
         )
-    saved, mine = header.get("optimizer"), type(optimizer).__name__
-    if optimizer is not None and saved is not None and saved != mine:
+    saved, mine = header.get("optimizer"), None if optimizer is None else kind_of(optimizer)
+    if mine is not None and saved is not None and saved != mine:
         raise CheckpointError(
             f"checkpoint {where} holds the state of {saved}, not of {mine}; build that optimizer, or load with "
             "optimizer=None and let this one start afresh"

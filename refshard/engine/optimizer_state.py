@@ -1,7 +1,8 @@
 """An optimizer's state as named tensors of the parameters' shapes, whatever groups and ranks it is spread over.
 
-Elementwise state (of the parameter's shape: AdamW's ``exp_avg``) is sharded like its parameter. Scalars (0-d tensors
-and Python numbers: AdamW's ``step``) are the same on every rank, and rank 0's count.
+Elementwise state (of the parameter's shape: AdamW's ``exp_avg``) is sharded like its parameter. State of whole tensors
+may have any shape (Adafactor's ``row_var``): it is on the tensor's owner, or on every rank where the parameter is.
+Scalars (0-d tensors and Python numbers: AdamW's ``step``) are the same on every rank, and rank 0's count.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +13,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from refshard.engine.dcp import Place
-from refshard.engine.local_part import LocalPart
+from refshard.engine.local_part import LocalPart, whole_of
 from refshard.engine.parts import Named
+from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import CheckpointError
 
 OPTIMIZER = "optimizer"
@@ -24,22 +26,22 @@ NOT_CARRIED = frozenset({"params", "param_names", "foreach", "fused", "capturabl
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What an optimizer holds: elementwise tensors, 0-d tensors, and all else by its place."""
+    """What an optimizer holds: tensors of which ranks may hold parts, 0-d tensors, and all else by its place."""
 
-    elementwise: dict[Place, torch.Tensor]
+    tensors: dict[Place, torch.Tensor]
     scalars: dict[Place, torch.Tensor]
     values: dict[Place, Any]
 
 
 def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[Named]) -> State:
-    """What the optimizer holds, as views, ready to be written.
+    """What the optimizer holds, as views, ready to be written; collective.
 
     Raises:
-        CheckpointError: the optimizer holds parameters that are not the model's, or state that is neither
-            elementwise nor scalar.
+        CheckpointError: the optimizer holds parameters that are not the model's, or of a part of a tensor state that is
+            neither elementwise nor scalar.
     """
     part_of = _part_of_parameter(optimizer, parts)
-    elementwise: dict[Place, torch.Tensor] = {}
+    tensors: dict[Place, torch.Tensor] = {}
     scalars: dict[Place, torch.Tensor] = {}
     values: dict[Place, Any] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -47,7 +49,8 @@ def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[Named]) -> State:
         values[*group_place, "params"] = [part_of[parameter].name for parameter in group["params"]]
         # All of them: torch's loaders ask for every key that the group at hand has.
         values.update({(*group_place, key): value for key, value in group.items() if key != "params"})
-    for parameter, state in optimizer.state.items():
+    held = optimizer.everyones_state() if isinstance(optimizer, WholeTensors) else optimizer.state
+    for parameter, state in held.items():
         part = part_of[parameter]
         for key, value in state.items():
             place = (OPTIMIZER, "state", part.name, key)
@@ -55,15 +58,15 @@ def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[Named]) -> State:
                 values[place] = value
             elif value.dim() == 0 and not isinstance(value, LocalPart):
                 scalars[place] = value.detach()
-            elif value.shape == parameter.shape:
-                elementwise[place] = value.detach()
+            elif isinstance(value, LocalPart) or value.shape == parameter.shape or whole_of(parameter) is None:
+                tensors[place] = value.detach()
             else:
                 raise CheckpointError(
                     f"'{key}' of parameter '{part.name}' in {type(optimizer).__name__} has the shape "
                     f"{tuple(value.shape)}; it must be scalar or of the parameter's shape {tuple(parameter.shape)}: "
-                    "save with an elementwise optimizer, or without one"
+                    "save with an elementwise optimizer, with one of refshard.whole_tensors, or without one"
                 )
-    return State(elementwise, scalars, values)
+    return State(tensors, scalars, values)
 
 
 def _part_of_parameter(optimizer: torch.optim.Optimizer, parts: Sequence[Named]) -> dict[torch.Tensor, Named]:
@@ -98,6 +101,11 @@ class Restore:
             self._state[index][name] = values[key]
         # torch decides by its own policy where `step` lives, and runs the optimizer's hooks.
         self._optimizer.load_state_dict({"state": self._state, "param_groups": list(self._groups)})
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of an optimizer's class; that of the one which owners step, where there are owners."""
+    return (optimizer.made if isinstance(optimizer, WholeTensors) else type(optimizer)).__name__
 
 
 def group_keys(metadata: Metadata) -> list[str]:
@@ -146,13 +154,8 @@ def plan_restore(
         part, entry = known[name], metadata.state_dict_metadata[key]
         mine = state.setdefault(index_of[part.name], {})
         if isinstance(entry, TensorStorageMetadata):
-            shape, dtype = tuple(entry.size), entry.properties.dtype
-            held = optimizer.state[part.parameter].get(attribute) if part.parameter in optimizer.state else None
-            if shape == () and (part.shape != () or attribute in scalars):
-                mine[attribute] = _reuse(held, torch.empty((), dtype=dtype))
-            else:
-                _check_state_shape(name, attribute, shape, part)
-                mine[attribute] = _reuse(held, torch.empty_like(part.parameter, dtype=dtype, requires_grad=False))
+            scalar = entry.size == () and (part.shape != () or attribute in scalars)
+            mine[attribute] = _room(optimizer, part, attribute, entry, scalar=scalar)
             tensors[key] = mine[attribute]
         else:
             places[key] = (index_of[part.name], attribute)
@@ -173,12 +176,29 @@ def _reuse(held: Any, fresh: torch.Tensor) -> torch.Tensor:
     return fresh
 
 
-def _check_state_shape(name: str, attribute: str, shape: tuple[int, ...], part: Named) -> None:
-    if shape != part.shape:
+def _room(
+    optimizer: torch.optim.Optimizer, part: Named, attribute: str, entry: TensorStorageMetadata, *, scalar: bool
+) -> torch.Tensor:
+    """Where to read saved state to: what the optimizer holds already, or a new tensor.
+
+    Raises:
+        CheckpointError: it is of another shape than the parameter, of which this rank holds a part.
+    """
+    parameter, shape, dtype = part.parameter, entry.size, entry.properties.dtype
+    held = optimizer.state.get(parameter, {}).get(attribute)
+    if scalar:
+        return _reuse(held, torch.empty((), dtype=dtype))
+    if isinstance(optimizer, WholeTensors):
+        return optimizer.room(parameter, attribute, shape, dtype)
+    if whole_of(parameter) is None:
+        return _reuse(held, torch.empty(shape, dtype=dtype, device=parameter.device))
+    if shape != parameter.shape:
         raise CheckpointError(
-            f"the checkpoint holds '{attribute}' of parameter '{name}' with the shape {shape}, but the "
-            f"parameter's is {part.shape}; build the model that was saved"
+            f"the checkpoint holds '{attribute}' of parameter '{part.name}' with the shape {tuple(shape)}, but the "
+            f"parameter's is {tuple(parameter.shape)}; build the model that was saved, or the optimizer by "
+            "refshard.whole_tensors if it was saved with that"
         )
+    return _reuse(held, torch.empty_like(parameter, dtype=dtype, requires_grad=False))
 
 
 def _saved_state(metadata: Metadata) -> Iterator[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from torch import nn
 from refshard.engine.collectives import Collectives
 from refshard.engine.exchange import Exchange, Owned, stand_in
 from refshard.engine.local_part import gatherable, whole_of
-from refshard.engine.owned_state import everyones_state, own_state
+from refshard.engine.owned_state import everyones_state, own_state, owned_part
 from refshard.errors import EngineError
 from refshard.plan.owners import choose_owners, fill_buckets, step_cost
 
@@ -119,6 +119,24 @@ class WholeTensors(torch.optim.Optimizer):
         if returning is not None:
             returning.land()
         return loss
+
+    def everyones_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """``state`` on every rank, whose tensors are parts that their owner has all of; collective.
+
+        Raises:
+            EngineError: state is a container of tensors.
+        """
+        return everyones_state(self.members, self.state, self.collectives)
+
+    def room(self, parameter: nn.Parameter, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor to read state of a parameter to, on every rank: the one that is there, or a new one if unlike it."""
+        member = next(m for m in self.members if m.parameter is parameter)
+        held = self.state.get(parameter, {}).get(key)
+        alike = isinstance(held, torch.Tensor) and (held.shape, held.dtype) == (shape, dtype) and held.is_contiguous()
+        if member.whole is None:
+            return held if alike else torch.empty(shape, dtype=dtype, device=parameter.device)
+        local = held.detach().view(-1) if alike else None
+        return owned_part(key, member, shape, dtype, member.tensor.device, self.collectives, local)
 
     def _check_agreement(self) -> None:
         sharded = [member for member in self.members if member.whole is not None]
@@ -303,7 +321,7 @@ def _numbered(optimizer: "WholeTensors") -> list[Owned]:
 def _show_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Every member's state, on every rank, in the form that torch's state-dict functions gather."""
     assert isinstance(optimizer, WholeTensors)
-    found = everyones_state(optimizer.members, optimizer.state, optimizer.collectives)
+    found = optimizer.everyones_state()
     state = {
         index: {key: gatherable(value) for key, value in found[member.parameter].items()}
         for index, member in enumerate(_numbered(optimizer))
