@@ -21,7 +21,7 @@ from refshard import folders
 from refshard.engine.api import engine_of, full_parameters
 from refshard.engine.dcp import Place, check_loadable, key_of, read, write
 from refshard.engine.local_part import local_of
-from refshard.engine.optimizer_state import Restore, State, group_keys, kind_of, plan_restore, state_of
+from refshard.engine.optimizer_state import Restore, group_keys, kinds_of, plan_restore, state_of
 from refshard.engine.parts import named_parts
 from refshard.engine.saved import Saved
 from refshard.errors import CheckpointError, nearest
@@ -31,6 +31,8 @@ T = TypeVar("T")
 CONTENTS = (".metadata", "*.distcp")
 """What a checkpoint's folder holds; a folder that holds anything else is never replaced."""
 MODEL, EXTRA, HEADER = "model", "extra", "refshard"
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+"""One optimizer, or several that share the model's parameters between them (Muon and AdamW), or none."""
 Tie = dict[str, torch.Tensor]
 """Two keys of one tied parameter, and where to read what is under each."""
 FORMAT = 1
@@ -40,12 +42,13 @@ FORMAT = 1
 def save(
     folder: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint of a sharded model, and replace the one in ``folder`` once the new one is complete.
 
-    Collective over all ranks, between steps. ``folder`` must be on a file system that all ranks share. Buffers and
+    Collective over all ranks, between steps. ``optimizer`` may be several that share the model's parameters between
+    them, such as Muon and AdamW. ``folder`` must be on a file system that all ranks share. Buffers and
     ``extra`` (what else the run must know to go on, made of what JSON knows) are rank 0's.
 
     Raises:
@@ -69,7 +72,7 @@ def save(
     _together(lambda: _on_rank_0(lambda: folders.commit(folder)))
 
 
-def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def load(folder: str | Path, model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
     """Fill a sharded model, and an optimizer over it, from a checkpoint, and return its ``extra``.
 
     Collective over all ranks, between steps. Any mode and world size can load what any other saved. Names, shapes and
@@ -120,19 +123,18 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in _state_names(model)}
 
 
-def _collect(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
-) -> dict[Place, Any]:
+def _collect(model: nn.Module, optimizer: Optimizers, extra: Mapping[str, Any] | None) -> dict[Place, Any]:
     """This rank's share of the checkpoint. What all ranks hold alike is rank 0's to write."""
     parts = named_parts(model)
-    state = State({}, {}, {}) if optimizer is None else state_of(optimizer, parts)
+    optimizers = _listed(optimizer)
+    state = state_of(optimizers, parts)
     entries: dict[Place, Any] = {(MODEL, part.name): part.parameter.detach() for part in parts}
     entries.update(state.tensors)
     if _rank() != 0:
         return entries
     header = {
         "format": FORMAT,
-        "optimizer": None if optimizer is None else kind_of(optimizer),
+        "optimizer": kinds_of(optimizers),
         "scalars": sorted({str(place[-1]) for place in state.scalars}),
     }
     values = {(HEADER,): header, (EXTRA,): _plain(extra or {}), **state.values}
@@ -161,17 +163,19 @@ def _plan(
     small: Mapping[str, Any],
     groups: Sequence[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizers,
 ) -> tuple[dict[str, torch.Tensor], list[Tie], Restore | None]:
     """All that is to be read, once it is sure that it fits; changes nothing."""
     header = small.get(HEADER, {})
-    _check_header(saved.folder, header, optimizer)
+    _check_header(saved.folder, header)
     tensors, ties = _wanted(saved, model)
     if optimizer is None:
         return tensors, ties, None
     settings = {key: small[key] for key in groups}
     scalars = header.get("scalars", ["step"])
-    return tensors, ties, plan_restore(optimizer, named_parts(model), saved.metadata, settings, scalars)
+    kinds = header.get("optimizer", ())
+    restore = plan_restore(_listed(optimizer), named_parts(model), saved.metadata, settings, kinds, scalars)
+    return tensors, ties, restore
 
 
 def _wanted(saved: Saved, model: nn.Module) -> tuple[dict[str, torch.Tensor], list[Tie]]:
@@ -217,17 +221,17 @@ def _check_same_on_all_ranks(saved: Saved) -> None:
             )
 
 
-def _check_header(where: Path, header: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+def _check_header(where: Path, header: Mapping[str, Any]) -> None:
     if header.get("format", FORMAT) > FORMAT:
         raise CheckpointError(
             f"checkpoint {where} has format {header['format']}, this refshard reads up to {FORMAT}; update refshard"
         )
-    saved, mine = header.get("optimizer"), None if optimizer is None else kind_of(optimizer)
-    if mine is not None and saved is not None and saved != mine:
-        raise CheckpointError(
-            f"checkpoint {where} holds the state of {saved}, not of {mine}; build that optimizer, or load with "
-            "optimizer=None and let this one start afresh"
-        )
+
+
+def _listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
 def _check_ties(where: Path, ties: Sequence[Tie]) -> None:

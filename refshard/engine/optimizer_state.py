@@ -6,7 +6,7 @@ Scalars (0-d tensors and Python numbers: AdamW's ``step``) are the same on every
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,74 +33,100 @@ class State:
     values: dict[Place, Any]
 
 
-def state_of(optimizer: torch.optim.Optimizer, parts: Sequence[Named]) -> State:
-    """What the optimizer holds, as views, ready to be written; collective.
+def state_of(optimizers: Sequence[torch.optim.Optimizer], parts: Sequence[Named]) -> State:
+    """What the optimizers hold, as views, ready to be written; collective.
 
     Raises:
-        CheckpointError: the optimizer holds parameters that are not the model's, or of a part of a tensor state that is
-            neither elementwise nor scalar.
+        CheckpointError: they hold parameters that are not the model's, or of a part of a tensor state that is neither
+            elementwise nor scalar.
     """
-    part_of = _part_of_parameter(optimizer, parts)
-    tensors: dict[Place, torch.Tensor] = {}
-    scalars: dict[Place, torch.Tensor] = {}
-    values: dict[Place, Any] = {}
-    for index, group in enumerate(optimizer.param_groups):
+    part_of = _part_of_parameter(optimizers, parts)
+    found = State({}, {}, {})
+    for index, (_, group) in enumerate(_groups_of(optimizers)):
         group_place = (OPTIMIZER, "param_groups", index)
-        values[*group_place, "params"] = [part_of[parameter].name for parameter in group["params"]]
+        found.values[*group_place, "params"] = [part_of[parameter].name for parameter in group["params"]]
         # All of them: torch's loaders ask for every key that the group at hand has.
-        values.update({(*group_place, key): value for key, value in group.items() if key != "params"})
-    held = optimizer.everyones_state() if isinstance(optimizer, WholeTensors) else optimizer.state
-    for parameter, state in held.items():
-        part = part_of[parameter]
-        for key, value in state.items():
-            place = (OPTIMIZER, "state", part.name, key)
-            if not isinstance(value, torch.Tensor):
-                values[place] = value
-            elif value.dim() == 0 and not isinstance(value, LocalPart):
-                scalars[place] = value.detach()
-            elif isinstance(value, LocalPart) or value.shape == parameter.shape or whole_of(parameter) is None:
-                tensors[place] = value.detach()
-            else:
-                raise CheckpointError(
-                    f"'{key}' of parameter '{part.name}' in {type(optimizer).__name__} has the shape "
-                    f"{tuple(value.shape)}; it must be scalar or of the parameter's shape {tuple(parameter.shape)}: "
-                    "save with an elementwise optimizer, with one of refshard.whole_tensors, or without one"
-                )
-    return State(tensors, scalars, values)
+        found.values.update({(*group_place, key): value for key, value in group.items() if key != "params"})
+    for optimizer in optimizers:
+        held = optimizer.everyones_state() if isinstance(optimizer, WholeTensors) else optimizer.state
+        for parameter, state in held.items():
+            for key, value in state.items():
+                _add(found, optimizer, part_of[parameter], key, value)
+    return found
 
 
-def _part_of_parameter(optimizer: torch.optim.Optimizer, parts: Sequence[Named]) -> dict[torch.Tensor, Named]:
+def _add(found: State, optimizer: torch.optim.Optimizer, part: Named, key: str, value: Any) -> None:
+    place = (OPTIMIZER, "state", part.name, key)
+    if not isinstance(value, torch.Tensor):
+        found.values[place] = value
+    elif value.dim() == 0 and not isinstance(value, LocalPart):
+        found.scalars[place] = value.detach()
+    elif isinstance(value, LocalPart) or value.shape == part.shape or whole_of(part.parameter) is None:
+        found.tensors[place] = value.detach()
+    else:
+        raise CheckpointError(
+            f"'{key}' of parameter '{part.name}' in {kind_of(optimizer)} has the shape {tuple(value.shape)}; it must "
+            f"be scalar or of the parameter's shape {tuple(part.shape)}: save with an elementwise optimizer, with one "
+            "of refshard.whole_tensors, or without one"
+        )
+
+
+def _groups_of(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    return ((optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
+
+
+def _part_of_parameter(
+    optimizers: Sequence[torch.optim.Optimizer], parts: Sequence[Named]
+) -> dict[torch.Tensor, Named]:
     part_of: dict[torch.Tensor, Named] = {part.parameter: part for part in parts}
-    held = {p: f"group {i}" for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    for parameter, where in {**dict.fromkeys(optimizer.state, "state"), **held}.items():
-        if parameter not in part_of:
-            raise CheckpointError(
-                f"{type(optimizer).__name__}: {where} holds a parameter that is none of the sharded model's; build the "
-                "optimizer over model.parameters() after refshard.shard"
-            )
+    seen: dict[torch.Tensor, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        held = {p: f"group {i}" for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for parameter, where in {**dict.fromkeys(optimizer.state, "state"), **held}.items():
+            if parameter not in part_of:
+                raise CheckpointError(
+                    f"{kind_of(optimizer)}: {where} holds a parameter that is none of the sharded model's; build the "
+                    "optimizer over model.parameters() after refshard.shard"
+                )
+            if seen.setdefault(parameter, optimizer) is not optimizer:
+                raise CheckpointError(
+                    f"{kind_of(seen[parameter])} and {kind_of(optimizer)} both hold parameter "
+                    f"'{part_of[parameter].name}', whose state has one place in a checkpoint; give it to one of them"
+                )
     return part_of
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
-    """What is to be read before the optimizer can be given its state.
+class _Loaded:
+    """What an optimizer is going to load: its groups, and state by the number of a parameter."""
 
-    ``tensors`` are read in place by their keys, ``values`` are keys to be read; ``finish`` puts all in the optimizer.
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+    state: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What is to be read before optimizers can be given their state.
+
+    ``tensors`` are read in place by their keys, ``values`` are keys to be read; ``finish`` puts all in the optimizers.
     """
 
     tensors: dict[str, torch.Tensor]
     values: tuple[str, ...]
-    _optimizer: torch.optim.Optimizer
-    _groups: tuple[dict[str, Any], ...]
-    _state: dict[int, dict[str, Any]]
-    _places: Mapping[str, tuple[int, str]]
+    _loaded: tuple[_Loaded, ...]
+    _places: Mapping[str, tuple[dict[str, Any], str]]
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Give the optimizer its state and hyper-parameters."""
-        for key, (index, name) in self._places.items():
-            self._state[index][name] = values[key]
+        """Give the optimizers their state and hyper-parameters."""
+        for key, (state, name) in self._places.items():
+            state[name] = values[key]
         # torch decides by its own policy where `step` lives, and runs the optimizer's hooks.
-        self._optimizer.load_state_dict({"state": self._state, "param_groups": list(self._groups)})
+        for loaded in self._loaded:
+            loaded.optimizer.load_state_dict({"state": loaded.state, "param_groups": loaded.groups})
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -108,23 +134,30 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return (optimizer.made if isinstance(optimizer, WholeTensors) else type(optimizer)).__name__
 
 
+def kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """The kind of optimizer that has each group, in the order that they are saved in."""
+    return [kind_of(optimizer) for optimizer, _ in _groups_of(optimizers)]
+
+
 def group_keys(metadata: Metadata) -> list[str]:
-    """The keys under which an optimizer's groups were saved, to be read before :func:`plan_restore`."""
+    """The keys under which optimizers' groups were saved, to be read before :func:`plan_restore`."""
     nesting: Mapping[str, Place] = metadata.planner_data or {}
     return [key for key, place in nesting.items() if place[:2] == (OPTIMIZER, "param_groups") and len(place) == 4]
 
 
 def plan_restore(
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     parts: Sequence[Named],
     metadata: Metadata,
     groups: Mapping[str, Any],
+    kinds: Sequence[str],
     scalars: Sequence[str],
 ) -> Restore:
-    """Match what was saved (``metadata``, and ``groups`` by key) with the optimizer at hand; changes nothing.
+    """Match what was saved (``metadata``, and ``groups`` by key) with the optimizers at hand; changes nothing.
 
-    State is read into the optimizer's own tensors where they fit, and into new ones where there are none yet.
-    ``scalars`` names the state that is scalar even where the parameter is, too.
+    State is read into the optimizers' own tensors where they fit, and into new ones where there are none yet.
+    ``kinds`` are those of the saved groups, where they are known, ``scalars`` names the state that is scalar even where
+    the parameter is, too.
 
     Raises:
         CheckpointError: they do not match.
@@ -133,33 +166,40 @@ def plan_restore(
         raise CheckpointError(
             "the checkpoint holds no optimizer state; load with optimizer=None, and let the optimizer start afresh"
         )
-    part_of = _part_of_parameter(optimizer, parts)
-    matched = _match_groups(optimizer, part_of, _nest_groups(metadata, groups))
-    index_of: dict[str, int] = {}
-    described = []
-    for group, hyper in zip(optimizer.param_groups, matched):
-        indices = range(len(index_of), len(index_of) + len(group["params"]))
-        index_of.update({part_of[p].name: i for i, p in zip(indices, group["params"])})
-        carried = {key: _like(group.get(key), value) for key, value in hyper.items()}
-        described.append({**group, **carried, "params": list(indices)})
+    part_of = _part_of_parameter(optimizers, parts)
+    matched = iter(_match_groups(optimizers, part_of, _nest_groups(metadata, groups), kinds))
+    loaded = tuple(_described(optimizer, part_of, matched) for optimizer in optimizers)
+    holder = {name: one for one in loaded for name in one.numbers}
     known = {name: part for part in part_of.values() for name in part.names}
     tensors: dict[str, torch.Tensor] = {}
-    places: dict[str, tuple[int, str]] = {}
-    state: dict[int, dict[str, Any]] = {}
+    places: dict[str, tuple[dict[str, Any], str]] = {}
     for key, name, attribute in _saved_state(metadata):
-        if name not in known:
+        if name not in known or known[name].name not in holder:
             raise CheckpointError(
                 f"the checkpoint holds '{attribute}' of parameter '{name}', which is in no group; it is damaged"
             )
         part, entry = known[name], metadata.state_dict_metadata[key]
-        mine = state.setdefault(index_of[part.name], {})
+        one = holder[part.name]
+        mine = one.state.setdefault(one.numbers[part.name], {})
         if isinstance(entry, TensorStorageMetadata):
             scalar = entry.size == () and (part.shape != () or attribute in scalars)
-            mine[attribute] = _room(optimizer, part, attribute, entry, scalar=scalar)
-            tensors[key] = mine[attribute]
+            mine[attribute] = tensors[key] = _room(one.optimizer, part, attribute, entry, scalar=scalar)
         else:
-            places[key] = (index_of[part.name], attribute)
-    return Restore(tensors, tuple(places), optimizer, tuple(described), state, places)
+            places[key] = (mine, attribute)
+    return Restore(tensors, tuple(places), loaded, places)
+
+
+def _described(
+    optimizer: torch.optim.Optimizer, part_of: Mapping[torch.Tensor, Named], matched: Iterator[dict[str, Any]]
+) -> _Loaded:
+    """An optimizer's groups with the hyper-parameters that were saved, the next of ``matched``."""
+    found = _Loaded(optimizer)
+    for group, hyper in zip(optimizer.param_groups, matched):
+        numbers = list(range(len(found.numbers), len(found.numbers) + len(group["params"])))
+        found.numbers.update({part_of[p].name: i for i, p in zip(numbers, group["params"])})
+        carried = {key: _like(group.get(key), value) for key, value in hyper.items()}
+        found.groups.append({**group, **carried, "params": numbers})
+    return found
 
 
 def _like(mine: object, saved: Any) -> Any:
@@ -217,13 +257,16 @@ def _nest_groups(metadata: Metadata, groups: Mapping[str, Any]) -> list[dict[str
 
 
 def _match_groups(
-    optimizer: torch.optim.Optimizer, part_of: Mapping[torch.Tensor, Named], saved: Sequence[dict[str, Any]]
+    optimizers: Sequence[torch.optim.Optimizer],
+    part_of: Mapping[torch.Tensor, Named],
+    saved: Sequence[dict[str, Any]],
+    kinds: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """For each of the optimizer's groups, the hyper-parameters that its parameters were saved with."""
+    """For each of the optimizers' groups, the hyper-parameters that its parameters were saved with."""
     source = {name: i for i, group in enumerate(saved) for name in group["params"]}
     left = set(source)
     matched = []
-    for index, group in enumerate(optimizer.param_groups):
+    for index, (optimizer, group) in enumerate(_groups_of(optimizers)):
         sources: dict[int, str] = {}
         for parameter in group["params"]:
             names = part_of[parameter].names
@@ -235,6 +278,12 @@ def _match_groups(
                 )
             left.difference_update(names)
             sources.setdefault(source[name], name)
+            if kinds and kinds[source[name]] != kind_of(optimizer):
+                raise CheckpointError(
+                    f"the checkpoint holds the state of {kinds[source[name]]}, not of {kind_of(optimizer)}, for "
+                    f"parameter '{name}'; build that optimizer, or load with optimizer=None and let this one start "
+                    "afresh"
+                )
         matched.append(_one_setting(index, sources, saved))
     if left:
         raise CheckpointError(

@@ -7,10 +7,12 @@ it owns. Buckets take turns, so that only a few whole tensors exist at a time.
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from refshard.engine.collectives import Collectives
@@ -170,6 +172,7 @@ class _Bucket:
         ]
         self._groups = sorted({member.group for member in self._own})
         self._inner: torch.optim.Optimizer | None = None
+        self._first = True
         if self._own:
             self._inner = make(_given(outer.param_groups, self._own, self._groups), **options)
             for member in self._own:
@@ -213,7 +216,14 @@ class _Bucket:
             group.update(_options_of(outer.param_groups[index]))
         for member in present:
             self._inner.state[member.tensor] = outer.state[member.parameter]
+        issued = _issued()
         self._inner.step()
+        if self._first and _issued() != issued:
+            raise EngineError(
+                f"whole_tensors: {outer.made.__name__} communicates in a step, as if every rank stepped all tensors; "
+                "use its form for one device"
+            )
+        self._first = False
         for member in present:
             outer.state[member.parameter] = self._inner.state[member.tensor]
         for group, index in zip(self._inner.param_groups, self._groups):
@@ -310,6 +320,14 @@ def _check_unchanged(outer: WholeTensors, group: Group, ours: Group) -> None:
                 f"whole_tensors: {outer.made.__name__} changes '{key}' of its parameter groups in a step (from "
                 f"{ours.get(key)} to {value}), where each owner would have its own; use one that keeps state by tensor"
             )
+
+
+def _issued() -> int:
+    """How many collectives the default process group has issued; 0 where that is not known."""
+    group: Any = dist.group.WORLD
+    with suppress(RuntimeError):  # of a backend that does not count
+        return 0 if group is None else int(group._get_sequence_number_for_group())
+    return 0
 
 
 def _numbered(optimizer: "WholeTensors") -> list[Owned]:

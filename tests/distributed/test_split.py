@@ -1,6 +1,7 @@
 """The engine over parameters that tensor parallelism has split: norms, clipping, whole parameters, refusals."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -100,3 +101,30 @@ def test_what_is_split_unevenly_or_over_several_axes_is_refused() -> None:
         assert "parameter 'a' must be split evenly over one axis of a mesh" in uneven
         assert "of (5, 3) over 1 axes, 2 ranks; choose a degree that divides it" in uneven
         assert "over 2 axes, 4 ranks" in several
+
+
+def step_whole() -> tuple[str, list[bool]]:
+    """What whole tensors of split parameters raise, and whether those that each rank has whole are stepped right."""
+    mesh, model, bare = mesh_of_two_axes(), make_model(), make_model()
+    split(model, mesh["tensor"])
+    refshard.shard(model, mesh["shard"], mode="fsdp")
+    with pytest.raises(EngineError) as refused:
+        refshard.whole_tensors(torch.optim.Adafactor, model)
+    names = [name for name, _ in bare.named_parameters() if "norm" in name]
+    mine, theirs = ([dict(m.named_parameters())[name] for name in names] for m in (model, bare))
+    optimizer = refshard.whole_tensors(torch.optim.Adafactor, model, mine)
+    alone = torch.optim.Adafactor(theirs)
+    for parameter, other in zip(mine, theirs):
+        other.grad = torch.arange(1.0, 1 + other.numel()).view_as(other)
+        parameter.grad = other.grad.clone()
+    optimizer.step()
+    alone.step()
+    wholes = dict(refshard.full_parameters(model))
+    return str(refused.value), [torch.equal(wholes[name], other) for name, other in zip(names, theirs)]
+
+
+def test_optimizers_of_whole_tensors_refuse_what_is_split() -> None:
+    for message, right in run_ranks(4, step_whole):
+        assert re.search(r"whole_tensors: '.*' of shape .* is split by tensor parallelism", message)
+        assert right
+        assert all(right)

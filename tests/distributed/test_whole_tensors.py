@@ -1,5 +1,8 @@
 """Optimizers that need whole tensors, beside the same optimizers on an unsharded model with the same gradients."""
 
+import copy
+import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 
 import refshard
 from refshard import checkpoint
+from refshard.errors import EngineError
 from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import make_net
@@ -53,7 +64,8 @@ class Shampoo(torch.optim.Optimizer):
 
 def _inverse_root(matrix: torch.Tensor) -> torch.Tensor:
     values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.T
+    root: torch.Tensor = (vectors * values.clamp(min=1e-6) ** -0.25) @ vectors.T
+    return root
 
 
 MAKES: tuple[Make, ...] = (torch.optim.Muon, torch.optim.Adafactor, Shampoo)
@@ -64,7 +76,8 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    return getattr(parameter, "full_tensor", parameter.detach)()
+    found: torch.Tensor = getattr(parameter, "full_tensor", parameter.detach)()
+    return found
 
 
 def assign_gradients(step: int, *models: list[nn.Parameter]) -> None:
@@ -160,3 +173,207 @@ def test_a_checkpoint_resumes_under_other_modes_and_world_sizes_to_the_bit(tmp_p
     run_ranks(2, save_all, tmp_path)
     run_ranks(3, resume_all, tmp_path, ("zero1", "yafsdp", "replicate"), "fsdp")
     run_ranks(2, resume_all, tmp_path, ("fsdp", "zero2"), "replicate")
+
+
+def grouped(model: nn.Module, lr: float | torch.Tensor) -> list[dict[str, Any]]:
+    """Two groups of named parameters that lie between each other."""
+    named = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
+    up, rest = ([(name, p) for name, p in named if ("up" in name) is chosen] for chosen in (True, False))
+    return [{"params": up, "lr": 2 * lr, "weight_decay": 0.3}, {"params": rest}]
+
+
+def step_as_torch_does() -> None:
+    """Schedulers of rate and momentum, a tensor as rate, hooks, state that is cleared, weights that are written to."""
+    lrs: tuple[Any, ...] = (0.02, torch.tensor(0.02))
+    for mode, lr in itertools.product(("fsdp", "replicate"), lrs):
+        beside = Beside(torch.optim.Muon, mode)
+        beside.alone = torch.optim.Muon(grouped(beside.bare, lr), lr=copy.copy(lr))
+        beside.optimizer = refshard.whole_tensors(
+            torch.optim.Muon, beside.model, grouped(beside.model, lr), lr=copy.copy(lr)
+        )
+        both = (beside.alone, beside.optimizer)
+        schedules = [torch.optim.lr_scheduler.OneCycleLR(o, [0.1, 0.05], total_steps=STEPS + 1) for o in both]
+        called: list[str] = []
+        beside.optimizer.register_step_pre_hook(lambda *_, called=called: called.append("pre"))
+        beside.optimizer.register_step_post_hook(lambda *_, called=called: called.append("post"))
+        for step in range(STEPS):
+            beside.step(range(step, step + 1))
+            for schedule in schedules:
+                schedule.step()
+            with torch.no_grad():
+                for parameter in (*beside.bare.parameters(), *beside.model.parameters()):
+                    parameter.mul_(0.99)
+            for optimizer in both if step == 2 else ():
+                optimizer.state.clear()
+            beside.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        assert called == ["pre", "post"] * STEPS
+        for mine, theirs in zip(beside.optimizer.param_groups, beside.alone.param_groups):
+            assert mine.keys() == theirs.keys()
+            assert all(mine[key] == theirs[key] for key in mine if key != "params")
+
+
+@pytest.mark.full
+def test_groups_schedulers_hooks_and_clearing_are_those_of_the_optimizer_alone() -> None:
+    run_ranks(2, step_as_torch_does)
+
+
+class CountsInGroup(torch.optim.SGD):
+    """Keeps a number for a whole group."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+class ListsInState(torch.optim.SGD):
+    """Keeps tensors in a list."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["factors"] = [torch.zeros(1)]
+        return super().step(closure)
+
+
+class Communicates(torch.optim.SGD):
+    """Takes all ranks to step all tensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        dist.all_reduce(torch.ones(1))
+        return super().step(closure)
+
+
+class Regroups(torch.optim.SGD):
+    """Makes a group for each parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.param_groups = [{**group, "params": [p]} for group in self.param_groups for p in group["params"]]
+
+
+def misuse() -> dict[str, str]:
+    """What each misuse raises."""
+    model = refshard.shard(make_net(), mode="fsdp")
+    chosen = matrices(model)
+
+    def make(kind: Make, parameters: Any = None, **options: Any) -> torch.optim.Optimizer:
+        return refshard.whole_tensors(kind, model, parameters or chosen, **options)
+
+    def step(kind: Make) -> torch.optim.Optimizer:
+        optimizer = make(kind, lr=0.1)
+        assign_gradients(0, chosen)
+        optimizer.step()
+        return optimizer
+
+    def disagree() -> None:
+        optimizer = make(torch.optim.Muon)
+        assign_gradients(0, chosen)
+        chosen[3].grad = None if dist.get_rank() else chosen[3].grad
+        optimizer.step()
+
+    misuses: dict[str, Callable[[], object]] = {
+        "takes matrices only": lambda: refshard.whole_tensors(torch.optim.Muon, model),
+        "calls its closure": lambda: make(torch.optim.LBFGS),
+        "another's parameter": lambda: make(torch.optim.Muon, [nn.Parameter(torch.ones(2, 2))]),
+        "one more group": lambda: make(torch.optim.Muon).add_param_group({"params": []}),
+        "not sharded": lambda: refshard.whole_tensors(torch.optim.Muon, make_net()),
+        "counts in its groups": lambda: step(CountsInGroup),
+        "lists in its state": lambda: step(ListsInState).state_dict(),
+        "communicates": lambda: step(Communicates),
+        "regroups": lambda: make(Regroups, lr=0.1),
+        "disagree": disagree,
+    }
+    found = {}
+    for name, call in misuses.items():
+        with pytest.raises((EngineError, ValueError)) as caught:
+            call()
+        found[name] = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    return found
+
+
+MISUSES = {
+    "takes matrices only": r"only supports 2D(.|\n)*parameters=\[p for p in model\.parameters\(\) if p\.ndim == 2\]",
+    "calls its closure": "LBFGS calls its closure",
+    "another's parameter": r"of shape \(2, 2\) is none of the sharded model's",
+    "one more group": r"whole_tensors\(Muon\): a parameter group cannot be added",
+    "not sharded": "the model is not sharded",
+    "counts in its groups": r"changes 'steps' of its parameter groups in a step \(from None to 1\)",
+    "lists in its state": "state 'factors' of 'embed.weight' .* is a list of tensors",
+    "communicates": "Communicates communicates in a step",
+    "regroups": "Regroups changes its parameter groups",
+    "disagree": "rank . steps other parameters than another rank does",
+}
+
+
+def test_what_owners_cannot_compute_is_refused_on_every_rank() -> None:
+    for found in run_ranks(2, misuse):
+        assert found.keys() == MISUSES.keys()
+        for name, pattern in MISUSES.items():
+            assert re.search(pattern, found[name]), found[name]
+
+
+def through_torch(folder: Path) -> None:
+    """State as torch's functions give it, whole and in parts, is that of the optimizer alone, and comes back."""
+    for make, mode in itertools.product(MAKES, ("fsdp", "replicate")):
+        beside, other = Beside(make, mode), Beside(make, mode, lr=9.0)
+        beside.step(range(STEPS))
+        whole_state = get_optimizer_state_dict(
+            beside.model, beside.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        if dist.get_rank() == 0:
+            assert_whole(whole_state["state"], beside)
+        state = {"optimizer": get_optimizer_state_dict(beside.model, beside.optimizer)}
+        dcp_save(state, checkpoint_id=folder / f"{make.__name__} {mode}")
+        read = {"optimizer": get_optimizer_state_dict(other.model, other.optimizer)}
+        dcp_load(read, checkpoint_id=folder / f"{make.__name__} {mode}")
+        everywhere = [whole_state]
+        dist.broadcast_object_list(everywhere)
+        for given, full in ((read["optimizer"], False), (everywhere[0], True)):
+            beside.optimizer = refshard.whole_tensors(make, beside.model, matrices(beside.model), lr=9.0)
+            kept = copy.deepcopy((beside.bare.state_dict(), beside.alone.state_dict()))
+            parts = [p.detach().clone() for p in beside.model.parameters()]
+            options = StateDictOptions(full_state_dict=full)
+            beside.optimizer.zero_grad()  # torch makes state to load into by a step only where there is no gradient
+            set_optimizer_state_dict(beside.model, beside.optimizer, given, options=options)
+            beside.step(range(STEPS, STEPS + 2))
+            beside.bare.load_state_dict(kept[0])
+            beside.alone.load_state_dict(kept[1])
+            with torch.no_grad():
+                for parameter, part in zip(beside.model.parameters(), parts):
+                    parameter.copy_(part)
+
+
+def assert_whole(state: Any, beside: Beside) -> None:
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in beside.bare.named_parameters()}
+    for parameter, expected in beside.alone.state.items():
+        found = state[names[parameter]]
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), f"{names[parameter]}: {key}"
+
+
+def test_torchs_state_dict_functions_see_all_state(tmp_path: Path) -> None:
+    run_ranks(2, through_torch, tmp_path)
+
+
+def save_a_part(folder: Path) -> str:
+    beside = Beside(torch.optim.Muon, "fsdp")
+    beside.step(range(2))
+    kept, weights = copy.deepcopy(beside.optimizer.state_dict()), copy.deepcopy(beside.model.state_dict())
+    alone = copy.deepcopy((beside.bare.state_dict(), beside.alone.state_dict()))
+    beside.step(range(2, 4))
+    beside.optimizer.load_state_dict(kept)
+    beside.model.load_state_dict(weights)
+    beside.bare.load_state_dict(alone[0])
+    beside.alone.load_state_dict(alone[1])
+    beside.step(range(2, 4))
+    with pytest.raises(EngineError) as caught:
+        torch.save(beside.optimizer.state_dict(), folder / f"{dist.get_rank()}.pt")
+    return str(caught.value)
+
+
+def test_a_state_dict_comes_back_and_is_never_saved_in_part(tmp_path: Path) -> None:
+    for message in run_ranks(2, save_a_part, tmp_path):
+        assert "momentum_buffer' of shape" in message
+        assert "cannot be pickled or saved by torch.save" in message

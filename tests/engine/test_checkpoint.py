@@ -18,9 +18,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import refshard
 from refshard.engine import checkpoint
 from refshard.engine.dcp import write
+from refshard.engine.optimizer_state import state_of
+from refshard.engine.parts import named_parts
 from refshard.errors import CheckpointError, EngineError
 from refshard.plan.placement import MODES
 from tests.engine.fakes import Block, LateCollectives, Net, make_net, train
+from tests.engine.test_properties import PartCollectives
 
 MODE_NAMES = list(MODES)
 
@@ -90,6 +93,33 @@ def test_a_checkpoint_before_the_first_step_clears_the_state(tmp_path: Path) -> 
     assert checkpoint.load(tmp_path / "c", other, optimizer) == {}
     assert not optimizer.state
     assert_same(everything(other), make_net().state_dict())
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = ([p for p in model.parameters() if (p.ndim == 2) is two] for two in (True, False))
+    return [refshard.whole_tensors(torch.optim.Muon, model, matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def test_two_optimizers_that_share_the_parameters_are_saved_together(tmp_path: Path) -> None:
+    model, other = shard(make_net()), shard(make_net(seed=1))
+    both, fresh = muon_and_adamw(model), muon_and_adamw(other)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in both:
+        optimizer.step()
+    checkpoint.save(tmp_path / "c", model, both)
+    checkpoint.load(tmp_path / "c", other, fresh[::-1])
+    for mine, theirs in zip(both, fresh):
+        states = [list(optimizer.state.values()) for optimizer in (mine, theirs)]
+        assert all(torch.equal(a[key], b[key]) for a, b in zip(*states) for key in a)
+    refused: dict[str, list[torch.optim.Optimizer]] = {
+        "holds the state of Muon, not of AdamW, for parameter 'embed.weight'": [adamw(other)],
+        "of parameter 'embed.weight', which the optimizer does not have": fresh[1:],
+        "Muon and AdamW both hold parameter 'embed.weight'": [fresh[0], adamw(other)],
+    }
+    for message, wrong in refused.items():
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.load(tmp_path / "c", other, wrong)
 
 
 def test_without_an_optimizer_the_model_alone_is_loaded(tmp_path: Path) -> None:
@@ -347,10 +377,18 @@ def test_a_group_cannot_join_what_was_saved_with_different_settings(tmp_path: Pa
 
 
 def with_odd_state(model: nn.Module) -> torch.optim.Optimizer:
-    """State that is neither elementwise nor scalar."""
+    """State that no reader of checkpoints could load without running its code."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.state[next(model.parameters())]["rows"] = nn.Linear(1, 1)
+    return optimizer
+
+
+def test_state_of_a_part_that_is_neither_elementwise_nor_scalar_is_refused() -> None:
+    model = refshard.shard(make_net(), mode="fsdp", collectives=PartCollectives(1, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.state[next(model.parameters())]["rows"] = torch.zeros(3, 1)
-    return optimizer
+    with pytest.raises(CheckpointError, match=r"'rows' of parameter 'embed\.weight' in SGD has the shape \(3, 1\)"):
+        state_of([optimizer], named_parts(model))
 
 
 @pytest.mark.parametrize(
@@ -363,7 +401,7 @@ def with_odd_state(model: nn.Module) -> torch.optim.Optimizer:
         (
             None,
             with_odd_state,
-            r"'rows' of parameter 'embed\.weight' in SGD has the shape \(3, 1\); it must be scalar or",
+            r"'optimizer\.state\.embed\.weight\.rows' must be made of numbers, strings, tensors",
         ),
     ],
 )

@@ -130,9 +130,9 @@ class SubclassOfLBFGS(torch.optim.LBFGS):
     """Likewise."""
 
 
-def _closed(side: Side, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
+def _closed(side: Side, make: Make, *, whole: bool = False) -> None:
     model = side.shard(Stack(), side.x())
-    optimizer = make(model.parameters())
+    optimizer = side.whole_tensors(make, model, model.parameters()) if whole else make(model.parameters())
     for step in range(3):
 
         def closure(step: int = step) -> Any:
@@ -164,6 +164,89 @@ def muon(side: Side) -> None:
     model = side.shard(Stack())
     matrices = [p for n, p in model.named_parameters() if n.endswith("weight") and "norm" not in n]
     train(side, model, optimizer=torch.optim.Muon(matrices, lr=0.01))
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+def _whole(name: str, make: Make, **expected: Any) -> Case:
+    """Trained whole, with weights that are written to between steps."""
+
+    def run(side: Side) -> None:
+        model = side.shard(Stack(), side.x())
+        optimizer = side.whole_tensors(make, model, model.parameters())
+        for start in (0, 2):
+            train(side, model, optimizer=optimizer, start=start, steps=2)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9)
+
+    run.__name__ = f"whole_tensors_{name}"
+    return case(**expected)(run)
+
+
+WHOLE = [
+    _whole("adafactor", lambda ps: torch.optim.Adafactor(ps, lr=0.01), table=True),
+    _whole("trust_ratio", lambda ps: Trust(ps)),
+    _whole("by_rows", lambda ps: ByRows(ps)),
+    _whole("orthogonalised", lambda ps: Orthogonal(ps), table=True),
+]
+
+
+@case(table=True, rtol=1e-2)
+def whole_tensors_muon_beside_adamw(side: Side) -> None:
+    """Two optimizers that share the model, under one schedule each. Muon rounds to bf16."""
+    model = side.shard(Stack(), side.x())
+    muon = side.whole_tensors(torch.optim.Muon, model, matrices(model), lr=0.01)
+    others = adamw([p for p in model.parameters() if p.ndim != 2])
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (muon, others)]
+    for step in range(4):
+        loss = mean_square(model(side.x(step)))
+        loss.backward()
+        for optimizer, schedule in zip((muon, others), schedules):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        side.log_mean(f"loss {step}", loss)
+
+
+@case(variants=PLAIN)
+def whole_tensors_with_a_closure(side: Side) -> None:
+    _closed(side, lambda ps: torch.optim.Adafactor(ps, lr=0.01), whole=True)
+
+
+@case(variants=PLAIN)
+def whole_tensors_of_some_blocks(side: Side) -> None:
+    """Blocks take turns to compute; what did not has no gradient, and is not stepped."""
+    model = side.shard(Stack(), side.x())
+    optimizer = side.whole_tensors(lambda ps: Orthogonal(ps), model, model.parameters())
+    for step in range(4):
+        with warnings.catch_warnings(action="ignore"):
+            loss = mean_square(model.head(model.layers[step % 2](model.inputs(side.x(step)))))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        side.log_mean(f"loss {step}", loss)
+
+
+@case(variants=PLAIN, refuses="closure")
+def whole_tensors_lbfgs(side: Side) -> None:
+    """Couples all tensors."""
+    _closed(side, lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=2), whole=True)
+
+
+@case(variants=PLAIN, modes=("replicate", "zero1", "zero2", "fsdp"))
+def whole_tensors_without_reductions(side: Side) -> None:
+    options: dict[str, Any] = {"accumulation": "unsharded"} if side.engine else {}
+    model = side.shard(Stack(), **options)
+    optimizer = side.whole_tensors(lambda ps: Orthogonal(ps), model, model.parameters())
+    for step in range(0, 6, 2):
+        for index in range(2):
+            with side.microbatch(model, last=index == 1):
+                mean_square(model(side.x(step + index))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @case(table=True)

@@ -159,6 +159,12 @@ class Side(ABC):
         """Clip as the side's own documentation says."""
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, p)
 
+    def whole_tensors(
+        self, make: Callable[..., torch.optim.Optimizer], model: nn.Module, parameters: Any, **options: Any
+    ) -> torch.optim.Optimizer:
+        """An optimizer that needs whole tensors."""
+        return make(parameters, **options)
+
     @property
     def engine(self) -> bool:
         """Whether this is refshard."""
@@ -320,6 +326,11 @@ class Engine(Ranks):
 
     def microbatch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else refshard.no_sync(model)
+
+    def whole_tensors(
+        self, make: Callable[..., torch.optim.Optimizer], model: nn.Module, parameters: Any, **options: Any
+    ) -> torch.optim.Optimizer:
+        return refshard.whole_tensors(make, model, parameters, **options)
 
     def own_clip(self, model: nn.Module, max_norm: float, p: float = 2.0) -> torch.Tensor:
         return refshard.clip_grad_norm_(model, max_norm, p)
