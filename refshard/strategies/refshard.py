@@ -9,7 +9,6 @@ from torch import nn
 
 from refshard.engine.api import engine_of, full_parameters, no_sync, shard, whole_tensors
 from refshard.engine.collectives import library_of
-from refshard.engine.local_part import local_of
 from refshard.engine.precision import Precision
 from refshard.engine.unit import Unit
 from refshard.engine.whole_tensors import WholeTensors
@@ -22,6 +21,7 @@ from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import values
 from refshard.strategies.exchange import announce_exchange
 from refshard.strategies.loop import PlainLoop
+from refshard.strategies.muon_over_owners import announce_owners, warn_of_absent_owners
 from refshard.strategies.peers.tensor_parallel import announce_split, split
 from refshard.strategies.world import World
 
@@ -53,6 +53,7 @@ class Refshard(Strategy):
 
     def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> WholeTensors:
         self._muon = whole_tensors(torch.optim.Muon, self._model, matrices, **options)
+        warn_of_absent_owners(self._muon, engine_of(self._model).units, self._world.case)
         return self._muon
 
     def wrapped_units(self) -> tuple[str, ...]:
@@ -80,7 +81,7 @@ class Refshard(Strategy):
         if self._world.tensor is not None:
             issued += announce_split(self._model, self._world, self._world.computed)
         if self._muon is not None:
-            issued += self._exchanged(self._muon)
+            issued += announce_owners(self._muon, units, self._world.case)
         return count_collectives(issued)
 
     def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:
@@ -105,21 +106,6 @@ class Refshard(Strategy):
                 yield op, flat.layout.numel * itemsize
             if kind is OpKind.REDUCE and replicas > 1:
                 yield "all_reduce", flat.layout.shard_numel * itemsize
-
-    def _exchanged(self, muon: WholeTensors) -> Iterator[tuple[str, int]]:
-        """What a step of Muon exchanges: of each flat parameter that has matrices, this rank's parts of their gradients
-        and of the matrices, to their owners, and then the matrices that this rank owns, to all. First the ranks agree
-        on what is to be stepped.
-        """
-        owner_of = {member.parameter: member.owner for member in muon.members if member.whole is not None}
-        rank, replicas = muon.collectives.rank, self._world.case.replicas
-        if owner_of:
-            yield from [("all_reduce", 16)] * (2 if replicas > 1 else 1)
-        for flat in (flat for unit in engine_of(self._model).units for flat in unit.flats):
-            matrices = [p.sharded for p in flat.parameters if p.sharded in owner_of]
-            if matrices:
-                yield from [("all_to_all", sum(local_of(m).nbytes for m in matrices))] * 2
-                yield "all_to_all", sum(m.nbytes for m in matrices if owner_of[m] == rank)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""
