@@ -17,11 +17,12 @@ from refshard.engine.grouping import Member, UnitGroup, find_ignored, group_unit
 from refshard.engine.hooks import Hooks
 from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise, materialise_buffers
 from refshard.engine.optim import clip_gradients, watch_optimizers
+from refshard.engine.owners import Make, Place
 from refshard.engine.precision import Precision
 from refshard.engine.registration import watch_registrations
 from refshard.engine.state_dict import show_gatherable
 from refshard.engine.unit import Unit
-from refshard.engine.whole_tensors import Make, Place, WholeTensors
+from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import EngineError, SpecError
 from refshard.plan.placement import Accumulation, Mode, find_mode
 

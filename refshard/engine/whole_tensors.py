@@ -4,36 +4,21 @@ The optimizer of the user's choice does not change: every rank makes one of that
 it owns. Buckets take turns, so that only a few whole tensors exist at a time.
 """
 
-import inspect
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from refshard.engine.collectives import Collectives
-from refshard.engine.exchange import Exchange, Owned, stand_in
-from refshard.engine.local_part import gatherable, whole_of
+from refshard.engine.exchange import Exchange, Owned
+from refshard.engine.local_part import gatherable
 from refshard.engine.owned_state import everyones_state, own_state, owned_part
+from refshard.engine.owners import Flat, Group, Make, Place, assign_owners, members_of, options_of, prototype
 from refshard.errors import EngineError
-from refshard.plan.owners import choose_owners, fill_buckets, step_cost
-
-Make = Callable[..., torch.optim.Optimizer]
-"""A class of optimizers, or what else makes one from parameter groups and options."""
-Group = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The parameters of one flat parameter of a unit, in the order of the elements; they compute on ``device``."""
-
-    unit: str
-    parameters: tuple[nn.Parameter, ...]
-    device: torch.device
 
 
 @final
@@ -58,11 +43,11 @@ class WholeTensors(torch.optim.Optimizer):
         self._complete = False
         super().__init__(parameters, {})
         self.collectives = collectives
-        flats = _members_of(self.param_groups, places)
+        flats = members_of(self.param_groups, places)
         self.members = tuple(member for _, members in flats for member in members)
-        self._adopt(_prototype(make, self.param_groups, self.members, options))
+        self._adopt(prototype(make, self.param_groups, self.members, options))
         self._buckets = [
-            _Bucket(self, make, options, bucket, collectives) for bucket in _assigned(flats, collectives.world_size)
+            _Bucket(self, make, options, bucket, collectives) for bucket in assign_owners(flats, collectives.world_size)
         ]
         self._complete = True
         self.register_state_dict_post_hook(_show_state)
@@ -73,7 +58,7 @@ class WholeTensors(torch.optim.Optimizer):
         """Take over the options that ``prototype`` has found for each group, and for which parameters it has state."""
         self.made, self.defaults = type(prototype), prototype.defaults
         for group, made in zip(self.param_groups, prototype.param_groups):
-            group.update(_options_of(made))
+            group.update(options_of(made))
         for member in self.members:
             if member.tensor in prototype.state:
                 self.state[member.parameter] = {}
@@ -91,6 +76,18 @@ class WholeTensors(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> NoReturn:
+        """A copy would step the original's tensors, or none.
+
+        Raises:
+            EngineError: always; ``copy.deepcopy`` and ``pickle`` come here.
+        """
+        raise EngineError(
+            f"whole_tensors({self.made.__name__}) cannot be copied or pickled; build another one over the model, and "
+            "load this one's state_dict()"
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient; collective. Returns what ``closure`` does.
@@ -160,7 +157,7 @@ class _Bucket:
         outer: WholeTensors,
         make: Make,
         options: dict[str, Any],
-        flats: Sequence[tuple[Place, Sequence[Owned]]],
+        flats: Sequence[Flat],
         collectives: Collectives,
     ) -> None:
         self._members = [member for _, members in flats for member in members]
@@ -174,7 +171,11 @@ class _Bucket:
         self._inner: torch.optim.Optimizer | None = None
         self._first = True
         if self._own:
-            self._inner = make(_given(outer.param_groups, self._own, self._groups), **options)
+            given = [
+                {**options_of(outer.param_groups[i]), "params": [m.tensor for m in self._own if m.group == i]}
+                for i in self._groups
+            ]
+            self._inner = make(given, **options)
             for member in self._own:
                 if member.tensor in self._inner.state:  # what the constructor has made
                     outer.state[member.parameter] = self._inner.state[member.tensor]
@@ -213,7 +214,7 @@ class _Bucket:
         if self._inner is None or not present:
             return
         for group, index in zip(self._inner.param_groups, self._groups):
-            group.update(_options_of(outer.param_groups[index]))
+            group.update(options_of(outer.param_groups[index]))
         for member in present:
             self._inner.state[member.tensor] = outer.state[member.parameter]
         issued = _issued()
@@ -230,91 +231,8 @@ class _Bucket:
             _check_unchanged(outer, group, outer.param_groups[index])
 
 
-def _members_of(groups: Sequence[Group], places: Sequence[Place]) -> list[tuple[Place, list[Owned]]]:
-    """What is to be stepped, by flat parameter; owners are not chosen yet.
-
-    Raises:
-        EngineError: a parameter is not the model's, or no rank can have the whole of it.
-    """
-    group_of = {p: index for index, group in enumerate(groups) for p in group["params"]}
-    unknown = set(group_of).difference(p for place in places for p in place.parameters)
-    if unknown:
-        shape = tuple(next(p for p in group_of if p in unknown).shape)
-        raise EngineError(
-            f"whole_tensors: a parameter of shape {shape} is none of the sharded model's; give parameters of "
-            "model.parameters(), taken after refshard.shard and between steps"
-        )
-    flats = []
-    for place in places:
-        members = [_member(p, group_of[p], place.device) for p in place.parameters if p in group_of]
-        if members:
-            flats.append((place, members))
-    return flats
-
-
-def _member(parameter: nn.Parameter, group: int, device: torch.device) -> Owned:
-    whole = whole_of(parameter)
-    if whole is None:
-        return Owned(parameter, None, group, owner=0, tensor=parameter)
-    if whole.slab_shape != whole.shape:
-        raise EngineError(
-            f"whole_tensors: {whole.label} is split by tensor parallelism, and the ranks that shard it have a slab of "
-            f"{list(whole.slab_shape)} only; leave it to an elementwise optimizer, such as AdamW"
-        )
-    return Owned(parameter, whole, group, owner=0, tensor=stand_in(parameter, device))
-
-
-def _prototype(
-    make: Make, groups: Sequence[Group], members: Sequence[Owned], options: dict[str, Any]
-) -> torch.optim.Optimizer:
-    """An optimizer over stand-ins for all parameters: torch's own checks, and the options of each group.
-
-    Raises:
-        EngineError: owners cannot compute what it computes.
-    """
-    tensor_of = {member.parameter: stand_in(member.tensor, member.tensor.device) for member in members}
-    given = [{**_options_of(group), "params": [tensor_of[p] for p in group["params"]]} for group in groups]
-    made = make(given, **options)
-    name = type(made).__name__
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise EngineError(
-            f"whole_tensors: {name} calls its closure in a step, which couples all tensors; an owner sees only its "
-            "own. Use an optimizer that steps each tensor by its gradient"
-        )
-    mine = [[tensor_of[p] for p in group["params"]] for group in groups]
-    if [set(group["params"]) for group in made.param_groups] != [set(params) for params in mine]:
-        raise EngineError(f"whole_tensors: {name} changes its parameter groups; give it the groups that it makes")
-    return made
-
-
-def _assigned(flats: Sequence[tuple[Place, list[Owned]]], ranks: int) -> list[list[tuple[Place, list[Owned]]]]:
-    """Buckets, once each tensor of theirs has its owner; what is not sharded forms one more."""
-    sharded = [flat for flat in flats if flat[1][0].whole is not None]
-    costs = [[step_cost(member.parameter.shape) for member in members] for _, members in sharded]
-    loads = [0] * ranks
-    buckets = []
-    for indices in fill_buckets(costs, ranks):
-        bucket = [sharded[index] for index in indices]
-        members = [member for _, of_flat in bucket for member in of_flat]
-        for member, owner in zip(members, choose_owners([c for index in indices for c in costs[index]], loads)):
-            member.owner = owner
-        buckets.append(bucket)
-    plain = [flat for flat in flats if flat[1][0].whole is None]
-    return [*buckets, plain] if plain else buckets
-
-
-def _given(groups: Sequence[Group], own: Sequence[Owned], indices: Sequence[int]) -> list[Group]:
-    """Those of the groups that this rank owns something of, with what it owns."""
-    return [{**_options_of(groups[i]), "params": [m.tensor for m in own if m.group == i]} for i in indices]
-
-
-def _options_of(group: Group) -> Group:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def _check_unchanged(outer: WholeTensors, group: Group, ours: Group) -> None:
-    for key, value in _options_of(group).items():
+    for key, value in options_of(group).items():
         if value is not ours.get(key):
             raise EngineError(
                 f"whole_tensors: {outer.made.__name__} changes '{key}' of its parameter groups in a step (from "

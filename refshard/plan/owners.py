@@ -1,11 +1,14 @@
 """Which rank steps which tensor, where an optimizer needs whole ones. Pure arithmetic on shapes.
 
 A tensor is brought to one rank, its owner, which steps it and sends the parts back. Tensors take turns in *buckets*,
-so that few whole ones exist at a time; what a bucket takes is what its busiest rank takes.
+so that few whole ones exist at a time; a bucket takes as long as its busiest rank.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+IMBALANCE = 1.25
+"""How much more than the mean the busiest rank of a bucket may have to do: a lower limit needs larger buckets."""
 
 
 def step_cost(shape: Sequence[int]) -> int:
@@ -19,33 +22,33 @@ def step_cost(shape: Sequence[int]) -> int:
     return rows * columns * (min(rows, columns) if len(shape) > 1 else 1)
 
 
-def fill_buckets(costs: Sequence[Sequence[int]], ranks: int) -> tuple[range, ...]:
-    """Ranges of flat parameters that form a bucket; ``costs`` are those of the tensors in each flat parameter.
+def share_out(costs: Sequence[Sequence[int]], ranks: int) -> Iterator[tuple[range, list[int]]]:
+    """Buckets, each a range of flat parameters and the owners of all their tensors; ``costs`` are those of the tensors
+    of each flat parameter.
 
-    A bucket is as small as it can be with as much work for each of the ``ranks`` as its largest tensor is: then that
-    tensor's owner keeps no other rank waiting. The last bucket may have less.
+    A bucket is the fewest flat parameters in a row that the ranks can share within :data:`IMBALANCE`; the last one may
+    have to be shared worse.
     """
-    buckets, first, total, largest = [], 0, 0, 0
-    for index, of_flat in enumerate(costs):
-        total += sum(of_flat)
-        largest = max(largest, *of_flat)
-        if total >= ranks * largest:
-            buckets.append(range(first, index + 1))
-            first, total, largest = index + 1, 0, 0
-    if first < len(costs):
-        buckets.append(range(first, len(costs)))
-    return tuple(buckets)
+    loads = [0] * ranks
+    first = 0
+    for index in range(len(costs)):
+        bucket = [cost for of_flat in costs[first : index + 1] for cost in of_flat]
+        owners = choose_owners(bucket, loads)
+        shares = [sum(cost for cost, owner in zip(bucket, owners) if owner == rank) for rank in range(ranks)]
+        if max(shares) * ranks <= IMBALANCE * sum(bucket) or index == len(costs) - 1:
+            yield range(first, index + 1), owners
+            loads = [load + share for load, share in zip(loads, shares)]
+            first = index + 1
 
 
-def choose_owners(costs: Sequence[int], loads: list[int]) -> list[int]:
+def choose_owners(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
     """The owner of each tensor of a bucket; largest first, each goes to the rank that has the least of the bucket.
 
-    Among equals it goes to the one that owns the least so far, by ``loads``, to which this bucket's costs are added.
+    Among equals it goes to the rank that has the least so far, by ``loads``.
     """
-    owners, bucket = [0] * len(costs), [0] * len(loads)
+    owners, shares = [0] * len(costs), [0] * len(loads)
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owner = min(range(len(loads)), key=lambda rank: (bucket[rank], loads[rank], rank))
+        owner = min(range(len(loads)), key=lambda rank: (shares[rank], loads[rank], rank))
         owners[index] = owner
-        bucket[owner] += costs[index]
-        loads[owner] += costs[index]
+        shares[owner] += costs[index]
     return owners

@@ -25,7 +25,7 @@ from refshard import checkpoint
 from refshard.errors import EngineError
 from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
-from tests.engine.fakes import make_net
+from tests.engine.fakes import loss_of, make_batch, make_net
 
 pytestmark = pytest.mark.processes
 
@@ -272,7 +272,15 @@ def misuse() -> dict[str, str]:
         chosen[3].grad = None if dist.get_rank() else chosen[3].grad
         optimizer.step()
 
+    def step_unreduced() -> None:
+        unreduced = refshard.shard(make_net(), mode="fsdp", accumulation="unsharded")
+        optimizer = refshard.whole_tensors(torch.optim.Adafactor, unreduced)
+        with refshard.no_sync(unreduced):
+            loss_of(unreduced, make_batch(0)).backward()
+        optimizer.step()
+
     misuses: dict[str, Callable[[], object]] = {
+        "not reduced": step_unreduced,
         "takes matrices only": lambda: refshard.whole_tensors(torch.optim.Muon, model),
         "calls its closure": lambda: make(torch.optim.LBFGS),
         "another's parameter": lambda: make(torch.optim.Muon, [nn.Parameter(torch.ones(2, 2))]),
@@ -281,6 +289,7 @@ def misuse() -> dict[str, str]:
         "counts in its groups": lambda: step(CountsInGroup),
         "lists in its state": lambda: step(ListsInState).state_dict(),
         "communicates": lambda: step(Communicates),
+        "copied": lambda: copy.deepcopy(make(torch.optim.Muon)),
         "regroups": lambda: make(Regroups, lr=0.1),
         "disagree": disagree,
     }
@@ -293,6 +302,7 @@ def misuse() -> dict[str, str]:
 
 
 MISUSES = {
+    "not reduced": "gradient of 'embed.weight' .*, which is not reduced over ranks yet",
     "takes matrices only": r"only supports 2D(.|\n)*parameters=\[p for p in model\.parameters\(\) if p\.ndim == 2\]",
     "calls its closure": "LBFGS calls its closure",
     "another's parameter": r"of shape \(2, 2\) is none of the sharded model's",
@@ -301,6 +311,7 @@ MISUSES = {
     "counts in its groups": r"changes 'steps' of its parameter groups in a step \(from None to 1\)",
     "lists in its state": "state 'factors' of 'embed.weight' .* is a list of tensors",
     "communicates": "Communicates communicates in a step",
+    "copied": r"whole_tensors\(Muon\) cannot be copied or pickled",
     "regroups": "Regroups changes its parameter groups",
     "disagree": "rank . steps other parameters than another rank does",
 }

@@ -42,6 +42,17 @@ def model_compiled(side: Side) -> None:
     train(side, model, lambda step: mean_square(compiled(side.x(step))))
 
 
+@case(variants=PLAIN)
+def whole_tensors_step_compiled(side: Side) -> None:
+    model = side.shard(Stack())
+    optimizer = side.whole_tensors(torch.optim.Adafactor, model, model.parameters(), lr=0.01)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for step in range(4):
+        mean_square(model(side.x(step))).backward()
+        compiled()
+        optimizer.zero_grad()
+
+
 @case(variants=PLAIN, table=True, refuses="compile")
 def step_compiled(side: Side) -> None:
     torch._dynamo.reset()

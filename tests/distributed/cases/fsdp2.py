@@ -86,6 +86,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "whole_tensors_adafactor",
         "whole_tensors_lbfgs",
         "whole_tensors_of_some_blocks",
+        "whole_tensors_step_compiled",
         "whole_tensors_with_a_closure",
         "average_swapped_in_for_evaluation",
         "averages_by_foreach",
