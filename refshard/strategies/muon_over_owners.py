@@ -8,7 +8,7 @@ from torch import nn
 from refshard.engine.local_part import local_of
 from refshard.engine.unit import Unit
 from refshard.engine.whole_tensors import WholeTensors
-from refshard.plan.owners import fill_buckets, step_cost
+from refshard.plan.owners import share_out, step_cost
 from refshard.specs.case import CaseSpec
 
 _AGREEMENT_BYTES = 16
@@ -30,15 +30,14 @@ def announce_owners(muon: WholeTensors, units: Sequence[Unit], case: CaseSpec) -
 
 def warn_of_absent_owners(muon: WholeTensors, units: Sequence[Unit], case: CaseSpec) -> None:
     """Where other ranks do not run, say what is missing: a bucket is done when its busiest rank is."""
-    owner_of, rank = _owners(muon), muon.collectives.rank
-    if not owner_of or case.processes == case.world_size:
+    if case.processes == case.world_size:
         return
-    costs = [[(owner_of[m], step_cost(m.shape)) for m in matrices] for matrices in _by_flat(owner_of, units)]
-    buckets = fill_buckets([[cost for _, cost in of_flat] for of_flat in costs], muon.collectives.world_size)
+    rank, ranks = muon.collectives.rank, muon.collectives.world_size
+    costs = [[step_cost(matrix.shape) for matrix in matrices] for matrices in _by_flat(_owners(muon), units)]
     own = busiest = 0
-    for indices in buckets:
-        loads = [0] * muon.collectives.world_size
-        for owner, cost in (pair for index in indices for pair in costs[index]):
+    for indices, owners in share_out(costs, ranks):
+        loads = [0] * ranks
+        for owner, cost in zip(owners, (cost for index in indices for cost in costs[index])):
             loads[owner] += cost
         own, busiest = own + loads[rank], busiest + max(loads)
     if own < busiest:
