@@ -75,4 +75,4 @@ def test_muon_over_rows_in_place_of_matrices_is_no_parity() -> None:
     case = msgspec.structs.replace(CASE, optimizer="muon")
     right = losses(case)
     assert apart(case, right, losses(case, 1 + 1e-7)) < 0.2, "the last bits of gradients"
-    assert apart(case, right, losses(case, muon=MuonOfHalves)) > 5
+    assert apart(case, right, losses(case, muon=MuonOfHalves)) > 2
