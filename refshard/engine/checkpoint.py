@@ -73,10 +73,10 @@ def save(
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
-    """Fill a sharded model, and an optimizer over it, from a checkpoint, and return its ``extra``.
+    """Fill a sharded model, and an optimizer over it or several, from a checkpoint, and return its ``extra``.
 
     Collective over all ranks, between steps. Any mode and world size can load what any other saved. Names, shapes and
-    files are checked before anything is changed. Values are converted to the model's dtypes. The optimizer gets its
+    files are checked before anything is changed. Values are converted to the model's dtypes. An optimizer gets its
     state, which it need not have yet, and the hyper-parameters that its parameters were saved with, whatever group
     they are in; it keeps its own ``foreach``, ``fused`` and ``capturable``. With ``optimizer=None`` the saved optimizer
     is ignored.

@@ -66,8 +66,8 @@ def stand_in(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 class Exchange:
     """What travels for the ``members`` of one flat parameter of a ``unit``, which are in the order of their places.
 
-    Of each step: :meth:`bring`, :meth:`arrive`, :meth:`send_back` and :meth:`land`, on every rank. Only members that
-    have a gradient take part; all ranks must agree on which these are.
+    A step calls :meth:`bring`, :meth:`arrive`, :meth:`send_back` and :meth:`land`, in this order, on every rank. Only
+    members that have a gradient take part; all ranks must agree on which these are.
     """
 
     def __init__(self, unit: str, members: Sequence[Owned], collectives: Collectives, device: torch.device) -> None:
@@ -75,6 +75,7 @@ class Exchange:
         self._members = tuple(members)
         self._collectives = collectives
         self._device = device
+        self._present: list[Owned] = []
         self._going: list[Owned] = []
         self._mine: list[Owned] = []
         self._sent: list[int] = []
@@ -84,12 +85,9 @@ class Exchange:
 
     def bring(self) -> None:
         """Issue what brings the owners whole gradients and parameters."""
-        rank, ranks = self._collectives.rank, range(self._collectives.world_size)
         present = [m for m in self._members if m.present]
-        self._going = sorted(present, key=lambda m: m.owner)
-        self._mine = [m for m in present if m.owner == rank]
-        self._sent = [sum(m.length(rank) for m in present if m.owner == owner) for owner in ranks]
-        self._received = [sum(m.length(source) for m in self._mine) for source in ranks]
+        if present != self._present:  # as in the first step, and rarely again
+            self._plan(present)
         self._tensors = []
         if not present:
             return
@@ -98,6 +96,16 @@ class Exchange:
             parameters = torch.cat([local_of(m.parameter) for m in self._going])
             works = tuple(self._send(t.to(self._device), self._received, self._sent) for t in (gradients, parameters))
         self._pending = Together(works)
+
+    def _plan(self, present: list[Owned]) -> None:
+        """How much this rank sends to each owner, and receives from each rank of what it owns itself."""
+        rank, ranks = self._collectives.rank, range(self._collectives.world_size)
+        self._present, self._going = present, sorted(present, key=lambda m: m.owner)
+        self._mine = [m for m in present if m.owner == rank]
+        self._sent = [0 for _ in ranks]
+        for member in present:
+            self._sent[member.owner] += member.length(rank)
+        self._received = [sum(m.length(source) for m in self._mine) for source in ranks]
 
     def arrive(self) -> None:
         """Await them, and give each tensor that this rank owns its values and its gradient."""

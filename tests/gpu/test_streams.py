@@ -14,6 +14,7 @@ import refshard
 from refshard.engine.device import lanes_of
 from refshard.engine.precision import Precision
 from refshard.plan.placement import MODES
+from tests.distributed.cases.optimizers import Orthogonal
 from tests.engine.fakes import Net, loss_of, make_batch
 from tests.engine.lanes import DroppingLanes
 from tests.gpu.threads import Pause, Seat, Table, ThreadCollectives, no_pause, pause_of, run_threads
@@ -59,7 +60,7 @@ class SlowBlock(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How to train: the mode, what is slow, and which wait is left out."""
+    """How to train: the mode, what is slow, which wait is left out, and whether the optimizer needs whole tensors."""
 
     mode: str
     slow: str = "nothing"
@@ -68,6 +69,7 @@ class Way:
     bf16: bool = False
     offload: bool = False
     streams: int = 2
+    whole: bool = False
 
 
 def make_model(pause: Pause) -> Net:
@@ -78,12 +80,31 @@ def make_model(pause: Pause) -> Net:
     return model
 
 
-def train(model: nn.Module, device: torch.device, rank: int, ranks: int, pause: Pause) -> None:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def orthogonal(model: nn.Module) -> torch.optim.Optimizer:
+    return Orthogonal(model.parameters())
+
+
+def orthogonal_by_owners(model: nn.Module) -> torch.optim.Optimizer:
+    return refshard.whole_tensors(Orthogonal, model)
+
+
+def train(
+    model: nn.Module,
+    device: torch.device,
+    rank: int,
+    ranks: int,
+    pause: Pause,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+) -> None:
     """Train on this rank's rows; the host never waits for the device."""
     batches = [
         [t.to(device).chunk(ranks)[rank].contiguous() for t in make_batch(step, rows=ROWS)] for step in range(STEPS)
     ]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = make(model)
     for inputs, targets in batches:
         loss_of(model, (inputs, targets)).backward()
         pause()
@@ -120,17 +141,17 @@ def train_sharded(way: Way, device: torch.device) -> dict[str, torch.Tensor]:
             offload=way.offload,
             debug=way.dropped is None,
         )
-        train(models[rank], device, rank, size, slow_compute)
+        train(models[rank], device, rank, size, slow_compute, orthogonal_by_owners if way.whole else sgd)
         return {name: value.cpu() for name, value in refshard.full_parameters(models[rank])}
 
     first: dict[str, torch.Tensor] = run_threads(size, rank_main, device, [*shard_tables, *replica_tables])[0]
     return first
 
 
-def train_alone(device: torch.device) -> dict[str, torch.Tensor]:
+def train_alone(device: torch.device, *, whole: bool = False) -> dict[str, torch.Tensor]:
     """The reference: the whole batch, on one rank without the engine."""
     model = make_model(no_pause).to(device)
-    train(model, device, 0, 1, no_pause)
+    train(model, device, 0, 1, no_pause, orthogonal if whole else sgd)
     return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
@@ -147,12 +168,15 @@ WAYS = [
     Way(mode="fsdp", slow="compute", replicas=2),
     Way(mode="yafsdp", slow="lanes", streams=1),
     Way(mode="zero2", slow="lanes", offload=True),
+    *(Way(mode=mode, slow="lanes", whole=True) for mode in MODES),
+    Way(mode="yafsdp", slow="lanes", replicas=2, whole=True),
+    Way(mode="fsdp", slow="lanes", offload=True, whole=True),
 ]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_slowed_down_training_equals_one_rank(device: torch.device, way: Way) -> None:
-    assert furthest(train_sharded(way, device), train_alone(device)) < 2e-5
+    assert furthest(train_sharded(way, device), train_alone(device, whole=way.whole)) < 2e-5
 
 
 @pytest.mark.parametrize("slow", ["lanes", "compute"])

@@ -20,6 +20,7 @@ from tests.tracing.handmade import BASE_US, event, write
         ("refshard::all_gather(layers.0)", Meaning.ALL_GATHER | Meaning.COPY_IN, "layers.0"),
         ("refshard::reduce_scatter(a(b))", Meaning.REDUCE | Meaning.WAIT, "a(b)"),
         ("refshard::wait(x)", Meaning.WAIT, "x"),
+        ("refshard::all_to_all(x)", Meaning.COPY_IN, "x"),
         ("refshard::backward(x)", Meaning.BACKWARD, "x"),
         ("FSDP::all_gather (layers.0)", Meaning.ALL_GATHER, "layers.0"),
         ("FSDP::all_gather", Meaning.ALL_GATHER, ROOT),
