@@ -202,6 +202,7 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
         ),
         ({"precision": "fp8"}, r"precision: invalid enum value 'fp8'; known: fp32, bf16"),
         ({"workload": "inference", "optimizer": "adamw-8bit"}, r"optimizer must be 'adamw' for workload 'inference'"),
+        ({"tuning": "lora", "optimizer": "muon"}, r"optimizer must not be 'muon' for tuning 'lora': Muon orthogonali"),
         (
             {"checkpointing": "half"},
             r"case: checkpointing must be 'none', 'full', 'selective', 'every-K' or a list of layers, got 'half'",

@@ -29,7 +29,9 @@ class Observer:
     """Tells the device's extension ``ext`` in which module and phase the host is, and ends the script after ``steps``
     optimizer steps.
 
-    A step is one of the optimizer that stepped first: a script with several takes them in turn.
+    A step is one of the optimizer that stepped first: a script with several takes them in turn. What steps within
+    another optimizer's step is a part of that. ``stepped`` is how many elements of this rank's have a gradient in the
+    last step.
     """
 
     def __init__(self, ext: ModuleType, steps: int) -> None:
@@ -39,6 +41,8 @@ class Observer:
         self._codes: dict[int, int] = {}
         self._roots: dict[int, nn.Module] = {}
         self._leading: Any = None
+        self._outermost: Any = None
+        self.stepped = 0
         self.steps_taken = 0
         self.tokens: list[int] = []
 
@@ -106,17 +110,24 @@ class Observer:
             self._label(getattr(parameter, "ds_tensor", parameter), Category.PARAMETERS)  # ZeRO-3 keeps its part there
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._outermost is not None and self._outermost is not optimizer:
+            return
+        self._outermost = optimizer
         self._ext.in_optimizer(True)
         self._label_parameters()
+        self.stepped = sum(_local(p).numel() for p in _optimized(optimizer) if p.grad is not None)
         for parameter in _optimized(optimizer):
             self._label(parameter, Category.PARAMETERS)
             self._label(parameter.grad, Category.GRADIENTS)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._ext.in_optimizer(False)
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
                 self._label(value, Category.OPTIMIZER)
+        if optimizer is not self._outermost:
+            return
+        self._outermost = None
+        self._ext.in_optimizer(False)
         if self._leading is None:
             self._leading = optimizer
         if optimizer is self._leading:
@@ -131,7 +142,7 @@ class Observer:
             yield from nn.Module.buffers(root)  # where Megatron's own wrapper has a list of that name
 
     def _label(self, value: Any, category: Category) -> None:
-        local = getattr(value, "_local_tensor", value)
+        local = _local(value)
         if isinstance(local, torch.Tensor) and local.device.type == "cuda" and _has_storage(local):
             address = local.untyped_storage().data_ptr()
             if address:
@@ -146,6 +157,11 @@ def _has_parameters(module: nn.Module) -> bool:
 def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _local(value: Any) -> Any:
+    """What this rank has of a tensor that is a DTensor, a peer's own kind included."""
+    return getattr(value, "_local_tensor", value)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

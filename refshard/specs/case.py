@@ -13,7 +13,7 @@ Workload = Literal["training", "inference"]
 Fidelity = Literal["measured", "emulated", "dryrun", "simulated"]
 Precision = Literal["fp32", "bf16"]
 Tuning = Literal["full", "lora", "qlora"]
-Optimizer = Literal["adamw", "adamw-8bit"]
+Optimizer = Literal["adamw", "adamw-8bit", "muon"]
 REFERENCE_STRATEGY = "single"
 """The strategy that every other one's losses are held against: one unsharded rank."""
 WHOLE_BATCH = frozenset({"tensor-parallel", "pipeline"})
@@ -48,7 +48,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
       but for those of bf16 adapters, which have no other master.
     - ``tuning`` trains all parameters (``"full"``); or LoRA adapters on every linear of the blocks, whose bases are
       frozen (``"lora"``) and, with ``"qlora"``, in NF4 with double quantisation.
-    - ``optimizer`` is AdamW, or AdamW with 8-bit state.
+    - ``optimizer`` is AdamW, AdamW with 8-bit state, or Muon for the matrices of the blocks and AdamW for all else.
     - ``offload`` keeps masters, gradients and optimizer state in the host's memory.
     - ``replicas`` is hybrid sharding: as many groups of ranks shard, and replicate to each other.
     - ``tensor_parallel`` ranks that follow each other split every block's matrices; each such group is one rank to the
@@ -166,6 +166,11 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     raise ValueError(
                         f"{field} must be {only!r} for workload 'inference', which has no backward, got {given!r}"
                     )
+        if self.optimizer == "muon" and self.tuning != "full":
+            raise ValueError(
+                f"optimizer must not be 'muon' for tuning '{self.tuning}': Muon orthogonalises updates of whole weight "
+                "matrices, and adapters are factors of an update"
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:

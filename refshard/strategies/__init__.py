@@ -49,9 +49,9 @@ def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
     row = ROWS[case.strategy]
     if why := row.unavailable(cuda=cuda):
         raise UnsupportedError(f"{case.strategy} {why}")
-    if lacking := row.lacks(case):
+    if lacking := row.lacking(case):
         raise UnsupportedError(
-            f"refshard's row of {case.strategy} does not cover {', '.join(lacking)}; see refshard list strategies"
+            f"refshard's row of {case.strategy} does not cover {lacking}; see refshard list strategies"
         )
     if case.fidelity == "dryrun" and (why := not_dry_run(case)):
         raise UnsupportedError(why)

@@ -18,6 +18,7 @@ from refshard.strategies.fully_sharded import (
     sharded_units,
 )
 from refshard.strategies.loop import PlainLoop
+from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
 from refshard.strategies.peers.tensor_parallel import announce_split, split
 from refshard.strategies.world import World
 
@@ -41,7 +42,7 @@ class FSDP2(Strategy):
         fully_shard(model, **options)
         fill(model, world)
         self._model, self._world = model, world
-        return PlainLoop(model, world)
+        return PlainLoop(model, world, muon=muon_over_dtensors)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""
@@ -63,6 +64,7 @@ class FSDP2(Strategy):
         issued *= self._world.case.microbatches
         if self._world.tensor is not None:
             issued += announce_split(self._model, self._world, self._world.computed)
+        issued += announce_muon(self._model, self._world.case)
         return count_collectives(issued)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,6 +32,7 @@ from refshard.strategies.fully_sharded import (
     sharded_units,
 )
 from refshard.strategies.loop import PlainLoop
+from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
 from refshard.strategies.world import World
 
 
@@ -64,7 +65,7 @@ class FSDP2Tuned(Strategy):
             if module in blocks:
                 # Before FSDP2's own hook, which would gather the block synchronously.
                 following.register_forward_hook(_when_differentiated(_unshard(module)), prepend=True)
-        return PlainLoop(model, world)
+        return PlainLoop(model, world, muon=muon_over_dtensors)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""
@@ -86,7 +87,9 @@ class FSDP2Tuned(Strategy):
                     else:
                         issued.append((op, size))
             issued += unit.gathers(self._world, gathers)
-        return count_collectives(issued, times=self._world.case.microbatches)
+        issued *= self._world.case.microbatches
+        issued += announce_muon(self._model, self._world.case)
+        return count_collectives(issued)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""

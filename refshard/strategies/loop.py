@@ -10,6 +10,7 @@ from torch import nn
 
 from refshard.models.llama import next_token_loss
 from refshard.strategies.base import Loop
+from refshard.strategies.muon import MakeMuon
 from refshard.strategies.optimizer import make_optimizer
 from refshard.strategies.world import World
 
@@ -21,11 +22,17 @@ class PlainLoop(Loop):
     """Forward, backward, optimizer step.
 
     All microbatches but a step's last run within ``unsynced()``, forward and backward; every forward and its loss
-    within ``computing()``.
+    within ``computing()``. ``muon`` makes Muon of the model's matrices, if the case asks for it.
     """
 
     def __init__(
-        self, module: nn.Module, world: World, *, unsynced: Context = nullcontext, computing: Context = nullcontext
+        self,
+        module: nn.Module,
+        world: World,
+        *,
+        unsynced: Context = nullcontext,
+        computing: Context = nullcontext,
+        muon: MakeMuon = torch.optim.Muon,
     ) -> None:
         self._module, self._parts = module, world.case.microbatches
         self._unsynced, self._computing = unsynced, computing
@@ -34,7 +41,7 @@ class PlainLoop(Loop):
         on_cpu = world.device.type == "cpu" or world.case.offload
         self._eager = world.case.optimizer == "adamw-8bit" and on_cpu
         if world.case.workload == "training":
-            self._optimizer = make_optimizer(module.parameters(), world.case)
+            self._optimizer = make_optimizer(module, world.case, muon)
         else:
             module.eval()
 

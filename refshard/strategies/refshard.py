@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
+from torch import nn
 
-from refshard.engine.api import engine_of, full_parameters, no_sync, shard
+from refshard.engine.api import engine_of, full_parameters, no_sync, shard, whole_tensors
 from refshard.engine.collectives import library_of
 from refshard.engine.precision import Precision
 from refshard.engine.unit import Unit
+from refshard.engine.whole_tensors import WholeTensors
+from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
 from refshard.plan.schedule import OpKind, PassKind, assign_slots, build, chain_markers
@@ -18,6 +21,7 @@ from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import values
 from refshard.strategies.exchange import announce_exchange
 from refshard.strategies.loop import PlainLoop
+from refshard.strategies.muon_over_owners import announce_owners, warn_of_absent_owners
 from refshard.strategies.peers.tensor_parallel import announce_split, split
 from refshard.strategies.world import World
 
@@ -30,19 +34,27 @@ class Refshard(Strategy):
 
     def __init__(self, mode: str) -> None:
         self._mode = find_mode(mode)
+        self._muon: WholeTensors | None = None
 
     def wrap(self, model: Llama, world: World) -> Loop:
         """See :meth:`Strategy.wrap`: modes that shard gradients reduce every microbatch all the same."""
         self._model, self._world = model, world
         self._gloo = library_of(world.group, world.device) == "gloo"
         if world.tensor is not None:
+            if world.case.optimizer == "muon":
+                raise UnsupportedError("the engine brings Muon whole matrices, but none that tensor parallelism splits")
             split(model, world.tensor)
         precision = Precision(parameters=world.computed) if world.mixed else None
         shard(
             model, world.data, mode=self._mode.name, precision=precision, offload=world.case.offload,
             initialise=values(model, world),
         )  # fmt: skip
-        return PlainLoop(model, world, unsynced=partial(no_sync, model))
+        return PlainLoop(model, world, unsynced=partial(no_sync, model), muon=self._make_muon)
+
+    def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> WholeTensors:
+        self._muon = whole_tensors(torch.optim.Muon, self._model, matrices, **options)
+        warn_of_absent_owners(self._muon, engine_of(self._model).units, self._world.case)
+        return self._muon
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""
@@ -68,6 +80,8 @@ class Refshard(Strategy):
         issued = [c for stream in streams for op in stream for c in self._issued(op.kind, units[op.unit])]
         if self._world.tensor is not None:
             issued += announce_split(self._model, self._world, self._world.computed)
+        if self._muon is not None:
+            issued += announce_owners(self._muon, units, self._world.case)
         return count_collectives(issued)
 
     def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:

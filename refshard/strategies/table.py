@@ -10,11 +10,11 @@ from refshard.plan.placement import MODES
 from refshard.specs.case import CaseSpec
 
 Axis = Literal[
-    "inference", "microbatches", "checkpointing", "bf16", "lora", "qlora", "adamw-8bit", "offload", "replicas",
-    "tensor parallel",
+    "inference", "microbatches", "checkpointing", "bf16", "lora", "qlora", "adamw-8bit", "muon", "offload",
+    "replicas", "tensor parallel",
 ]  # fmt: skip
 """What a case may ask for beside plain training."""
-PLAIN: frozenset[Axis] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit"})
+PLAIN: frozenset[Axis] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon"})
 ANY: frozenset[Axis] = PLAIN | {"lora", "qlora"}
 SHARDED: frozenset[Axis] = ANY | {"offload", "replicas"}
 COMPOSED: frozenset[Axis] = SHARDED | {"tensor parallel"}
@@ -33,7 +33,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     step, for seconds or minutes. One that ``labels`` writes into a trace which unit computes; of others the harness
     does, unless they compile. Every block of the model is a unit ``by_block``, or holds some. One that is ``deferred``
     takes a model on the meta device too, and fills it once it is sharded. Of one that is ``staged`` ranks differ in
-    what they compute; else any rank tells of all.
+    what they compute; else any rank tells of all. ``why_not`` says why the peer cannot have an axis, where it cannot.
     """
 
     module: str
@@ -49,6 +49,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     by_block: bool = True
     deferred: bool = False
     staged: bool = False
+    why_not: dict[Axis, str] = {}
 
     def missing(self) -> str:
         """Which packages must be installed, and how, in words; empty if there are none."""
@@ -63,6 +64,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     def lacks(self, case: CaseSpec) -> tuple[Axis, ...]:
         """The axes that ``case`` asks for and this strategy does not have."""
         return tuple(sorted(asked(case) - self.axes))
+
+    def lacking(self, case: CaseSpec) -> str:
+        """What :meth:`lacks` finds, in words, with the reasons that are known; empty if it finds nothing."""
+        found = self.lacks(case)
+        reasons = "".join(f"; {axis}: {self.why_not[axis]}" for axis in found if axis in self.why_not)
+        return ", ".join(found) + reasons
 
 
 def not_dry_run(case: CaseSpec) -> str:
@@ -100,12 +107,19 @@ def asked(case: CaseSpec) -> frozenset[Axis]:
         "lora": case.tuning == "lora",
         "qlora": case.tuning == "qlora",
         "adamw-8bit": case.optimizer == "adamw-8bit",
+        "muon": case.optimizer == "muon",
         "offload": case.offload,
         "replicas": case.replicas > 1,
         "tensor parallel": case.tensor_parallel > 1,
     }
     return frozenset(axis for axis, departing in departs.items() if departing)
 
+
+FLAT: dict[Axis, str] = {"muon": "each rank steps a 1-D part of a flattened matrix, and Muon needs matrices"}
+UNEVEN: dict[Axis, str] = {
+    "muon": "ranks hold uneven parts of a matrix, and torch's operators on DTensors count on even ones"
+}
+ONE: dict[Axis, str] = {"muon": "it takes one optimizer, and torch's Muon takes matrices alone"}
 
 ROWS: dict[str, Row] = {
     "single": Row(
@@ -114,20 +128,20 @@ ROWS: dict[str, Row] = {
     ),
     "ddp": Row(module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY, by_block=False),
     "fsdp1": Row(
-        module="peers.fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD", axes=SHARDED,
-        deferred=True,
+        module="peers.fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD",
+        axes=SHARDED - {"muon"}, why_not=FLAT, deferred=True,
     ),
     "fsdp1-post": Row(
         module="peers.fsdp1", class_name="FSDP1", about="... that prefetches after a unit's backward, not before it",
-        axes=SHARDED, arguments={"prefetch": "BACKWARD_POST"}, deferred=True,
+        axes=SHARDED - {"muon"}, why_not=FLAT, arguments={"prefetch": "BACKWARD_POST"}, deferred=True,
     ),
     "fsdp1-no-prefetch": Row(
-        module="peers.fsdp1", class_name="FSDP1", about="... that does not prefetch in backward", axes=SHARDED,
-        arguments={"prefetch": None}, deferred=True,
+        module="peers.fsdp1", class_name="FSDP1", about="... that does not prefetch in backward",
+        axes=SHARDED - {"muon"}, why_not=FLAT, arguments={"prefetch": None}, deferred=True,
     ),
     "fsdp1-grad-op": Row(
         module="peers.fsdp1", class_name="FSDP1", about="... SHARD_GRAD_OP: parameters stay gathered until backward",
-        axes=SHARDED, arguments={"sharding": "SHARD_GRAD_OP"}, deferred=True,
+        axes=SHARDED - {"muon"}, why_not=FLAT, arguments={"sharding": "SHARD_GRAD_OP"}, deferred=True,
     ),
     "fsdp1-no-shard": Row(
         module="peers.fsdp1", class_name="FSDP1", about="... NO_SHARD: everything replicated", axes=PLAIN,
@@ -144,7 +158,7 @@ ROWS: dict[str, Row] = {
     **{
         name: Row(
             module="peers.simplefsdp", class_name="SimpleFSDP", about=about, arguments=knobs, compiles=True,
-            axes=frozenset({"inference", "microbatches", "checkpointing", "bf16"}),
+            axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"}),
         )
         for name, about, knobs in (
             ("simplefsdp", "torch.compile of DTensors that are gathered where used (SimpleFSDP)", {}),
@@ -157,7 +171,7 @@ ROWS: dict[str, Row] = {
     "fsdp2-compiled": Row(
         module="peers.fsdp2_compiled", class_name="FSDP2Compiled", about="torch's FSDP2, each block compiled",
         compiles=True, labels=True,
-        axes=frozenset({"inference", "microbatches", "checkpointing", "bf16"}),
+        axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"}),
     ),
     "accelerate": Row(
         module="peers.accelerate_fsdp2", class_name="AccelerateFSDP2", packages=("accelerate", "transformers"),
@@ -167,12 +181,12 @@ ROWS: dict[str, Row] = {
     "hf-trainer": Row(
         module="peers.hf_trainer", class_name="HFTrainer", packages=("accelerate", "transformers", "greenlet"),
         extra="peers", about="transformers' Trainer with its own FSDP2 sharding", labels=True,
-        axes=frozenset({"microbatches", "checkpointing", "bf16", "lora", "qlora"}),
+        axes=frozenset({"microbatches", "checkpointing", "bf16", "lora", "qlora"}), why_not=ONE,
     ),
     **{
         f"deepspeed-zero{stage}": Row(
             module="peers.deepspeed_zero", class_name="DeepSpeedZero", arguments={"stage": stage},
-            packages=("deepspeed",), extra="deepspeed", about=about,
+            packages=("deepspeed",), extra="deepspeed", about=about, why_not=FLAT,
             axes=frozenset({"inference", "microbatches", "checkpointing", "lora"}),
         )
         for stage, about in (
@@ -182,12 +196,12 @@ ROWS: dict[str, Row] = {
     "megatron-fsdp": Row(
         module="peers.megatron_fsdp", class_name="MegatronFSDP", packages=("megatron_fsdp",), extra="megatron",
         about="NVIDIA's Megatron-FSDP, blocks as units",
-        axes=frozenset({"microbatches", "checkpointing", "bf16"}),
+        axes=frozenset({"microbatches", "checkpointing", "bf16"}), why_not=UNEVEN,
         without_cuda="AssertionError: Torch not compiled with CUDA enabled",
     ),
     "yafsdp": Row(
         module="peers.yafsdp", class_name="YaFSDP", packages=("ya_fsdp",), about="upstream's YaFSDP, fully_shard",
-        labels=True,
+        labels=True, why_not=UNEVEN,
         axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "lora"}),
     ),
     "tensor-parallel": Row(
@@ -197,7 +211,7 @@ ROWS: dict[str, Row] = {
     "pipeline": Row(
         module="peers.pipeline", class_name="Pipeline", about="torch's 1F1B schedule, blocks divided over all ranks",
         by_block=False, deferred=True, staged=True,
-        axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit"}),
+        axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit", "muon"}),
     ),
     **{
         f"refshard-{mode}": Row(

@@ -17,15 +17,15 @@ _COMPILED = re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region)")
 """What torch.compile made into one: what is fused there has no operators, so it computes wherever it does not wait."""
 _COMPUTE_OP = re.compile(rf"^(aten::|fsdp::)|{_COMPILED.pattern}")
 _IN_GRAPH = "_c10d_functional::"
-"""Operators by which a graph issues collectives, and waits for them."""
+"""Operators by which compiled graphs and DTensors issue collectives, and wait for them."""
 
 
 def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], main: int) -> Spans:
     """Communication and the main thread's outermost operators, ordered by start.
 
     Autograd's and the hooks' wrappers enclose waits, so only operators count, and not under a wait: there they are part
-    of a collective's own arithmetic, and stand as preparation. What is compiled is cut where it issues a collective or
-    waits for one, and is a span for each piece.
+    of a collective's own arithmetic, and stand as preparation. What is compiled, or an operator on DTensors, is cut
+    where it issues a collective or waits for one, and is a span for each piece.
     """
     host = trace.host
     is_run = _named(trace, lambda name: name.startswith((GLOO, EMULATED))) & (host.categories == ANNOTATION)
@@ -33,9 +33,9 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
     computes &= np.isin(host.categories, (HOST, ANNOTATION))
     outermost = _outermost(host.starts, host.ends, np.flatnonzero(computes))
     is_cut = _named(trace, lambda name: name.startswith(_IN_GRAPH)) & (host.threads == main)
-    is_compiled = _named(trace, lambda name: bool(_COMPILED.match(name)))
-    whole = np.concatenate((np.flatnonzero(is_run), outermost[~is_compiled[outermost]]))
-    pieces, cut_starts, cut_ends = _pieces(host.starts, host.ends, outermost[is_compiled[outermost]], is_cut)
+    encloses = _enclose(host.starts[outermost], host.ends[outermost], np.sort(host.starts[is_cut]))
+    whole = np.concatenate((np.flatnonzero(is_run), outermost[~encloses]))
+    pieces, cut_starts, cut_ends = _pieces(host.starts, host.ends, outermost[encloses], is_cut)
     rows = np.concatenate((whole, pieces))
     starts, ends = np.concatenate((host.starts[whole], cut_starts)), np.concatenate((host.ends[whole], cut_ends))
     order = np.lexsort((ends, starts))
@@ -88,6 +88,11 @@ def _outermost(
     is_outermost = np.ones(len(rows), np.bool_)
     is_outermost[1:] = ends[rows][1:] > reach[:-1]
     return np.asarray(rows[is_outermost], np.int64)
+
+
+def _enclose(starts: Nanoseconds, ends: Nanoseconds, points: Nanoseconds) -> npt.NDArray[np.bool_]:
+    """Which of the intervals have one of the ordered ``points`` in them."""
+    return np.asarray(np.searchsorted(points, starts) < np.searchsorted(points, ends), np.bool_)
 
 
 def _pieces(

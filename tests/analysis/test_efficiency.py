@@ -85,6 +85,13 @@ def test_inference_has_no_edges_and_may_be_bound_by_compute_alone() -> None:
     assert bound(counted(all_gather=WHOLE), "2gbit", 0.1, workload="inference") == pytest.approx(WHOLE / 2 / 250e6)
 
 
+def test_with_muon_no_bound_is_taken_from_bytes_that_may_stay_on_their_rank() -> None:
+    issued = counted(all_gather=800, all_to_all=200)
+    assert bound(issued, "1gbit") is not None
+    assert bound(issued, "1gbit", optimizer="muon") is None
+    assert bound(issued[:1], "1gbit", optimizer="muon") == bound(issued[:1], "1gbit")
+
+
 def test_what_does_not_communicate_has_no_bound() -> None:
     assert bound((), "2gbit") is None
     assert bound(counted(all_reduce=WHOLE), "2gbit", world_size=1) is None

@@ -68,3 +68,42 @@ def test_a_peak_before_the_script_reset_its_statistics_counts(answer: dict[str, 
     assert answer["peak"]["allocated"] >= 4 * GIB
     assert answer["peak"]["reserved"] >= 4 * GIB
     assert answer["now"]["reserved"] < GIB
+
+
+NESTED = """
+import torch
+from refshard.dryrun.observe import Observer
+
+class Ext:
+    def in_optimizer(self, inside):
+        print("in" if inside else "out")
+
+    def mark(self, name):
+        print(name)
+
+class Both(torch.optim.Optimizer):
+    def __init__(self, *parts):
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+            print("part")
+
+one, two = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+one.grad, two.grad = torch.ones(2), torch.ones(3)
+both = Both(torch.optim.SGD([one], lr=0.1), torch.optim.SGD([two], lr=0.1))
+observer = Observer(Ext(), 9)
+observer.install()
+for _ in range(2):
+    both.step()
+    print(observer.stepped, observer.steps_taken)
+"""
+
+
+def test_optimizers_that_step_within_another_are_a_part_of_its_step() -> None:
+    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    step = ["in", "part", "part", "out", "step"]
+    assert done.stdout.splitlines() == [*step, "5 1", *step, "5 2"]

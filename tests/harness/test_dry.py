@@ -40,6 +40,8 @@ TABLES: list[dict[str, Any]] = [
     {"strategy": "refshard-yafsdp", "world_size": 16, "tensor_parallel": 2},
     {"strategy": "pipeline", "world_size": 2, "microbatches": 2, "global_batch": 4},
     {"strategy": "simplefsdp", "world_size": 8},
+    {"strategy": "fsdp2-tuned", "world_size": 4, "optimizer": "muon"},
+    {"strategy": "refshard-fsdp", "world_size": 4, "optimizer": "muon", "precision": "bf16"},
 ]  # fmt: skip
 HEADER = RunRecord(
     run_id="r", refshard="0", started_at="", suite=make_suite(), environment=ENVIRONMENT, planned=1
@@ -90,6 +92,17 @@ class TestRun:
         counts = {count.op: count.count for count in proof.traced}
         assert counts == {"all_gather": 2 * 13, "reduce_scatter": 2 * 7, "all_reduce": 2 * 7}
         assert proof.wrapped_units[-1] == "model.layers.5"
+
+    def test_muons_owners_exchange_matrices_and_one_rank_does_not_tell_of_all(
+        self, ran: dict[str, LaunchRecord]
+    ) -> None:
+        record = ran["refshard-fsdp"]
+        assert record.proof is not None
+        counts = {count.op: count.count for count in record.proof.traced}
+        assert (counts["all_to_all"], counts["all_reduce"]) == (3 * 6, 1)
+        (warning,) = (words for words in record.warnings if "Muon" in words)
+        assert warning.startswith("refshard: Muon's work on rank 0 is 98 % of what the ranks wait for")
+        assert not any("Muon" in words for words in ran["fsdp2-tuned"].warnings)
 
     def test_a_record_says_what_any_does(self, ran: dict[str, LaunchRecord]) -> None:
         record = ran["fsdp1"]

@@ -295,10 +295,11 @@ MESSAGES = (CollectiveCount(op="send", count=1, bytes=8),)
 
 
 def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(tmp_path: Path) -> None:
-    def outcome(second: tuple[CollectiveCount, ...]) -> FakeLauncher:
+    def outcome(second: tuple[CollectiveCount, ...], first: tuple[CollectiveCount, ...] = ()) -> FakeLauncher:
         def leave(case: CaseSpec, folder: Path) -> LaunchOutcome:
             for rank in range(case.world_size):
-                write_rank(case, folder, rank, **({"announced": second} if rank else {}))
+                announced = second if rank else first
+                write_rank(case, folder, rank, **({"announced": announced} if rank or first else {}))
             return LaunchOutcome()
 
         return FakeLauncher(leave)
@@ -311,6 +312,11 @@ def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(t
     assert found.proof.announced == ANNOUNCED
     found = by_strategy(run(tmp_path / "b", outcome(())))["ddp"]
     assert "the ranks announced different collectives" in str(found.error)
+    one, two = (CollectiveCount(op="all_to_all", count=1, bytes=size) for size in (8, 16))
+    found = by_strategy(run(tmp_path / "c", outcome((two,), (one,))))["ddp"]
+    assert "the ranks announced" not in str(found.error), "they own matrices of different sizes"
+    found = by_strategy(run(tmp_path / "d", outcome((two, one), (one,))))["ddp"]
+    assert "the ranks announced different collectives" in str(found.error)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +327,8 @@ def test_each_rank_is_held_to_its_own_messages_and_all_to_the_same_collectives(t
         ({"precision": "bf16"}, 2.1e-2, "failed"),
         ({"optimizer": "adamw-8bit"}, 9e-4, "ok"),
         ({"optimizer": "adamw-8bit"}, 1.1e-3, "failed"),
+        ({"optimizer": "muon"}, 4.5e-4, "ok"),
+        ({"optimizer": "muon"}, 5.5e-4, "failed"),
     ],
 )
 def test_losses_may_differ_by_what_the_arithmetic_loses(

@@ -1,4 +1,4 @@
-"""What of AdamW's state is really in 8 bits, and what is said of the rest."""
+"""What of AdamW's state is really in 8 bits, and what is said of the rest; what Muon steps, and AdamW beside it."""
 
 import re
 
@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from refshard.errors import UnsupportedError
+from refshard.models.llama import Llama
 from refshard.specs.case import CaseSpec
 from refshard.strategies.optimizer import make_optimizer
 from tests.distributed.ranks import run_ranks
+from tests.models import small_spec
 
 pytestmark = pytest.mark.processes
 
@@ -32,7 +34,7 @@ def quantised(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool
 
 
 def step(parameters: list[nn.Parameter]) -> list[bool]:
-    optimizer = make_optimizer(parameters, CASE)
+    optimizer = make_optimizer(nn.ParameterList(parameters), CASE)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     with torch.compiler.set_stance("force_eager"):
@@ -69,5 +71,29 @@ def test_a_ranks_part_decides_and_not_the_whole() -> None:
 
 
 def test_adamw_in_fp32_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    make_optimizer([nn.Parameter(torch.zeros(7))], msgspec.structs.replace(CASE, optimizer="adamw"))
+    make_optimizer(nn.ParameterList([nn.Parameter(torch.zeros(7))]), msgspec.structs.replace(CASE, optimizer="adamw"))
     assert not recwarn.list
+
+
+def test_muon_steps_the_matrices_of_blocks_and_adamw_all_else() -> None:
+    """Two optimizers that step as one; the embedding and the head are matrices, too."""
+    model = Llama(small_spec(n_layers=2))
+    optimizer = make_optimizer(model, msgspec.structs.replace(CASE, optimizer="muon"))
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    of_muon = {name_of[p] for group in optimizer.param_groups if "ns_steps" in group for p in group["params"]}
+    projections = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+    assert of_muon == {f"model.layers.{block}.{p}.weight" for block in range(2) for p in projections}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(name_of)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not any(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_without_matrices_muon_leaves_adamw_alone() -> None:
+    """As on the first of many ranks of a pipeline, which may have no more than the embedding."""
+    optimizer = make_optimizer(nn.Embedding(4, 2), msgspec.structs.replace(CASE, optimizer="muon"))
+    assert ["betas" in group for group in optimizer.param_groups] == [True]

@@ -53,6 +53,26 @@ def test_compiled_code_computes_where_it_neither_issues_a_collective_nor_waits(t
     assert (gather.op, gather.bytes, gather.start) == ("all_gather", 64, base + 16_000)
 
 
+def test_an_operator_on_dtensors_computes_where_it_neither_issues_a_collective_nor_waits(tmp_path: Path) -> None:
+    """As in Muon's products: [10, 60), of which [14, 18) issues a gather and [20, 45) waits for it."""
+    path = write(
+        tmp_path / "t.json",
+        [
+            step(1, 0, 100),
+            event("aten::mm", 10, 50),
+            event("PythonSubclass", 11, 48),
+            event("_c10d_functional::all_gather_into_tensor", 14, 4),
+            event("_c10d_functional::wait_tensor", 20, 25),
+            event("aten::mm", 46, 8),
+            event("aten::mm", 60, 10),
+            event("gloo:all_gather", 16, 28, cat="user_annotation", tid=2, **shaped([[8]], ["float"])),
+        ],
+    )
+    (found,) = step_breakdowns(read_timeline(path))
+    # [10, 14) + [18, 20) + [45, 60) + [60, 70); beside no compute: [16, 18) + [20, 44).
+    assert (found.compute_ns, found.exposed_ns) == (31_000, 26_000)
+
+
 def test_collectives_outside_of_compiled_code_cut_nothing(tmp_path: Path) -> None:
     path = write(
         tmp_path / "t.json",

@@ -4,13 +4,11 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 import torch.fx.experimental._config as symbolic
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from refshard.dryrun.collect import collect, load, save
 from refshard.dryrun.held_back import holds_back
@@ -67,16 +65,9 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
 
 def _train(case: CaseSpec, strategy: Strategy, device: torch.device, ext: ModuleType, folder: Path) -> tuple[int, int]:
     """How many elements this rank's optimizer steps, and how many all ranks train."""
-    stepped = 0
-
-    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal stepped
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        stepped = sum(_local(parameter).numel() for parameter in parameters if parameter.grad is not None)
-
-    register_optimizer_step_pre_hook(count)
     ext.record(True)
-    Observer(ext, sys.maxsize).install()  # which would end a script after that many steps
+    observer = Observer(ext, sys.maxsize)  # which would end a script after that many steps
+    observer.install()
     _tell(folder, "build")
     group = dist.group.WORLD
     assert group is not None
@@ -93,12 +84,7 @@ def _train(case: CaseSpec, strategy: Strategy, device: torch.device, ext: Module
         if case.workload == "inference":  # else the optimizer's step is marked
             ext.mark("step")
     ext.record(False)
-    return stepped, trainer.trained
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter that is a DTensor, a peer's own kind included."""
-    return getattr(parameter, "_local_tensor", parameter)
+    return observer.stepped, trainer.trained
 
 
 def _tell(folder: Path, what: str) -> None:

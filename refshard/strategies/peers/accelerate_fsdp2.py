@@ -56,7 +56,7 @@ class AccelerateFSDP2(Strategy):
         if on_cpu:
             shard_on_cpu(accelerator, plugin)
         theirs = llama_for_causal_lm(model)
-        self._model, optimizer = accelerator.prepare(theirs, make_optimizer(theirs.parameters(), world.case))
+        self._model, optimizer = accelerator.prepare(theirs, make_optimizer(theirs, world.case))
         check_sharded(self._model, optimizer)
         check_accelerator(accelerator)
         self._world = world

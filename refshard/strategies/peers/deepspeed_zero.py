@@ -49,7 +49,7 @@ class DeepSpeedZero(Strategy):
             "gradient_clipping": 0.0,  # 1.0 if not given
             "zero_optimization": {"stage": self._stage, **self._zero},
         }
-        adam = make_optimizer(model.parameters(), case)
+        adam = make_optimizer(model, case)
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config, dist_init_required=False)
         self._world, self._optimizer = world, engine.optimizer
         self._model: Any = model.eval() if case.workload == "inference" else model

@@ -96,7 +96,7 @@ class _RankTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """See :class:`Trainer`, whose own spares norms the weight decay."""
         of: Any = model or self.model
-        self.optimizer = self.optimizer or make_optimizer(of.parameters(), self._world.case)
+        self.optimizer = self.optimizer or make_optimizer(of, self._world.case)
         return self.optimizer
 
     def training_step(self, model: nn.Module, *arguments: Any, **named: Any) -> torch.Tensor:

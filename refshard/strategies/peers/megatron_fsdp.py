@@ -97,7 +97,7 @@ class _SyncedLoop(Loop):
         from megatron_fsdp import fully_shard_optimizer
 
         self._module, self._parts = module, world.case.microbatches
-        self._optimizer: torch.optim.Optimizer = fully_shard_optimizer(make_optimizer(module.parameters(), world.case))
+        self._optimizer: torch.optim.Optimizer = fully_shard_optimizer(make_optimizer(module, world.case))
 
     def train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         losses = []

@@ -68,7 +68,7 @@ class PipelineLoop(Loop):
         self._group, ranks = world.group, world.group.size()
         self._first, self._last = stage.embed is not None, stage.head is not None
         self._source = ranks - 1
-        self._optimizer = make_optimizer(stage.parameters(), world.case)
+        self._optimizer = make_optimizer(stage, world.case)
         given, made = stage.boundaries(world)
         kind = _AgreedStage if world.case.fidelity == "dryrun" else PipelineStage
         pipelined = kind(

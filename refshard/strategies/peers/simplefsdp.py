@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
+from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.loop import PlainLoop
+from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
 from refshard.strategies.peers.simplefsdp_compiler import MIB, Knobs, Plan, check_compiler
 from refshard.strategies.world import World
 
@@ -54,7 +56,13 @@ class SimpleFSDP(Strategy):
                 register_parametrization(module, name, _Gather(len(whole), world.computed), unsafe=True)
         options = self._knobs.options(self._plan, world.device.type, world.group.rank())
         torch.compiler.reset()  # a process may train more models than dynamo compiles one function for
-        return PlainLoop(cast(nn.Module, torch.compile(model, fullgraph=True, dynamic=False, options=options)), world)
+        compiled = cast(nn.Module, torch.compile(model, fullgraph=True, dynamic=False, options=options))
+        return PlainLoop(compiled, world, muon=self._make_muon)
+
+    def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+        if padded := [name for name, shape in self._shapes.items() if shape[0] % self._world.shards]:
+            raise UnsupportedError(f"SimpleFSDP's row pads {padded[0]}, and Muon's rate depends on the number of rows")
+        return muon_over_dtensors(matrices, **options)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`: the parametrized parameters that are cut by rows."""
@@ -75,7 +83,8 @@ class SimpleFSDP(Strategy):
             issued = self._merged("all_gather", list(dict.fromkeys(uses)), computed)
             issued += self._merged("all_gather", uses[:0:-1], computed)
             issued += self._merged("reduce_scatter", uses[::-1], torch.float32)
-        return count_collectives(issued, times=self._world.case.microbatches)
+        issued *= self._world.case.microbatches
+        return count_collectives([*issued, *announce_muon(self._model, self._world.case)])
 
     def _merged(self, op: str, names: list[str], dtype: torch.dtype) -> list[tuple[str, int]]:
         merged, last = list[tuple[str, int]](), None

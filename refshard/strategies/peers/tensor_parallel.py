@@ -18,6 +18,7 @@ from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import fill
 from refshard.strategies.loop import PlainLoop, autocast
+from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
 from refshard.strategies.world import World
 
 
@@ -32,7 +33,7 @@ class TensorParallel(Strategy):
         self._model, self._world = model, world
         split(model, world.data)
         fill(model, world)
-        return PlainLoop(model, world, computing=autocast(world))
+        return PlainLoop(model, world, computing=autocast(world), muon=muon_over_dtensors)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`: the modules whose weight is split."""
@@ -42,7 +43,8 @@ class TensorParallel(Strategy):
         """See :meth:`Strategy.announced`; one rank has nobody to sum with."""
         if self._world.shards == 1:
             return ()
-        return count_collectives(announce_split(self._model, self._world, torch.float32))
+        issued = [*announce_split(self._model, self._world, torch.float32)]
+        return count_collectives([*issued, *announce_muon(self._model, self._world.case)])
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""
