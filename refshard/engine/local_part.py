@@ -24,6 +24,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizers_foreac
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
 
 from refshard.engine import reductions
+from refshard.engine.totals import total
 from refshard.engine.whole import Whole
 from refshard.errors import EngineError
 
@@ -517,7 +518,7 @@ def _reduction(func: Operator) -> Handler:
             raise _refused(func, whole, f", and cannot be reduced over dimensions {dims} alone")
         result = reduce(part._local_tensor, whole, given)
         shape = [1 if d in chosen else n for d, n in enumerate(whole.shape) if d not in chosen or given.get("keepdim")]
-        return result.reshape(shape) if shape else result
+        return total(result.reshape(shape) if shape else result, part, whole)
 
     return run
 
@@ -585,9 +586,11 @@ def _index_put(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 def _foreach_norm(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given = _named(func, args, kwargs)
     tensors = given["self"]
-    return reductions.foreach_norms(
-        [local_of(t) for t in tensors], [whole_of(t) for t in tensors], float(given.get("ord", 2)), given.get("dtype")
+    wholes = [whole_of(t) for t in tensors]
+    norms = reductions.foreach_norms(
+        [local_of(t) for t in tensors], wholes, float(given.get("ord", 2)), given.get("dtype")
     )
+    return [norm if w is None else total(norm, t, w) for norm, t, w in zip(norms, tensors, wholes)]
 
 
 def _unscale(_: Operator, args: Sequence[Any], __: dict[str, Any]) -> None:
@@ -607,7 +610,9 @@ def _pair(func: Operator, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tens
 
 
 def _dot(func: Operator, args: Sequence[Any], _: dict[str, Any]) -> Any:
-    return reductions.dot(*_pair(func, args), conjugate=_name(func) == "vdot")
+    one, two, whole = _pair(func, args)
+    part = next((t for t in args if t.requires_grad), args[0])
+    return total(reductions.dot(one, two, whole, conjugate=_name(func) == "vdot"), part, whole)
 
 
 def _equal(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -114,6 +114,13 @@ class Whole:
         slab = self.collectives.gather_ranges(local, self.ranges).view(self.slab_shape)
         return slab if self.split is None else self.split.whole(slab)
 
+    def mean(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The mean over all ranks of a small gradient; a collective call."""
+        mean = gradient * (1 / (self.collectives.world_size * self.collectives.replicas))
+        self.collectives.reduce_over_shards(mean, "sum")
+        self.collectives.all_reduce(mean).wait()
+        return mean
+
     def mean_part(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's part, 1-D, of the mean over all ranks of a gradient of the whole; a collective call."""
         mean = gradient * (1 / (self.collectives.world_size * self.collectives.replicas))
