@@ -9,7 +9,7 @@ Each rank computes with its own elements, and a reduction joins them. Two things
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,18 +63,21 @@ def check_alike(name: str, part: torch.Tensor, whole: Whole) -> None:
 
 
 class GlobalValue(torch.Tensor):
-    """The result of a reduction, the same on all ranks. Whatever is computed from it is plain."""
+    """The result of a reduction, the same on all ranks, until it is used; what is computed from it is plain.
+
+    Autograd has yet to give it its history when it is made, so the first use gives it its hook.
+    """
 
     _of: Whole
-    _plain: torch.Tensor | None = None
+    _hooked: bool = False
 
     def plain(self) -> torch.Tensor:
-        """The value, with the averaging of its gradient in its history."""
-        if self._plain is None:
-            average: Callable[..., torch.Tensor] = _Average.apply
-            with torch._C.DisableTorchFunctionSubclass():
-                self._plain = average(self.as_subclass(torch.Tensor), self._of)
-        return self._plain
+        """The value, whose gradient will be averaged over ranks."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.requires_grad and not self._hooked:
+                self._hooked = True
+                self.register_hook(self._of.mean_over_ranks)  # type: ignore[no-untyped-call]
+            return self.as_subclass(torch.Tensor)
 
     @classmethod
     def __torch_function__(
@@ -83,22 +86,6 @@ class GlobalValue(torch.Tensor):
         """Run ``func`` on the plain value."""
         args, kwargs = tree_map_only(GlobalValue, GlobalValue.plain, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-class _Average(torch.autograd.Function):
-    """Passes a value through, and the mean over ranks of its gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, whole: Whole) -> torch.Tensor:
-        """The value."""
-        ctx.whole = whole
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The mean gradient; a collective call."""
-        whole: Whole = ctx.whole
-        return whole.mean_over_ranks(gradients[0]), None
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from refshard.plan.placement import MODES
@@ -47,18 +46,21 @@ def test_a_cure_that_is_taken_out_is_missed(title: str) -> None:
 
 @pytest.mark.full
 def test_an_edit_that_takes_no_cure_out_or_too_much_is_told(tmp_path: Path) -> None:
-    """Of the first case no run fails; in the second everything does."""
-    cure = cures.Cure(
-        row="floats",
-        cure="nothing",
-        file="unit.py",
-        old="    presence: Presence = Presence.SHARDED\n",
-        new="    presence: Presence = Presence.SHARDED  # the same\n",
-        modes=("fsdp",),
-        cases=("lstm",),
-    )
+    """The first edit changes a comment, the second removes a field."""
+    cure = """
+        [[cures]]
+        row = "an edit"
+        cure = "{0}"
+        file = "unit.py"
+        old = "    presence: Presence = Presence.SHARDED\\n"
+        new = "{1}"
+        modes = ["fsdp"]
+        cases = ["lstm"]
+    """
     table = tmp_path / "table.toml"
-    table.write_bytes(msgspec.toml.encode({"cures": [cure, msgspec.structs.replace(cure, cure="too much", new="")]}))
+    table.write_text(
+        cure.format("nothing", "    presence: Presence = Presence.SHARDED  # still\\n") + cure.format("too much", "")
+    )
     command = [sys.executable, "-m", "tests.distributed.cures", "--table", str(table)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr

@@ -60,7 +60,8 @@ class MuonOfHalves(torch.optim.Muon):
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            gradients = (half for matrix in self._matrices for half in matrix.grad.chunk(2))
+            whole = [matrix.grad for matrix in self._matrices if matrix.grad is not None]
+            gradients = (half for gradient in whole for half in gradient.chunk(2))
             for half, gradient in zip(group["params"], gradients):
                 half.grad = gradient
         return super().step(closure)

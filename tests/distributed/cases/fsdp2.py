@@ -56,6 +56,7 @@ _ENDS: dict[Kind, tuple[str, ...]] = {
         "backward_of_a_tap_after_the_step",
         "seen_after_a_call_of_half_a_unit",
         "penalty_by_sum",
+        "number_from_a_weight_before_the_forward",
         "another_method_called",
         "blocks_called_by_a_loop_outside",
         "generation_by_parts_between_steps",

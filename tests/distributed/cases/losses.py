@@ -59,6 +59,39 @@ PENALTIES = [
 ]
 
 
+def _scaled_by(name: str, read: Callable[[torch.Tensor], torch.Tensor]) -> Case:
+    """The data's loss, which differs from rank to rank, times a number from a weight."""
+
+    def run(side: Side) -> None:
+        model = side.shard(Stack(), side.x())
+        train(side, model, lambda step: mean_square(model(side.x(step))) * read(model.head.weight))
+
+    run.__name__ = f"loss_scaled_by_{name}_of_a_weight"
+    return case(table=True)(run)
+
+
+SCALED = [
+    _scaled_by("the_norm", lambda weight: weight.norm()),
+    _scaled_by("the_sum", lambda weight: weight.sum()),
+    _scaled_by("the_mean_square", lambda weight: weight.square().mean(dim=(0, 1), keepdim=True).sum()),
+    _scaled_by("the_foreach_norm", lambda weight: torch._foreach_norm([weight])[0]),
+    _scaled_by("the_dot_product", lambda weight: torch.dot(weight.flatten(), weight.flatten())),
+]
+
+
+@case()
+def number_from_a_weight_before_the_forward(side: Side) -> None:
+    """Its gradient comes last, when that of the weight's unit is under way."""
+    model = side.shard(Stack(), side.x())
+
+    def loss(step: int) -> torch.Tensor:
+        read = model.head.bias.sum() * side.x(step).mean()
+        total: torch.Tensor = mean_square(model(side.x(step))) + read
+        return total
+
+    train(side, model, loss)
+
+
 @case()
 def distance_to_the_first_weights(side: Side) -> None:
     """Elastic weight consolidation: a penalty on the distance to copies made after sharding."""
