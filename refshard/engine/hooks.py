@@ -12,6 +12,7 @@ after it has ended is gathered again, and stays so until the backward ends, then
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -70,10 +71,12 @@ class Hooks:
         self._in_root = False
         self.unanswered = False
         self._forward = _Forward()
-        self._running = False
+        self._running: object = None
+        self._lock = threading.RLock()
         self._begun: set[tuple[int, _Forward]] = set()
         for unit in units:
             unit.on_early_gradient = self._take_up
+            unit.on_listed = self._end_failed
             for module in unit.modules:
                 self._hook_module(_Module(unit, module))
         # Last, so that it comes before those of the root's own unit.
@@ -115,6 +118,7 @@ class Hooks:
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
         if _in_backward():
             return
+        self._end_failed()
         self._forward = _Forward()
         for called in self._called.values():
             called.clear()
@@ -144,6 +148,7 @@ class Hooks:
         """A module of a unit is called."""
         unit = called.unit
         if not self._in_root:
+            self._end_failed()
             self._forward = _Forward()
             self._executor.begin_call(unit, self._forward, training=torch.is_grad_enabled())
         if not self._called[unit.index]:
@@ -271,20 +276,31 @@ class Hooks:
 
     def _open_backward(self) -> None:
         """See to it that :meth:`end_backward` is called; a backward may run within another one."""
-        if not self._running:
-            self._running = True
-            torch.autograd.Variable._execution_engine.queue_callback(_Ending(self))
+        if self._running is None:
+            self._running = object()
+            torch.autograd.Variable._execution_engine.queue_callback(_Ending(self, self._running))
 
-    def end_backward(self, *, raised: bool) -> None:
-        """Autograd has run all of the backward, or has given it up."""
-        forwards = frozenset(forward for _, forward in self._begun)
-        self._running = False
-        self._begun.clear()
-        if raised:
-            self._executor.abandon_pass()
-        else:
-            self.unanswered = False
-            self._executor.end_backward(forwards)
+    def end_backward(self, running: object, *, raised: bool) -> None:
+        """Autograd has run all of the backward known as ``running``, or has given it up."""
+        with self._lock:
+            if running is None or running is not self._running:
+                return
+            forwards = frozenset(forward for _, forward in self._begun)
+            self._running = None
+            self._begun.clear()
+            if raised:
+                self._executor.abandon_pass()
+            else:
+                self.unanswered = False
+                self._executor.end_backward(forwards)
+
+    def _end_failed(self) -> None:
+        """Outside of any backward, one that has begun and not ended has raised. On a GPU autograd's own thread lets go
+        of it, and whoever called it may be here first.
+        """
+        if not _in_backward():
+            with self._lock:
+                self.end_backward(self._running, raised=True)
 
 
 class _Hook:
@@ -311,17 +327,18 @@ class _Hook:
 class _Ending:
     """What autograd calls at the end of a backward; it is let go without a call where that has raised."""
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: Hooks, running: object) -> None:
         self._hooks: Hooks | None = hooks
+        self._running = running
 
     def __call__(self) -> None:
         hooks, self._hooks = self._hooks, None
         assert hooks is not None
-        hooks.end_backward(raised=False)
+        hooks.end_backward(self._running, raised=False)
 
     def __del__(self) -> None:
         if self._hooks is not None:
-            self._hooks.end_backward(raised=True)
+            self._hooks.end_backward(self._running, raised=True)
 
 
 class _Passage(torch.autograd.Function):
