@@ -13,6 +13,7 @@ after it has ended is gathered again, and stays so until the backward ends, then
 
 import functools
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -106,11 +107,13 @@ class Hooks:
         self._in_root = False
         self.unanswered = False
         self._forward = _Forward()
-        self._running = False
+        self._running: object = None
+        self._lock = threading.RLock()
         self._begun: set[tuple[int, _Forward]] = set()
         self._modules = {module: _Module(unit, module) for unit in units for module in unit.modules}
         for unit in units:
             unit.on_early_gradient = self._take_up
+            unit.on_listed = self._end_failed
         for called in self._modules.values():
             self._hook_module(called)
         self._root = self._modules.get(root)
@@ -200,6 +203,7 @@ class Hooks:
     def _begin_pass(self, _: nn.Module, __: Any) -> None:
         if _in_backward() or self._in_method():
             return
+        self._end_failed()
         self._forward = _Forward()
         for modules in self._called.values():
             modules.clear()
@@ -236,6 +240,7 @@ class Hooks:
         """A module of a unit is called."""
         unit = called.unit
         if not self._in_root:
+            self._end_failed()
             self._forward = _Forward()
             self.executor.begin_call(unit, self._forward, training=torch.is_grad_enabled())
         called.forward = self._forward
@@ -360,20 +365,31 @@ class Hooks:
 
     def _open_backward(self) -> None:
         """See to it that :meth:`end_backward` is called; a backward may run within another one."""
-        if not self._running:
-            self._running = True
-            torch.autograd.Variable._execution_engine.queue_callback(_Ending(self))
+        if self._running is None:
+            self._running = object()
+            torch.autograd.Variable._execution_engine.queue_callback(_Ending(self, self._running))
 
-    def end_backward(self, *, raised: bool) -> None:
-        """Autograd has run all of the backward, or has given it up."""
-        forwards = frozenset(forward for _, forward in self._begun)
-        self._running = False
-        self._begun.clear()
-        if raised:
-            self.executor.abandon_pass()
-        else:
-            self.unanswered = False
-            self.executor.end_backward(forwards)
+    def end_backward(self, running: object, *, raised: bool) -> None:
+        """Autograd has run all of the backward known as ``running``, or has given it up."""
+        with self._lock:
+            if running is None or running is not self._running:
+                return
+            forwards = frozenset(forward for _, forward in self._begun)
+            self._running = None
+            self._begun.clear()
+            if raised:
+                self.executor.abandon_pass()
+            else:
+                self.unanswered = False
+                self.executor.end_backward(forwards)
+
+    def _end_failed(self) -> None:
+        """Outside of any backward, one that has begun and not ended has raised. On a GPU autograd's own thread lets go
+        of it, and whoever called it may be here first.
+        """
+        if not _in_backward():
+            with self._lock:
+                self.end_backward(self._running, raised=True)
 
 
 class _Hook:
@@ -400,17 +416,18 @@ class _Hook:
 class _Ending:
     """What autograd calls at the end of a backward; it is let go without a call where that has raised."""
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: Hooks, running: object) -> None:
         self._hooks: Hooks | None = hooks
+        self._running = running
 
     def __call__(self) -> None:
         hooks, self._hooks = self._hooks, None
         assert hooks is not None
-        hooks.end_backward(raised=False)
+        hooks.end_backward(self._running, raised=False)
 
     def __del__(self) -> None:
         if self._hooks is not None:
-            self._hooks.end_backward(raised=True)
+            self._hooks.end_backward(self._running, raised=True)
 
 
 class _Passage(torch.autograd.Function):

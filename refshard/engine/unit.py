@@ -193,9 +193,10 @@ class Unit:
     backward, ``filled`` those of which the gradient slot holds one, from this backward or an earlier microbatch's;
     ``shown`` is what :meth:`show_unreduced` has put in their place. ``read_outside`` says that one came to a sharded
     parameter itself. ``inputs_awaited`` counts calls of a unit with frozen parameters whose inputs' gradients are
-    still to come. ``computes`` tells the lanes that compute is on the current stream too: autograd calls hooks on
-    those that forward ran on. ``lasts`` says that something of the unit was seen to run after its last gradient: from
-    then on it stays gathered until the backward has ended.
+    still to come. ``on_listed`` is called before anybody lists the modules' parameters. ``computes`` tells the lanes
+    that compute is on the current stream too: autograd calls hooks on those that forward ran on. ``lasts`` says that
+    something of the unit was seen to run after its last gradient: from then on it stays gathered until the backward has
+    ended.
 
     **Versions.** A slot is written to unseen by autograd, whose version counters are set here instead: to one number
     while the slot holds what was gathered from masters of ``gathered_version``, to another when it does not. What
@@ -232,6 +233,7 @@ class Unit:
     shown: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     read_outside: bool = False
     inputs_awaited: int = 0
+    on_listed: Callable[[], None] | None = None
     reducing: Pending | None = None
 
     def __post_init__(self) -> None:
@@ -288,6 +290,9 @@ class Unit:
                     parameter.outside = _Outside(self, flat, parameter)
                     parameter.sharded.register_hook(parameter.outside.before)
                     parameter.sharded.register_post_accumulate_grad_hook(parameter.outside)
+        for module in {module for p in self.parameters for module, _ in p.holders}:
+            if type(module._parameters) is dict:
+                module.__dict__["_parameters"] = _Listed(self, module._parameters)
         self.on_gradients = on_gradients
         self._views = tuple(p.unsharded for p in self.parameters)
         self._places = [
@@ -557,6 +562,26 @@ class Unit:
 
 def _attributes(parameter: UnitParameter) -> Iterator[tuple[Any, str | int]]:
     return ((module._parameters, name) for module, name in parameter.holders)
+
+
+class _Listed(dict[str, nn.Parameter | None]):
+    """A module's parameters. Before they are listed (``parameters()``, ``zero_grad()``, ``state_dict()``), a backward
+    that has raised is brought to an end: it left some of the modules showing unsharded ones.
+    """
+
+    def __init__(self, unit: Unit, held: dict[str, nn.Parameter | None]) -> None:
+        super().__init__(held)
+        self._unit = weakref.ref(unit)
+
+    def items(self) -> Any:
+        """Names and parameters."""
+        unit = self._unit()
+        if unit is not None and unit.on_listed is not None:
+            unit.on_listed()
+        return super().items()
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 class _Hook:

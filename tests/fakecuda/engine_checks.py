@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import refshard
+from refshard.engine.local_part import LocalPart
 from refshard.harness.rank import describe, state_of
 from tests.fakecuda.child import check
 
@@ -91,6 +92,29 @@ def try_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, full
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss.item()}
+
+
+@check
+def backwards_that_raise() -> dict[str, list[int]]:
+    """How many parameters a model shows sharded right after each backward that raised, by mode.
+
+    Autograd's thread may still hold the backward then.
+    """
+    found: dict[str, list[int]] = {}
+    for mode in ("zero1", "fsdp", "yafsdp"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))).cuda()
+        model.get_submodule("1.0").register_forward_hook(lambda _, __, out: out.register_hook(_fail) and None)
+        refshard.shard(model, mode=mode, blocks=["0", "1", "2"])
+        found[mode] = []
+        for _ in range(40):
+            with suppress(ValueError):
+                model(torch.ones(2, 8, device="cuda")).sum().backward()
+            found[mode].append(sum(isinstance(p, LocalPart) for p in model.parameters()))
+    return found
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ValueError("told to")
 
 
 def runs_out(mode: str, full_in: str) -> dict[str, Any]:

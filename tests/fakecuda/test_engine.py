@@ -1,4 +1,4 @@
-"""The engine on fake GPUs: no process group outlives its use, and memory that runs out is told as such."""
+"""The engine on fake GPUs: groups do not grow with models, and what fails leaves nothing behind."""
 
 import pytest
 
@@ -22,6 +22,11 @@ def test_models_share_their_groups_which_end_with_all_others(seen: Seen, backend
     groups = 3 if backend == "gloo" else 2  # torch gives GPUs a group of NCCL's there
     for found in seen.on_all(f"groups of {backend}"):
         assert found == {"counts": [groups] * 3, "left": 0}
+
+
+def test_a_backward_that_raised_leaves_the_model_sharded_at_once(seen: Seen) -> None:
+    for found in seen.on_all("backwards_that_raise"):
+        assert found == {mode: [12] * 40 for mode in ("zero1", "fsdp", "yafsdp")}
 
 
 @pytest.mark.parametrize(("mode", "where"), CASES)
