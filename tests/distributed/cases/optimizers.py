@@ -212,6 +212,22 @@ def whole_tensors_muon_beside_adamw(side: Side) -> None:
 
 
 @case(variants=PLAIN)
+def whole_tensors_with_a_gradient_scaler(side: Side) -> None:
+    """One step has an infinite gradient on the rank of the last row, and is skipped on all."""
+    model = side.shard(Stack(), side.x())
+    optimizer = side.whole_tensors(lambda ps: Orthogonal(ps), model, model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        last = side.rank == side.world_size - 1
+        loss = mean_square(model(side.x(step))) * (float("inf") if step == 2 and last else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    side.log("scale", scaler.get_scale())
+
+
+@case(variants=PLAIN)
 def whole_tensors_with_a_closure(side: Side) -> None:
     _closed(side, lambda ps: torch.optim.Adafactor(ps, lr=0.01), whole=True)
 
