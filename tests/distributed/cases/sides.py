@@ -41,6 +41,17 @@ class Variant:
         return "+".join(name for name in ("evaluated", "checkpointed") if getattr(self, name)) or "plain"
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How to shard a model. With ``replicas`` the axis to shard over is of one rank; ``options`` are refshard's own."""
+
+    blocks: Blocks | None
+    precision: refshard.Precision | None
+    initialise: Callable[[nn.Module], None] | None
+    replicas: bool
+    options: dict[str, Any]
+
+
 class Side(ABC):
     """One way to train. What a case logs is compared with what it logs on the bare side, in order."""
 
@@ -65,13 +76,12 @@ class Side(ABC):
         replicas: bool = False,
         **options: Any,
     ) -> Model:
-        """Shard ``model``, turn on what the variant asks for, and start the random numbers anew.
+        """Shard ``model`` (see :class:`Sharding`), turn on what the variant asks for, and restart the random numbers.
 
-        ``sample`` is what the evaluation before the first step calls the model with. With ``replicas`` the axis to
-        shard over is of one rank.
+        ``sample`` is what the evaluation before the first step calls the model with.
         """
         self.shapes[id(model)] = {name: p.shape for name, p in model.named_parameters()}
-        self._shard(model, blocks, precision, initialise, replicas, options)
+        self._shard(model, Sharding(blocks, precision, initialise, replicas, options))
         self.models.append(model)
         if self.variant.checkpointed:
             able = [module for module in model.modules() if hasattr(module, "checkpointing")]
@@ -87,15 +97,7 @@ class Side(ABC):
         return model
 
     @abstractmethod
-    def _shard(
-        self,
-        model: nn.Module,
-        blocks: Blocks | None,
-        precision: refshard.Precision | None,
-        initialise: Callable[[nn.Module], None] | None,
-        replicas: bool,
-        options: dict[str, Any],
-    ) -> None: ...
+    def _shard(self, model: nn.Module, how: Sharding) -> None: ...
 
     def after_evaluation(self, model: nn.Module) -> object:
         """Have the model show its sharded parameters."""
@@ -204,16 +206,8 @@ def whole_of(value: Any) -> torch.Tensor:
 class Bare(Side):
     """One process, unsharded, with the rows of all ranks."""
 
-    def _shard(
-        self,
-        model: nn.Module,
-        blocks: Blocks | None,
-        precision: refshard.Precision | None,
-        initialise: Callable[[nn.Module], None] | None,
-        replicas: bool,
-        options: dict[str, Any],
-    ) -> None:
-        _materialise(model, initialise)
+    def _shard(self, model: nn.Module, how: Sharding) -> None:
+        _materialise(model, how.initialise)
 
     def parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from model.named_parameters()
@@ -239,22 +233,14 @@ class Ranks(Side):
 class Fsdp2(Ranks):
     """torch's ``fully_shard``, on blocks and root."""
 
-    def _shard(
-        self,
-        model: nn.Module,
-        blocks: Blocks | None,
-        precision: refshard.Precision | None,
-        initialise: Callable[[nn.Module], None] | None,
-        replicas: bool,
-        options: dict[str, Any],
-    ) -> None:
+    def _shard(self, model: nn.Module, how: Sharding) -> None:
         policy = MixedPrecisionPolicy(
-            param_dtype=precision.parameters if precision else None,
-            reduce_dtype=precision.reduction if precision else None,
+            param_dtype=how.precision.parameters if how.precision else None,
+            reduce_dtype=how.precision.reduction if how.precision else None,
         )
-        for module in (*_blocks(model, blocks), model):
-            fully_shard(module, mesh=self.mesh(replicas), mp_policy=policy)
-        _materialise(model, initialise)
+        for module in (*_blocks(model, how.blocks), model):
+            fully_shard(module, mesh=self.mesh(how.replicas), mp_policy=policy)
+        _materialise(model, how.initialise)
 
     def after_evaluation(self, model: nn.Module) -> object:
         for module in model.modules():
@@ -287,23 +273,15 @@ class Engine(Ranks):
     def engine(self) -> bool:
         return True
 
-    def _shard(
-        self,
-        model: nn.Module,
-        blocks: Blocks | None,
-        precision: refshard.Precision | None,
-        initialise: Callable[[nn.Module], None] | None,
-        replicas: bool,
-        options: dict[str, Any],
-    ) -> None:
+    def _shard(self, model: nn.Module, how: Sharding) -> None:
         refshard.shard(
             model,
-            self.mesh(replicas),
+            self.mesh(how.replicas),
             mode=self.mode,
-            blocks=blocks,
-            precision=precision,
-            initialise=initialise,
-            **options,
+            blocks=how.blocks,
+            precision=how.precision,
+            initialise=how.initialise,
+            **how.options,
         )
 
     def parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
