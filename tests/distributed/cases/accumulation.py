@@ -1,11 +1,12 @@
 """Microbatches: gradients that add up before a step."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from tests.distributed.cases.case import EVALUATED, case
-from tests.distributed.cases.models import Stack, adamw, adapted, mean_square, sgd, train
+from tests.distributed.cases.models import Stack, adamw, adapted, mean_square, sgd, train, train_by_hand
 from tests.distributed.cases.sides import Side
 
 
@@ -46,38 +47,50 @@ def accumulation_that_varies(side: Side) -> None:
     _accumulate(side, side.shard(Stack(), side.x()), sync_last_only=True, every_second=True)
 
 
+def _steps(side: Side, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, bool]]:
+    """Three steps of two microbatches: yields the number of each, within its context, and whether it is the last."""
+    for step in range(3):
+        for last in (False, True):
+            with side.microbatch(model, last=last):
+                yield 2 * step + last, last
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _clipped(side: Side, model: torch.nn.Module) -> None:
+    for number, last in _steps(side, model, adamw(model.parameters())):
+        mean_square(model(side.x(number))).backward()
+        if last:
+            side.log("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+
+def _cleared(side: Side, model: torch.nn.Module, clear: Callable[[], object] | None = None) -> None:
+    optimizer = sgd(model)
+    for number, last in _steps(side, model, optimizer):
+        mean_square(model(side.x(number))).backward()
+        if last:
+            side.log_gradients(model)
+        else:
+            (clear or optimizer.zero_grad)()
+
+
 @case(table=True)
 def cleared_without_reductions(side: Side) -> None:
     """A backward under no_sync whose gradients are thrown away leaves nothing for the next."""
-    model = side.shard(Stack(), side.x())
-    optimizer = sgd(model)
-    for step in range(3):
-        with side.microbatch(model, last=False):
-            mean_square(model(side.x(50 + step))).backward()
-        optimizer.zero_grad()
-        with side.microbatch(model, last=True):
-            mean_square(model(side.x(step))).backward()
-        side.log_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    _cleared(side, side.shard(Stack(), side.x()))
 
 
 @case()
 def cleared_by_module_without_reductions(side: Side) -> None:
     """As before, by ``model.zero_grad()``, with an evaluation between."""
     model = side.shard(Stack(), side.x())
-    optimizer = sgd(model)
-    for step in range(3):
-        with side.microbatch(model, last=False):
-            mean_square(model(side.x(50 + step))).backward()
+
+    def clear() -> None:
         with torch.no_grad():
             side.log_rows("out", model(side.x(9)))
         model.zero_grad()
-        with side.microbatch(model, last=True):
-            mean_square(model(side.x(step))).backward()
-        side.log_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    _cleared(side, model, clear)
 
 
 @case()
@@ -110,29 +123,20 @@ def other_blocks_in_each_microbatch(side: Side) -> None:
             return out
 
     model = side.shard(Halved(), side.x())
-    optimizer = sgd(model)
-    for step in range(4):
-        for half in (0, 1):
-            model.kept = half
-            with side.microbatch(model, last=half == 1):
-                mean_square(model(side.x(10 * step + half))).backward()
-        side.log_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    for number, last in _steps(side, model, sgd(model)):
+        model.kept = int(last)
+        mean_square(model(side.x(number))).backward()
+        if last:
+            side.log_gradients(model)
 
 
 @case(variants=EVALUATED)
 def evaluation_between_microbatches(side: Side) -> None:
     model = side.shard(Stack(), side.x())
-    optimizer = sgd(model)
-    for step in range(3):
-        for microbatch in range(2):
-            with side.microbatch(model, last=microbatch == 1):
-                mean_square(model(side.x(10 * step + microbatch))).backward()
-            with torch.no_grad():
-                side.log_rows("out", model(side.x(9)))
-        optimizer.step()
-        optimizer.zero_grad()
+    for number, _ in _steps(side, model, sgd(model)):
+        mean_square(model(side.x(number))).backward()
+        with torch.no_grad():
+            side.log_rows("out", model(side.x(9)))
 
 
 @case(variants=EVALUATED)
@@ -151,15 +155,7 @@ def forward_within_and_backward_outside_of_no_sync(side: Side) -> None:
 
 @case(variants=EVALUATED)
 def clipped_after_accumulation(side: Side) -> None:
-    model = side.shard(Stack(), side.x())
-    optimizer = sgd(model)
-    for step in range(3):
-        for microbatch in range(2):
-            with side.microbatch(model, last=microbatch == 1):
-                mean_square(model(side.x(10 * step + microbatch))).backward()
-        side.log("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-        optimizer.step()
-        optimizer.zero_grad()
+    _clipped(side, side.shard(Stack(), side.x()))
 
 
 @case(modes=("zero1", "zero2", "fsdp"))
@@ -171,30 +167,15 @@ def accumulated_unsharded_by_option(side: Side) -> None:
 @case(modes=("zero1", "zero2", "fsdp"), table=True)
 def cleared_unsharded_by_option(side: Side) -> None:
     """As ``cleared_without_reductions``, where unsharded gradients wait in slots of their own."""
-    model = side.shard(Stack(), side.x(), accumulation="unsharded")
-    optimizer = sgd(model)
-    for step in range(3):
-        with side.microbatch(model, last=False):
-            mean_square(model(side.x(50 + step))).backward()
-        optimizer.zero_grad()
-        with side.microbatch(model, last=True):
-            mean_square(model(side.x(step))).backward()
-        side.log_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+    _cleared(side, side.shard(Stack(), side.x(), accumulation="unsharded"))
 
 
 def _clipped_too_early(side: Side, **options: Any) -> None:
     """The norm of what is not reduced yet is no norm of the gradient."""
     model = side.shard(Stack(), side.x(), **options)
-    optimizer = sgd(model)
-    for step in range(3):
-        for microbatch in range(2):
-            with side.microbatch(model, last=microbatch == 1):
-                mean_square(model(side.x(10 * step + microbatch))).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
+    for number, _ in _steps(side, model, sgd(model)):
+        mean_square(model(side.x(number))).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
 @case(modes=("zero1", "zero2", "fsdp"), refuses="not reduced over ranks yet")
@@ -210,29 +191,14 @@ def clipped_before_the_reduction_of_whole_gradients(side: Side) -> None:
 @case()
 def offloaded(side: Side) -> None:
     """Masters and gradients in the host's memory, clipped and accumulated."""
-    model = side.shard(Stack(), side.x(), offload=True)
-    optimizer = adamw(model.parameters())
-    for step in range(3):
-        for microbatch in range(2):
-            with side.microbatch(model, last=microbatch == 1):
-                mean_square(model(side.x(10 * step + microbatch))).backward()
-        side.log(f"norm {step}", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
-        optimizer.step()
-        optimizer.zero_grad()
+    _clipped(side, side.shard(Stack(), side.x(), offload=True))
 
 
 @case()
 def offloaded_and_written_through_data(side: Side) -> None:
     """Masters in the host's memory are written to by hand."""
     model = side.shard(Stack(), side.x(), offload=True)
-    for step in range(4):
-        loss = mean_square(model(side.x(step)))
-        loss.backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.data.add_(parameter.grad, alpha=-0.1)
-            parameter.grad = None
-        side.log_mean(f"loss {step}", loss)
+    train_by_hand(side, model, lambda parameter, gradient: parameter.data.add_(gradient, alpha=-0.1))
 
 
 @case()

@@ -184,3 +184,20 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         side.log_mean(f"loss {step}", loss)
+
+
+def train_by_hand(
+    side: Side,
+    model: nn.Module,
+    update: Callable[[nn.Parameter, torch.Tensor], object],
+    loss_of: Callable[[int], torch.Tensor] | None = None,
+) -> None:
+    """A loop without an optimizer: ``update`` is given each parameter and its gradient."""
+    for step in range(STEPS):
+        loss = mean_square(model(side.x(step))) if loss_of is None else loss_of(step)
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            update(parameter, parameter.grad)
+        model.zero_grad()
+        side.log_mean(f"loss {step}", loss)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.distributed.cases.case import EVALUATED, PLAIN, Case, case
-from tests.distributed.cases.models import Stack, adamw, mean_square, sgd, train
+from tests.distributed.cases.models import Stack, adamw, mean_square, sgd, train, train_by_hand
 from tests.distributed.cases.sides import Side
 
 NEEDS_WHOLE = "whole|part|norm|mean|matrix|ndim|1-D"
@@ -268,42 +268,24 @@ def whole_tensors_without_reductions(side: Side) -> None:
 @case(table=True)
 def sgd_by_hand_through_data(side: Side) -> None:
     model = side.shard(Stack(), side.x())
-    for step in range(4):
-        loss = mean_square(model(side.x(step)))
-        loss.backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.data.add_(parameter.grad, alpha=-0.1)
-            parameter.grad = None
-        side.log_mean(f"loss {step}", loss)
+    train_by_hand(side, model, lambda parameter, gradient: parameter.data.add_(gradient, alpha=-0.1))
 
 
 @case(variants=EVALUATED)
 def sgd_by_hand_under_no_grad(side: Side) -> None:
     model = side.shard(Stack(), side.x())
-    for step in range(4):
-        loss = mean_square(model(side.x(step)))
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.sub_(0.1 * parameter.grad)
-        model.zero_grad()
-        side.log_mean(f"loss {step}", loss)
+    train_by_hand(side, model, torch.no_grad()(lambda parameter, gradient: parameter.sub_(0.1 * gradient)))
 
 
 @case(variants=EVALUATED, refuses="replaced|moved|data")
 def sgd_by_hand_that_assigns_data(side: Side) -> None:
     """``p.data = p.data - ...`` gives the parameter other memory."""
     model = side.shard(Stack(), side.x())
-    for step in range(4):
-        loss = mean_square(model(side.x(step)))
-        loss.backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.data = parameter.data - 0.1 * parameter.grad
-        model.zero_grad()
-        side.log_mean(f"loss {step}", loss)
+
+    def update(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        parameter.data = parameter.data - 0.1 * gradient
+
+    train_by_hand(side, model, update)
 
 
 @case(table=True)

@@ -8,7 +8,7 @@ from torch import nn
 import refshard
 from tests.distributed.cases.case import EVALUATED, PLAIN, case
 from tests.distributed.cases.inputs import Conditional, Registered, Unregistered
-from tests.distributed.cases.models import Language, Stack, adamw, mean_square, next_token, train
+from tests.distributed.cases.models import Language, Stack, adamw, mean_square, next_token, train, train_by_hand
 from tests.distributed.cases.sides import DIM, Side
 
 BF16 = refshard.Precision(parameters=torch.bfloat16, reduction=torch.float32)
@@ -200,14 +200,7 @@ def bf16_with_integer_and_flag_inputs(side: Side) -> None:
 def written_through_data_in_bf16(side: Side) -> None:
     """What is computed with is a cast, so that writes to the masters must be noticed."""
     model = side.shard(Stack(), side.x(), precision=BF16)
-    for step in range(4):
-        loss = _wide(side, model, step)
-        loss.backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.data.add_(parameter.grad, alpha=-0.5)
-            parameter.grad = None
-        side.log_mean(f"loss {step}", loss)
+    train_by_hand(side, model, lambda p, gradient: p.data.add_(gradient, alpha=-0.5), lambda s: _wide(side, model, s))
 
 
 @case(rtol=0.05, table=True)

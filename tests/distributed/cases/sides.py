@@ -41,6 +41,17 @@ class Variant:
         return "+".join(name for name in ("evaluated", "checkpointed") if getattr(self, name)) or "plain"
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How to shard a model. With ``replicas`` the axis to shard over is of one rank; ``options`` are refshard's own."""
+
+    blocks: Blocks | None
+    precision: refshard.Precision | None
+    initialise: Callable[[nn.Module], None] | None
+    replicas: bool
+    options: dict[str, Any]
+
+
 class Side(ABC):
     """One way to train. What a case logs is compared with what it logs on the bare side, in order."""
 
@@ -66,15 +77,14 @@ class Side(ABC):
         replicas: bool = False,
         **options: Any,
     ) -> Model:
-        """Shard ``model``, turn on what the variant asks for, and start the random numbers anew.
+        """Shard ``model`` (see :class:`Sharding`), turn on what the variant asks for, and restart the random numbers.
 
-        ``sample`` is what the evaluation before the first step calls the model with. With ``replicas`` the axis to
-        shard over is of one rank.
+        ``sample`` is what the evaluation before the first step calls the model with.
         """
         self.shapes[id(model)] = {name: p.shape for name, p in model.named_parameters()}
         if self.device.type != "cpu":
             model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
-        self._shard(model, blocks, precision, initialise, replicas, options)
+        self._shard(model, Sharding(blocks, precision, initialise, replicas, options))
         self.models.append(model)
         if self.variant.checkpointed:
             able = [module for module in model.modules() if hasattr(module, "checkpointing")]
@@ -90,15 +100,7 @@ class Side(ABC):
         return model
 
     @abstractmethod
-    def _shard(
-        self,
-        model: nn.Module,
-        blocks: Blocks | None,
-        precision: refshard.Precision | None,
-        initialise: Callable[[nn.Module], None] | None,
-        replicas: bool,
-        options: dict[str, Any],
-    ) -> None: ...
+    def _shard(self, model: nn.Module, how: Sharding) -> None: ...
 
     def after_evaluation(self, model: nn.Module) -> object:
         """Have the model show its sharded parameters."""
@@ -232,16 +234,8 @@ def whole_of(value: Any) -> torch.Tensor:
 class Bare(Side):
     """One process, unsharded, with the rows of all ranks."""
 
-    def _shard(
-        self,
-        model: nn.Module,
-        blocks: Blocks | None,
-        precision: refshard.Precision | None,
-        initialise: Callable[[nn.Module], None] | None,
-        replicas: bool,
-        options: dict[str, Any],
-    ) -> None:
-        _materialise(model, initialise, self.device)
+    def _shard(self, model: nn.Module, how: Sharding) -> None:
+        _materialise(model, how.initialise, self.device)
 
     def parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from model.named_parameters()
@@ -269,24 +263,16 @@ class Ranks(Side):
 class Fsdp2(Ranks):
     """torch's ``fully_shard``, on blocks and root."""
 
-    def _shard(
-        self,
-        model: nn.Module,
-        blocks: Blocks | None,
-        precision: refshard.Precision | None,
-        initialise: Callable[[nn.Module], None] | None,
-        replicas: bool,
-        options: dict[str, Any],
-    ) -> None:
+    def _shard(self, model: nn.Module, how: Sharding) -> None:
         policy = MixedPrecisionPolicy(
-            param_dtype=precision.parameters if precision else None,
-            reduce_dtype=precision.reduction if precision else None,
+            param_dtype=how.precision.parameters if how.precision else None,
+            reduce_dtype=how.precision.reduction if how.precision else None,
         )
-        mesh = self.mesh(model, replicas)
-        for module in (*_blocks(model, blocks), model):
+        mesh = self.mesh(model, how.replicas)
+        for module in (*_blocks(model, how.blocks), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        _materialise(model, initialise, self.device)
-        if (factor := options.get("gradient_divide_factor")) is not None:
+        _materialise(model, how.initialise, self.device)
+        if (factor := how.options.get("gradient_divide_factor")) is not None:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(factor)
@@ -334,23 +320,15 @@ class Engine(Ranks):
     def engine(self) -> bool:
         return True
 
-    def _shard(
-        self,
-        model: nn.Module,
-        blocks: Blocks | None,
-        precision: refshard.Precision | None,
-        initialise: Callable[[nn.Module], None] | None,
-        replicas: bool,
-        options: dict[str, Any],
-    ) -> None:
+    def _shard(self, model: nn.Module, how: Sharding) -> None:
         refshard.shard(
             model,
-            self.mesh(model, replicas),
+            self.mesh(model, how.replicas),
             mode=self.mode,
-            blocks=blocks,
-            precision=precision,
-            initialise=initialise,
-            **options,
+            blocks=how.blocks,
+            precision=how.precision,
+            initialise=how.initialise,
+            **how.options,
         )
 
     def parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
