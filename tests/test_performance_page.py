@@ -33,7 +33,14 @@ def test_every_table_of_peers_is_printed_from_the_records() -> None:
     page = (ROOT / "docs" / "peers-measured.md").read_text()
     printed = "\n\n".join(
         show(RECORDED / run, as_json=False, against=against)
-        for run, against in (("peers", None), ("peers", "ddp"), ("finetune", None))
+        for run, against in (
+            ("peers", None),
+            ("peers", "ddp"),
+            ("finetune", None),
+            ("muon", None),
+            ("muon", "refshard-fsdp"),
+            ("../dryrun/muon_h100", None),
+        )
     )
     blocks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     tables = [part.strip() for block in blocks for part in block.split("\n\n")]
