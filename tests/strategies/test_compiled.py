@@ -9,6 +9,7 @@ from functools import cache
 from itertools import cycle
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,6 +173,28 @@ def test_what_is_fused_issues_the_same_collectives() -> None:
     for scenario, name in FEW:
         fused = run_ranks(2, train, case_of(scenario, name), "tied" in scenario, True)[0]
         assert fused["announced"] == fused["counted"] == of((scenario, name))["counted"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["simplefsdp-by-block", "fsdp2-compiled"])
+def test_muon_steps_what_compiled_models_are_made_of(name: str) -> None:
+    case = msgspec.structs.replace(case_of("plain", name), optimizer="muon", microbatches=2)
+    (single,) = run_ranks(1, train, case.reference(), False)
+    ranks = run_ranks(2, train, case, False)
+    losses = [sum(step) / 2 for step in zip(*(rank["losses"] for rank in ranks))]
+    assert losses == pytest.approx(single["losses"], rel=parity_tolerance(case))
+    assert ranks[0]["announced"] == ranks[0]["counted"]
+    if name != "fsdp2-compiled":
+        odd = msgspec.structs.replace(case, world_size=3, global_batch=12)
+        assert all("pads matrices of 64 rows for 3 ranks" in said for said in run_ranks(3, refusal, odd))
+
+
+def refusal(case: CaseSpec) -> str:
+    try:
+        train(case, False)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def test_without_a_compiler_it_is_refused() -> None:

@@ -59,11 +59,10 @@ class MuonOfHalves(torch.optim.Muon):
         super().__init__([half for matrix in matrices for half in matrix.detach().chunk(2)], **options)
 
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            whole = [matrix.grad for matrix in self._matrices if matrix.grad is not None]
-            gradients = (half for gradient in whole for half in gradient.chunk(2))
-            for half, gradient in zip(group["params"], gradients):
-                half.grad = gradient
+        gradients = [matrix.grad for matrix in self._matrices]
+        halves = [half for gradient in gradients if gradient is not None for half in gradient.chunk(2)]
+        for half, gradient in zip(self.param_groups[0]["params"], halves):
+            half.grad = gradient
         return super().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -60,8 +60,12 @@ class SimpleFSDP(Strategy):
         return PlainLoop(compiled, world, muon=self._make_muon)
 
     def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-        if padded := [name for name, shape in self._shapes.items() if shape[0] % self._world.shards]:
-            raise UnsupportedError(f"SimpleFSDP's row pads {padded[0]}, and Muon's rate depends on the number of rows")
+        spec, shards = self._model.spec, self._world.shards
+        for rows in (spec.dim, spec.ffn_dim, spec.head_dim * spec.n_kv_heads):
+            if rows % shards:
+                raise UnsupportedError(
+                    f"SimpleFSDP's row pads matrices of {rows} rows for {shards} ranks, and Muon's rate depends on rows"
+                )
         return muon_over_dtensors(matrices, **options)
 
     def wrapped_units(self) -> tuple[str, ...]:
