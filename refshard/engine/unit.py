@@ -27,7 +27,7 @@ UNSHARDED_IN = "_refshard_unit"
 """An attribute of unsharded parameters: the name of the unit that computes with them."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class UnitParameter:
     """One parameter: every place in the model that holds it (several when it is tied), and its two forms.
 
@@ -57,7 +57,7 @@ class UnitParameter:
     kept: torch.Tensor | None = None
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class FlatParameter:
     """All parameters of a unit of one dtype that are trained, or all that are frozen, end to end.
 
@@ -179,7 +179,7 @@ class FlatParameter:
         return elements.data_ptr() == place.data_ptr() and elements.numel() == place.numel() > 0
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Unit:
     """A unit and its state, which its own methods alone change.
 
@@ -410,7 +410,7 @@ class Unit:
         A write through ``.data`` of a plain parameter leaves no trace; that of a local part raises the version.
         """
         plain = any(type(parameter.sharded) is nn.Parameter for parameter in self.parameters)
-        if plain and not (self.aliased or self.computing):
+        if plain and not (self.aliased or self.computing or self.ahead):
             self.gathered_version = -1
 
     def check_parameters(self) -> None:
