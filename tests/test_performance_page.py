@@ -37,8 +37,6 @@ def test_every_table_of_peers_is_printed_from_the_records() -> None:
             ("peers", None),
             ("peers", "ddp"),
             ("finetune", None),
-            ("muon", None),
-            ("muon", "refshard-fsdp"),
             ("../dryrun/muon_h100", None),
         )
     )
