@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 PATCHES = {
     "one extra copy per block": (
         "refshard/engine/hooks.py",
-        "            return changed\n",
-        "            return tuple(arg.clone() for arg in args), kwargs\n",
+        "        return changed\n",
+        "        return tuple(arg.clone() for arg in args), kwargs\n",
     ),
     "one lost prefetch": (
         "refshard/plan/schedule.py",

@@ -99,7 +99,7 @@ def asked_for_and_never_used(side: Side) -> None:
     train(side, model, loss)
 
 
-@case(table=True)
+@case(table=True, only_on_cpu=True)
 def asked_between_passes(side: Side) -> None:
     """Before forward, between forward and backward, before the optimizer writes, and after."""
     model = side.shard(Stack(), side.x())

@@ -73,7 +73,7 @@ def factor_with_a_penalty_on_all_weights(side: Side) -> None:
     _train(side, model, penalty=lambda m: sum(p.square().sum() for p in m.parameters()))
 
 
-@case(variants=PLAIN)
+@case(variants=PLAIN, only_on_cpu=True)
 def factor_with_a_whole_weight_in_the_loss(side: Side) -> None:
     def penalty(model: torch.nn.Module) -> torch.Tensor:
         weight: Any = model.get_parameter("head.weight")
@@ -84,7 +84,7 @@ def factor_with_a_whole_weight_in_the_loss(side: Side) -> None:
     _train(side, side.shard(Stack(), gradient_divide_factor=FACTOR), penalty=penalty)
 
 
-@case(table=True)
+@case(table=True, only_on_cpu=True)
 def loss_weighted_by_tokens(side: Side) -> None:
     """Ranks count different numbers of tokens: each divides by the number of all, and gradients are summed."""
     model = side.shard(Language(), side.tokens(), gradient_divide_factor=1.0)

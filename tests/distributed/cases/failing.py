@@ -209,7 +209,7 @@ def backward_after_the_step(side: Side) -> None:
         old.backward()
 
 
-@case(variants=PLAIN, table=True)
+@case(variants=PLAIN, table=True, only_on_cpu=True)
 def backward_of_a_tap_after_the_step(side: Side) -> None:
     """As before, of a loss from within the first block: no gradient of an output tells that backward begins."""
     model = Stack()
@@ -300,7 +300,7 @@ WITHOUT_MEMORY = [
 ]
 
 
-@case(variants=PLAIN, refuses="inference_mode")
+@case(variants=PLAIN, refuses="inference_mode", only_on_cpu=True)
 def sharded_in_inference_mode(side: Side) -> None:
     model = Stack()
     with torch.inference_mode():
