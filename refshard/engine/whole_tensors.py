@@ -12,6 +12,7 @@ from typing import Any, NoReturn, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from refshard.engine.collectives import Collectives
 from refshard.engine.exchange import Exchange, Owned
@@ -87,7 +88,7 @@ class WholeTensors(torch.optim.Optimizer):
             "load this one's state_dict()"
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # torch.compiler.disable would import torch._dynamo here, which takes seconds
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient; collective. Returns what ``closure`` does.
