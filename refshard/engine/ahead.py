@@ -44,7 +44,8 @@ def unshard(module: nn.Module) -> Unsharding:
 
     Modules do not see the gathered parameters before they compute. What is gathered in a pass and not used is
     given up when the pass ends. What is gathered between passes is for the next one, which gathers it again if weights
-    have changed since; of plain parameters (with one rank to shard over), it does not see a write through ``.data``.
+    have changed since, or where they are plain (with one rank to shard over), since a write through ``.data`` leaves no
+    trace there.
 
     Raises:
         EngineError: ``module`` is no part of a sharded model.

@@ -410,7 +410,7 @@ class Unit:
         A write through ``.data`` of a plain parameter leaves no trace; that of a local part raises the version.
         """
         plain = any(type(parameter.sharded) is nn.Parameter for parameter in self.parameters)
-        if plain and not (self.aliased or self.computing or self.ahead):
+        if plain and not (self.aliased or self.computing):
             self.gathered_version = -1
 
     def check_parameters(self) -> None:

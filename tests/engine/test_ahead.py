@@ -126,6 +126,28 @@ def test_what_is_asked_for_before_a_pass_is_there_for_it(mode: str) -> None:
     refshard.unshard(model.layers[1])
     with torch.no_grad():
         assert torch.equal(model(make_batch(9)[0]), bare(make_batch(9)[0]))
+    again = 2  # Of one rank the parameters are plain: a write through .data would leave no trace.
+    assert gathers(collectives) == before + again + len(engine_of(model).units)
+
+
+class TwoAlike(LateCollectives):
+    """Two ranks, of which the other holds the same as this one."""
+
+    world_size = 2
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
+        return super().all_gather(output, torch.cat([shard, shard]))
+
+
+def test_parts_that_were_asked_for_before_a_pass_are_not_gathered_again(mode: str) -> None:
+    model, collectives = make_net(), TwoAlike()
+    refshard.shard(model, mode=mode, collectives=collectives)
+    with torch.no_grad():
+        model(make_batch(0)[0])
+        before = gathers(collectives)
+        for layer in model.layers[:2]:
+            refshard.unshard(layer).wait()
+        model(make_batch(1)[0])
     assert gathers(collectives) == before + len(engine_of(model).units)
 
 
