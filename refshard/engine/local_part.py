@@ -250,7 +250,12 @@ class GatherablePart(_Part, DTensor):
         mesh = self._spec.mesh
         return DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
-    to_local = _Part.to_local  # type: ignore[assignment]
+    def to_local(self, **_: Any) -> LocalPart:
+        """The part as a parameter holds it, over the same memory: under the whole's shape, as torch's functions expect
+        where nothing is sharded, so that they can copy a whole into it. Its own ``to_local()`` has the elements.
+        """
+        return LocalPart(self._local_tensor.detach(), self._whole)
+
     full_tensor = _Part.full_tensor  # type: ignore[assignment]
     __torch_dispatch__ = LocalPart.__torch_dispatch__
 

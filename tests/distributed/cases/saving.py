@@ -251,6 +251,18 @@ def full_optimizer_state_by_torch(side: Side) -> None:
 
 
 @case(variants=PLAIN)
+def full_optimizer_state_set_from_the_first_rank(side: Side) -> None:
+    model = side.shard(Stack())
+    optimizer = adamw(model.parameters())
+    train(side, model, optimizer=optimizer, steps=2)
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=side.world_size > 1)
+    other = adamw(model.parameters())
+    set_optimizer_state_dict(model, other, state if side.rank == 0 else {}, options=options)
+    train(side, model, optimizer=other, start=2)
+
+
+@case(variants=PLAIN)
 def loaded_before_sharding(side: Side) -> None:
     torch.manual_seed(5)
     saved = Stack().state_dict()
