@@ -81,7 +81,8 @@ METRICS: dict[str, Metric] = {
         Metric("perturbation", "perturbation", "ratio", "lower", "noisy",
                "traced step time / untraced step time"),
         Metric("loss_parity", "loss parity", "ratio", "lower", "exact",
-               "largest relative difference of a step's loss from one unsharded rank on the same tokens"),
+               "largest relative difference of a step's loss from one unsharded rank on the same tokens; where the model is "
+               "too large for one rank, of the same case with a reduced model"),
     )
 }  # fmt: skip
 """Every metric of a case, in the order in which tables show them."""
@@ -130,6 +131,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     code_sha256: str = ""
     argv: tuple[str, ...]
     network: str = ""
+    gpu_memory_bytes: tuple[int, ...] = ()
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
@@ -172,7 +174,9 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     """Evidence that the strategy did what its plan announced.
 
     ``bit_identical_to_ddp`` compares every loss and the final parameters with DDP's at the same world size; where it
-    is false or unknown, ``bits_note`` says why. ``parity_note`` says why there is no ``loss_parity``.
+    is false or unknown, ``bits_note`` says why. ``parity_note`` says why there is no ``loss_parity``, or why it is not
+    the case's own but that of the case ``parity_of`` names: empty for the case itself. ``parity_tolerance`` is how
+    large it may be; none in older records.
     """
 
     wrapped_units: tuple[str, ...]
@@ -181,6 +185,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     parity_steps: int
     loss_parity: float | None
     parity_note: str = ""
+    parity_of: str = ""
+    parity_tolerance: float | None = None
     parameters_sha256: str
     bit_identical_to_ddp: bool | None = None
     bits_note: str = ""

@@ -1,6 +1,7 @@
 """What the launches of a case proved together, and in words why something is not known."""
 
 from refshard.analysis.cases import CaseResult, plain
+from refshard.records import parity_tolerance
 
 
 def proof_failures(case: CaseResult) -> tuple[str, ...]:
@@ -31,7 +32,18 @@ def bits_note(case: CaseResult) -> str:
     return plain("; ".join(dict.fromkeys(notes)))
 
 
+def tolerance(case: CaseResult) -> float:
+    """How large the loss parity of this case may be."""
+    given = [launch.proof.parity_tolerance for launch in case.launches if launch.proof]
+    return next((value for value in given if value is not None), parity_tolerance(case.spec))
+
+
+def parity_of(case: CaseResult) -> str:
+    """The reduced case that the loss parity is of; empty where it is that of the case itself."""
+    return next((launch.proof.parity_of for launch in case.launches if launch.proof and launch.proof.parity_of), "")
+
+
 def parity_note(case: CaseResult) -> str:
-    """Why there is no loss parity; empty where there is one."""
+    """Why there is no loss parity, or why it is that of a reduced case."""
     notes = [launch.proof.parity_note for launch in case.launches if launch.proof and launch.proof.parity_note]
     return plain("; ".join(dict.fromkeys(notes)))

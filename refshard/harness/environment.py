@@ -45,6 +45,9 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
         logical_cores=available_cores(),
         memory_bytes=psutil.virtual_memory().total,
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        gpu_memory_bytes=tuple(
+            torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())
+        ),
         python=platform.python_version(),
         torch=str(torch.__version__),
         backends=tuple(name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()),

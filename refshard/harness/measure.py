@@ -22,6 +22,7 @@ from torch import nn
 from refshard.flops import Convention, flops_per_token
 from refshard.harness.compiling import compiling_anew
 from refshard.harness.load import RankLoad, watched_load
+from refshard.harness.reduced import ReducedLosses
 from refshard.harness.trainer import Trainer
 from refshard.records import Census, CollectiveCount, State
 from refshard.simulate.of_case import memory_of
@@ -48,7 +49,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank reports. ``losses`` are this rank's, one per step; times are in seconds, sizes in bytes.
 
     An emulated rank has no ``parameters_sha256``: what it would gather from others is made up. Rank 0 names its
-    ``operators``, in order, of the step that its ``census`` is of. ``failed_at_s`` is the wall clock's time: other
+    ``operators``, in order, of the step that its ``census`` is of. ``reduced`` is there where the case's own reference
+    is too large. ``failed_at_s`` is the wall clock's time: other
     ranks' errors are later, if they are but echoes.
     """
 
@@ -73,6 +75,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     operators: tuple[str, ...] = ()
     planned_peak_bytes: int | None = None
     flops_per_token: float | None = None
+    reduced: ReducedLosses | None = None
     warnings: tuple[str, ...] = ()
 
 

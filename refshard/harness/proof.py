@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import msgspec
 
 from refshard.harness.measure import RankResult
+from refshard.harness.reduced import Reduced
 from refshard.harness.traced import Traces
 from refshard.records import CollectiveCount, LaunchRecord, Proof, parity_tolerance
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
@@ -17,10 +19,29 @@ NOT_COMPARABLE = "emulated: what the other ranks send is made up, so losses and 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """The records that a case is held against: one unsharded rank, and DDP at the same world size."""
+    """What a case is held against: the records of one unsharded rank, or a reduced case where that is too large for
+    one, and of DDP at the same world size.
+    """
 
     reference: LaunchRecord | None
     ddp: LaunchRecord | None
+    reduced: Reduced | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parity:
+    """How far losses differ from the reference's; ``value`` is None where that is not known, and ``note`` says why."""
+
+    value: float | None
+    note: str = ""
+    of: str = ""
+    tolerance: float | None = None
+
+    def failed(self) -> Iterator[str]:
+        """That they differ by too much."""
+        if self.value is not None and self.tolerance is not None and not self.value <= self.tolerance:
+            of = f" of {self.of}" if self.of else ""
+            yield f"losses{of} differ from one unsharded rank by {self.value:.2g}, more than {self.tolerance:g}"
 
 
 def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: Sequence[float], peers: Peers) -> Proof:
@@ -31,20 +52,22 @@ def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: S
     failures += failed_units(case, ranks[0].wrapped_units)
     if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
         failures.append("a rank left fewer losses or step times than steps")
-    parity, parity_note, identical, bits_note = None, "", None, ""
+    parity, identical, bits_note = _Parity(value=None, note=NOT_COMPARABLE), None, NOT_COMPARABLE
     if case.fidelity == "measured":
-        parity = _parity(case, losses, peers.reference)
+        parity = _parity_of(case, ranks, losses, peers)
         identical, bits_note = _compare_bits(case, losses, ranks[0].parameters_sha256, peers.ddp)
-        failures += _failed_training(case, ranks, parity)
-    else:
-        parity_note = bits_note = NOT_COMPARABLE
+        failures += parity.failed()
+        if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
+            failures.append("the ranks ended with different parameters")
     return Proof(
         wrapped_units=ranks[0].wrapped_units,
         announced=announced,
         traced=(differing or next(iter(traces.per_step), (0, ())))[1],
         parity_steps=case.warmup_steps,
-        loss_parity=parity,
-        parity_note=parity_note,
+        loss_parity=parity.value,
+        parity_note=parity.note,
+        parity_of=parity.of,
+        parity_tolerance=parity.tolerance,
         parameters_sha256=ranks[0].parameters_sha256,
         bit_identical_to_ddp=identical,
         bits_note=bits_note,
@@ -89,24 +112,39 @@ def _failed_collectives(
         yield "collectives were issued, but the trace shows no communication"
 
 
-def _failed_training(case: CaseSpec, ranks: Sequence[RankResult], parity: float | None) -> Iterator[str]:
-    """How training differs between ranks, or from that of one."""
-    if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
-        yield "the ranks ended with different parameters"
-    if parity is None:
-        yield "no loss parity: the reference case did not end ok"
-    elif not parity <= (tolerance := parity_tolerance(case)):
-        yield f"losses differ from one unsharded rank by {parity:.2g}, more than {tolerance:g}"
-
-
-def _parity(case: CaseSpec, losses: Sequence[float], reference: LaunchRecord | None) -> float | None:
-    """Largest relative difference over the proof steps; 0 for the reference itself."""
+def _parity_of(case: CaseSpec, ranks: Sequence[RankResult], losses: Sequence[float], peers: Peers) -> _Parity:
+    """The parity of the case itself, or of the reduced one. A reference that did not end ok leaves it unknown: it says
+    nothing against the case.
+    """
+    if (reduced := peers.reduced) is not None:
+        return _reduced_parity(reduced, ranks)
     if case == case.reference():
-        return 0.0
-    if reference is None or reference.state != "ok":
-        return None
-    steps = list(zip(losses, reference.losses))[: case.warmup_steps]
-    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in steps)
+        return _Parity(value=0.0, tolerance=parity_tolerance(case))
+    if peers.reference is None or peers.reference.state != "ok":
+        return _Parity(value=None, note=f"not held, because {_missing(peers.reference)}")
+    value = _difference(losses[: case.warmup_steps], peers.reference.losses)
+    return _Parity(value=value, tolerance=parity_tolerance(case))
+
+
+def _missing(reference: LaunchRecord | None) -> str:
+    if reference is None:
+        return "the case of one unsharded rank has not run"
+    return f"one unsharded rank ended {reference.state}: {reference.error or 'no error is known'}"
+
+
+def _reduced_parity(reduced: Reduced, ranks: Sequence[RankResult]) -> _Parity:
+    held = [rank.reduced for rank in ranks if rank.reduced is not None]
+    if len(held) < len(ranks) or not held[0].reference:
+        why = held[0].error if held else "the ranks left no losses of the reduced case"
+        return _Parity(value=None, note=f"not held, because {why}; {reduced.why}", of=reduced.words)
+    losses = [fmean(step) for step in zip(*(rank.losses for rank in held))]
+    value = _difference(losses, held[0].reference)
+    return _Parity(value=value, note=reduced.why, of=reduced.words, tolerance=parity_tolerance(reduced.case))
+
+
+def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference of a step's loss."""
+    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, reference))
 
 
 def _compare_bits(

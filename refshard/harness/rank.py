@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from refshard.errors import RefshardError, UnsupportedError
 from refshard.harness.measure import Progress, RankResult, measure
+from refshard.harness.reduced import REDUCED_FILE, Reduced, losses_of
 from refshard.quantities import GIB
 from refshard.records import State
 from refshard.specs.case import CaseSpec
@@ -140,8 +141,19 @@ def _measure(
     case: CaseSpec, folder: Path, group: dist.ProcessGroup, device: torch.device, progress: Progress
 ) -> RankResult:
     result = measure(case, group, device, trace_file(folder, group.rank()), progress)
+    if (order := folder / REDUCED_FILE).exists():
+        reduced = msgspec.json.decode(order.read_bytes(), type=Reduced)
+        _make_room(device)
+        result = msgspec.structs.replace(result, reduced=losses_of(reduced, group, device, progress))
     dist.barrier()
     return result
+
+
+def _make_room(device: torch.device) -> None:
+    """Give back what the model that was measured has held."""
+    gc.collect()  # a model may be part of a cycle
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _meeting(processes: int) -> Callable[[], None] | None:

@@ -22,6 +22,7 @@ from refshard.harness.launchers.base import Job, Launcher
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.proof import Peers
 from refshard.harness.rank import CASE_FILE, trace_file
+from refshard.harness.reduced import REDUCED_FILE, reduced_for
 from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, check_unused, read_run
 from refshard.models.data import open_source
@@ -96,7 +97,7 @@ def run_suite(
             started_at=timestamp(),
             suite=suite,
             environment=environment,
-            planned=len(_plan(suite)),
+            planned=len(_plan(suite, environment)),
             files=named_files(suite),
         )
         writer.append(header)
@@ -181,15 +182,23 @@ def named_files(suite: SuiteSpec) -> dict[str, str]:
     return found
 
 
-def _plan(suite: SuiteSpec) -> list[tuple[int, CaseSpec]]:
-    """Round and case of every launch, in their order."""
-    return [(round_, c) for round_ in range(suite.most_rounds) for c in round_order(suite.cases(round_), round_)]
+def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpec]]:
+    """Round and case of every launch, in their order. References that are too large are left out, unless the suite
+    itself asks for one.
+    """
+    return [
+        (round_, case)
+        for round_ in range(suite.most_rounds)
+        for case in round_order(suite.cases(round_), round_)
+        if case != case.reference() or suite.asks_for(case) or reduced_for(case, environment) is None
+    ]
 
 
 def _run_missing(run: Run, folder: Path, writer: RunWriter, launcher: Launcher, observer: Observer) -> None:
     """Launch what ``run`` lacks, and close it; a run that lacks nothing and is closed stays as it is."""
     kept = {(record.spec_hash, record.round) for record in run.launches if record.state != "failed"}
-    plan = [(round_, case) for round_, case in _plan(run.header.suite) if (case.hash, round_) not in kept]
+    planned = _plan(run.header.suite, run.header.environment)
+    plan = [(round_, case) for round_, case in planned if (case.hash, round_) not in kept]
     if not plan and run.end is not None and not run.end.interrupted:
         return
     interrupted = True
@@ -241,6 +250,7 @@ def _records(
         observer.case_started(case, round_, index, len(plan))
         held = case.fidelity == "measured"
         peers = Peers(
+            reduced=reduced_for(case, run.header.environment) if held and case != case.reference() else None,
             reference=ended.get(case.reference().hash) if held else None,
             ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if held and case.world_size > 1 else None,
         )
@@ -284,6 +294,8 @@ def launch_case(
         record = record_dry(blank_record(case, round_, header, started), launched)
     else:
         (work / CASE_FILE).write_bytes(msgspec.json.encode(case))
+        if peers.reduced is not None:
+            (work / REDUCED_FILE).write_bytes(msgspec.json.encode(peers.reduced))
         job = Job(program="case", processes=case.processes, time_limit_s=case.time_limit_s)
         launch = launcher.launch(job, work, on_progress)
         record = assemble(blank_record(case, round_, header, started), launch, work, header.environment, peers)

@@ -176,11 +176,11 @@ class Initialiser:
     """Fills the parameters of one model with values that ``seed`` and their names alone decide.
 
     Names are those when this is made, so that it fills the modules of a model that was wrapped or sharded since. See
-    :func:`initialise` for the values.
+    :func:`initialise` for the values, which are drawn on ``device``; by default on each parameter's own.
     """
 
-    def __init__(self, model: Llama, seed: int) -> None:
-        self._seed, self._n_layers = seed, model.spec.n_layers
+    def __init__(self, model: Llama, seed: int, device: torch.device | None = None) -> None:
+        self._seed, self._n_layers, self._device = seed, model.spec.n_layers, device
         first = {parameter: name for name, parameter in model.named_parameters()}
         self._names = {
             module: {own: first[parameter] for own, parameter in module.named_parameters(recurse=False)}
@@ -204,7 +204,7 @@ class Initialiser:
             if parameter.ndim == 1:  # a norm's gain
                 parameter.fill_(1.0)
             elif isinstance(parameter, DTensor):
-                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device or parameter.device)
                 mesh, placements = parameter.device_mesh, parameter.placements
                 self._draw(name, whole)
                 parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
@@ -216,20 +216,20 @@ class Initialiser:
         whole.normal_(std=_init_std(name, self._n_layers), generator=generator)
 
 
-def initialise(model: Llama, seed: int) -> None:
+def initialise(model: Llama, seed: int, device: torch.device | None = None) -> None:
     """Fill a model's parameters, in place, with random values that ``seed`` alone decides.
 
     Weights are normal with standard deviation 0.02, that of the residual projections divided by
     ``sqrt(2 * n_layers)`` (GPT-2); norms are 1. Each parameter draws from a generator of its own, seeded by
     its name, so no value depends on the order of creation, and the global generators stay untouched. CPU and
-    CUDA draw different values.
+    CUDA draw different values; those of DTensors are drawn on ``device``, by default their own.
 
     Raises:
         SpecError: a parameter is on the meta device.
 
     """
     model.tie_weights()
-    fill = Initialiser(model, seed)
+    fill = Initialiser(model, seed, device)
     for module in model.modules():
         fill(module)
 

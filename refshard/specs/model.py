@@ -57,6 +57,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Width of one attention head."""
         return self.dim // self.n_heads
 
+    def reduced(self, layers: int) -> "ModelSpec":
+        """A model of the same shape that is small: no more than ``layers`` layers, heads of 16, as many heads, and a
+        vocabulary of 2,048.
+        """
+        n_layers, head_dim, vocab = min(self.n_layers, layers), min(self.head_dim, 16), min(self.vocab, 2048)
+        dim = self.n_heads * head_dim
+        ffn_dim = -(-self.ffn_dim * dim // self.dim // 64) * 64
+        layer = 2 * dim * (dim + self.n_kv_heads * head_dim) + 3 * dim * ffn_dim + 2 * dim
+        params = vocab * dim * (1 if self.tied else 2) + n_layers * layer + dim
+        changes = {"dim": dim, "n_layers": n_layers, "ffn_dim": ffn_dim, "vocab": vocab, "params": params}
+        return msgspec.structs.replace(self, source=f"reduced from: {self.source}", **changes)
+
 
 def load_model(name: str) -> ModelSpec:
     """Read the model preset ``name`` from ``profiles/models/``, or a file of that name that ends in ``.toml``.

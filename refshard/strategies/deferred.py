@@ -16,7 +16,7 @@ def fill(model: Llama, world: World) -> None:
     """Give a model whose parameters have become DTensors storage, and each rank's part of the initial values."""
     if _on_meta(model):
         model.to_empty(device="cpu" if world.case.offload else world.device)
-        initialise(model, world.case.seed)
+        initialise(model, world.case.seed, world.device)
 
 
 def values(model: Llama, world: World) -> Callable[[nn.Module], None] | None:

@@ -12,6 +12,7 @@ from refshard.harness.launchers.machine import check_fits_machine
 from refshard.harness.measure import CONVENTION, RankResult
 from refshard.harness.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
 from refshard.harness.run import Observer
+from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, Environment, LaunchRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
@@ -96,7 +97,7 @@ def good(case: CaseSpec, folder: Path) -> LaunchOutcome:
 
 
 ENVIRONMENT = Environment(
-    id="e", hostname="h", os="Linux", cpu="c", physical_cores=1, logical_cores=2, memory_bytes=1, gpus=(),
+    id="e", hostname="h", os="Linux", cpu="c", physical_cores=1, logical_cores=2, memory_bytes=64 * GIB, gpus=(),
     python="3.11", torch="2.13.0", backends=("gloo",), packages={}, gemm_flops_per_s=1e11, gemm_threads=1,
     git_commit=None, git_dirty=None, argv=("refshard",),
 )  # fmt: skip

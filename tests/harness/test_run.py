@@ -391,12 +391,18 @@ def test_a_table_runs_its_own_number_of_rounds(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_without_a_good_reference_nothing_is_proven(tmp_path: Path) -> None:
+def test_a_reference_that_does_not_end_well_leaves_parity_unknown_and_the_timing_valid(tmp_path: Path) -> None:
     def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
         return LaunchOutcome(timed_out=True) if case.strategy == "single" else good(case, folder)
 
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
-    assert found["ddp"].error == "proof of run: no loss parity: the reference case did not end ok"
+    ddp = found["ddp"]
+    assert (ddp.state, ddp.metrics["step_time_s"], ddp.metrics["loss_parity"]) == ("ok", 0.25, None)
+    assert ddp.proof is not None
+    assert ddp.proof.parity_note == (
+        "not held, because one unsharded rank ended timeout: did not end within time_limit_s = 600; the ranks were "
+        "ended"
+    )
 
 
 def test_bits_are_compared_with_ddp(tmp_path: Path) -> None:

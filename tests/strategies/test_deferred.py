@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from refshard.harness.trainer import Trainer, build_model, is_deferred
+from refshard.models.llama import Llama, initialise
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.strategies import make_strategy
@@ -35,7 +36,6 @@ CASES: dict[str, dict[str, int]] = {
     "refshard-fsdp over tensor parallel": {"tensor_parallel": 2},
 }
 """The strategy, and what tells cases of one apart."""
-DRY = {"fidelity": "dryrun", "cluster": "dgx-h100"}
 
 
 def case_of(name: str, tied: str = "") -> CaseSpec:
@@ -44,22 +44,21 @@ def case_of(name: str, tied: str = "") -> CaseSpec:
     return CaseSpec(strategy=name.split()[0], **{**TINY, **CASES[name], **model})
 
 
-def parameters(case: CaseSpec, *, deferred: bool) -> dict[str, torch.Tensor]:
-    """The whole parameters before any step, on this rank."""
-    if deferred:
-        case = msgspec.structs.replace(case, **DRY)
-        assert next(build_model(case, load_model(case.model), torch.device("cpu")).parameters()).is_meta
-    group, strategy = dist.group.WORLD, make_strategy(case.strategy)
-    assert group is not None
-    Trainer(case, load_model(case.model), strategy, group, torch.device("cpu"))
-    return dict(strategy.full_parameters())
-
-
 def differing(case: CaseSpec) -> list[str]:
-    """Names of parameters that are not the same to the bit."""
-    whole, deferred = parameters(case, deferred=False), parameters(case, deferred=True)
-    assert whole.keys() == deferred.keys()
-    return [key for key, value in whole.items() if not torch.equal(value, deferred[key])]
+    """Names of parameters that are not those of the bare model to the bit."""
+    cpu, spec, group = torch.device("cpu"), load_model(case.model), dist.group.WORLD
+    assert group is not None
+    with torch.device("meta"):
+        bare = Llama(spec)
+    bare.to_empty(device=cpu)
+    initialise(bare, case.seed)
+    whole = dict(bare.named_parameters())
+    assert next(build_model(case, spec, cpu).parameters()).is_meta
+    strategy = make_strategy(case.strategy)
+    Trainer(case, spec, strategy, group, cpu)
+    filled = dict(strategy.full_parameters())
+    assert whole.keys() == filled.keys()
+    return [key for key, value in whole.items() if not torch.equal(value, filled[key])]
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +83,8 @@ def test_every_deferred_strategy_is_here() -> None:
     assert modules == {row.module for row in ROWS.values() if row.deferred}
 
 
-def test_only_dry_runs_of_whole_models_are_deferred() -> None:
+def test_whole_models_are_deferred_where_the_strategy_can() -> None:
     case = case_of("fsdp2")
-    assert not is_deferred(case)
-    assert is_deferred(msgspec.structs.replace(case, **DRY))
-    assert not is_deferred(msgspec.structs.replace(case, **DRY, tuning="lora"))
-    assert not is_deferred(msgspec.structs.replace(case, **DRY, strategy="ddp"))
+    assert is_deferred(case)
+    assert not is_deferred(msgspec.structs.replace(case, tuning="lora"))
+    assert not is_deferred(msgspec.structs.replace(case, strategy="ddp"))

@@ -9,9 +9,8 @@ from refshard.analysis.busy import loads, within_launch
 from refshard.analysis.cases import FIDELITY, CaseResult
 from refshard.analysis.compared import compared
 from refshard.analysis.evidence import Evidence
-from refshard.analysis.proof import bit_identical, parity_note, proof_summary
+from refshard.analysis.proof import bit_identical, parity_note, parity_of, proof_summary, tolerance
 from refshard.quantities import format_percent
-from refshard.records import parity_tolerance
 from refshard.report.run.intervals import no_interval
 from refshard.report.run.verdict import findings
 from refshard.report.run.views import format_metric
@@ -80,14 +79,21 @@ def _worst(finished: tuple[CaseResult, ...], metric: str) -> tuple[float, CaseRe
 def _parity(finished: tuple[CaseResult, ...]) -> Fact:
     label, meaning = "Worst loss parity", "largest relative difference of a loss from one unsharded rank"
     known = [(value, case) for case in finished if (value := case.metrics["loss_parity"]) is not None]
-    if finished and not any(case.fidelity == "measured" for case in finished):
+    measured = [case for case in finished if case.fidelity == "measured"]
+    if finished and not measured:
         return Fact(label=label, value="not compared", detail=parity_note(finished[0]) or meaning)
     if not known:
-        return Fact(label=label, value="unknown", detail=meaning, good=False)
-    parity, case = max(known, key=lambda pair: pair[0] / parity_tolerance(pair[1].spec))
-    tolerance = parity_tolerance(case.spec)
-    detail = meaning if parity == 0 else f"{meaning} ({case.full_label}; at most {tolerance:g})"
-    return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=parity <= tolerance)
+        why = parity_note(finished[0])
+        return Fact(label=label, value="unknown", detail=f"{meaning}; {why}" if why else meaning, good=False)
+    parity, case = max(known, key=lambda pair: pair[0] / tolerance(pair[1]))
+    largest = tolerance(case)
+    detail = meaning if parity == 0 else f"{meaning} ({case.full_label}; at most {largest:g})"
+    if reduced := sum(bool(parity_of(case)) for _, case in known):
+        detail += f"; of {reduced} cases with a reduced model, since theirs is too large for one rank"
+    if unknown := len(measured) - len(known):
+        detail += f"; unknown of {unknown} cases"
+    good = parity <= largest and not unknown
+    return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=good)
 
 
 def _bits(finished: tuple[CaseResult, ...]) -> Fact:

@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from refshard.analysis.cases import CaseResult, plain
 from refshard.analysis.evidence import Evidence, Setting
-from refshard.analysis.proof import bit_identical, bits_note, parity_note, proof_summary
+from refshard.analysis.proof import bit_identical, bits_note, parity_note, parity_of, proof_summary
 from refshard.quantities import (
     format_bytes,
     format_percent,
@@ -244,7 +244,8 @@ def _parity(case: CaseResult, steps: int) -> str:
     parity = case.metrics["loss_parity"]
     if parity is None:
         return parity_note(case) or MISSING
-    return f"{format_metric('loss_parity', parity)} over {steps} steps"
+    words = f"{format_metric('loss_parity', parity)} over {steps} steps"
+    return f"{words}, of {of}: {parity_note(case)}" if (of := parity_of(case)) else words
 
 
 def _bits(case: CaseResult) -> str:
