@@ -7,6 +7,7 @@ import msgspec
 
 from refshard.errors import TraceError
 from refshard.harness.failure import failure_of, without_home
+from refshard.harness.flight import read_flights
 from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.load import load_of
 from refshard.harness.measure import RankResult
@@ -28,7 +29,7 @@ def assemble(
     except msgspec.DecodeError as damage:
         return msgspec.structs.replace(blank, state="failed", error=f"a rank left a damaged result: {damage}")
     if launch.timed_out or len(ranks) < case.processes or any(r.state != "ok" for r in ranks):
-        state, error = failure_of(case, launch, ranks)
+        state, error = failure_of(case, launch, ranks, read_flights(folder))
         log_tail = tuple(map(without_home, launch.log_tail))
         return msgspec.structs.replace(blank, state=state, error=error, log_tail=log_tail)
     try:

@@ -1,8 +1,10 @@
 """How a launch that did not end well is recorded: its state, and its cause in one line."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from refshard.harness.flight import waited_for
 from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.measure import RankResult
 from refshard.records import State
@@ -11,12 +13,17 @@ from refshard.specs.case import CaseSpec
 _SOURCE = re.compile(r"/[^\s\"']*/(?=(?:site-packages|python3\.\d+|refshard)/[^\s\"']*\.py\b)")
 
 
-def failure_of(case: CaseSpec, launch: LaunchOutcome, ranks: Sequence[RankResult]) -> tuple[State, str]:
-    """The state of a case that did not end well, and its cause in one line."""
+def failure_of(
+    case: CaseSpec, launch: LaunchOutcome, ranks: Sequence[RankResult], flights: Mapping[int, Any]
+) -> tuple[State, str]:
+    """The state of a case that did not end well, and its cause in one line. ``flights`` are what the ranks' flight
+    recorders held when its time was over.
+    """
     if launch.out_of_memory:
         return "oom", f"{launch.error}: the kernel's out-of-memory killer chose it"
     if launch.timed_out:
-        return "timeout", timeout_text(case, launch)
+        waiting = waited_for(flights)
+        return "timeout", timeout_text(case, launch) + (f"; {waiting}" if waiting else "")
     unwell = [rank for rank in ranks if rank.state != "ok"]
     for rank in unwell:
         if rank.state == "oom":

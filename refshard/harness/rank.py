@@ -8,6 +8,7 @@ imports torch, numpy and msgspec and nothing heavier, so it runs on a bare clust
 import gc
 import os
 import resource
+import sys
 import time
 import traceback
 import warnings
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -22,8 +25,10 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from refshard.errors import RefshardError, UnsupportedError
+from refshard.harness.flight import answering
 from refshard.harness.measure import Progress, RankResult, measure
 from refshard.harness.reduced import REDUCED_FILE, Reduced, losses_of
+from refshard.harness.worker import ASK
 from refshard.quantities import GIB
 from refshard.records import State
 from refshard.specs.case import CaseSpec
@@ -32,6 +37,7 @@ from refshard.specs.cluster import load_cluster
 CASE_FILE = "case.json"
 SERIES_FILE = "series.json"
 PROGRESS_FILE = "progress"
+_ABORT_S = 10.0
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -53,7 +59,7 @@ def run_rank(folder: Path) -> int:
 def run_series_rank(folder: Path) -> int:
     """Run this rank through the cases of a series, in one process group, and return the process's exit status.
 
-    The first case that does not end well is the last: peers may wait in a collective that never comes.
+    The first case that does not end well is the last, and ends the process.
     """
     cases = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=list[CaseSpec])
     torch.set_num_threads(cases[0].threads_per_rank)
@@ -63,7 +69,7 @@ def run_series_rank(folder: Path) -> int:
             own = series_folder(folder, index)
             progress = _progress(folder, group, f"case {index + 1}/{len(cases)}, ")
             if not _leave_result(own, partial(_measure, case, own, group, device, progress)):
-                return 1
+                end_now(group)
             gc.collect()  # a model may be part of a cycle, and its memory is not the next one's
     return 0
 
@@ -95,11 +101,27 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
     device = _device(case)
     if case.fidelity == "emulated":
         return _emulate(case, folder, rank, device)
-    with _process_group(device) as group:
+    with _process_group(device) as group, answering(folder, group, ASK):
         try:
             return _measure(case, folder, group, device, _progress(folder, group))
         except BaseException as error:
-            return _failed(rank, error)  # before the group goes, by which the other ranks fail in turn
+            _replace(rank_file(folder, rank), msgspec.json.encode(_failed(rank, error)))
+            end_now(group)
+
+
+def end_now(group: dist.ProcessGroup) -> NoReturn:
+    """End this process, whose result is written, with status 1.
+
+    It does not destroy the group: NCCL would first wait for collectives that the other ranks never come to.
+    """
+    if dist.get_backend(group) == "nccl":
+        aborting = Thread(target=group.abort, daemon=True)  # takes kernels that wait for peers off the device
+        aborting.start()
+        aborting.join(_ABORT_S)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(1)
 
 
 @contextmanager

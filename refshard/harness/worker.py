@@ -34,7 +34,8 @@ def end_with_parent(parent: int, number: signal.Signals) -> bool:
 def main(program: str, folder: Path, launcher: int) -> int:
     """Run this rank of one of the programs that ``launchers/base.py`` lists; return the process's exit status."""
     with suppress(OSError):  # on a full disk: a rank that cannot be asked runs all the same
-        faulthandler.register(ASK, stack_file(folder, int(os.environ.get("RANK", "0"))).open("w"))
+        signal.signal(ASK, lambda *_: None)  # so that threads can be woken by it, too
+        faulthandler.register(ASK, stack_file(folder, int(os.environ.get("RANK", "0"))).open("w"), chain=True)
     if not end_with_parent(launcher, signal.SIGKILL):
         return 1
     if program == "environment":

@@ -46,6 +46,6 @@ def test_a_case_of_which_one_rank_runs_out_of_memory_ends_oom(seen: Seen) -> Non
     ranks = [RankResult(rank=rank, **told) for rank, told in enumerate((first, second))]
     outcome = LaunchOutcome(failed_rank=0, error="rank 0 ended with exit status 1")
     case = CaseSpec(strategy="refshard-fsdp", model="llama-mini", world_size=2, global_batch=2, seq_len=8)
-    state, error = failure_of(case, outcome, ranks)
+    state, error = failure_of(case, outcome, ranks, {})
     assert state == "oom"
     assert error.startswith("rank 1: OutOfMemoryError: CUDA out of memory.")

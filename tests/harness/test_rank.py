@@ -36,6 +36,37 @@ register_module_forward_pre_hook(start_threads)
 sys.exit(run_rank(Path(sys.argv[1])))
 """
 
+HANGING_END = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+from refshard.harness.rank import run_rank
+
+def fail(*_):
+    raise ZeroDivisionError("planted")
+
+dist.destroy_process_group = lambda *_: time.sleep(3600)  # as NCCL's, whose peers do not come
+register_module_forward_pre_hook(fail)
+sys.exit(run_rank(Path(sys.argv[1])))
+"""
+
+
+def run_rank_of(script: str, folder: Path, case: CaseSpec) -> RankResult:
+    """What the only rank of ``case`` leaves, which runs in ``script`` and ends with status 1."""
+    (folder / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run([sys.executable, "-c", script, folder], env={**os.environ, **where}, check=False, timeout=120)
+    assert done.returncode == 1
+    return msgspec.json.decode(rank_file(folder, 0).read_bytes(), type=RankResult)
+
+
+@pytest.mark.processes
+def test_a_rank_that_fails_ends_without_waiting_for_its_peers(tmp_path: Path) -> None:
+    case = CaseSpec(strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu")
+    result = run_rank_of(HANGING_END, tmp_path, case)
+    assert (result.state, result.error) == ("failed", "ZeroDivisionError: planted")
+
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
@@ -58,13 +89,7 @@ def test_a_thread_without_room_for_its_stack_is_out_of_memory(
         device="cpu",
         memory_limit_gib=limit_gib,
     )
-    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
-    where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", THREADS_OF_64_MIB, tmp_path], env={**os.environ, **where}, check=False, timeout=120
-    )
-    assert done.returncode == 1
-    result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
+    result = run_rank_of(THREADS_OF_64_MIB, tmp_path, case)
     assert (result.state, result.error) == (state, error)
 
 

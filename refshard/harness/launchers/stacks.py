@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from refshard.harness.flight import flight_file
 from refshard.harness.worker import ASK, stack_file
 
 _ANSWER_S = 5.0
@@ -33,11 +34,13 @@ def stacks(
 ) -> dict[int, tuple[str, ...]]:
     """The stacks that ``ranks`` write, which were asked; see :func:`ask_for_stacks`."""
     files = {rank: stack_file(folder, rank) for rank in ranks}
+    flights = [flight_file(folder, rank) for rank in files]
     before: dict[int, str] = {}
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         texts = {rank: _text(file) for rank, file in files.items()}
-        if texts == before and all(text or has_ended(rank) for rank, text in texts.items()):
+        answered = all(text or has_ended(rank) for rank, text in texts.items())
+        if texts == before and answered and not any(file.exists() and not _text(file) for file in flights):
             break
         before = texts
         time.sleep(0.1)
