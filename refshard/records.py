@@ -81,8 +81,8 @@ METRICS: dict[str, Metric] = {
         Metric("perturbation", "perturbation", "ratio", "lower", "noisy",
                "traced step time / untraced step time"),
         Metric("loss_parity", "loss parity", "ratio", "lower", "exact",
-               "largest relative difference of a step's loss from one unsharded rank on the same tokens; where the model "
-               "is too large for one rank, of the same case with a reduced model"),
+               "largest relative difference of a step's loss from one unsharded rank on the same tokens; where the "
+               "model is too large for one rank, of the same case with a reduced model"),
     )
 }  # fmt: skip
 """Every metric of a case, in the order in which tables show them."""

@@ -21,7 +21,7 @@ def flight(*entries: dict[str, Any]) -> dict[str, Any]:
     return {"version": "2.10", "entries": list(entries)}
 
 
-PENDING = {"state": "started", "retired": False}
+PENDING: dict[str, Any] = {"state": "started", "retired": False}
 
 
 def test_a_collective_that_a_rank_never_called_is_what_the_others_wait_for() -> None:
