@@ -1,0 +1,46 @@
+"""A launcher whose ranks have a node of fake H100s: gloo moves the bytes where NCCL would."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from refshard.harness.interruption import Interruption
+from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
+from refshard.harness.launchers.ranks import rank_environment, run_ranks, worker_arguments
+from refshard.harness.meeting import STORE_IS_HELD
+from refshard.records import Environment
+from refshard.specs.case import CaseSpec
+
+ROOT = Path(__file__).parents[2]
+
+
+class FakeGpus(Launcher):
+    """As :class:`~refshard.harness.launchers.local.LocalLauncher`, with the fake device in each worker."""
+
+    def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
+        """See :meth:`Launcher.launch`."""
+        ranks = job.processes
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environments = [
+            {
+                **rank_environment(
+                    rank, rank, world_size=ranks, local_world_size=ranks, address="127.0.0.1", port=store.port
+                ),
+                **STORE_IS_HELD,
+                "PYTHONPATH": str(ROOT),
+            }
+            for rank in range(ranks)
+        ]
+        own = ["-m", "tests.harness.fake_gpu_worker", *worker_arguments(job, folder)[2:]]
+        with Interruption() as interruption:
+            return run_ranks(sys.executable, [tuple(own)] * ranks, environments, job, folder, on_progress, interruption)
+
+    def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
+        """See :meth:`Launcher.check`; a node has eight."""
+        assert case.processes <= 8
+
+    def environment(self, threads: int, beside: Path, on_progress: Callable[[str], None]) -> Environment:
+        """See :meth:`Launcher.environment`."""
+        raise NotImplementedError
