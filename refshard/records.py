@@ -109,6 +109,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     ``gemm_flops_per_s`` is this machine's measured fp32 matrix-multiplication rate with ``gemm_threads`` threads.
     ``code_sha256`` is that of refshard's own code and profiles, whatever git says; empty in older records.
     ``network`` says in words what joins the hosts; empty where all ranks run on one.
+
+    ``tf32`` says that torch may round the operands of fp32 matrix products to TF32 on GPUs; by default it may not.
     """
 
     id: str
@@ -130,6 +132,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     code_sha256: str = ""
     argv: tuple[str, ...]
     network: str = ""
+    tf32: bool = False
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
