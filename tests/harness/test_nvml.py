@@ -85,3 +85,9 @@ def test_the_library_has_every_function_that_is_asked_for() -> None:
     assert len(library.asked) > 20
     for name in library.asked:
         assert inspect.isfunction(getattr(pynvml, name))
+    for name in ("NVML_CLOCK_SM", "NVML_CLOCK_MEM", "NVML_VOLATILE_ECC", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED"):
+        assert getattr(pynvml, name) == getattr(library, name)
+    assert pynvml.NVML_NVLINK_MAX_LINKS >= 18
+    bits = {"SwPowerCap": 0x04, "HwSlowdown": 0x08, "SwThermalSlowdown": 0x20, "HwThermalSlowdown": 0x40}
+    for name, bit in {**bits, "HwPowerBrakeSlowdown": 0x80, "ApplicationsClocksSetting": 0x02}.items():
+        assert getattr(pynvml, f"nvmlClocksThrottleReason{name}") == bit
