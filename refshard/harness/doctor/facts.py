@@ -104,8 +104,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 def gather(sensors: GpuSensors | None) -> Facts:
     """All facts; takes about a second. ``sensors`` are those of all GPUs of the machine."""
-    readings, busy_cores = _watch(sensors)
-    found = torch_facts()
+    gpus, busy_cores = _watch(sensors)
+    found = torch_facts()  # last: torch may make this process one that uses the GPUs
     return Facts(
         refshard=metadata.version("refshard"),
         python=platform.python_version(),
@@ -125,11 +125,7 @@ def gather(sensors: GpuSensors | None) -> Facts:
         driver=sensors.driver() if sensors else _driver(),
         driver_cuda=sensors.cuda() if sensors else None,
         nvml=find_spec("pynvml") is not None,
-        gpus=tuple(
-            GpuFacts(settings=sensors.settings(gpu), condition=sensors.condition(gpu), readings=tuple(of_gpu))
-            for gpu, of_gpu in enumerate(readings)
-            if sensors
-        ),
+        gpus=gpus,
         variables=without_places(variables(os.environ)),
         programs=tuple(name for name in _PROGRAMS if shutil.which(name)),
         hta=find_spec("hta") is not None,
@@ -182,21 +178,28 @@ def _torch_error() -> str:
     return ""
 
 
-def _watch(sensors: GpuSensors | None) -> tuple[list[list[GpuReading]], float]:
-    """Readings of each GPU, and how many cores other processes keep busy."""
-    readings: list[list[GpuReading]] = [[] for _ in range(sensors.count if sensors else 0)]
+def _watch(sensors: GpuSensors | None) -> tuple[tuple[GpuFacts, ...], float]:
+    """What each GPU says during a second, and how many cores other processes keep busy meanwhile."""
+    every = range(sensors.count if sensors else 0)
+    readings: list[list[GpuReading]] = [[] for _ in every]
     psutil.cpu_percent(percpu=True)
     began, own = time.perf_counter(), time.process_time()
     for _ in range(_SAMPLES):
         time.sleep(_WINDOW_S / _SAMPLES)
-        for gpu, of_gpu in enumerate(readings):
-            assert sensors is not None
-            of_gpu.append(sensors.reading(gpu))
+        if sensors is not None:
+            for gpu in every:
+                readings[gpu].append(sensors.reading(gpu))
     percents = dict(enumerate(psutil.cpu_percent(percpu=True)))
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else percents.keys()
     busy = sum(percents.get(core, 0.0) for core in mine) / 100
     used = (time.process_time() - own) / (time.perf_counter() - began)
-    return readings, max(0.0, busy - used)
+    if sensors is None:
+        return (), max(0.0, busy - used)
+    gpus = tuple(
+        GpuFacts(settings=sensors.settings(gpu), condition=sensors.condition(gpu), readings=tuple(readings[gpu]))
+        for gpu in every
+    )
+    return gpus, max(0.0, busy - used)
 
 
 def _shm_bytes() -> int | None:
