@@ -412,6 +412,21 @@ def validate(
         print(command.validate(run, as_json=as_json, fidelity=fidelity, only=only))
 
 
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
+) -> None:
+    """Say what this machine is, what can run here, and what would make measurements wrong, each with its remedy.
+
+    Exit status: 1 if something makes measurements wrong or impossible (an "error"), else 0.
+    """
+    from refshard.commands import doctor as command
+
+    printed, status = command.doctor(as_json=as_json)
+    print(printed)
+    raise typer.Exit(status)
+
+
 @app.command(name="list")
 def list_(
     what: Annotated[str, typer.Argument(help="strategies, models, modes, suites, clusters or hardware")],

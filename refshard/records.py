@@ -103,6 +103,24 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+class GpuSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How one GPU is set up, as NVML tells it; None where it does not tell.
+
+    The application clocks are those that somebody set with ``nvidia-smi -ac``. ``nvlinks`` counts active NVLinks by
+    what is at their other end: ``GPU 1``, or ``switch``.
+    """
+
+    power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+    max_sm_clock_mhz: int | None = None
+    max_memory_clock_mhz: int | None = None
+    application_sm_clock_mhz: int | None = None
+    application_memory_clock_mhz: int | None = None
+    ecc: bool | None = None
+    mig: bool | None = None
+    nvlinks: dict[str, int] = {}
+
+
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Machine and software that a run was measured on. ``id`` is the hash of everything that must match between two
     comparable runs; the git state, the command line and the time are not part of it.
@@ -110,6 +128,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     ``gemm_flops_per_s`` is this machine's measured fp32 matrix-multiplication rate with ``gemm_threads`` threads.
     ``code_sha256`` is that of refshard's own code and profiles, whatever git says; empty in older records.
     ``network`` says in words what joins the hosts; empty where all ranks run on one.
+
+    All that follows is known on machines with GPUs only. ``gpu_memory_bytes`` is what torch reports of each.
+    ``gpu_driver`` comes from NVML, as do ``gpu_settings`` and ``gpu_throttled``, the reasons why each GPU's clocks were
+    held down as the run began; all three are empty without nvidia-ml-py. ``cuda`` and ``nccl`` are the versions that
+    torch uses. ``tf32`` says that torch may round the operands of fp32 matrix products to TF32; by default it may not.
+    ``variables`` are the environment variables that configure CUDA, NCCL and torch's allocator.
     """
 
     id: str
@@ -132,6 +156,13 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     network: str = ""
     gpu_memory_bytes: tuple[int, ...] = ()
+    gpu_driver: str = ""
+    gpu_settings: tuple[GpuSettings, ...] = ()
+    gpu_throttled: tuple[tuple[str, ...], ...] = ()
+    cuda: str = ""
+    nccl: str = ""
+    tf32: bool = False
+    variables: dict[str, str] = {}
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
@@ -219,6 +250,23 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     cores: int
 
 
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What NVML told of one GPU while steps were timed: means over ``samples``, and the extremes.
+
+    ``host`` counts hosts in order of their ranks, ``gpu`` the GPUs that torch sees there. ``throttled`` counts the
+    samples in which a reason held the clocks down. None where NVML does not tell.
+    """
+
+    host: int = 0
+    gpu: int
+    samples: int
+    power_w: float | None = None
+    max_power_w: float | None = None
+    sm_clock_mhz: float | None = None
+    min_sm_clock_mhz: int | None = None
+    throttled: dict[str, int] = {}
+
+
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="case"):
     """One launch of one case, ended in one of the terminal states.
 
@@ -231,7 +279,7 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     ``host_waits`` counts how often the host waits for the device in a step, by what for; none where nothing watched.
     ``compile_s`` is the longest of the ranks' times in torch's compiler, s, over the whole launch, which takes nothing
     from an earlier one; none where nothing was compiled. ``load`` is none of what is calculated, and of
-    older records. ``traces`` are paths relative to the run's folder.
+    older records. ``gpu_use`` is empty where nothing watches GPUs. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA
@@ -264,6 +312,7 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     host_waits: dict[str, int] | None = None
     compile_s: float | None = None
     load: Load | None = None
+    gpu_use: tuple[GpuUse, ...] = ()
     traces: tuple[str, ...] = ()
     proof: Proof | None = None
     warnings: tuple[str, ...] = ()

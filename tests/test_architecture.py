@@ -37,6 +37,7 @@ OPTIONAL = {
     "optimizer.py": {"torchao"},
     "megatron_fsdp.py": {"megatron_fsdp"},
     "nf4.py": {"bitsandbytes"},
+    "nvml.py": {"pynvml"},
     "replay.py": {"pytest"},
     "transformers_llama.py": {"transformers"},
 }

@@ -13,7 +13,7 @@ from refshard.commands import listing
 from refshard.costs import bus_bandwidth, collective_cost, group_shape
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective, load_cluster
-from refshard.specs.hardware import AttentionPoint, HardwareSpec, Rate, load_hardware
+from refshard.specs.hardware import AttentionPoint, HardwareSpec, Rate, load_hardware, profile_of_device
 from refshard.specs.reading import convert
 from refshard.specs.writing import to_toml
 
@@ -38,15 +38,56 @@ def test_they_are_listed() -> None:
 def test_an_accelerators_numbers_are_of_a_plausible_order(name: str) -> None:
     found = load_hardware(name)
     assert found.about
-    assert 64 * 2**30 < found.memory_bytes < 300 * 2**30
-    assert 1.2e12 < found.memory_bytes_per_s < 8e12
-    assert 150e12 < found.matmul["bf16"].flops_per_s < 2000e12
+    assert 20 * 2**30 < found.memory_bytes < 300 * 2**30
+    assert 0.7e12 < found.memory_bytes_per_s < 8e12
+    assert 100e12 < found.matmul["bf16"].flops_per_s < 2000e12
     assert 15e12 < found.matmul["fp32"].flops_per_s < 100e12
     # Attention is slower than a product, and not by an order of magnitude.
     for dtype, rate in found.attention.items():
         assert 0.2 < rate.flops_per_s / found.matmul[dtype].flops_per_s < 1
     assert 1e-6 < found.kernel_s <= found.host_s < 2e-5
     assert 100 < found.multiprocessors < 320
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "bf16", "fp32", "tf32"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm-80gb", 989, 67, 494.5),
+        ("NVIDIA H100 PCIe", "h100-pcie", 756, 51, 378),
+        ("NVIDIA H100 NVL", "h100-nvl", 835.5, 60, 417.5),
+        ("NVIDIA H100", "h100-96gb-500w", 989, 67, 494.5),
+        ("NVIDIA H200", "h200-sxm", 989, 67, 494.5),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb", 312, 19.5, 156),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb", 312, 19.5, 156),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80gb", 312, 19.5, 156),
+        ("NVIDIA A100 80GB PCIe", "a100-sxm-80gb", 312, 19.5, 156),
+        ("NVIDIA B200", "b200", 2250, 75, 1125),
+        ("NVIDIA GB200", "gb200", 2500, 80, 1250),
+        ("NVIDIA L40S", "l40s", 362, 91.6, 183),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090", 165.2, 82.6, 82.6),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090", 209.5, 104.8, 104.8),
+        ("AMD Instinct MI300X", "mi300x", 1307, 163.4, 653.7),
+        ("AMD Instinct MI325X", "mi325x", 1307, 163.4, 653.7),
+    ],
+)
+def test_a_devices_name_leads_to_its_dense_peaks(device: str, name: str, bf16: float, fp32: float, tf32: float) -> None:
+    """TFLOPS of the vendors' data sheets without sparsity."""
+    assert profile_of_device(device) == name
+    found = load_hardware(name)
+    assert (found.matmul["bf16"].peak, found.matmul["fp32"].peak, found.tf32_peak) == (
+        bf16 * 1e12, fp32 * 1e12, tf32 * 1e12,
+    )  # fmt: skip
+
+
+def test_no_two_profiles_claim_one_device() -> None:
+    names = [n for one in map(load_hardware, HARDWARE) for n in (one.device_name, *one.also_named)]
+    assert len(names) == len(set(names))
+    assert all(names)
+
+
+def test_a_device_that_no_profile_names_has_none() -> None:
+    assert profile_of_device("NVIDIA H100 80GB") is None
+    assert profile_of_device("") is None
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

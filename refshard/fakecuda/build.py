@@ -32,7 +32,7 @@ def extension() -> Path:
         RefshardError: torch is missing or is a CUDA build, there is no C++ compiler, or the build failed.
     """
     torch_folder, version = _torch()
-    folder = _cache() / f"torch-{version}-py{sys.version_info.major}{sys.version_info.minor}-{_sources_hash()}"
+    folder = _folder(version)
     built = folder / f"{NAME}.so"
     if built.exists():
         return built
@@ -43,6 +43,22 @@ def extension() -> Path:
         if not built.exists():
             _build(folder, built, torch_folder)
     return built
+
+
+def check() -> None:
+    """Build nothing, and tell whether :func:`extension` could.
+
+    Raises:
+        RefshardError: torch is missing or is a CUDA build, or there is no C++ compiler and it is not built yet.
+    """
+    _, version = _torch()
+    if not (_folder(version) / f"{NAME}.so").exists():
+        _check_tools()
+
+
+def _folder(version: str) -> Path:
+    """Where the extension for this version of torch is built and kept."""
+    return _cache() / f"torch-{version}-py{sys.version_info.major}{sys.version_info.minor}-{_sources_hash()}"
 
 
 def _torch() -> tuple[Path, str]:

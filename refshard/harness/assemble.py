@@ -8,6 +8,7 @@ import msgspec
 from refshard.errors import TraceError
 from refshard.harness.failure import failure_of, without_home
 from refshard.harness.flight import read_flights
+from refshard.harness.gpu_use import of_all_hosts, throttle_warnings
 from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.load import load_of
 from refshard.harness.measure import RankResult
@@ -54,6 +55,7 @@ def _with_samples(
 ) -> LaunchRecord:
     """What the ranks measured, as they left it, and what it is held against."""
     case, first = blank.case, ranks[0]
+    gpu_use = of_all_hosts([r.gpu_use for r in ranks])
     return msgspec.structs.replace(
         blank,
         device=first.device,
@@ -70,6 +72,7 @@ def _with_samples(
         memory_course_bytes=first.memory_course_bytes,
         compile_s=max(r.compile_s for r in ranks) or None,
         load=load_of([r.load for r in ranks]),
-        warnings=tuple(dict.fromkeys(w for r in ranks for w in r.warnings)),
+        gpu_use=gpu_use,
+        warnings=tuple(dict.fromkeys([*(w for r in ranks for w in r.warnings), *throttle_warnings(gpu_use)])),
         **peak_of(case, first.device, environment),
     )

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from refshard import resources
+from refshard.harness import gpus as of_gpus
 from refshard.records import Environment
 
 _PACKAGES = (
@@ -45,9 +46,6 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
         logical_cores=available_cores(),
         memory_bytes=psutil.virtual_memory().total,
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
-        gpu_memory_bytes=tuple(
-            torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())
-        ),
         python=platform.python_version(),
         torch=str(torch.__version__),
         backends=tuple(name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()),
@@ -59,12 +57,23 @@ def capture_environment(threads_per_rank: int, network: str = "") -> Environment
         code_sha256=code_sha256(),
         argv=("refshard", *sys.argv[1:]),
         network=network,
+        **of_gpus.describe_gpus(),
     )
+    return msgspec.structs.replace(environment, id=id_of(environment))
+
+
+def id_of(environment: Environment) -> str:
+    """The hash of everything that must match between two comparable runs.
+
+    A machine without GPUs, or a single host, keeps the id that it had before there were GPUs and networks here.
+    """
     comparable = {field: getattr(environment, field) for field in COMPARABLE}
-    if network:  # one host keeps the id that it had before there were networks
-        comparable["network"] = network
-    digest = hashlib.sha256(msgspec.json.encode(comparable, order="sorted")).hexdigest()
-    return msgspec.structs.replace(environment, id=digest[:12])
+    if environment.network:
+        comparable["network"] = environment.network
+    if environment.gpus:
+        comparable |= {field: getattr(environment, field) for field in of_gpus.COMPARABLE}
+        comparable["variables"] = of_gpus.shared_variables(environment)
+    return hashlib.sha256(msgspec.json.encode(comparable, order="sorted")).hexdigest()[:12]
 
 
 def changes(before: Environment, now: Environment) -> list[str]:
@@ -74,6 +83,12 @@ def changes(before: Environment, now: Environment) -> list[str]:
     and an edit that is not committed is a change. Only a record from before code was recorded has but its commit.
     """
     found = [*differences(before, now), *_changed(before, now, ("network",))]
+    was, is_ = of_gpus.shared_variables(before), of_gpus.shared_variables(now)
+    found += [
+        f"{name} was {was.get(name, 'not set')} and is {is_.get(name, 'not set')}"
+        for name in sorted(was.keys() | is_.keys())
+        if was.get(name) != is_.get(name)
+    ]
     if abs(now.memory_bytes - before.memory_bytes) > _SAME_MEMORY * before.memory_bytes:
         found.append(f"memory_bytes was {before.memory_bytes} and is {now.memory_bytes}")
     return found
@@ -82,7 +97,9 @@ def changes(before: Environment, now: Environment) -> list[str]:
 def differences(one: Environment, other: Environment) -> list[str]:
     """In words, what differs between two hosts of one run that must not. Their memory does, by what firmware keeps."""
     code = "code_sha256" if one.code_sha256 else "git_commit"
-    return _changed(one, other, (*COMPARABLE, "packages", code))
+    of_each = [field for field in of_gpus.COMPARABLE if field != "gpu_settings"]
+    settings = of_gpus.setting_changes(one.gpu_settings, other.gpu_settings)
+    return [*_changed(one, other, (*COMPARABLE, "packages", code, *of_each)), *settings]
 
 
 def _changed(before: Environment, now: Environment, fields: Iterable[str]) -> list[str]:

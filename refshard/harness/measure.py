@@ -21,10 +21,11 @@ from torch import nn
 
 from refshard.flops import Convention, flops_per_token
 from refshard.harness.compiling import compiling_anew
+from refshard.harness.gpu_use import watched_gpus
 from refshard.harness.load import RankLoad, watched_load
 from refshard.harness.reduced import ReducedLosses
 from refshard.harness.trainer import Trainer
-from refshard.records import Census, CollectiveCount, State
+from refshard.records import Census, CollectiveCount, GpuUse, State
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
@@ -67,6 +68,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     memory_course_bytes: tuple[int, ...] = ()
     rss_bytes: int = 0
     load: RankLoad | None = None
+    gpu_use: tuple[GpuUse, ...] = ()
     compile_s: float = 0.0
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
@@ -107,7 +109,7 @@ def _measure(
         for watch in watching.values():  # with what dropout keeps for backward
             with watch:
                 trainer.timed_step(aligned=True)
-    with watched_load(device) as load:
+    with watched_load(device) as load, watched_gpus(device) as gpu_use:
         times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     row = ROWS[case.strategy]
@@ -132,6 +134,7 @@ def _measure(
         memory_course_bytes=allocator.course_bytes if group.rank() == 0 else (),
         rss_bytes=rss,
         load=load[0] if load else None,
+        gpu_use=tuple(gpu_use),
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(),
         parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",

@@ -9,6 +9,7 @@ from refshard.harness.traced import Traces
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import DERIVED, METRICS, Environment, LaunchRecord, StepTrace
 from refshard.specs.case import CaseSpec
+from refshard.specs.hardware import load_hardware, profile_of_device
 from refshard.specs.model import ModelSpec
 
 NS = 1e-9
@@ -76,12 +77,29 @@ def recompute_words(case: CaseSpec, model: ModelSpec) -> str:
 
 
 def peak_of(case: CaseSpec, device: str, environment: Environment) -> dict[str, object]:
-    """The peak that MFU is held against: on a CPU a measured one; an unknown device has none."""
+    """The peak that MFU is held against: a CPU's is measured, a GPU's is in its profile; an unknown GPU has none."""
     if device != "cpu":
-        return {"peak_flops_per_s": None, "peak_source": "no fp32 peak on record for this device"}
-    if case.threads_per_rank != environment.gemm_threads:
-        return {"peak_flops_per_s": None, "peak_source": f"measured with {environment.gemm_threads} thread(s) only"}
-    return {
-        "peak_flops_per_s": environment.gemm_flops_per_s,
-        "peak_source": f"measured fp32 matrix product, {environment.gemm_threads} thread(s), machine idle",
-    }
+        peak, source = _gpu_peak(case, device, environment)
+    elif case.threads_per_rank != environment.gemm_threads:
+        peak, source = None, f"measured with {environment.gemm_threads} thread(s) only"
+    else:
+        peak = environment.gemm_flops_per_s
+        source = f"measured fp32 matrix product, {environment.gemm_threads} thread(s), machine idle"
+    return {"peak_flops_per_s": peak, "peak_source": source}
+
+
+def _gpu_peak(case: CaseSpec, device: str, environment: Environment) -> tuple[float | None, str]:
+    """The dense peak of what the case computes in, and its source: fp32 products are TF32 where torch may round so."""
+    if (name := profile_of_device(device)) is None:
+        return None, (
+            f"no profile names '{device}': add it to also_named in the file of profiles/hardware that has its peaks, "
+            f'or add a file with device_name = "{device}"'
+        )
+    hardware, file = load_hardware(name), f"profiles/hardware/{name}.toml"
+    if case.precision == "fp32" and environment.tf32:
+        if not hardware.tf32_peak:
+            return None, f"TF32 is allowed, and {file} has no tf32_peak; add it with its source, or forbid TF32"
+        return hardware.tf32_peak, f"TF32 (allowed for fp32 products), dense, {file}: {hardware.sources['tf32_peak']}"
+    if case.precision not in hardware.matmul:
+        return None, f"{file} has no [matmul.{case.precision}]; add it with its source"
+    return hardware.matmul[case.precision].peak, f"{case.precision}, dense, {file}: {hardware.sources['matmul']}"

@@ -72,7 +72,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pinned memory of the host and the device reaches (0: unknown). ``kernel_s`` is what any kernel takes however little
     it does, ``host_s`` what the host needs to launch one. On hardware that is ``asynchronous`` the host runs ahead of
     the device (CUDA); elsewhere it is the device, and both are the cost of one eager operation. ``multiprocessors`` is
-    0 where there is no such thing. ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it.
+    0 where there is no such thing. ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it;
+    ``also_named`` are further names of devices with the same peaks. ``tf32_peak`` is the dense rate of fp32 products
+    whose operands tensor cores round to TF32, which torch does only if allowed (0: unknown).
     """
 
     device: Literal["cuda", "cpu"]
@@ -89,7 +91,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_link_bytes_per_s: float = 0.0
     attention_points: tuple[AttentionPoint, ...] = ()
     attention_kernels: dict[AttentionKernel, float] = {}
+    tf32_peak: float = 0.0
     device_name: str = ""
+    also_named: tuple[str, ...] = ()
     capability: tuple[int, int] = (0, 0)
     about: str = ""
     sources: dict[str, str]
@@ -98,7 +102,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         within("memory_bytes", self.memory_bytes, 1, most=2**60)
         finite("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
         optional = ("transcendental_per_s", "optimizer_bytes_per_s", "first_touch_bytes_per_s", "host_link_bytes_per_s")
-        for field in ("kernel_s", "host_s", *optional):
+        for field in ("kernel_s", "host_s", "tf32_peak", *optional):
             finite(field, getattr(self, field))
         within("multiprocessors", self.multiprocessors, 0)
         if self.matmul.keys() != self.attention.keys() or not self.matmul:
@@ -108,7 +112,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         for kernel, times in self.attention_kernels.items():
             finite(f"attention_kernels.{kernel}", times, above=0)
-        sourced(self, exempt=("device", "device_name", "capability", "about", "sources"))
+        sourced(self, exempt=("device", "device_name", "also_named", "capability", "about", "sources"))
 
     @property
     def asynchronous(self) -> bool:
@@ -126,3 +130,12 @@ def load_hardware(name: str) -> HardwareSpec:
     if name not in profiles:
         raise SpecError(f"hardware: no profile '{name}'; {nearest(name, list(profiles))}")
     return convert(read_toml(profiles[name]), HardwareSpec, where=f"hardware {name}")
+
+
+def profile_of_device(device_name: str) -> str | None:
+    """The name of the profile whose peaks are those of the device that torch.cuda calls ``device_name``, if any."""
+    for name in resources.hardware_profiles():
+        profile = load_hardware(name)
+        if device_name and device_name in (profile.device_name, *profile.also_named):
+            return name
+    return None

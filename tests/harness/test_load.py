@@ -79,7 +79,17 @@ def test_an_error_in_the_timed_steps_passes_through() -> None:
 @pytest.mark.parametrize("mode", ["host", "dry"])
 @pytest.mark.processes
 def test_the_fake_device_is_not_probed(mode: Literal["host", "dry"]) -> None:
-    assert see("tests.harness.load_checks", mode=mode)("watched") == {"seen": 0, "allocated": 0, "peak": 0}
+    assert see("tests.harness.load_checks", mode=mode)("watched") == {
+        "seen": 0, "gpus": 0, "allocated": 0, "peak": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.processes
+def test_the_fake_device_has_memory_and_no_sensors() -> None:
+    found = see("tests.harness.load_checks", mode="dry")("described")
+    assert set(found["gpu_memory_bytes"]) == {85_018_903_838}
+    assert found["tf32"] is False
+    assert not found.keys() & {"gpu_driver", "gpu_settings", "gpu_throttled"}
 
 
 def measured(trace: Path) -> RankResult:

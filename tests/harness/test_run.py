@@ -12,7 +12,7 @@ from refshard.harness.load import RankLoad
 from refshard.harness.rank import rank_file, trace_file
 from refshard.harness.run import check_suite, mark_latest, resume_run, round_order, run_suite
 from refshard.harness.store import RECORDS, read_run
-from refshard.records import DERIVED, METRICS, CollectiveCount, LaunchRecord, Load, Run
+from refshard.records import DERIVED, METRICS, CollectiveCount, GpuUse, LaunchRecord, Load, Run
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
@@ -367,6 +367,21 @@ def test_how_busy_the_machine_was_is_recorded_of_all_ranks(tmp_path: Path) -> No
     found = by_strategy(run(tmp_path, FakeLauncher(outcome)))
     assert found["ddp"].load == Load(probe_before_s=0.05, probe_after_s=0.07, other_cores=0.5, cores=2)
     assert found["single"].load is None
+
+
+def test_a_gpus_mfu_is_held_against_its_profile_and_throttling_is_a_warning(tmp_path: Path) -> None:
+    hot = GpuUse(gpu=1, samples=4, power_w=700.0, throttled={"power cap": 3})
+
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+        for rank in range(case.world_size):
+            write_rank(case, folder, rank, device="NVIDIA H100 80GB HBM3", gpu_use=() if rank else (hot,))
+        return LaunchOutcome()
+
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
+    assert record.gpu_use == (hot,)
+    assert record.warnings == ("GPU 1 was throttled (power cap) during the measured steps: in 3 of 4 samples",)
+    assert record.peak_flops_per_s == 67e12
+    assert record.metrics["mfu"] == pytest.approx((record.metrics["tflops"] or 0) / 67)
 
 
 def test_what_a_strategy_cannot_do_is_unsupported_with_its_reason(tmp_path: Path) -> None:

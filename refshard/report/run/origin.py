@@ -3,13 +3,14 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pandas as pd
 
 from refshard.analysis.cases import CaseResult
 from refshard.quantities import format_bytes, format_rate
-from refshard.records import Run
+from refshard.records import Environment, Run
 
 _OF_ONE_RUN = ("--out", "-o", "--only")
 """Options that another run does not share, each with a value."""
@@ -26,6 +27,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         ("processor", f"{env.cpu}, {env.physical_cores} cores ({env.logical_cores} logical)"),
         ("memory", format_bytes(env.memory_bytes)),
         ("GPUs", ", ".join(env.gpus) or "none"),
+        *_of_gpus(env),
         ("network", env.network or "none: all ranks on one host"),
         ("matrix multiplication", gemm(run)),
         ("Python", env.python),
@@ -41,10 +43,52 @@ def environment(run: Run) -> list[tuple[str, str]]:
 
 def environment_differences(runs: Sequence[Run]) -> pd.DataFrame:
     """Fields of the environment in which runs are not the same; a column a run."""
-    told = [{**msgspec.to_builtins(run.header.environment), "refshard": run.header.refshard} for run in runs]
-    fields = [name for name in told[0] if name != "argv" and len({repr(one[name]) for one in told}) > 1]
-    rows = [{"": name.replace("_", " "), **_columns([one[name] for one in told], run_names(runs))} for name in fields]
+    told = [{**_told(run.header.environment), "refshard": run.header.refshard} for run in runs]
+    every = dict.fromkeys(name for one in told for name in one if name != "argv")
+    fields = [name for name in every if len({repr(one.get(name)) for one in told}) > 1]
+    names = run_names(runs)
+    rows = [{"": name.replace("_", " "), **_columns([one.get(name, "-") for one in told], names)} for name in fields]
     return pd.DataFrame(rows)
+
+
+def _told(env: Environment) -> dict[str, Any]:
+    """Each field, and of GPUs' settings each on its own: one value where all GPUs agree, else one a GPU."""
+    told: dict[str, Any] = msgspec.to_builtins(env)
+    settings = told.pop("gpu_settings")
+    for name in settings[0] if settings else ():
+        values = [one[name] for one in settings]
+        told[f"gpu_{name}"] = values if any(value != values[0] for value in values) else values[0]
+    throttled = told.pop("gpu_throttled")
+    told["gpu_throttled_at_start"] = [f"GPU {gpu}: {', '.join(why)}" for gpu, why in enumerate(throttled) if why]
+    return told
+
+
+def _of_gpus(env: Environment) -> list[tuple[str, str]]:
+    """What is known of the GPUs, as label and value."""
+    if not env.gpus:
+        return []
+    watts = [f"{one.power_limit_w:g} W" for one in env.gpu_settings if one.power_limit_w is not None]
+    links = [", ".join(f"{count} to {end}" for end, count in one.nvlinks.items()) for one in env.gpu_settings]
+    throttled = [f"GPU {gpu}: {', '.join(why)}" for gpu, why in enumerate(env.gpu_throttled) if why]
+    rows = {
+        "GPU memory": _alike([format_bytes(size) for size in env.gpu_memory_bytes]),
+        "GPU driver": env.gpu_driver,
+        "CUDA": env.cuda,
+        "NCCL": env.nccl,
+        "fp32 products": "TF32 allowed" if env.tf32 else "",
+        "power limit": _alike(watts),
+        "NVLinks": _alike([words or "none" for words in links]),
+        "throttled at the start": "; ".join(throttled),
+        "variables": ", ".join(f"{name}={value}" for name, value in sorted(env.variables.items())),
+    }
+    return [(label, value) for label, value in rows.items() if value]
+
+
+def _alike(values: Sequence[str]) -> str:
+    """One value where all GPUs agree, else each GPU's."""
+    if len(set(values)) <= 1:
+        return values[0] if values else ""
+    return "; ".join(f"GPU {gpu}: {value}" for gpu, value in enumerate(values))
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:

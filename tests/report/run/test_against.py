@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from refshard.analysis.evidence import gather
-from refshard.records import Census, Run
+from refshard.records import Census, GpuSettings, Run
 from refshard.report.run.against import Against, against
-from refshard.report.run.origin import environment_differences
+from refshard.report.run.origin import environment, environment_differences
 from tests.analysis.test_evidence import later, quicker
 from tests.report.runs import CASES, run, with_record
 
@@ -152,3 +152,38 @@ def test_the_environments_difference_has_a_column_for_each_run() -> None:
     assert table.loc["packages", "now"] == "msgspec 0.22.0, numpy 2.5.0"
     assert set(table.index) == {"torch", "packages"}
     assert environment_differences([BEFORE]).empty
+
+
+def test_a_setting_of_gpus_that_differs_has_a_row_and_one_value_where_all_gpus_agree() -> None:
+    gpu = GpuSettings(power_limit_w=700.0, ecc=True)
+    capped = msgspec.structs.replace(gpu, power_limit_w=500.0)
+    one = later(BEFORE, "one", gpus=("H100", "H100"), gpu_settings=(gpu, gpu), gpu_driver="570", tf32=False)
+    now = later(
+        BEFORE, "now", gpus=("H100", "H100"), gpu_settings=(gpu, capped), gpu_driver="580", tf32=True,
+        variables={"NCCL_ALGO": "Tree"}, gpu_throttled=((), ("power cap",)),
+    )  # fmt: skip
+    table = environment_differences([one, now]).set_index("")
+    assert table["one"].to_dict() == {
+        "gpu driver": "570", "tf32": "False", "variables": "", "gpu power limit w": "700.0",
+        "gpu throttled at start": "",
+    }  # fmt: skip
+    assert table["now"].to_dict() == {
+        "gpu driver": "580", "tf32": "True", "variables": "NCCL_ALGO Tree", "gpu power limit w": "700.0, 500.0",
+        "gpu throttled at start": "GPU 1: power cap",
+    }  # fmt: skip
+
+
+def test_gpus_and_their_settings_are_described_with_the_machine() -> None:
+    gpu = GpuSettings(power_limit_w=700.0, nvlinks={"switch": 18})
+    run = later(
+        BEFORE, "now", gpus=("H100", "H100"), gpu_memory_bytes=(2**36, 2**36), gpu_driver="570.86.15", cuda="12.8",
+        gpu_settings=(gpu, msgspec.structs.replace(gpu, power_limit_w=500.0)), tf32=True,
+        variables={"NCCL_ALGO": "Ring"},
+    )  # fmt: skip
+    found = dict(environment(run))
+    assert found["GPU memory"] == "64.0 GiB"
+    assert found["power limit"] == "GPU 0: 700 W; GPU 1: 500 W"
+    assert found["NVLinks"] == "18 to switch"
+    assert found["fp32 products"] == "TF32 allowed"
+    assert found["variables"] == "NCCL_ALGO=Ring"
+    assert "GPU driver" not in dict(environment(BEFORE))
