@@ -24,6 +24,7 @@
 #include "operators.cpp"
 #include "over_gloo.cpp"
 #include "process_group.cpp"
+#include "profiler.cpp"
 #include "recorder.cpp"
 #include "recurrent.cpp"
 #include "reduction_workspaces.cpp"
