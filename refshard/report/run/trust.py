@@ -83,7 +83,7 @@ def _parity(finished: tuple[CaseResult, ...]) -> Fact:
     if finished and not measured:
         return Fact(label=label, value="not compared", detail=parity_note(finished[0]) or meaning)
     if not known:
-        why = parity_note(finished[0])
+        why = parity_note(measured[0]) if measured else ""
         return Fact(label=label, value="unknown", detail=f"{meaning}; {why}" if why else meaning, good=False)
     parity, case = max(known, key=lambda pair: pair[0] / tolerance(pair[1]))
     largest = tolerance(case)
