@@ -13,7 +13,7 @@ import torch.distributed as dist
 from refshard.errors import UnsupportedError
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import CASE_FILE, rank_file, state_of
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import CaseSpec, CommMemory
 
 THREADS_OF_64_MIB = """
 import sys, threading
@@ -35,6 +35,17 @@ def start_threads(*_):
 register_module_forward_pre_hook(start_threads)
 sys.exit(run_rank(Path(sys.argv[1])))
 """
+
+
+PRINTS_NCCLS_POLICY = """
+import os, sys
+from pathlib import Path
+from refshard.harness.rank import run_rank
+
+run_rank(Path(sys.argv[1]))
+print(os.environ.get("NCCL_CTA_POLICY"))
+"""
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 @pytest.mark.processes
@@ -59,13 +70,32 @@ def test_a_thread_without_room_for_its_stack_is_out_of_memory(
         memory_limit_gib=limit_gib,
     )
     (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
-    where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", THREADS_OF_64_MIB, tmp_path], env={**os.environ, **where}, check=False, timeout=120
+        [sys.executable, "-c", THREADS_OF_64_MIB, tmp_path], env={**os.environ, **ALONE}, check=False, timeout=120
     )
     assert done.returncode == 1
     result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
     assert (result.state, result.error) == (state, error)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("memory", "policy"), [("symmetric", "2"), ("group", "None")])
+def test_memory_that_is_not_there_ends_unsupported_and_symmetric_memory_has_nccls_copy_engines(
+    tmp_path: Path, memory: CommMemory, policy: str
+) -> None:
+    case = CaseSpec(
+        strategy="fsdp2", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu", comm_memory=memory
+    )
+    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    variables = {name: value for name, value in os.environ.items() if name != "NCCL_CTA_POLICY"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS_NCCLS_POLICY, tmp_path], env={**variables, **ALONE}, check=True, timeout=120,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split()[-1] == policy
+    result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
+    assert result.state == "unsupported"
+    assert result.error == f"comm_memory: must be 'default' where one rank has nobody to talk to, got '{memory}'"
 
 
 @pytest.mark.parametrize(
