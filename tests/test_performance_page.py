@@ -38,6 +38,7 @@ def test_every_table_of_peers_is_printed_from_the_records() -> None:
             ("peers", "ddp"),
             ("finetune", None),
             ("../dryrun/muon_h100", None),
+            ("../dryrun/fsdp2_knobs_h100", None),
         )
     )
     blocks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)

@@ -107,7 +107,7 @@ def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> N
     fields = msgspec.structs.asdict(plain)
     axes = {
         "precision": "bf16", "tuning": "qlora", "optimizer": "adamw-8bit", "offload": True, "replicas": 2,
-        "tensor_parallel": 2,
+        "tensor_parallel": 2, "comm_memory": "group",
     }  # fmt: skip
     older = {name: value for name, value in fields.items() if name not in axes}
     assert plain.hash == hashlib.sha256(msgspec.json.encode(older, order="sorted")).hexdigest()[:12]
@@ -117,7 +117,7 @@ def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> N
         assert changed.hash != plain.hash
         assert changed.unmodelled == (name,)
         assert changed.name != plain.name
-    words = ("bf16", "qlora", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2")
+    words = ("bf16", "qlora", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2", "group memory")
     every = msgspec.structs.replace(plain, **axes)
     assert every.axes == words
     assert every.reference() == msgspec.structs.replace(plain.reference(), tuning="qlora", optimizer="adamw-8bit")
@@ -201,6 +201,10 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
             r"global_batch must be a multiple of the ranks that divide it = 2, got 3",
         ),
         ({"precision": "fp8"}, r"precision: invalid enum value 'fp8'; known: fp32, bf16"),
+        (
+            {"comm_memory": "nvlink"},
+            r"comm_memory: invalid enum value 'nvlink'; known: default, allocator, group, symmetric",
+        ),
         ({"workload": "inference", "optimizer": "adamw-8bit"}, r"optimizer must be 'adamw' for workload 'inference'"),
         ({"tuning": "lora", "optimizer": "muon"}, r"optimizer must not be 'muon' for tuning 'lora': Muon orthogonali"),
         (

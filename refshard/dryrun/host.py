@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.dryrun.device import Device, Share, Token, Work
-from refshard.dryrun.price import Prices
+from refshard.dryrun.price import Prices, is_message
 from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Recording
 
 NS = 1e9
@@ -37,6 +37,10 @@ def _shares(recording: Recording, prices: Prices) -> npt.NDArray[np.int64]:
 class Host:
     """Hands a recording's events to a device. Backward's threads run while the main thread waits: there is one clock.
 
+    A group's communicator runs one collective at a time, in the order in which the host asked for them and whatever
+    streams they are on: NCCL makes each stream wait for the communicator's last collective. Messages between two ranks
+    have communicators of their own.
+
     ``starts`` and ``ends`` are when it asked for each event and when it was free again, in nanoseconds.
     """
 
@@ -56,6 +60,8 @@ class Host:
         self.starts, self.ends = [0.0] * len(recording), [0.0] * len(recording)
         self._row, self._time = 0, 0.0
         self._events: dict[int, Token] = {}
+        self._last: dict[int, tuple[int, Token]] = {}  # of each group: its last collective's stream and end
+        self._ordered: list[bool] = ((recording.kinds == Kind.COLLECTIVE) & ~is_message(recording)).tolist()
         self._awaited: list[Token] = []
 
     @property
@@ -89,10 +95,7 @@ class Host:
         stream, subject = self._streams[row], self._subjects[row]
         if kind == Kind.LAUNCH or kind == Kind.COLLECTIVE:
             if self._runs[row]:
-                share = self._shares[self._share[row]]
-                self._device.run(
-                    stream, time, Work(row, share, self._ns[row], self._links[row], self._latencies[row])
-                )  # fmt: skip
+                self._run(row, stream, time)
         elif kind == Kind.RECORD:
             self._events[subject] = self._device.record(stream, time)
         elif kind == Kind.WAIT:
@@ -102,6 +105,18 @@ class Host:
             self._awaited = self._tokens(stream, subject, kind, time)
             return bool(self._awaited)
         return False
+
+    def _run(self, row: int, stream: int, time: float) -> None:
+        """Put a launch or a collective on its stream."""
+        group = self._subjects[row]
+        if ordered := self._ordered[row]:
+            before, token = self._last.get(group, (stream, None))
+            if token is not None and before != stream:
+                self._device.wait(stream, time, token)
+        share = self._shares[self._share[row]]
+        self._device.run(stream, time, Work(row, share, self._ns[row], self._links[row], self._latencies[row]))
+        if ordered:
+            self._last[group] = stream, self._device.record(stream, time)
 
     def _stops(self, row: int) -> bool:
         """Whether the host waits in this event."""

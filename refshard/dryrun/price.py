@@ -257,6 +257,13 @@ def peer_of(recording: Recording, subject: int) -> int:
     return ranks[subject >> 32]
 
 
+def is_message(recording: Recording) -> npt.NDArray[np.bool_]:
+    """Which events are one end of a message between two ranks (bool, by event)."""
+    names = [code for code, name in enumerate(recording.name_table) if name in _PEERS]
+    found: npt.NDArray[np.bool_] = (recording.kinds == Kind.COLLECTIVE) & np.isin(recording.names, names)
+    return found
+
+
 def _moved(operator: str, reads: int, writes: int) -> float:
     """Bytes that a memory-bound operator moves: the loss's gradient is written only, whatever tensors it is given."""
     return float(writes if operator.endswith(("::nll_loss_backward", "::nll_loss2d_backward")) else reads + writes)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from refshard.engine.collectives import Collectives, GroupCollectives, group_beside
+from refshard.engine.comm_memory import CommMemory
 from refshard.engine.device import Lanes, lanes_of
 from refshard.engine.executor import Executor
 from refshard.engine.grouping import Member, UnitGroup, find_ignored, group_units
@@ -25,7 +26,7 @@ from refshard.engine.registration import watch_registrations
 from refshard.engine.state_dict import show_gatherable
 from refshard.engine.unit import Unit
 from refshard.engine.whole_tensors import WholeTensors
-from refshard.errors import EngineError, SpecError
+from refshard.errors import EngineError, SpecError, UnsupportedError
 from refshard.plan.placement import Accumulation, Mode, find_mode
 
 _ENGINE = "_refshard_engine"
@@ -56,6 +57,7 @@ def shard(
     initialise: Initialise | None = None,
     offload: bool = False,
     communication_streams: int = 2,
+    comm_memory: CommMemory = "default",
     collectives: Collectives | None = None,
     lanes: Lanes | None = None,
     debug: bool = False,
@@ -94,6 +96,10 @@ def shard(
         offload: keep masters, their gradients and so the optimizer's state in (pinned) CPU memory.
         communication_streams: 1, or 2 to let reductions and gathers run beside each other: on CUDA streams of their own
             (a third where shards are replicated too), and in two process groups of the same ranks.
+        comm_memory: what slots that last (rings, whole parameters and gradients) are allocated in: the process group's
+            memory where there is some (``"default"``), torch's caching allocator (``"allocator"``), the process group's
+            memory (``"group"``) or symmetric memory (``"symmetric"``). With the last, NCCL gathers by copy engines if
+            its communicator has the zero-CTA policy (``NCCL_CTA_POLICY=2``).
         collectives: what to communicate with; by default the mesh's process groups.
         lanes: what orders compute, gathers and reductions; by default the device's streams.
         debug: fill freed storage with NaN, so that a read of it shows, and check after each backward that all ranks
@@ -102,8 +108,10 @@ def shard(
     Raises:
         SpecError: the mode, a block's name or another argument is unknown, or the mesh has more than two axes.
         EngineError: the model cannot be sharded; the message says which parameter and why.
+        UnsupportedError: the process group, the GPU, this torch or the mode has no such ``comm_memory``.
     """
     chosen, precision = find_mode(mode, accumulation), precision or Precision()
+    _check_comm_memory(comm_memory, chosen, collectives)
     if communication_streams not in (1, 2):
         raise SpecError(f"communication_streams: must be 1 or 2, got {communication_streams}")
     if any(hasattr(module, _ENGINE) for module in model.modules()):
@@ -119,7 +127,7 @@ def shard(
     device = _compute_device(groups, mesh)
     if collectives is None:
         mesh = mesh or _default_mesh(device)
-        collectives = _mesh_collectives(mesh, device, chosen, communication_streams)
+        collectives = _mesh_collectives(mesh, device, chosen, communication_streams, comm_memory)
     rescale = _rescale(gradient_divide_factor, collectives)
     units = []
     with torch.no_grad():
@@ -277,14 +285,31 @@ not one for each. By default group and device type.
 """
 
 
-def _mesh_collectives(mesh: DeviceMesh, device: torch.device, mode: Mode, streams: int) -> Collectives:
+def _check_comm_memory(memory: CommMemory, mode: Mode, collectives: Collectives | None) -> None:
+    """That there is something to allocate in this kind of memory, and that it is the engine that does."""
+    if memory not in get_args(CommMemory):
+        raise SpecError(f"comm_memory: must be one of {', '.join(get_args(CommMemory))}, got {memory!r}")
+    if collectives is not None and memory != "default":
+        raise SpecError(
+            f"comm_memory: must be 'default' with collectives of your own, got '{memory}'; have their allocate choose"
+        )
+    if memory in ("group", "symmetric") and mode.storage == mode.gradient_storage == "transient":
+        raise UnsupportedError(
+            f"comm_memory: '{memory}' is for slots that last, and mode '{mode.name}' gives each back to torch's "
+            "allocator after use; shard with mode='yafsdp', or use 'default'"
+        )
+
+
+def _mesh_collectives(
+    mesh: DeviceMesh, device: torch.device, mode: Mode, streams: int, memory: CommMemory
+) -> Collectives:
     if mesh.ndim > 2:
         raise SpecError(f"mesh: must have one axis, or two to replicate and shard over, got {mesh.ndim}")
     if mode.optimizer == "replicate":
         ranks = mesh.mesh.flatten().tolist()
         everyone = mesh.get_group() if mesh.ndim == 1 else group_beside(mesh.get_group(0), ranks)
-        return GroupCollectives(None, everyone, device=device)
+        return GroupCollectives(None, everyone, device=device, memory=memory)
     shards = mesh.get_group(mesh.ndim - 1)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
     reducing = group_beside(shards, dist.get_process_group_ranks(shards)) if streams == 2 else None
-    return GroupCollectives(shards, replicas, reducing=reducing, device=device)
+    return GroupCollectives(shards, replicas, reducing=reducing, device=device, memory=memory)

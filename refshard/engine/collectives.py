@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from refshard.engine.comm_memory import CommMemory, allocate, backend_of, require_memory
 from refshard.errors import EngineError
 
 
@@ -126,7 +127,11 @@ class GroupCollectives(Collectives):
     """Collectives of process groups: of the shard axis, of the replicate axis, and of the shard axis again for
     reduce-scatters, so that a gather that was issued later need not queue behind them.
 
-    An axis of one rank needs no group: None stands for it, and a group of one is as good as none.
+    An axis of one rank needs no group: None stands for it, and a group of one is as good as none. ``memory`` is what
+    :meth:`allocate` gives.
+
+    Raises:
+        UnsupportedError: a group cannot communicate through ``memory``.
     """
 
     def __init__(
@@ -136,12 +141,16 @@ class GroupCollectives(Collectives):
         *,
         reducing: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        memory: CommMemory = "default",
     ) -> None:
         shards = shards if shards and shards.size() > 1 else None
         replicas = replicas if replicas and replicas.size() > 1 else None
         self._shards, self._replicas = shards, replicas
         self._reducing = reducing or shards
         self._device = device or torch.device("cpu")
+        self._memory = memory
+        for group in dict.fromkeys((shards, self._reducing) if shards else (replicas,)):
+            require_memory(memory, group, self._device)
         self.rank = shards.rank() if shards else 0
         self.world_size = shards.size() if shards else 1
         self.replicas = replicas.size() if replicas else 1
@@ -259,13 +268,9 @@ class GroupCollectives(Collectives):
             raise failed(error, what, self.world_rank) from error
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device, reduced: bool = False) -> torch.Tensor:
-        """See :meth:`Collectives.allocate`: in memory that the group which uses it has registered, where it can."""
+        """See :meth:`Collectives.allocate`: in this group's kind of memory, for the group which uses it."""
         group = self.user_of(reduced=reduced)
-        if group is not None and backend_of(group, self._device) == "nccl":
-            backend = group._get_backend(device)
-            if backend.supports_tensor_alloc(device):
-                return backend.allocate_tensor(numel, dtype=dtype, device=device)
-        return torch.empty(numel, dtype=dtype, device=device)
+        return allocate(self._memory, numel, dtype=dtype, device=device, group=group)
 
     def user_of(self, *, reduced: bool) -> dist.ProcessGroup | None:
         """The group that gathers to a slot, or the first one that a slot is ``reduced`` by; None if there is none."""
@@ -318,12 +323,6 @@ _OF_NO_MEMORY = ("out of memory", "can't allocate memory", "_status_alloc_failed
 """What the message holds where CUDA or NCCL, the CPU's allocator, or one of CUDA's libraries found no memory."""
 _OF_A_LOST_RANK = ("connection", "socket", "timed out", "timeout", "broken pipe", "peer", "remote")
 """What torch's message holds where the other end of a connection is gone."""
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that serves tensors on ``device``: a group may have one per device type."""
-    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
-    return {kind: backend for kind, _, backend in pairs}.get(device.type, "")
 
 
 def library_of(group: dist.ProcessGroup, device: torch.device) -> str:

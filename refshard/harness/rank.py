@@ -38,6 +38,8 @@ CASE_FILE = "case.json"
 SERIES_FILE = "series.json"
 PROGRESS_FILE = "progress"
 _ABORT_S = 10.0
+_ZERO_CTA = "2"
+"""NCCL's policy of using no multiprocessor where it can do without: copy engines gather to symmetric memory."""
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -64,7 +66,7 @@ def run_series_rank(folder: Path) -> int:
     cases = msgspec.json.decode((folder / SERIES_FILE).read_bytes(), type=list[CaseSpec])
     torch.set_num_threads(cases[0].threads_per_rank)
     device = _device(cases[0])
-    with _process_group(device) as group:
+    with _process_group(cases[0], device) as group:
         for index, case in enumerate(cases):
             own = series_folder(folder, index)
             progress = _progress(folder, group, f"case {index + 1}/{len(cases)}, ")
@@ -101,7 +103,7 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
     device = _device(case)
     if case.fidelity == "emulated":
         return _emulate(case, folder, rank, device)
-    with _process_group(device) as group, answering(folder, group, ASK):
+    with _process_group(case, device) as group, answering(folder, group, ASK):
         try:
             return _measure(case, folder, group, device, _progress(folder, group))
         except BaseException as error:
@@ -125,7 +127,10 @@ def end_now(group: dist.ProcessGroup) -> NoReturn:
 
 
 @contextmanager
-def _process_group(device: torch.device) -> Iterator[dist.ProcessGroup]:
+def _process_group(case: CaseSpec, device: torch.device) -> Iterator[dist.ProcessGroup]:
+    if case.comm_memory == "symmetric":
+        # By the environment, for the communicators that meshes and strategies make later as well.
+        os.environ["NCCL_CTA_POLICY"] = _ZERO_CTA
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         group = dist.group.WORLD

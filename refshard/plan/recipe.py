@@ -84,7 +84,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             name="fsdp2-tuned", mode=_sharded("fsdp2-tuned"), grouping="ends", flat=False, copies_out=True,
-            reduces_first=True, awaits_second_leg=False,
+            reduces_first=True, awaits_second_leg=False, one_communicator=False,
             awaits_reductions=True, exchanges_reductions=True,
         ),
         *(

@@ -14,6 +14,7 @@ Fidelity = Literal["measured", "emulated", "dryrun", "simulated"]
 Precision = Literal["fp32", "bf16"]
 Tuning = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw-8bit", "muon"]
+CommMemory = Literal["default", "allocator", "group", "symmetric"]
 REFERENCE_STRATEGY = "single"
 """The strategy that every other one's losses are held against: one unsharded rank."""
 WHOLE_BATCH = frozenset({"tensor-parallel", "pipeline"})
@@ -24,7 +25,7 @@ _COUNTS = (
     "world_size", "global_batch", "seq_len", "microbatches", "replicas", "tensor_parallel", "threads_per_rank",
     "measured_steps", "traced_steps",
 )  # fmt: skip
-_ADDED = ("precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel")
+_ADDED = ("precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel", "comm_memory")
 """Fields that count for a spec's hash only where they are given, so that specs keep the hash that they had before."""
 
 
@@ -53,6 +54,9 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     - ``replicas`` is hybrid sharding: as many groups of ranks shard, and replicate to each other.
     - ``tensor_parallel`` ranks that follow each other split every block's matrices; each such group is one rank to the
       strategy. All ranks of a strategy in :data:`WHOLE_BATCH` work on the same tokens.
+    - ``comm_memory`` is what collectives gather to and reduce from: by default what the strategy takes by itself;
+      torch's caching allocator's (``"allocator"``), the process group's (``"group"``), or symmetric memory, with
+      gathers by copy engines (``"symmetric"``). Knobs that one strategy alone has are no axis but rows of their own.
 
     A case that is not measured takes place on ``cluster``, a profile of which ``world_size`` ranks are filled.
     Emulated, ``resident_ranks`` of them are processes here, each of which computes as one rank of the world and waits
@@ -74,6 +78,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     offload: bool = False
     replicas: int = 1
     tensor_parallel: int = 1
+    comm_memory: CommMemory = "default"
     fidelity: Fidelity = "measured"
     cluster: str = ""
     resident_ranks: int = 1
@@ -195,6 +200,8 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             words.append(f"{self.replicas} replicas")
         if self.tensor_parallel > 1:
             words.append(f"tensor parallel {self.tensor_parallel}")
+        if self.comm_memory != "default":
+            words.append(f"{self.comm_memory} memory")
         if self.fidelity != "measured":
             words.append(f"{spelled(self.fidelity)} on {self.cluster}")
         if self.resident_ranks > 1:
@@ -257,6 +264,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             offload=False,
             replicas=1,
             tensor_parallel=1,
+            comm_memory="default",
             memory_limit_gib=None,
             fidelity="measured",
             cluster="",

@@ -1,7 +1,7 @@
-"""torch's FSDP2 with its defaults: ``fully_shard`` on every block, then on the whole model."""
+"""torch's FSDP2 with its defaults: ``fully_shard`` on every block, then on the whole model; or with a knob turned."""
 
 from collections.abc import Iterator
-from typing import final
+from typing import Any, final
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -10,6 +10,7 @@ from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import fill
+from refshard.strategies.fsdp2_knobs import Knobs, communicate_through, turn
 from refshard.strategies.fully_sharded import (
     ROOT,
     announce_reduction,
@@ -25,7 +26,12 @@ from refshard.strategies.world import World
 
 @final
 class FSDP2(Strategy):
-    """The recipe of torch's own tutorial; embedding, final norm and head stay with the root."""
+    """The recipe of torch's own tutorial; embedding, final norm and head stay with the root. ``knobs`` are those of
+    :class:`~refshard.strategies.fsdp2_knobs.Knobs`, none of which changes what is communicated.
+    """
+
+    def __init__(self, **knobs: Any) -> None:
+        self._knobs = Knobs(**knobs)
 
     def wrap(self, model: Llama, world: World) -> Loop:
         """See :meth:`Strategy.wrap`.
@@ -40,6 +46,9 @@ class FSDP2(Strategy):
         for layer in model.model.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
+        blocks = list(model.model.layers)
+        turn(model, self._knobs, [model, *blocks], [model, *reversed(blocks)])
+        communicate_through(world.case.comm_memory, model, world)
         fill(model, world)
         self._model, self._world = model, world
         return PlainLoop(model, world, muon=muon_over_dtensors)

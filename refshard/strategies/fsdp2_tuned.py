@@ -1,29 +1,41 @@
 """torch's FSDP2 made as fast as its public API allows; a comparison with an untuned peer would prove little.
 
+Units for the embedding and the head, as torchtitan has them, wherever it runs; the embedding is not gathered for
+backward, which does not read it, and the head is kept until its backward.
+
 On a CPU, FSDP2 runs every collective synchronously. What its API offers against that, each kept because it helps:
 
 - ``unshard(async_op=True)`` from hooks one unit ahead, in forward and in backward, so that gathers overlap compute;
 - over gloo, ``set_custom_reduce_scatter`` with the exchange-and-sum that the engine uses there, pieces and all;
   synchronous, as its interface asks. One that returned early would be right only while FSDP2 happens not to touch the
-  result;
-- units for the embedding and the head, as torchtitan has them; the embedding is not gathered for backward, which does
-  not read it, and the head is kept until its backward.
+  result.
+
+On a GPU FSDP2 gathers ahead by itself, on streams of its own. Each knob that is turned there is a row or an axis too,
+so that a suite can say what it brings:
+
+- reduce-scatters have a process group of their own. Gathers further ahead and more inputs of reduce-scatters in flight
+  (``fsdp2-tuned-deep``) cost memory for little time, so they are not turned;
+- gathers go to, and reductions come from, memory of the process group where the GPUs have it, as with the engine,
+  unless the case says otherwise.
 """
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, final
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from refshard.engine.collectives import library_of
+from refshard.engine.comm_memory import CommMemory, has_group_memory
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import fill
 from refshard.strategies.exchange import ExchangeAndSum, announce_exchange
+from refshard.strategies.fsdp2_knobs import Knobs, communicate_through, turn
 from refshard.strategies.fully_sharded import (
     ROOT,
     announce_reduction,
@@ -38,7 +50,12 @@ from refshard.strategies.world import World
 
 @final
 class FSDP2Tuned(Strategy):
-    """FSDP2 with every public knob that helps on the backend at hand."""
+    """FSDP2 with every public knob that helps on the backend at hand; with ``knobs`` of
+    :class:`~refshard.strategies.fsdp2_knobs.Knobs` beside them.
+    """
+
+    def __init__(self, **knobs: Any) -> None:
+        self._knobs = Knobs(**knobs)
 
     def wrap(self, model: Llama, world: World) -> Loop:
         """See :meth:`Strategy.wrap`; microbatches as in :class:`~refshard.strategies.fsdp2.FSDP2`."""
@@ -52,20 +69,43 @@ class FSDP2Tuned(Strategy):
         for layer in backbone.layers:
             fully_shard(layer, **options)
         fully_shard(model, **options)
+        self._turn()
         fill(model, world)
-        exchange = ExchangeAndSum(shards)
-        for unit in (m for m in model.modules() if isinstance(m, FSDPModule) and self._gloo):
-            unit.set_custom_reduce_scatter(exchange)
+        if self._gloo:
+            exchange = ExchangeAndSum(shards)
+            for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
+                unit.set_custom_reduce_scatter(exchange)
+        if world.device.type == "cpu":
+            self._gather_ahead()
+        return PlainLoop(model, world, muon=muon_over_dtensors)
+
+    def _turn(self) -> None:
+        """Turn the knobs, but for those that are for gloo."""
+        model, world, knobs = self._model, self._world, self._knobs
+        if world.device.type == "cuda" and world.shards > 1:
+            knobs = msgspec.structs.replace(knobs, reduce_group=True)
+        blocks = list(model.model.layers)
+        if model.spec.tied:
+            turn(model, knobs, [model, *blocks], [model, *reversed(blocks)])
+        else:
+            embedding, head = model.model.embed_tokens, model.model.norm
+            turn(model, knobs, [embedding, *blocks, head], [head, *reversed(blocks)])
+        memory: CommMemory = world.case.comm_memory
+        shards = world.data.get_group(world.data.ndim - 1)
+        if memory == "default" and world.shards > 1 and has_group_memory(shards, world.device):
+            memory = "group"
+        communicate_through(memory, model, world)
+
+    def _gather_ahead(self) -> None:
+        """On a CPU: gathers one unit ahead."""
+        backbone = self._model.model
         blocks = list(backbone.layers)
-        # On a GPU FSDP2 prefetches by itself, on streams of its own.
-        hooked = [backbone.embed_tokens, *blocks, model.lm_head] if world.device.type == "cpu" else []
-        for module, following in pairwise(hooked):
+        for module, following in pairwise([backbone.embed_tokens, *blocks, self._model.lm_head]):
             if isinstance(following, FSDPModule):
                 module.register_forward_pre_hook(_unshard(following))
             if module in blocks:
                 # Before FSDP2's own hook, which would gather the block synchronously.
                 following.register_forward_hook(_when_differentiated(_unshard(module)), prepend=True)
-        return PlainLoop(model, world, muon=muon_over_dtensors)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""

@@ -47,7 +47,7 @@ class Refshard(Strategy):
         precision = Precision(parameters=world.computed) if world.mixed else None
         shard(
             model, world.data, mode=self._mode.name, precision=precision, offload=world.case.offload,
-            initialise=values(model, world),
+            initialise=values(model, world), comm_memory=world.case.comm_memory,
         )  # fmt: skip
         return PlainLoop(model, world, unsynced=partial(no_sync, model), muon=self._make_muon)
 

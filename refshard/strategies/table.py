@@ -11,13 +11,14 @@ from refshard.specs.case import CaseSpec
 
 Axis = Literal[
     "inference", "microbatches", "checkpointing", "bf16", "lora", "qlora", "adamw-8bit", "muon", "offload",
-    "replicas", "tensor parallel",
+    "replicas", "tensor parallel", "comm memory",
 ]  # fmt: skip
 """What a case may ask for beside plain training."""
 PLAIN: frozenset[Axis] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon"})
 ANY: frozenset[Axis] = PLAIN | {"lora", "qlora"}
 SHARDED: frozenset[Axis] = ANY | {"offload", "replicas"}
 COMPOSED: frozenset[Axis] = SHARDED | {"tensor parallel"}
+TUNABLE: frozenset[Axis] = frozenset({"comm memory"})
 
 _TAKES: dict[Axis, tuple[str, ...]] = {
     "lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "adamw-8bit": ("torchao",),
@@ -80,6 +81,13 @@ def not_dry_run(case: CaseSpec) -> str:
         return "adamw-8bit is not dry-run: torchao compiles its step for a GPU that is there"
     if case.offload:
         return "offload is not dry-run: the host would compute the optimizer's step, which nothing here times"
+    if case.comm_memory == "group":
+        return "comm_memory 'group' is not dry-run: NCCL allocates it, in a pool that the simulated allocator lacks"
+    if case.comm_memory == "symmetric":
+        return (
+            "comm_memory 'symmetric' is not dry-run: its copy engines leave the GPU's multiprocessors to compute, and "
+            "no profile says how fast both then are"
+        )
     return ""
 
 
@@ -111,6 +119,7 @@ def asked(case: CaseSpec) -> frozenset[Axis]:
         "offload": case.offload,
         "replicas": case.replicas > 1,
         "tensor parallel": case.tensor_parallel > 1,
+        "comm memory": case.comm_memory != "default",
     }
     return frozenset(axis for axis, departing in departs.items() if departing)
 
@@ -148,12 +157,28 @@ ROWS: dict[str, Row] = {
         arguments={"sharding": "NO_SHARD"}, deferred=True,
     ),
     "fsdp2": Row(
-        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSED, labels=True,
-        deferred=True,
-    ),
-    "fsdp2-tuned": Row(
-        module="fsdp2_tuned", class_name="FSDP2Tuned", about="... with every public knob that helps", axes=SHARDED,
+        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSED | TUNABLE,
         labels=True, deferred=True,
+    ),
+    **{
+        name: Row(
+            module="fsdp2", class_name="FSDP2", about=about, axes=COMPOSED | TUNABLE, arguments=knobs, labels=True,
+            deferred=True,
+        )
+        for name, about, knobs in (
+            ("fsdp2-prefetch2", "... gathers issued two units ahead", {"prefetch": 2}),
+            ("fsdp2-reduce-group", "... reduce-scatters in a process group of their own", {"reduce_group": True}),
+            ("fsdp2-reduce-buffers2", "... two inputs of reduce-scatters in flight, not one", {"reduce_buffers": 2}),
+        )
+    },
+    "fsdp2-tuned": Row(
+        module="fsdp2_tuned", class_name="FSDP2Tuned", about="... with every public knob that helps",
+        axes=SHARDED | TUNABLE, labels=True, deferred=True,
+    ),
+    "fsdp2-tuned-deep": Row(
+        module="fsdp2_tuned", class_name="FSDP2Tuned", axes=SHARDED | TUNABLE, labels=True, deferred=True,
+        about="... and gathers two units ahead, two inputs of reduce-scatters in flight",
+        arguments={"prefetch": 2, "reduce_buffers": 2},
     ),
     **{
         name: Row(
@@ -216,7 +241,7 @@ ROWS: dict[str, Row] = {
     **{
         f"refshard-{mode}": Row(
             module="refshard", class_name="Refshard", about=about, arguments={"mode": mode}, labels=True,
-            axes=COMPOSED - {"replicas"} if mode == "replicate" else COMPOSED, deferred=True,
+            axes=(COMPOSED | TUNABLE) - ({"replicas"} if mode == "replicate" else set()), deferred=True,
         )
         for mode, about in {
             "replicate": "this project's engine, nothing sharded",

@@ -27,7 +27,7 @@ def test_every_strategy_has_a_row_with_its_axes_and_whether_it_can_run() -> None
         assert here == ("unsupported" if row.unavailable(cuda=False) else "available")
         reason = f"{name}: unsupported: {row.unavailable(cuda=False)}"
         assert (reason in text) == (here == "unsupported")
-    assert row_of(text, "ddp")[-len(heads) :] == ["x"] * 8 + ["-"] * 3
+    assert row_of(text, "ddp")[-len(heads) :] == ["x"] * 8 + ["-"] * 4
 
 
 def test_a_row_that_cannot_run_says_why_and_what_to_do() -> None:

@@ -156,22 +156,52 @@ def test_copies_to_and_from_the_host_disturb_nothing() -> None:
 
 def test_a_link_serves_one_collective_at_a_time_in_the_order_in_which_they_were_ready() -> None:
     made = Made()
-    group = made.group(range(4))
     product = made.launch(stream=0)
     made.wait(stream=7, event=made.record(stream=0))
-    first = made.collective("all_gather", group, nbytes=1, stream=7)
-    second = made.collective("reduce_scatter", group, nbytes=1, stream=8)
-    other = made.collective("all_reduce", group, nbytes=1, stream=9)
+    first = made.collective("all_gather", made.group(range(4)), nbytes=1, stream=7)
+    second = made.collective("reduce_scatter", made.group(range(4)), nbytes=1, stream=8)
+    other = made.collective("all_reduce", made.group(range(4)), nbytes=1, stream=9)
     found = times(
         made, {product: 2, first: 3, second: 4, other: 1}, links={first: BETWEEN, second: BETWEEN, other: WITHIN}
     )
     assert found == {product: (0, 2), first: (4, 7), second: (0, 4), other: (0, 1)}
 
 
+def test_a_communicator_runs_its_collectives_in_the_order_of_the_hosts_calls_and_two_do_not_wait() -> None:
+    """A reduction waits for 4 s of compute. The gather that comes after it, on another stream, waits too in the same
+    group: NCCL orders it behind the reduction. A group of its own lets it pass.
+    """
+
+    def found(*, separate: bool) -> list[tuple[float, float]]:
+        made = Made()
+        shards, reducing = made.group([0, 1]), made.group([0, 1])
+        rows = [made.launch(stream=0)]
+        made.wait(stream=8, event=made.record(stream=0))
+        rows.append(made.collective("reduce_scatter", reducing if separate else shards, nbytes=1, stream=8))
+        rows.append(made.collective("all_gather", shards, nbytes=1, stream=9))
+        # Latency holds the communicator as it holds the stream.
+        spans = times(made, dict(zip(rows, (4, 2, 1))), links=dict.fromkeys(rows[1:], WITHIN), latencies={rows[1]: 1.0})
+        return [spans[row] for row in rows]
+
+    assert found(separate=False) == [(0, 4), (4, 7), (7, 8)]
+    assert found(separate=True) == [(0, 4), (4, 7), (0, 1)]
+
+
+def test_messages_to_different_peers_do_not_wait_for_each_other() -> None:
+    made = Made()
+    group = made.group([0, 1, 2])
+    product = made.launch(stream=0)
+    made.wait(stream=8, event=made.record(stream=0))
+    send = made.collective("send", group, nbytes=1, stream=8, peer=1)
+    receive = made.collective("recv", group, nbytes=1, stream=9, peer=1)
+    found = times(made, {product: 3, send: 1, receive: 1}, links={send: SENDING, receive: RECEIVING})
+    assert (found[send], found[receive]) == ((3, 4), (0, 1))
+
+
 def test_latency_holds_the_stream_but_not_the_link() -> None:
     made = Made()
-    group = made.group(range(4))
-    rows = [made.collective("all_gather", group, nbytes=1, stream=stream) for stream in (7, 7, 8)]
+    one, other = made.group(range(4)), made.group(range(4))
+    rows = [made.collective("all_gather", group, nbytes=1, stream=on) for group, on in ((one, 7), (one, 7), (other, 8))]
     found = times(made, dict.fromkeys(rows, 2.0), links=dict.fromkeys(rows, WITHIN), latencies=dict.fromkeys(rows, 3.0))
     assert list(found.values()) == [(0, 5), (5, 10), (2, 7)]
 
@@ -262,8 +292,8 @@ def test_under_contention_it_is_what_the_simulators_clock_says(
     rows: list[tuple[str, float, list[int]]], one_link: bool, rates: tuple[float, float, float]
 ) -> None:
     """The two break ties for a link differently: each collective has its own link, or waits for nothing."""
-    made, items, group = Made(), list[Item](), 1
-    made.group([0, 1])
+    made, items = Made(), list[Item]()
+    groups = {"gather": made.group([0, 1]), "reduce": made.group([0, 1])}
     seconds, links, latencies, events = dict[int, float](), dict[int, int](), dict[int, float](), list[int]()
     # A long kernel first makes stream 0 the main one, whatever follows.
     for lane, drawn, back in [("compute", 1000.0, list[int]()), *rows]:
@@ -280,7 +310,7 @@ def test_under_contention_it_is_what_the_simulators_clock_says(
         if call is None:
             row = made.launch(stream=stream)
         else:
-            row = made.collective("all_gather", group, nbytes=1, stream=stream)
+            row = made.collective("all_gather", groups[lane], nbytes=1, stream=stream)
             links[row], latencies[row] = (WITHIN if call.cost.link == "within" else BETWEEN), call.cost.latency_s
         seconds[row] = work
         events.append(made.record(stream))

@@ -69,7 +69,7 @@ def test_what_its_peers_are_late_for_queues_behind_what_was_ready_before() -> No
     late = one.collective("all_reduce", both, nbytes=8, stream=8)
     kernel = one.launch()
     one.wait(9, one.record(0))
-    ready = one.collective("all_gather", own, nbytes=8, stream=9)
+    ready = one.collective("all_gather", one.group([0, 5]), nbytes=8, stream=9)
     slow = peer.launch()
     peer.wait(8, peer.record(0))
     peer.collective("all_reduce", both, nbytes=8, stream=8)

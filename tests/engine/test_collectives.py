@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from refshard.engine.collectives import GroupCollectives, backend_of, failed, library_of, piece_length
+from refshard.engine.collectives import GroupCollectives, failed, library_of, piece_length
+from refshard.engine.comm_memory import backend_of
 
 
 @pytest.fixture(params=["gloo", "cpu:gloo", None])

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -14,13 +14,21 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import refshard
+from refshard.engine.comm_memory import CommMemory
 from refshard.engine.local_part import LocalPart
+from refshard.errors import UnsupportedError
 from refshard.harness.rank import describe, state_of
+from refshard.harness.trainer import Trainer
+from refshard.plan.placement import MODES
+from refshard.specs.case import CaseSpec
+from refshard.specs.model import load_model
+from refshard.strategies import make_strategy
 from tests.fakecuda.child import check
 
 DIM, BLOCKS = 1760, 3
 """12 MiB each: a segment of the caching allocator of their own, which goes back to the device as a whole."""
 BACKENDS = ("nccl", "cpu:gloo,cuda:nccl", "gloo")
+MEMORIES: tuple[CommMemory, ...] = ("group", "symmetric")
 CASES = [("fsdp", "forward"), ("fsdp", "backward"), ("zero2", "backward"), ("yafsdp", "backward")]
 """Who asks for memory: a gather, a gather in autograd's thread, a gradient slot, autograd for a gradient."""
 
@@ -46,6 +54,35 @@ def count_groups(backend: str) -> dict[str, Any]:
 
 
 globals().update({f"groups of {backend}": check(partial(count_groups, backend)) for backend in BACKENDS})
+
+
+@check
+def memory_that_this_nccl_lacks() -> list[list[str]]:
+    """What the engine and FSDP2 say of the process group's memory and of symmetric memory, in each mode or strategy."""
+    meet("comm memory", "nccl")
+    group = dist.group.WORLD
+    assert group is not None
+    said = [[_refused(partial(_shard_through, memory, mode)) for mode in MODES] for memory in MEMORIES]
+    for memory, row in zip(MEMORIES, said):
+        case = CaseSpec(
+            strategy="fsdp2", model="llama-mini", world_size=2, global_batch=2, seq_len=8, comm_memory=memory
+        )
+        wrap = partial(Trainer, case, load_model("llama-mini"), make_strategy("fsdp2"), group, torch.device("cuda", 0))
+        row.append(_refused(wrap))
+    dist.destroy_process_group()
+    return said
+
+
+def _shard_through(memory: CommMemory, mode: str) -> nn.Module:
+    return refshard.shard(nn.Sequential(nn.Linear(4, 4)).cuda(), blocks=["0"], mode=mode, comm_memory=memory)
+
+
+def _refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
 
 
 @check

@@ -5,6 +5,7 @@ import pytest
 from refshard.harness.failure import failure_of
 from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.measure import RankResult
+from refshard.plan.placement import MODES
 from refshard.specs.case import CaseSpec
 from tests.fakecuda.engine_checks import BACKENDS, CASES
 from tests.fakecuda.fresh import Seen, see
@@ -22,6 +23,16 @@ def test_models_share_their_groups_which_end_with_all_others(seen: Seen, backend
     groups = 3 if backend == "gloo" else 2  # torch gives GPUs a group of NCCL's there
     for found in seen.on_all(f"groups of {backend}"):
         assert found == {"counts": [groups] * 3, "left": 0}
+
+
+def test_memory_that_a_gpu_or_its_nccl_lacks_is_unsupported_in_every_mode_and_under_fsdp2(seen: Seen) -> None:
+    for group, symmetric in seen.on_all("memory_that_this_nccl_lacks"):
+        for mode, said in zip((*MODES, "fsdp2"), zip(group, symmetric)):
+            if mode == "fsdp":
+                assert all("mode 'fsdp' gives each back to torch's allocator after use" in words for words in said)
+            else:
+                assert said[0].startswith("comm_memory: 'group' needs NCCL's allocator and GPUs with NVLink multicast")
+                assert said[1].endswith("this one says: SymmetricMemory does not find allocation backend NCCL")
 
 
 def test_a_backward_that_raised_leaves_the_model_sharded_at_once(seen: Seen) -> None:

@@ -187,6 +187,75 @@ class TestRun:
         assert record.proof is None
 
 
+KNOBS: dict[str, Any] = {
+    "model": "llama3-8b-cut3", "seq_len": 512, "world_size": 64, "precision": "bf16",
+}  # fmt: skip
+"""Blocks of 436 MB in bf16 over the network between nodes: communication decides how long a step takes."""
+BLOCK = 218_112_000
+"""Parameters of a block."""
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LaunchRecord]:
+    """FSDP2 with each knob, by strategy; with other memory, by that."""
+    names = ["fsdp2", "fsdp2-prefetch2", "fsdp2-reduce-group", "fsdp2-reduce-buffers2"]
+    tables: list[dict[str, Any]] = [
+        {"strategy": names},
+        {"strategy": "fsdp2", "comm_memory": ["allocator", "group", "symmetric"]},
+    ]
+    folder = tmp_path_factory.mktemp("turned") / "run"
+    records = run_suite(dry_suite(tables, **KNOBS), folder, LocalLauncher(), Silent(), ENVIRONMENT).launches
+    return {r.case.comm_memory if r.case.comm_memory != "default" else r.case.strategy: r for r in records}
+
+
+@pytest.mark.processes
+@needs_device
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+class TestKnobs:
+    """A dry run follows FSDP2's knobs, and says of which it cannot."""
+
+    def test_none_changes_what_is_communicated(self, turned: dict[str, LaunchRecord]) -> None:
+        ran = [record for record in turned.values() if record.case.comm_memory in ("default", "allocator")]
+        assert len(ran) == 5
+        for record in ran:
+            assert (record.state, record.error) == ("ok", None)
+            assert record.proof is not None
+            assert record.proof.traced == record.proof.announced
+            assert {count.op: count.count for count in record.proof.traced} == {"all_gather": 7, "reduce_scatter": 4}
+
+    def test_gathers_start_earlier_and_compute_waits_less_for_reductions(self, turned: dict[str, LaunchRecord]) -> None:
+        plain, ahead = (turned[name].steps[0].exposed_ns for name in ("fsdp2", "fsdp2-prefetch2"))
+        assert ahead < plain
+        assert step_s_of(turned["fsdp2-reduce-buffers2"]) < step_s_of(turned["fsdp2"])
+
+    def test_a_gather_need_not_wait_for_a_reduction_in_another_group(self, turned: dict[str, LaunchRecord]) -> None:
+        shared, separate = (turned[name].steps[0] for name in ("fsdp2", "fsdp2-reduce-group"))
+        assert separate.exposed_ns < shared.exposed_ns
+        assert step_s_of(turned["fsdp2-reduce-group"]) < step_s_of(turned["fsdp2"])
+        peaks = {turned[name].metrics["peak_memory_bytes"] for name in ("fsdp2", "fsdp2-reduce-group")}
+        assert len(peaks) == 1
+
+    def test_what_is_in_flight_takes_memory(self, turned: dict[str, LaunchRecord]) -> None:
+        plain, gathers, reductions = (
+            turned[name].metrics["peak_memory_bytes"] or 0
+            for name in ("fsdp2", "fsdp2-prefetch2", "fsdp2-reduce-buffers2")
+        )
+        assert plain < gathers <= plain + 2 * 2 * BLOCK
+        assert plain < reductions <= plain + 4 * BLOCK
+
+    def test_memory_that_is_not_modelled_is_unsupported(self, turned: dict[str, LaunchRecord]) -> None:
+        group, symmetric = turned["group"], turned["symmetric"]
+        assert group.state == symmetric.state == "unsupported"
+        assert str(group.error).startswith("comm_memory 'group' is not dry-run: NCCL allocates it, in a pool that")
+        assert str(symmetric.error).startswith("comm_memory 'symmetric' is not dry-run: its copy engines leave")
+        assert step_s_of(turned["allocator"]) == step_s_of(turned["fsdp2"])
+
+
+def step_s_of(record: LaunchRecord) -> float:
+    ((step_s,),) = record.step_times_s
+    return step_s
+
+
 def small_cluster(usable_bytes: int) -> str:
     cluster = load_cluster("dgx-h100")
     beside = sum(one.bytes for one in overheads(8))

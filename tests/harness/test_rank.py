@@ -13,7 +13,7 @@ import torch.distributed as dist
 from refshard.errors import UnsupportedError
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import CASE_FILE, rank_file, state_of
-from refshard.specs.case import CaseSpec
+from refshard.specs.case import CaseSpec, CommMemory
 
 THREADS_OF_64_MIB = """
 import sys, threading
@@ -55,8 +55,7 @@ sys.exit(run_rank(Path(sys.argv[1])))
 def run_rank_of(script: str, folder: Path, case: CaseSpec) -> RankResult:
     """What the only rank of ``case`` leaves, which runs in ``script`` and ends with status 1."""
     (folder / CASE_FILE).write_bytes(msgspec.json.encode(case))
-    where = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run([sys.executable, "-c", script, folder], env={**os.environ, **where}, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script, folder], env={**os.environ, **ALONE}, check=False, timeout=120)
     assert done.returncode == 1
     return msgspec.json.decode(rank_file(folder, 0).read_bytes(), type=RankResult)
 
@@ -66,6 +65,18 @@ def test_a_rank_that_fails_ends_without_waiting_for_its_peers(tmp_path: Path) ->
     case = CaseSpec(strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu")
     result = run_rank_of(HANGING_END, tmp_path, case)
     assert (result.state, result.error) == ("failed", "ZeroDivisionError: planted")
+
+
+PRINTS_NCCLS_POLICY = """
+import os, sys
+from pathlib import Path
+from refshard.harness.rank import run_rank
+
+end = os._exit
+os._exit = lambda status: (print(os.environ.get("NCCL_CTA_POLICY"), flush=True), end(status))
+sys.exit(run_rank(Path(sys.argv[1])))
+"""
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 @pytest.mark.processes
@@ -91,6 +102,26 @@ def test_a_thread_without_room_for_its_stack_is_out_of_memory(
     )
     result = run_rank_of(THREADS_OF_64_MIB, tmp_path, case)
     assert (result.state, result.error) == (state, error)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("memory", "policy"), [("symmetric", "2"), ("group", "None")])
+def test_memory_that_is_not_there_ends_unsupported_and_symmetric_memory_has_nccls_copy_engines(
+    tmp_path: Path, memory: CommMemory, policy: str
+) -> None:
+    case = CaseSpec(
+        strategy="fsdp2", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu", comm_memory=memory
+    )
+    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    variables = {name: value for name, value in os.environ.items() if name != "NCCL_CTA_POLICY"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS_NCCLS_POLICY, tmp_path], env={**variables, **ALONE}, check=False, timeout=120,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split()[-1] == policy
+    result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
+    assert result.state == "unsupported"
+    assert result.error == f"comm_memory: must be 'default' where one rank has nobody to talk to, got '{memory}'"
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,10 @@ TIED = ("plain", "full", "accumulated", "inference", "tensor parallel")
 STEPS = 4
 KEPT = ("ddp", "fsdp1-grad-op", "fsdp1-no-shard", "refshard-replicate", "refshard-zero1")
 """Strategies that gather nothing in inference: parameters are whole, or stay so after the first pass."""
-VARIANTS = ("fsdp1-post", "fsdp1-no-prefetch")
+VARIANTS = (
+    "fsdp1-post", "fsdp1-no-prefetch", "fsdp2-prefetch2", "fsdp2-reduce-group", "fsdp2-reduce-buffers2",
+    "fsdp2-tuned-deep",
+)  # fmt: skip
 """Strategies that differ from the row above them in the order of calls alone."""
 FEW = ("single", "ddp", "fsdp2", "refshard-yafsdp")
 COMBINED = (

@@ -59,6 +59,6 @@ def serial(case: CaseSpec) -> bool:
     return case.fidelity == "measured" and case.memory_limit_gib is None
 
 
-def kind(case: CaseSpec) -> tuple[int, int, str]:
-    """What the processes of a series have in common."""
-    return case.world_size, case.threads_per_rank, case.device
+def kind(case: CaseSpec) -> tuple[int, int, str, bool]:
+    """What the processes of a series have in common: the last is NCCL's policy for symmetric memory."""
+    return case.world_size, case.threads_per_rank, case.device, case.comm_memory == "symmetric"
