@@ -46,7 +46,7 @@ PATCHES = {
 def refshard(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """``refshard`` as a process of its own, which writes to ``folder``."""
     command = [sys.executable, "-m", "refshard", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
 
 
 @pytest.fixture(scope="module")
