@@ -11,11 +11,16 @@ def proof_failures(case: CaseResult) -> tuple[str, ...]:
 
 
 def proof_summary(case: CaseResult) -> str:
-    """``proved`` by every launch, ``incomplete`` (by some), ``none``, or ``failed: ...``."""
+    """``proved`` by every launch, ``losses not held`` if all but their parity is, ``incomplete`` (proved by some),
+    ``none``, or ``failed: ...``.
+    """
     if failures := proof_failures(case):
         return f"failed: {'; '.join(failures)}"
-    proofs = sum(launch.proof is not None for launch in case.launches)
-    return "none" if not proofs else "proved" if proofs == len(case.launches) else "incomplete"
+    proofs = [launch.proof for launch in case.launches if launch.proof is not None]
+    if len(proofs) < len(case.launches):
+        return "incomplete" if proofs else "none"
+    unheld = case.fidelity == "measured" and any(proof.loss_parity is None for proof in proofs)
+    return "losses not held" if unheld else "proved" if proofs else "none"
 
 
 def bit_identical(case: CaseResult) -> bool | None:

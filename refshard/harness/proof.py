@@ -129,7 +129,7 @@ def _parity_of(case: CaseSpec, ranks: Sequence[RankResult], losses: Sequence[flo
 def _missing(reference: LaunchRecord | None) -> str:
     if reference is None:
         return "the case of one unsharded rank has not run"
-    return f"one unsharded rank ended {reference.state}: {reference.error or 'no error is known'}"
+    return f"the case of one unsharded rank ended in state {reference.state}: {reference.error or 'no error is known'}"
 
 
 def _reduced_parity(reduced: Reduced, ranks: Sequence[RankResult]) -> _Parity:

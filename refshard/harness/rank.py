@@ -38,6 +38,7 @@ CASE_FILE = "case.json"
 SERIES_FILE = "series.json"
 PROGRESS_FILE = "progress"
 _ABORT_S = 10.0
+"""How long NCCL may take to abort before the process ends all the same."""
 _ZERO_CTA = "2"
 """NCCL's policy of using no multiprocessor where it can do without: copy engines gather to symmetric memory."""
 

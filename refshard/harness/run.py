@@ -184,13 +184,14 @@ def named_files(suite: SuiteSpec) -> dict[str, str]:
 
 def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpec]]:
     """Round and case of every launch, in their order. References that are too large are left out, unless the suite
-    itself asks for one.
+    itself names them.
     """
+    named = suite.named_references
     return [
         (round_, case)
         for round_ in range(suite.most_rounds)
         for case in round_order(suite.cases(round_), round_)
-        if case != case.reference() or suite.asks_for(case) or reduced_for(case, environment) is None
+        if case != case.reference() or case in named or reduced_for(case, environment) is None
     ]
 
 
@@ -246,11 +247,12 @@ def _records(
 ) -> Iterator[LaunchRecord]:
     """Launch the planned cases one after the other. The latest ok record of each spec serves as a peer."""
     ended = {record.spec_hash: record for record in sorted(run.launches, key=lambda record: record.state == "ok")}
+    named = run.header.suite.named_references
     for index, (round_, case) in enumerate(plan):
         observer.case_started(case, round_, index, len(plan))
         held = case.fidelity == "measured"
         peers = Peers(
-            reduced=reduced_for(case, run.header.environment) if held and case != case.reference() else None,
+            reduced=reduced_for(case, run.header.environment) if held and case.reference() not in named else None,
             reference=ended.get(case.reference().hash) if held else None,
             ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if held and case.world_size > 1 else None,
         )

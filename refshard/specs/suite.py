@@ -143,9 +143,10 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 found.setdefault(case)
         return tuple(found)
 
-    def asks_for(self, case: CaseSpec) -> bool:
-        """Whether a table names ``case`` itself, and not only cases that it is the reference of."""
-        return any(case == product for round_ in range(self.most_rounds) for product in self._products(round_))
+    @property
+    def named_references(self) -> frozenset[CaseSpec]:
+        """References that a table names itself, in any of its rounds, whatever else they are the reference of."""
+        return frozenset(case for case in self._products(0) if case == case.reference())
 
     def _keeps(self, case: CaseSpec) -> bool:
         return not self.only or any(_is_named(case, name) for name in self.only)

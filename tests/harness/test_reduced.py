@@ -121,8 +121,11 @@ def test_a_reduced_reference_that_fails_leaves_the_timing_valid(tmp_path: Path) 
 
 def test_a_reference_that_the_suite_asks_for_is_launched_whatever_it_needs(tmp_path: Path) -> None:
     launcher = FakeLauncher()
-    by_strategy(_suite("single"), tmp_path, launcher)
-    assert [case.strategy for case in launcher.launched] == ["single"]
+    found = by_strategy(_suite("single", "ddp"), tmp_path, launcher)
+    assert [case.strategy for case in launcher.launched] == ["single", "ddp"]
+    proof = found["ddp"].proof
+    assert proof is not None
+    assert (proof.loss_parity, proof.parity_of) == (0.0, ""), "the case's own losses are held"
 
 
 @pytest.mark.processes

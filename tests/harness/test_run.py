@@ -415,8 +415,8 @@ def test_a_reference_that_does_not_end_well_leaves_parity_unknown_and_the_timing
     assert (ddp.state, ddp.metrics["step_time_s"], ddp.metrics["loss_parity"]) == ("ok", 0.25, None)
     assert ddp.proof is not None
     assert ddp.proof.parity_note == (
-        "not held, because one unsharded rank ended timeout: did not end within time_limit_s = 600; the ranks were "
-        "ended"
+        "not held, because the case of one unsharded rank ended in state timeout: did not end within time_limit_s = "
+        "600; the ranks were ended"
     )
 
 

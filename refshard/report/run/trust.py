@@ -89,11 +89,15 @@ def _parity(finished: tuple[CaseResult, ...]) -> Fact:
     largest = tolerance(case)
     detail = meaning if parity == 0 else f"{meaning} ({case.full_label}; at most {largest:g})"
     if reduced := sum(bool(parity_of(case)) for _, case in known):
-        detail += f"; of {reduced} cases with a reduced model, since theirs is too large for one rank"
+        detail += f"; {_cases(reduced)} compared with a reduced model, because the model does not fit one rank"
     if unknown := len(measured) - len(known):
-        detail += f"; unknown of {unknown} cases"
+        detail += f"; unknown for {_cases(unknown)}"
     good = parity <= largest and not unknown
     return Fact(label=label, value=format_metric("loss_parity", parity), detail=detail, good=good)
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'' if count == 1 else 's'}"
 
 
 def _bits(finished: tuple[CaseResult, ...]) -> Fact:

@@ -80,11 +80,16 @@ def test_rows_are_the_json_as_a_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failures", "expected"), [((), "proved"), (("the model was not wrapped",), "failed: the model was not wrapped")]
+    ("parity", "failures", "expected"),
+    [
+        (1e-7, (), "proved"),
+        (None, (), "losses not held"),
+        (1e-7, ("the model was not wrapped",), "failed: the model was not wrapped"),
+    ],
 )
-def test_proof_in_a_word(failures: tuple[str, ...], expected: str) -> None:
+def test_proof_in_a_word(parity: float | None, failures: tuple[str, ...], expected: str) -> None:
     made = run(CASES[:1], rounds=1, failed=False)
-    changed = msgspec.structs.replace(proof(CASES[0]), failures=failures)
+    changed = msgspec.structs.replace(proof(CASES[0]), loss_parity=parity, failures=failures)
     assert proof_summary(gather(with_record(made, 0, proof=changed)).cases[0]) == expected
 
 
