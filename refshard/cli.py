@@ -70,6 +70,21 @@ def run(
     only: Annotated[
         list[str] | None, typer.Option(help="Measure this case of the suite, by name or hash; may be given repeatedly.")
     ] = None,
+    dry_run_on: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Dry-run the measured cases on this cluster instead: no GPU is needed."),
+    ] = None,
+    dry_run_first: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLUSTER",
+            help="Dry-run the measured cases on this cluster first, and skip those that will not fit; 'auto' is the first "
+            "cluster with this machine's GPUs, 'no' is none. By default the suite decides.",
+        ),
+    ] = None,
+    launch_all: Annotated[
+        bool, typer.Option("--launch-all", help="Launch cases even if their dry run says that they will not fit.")
+    ] = False,
 ) -> None:
     """Measure every case of a suite and compare them."""
     with mortal():
@@ -81,7 +96,7 @@ def run(
         raise typer.Exit(status)
     asked = command.Asked(
         suite=suite, output=out, resume=resume, oversubscribe=oversubscribe, launcher=launcher, sbatch=sbatch,
-        only=tuple(only or ()),
+        only=tuple(only or ()), dry_run_on=dry_run_on, dry_run_first=dry_run_first, launch_all=launch_all,
     )  # fmt: skip
     with _interruptible("what had ended is written; --resume goes on"):
         finished, dashboard = command.run(asked)

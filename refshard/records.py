@@ -26,7 +26,7 @@ _MUON_TOLERANCE = 5e-4
 losses by up to 1e-4. Muon over parts of matrices in place of matrices changes them by 1e-3 and more.
 """
 
-State = Literal["ok", "oom", "timeout", "failed", "unsupported"]
+State = Literal["ok", "oom", "timeout", "failed", "unsupported", "skipped"]
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -346,5 +346,5 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def well(self) -> bool:
-        """Whether every launch ended ok or is unsupported, which is a result and no failure."""
-        return all(case.state in ("ok", "unsupported") for case in self.launches)
+        """Whether every launch ended ok, is unsupported or was skipped, which are results and no failures."""
+        return all(case.state in ("ok", "unsupported", "skipped") for case in self.launches)

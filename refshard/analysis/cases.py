@@ -17,7 +17,7 @@ from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
 from refshard.stats.sample import Launches, Summary, step_samples, summarize
 
-SEVERITY: tuple[State, ...] = ("ok", "unsupported", "oom", "timeout", "failed")
+SEVERITY: tuple[State, ...] = ("ok", "unsupported", "skipped", "oom", "timeout", "failed")
 """Case states from best to worst."""
 
 RATES = ("tokens_per_s_gpu", "tflops", "mfu")

@@ -1,4 +1,4 @@
-"""Predictions beside measurements, where a run holds both: cases that differ in fidelity and cluster only."""
+"""Predictions beside measurements, where runs hold both: cases that differ in fidelity and cluster only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import msgspec
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, machine
 from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.hardware import profile_of_device
 
 PREDICTED: tuple[Fidelity, ...] = ("emulated", "dryrun", "simulated")
 
@@ -33,6 +34,11 @@ class Validated:
         return self._error("peak_memory_bytes")
 
     @property
+    def reserved_error(self) -> float | None:
+        """As :attr:`step_time_error`, of the memory that the allocator reserved."""
+        return self._error("peak_reserved_bytes")
+
+    @property
     def quickest_error(self) -> float | None:
         """As :attr:`step_time_error`, but of the quickest measured launch, which other work disturbed least."""
         times = [t for launch in self.measured.launches if (t := launch.metrics.get("step_time_s"))]
@@ -45,17 +51,32 @@ class Validated:
 
 
 def validated(evidence: Evidence) -> tuple[Validated, ...]:
-    """Every prediction of a measured case that was made on the same machine, in the order of the evidence."""
-    found = [case for case in evidence.cases if case.ok]
-    measured = {_place(case): case for case in found if case.fidelity == "measured"}
-    pairs = ((measured.get(_place(case)), case) for case in found if case.fidelity in PREDICTED)
+    """Every pair of :func:`beside_measured` of which both ended ok."""
+    return tuple(pair for pair in beside_measured(evidence) if pair.measured.ok and pair.predicted.ok)
+
+
+def beside_measured(evidence: Evidence) -> tuple[Validated, ...]:
+    """Every prediction of a measured case, in the order of the evidence: a dry run is one where its GPU is that of the
+    machine, wherever it took place; what is emulated or simulated was made on the same machine.
+    """
+    measured = {place: case for case in evidence.cases if case.fidelity == "measured" for place in _places(case)}
+    pairs = ((measured.get(_place(case)), case) for case in evidence.cases if case.fidelity in PREDICTED)
     return tuple(Validated(measured=mine, predicted=case) for mine, case in pairs if mine is not None)
 
 
+def _places(case: CaseResult) -> tuple[tuple[CaseSpec, str], ...]:
+    """Of a measured case, what :func:`_place` may say of its predictions."""
+    environment = case.header.environment
+    gpus = {device for gpu in environment.gpus if (device := profile_of_device(gpu))}
+    return tuple((case.spec, where) for where in (machine(environment), *gpus))
+
+
 def _place(case: CaseResult) -> tuple[CaseSpec, str]:
-    """What a prediction and its measurement share: the spec as measured, and the machine."""
+    """What a prediction shares with its measurement: the spec as measured, and the machine, or of a dry run the GPU."""
     spec = msgspec.structs.replace(case.spec, fidelity="measured", cluster="", resident_ranks=1)
-    return spec, machine(case.header.environment)
+    if case.fidelity != "dryrun":
+        return spec, machine(case.header.environment)
+    return spec, profile_of_device(case.launches[0].device) or ""
 
 
 def errors(pairs: Sequence[Validated], fidelity: Fidelity, metric: str) -> list[float]:
@@ -114,6 +135,9 @@ def as_objects(pairs: Sequence[Validated]) -> list[dict[str, Any]]:
             "measured_peak_memory_bytes": pair.measured.metrics["peak_memory_bytes"],
             "predicted_peak_memory_bytes": pair.predicted.metrics["peak_memory_bytes"],
             "peak_memory_error": pair.memory_error,
+            "measured_peak_reserved_bytes": pair.measured.metrics["peak_reserved_bytes"],
+            "predicted_peak_reserved_bytes": pair.predicted.metrics["peak_reserved_bytes"],
+            "peak_reserved_error": pair.reserved_error,
         }
         for pair in pairs
     ]

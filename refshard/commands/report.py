@@ -7,8 +7,9 @@ from refshard import resources
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, gather
 from refshard.errors import SpecError, StoreError
+from refshard.harness.dry.first import folder_of_dry_runs
 from refshard.harness.gate.noise import newest_noise
-from refshard.harness.store import read_run
+from refshard.harness.store import holds_run, read_run
 from refshard.report.run.page import Beside, write_dashboard
 from refshard.report.run.why import Traced, read_traces
 from refshard.report.trace.page import AnalysedTrace, write_trace_page
@@ -20,15 +21,18 @@ PAGE = "dashboard.html"
 def report(runs: Sequence[Path], output: Path | None, *, against: Path | None = None, multi: bool = False) -> Path:
     """Draw the runs in these folders to ``output``, else to ``dashboard.html`` in the last folder; return the path.
 
-    ``against`` is the folder of a run to compare with. With ``multi``, ``output`` is a folder of pages: the dashboard
-    and, for each case with a trace, that trace's timeline.
+    The dry runs that preceded a run are drawn beside it. ``against`` is the folder of a run to compare with. With
+    ``multi``, ``output`` is a folder of pages: the dashboard and, for each case with a trace, that trace's timeline.
 
     Raises:
         StoreError: there is no run in a folder, or it is damaged.
         SpecError: ``output`` cannot be written.
     """
     # runs/latest leads to another of runs/*
-    read = [(read_run(folder), folder) for folder in {folder.resolve(): folder for folder in reversed(runs)}.values()]
+    distinct = {folder.resolve(): folder for folder in reversed(runs)}
+    dry = {resolved: folder_of_dry_runs(resolved) for resolved in distinct}
+    distinct = {**{path: path for path in dry.values() if holds_run(path)}, **distinct}
+    read = [(read_run(folder), folder) for folder in distinct.values()]
     evidence = gather(*(run for run, _ in read))
     baseline = None if against is None else gather(read_run(against))
     target = _target(runs[-1], output, multi=multi)

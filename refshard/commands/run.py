@@ -11,6 +11,7 @@ from refshard.commands.asked import tell
 from refshard.commands.progress import observer
 from refshard.commands.report import report
 from refshard.errors import SpecError, nearest
+from refshard.harness.dry.first import cases_to_skip
 from refshard.harness.launchers.base import Launcher
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.launchers.netlab import network
@@ -34,6 +35,9 @@ class Asked:
     ``suite`` is a path, or the name of one that ships; ``resume`` a run's folder, of which only what is missing is
     measured; then the suite, if given, must be the run's. ``launcher`` replaces the suite's; ``sbatch`` are options for
     the launcher ``slurm``. ``only`` names the cases of the suite to measure, by name or hash; references come along.
+    ``dry_run_on`` names a cluster on which the measured cases are dry-run instead. ``dry_run_first`` names the one on
+    which they are dry-run before; ``"auto"`` is the first with this machine's GPUs, ``"no"`` is none, and by default
+    the suite decides. With ``launch_all``, cases are launched even if their dry run says that they will not fit.
     """
 
     suite: str | None
@@ -43,6 +47,9 @@ class Asked:
     launcher: str | None = None
     sbatch: str | None = None
     only: tuple[str, ...] = ()
+    dry_run_on: str | None = None
+    dry_run_first: str | None = None
+    launch_all: bool = False
 
 
 def serve_harness(launcher: str | None) -> int | None:
@@ -65,6 +72,10 @@ def run(asked: Asked) -> tuple[Run, Path]:
         if asked.resume is not None or given is None:
             raise SpecError("only: a resumed run has its cases already; leave out --only, or --resume")
         given = msgspec.structs.replace(given, only=asked.only)
+    if asked.dry_run_on is not None:
+        if asked.resume is not None or given is None:
+            raise SpecError("dry_run_on: a resumed run has its cases already; leave out --dry-run-on, or --resume")
+        given = given.as_dry_run(asked.dry_run_on)
     if asked.resume is not None and asked.output is not None:
         raise SpecError("out: a resumed run stays in its folder; leave out --out")
     if given is None and asked.resume is None:
@@ -84,13 +95,20 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Laun
     tell(f"run folder: {folder}")
     check_folder(folder, given, resume=asked.resume is not None)
     environment = launcher.environment(cases[0].threads_per_rank, folder, lambda text: tell(f"  {text}"))
+    cluster = asked.dry_run_first or ("auto" if suite.dry_run_first else "no")
+    skipped = {} if cluster == "no" else cases_to_skip(suite, cluster, environment, folder, tell)
+    skipped = {} if asked.launch_all else skipped
     with observer() as shown:
         if asked.resume is not None:
-            finished = resume_run(folder, launcher, shown, environment, suite=given, oversubscribe=asked.oversubscribe)
+            finished = resume_run(
+                folder, launcher, shown, environment, suite=given, oversubscribe=asked.oversubscribe, skipped=skipped
+            )
         else:
             if asked.output is None:
                 mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
-            finished = run_suite(suite, folder, launcher, shown, environment, oversubscribe=asked.oversubscribe)
+            finished = run_suite(
+                suite, folder, launcher, shown, environment, oversubscribe=asked.oversubscribe, skipped=skipped
+            )
     return finished, report([folder], None)
 
 

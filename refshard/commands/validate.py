@@ -60,13 +60,15 @@ def _by_dry_runs(run: Path | None, *, as_json: bool, only: str | None) -> str:
 def _of_run(folder: Path, *, as_json: bool) -> str:
     from refshard.analysis.evidence import gather
     from refshard.analysis.validation import as_objects, validated
-    from refshard.harness.store import read_run  # these bring torch and pandas
+    from refshard.harness.dry.first import folder_of_dry_runs
+    from refshard.harness.store import holds_run, read_run  # these bring torch and pandas
     from refshard.report.run.validation import terminal_validation
 
-    pairs = validated(gather(read_run(folder)))
+    dry = folder_of_dry_runs(folder.resolve())
+    pairs = validated(gather(*([read_run(dry)] if holds_run(dry) else []), read_run(folder)))
     if not pairs:
         raise SpecError(
             f"{folder}: holds no case that was measured and predicted too; run a suite whose fidelity lists 'measured' "
-            "beside 'emulated' or 'simulated'"
+            "beside 'emulated' or 'simulated', or that dry-runs its cases first"
         )
     return json.dumps(as_objects(pairs), indent=2) if as_json else terminal_validation(pairs)

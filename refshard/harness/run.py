@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -78,11 +78,13 @@ def run_suite(
     environment: Environment,
     *,
     oversubscribe: bool = False,
+    skipped: Mapping[CaseSpec, str] | None = None,
 ) -> Run:
     """Run every case of ``suite`` in every round, in ``environment``, and return what was written to ``folder``.
 
-    A case that does not end well becomes a record in its state, and the run goes on. On KeyboardInterrupt the ranks are
-    ended, the closing record says so, and the exception passes through.
+    A case that does not end well becomes a record in its state, and the run goes on. Those ``skipped`` are not
+    launched, and their records have the reason given. On KeyboardInterrupt the ranks are ended, the closing record says
+    so, and the exception passes through.
 
     Raises:
         SpecError: see :func:`check_suite`.
@@ -101,7 +103,7 @@ def run_suite(
             files=named_files(suite),
         )
         writer.append(header)
-        _run_missing(Run(header=header, launches=()), folder, writer, launcher, observer)
+        _run_missing(Run(header=header, launches=()), folder, writer, launcher, observer, skipped or {})
     return read_run(folder)
 
 
@@ -113,8 +115,10 @@ def resume_run(
     *,
     suite: SuiteSpec | None = None,
     oversubscribe: bool = False,
+    skipped: Mapping[CaseSpec, str] | None = None,
 ) -> Run:
-    """Run what the run in ``folder`` lacks: launches that never ended, and those that failed; and return all of it.
+    """Run what the run in ``folder`` lacks: launches that never ended, those that failed, and those that were skipped
+    and are not ``skipped`` now; and return all of it.
 
     Out of memory, out of time and unsupported are results, which are kept. ``suite`` and ``environment`` are what the
     launches would be of; if ``suite`` is not given, that of the run.
@@ -128,7 +132,7 @@ def resume_run(
     check_resumable(header, environment, suite)
     check_suite(header.suite, launcher, oversubscribe=oversubscribe)
     with RunWriter(folder, reopen=True) as writer:
-        _run_missing(read_run(folder), folder, writer, launcher, observer)
+        _run_missing(read_run(folder), folder, writer, launcher, observer, skipped or {})
     return read_run(folder)
 
 
@@ -195,16 +199,22 @@ def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpe
     ]
 
 
-def _run_missing(run: Run, folder: Path, writer: RunWriter, launcher: Launcher, observer: Observer) -> None:
+def _run_missing(
+    run: Run, folder: Path, writer: RunWriter, launcher: Launcher, observer: Observer, skipped: Mapping[CaseSpec, str]
+) -> None:
     """Launch what ``run`` lacks, and close it; a run that lacks nothing and is closed stays as it is."""
-    kept = {(record.spec_hash, record.round) for record in run.launches if record.state != "failed"}
+    kept = {
+        (record.spec_hash, record.round)
+        for record in run.launches
+        if record.state not in ("failed", "skipped") or record.case in skipped
+    }
     planned = _plan(run.header.suite, run.header.environment)
     plan = [(round_, case) for round_, case in planned if (case.hash, round_) not in kept]
     if not plan and run.end is not None and not run.end.interrupted:
         return
     interrupted = True
     try:
-        for record in _records(plan, run, folder, launcher, observer):
+        for record in _records(plan, run, folder, launcher, observer, skipped):
             writer.append(record)
             observer.case_ended(record)
         interrupted = False
@@ -243,7 +253,12 @@ def mark_latest(folder: Path) -> None:
 
 
 def _records(
-    plan: list[tuple[int, CaseSpec]], run: Run, folder: Path, launcher: Launcher, observer: Observer
+    plan: list[tuple[int, CaseSpec]],
+    run: Run,
+    folder: Path,
+    launcher: Launcher,
+    observer: Observer,
+    skipped: Mapping[CaseSpec, str],
 ) -> Iterator[LaunchRecord]:
     """Launch the planned cases one after the other. The latest ok record of each spec serves as a peer."""
     ended = {record.spec_hash: record for record in sorted(run.launches, key=lambda record: record.state == "ok")}
@@ -256,8 +271,12 @@ def _records(
             reference=ended.get(case.reference().hash) if held else None,
             ddp=ended.get(msgspec.structs.replace(case, strategy="ddp").hash) if held and case.world_size > 1 else None,
         )
-        with launching(case.name, folder):
-            record = launch_case(case, round_, run.header, folder, launcher, observer.case_progressed, peers)
+        if case in skipped:
+            blank = blank_record(case, round_, run.header, datetime.now(UTC))
+            record = msgspec.structs.replace(blank, state="skipped", error=skipped[case])
+        else:
+            with launching(case.name, folder):
+                record = launch_case(case, round_, run.header, folder, launcher, observer.case_progressed, peers)
         if record.state == "ok" or case.hash not in ended:
             ended[case.hash] = record
         yield record

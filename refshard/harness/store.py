@@ -41,6 +41,11 @@ def check_unused(folder: Path) -> None:
         raise StoreError(f"{folder}: the folder is not empty; name a new one, or resume the run in it")
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a run was begun in ``folder``."""
+    return (folder / RECORDS).is_file()
+
+
 class RunWriter:
     """Appends records to a run's folder. Use it as a context: the file is closed on every path."""
 

@@ -247,6 +247,10 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Optimizer steps before the traced pass."""
         return self.warmup_steps + self.measured_steps
 
+    def as_dry_run(self, cluster: str) -> "CaseSpec":
+        """This measured case as a dry run on ``cluster``."""
+        return msgspec.structs.replace(self, fidelity="dryrun", cluster=cluster)
+
     def reference(self) -> "CaseSpec":
         """The same batches on one unsharded rank, which this case's losses must equal.
 

@@ -176,6 +176,22 @@ def load_cluster(given: str) -> ClusterSpec:
     return cluster if nodes is None else cluster.of_nodes(nodes)
 
 
+def cluster_of_device(device_name: str) -> str:
+    """The first profile, by name, of a cluster whose GPUs are what torch.cuda calls ``device_name``.
+
+    Raises:
+        SpecError: there is none.
+    """
+    for name in sorted(resources.cluster_profiles()):
+        hardware = load_cluster(name).accelerator
+        if device_name in (hardware.device_name, *hardware.also_named):
+            return name
+    raise SpecError(
+        f"cluster: no profile has the GPU '{device_name}'; describe the cluster in a TOML file, as docs/clusters.md "
+        "says, or let `refshard calibrate` measure one"
+    )
+
+
 def _is_file(name: str) -> bool:
     """Whether there is a file of this name; what can be no file's name is none."""
     try:

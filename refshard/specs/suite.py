@@ -69,8 +69,9 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     may have ``rounds`` of its own. Each round launches every case afresh, in an order of its own, so that drift of the
     machine does not favour one strategy. ``gate`` holds the limits of ``refshard gate``. ``only``, if given, names
     the cases to keep, by their names or by the beginnings of their hashes; references stay with them. ``network`` says
-    what the launcher ``netlab`` joins the ranks with, and is for it alone. Records leave out what is not given, so that
-    an older refshard reads every run that asks for nothing new.
+    what the launcher ``netlab`` joins the ranks with, and is for it alone. With ``dry_run_first``, measured cases are
+    dry-run before anything is launched on GPUs, and those that will not fit are skipped. Records leave out what is not
+    given, so that an older refshard reads every run that asks for nothing new.
     """
 
     name: str
@@ -82,6 +83,7 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     case: dict[str, Any] = {}
     gate: GateSpec = GateSpec()
     only: tuple[str, ...] = ()
+    dry_run_first: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"\w[\w.-]{0,63}", self.name):
@@ -147,6 +149,24 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def named_references(self) -> frozenset[CaseSpec]:
         """References that a table names itself, in any of its rounds, whatever else they are the reference of."""
         return frozenset(case for case in self._products(0) if case == case.reference())
+
+    def as_dry_run(self, cluster: str) -> "SuiteSpec":
+        """The measured cases of this suite as dry runs on ``cluster``, one launch each.
+
+        Raises:
+            SpecError: no case is measured, or one cannot be a dry run.
+        """
+        kept = [case for case in self._products(0) if case.fidelity == "measured" and self._keeps(case)]
+        if not kept:
+            raise SpecError(f"suite '{self.name}': has no measured case to dry-run; leave out --dry-run-on")
+        as_dry_run = {"fidelity": "dryrun", "cluster": cluster}
+        tables = [
+            {**{key: value for key, value in table.items() if key != "rounds"}, **as_dry_run}
+            for table in self.tables
+            if "measured" in _listed({**self.case, **table}.get("fidelity", "measured"))
+        ]
+        only = tuple(case.as_dry_run(cluster).hash for case in kept) if self.only else ()
+        return SuiteSpec(name=self.name, about=self.about, matrix=tables, case=self.case, only=only)
 
     def _keeps(self, case: CaseSpec) -> bool:
         return not self.only or any(_is_named(case, name) for name in self.only)

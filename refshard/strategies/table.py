@@ -193,11 +193,17 @@ ROWS: dict[str, Row] = {
             ("simplefsdp-by-block", "... merged by blocks, each a block early", {"bucketing": "by-block"}),
         )
     },
-    "fsdp2-compiled": Row(
-        module="peers.fsdp2_compiled", class_name="FSDP2Compiled", about="torch's FSDP2, each block compiled",
-        compiles=True, labels=True,
-        axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"}),
-    ),
+    **{
+        f"{of}-compiled": Row(
+            module="compiled_blocks", class_name="CompiledBlocks", about=about, arguments={"of": of}, compiles=True,
+            labels=True, deferred=True, axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"}),
+        )
+        for of, about in (
+            ("fsdp2", "torch's FSDP2, each block compiled"),
+            ("refshard-fsdp", "this project's engine in mode fsdp, each block compiled"),
+            ("refshard-yafsdp", "... in mode yafsdp"),
+        )
+    },
     "accelerate": Row(
         module="peers.accelerate_fsdp2", class_name="AccelerateFSDP2", packages=("accelerate", "transformers"),
         extra="peers", about="Hugging Face Accelerate's FSDP2 plugin, transformers' Llama", labels=True,

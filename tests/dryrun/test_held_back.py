@@ -31,6 +31,8 @@ from tests.fakecuda.allocator_model import ModelAllocator
 from tests.fakecuda.allocator_programs import ModelSettings
 from tests.fakecuda.needs import needs_device
 
+pytestmark = pytest.mark.processes  # the first to need the allocator builds it
+
 HOST_S = 1e-5
 BLOCK = 20 * MIB
 """Gets a segment of its own."""

@@ -46,6 +46,7 @@ FEW: list[Cell] = [
     ("plain", "simplefsdp-bucket"),
     ("tied, accumulated", "simplefsdp-by-block"),
     ("plain", "fsdp2-compiled"),
+    ("plain", "refshard-yafsdp-compiled"),
 ]
 ALL: list[Cell] = list(
     dict.fromkeys(
@@ -100,11 +101,14 @@ def train_all(cells: list[Cell]) -> dict[Cell, dict[str, Any]]:
 
 @cache
 def trained(few: bool) -> dict[Cell, dict[str, Any]]:
-    """The few cells or the others, and beside them one unsharded rank and FSDP2; each with the mean loss."""
+    """The few cells or the others, and beside them one unsharded rank and what is not compiled; each with the mean
+    loss.
+    """
     wanted = FEW if few else [cell for cell in ALL if cell not in FEW]
     scenarios = list(dict.fromkeys(scenario for scenario, _ in wanted))
     found: dict[Cell, dict[str, Any]] = run_ranks(1, train_all, [(scenario, "single") for scenario in scenarios])[0]
-    ranks = run_ranks(2, train_all, [*((scenario, "fsdp2") for scenario in scenarios), *wanted])
+    eager = [(scenario, name) for scenario in scenarios for name in ("fsdp2", "refshard-fsdp", "refshard-yafsdp")]
+    ranks = run_ranks(2, train_all, [*eager, *wanted])
     for cell, result in ranks[0].items():
         found[cell] = {**result, "losses": [sum(s) / 2 for s in zip(*(rank[cell]["losses"] for rank in ranks))]}
     return found
@@ -146,8 +150,8 @@ def test_full_parameters_are_fsdp2s(cell: Cell) -> None:
 
 @cells
 def test_units_are_parameters_or_blocks(cell: Cell) -> None:
-    each = of(cell, "fsdp2")
-    expected = each["units"] if cell[1] == "fsdp2-compiled" else tuple(each["parameters"])
+    eager = cell[1].removesuffix("-compiled")
+    expected = tuple(of(cell, "fsdp2")["parameters"]) if eager == cell[1] else of(cell, eager)["units"]
     assert sorted(of(cell)["units"]) == sorted(expected)
 
 
@@ -176,7 +180,7 @@ def test_what_is_fused_issues_the_same_collectives() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["simplefsdp-by-block", "fsdp2-compiled"])
+@pytest.mark.parametrize("name", ["simplefsdp-by-block", "fsdp2-compiled", "refshard-yafsdp-compiled"])
 def test_muon_steps_what_compiled_models_are_made_of(name: str) -> None:
     case = msgspec.structs.replace(case_of("plain", name), optimizer="muon", microbatches=2)
     (single,) = run_ranks(1, train, case.reference(), False)
@@ -184,7 +188,7 @@ def test_muon_steps_what_compiled_models_are_made_of(name: str) -> None:
     losses = [sum(step) / 2 for step in zip(*(rank["losses"] for rank in ranks))]
     assert losses == pytest.approx(single["losses"], rel=parity_tolerance(case))
     assert ranks[0]["announced"] == ranks[0]["counted"]
-    if name != "fsdp2-compiled":
+    if name == "simplefsdp-by-block":
         odd = msgspec.structs.replace(case, world_size=3, global_batch=12)
         assert all("pads matrices of 64 rows for 3 ranks" in said for said in run_ranks(3, refusal, odd))
 

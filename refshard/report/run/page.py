@@ -30,6 +30,7 @@ from refshard.report.run.published import published
 from refshard.report.run.ratios import pair_rows
 from refshard.report.run.scaling import scalings
 from refshard.report.run.trust import trust
+from refshard.report.run.validation import dry_runs_beside
 from refshard.report.run.verdict import caveats, findings, modelled, network, overview, unfinished, unranked
 from refshard.report.run.why import Traced, Why, why
 from refshard.specs.case import REFERENCE_STRATEGY, spelled
@@ -106,6 +107,7 @@ def _content(evidence: Evidence, beside: Beside) -> dict[str, Any]:
         "scalings": scaled,
         "crossovers": crossovers(evidence),
         "published": published(evidence),
+        "dry_runs": dry_runs_beside(evidence),
         "curves": curves,
         "history": history,
         "peers": evidence.strategies,

@@ -2,15 +2,61 @@
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
+import pandas as pd
 from tabulate import tabulate
 
-from refshard.analysis.validation import PREDICTED, Validated, errors, in_order, scaled
+from refshard.analysis.cases import CaseResult
+from refshard.analysis.evidence import Evidence
+from refshard.analysis.validation import PREDICTED, Validated, beside_measured, errors, in_order, scaled
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.specs.case import spelled
 
 _WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """A row for each case that was measured and dry-run, in which states they ended too, and what they come to."""
+
+    findings: tuple[str, ...]
+    table: pd.DataFrame
+    cases: tuple[CaseResult, ...]
+
+
+def dry_runs_beside(evidence: Evidence) -> Beside | None:
+    """Dry runs beside the measured cases; None if no case is both."""
+    pairs = [pair for pair in beside_measured(evidence) if pair.predicted.fidelity == "dryrun"]
+    if not pairs:
+        return None
+    both = [pair for pair in pairs if pair.measured.ok and pair.predicted.ok]
+    return Beside(
+        findings=tuple(findings(both)),
+        table=pd.DataFrame([_row(pair) for pair in pairs]),
+        cases=tuple(pair.measured for pair in pairs),
+    )
+
+
+def _row(pair: Validated) -> dict[str, str]:
+    mine, dry = pair.measured.metrics, pair.predicted.metrics
+    return {
+        "case": pair.measured.full_label,
+        "measured": pair.measured.state,
+        "dry run": pair.predicted.state,
+        "on": pair.predicted.spec.cluster,
+        "step time measured": format_seconds(mine["step_time_s"]),
+        "step time in the dry run": format_seconds(dry["step_time_s"]),
+        "error": _signed(pair.step_time_error),
+        "peak reserved measured": _size(mine["peak_reserved_bytes"]),
+        "peak reserved in the dry run": _size(dry["peak_reserved_bytes"]),
+        "its error": _signed(pair.reserved_error),
+    }
+
+
+def _size(value: float | None) -> str:
+    return "-" if value is None else format_bytes(value)
 
 
 def terminal_validation(pairs: Sequence[Validated]) -> str:

@@ -1,4 +1,4 @@
-"""torch's FSDP2 by its tutorial, with every block compiled by itself, as torchtitan does. Collectives stay eager."""
+"""A strategy that shards by block, with every block compiled by itself, as torchtitan does. Collectives stay eager."""
 
 from collections.abc import Iterator
 from typing import final
@@ -7,22 +7,22 @@ import torch
 
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
+from refshard.strategies import make_strategy
 from refshard.strategies.base import Loop, Strategy
-from refshard.strategies.fsdp2 import FSDP2
 from refshard.strategies.peers.simplefsdp_compiler import check_compiler
 from refshard.strategies.world import World
 
 
 @final
-class FSDP2Compiled(Strategy):
-    """:class:`~refshard.strategies.fsdp2.FSDP2` over compiled blocks, which are alike and share one graph.
+class CompiledBlocks(Strategy):
+    """The strategy called ``of`` over compiled blocks, which are alike and share one graph.
 
-    Only ``forward`` is compiled, with its recomputation: FSDP2's hooks run around it. ``Module.compile`` would take
-    the hooks in, and fails on a checkpointed forward ("fullgraph=True found no compiled frames").
+    Only ``forward`` is compiled, with its recomputation: the strategy's hooks run around it. ``Module.compile`` would
+    take the hooks in, and fails on a checkpointed forward ("fullgraph=True found no compiled frames").
     """
 
-    def __init__(self) -> None:
-        self._fsdp2 = FSDP2()
+    def __init__(self, of: str) -> None:
+        self._of = make_strategy(of)
 
     def wrap(self, model: Llama, world: World) -> Loop:
         """See :meth:`Strategy.wrap`. The first pass of each kind compiles, for seconds."""
@@ -30,16 +30,16 @@ class FSDP2Compiled(Strategy):
         torch.compiler.reset()  # a process may train more models than dynamo recompiles one function for
         for layer in model.model.layers:
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
-        return self._fsdp2.wrap(model, world)
+        return self._of.wrap(model, world)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""
-        return self._fsdp2.wrapped_units()
+        return self._of.wrapped_units()
 
     def announced(self) -> tuple[CollectiveCount, ...]:
         """See :meth:`Strategy.announced`."""
-        return self._fsdp2.announced()
+        return self._of.announced()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""
-        yield from self._fsdp2.full_parameters()
+        yield from self._of.full_parameters()
