@@ -78,8 +78,8 @@ def run(
         str | None,
         typer.Option(
             metavar="CLUSTER",
-            help="Dry-run the measured cases on this cluster first, and skip those that will not fit; 'auto' is the first "
-            "cluster with this machine's GPUs, 'no' is none. By default the suite decides.",
+            help="Dry-run the measured cases on this cluster first and skip those that will not fit. 'auto': the first "
+            "cluster with this machine's GPUs; 'no': none. By default the suite decides.",
         ),
     ] = None,
     launch_all: Annotated[

@@ -107,8 +107,9 @@ def trained(few: bool) -> dict[Cell, dict[str, Any]]:
     wanted = FEW if few else [cell for cell in ALL if cell not in FEW]
     scenarios = list(dict.fromkeys(scenario for scenario, _ in wanted))
     found: dict[Cell, dict[str, Any]] = run_ranks(1, train_all, [(scenario, "single") for scenario in scenarios])[0]
-    eager = [(scenario, name) for scenario in scenarios for name in ("fsdp2", "refshard-fsdp", "refshard-yafsdp")]
-    ranks = run_ranks(2, train_all, [*eager, *wanted])
+    eager = [(scenario, "fsdp2") for scenario in scenarios]
+    eager += [(scenario, name.removesuffix("-compiled")) for scenario, name in wanted if name.endswith("-compiled")]
+    ranks = run_ranks(2, train_all, [*dict.fromkeys(eager), *wanted])
     for cell, result in ranks[0].items():
         found[cell] = {**result, "losses": [sum(s) / 2 for s in zip(*(rank[cell]["losses"] for rank in ranks))]}
     return found
