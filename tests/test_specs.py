@@ -115,7 +115,7 @@ def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> N
     for name, value in axes.items():
         changed = msgspec.structs.replace(plain, **{name: value})
         assert changed.hash != plain.hash
-        assert changed.unmodelled == (name,)
+        assert changed.unmodelled == (() if name == "precision" else (name,))
         assert changed.name != plain.name
     words = ("bf16", "qlora", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2", "group memory")
     every = msgspec.structs.replace(plain, **axes)

@@ -23,23 +23,25 @@ from refshard.tracing.overlap import step_breakdowns
 
 
 def job_of(case: CaseSpec) -> Job:
-    """What a case trains and where: in fp32, as measured cases do.
+    """What a case trains and where.
 
     Raises:
         SpecError: it cannot be simulated.
     """
     if case.workload != "training":
-        raise SpecError(f"workload must be 'training' for simulated cases, got '{case.workload}'; measure it instead")
+        raise SpecError(f"workload must be 'training' for simulated cases, got '{case.workload}'; take fidelity 'dryrun', or measure it")
     if case.unmodelled:
         field = case.unmodelled[0]
-        raise SpecError(f"{field} is not simulated yet, got {getattr(case, field)!r}; drop it, or measure the case")
+        raise SpecError(
+            f"{field} is not simulated, got {getattr(case, field)!r}; take fidelity 'dryrun', or measure the case"
+        )
     return Job(
         model=load_model(case.model),
         cluster=load_cluster(case.cluster).of_world_size(case.world_size),
         seq_len=case.seq_len,
         sequences=case.global_batch // case.world_size // case.microbatches,
         microbatches=case.microbatches,
-        dtype="fp32",
+        dtype=case.precision,
     )
 
 

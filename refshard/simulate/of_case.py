@@ -10,19 +10,22 @@ from refshard.specs.model import load_model
 
 
 def memory_of(case: CaseSpec, device: Device) -> MemoryForecast | None:
-    """One rank of ``case`` in fp32, over NCCL on CUDA and gloo on a CPU; None where the model knows no such case.
+    """One rank of ``case`` over NCCL on CUDA and gloo on a CPU; None where the model knows no such case: bf16 on a CPU
+    is one.
 
     Raises:
         SpecError: the case's model cannot be read.
     """
     if case.workload != "training" or case.unmodelled or case.strategy not in (REFERENCE_STRATEGY, *RECIPES):
         return None
+    if case.precision != "fp32" and device == "cpu":
+        return None
     model = load_model(case.model)
     sequences = case.global_batch // case.world_size // case.microbatches
     job = RankJob(
         model=model,
         world_size=case.world_size,
-        batch=Batch(sequences=sequences, seq_len=case.seq_len, dtype="fp32"),
+        batch=Batch(sequences=sequences, seq_len=case.seq_len, dtype=case.precision),
         microbatches=case.microbatches,
         checkpointing=checkpointing_of(case.checkpointing, model.n_layers),
         device=device,

@@ -211,6 +211,11 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def unmodelled(self) -> tuple[str, ...]:
         """The fields, as given, that neither the simulation nor the memory model knows."""
+        return tuple(name for name in self._added if name != "precision")
+
+    @property
+    def _added(self) -> tuple[str, ...]:
+        """The fields of :data:`_ADDED` that are given."""
         later = {f.name: f.default for f in msgspec.structs.fields(self) if f.name in _ADDED}
         return tuple(name for name, default in later.items() if getattr(self, name) != default)
 
@@ -226,7 +231,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except of fields that came later.
         """
         fields = msgspec.structs.asdict(self)
-        given = {name: value for name, value in fields.items() if name not in _ADDED or name in self.unmodelled}
+        given = {name: value for name, value in fields.items() if name not in _ADDED or name in self._added}
         canonical = msgspec.json.encode(given, order="sorted")
         return hashlib.sha256(canonical).hexdigest()[:12]
 
