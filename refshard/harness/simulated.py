@@ -29,7 +29,9 @@ def job_of(case: CaseSpec) -> Job:
         SpecError: it cannot be simulated.
     """
     if case.workload != "training":
-        raise SpecError(f"workload must be 'training' for simulated cases, got '{case.workload}'; take fidelity 'dryrun', or measure it")
+        raise SpecError(
+            f"workload must be 'training' for simulated cases, got '{case.workload}'; take fidelity 'dryrun', or measure it"
+        )
     if case.unmodelled:
         field = case.unmodelled[0]
         raise SpecError(
