@@ -30,7 +30,8 @@ def job_of(case: CaseSpec) -> Job:
     """
     if case.workload != "training":
         raise SpecError(
-            f"workload must be 'training' for simulated cases, got '{case.workload}'; take fidelity 'dryrun', or measure it"
+            f"workload must be 'training' for simulated cases, got '{case.workload}'; take fidelity 'dryrun', or "
+            "measure it"
         )
     if case.unmodelled:
         field = case.unmodelled[0]
