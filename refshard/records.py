@@ -57,8 +57,8 @@ METRICS: dict[str, Metric] = {
         Metric("mfu", "MFU", "fraction", "higher", "noisy",
                "TFLOPS over the device's peak; the record names the peak and its source"),
         Metric("peak_memory_bytes", "peak memory", "B", "lower", "noisy",
-               "maximum over ranks of the allocator's peak: on a CPU within a step, on a GPU over the measured steps, in "
-               "a dry run over all steps"),
+               "maximum over ranks of the allocator's peak: on a CPU within a step, on a GPU over the measured steps, "
+               "in a dry run over all steps"),
         Metric("peak_active_bytes", "peak active memory", "B", "lower", "noisy",
                "as the peak memory, with blocks that were freed while another stream still needed them; none on a CPU"),
         Metric("peak_reserved_bytes", "peak reserved memory", "B", "lower", "noisy",

@@ -14,11 +14,12 @@ def retry_warnings(ranks: Sequence[GpuMemory]) -> tuple[str, ...]:
     if not retried:
         return ()
     total = sum(retried.values())
+    times = "time" if total == 1 else "times"
     listed = [f"{count} on rank {rank}" for rank, count in list(retried.items())[:_MOST_RANKS]]
     if len(retried) > _MOST_RANKS:
         listed.append(f"the others on {len(retried) - _MOST_RANKS} more")
     return (
-        f"GPU memory ran short {total} time{'' if total == 1 else 's'} during the measured steps ({', '.join(listed)}): "
+        f"GPU memory ran short {total} {times} during the measured steps ({', '.join(listed)}): "
         "the allocator then waits for the device, frees its cache and retries cudaMalloc, so steps stall; use less "
         "memory, or set PYTORCH_ALLOC_CONF=expandable_segments:True",
     )

@@ -1,8 +1,8 @@
 """What a process's allocator holds: on a CPU within one step, on a GPU over a window of steps.
 
 On CUDA the caching allocator keeps the count by itself, at no cost. On a CPU no allocator of torch does: the profiler's
-memory events follow each thread's own view, and miss what gloo's threads free. So the C library is asked how much it has
-handed out, after every operator of one step that is not timed.
+memory events follow each thread's own view, and miss what gloo's threads free. So the C library is asked how much it
+has handed out, after every operator of one step that is not timed.
 """
 
 import ctypes

@@ -127,7 +127,7 @@ def test_a_limit_of_a_gpu_is_one_of_its_allocator(tmp_path: Path, limit_gib: flo
         measured_steps=1, traced_steps=1, memory_limit_gib=limit_gib,
     )  # fmt: skip
     (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
-    command = [sys.executable, "-c", ON_A_FAKE_GPU, tmp_path]
+    command = [sys.executable, "-c", ON_A_FAKE_GPU, str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, **ALONE}, check=False, timeout=120)
     result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
     assert (result.state, done.returncode) == (state, 0 if state == "ok" else 1)

@@ -1,5 +1,6 @@
 """What a GPU's memory holds in a window, on a device of 200 MiB of which the allocator may have 170."""
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -76,10 +77,8 @@ def retries() -> dict[str, Any]:
     with peaks.window():
         retry()
         retry()
-        try:
+        with suppress(torch.OutOfMemoryError):
             mebibytes(190)
-        except torch.OutOfMemoryError:
-            pass
     return fields(peaks.memory)
 
 

@@ -90,7 +90,7 @@ def test_where_one_case_lacks_it_both_columns_stand() -> None:
     made = on_gpus(run(CASES, rounds=1, failed=False), (memory(RESERVED),))
     old = made.launches[1]
     made = with_record(made, 1, gpu_memory=(), metrics={**old.metrics, "peak_reserved_bytes": None})
-    table = views.summary_table(gather(made).settings[0].cases).set_index("strategy")
-    assert table.loc["ddp", ["peak memory", "peak reserved"]].tolist() == ["440 MiB", "-"]
-    assert table.loc["fsdp2", ["peak memory", "peak reserved"]].tolist() == ["300 MiB", "71.2 of 79.2 GiB"]
+    table = views.summary_table(gather(made).settings[0].cases)
+    assert table["peak memory"].tolist()[1:3] == ["440 MiB", "300 MiB"]
+    assert table["peak reserved"].tolist()[1:3] == ["-", "71.2 of 79.2 GiB"]
     assert views.memory_metric(gather(made).settings[0].cases) == "peak_memory_bytes"
