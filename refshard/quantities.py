@@ -24,6 +24,16 @@ def format_bytes(n: float | None) -> str:
     return f"{n:.0f} B"
 
 
+def format_part(n: float, of: float) -> str:
+    """A part of some bytes; the unit is written once where both share it.
+
+    >>> format_part(71.2 * GIB, 79.2 * GIB), format_part(640 * MIB, 79.2 * GIB)
+    ('71.2 of 79.2 GiB', '640 MiB of 79.2 GiB')
+    """
+    part, whole = format_bytes(n), format_bytes(of)
+    return f"{part.removesuffix(' ' + whole.rpartition(' ')[2])} of {whole}"
+
+
 def format_seconds(s: float | None) -> str:
     """Seconds with three significant digits, as s, ms or us.
 

@@ -57,12 +57,13 @@ METRICS: dict[str, Metric] = {
         Metric("mfu", "MFU", "fraction", "higher", "noisy",
                "TFLOPS over the device's peak; the record names the peak and its source"),
         Metric("peak_memory_bytes", "peak memory", "B", "lower", "noisy",
-               "maximum over ranks of the allocator's peak within a step; of a dry run, of torch's caching allocator's "
-               "over all steps"),
-        Metric("peak_active_bytes", "peak active memory", "B", "lower", "exact",
-               "as the peak memory, with blocks that were freed while another stream still needed them; dry runs only"),
-        Metric("peak_reserved_bytes", "peak reserved memory", "B", "lower", "exact",
-               "most that the caching allocator had taken from the device, over all steps; dry runs only"),
+               "maximum over ranks of the allocator's peak: on a CPU within a step, on a GPU over the measured steps, "
+               "in a dry run over all steps"),
+        Metric("peak_active_bytes", "peak active memory", "B", "lower", "noisy",
+               "as the peak memory, with blocks that were freed while another stream still needed them; none on a CPU"),
+        Metric("peak_reserved_bytes", "peak reserved memory", "B", "lower", "noisy",
+               "maximum over ranks of what the caching allocator had taken from the device, over the same steps as the "
+               "peak memory; decides whether a case fits; none on a CPU"),
         Metric("rss_bytes", "peak RSS", "B", "lower", "noisy",
                "maximum over ranks of the process's peak resident set, libraries included"),
         Metric("compute_s", "compute", "s", "neither", "noisy",
@@ -267,6 +268,29 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
     throttled: dict[str, int] = {}
 
 
+class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of one rank's GPU, bytes.
+
+    The first four are the peaks of the caching allocator over the measured steps, as ``torch.cuda.memory_stats`` names
+    them. What was allocated, active or requested before the model was built is subtracted. Nothing is subtracted from
+    ``reserved_bytes``, since all of it must fit. ``retries`` counts the allocations of these steps that the device
+    refused until the allocator had given its cache back, ``ooms`` those that it refused even then.
+
+    After the steps ``used_bytes`` of the device's ``total_bytes`` are in use, by any process. ``outside_bytes`` of them
+    are not the allocator's: CUDA's context, NCCL's buffers, libraries, other processes.
+    """
+
+    allocated_bytes: int
+    active_bytes: int
+    reserved_bytes: int
+    requested_bytes: int
+    retries: int
+    ooms: int
+    used_bytes: int
+    outside_bytes: int
+    total_bytes: int
+
+
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="case"):
     """One launch of one case, ended in one of the terminal states.
 
@@ -279,7 +303,8 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     ``host_waits`` counts how often the host waits for the device in a step, by what for; none where nothing watched.
     ``compile_s`` is the longest of the ranks' times in torch's compiler, s, over the whole launch, which takes nothing
     from an earlier one; none where nothing was compiled. ``load`` is none of what is calculated, and of
-    older records. ``gpu_use`` is empty where nothing watches GPUs. ``traces`` are paths relative to the run's folder.
+    older records. ``gpu_use`` is empty where nothing watches GPUs. ``gpu_memory[rank]`` is empty on CPUs, of what is
+    calculated, and of older records. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA
@@ -313,6 +338,7 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     compile_s: float | None = None
     load: Load | None = None
     gpu_use: tuple[GpuUse, ...] = ()
+    gpu_memory: tuple[GpuMemory, ...] = ()
     traces: tuple[str, ...] = ()
     proof: Proof | None = None
     warnings: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ import msgspec
 from refshard.errors import TraceError
 from refshard.harness.failure import failure_of, without_home
 from refshard.harness.flight import read_flights
+from refshard.harness.gpu_memory import retry_warnings
 from refshard.harness.gpu_use import of_all_hosts, throttle_warnings
 from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.load import load_of
@@ -56,6 +57,8 @@ def _with_samples(
     """What the ranks measured, as they left it, and what it is held against."""
     case, first = blank.case, ranks[0]
     gpu_use = of_all_hosts([r.gpu_use for r in ranks])
+    gpu_memory = tuple(r.gpu_memory for r in ranks if r.gpu_memory)
+    warnings = [*(w for r in ranks for w in r.warnings), *throttle_warnings(gpu_use), *retry_warnings(gpu_memory)]
     return msgspec.structs.replace(
         blank,
         device=first.device,
@@ -73,6 +76,7 @@ def _with_samples(
         compile_s=max(r.compile_s for r in ranks) or None,
         load=load_of([r.load for r in ranks]),
         gpu_use=gpu_use,
-        warnings=tuple(dict.fromkeys([*(w for r in ranks for w in r.warnings), *throttle_warnings(gpu_use)])),
+        gpu_memory=gpu_memory,
+        warnings=tuple(dict.fromkeys(warnings)),
         **peak_of(case, first.device, environment),
     )

@@ -3,9 +3,10 @@
 A step of training is forward and backward of each microbatch and one optimizer step; a step of inference is forward and
 loss under ``no_grad``, on weights that stay as they were initialised.
 
-Nothing watches while steps are timed. The allocator's peak is taken over one early step, after the optimizer's state
-and the engine's slots exist, and operators are counted in the next; of adapters, in the two steps after warm-up, once
-they have dropout. The trace is recorded last.
+Nothing watches while steps are timed, except that a GPU's allocator always counts: its peaks are those of the timed
+steps. A CPU's peak is taken over one early step, after the optimizer's state and the engine's slots exist. Operators are
+counted in the step after it; of adapters, both in the two steps after warm-up, once they have dropout. The trace is
+recorded last.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from refshard.harness.gpu_use import watched_gpus
 from refshard.harness.load import RankLoad, watched_load
 from refshard.harness.reduced import ReducedLosses
 from refshard.harness.trainer import Trainer
-from refshard.records import Census, CollectiveCount, GpuUse, State
+from refshard.records import Census, CollectiveCount, GpuMemory, GpuUse, State
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
@@ -33,12 +34,12 @@ from refshard.strategies import strategy_for
 from refshard.strategies.table import ROWS
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.census import OperatorCensus
-from refshard.tracing.memory import AllocatorPeak
+from refshard.tracing.memory import AllocatorPeak, GpuPeaks
 
 CONVENTION: Convention = "A"
 """By which FLOPs are counted."""
 MEMORY_STEP = 2
-"""The step whose allocator peak is recorded: the first whose every buffer was there before."""
+"""The step whose allocator peak is recorded on a CPU: the first whose every buffer was there before."""
 CENSUS_STEP = MEMORY_STEP + 1
 """The step whose operators are counted."""
 
@@ -69,6 +70,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     rss_bytes: int = 0
     load: RankLoad | None = None
     gpu_use: tuple[GpuUse, ...] = ()
+    gpu_memory: GpuMemory | None = None
     compile_s: float = 0.0
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
@@ -97,10 +99,12 @@ def _measure(
     warmup = _counted("warm-up", case.warmup_steps, progress)
     progress("build", 0, 1)
     _import_lazy_parts()
-    allocator = AllocatorPeak(device)
+    allocator, gpu = AllocatorPeak(), GpuPeaks(device)
     trainer = Trainer(case, spec, strategy, group, device)
     census = OperatorCensus()
-    watching: dict[int, AbstractContextManager[object]] = {MEMORY_STEP: allocator.window(), CENSUS_STEP: census}
+    watching: dict[int, AbstractContextManager[object]] = {CENSUS_STEP: census}
+    if device.type == "cpu":
+        watching = {MEMORY_STEP: allocator.window(), **watching}
     for step in warmup:
         with nullcontext() if trainer.drops else watching.get(step, nullcontext()):
             trainer.timed_step(aligned=True)
@@ -109,7 +113,7 @@ def _measure(
         for watch in watching.values():  # with what dropout keeps for backward
             with watch:
                 trainer.timed_step(aligned=True)
-    with watched_load(device) as load, watched_gpus(device) as gpu_use:
+    with watched_load(device) as load, watched_gpus(device) as gpu_use, gpu.window():
         times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     row = ROWS[case.strategy]
@@ -130,11 +134,12 @@ def _measure(
         step_times_s=tuple(times),
         traced_step_times_s=tuple(traced),
         losses=tuple(trainer.losses),
-        peak_memory_bytes=allocator.peak_bytes,
+        peak_memory_bytes=gpu.memory.allocated_bytes if gpu.memory else allocator.peak_bytes,
         memory_course_bytes=allocator.course_bytes if group.rank() == 0 else (),
         rss_bytes=rss,
         load=load[0] if load else None,
         gpu_use=tuple(gpu_use),
+        gpu_memory=gpu.memory,
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(),
         parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",

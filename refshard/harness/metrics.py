@@ -21,10 +21,13 @@ def metrics_of(record: LaunchRecord, ranks: Sequence[RankResult], traces: Traces
         median(max(step) for step in zip(*times)) for times in (record.step_times_s, record.traced_step_times_s)
     )
     peaks = [rank.peak_memory_bytes for rank in ranks if rank.peak_memory_bytes]
+    gpus = record.gpu_memory
     return complete(
         {
             **rates(record, step_time),
             "peak_memory_bytes": max(peaks, default=None),
+            "peak_active_bytes": max((gpu.active_bytes for gpu in gpus), default=None),
+            "peak_reserved_bytes": max((gpu.reserved_bytes for gpu in gpus), default=None),
             "rss_bytes": max(rank.rss_bytes for rank in ranks),
             **traced_parts(traces.steps),
             "overlap_ratio": traces.overlap_ratio,

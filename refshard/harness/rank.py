@@ -73,7 +73,7 @@ def run_series_rank(folder: Path) -> int:
             progress = _progress(folder, group, f"case {index + 1}/{len(cases)}, ")
             if not _leave_result(own, partial(_measure, case, own, group, device, progress)):
                 end_now(group)
-            gc.collect()  # a model may be part of a cycle, and its memory is not the next one's
+            _make_room(device)  # its memory is not the next one's
     return 0
 
 
@@ -97,11 +97,10 @@ def _leave_result(folder: Path, run: Callable[[], RankResult]) -> bool:
 
 
 def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
-    if case.memory_limit_gib is not None:
-        limit = int(case.memory_limit_gib * GIB)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    torch.set_num_threads(case.threads_per_rank)
     device = _device(case)
+    if case.memory_limit_gib is not None:
+        _limit_memory(int(case.memory_limit_gib * GIB), device)
+    torch.set_num_threads(case.threads_per_rank)
     if case.fidelity == "emulated":
         return _emulate(case, folder, rank, device)
     with _process_group(case, device) as group, answering(folder, group, ASK):
@@ -110,6 +109,18 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
         except BaseException as error:
             _replace(rank_file(folder, rank), msgspec.json.encode(_failed(rank, error)))
             end_now(group)
+
+
+def _limit_memory(limit_bytes: int, device: torch.device) -> None:
+    """Have allocations fail beyond the limit: on a GPU of what torch's allocator reserves, on a CPU of the process's data.
+
+    A limit above the GPU's memory limits nothing.
+    """
+    if device.type == "cuda":
+        _, total_bytes = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def end_now(group: dist.ProcessGroup) -> NoReturn:
@@ -178,7 +189,7 @@ def _measure(
 
 
 def _make_room(device: torch.device) -> None:
-    """Give back what the model that was measured has held."""
+    """Give back what a model has held, and what a GPU's allocator has cached of it."""
     gc.collect()  # a model may be part of a cycle
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,12 +1,12 @@
-"""What a process's allocator holds within a step: its peak, and on a CPU its course.
+"""What a process's allocator holds: on a CPU within one step, on a GPU over a window of steps.
 
-On CUDA the caching allocator keeps the count. On a CPU no allocator of torch does: the profiler's memory events follow
-each thread's own view, and miss what gloo's threads free. So the C library is asked how much it has handed out, after
-every operator of one step that is not timed.
+On CUDA the caching allocator keeps the count by itself, at no cost. On a CPU no allocator of torch does: the profiler's
+memory events follow each thread's own view, and miss what gloo's threads free. So the C library is asked how much it
+has handed out, after every operator of one step that is not timed.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -14,20 +14,21 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from refshard.records import GpuMemory
+
 MOST_POINTS = 128
 """Of a course."""
 
 
 class AllocatorPeak:
-    """Allocated bytes of a window, over what was allocated when this object was made.
+    """Bytes that the C library has handed out in a window, over what it had when this object was made.
 
     Make it before the model is built. ``peak_bytes`` is None where the C library does not tell (glibc 2.33 or newer
     does), and before a window. ``course_bytes`` has the highest within each of up to :data:`MOST_POINTS` stretches of
-    as many operators each, in their order; it is empty on CUDA, where nothing watches operators.
+    as many operators each, in their order.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._allocated = _allocated_bytes()
         self._base = self._allocated() if self._allocated else 0
         self.peak_bytes: int | None = None
@@ -35,18 +36,72 @@ class AllocatorPeak:
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """Watch what runs inside; on a CPU each operator then takes some microseconds longer."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        """Watch what runs inside; each operator then takes some microseconds longer."""
+        if self._allocated is None:
             yield
-            self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        elif self._allocated is None:
+            return
+        with _Sampler(self._allocated) as sampler:
             yield
-        else:
-            with _Sampler(self._allocated) as sampler:
-                yield
-            self.peak_bytes = max(sampler.samples) - self._base
-            self.course_bytes = tuple(highest - self._base for highest in highest_of(sampler.samples))
+        self.peak_bytes = max(sampler.samples) - self._base
+        self.course_bytes = tuple(highest - self._base for highest in highest_of(sampler.samples))
+
+
+class GpuPeaks:
+    """Memory of a GPU in a window, over what its caching allocator held when this object was made.
+
+    Make it before the model is built. ``memory`` is None before a window, and on a CPU, where nothing is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base = _statistics(device)
+        self.memory: GpuMemory | None = None
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Forget the peaks so far, and read them again when the window ends."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self._device)
+        begun = _statistics(self._device)
+        yield
+        self.memory = gpu_memory(self._device, base=self._base, begun=begun)
+
+
+def gpu_memory(
+    device: torch.device, *, base: Mapping[str, int] | None = None, begun: Mapping[str, int] | None = None
+) -> GpuMemory:
+    """What a GPU's memory holds now, and its peaks since they were last reset.
+
+    Args:
+        device: a CUDA device.
+        base: ``torch.cuda.memory_stats`` of before; what it held then is subtracted from the peaks, except from what is
+            reserved.
+        begun: the same of when the peaks were reset; retries and failures are counted from there.
+    """
+    now, base, begun = _statistics(device), base or {}, begun or {}
+    free, total = torch.cuda.mem_get_info(device)
+    allocated, active, requested = (
+        now[f"{kind}_bytes.all.peak"] - base.get(f"{kind}_bytes.all.current", 0)
+        for kind in ("allocated", "active", "requested")
+    )
+    return GpuMemory(
+        allocated_bytes=allocated,
+        active_bytes=active,
+        reserved_bytes=now["reserved_bytes.all.peak"],
+        requested_bytes=requested,
+        retries=now["num_alloc_retries"] - begun.get("num_alloc_retries", 0),
+        ooms=now["num_ooms"] - begun.get("num_ooms", 0),
+        used_bytes=total - free,
+        outside_bytes=total - free - now["reserved_bytes.all.current"],
+        total_bytes=total,
+    )
+
+
+def _statistics(device: torch.device) -> dict[str, int]:
+    """The caching allocator's; empty on a CPU, and before CUDA is initialised."""
+    return dict(torch.cuda.memory_stats(device)) if device.type == "cuda" else {}
 
 
 def highest_of(samples: Sequence[int]) -> tuple[int, ...]:

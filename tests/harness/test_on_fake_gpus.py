@@ -6,6 +6,7 @@ import pytest
 from refshard.harness.run import run_suite
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord
+from refshard.specs.hardware import load_hardware
 from tests.harness.fake_gpus import FakeGpus
 from tests.harness.fakes import ENVIRONMENT, Silent, make_suite
 
@@ -59,3 +60,15 @@ def test_ranks_of_what_shards_hold_a_part(found: dict[str, LaunchRecord]) -> Non
     for name in STRATEGIES[1:]:
         assert (peak := peaks[name]) is not None
         assert peak < peaks["ddp"] / 2, name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_rank_tells_its_gpus_memory_by_kind(found: dict[str, LaunchRecord], strategy: str) -> None:
+    record = found[strategy]
+    assert len(record.gpu_memory) == RANKS
+    for one in record.gpu_memory:
+        assert 0 < one.requested_bytes <= one.allocated_bytes <= one.active_bytes <= one.reserved_bytes
+        assert one.reserved_bytes <= one.used_bytes < one.total_bytes == load_hardware("h100-sxm-80gb").memory_bytes
+        assert (one.outside_bytes, one.retries, one.ooms) == (0, 0, 0)
+    assert record.metrics["peak_memory_bytes"] == max(one.allocated_bytes for one in record.gpu_memory)
+    assert record.metrics["peak_reserved_bytes"] == max(one.reserved_bytes for one in record.gpu_memory)

@@ -14,6 +14,7 @@ from refshard.errors import UnsupportedError
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import CASE_FILE, rank_file, state_of
 from refshard.specs.case import CaseSpec, CommMemory
+from tests.fakecuda.fresh import needs_device
 
 THREADS_OF_64_MIB = """
 import sys, threading
@@ -102,6 +103,37 @@ def test_a_thread_without_room_for_its_stack_is_out_of_memory(
     )
     result = run_rank_of(THREADS_OF_64_MIB, tmp_path, case)
     assert (result.state, result.error) == (state, error)
+
+
+ON_A_FAKE_GPU = """
+import sys
+from pathlib import Path
+from refshard.fakecuda import activate
+from refshard.specs.hardware import load_hardware
+
+activate(load_hardware("h100-sxm-80gb"), mode="host")
+from refshard.harness.rank import run_rank
+sys.exit(run_rank(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("limit_gib", "state"), [(0.04, "oom"), (1.0, "ok"), (1000.0, "ok"), (None, "ok")])
+def test_a_limit_of_a_gpu_is_one_of_its_allocator(tmp_path: Path, limit_gib: float | None, state: str) -> None:
+    """The GPU has 80 GB; parameters, gradients and AdamW's state of llama-tiny alone are 76 MiB."""
+    needs_device()
+    case = CaseSpec(
+        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cuda",
+        measured_steps=1, traced_steps=1, memory_limit_gib=limit_gib,
+    )  # fmt: skip
+    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    command = [sys.executable, "-c", ON_A_FAKE_GPU, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **ALONE}, check=False, timeout=120)
+    result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
+    assert (result.state, done.returncode) == (state, 0 if state == "ok" else 1)
+    if state == "oom":
+        assert (result.error or "").startswith("OutOfMemoryError: CUDA out of memory.")
+        assert "40.96 MiB allowed" in (result.error or "")
 
 
 @pytest.mark.processes

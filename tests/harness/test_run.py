@@ -12,14 +12,14 @@ from refshard.harness.load import RankLoad
 from refshard.harness.rank import rank_file, trace_file
 from refshard.harness.run import check_suite, mark_latest, resume_run, round_order, run_suite
 from refshard.harness.store import RECORDS, read_run
-from refshard.records import DERIVED, METRICS, CollectiveCount, GpuUse, LaunchRecord, Load, Run
+from refshard.records import DERIVED, METRICS, CollectiveCount, GpuMemory, GpuUse, LaunchRecord, Load, Run
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 from tests.harness.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
 from tests.tracing.handmade import event, shaped, step, write
 
-_OF_DRY_RUNS = ("peak_active_bytes", "peak_reserved_bytes")
+_NONE_ON_A_CPU = ("peak_active_bytes", "peak_reserved_bytes")
 
 
 def run(tmp_path: Path, launcher: FakeLauncher, suite: SuiteSpec | None = None) -> Run:
@@ -35,8 +35,8 @@ def test_metrics_of_a_case_in_closed_form(tmp_path: Path) -> None:
     model = load_model("llama-tiny")
     # rank 1 is the slower one: 0.15, 0.25, 0.35 s; the median of the maxima is 0.25 s
     tokens = 4 * 256 / 0.25 / 2
-    measured = {name: value for name, value in record.metrics.items() if name not in _OF_DRY_RUNS}
-    assert {record.metrics[name] for name in _OF_DRY_RUNS} == {None}
+    measured = {name: value for name, value in record.metrics.items() if name not in _NONE_ON_A_CPU}
+    assert {record.metrics[name] for name in _NONE_ON_A_CPU} == {None}
     assert measured == pytest.approx(
         {
             "step_time_s": 0.25,
@@ -382,6 +382,23 @@ def test_a_gpus_mfu_is_held_against_its_profile_and_throttling_is_a_warning(tmp_
     assert record.warnings == ("GPU 1 was throttled (power cap) during the measured steps: in 3 of 4 samples",)
     assert record.peak_flops_per_s == 67e12
     assert record.metrics["mfu"] == pytest.approx((record.metrics["tflops"] or 0) / 67)
+
+
+def test_a_gpus_memory_is_kept_of_each_rank_and_retries_are_a_warning(tmp_path: Path) -> None:
+    fields = dict.fromkeys(GpuMemory.__struct_fields__, 0)
+    less = GpuMemory(**{**fields, "active_bytes": 60, "reserved_bytes": 70, "total_bytes": 80})
+    more = GpuMemory(**{**fields, "active_bytes": 50, "reserved_bytes": 75, "total_bytes": 80, "retries": 2})
+
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+        for rank in range(case.world_size):
+            write_rank(case, folder, rank, gpu_memory=more if rank else less)
+        return LaunchOutcome()
+
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
+    assert record.gpu_memory == (less, more)
+    assert (record.metrics["peak_active_bytes"], record.metrics["peak_reserved_bytes"]) == (60, 75)
+    (warning,) = record.warnings
+    assert warning.startswith("GPU memory ran short 2 times during the measured steps (2 on rank 1): ")
 
 
 def test_what_a_strategy_cannot_do_is_unsupported_with_its_reason(tmp_path: Path) -> None:

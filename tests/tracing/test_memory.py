@@ -17,12 +17,12 @@ def megabytes(n: int) -> torch.Tensor:
 @pytest.fixture(autouse=True, scope="module")
 def warm() -> None:
     """What torch imports for the first operator that is watched, some 20 MB, is not what these tests measure."""
-    with AllocatorPeak(torch.device("cpu")).window():
+    with AllocatorPeak().window():
         megabytes(1)
 
 
 def test_peak_counts_what_was_held_before_the_window_and_not_what_was_freed() -> None:
-    peak = AllocatorPeak(torch.device("cpu"))
+    peak = AllocatorPeak()
     held = megabytes(30)
     early = megabytes(500)
     del early
@@ -38,7 +38,7 @@ def test_peak_counts_what_was_held_before_the_window_and_not_what_was_freed() ->
 
 def test_peak_sees_what_another_thread_frees() -> None:
     """As gloo's threads do with the tensors of a collective: the profiler's events would count them for ever."""
-    peak = AllocatorPeak(torch.device("cpu"))
+    peak = AllocatorPeak()
     with peak.window():
         for _ in range(5):
             kept = [megabytes(40)]
@@ -49,11 +49,11 @@ def test_peak_sees_what_another_thread_frees() -> None:
 
 
 def test_without_a_window_there_is_no_peak() -> None:
-    assert AllocatorPeak(torch.device("cpu")).peak_bytes is None
+    assert AllocatorPeak().peak_bytes is None
 
 
 def test_its_course_rises_and_falls_with_what_is_held() -> None:
-    peak = AllocatorPeak(torch.device("cpu"))
+    peak = AllocatorPeak()
     with peak.window():
         first = megabytes(40)
         second = megabytes(50)

@@ -19,8 +19,10 @@ _HEADROOM = 1.35  # room to the right of the longest bar for its label
 
 
 def bar_charts(setting: Setting, prefix: str) -> dict[str, Chart]:
-    """Step time, throughput and peak memory of every strategy, grouped by world size; keyed by metric."""
-    makers = {"step_time_s": step_time, "tokens_per_s_gpu": throughput, "peak_memory_bytes": peak_memory}
+    """Step time, throughput and memory of every strategy, grouped by world size; keyed by metric."""
+    makers = {
+        "step_time_s": step_time, "tokens_per_s_gpu": throughput, views.memory_metric(setting.cases): peak_memory
+    }  # fmt: skip
     return {
         metric: chart(f"{prefix}-{metric}", METRICS[metric].label, make(setting), alternatives.bars(setting, metric))
         for metric, make in makers.items()
@@ -52,8 +54,8 @@ def throughput(setting: Setting) -> go.Figure:
 
 
 def peak_memory(setting: Setting) -> go.Figure:
-    """Peak memory of the rank with the largest."""
-    values = _stacked(views.pivot(setting, "peak_memory_bytes"))
+    """Peak memory of the rank with the largest; on GPUs what is reserved."""
+    values = _stacked(views.pivot(setting, views.memory_metric(setting.cases)))
     unit, size = axis_unit("B", _largest(values))
     figure = _bars(setting, values / size, [format_bytes(value) for value in values])
     return figure.update_xaxes(title_text=f"{unit} per rank (lower is better)")

@@ -12,12 +12,17 @@ from typing import Any
 
 from refshard.analysis.busy import loads, within_launch
 from refshard.analysis.cases import CaseResult
+from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.analysis.proof import bit_identical, bits_note, parity_note, proof_summary
 from refshard.records import METRICS
 
 Row = dict[str, Any]
 LIST_SEPARATOR = " | "
 """What stands between the parts of a list in CSV, which has no lists."""
+
+
+def _gpu(field: str) -> Callable[[CaseResult], object]:
+    return lambda case: getattr(gpu, field) if (gpu := gpu_memory_of(case)) else None
 
 
 def _metric(name: str) -> Callable[[CaseResult], object]:
@@ -54,6 +59,11 @@ COLUMNS: dict[str, Callable[[CaseResult], object]] = {
     "step_time_low_s": lambda case: _interval(case)[0],
     "step_time_high_s": lambda case: _interval(case)[1],
     "compile_s": lambda case: case.compile_s,
+    "peak_requested_bytes": _gpu("requested_bytes"),
+    "gpu_used_bytes": _gpu("used_bytes"),
+    "gpu_outside_bytes": _gpu("outside_bytes"),
+    "gpu_total_bytes": _gpu("total_bytes"),
+    "allocation_retries": _gpu("retries"),
     "host_waits": lambda case: _host_waits(case),
     "probe_drift": lambda case: drift.size if (drift := within_launch(case)) else None,
     "other_cores": lambda case: max(

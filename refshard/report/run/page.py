@@ -15,6 +15,7 @@ import pandas as pd
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.contests import leaders
 from refshard.analysis.evidence import Evidence, Setting
+from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.analysis.ratios import pairs
 from refshard.folders import replace_file
 from refshard.records import METRICS
@@ -74,6 +75,8 @@ class Section:
     broken_down: tuple[CaseResult, ...]
     breakdown_chart: Chart | None
     why: Why | None
+    gpu_memory: pd.DataFrame
+    on_gpus: tuple[CaseResult, ...]
     memory: Memory | None
 
 
@@ -175,6 +178,8 @@ def _section(setting: Setting, beside: Beside, place: int) -> Section:
         broken_down=broken_down,
         breakdown_chart=charts.breakdown_chart(setting, prefix) if broken_down else None,
         why=why(setting, beside.traces, prefix, with_layers=place < LAYERED),
+        gpu_memory=views.gpu_memory_table(setting.cases),
+        on_gpus=tuple(case for case in setting.cases if gpu_memory_of(case)),
         memory=memory(setting, prefix),
     )
 

@@ -13,14 +13,16 @@ from tabulate import tabulate
 
 from refshard.analysis.cases import CaseResult, plain
 from refshard.analysis.evidence import Evidence, Setting
+from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.analysis.proof import bit_identical, bits_note, parity_note, parity_of, proof_summary
 from refshard.quantities import (
     format_bytes,
+    format_part,
     format_percent,
     format_rate,
     format_seconds,
 )
-from refshard.records import METRICS, CollectiveCount, LaunchRecord
+from refshard.records import METRICS, CollectiveCount, GpuMemory, LaunchRecord
 from refshard.report.run.columns import Row, values
 from refshard.report.run.intervals import no_interval
 from refshard.report.run.verdict import verdict
@@ -101,7 +103,8 @@ def step_time_text(summary: Summary | None, fallback: float | None = None) -> st
 def summary_table(members: tuple[CaseResult, ...]) -> pd.DataFrame:
     """Every headline figure of each case as text, one row per case.
 
-    Overlap efficiency, reserved memory and compile time where any case has them, loss parity where any was measured.
+    Overlap efficiency, reserved memory and compile time where any case has them, loss parity where any was measured. Of
+    cases on GPUs, memory is what is reserved of the device's: :func:`gpu_memory_table` has the rest.
     """
     table = pd.DataFrame([_summary_row(case) for case in members])
     dropped = [] if knows_efficiency(members) else ["overlap efficiency"]
@@ -109,11 +112,19 @@ def summary_table(members: tuple[CaseResult, ...]) -> pd.DataFrame:
         dropped.append("compile time")
     if all(case.metrics["peak_reserved_bytes"] is None for case in members):
         dropped.append("peak reserved")
+    if memory_metric(members) == "peak_reserved_bytes":
+        dropped.append("peak memory")
     if not any(case.fidelity == "measured" for case in members):
         dropped.append("loss parity")
     if any(case.traced_range for case in members):
         table = table.rename(columns={"exposed communication": _RANGED})
     return table.drop(columns=dropped, errors="ignore")
+
+
+def memory_metric(members: tuple[CaseResult, ...]) -> str:
+    """The metric that tells whether cases fit: what is reserved if all that ended ok ran on GPUs, else peak memory."""
+    on_gpus = [gpu_memory_of(case) is not None for case in members if case.ok]
+    return "peak_reserved_bytes" if on_gpus and all(on_gpus) else "peak_memory_bytes"
 
 
 def knows_efficiency(members: tuple[CaseResult, ...]) -> bool:
@@ -132,11 +143,37 @@ def _summary_row(case: CaseResult) -> Row:
         "TFLOPS": format_metric("tflops", case.metrics["tflops"]),
         "MFU": format_metric("mfu", case.metrics["mfu"]),
         "peak memory": format_metric("peak_memory_bytes", case.metrics["peak_memory_bytes"]),
-        "peak reserved": format_metric("peak_reserved_bytes", case.metrics["peak_reserved_bytes"]),
+        "peak reserved": reserved_text(case),
         "exposed communication": exposed_text(case),
         "overlap ratio": overlap_text(case),
         "overlap efficiency": format_metric("overlap_efficiency", case.metrics["overlap_efficiency"]),
         "loss parity": format_metric("loss_parity", case.metrics["loss_parity"]),
+    }
+
+
+def reserved_text(case: CaseResult) -> str:
+    """Peak reserved memory, and the device's size where a real one told it."""
+    gpu = gpu_memory_of(case)
+    if gpu is None:
+        return format_metric("peak_reserved_bytes", case.metrics["peak_reserved_bytes"])
+    return format_part(gpu.reserved_bytes, gpu.total_bytes)
+
+
+def gpu_memory_table(members: tuple[CaseResult, ...]) -> pd.DataFrame:
+    """Memory of the GPUs by kind as text, one row per case that says what its GPUs' memory held."""
+    return pd.DataFrame([_gpu_memory_row(case, gpu) for case in members if (gpu := gpu_memory_of(case))])
+
+
+def _gpu_memory_row(case: CaseResult, gpu: GpuMemory) -> Row:
+    return {
+        "case": case.label,
+        "reserved": f"{format_part(gpu.reserved_bytes, gpu.total_bytes)} reserved",
+        "active": format_bytes(gpu.active_bytes),
+        "allocated": format_bytes(gpu.allocated_bytes),
+        "requested": format_bytes(gpu.requested_bytes),
+        "used on the device": format_part(gpu.used_bytes, gpu.total_bytes),
+        "outside the allocator": format_bytes(gpu.outside_bytes),
+        "retries": f"{gpu.retries:,}",
     }
 
 

@@ -1,0 +1,96 @@
+"""Memory of cases on GPUs: what is reserved of the device first, the other kinds in a table of their own."""
+
+from typing import Any
+
+import pytest
+
+from refshard.analysis.evidence import Evidence, gather
+from refshard.analysis.gpu_memory import gpu_memory_of
+from refshard.quantities import GIB
+from refshard.records import GpuMemory, Run
+from refshard.report.run import views
+from refshard.report.run.charts import bar_charts
+from refshard.report.run.page import page
+from tests.report.runs import CASES, run, with_record
+
+RESERVED = 71.2
+
+
+def memory(reserved_gib: float, **changes: Any) -> GpuMemory:
+    fields = {
+        "allocated_bytes": 60 * GIB, "active_bytes": 61 * GIB, "reserved_bytes": int(reserved_gib * GIB),
+        "requested_bytes": 59 * GIB, "retries": 0, "ooms": 0, "used_bytes": int((reserved_gib + 2) * GIB),
+        "outside_bytes": 2 * GIB, "total_bytes": int(79.2 * GIB),
+    }  # fmt: skip
+    return GpuMemory(**{**fields, **changes})
+
+
+def on_gpus(made: Run, ranks: tuple[GpuMemory, ...]) -> Run:
+    """The run, had all its cases run on GPUs with this memory."""
+    for place, record in enumerate(made.launches):
+        metrics = {**record.metrics, "peak_reserved_bytes": float(max(one.reserved_bytes for one in ranks))}
+        made = with_record(made, place, gpu_memory=ranks, metrics=metrics)
+    return made
+
+
+@pytest.fixture
+def evidence() -> Evidence:
+    return gather(on_gpus(run(CASES, rounds=3, failed=False), (memory(30.0), memory(RESERVED, retries=2))))
+
+
+def test_a_gpus_memory_is_what_is_reserved_of_the_device(evidence: Evidence) -> None:
+    cases = evidence.settings[0].cases
+    table = views.summary_table(cases)
+    assert set(table["peak reserved"]) == {"71.2 of 79.2 GiB"}
+    assert "peak memory" not in table
+    assert "71.2 of 79.2 GiB" in views.terminal_table(evidence)
+    charts = bar_charts(evidence.settings[0], "s0")
+    assert charts.keys() == {"step_time_s", "tokens_per_s_gpu", "peak_reserved_bytes"}
+
+
+def test_the_other_kinds_have_a_table_on_the_page(evidence: Evidence) -> None:
+    table = views.gpu_memory_table(evidence.settings[0].cases)
+    assert table.iloc[1].to_dict() == {
+        "case": "ddp, 2 ranks", "reserved": "71.2 of 79.2 GiB reserved", "active": "61.0 GiB", "allocated": "60.0 GiB",
+        "requested": "59.0 GiB", "used on the device": "73.2 of 79.2 GiB", "outside the allocator": "2.00 GiB",
+        "retries": "6",
+    }  # fmt: skip
+    text = "".join(page(evidence))
+    assert "71.2 of 79.2 GiB reserved" in text
+    assert "What GPUs held comes first." in text
+
+
+def test_programs_read_it_too(evidence: Evidence) -> None:
+    row = views.as_json(evidence)[1]
+    assert row["peak_requested_bytes"] == 59 * GIB
+    assert row["gpu_used_bytes"] - row["gpu_outside_bytes"] == pytest.approx(71.2 * GIB, abs=1)
+    assert (row["gpu_total_bytes"], row["allocation_retries"]) == (int(79.2 * GIB), 6)
+
+
+def test_several_launches_have_the_median_of_their_fullest_rank() -> None:
+    made = on_gpus(run(CASES[:1], rounds=3, failed=False), (memory(50.0), memory(40.0)))
+    made = with_record(made, 1, gpu_memory=(memory(10.0), memory(70.0, total_bytes=70 * GIB)))
+    found = gpu_memory_of(gather(made).cases[0])
+    assert found is not None
+    assert (found.reserved_bytes, found.total_bytes) == (50 * GIB, int(79.2 * GIB))
+
+
+def test_memory_of_a_case_on_a_cpu_is_shown_as_before() -> None:
+    evidence = gather(run(CASES, rounds=1, failed=False))
+    table = views.summary_table(evidence.settings[0].cases)
+    assert "440 MiB" in set(table["peak memory"])
+    assert "peak reserved" not in table
+    assert views.gpu_memory_table(evidence.cases).empty
+    assert "What GPUs held" not in "".join(page(evidence))
+    assert views.as_json(evidence)[1]["gpu_total_bytes"] is None
+
+
+def test_where_one_case_lacks_it_both_columns_stand() -> None:
+    """Of runs of an older refshard, shown together with one of this."""
+    made = on_gpus(run(CASES, rounds=1, failed=False), (memory(RESERVED),))
+    old = made.launches[1]
+    made = with_record(made, 1, gpu_memory=(), metrics={**old.metrics, "peak_reserved_bytes": None})
+    table = views.summary_table(gather(made).settings[0].cases)
+    assert table["peak memory"].tolist()[1:3] == ["440 MiB", "300 MiB"]
+    assert table["peak reserved"].tolist()[1:3] == ["-", "71.2 of 79.2 GiB"]
+    assert views.memory_metric(gather(made).settings[0].cases) == "peak_memory_bytes"
