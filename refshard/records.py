@@ -81,6 +81,8 @@ METRICS: dict[str, Metric] = {
                "step time with neither compute nor communication, mean over steps and ranks"),
         Metric("perturbation", "perturbation", "ratio", "lower", "noisy",
                "traced step time / untraced step time"),
+        Metric("synchronisation", "synchronised / free-running", "ratio", "lower", "noisy",
+               "step time / step time of steps that follow each other without a wait of the host; on GPUs only"),
         Metric("loss_parity", "loss parity", "ratio", "lower", "exact",
                "largest relative difference of a step's loss from one unsharded rank on the same tokens; where the "
                "model is too large for one rank, of the same case with a reduced model"),

@@ -4,9 +4,9 @@ A step of training is forward and backward of each microbatch and one optimizer 
 loss under ``no_grad``, on weights that stay as they were initialised.
 
 Nothing watches while steps are timed, except that a GPU's allocator always counts: its peaks are those of the timed
-steps. A CPU's peak is taken over one early step, after the optimizer's state and the engine's slots exist. Operators are
-counted in the step after it; of adapters, both in the two steps after warm-up, once they have dropout. The trace is
-recorded last.
+steps. A CPU's peak is taken over one early step, after the optimizer's state and the engine's slots exist. Operators
+are counted in the step after it; of adapters, both in the two steps after warm-up, once they have dropout. On a GPU,
+steps follow that nothing waits for. The trace is recorded last.
 """
 
 import hashlib
@@ -42,6 +42,8 @@ MEMORY_STEP = 2
 """The step whose allocator peak is recorded on a CPU: the first whose every buffer was there before."""
 CENSUS_STEP = MEMORY_STEP + 1
 """The step whose operators are counted."""
+MOST_FREE_STEPS = 10
+"""Steps on a GPU that follow each other without a wait of the host, to learn what waiting for each step costs."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the phase, the step and the number of steps of that phase."""
@@ -52,8 +54,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 
     An emulated rank has no ``parameters_sha256``: what it would gather from others is made up. Rank 0 names its
     ``operators``, in order, of the step that its ``census`` is of. ``reduced`` is there where the case's own reference
-    is too large. ``failed_at_s`` is the wall clock's time: other
-    ranks' errors are later, if they are but echoes.
+    is too large. ``free_step_s`` is the mean of steps between which the host waits for nothing, on a GPU.
+    ``failed_at_s`` is the wall clock's time: other ranks' errors are later, if they are but echoes.
     """
 
     rank: int
@@ -64,6 +66,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = ""
     step_times_s: tuple[float, ...] = ()
     traced_step_times_s: tuple[float, ...] = ()
+    free_step_s: float | None = None
     losses: tuple[float, ...] = ()
     peak_memory_bytes: int | None = None
     memory_course_bytes: tuple[int, ...] = ()
@@ -116,6 +119,7 @@ def _measure(
     with watched_load(device) as load, watched_gpus(device) as gpu_use, gpu.window():
         times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    free = trainer.free_step_s(min(case.measured_steps, MOST_FREE_STEPS)) if device.type == "cuda" else None
     row = ROWS[case.strategy]
     if not row.labels and not row.compiles:  # compiled code would take hooks for a part of it
         trainer.mark_units()
@@ -133,6 +137,7 @@ def _measure(
         backend=dist.get_backend(group),
         step_times_s=tuple(times),
         traced_step_times_s=tuple(traced),
+        free_step_s=free,
         losses=tuple(trainer.losses),
         peak_memory_bytes=gpu.memory.allocated_bytes if gpu.memory else allocator.peak_bytes,
         memory_course_bytes=allocator.course_bytes if group.rank() == 0 else (),

@@ -32,6 +32,9 @@ def metrics_of(record: LaunchRecord, ranks: Sequence[RankResult], traces: Traces
             **traced_parts(traces.steps),
             "overlap_ratio": traces.overlap_ratio,
             "perturbation": traced_time / step_time,
+            "synchronisation": step_time / max(free)
+            if (free := [r.free_step_s for r in ranks if r.free_step_s])
+            else None,
             "loss_parity": record.proof.loss_parity if record.proof else None,
         }
     )

@@ -90,6 +90,21 @@ class Trainer:
             raise RefshardError(f"the loss of step {len(self.losses) - 1} is {self.losses[-1]}; lower learning_rate")
         return elapsed
 
+    def free_step_s(self, steps: int) -> float:
+        """Compute ``steps`` steps as training does that rarely reads its loss, and return the mean wall time, s.
+
+        Ranks start together, batches are there before, and nothing waits for the device until all steps are issued.
+        """
+        batches = [self.batch(len(self.losses) + step) for step in range(steps)]
+        dist.barrier(self._world.group)
+        self._synchronise()
+        started = time.perf_counter()
+        losses = [self.step(inputs, targets) for inputs, targets in batches]
+        self._synchronise()
+        elapsed = time.perf_counter() - started
+        self.losses += [loss.item() for loss in losses]
+        return elapsed / steps
+
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

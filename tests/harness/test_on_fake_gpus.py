@@ -7,6 +7,7 @@ from refshard.harness.run import run_suite
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord
 from refshard.specs.hardware import load_hardware
+from refshard.tracing.capture import WARMUP_STEPS
 from tests.harness.fake_gpus import FakeGpus
 from tests.harness.fakes import ENVIRONMENT, Silent, make_suite
 
@@ -50,6 +51,14 @@ def test_mfu_is_held_against_the_gpus_dense_bf16_peak(found: dict[str, LaunchRec
     record = found[strategy]
     assert record.peak_flops_per_s == pytest.approx(989e12, rel=2e-3)
     assert record.metrics["mfu"] is not None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_are_held_against_steps_that_nothing_waits_for(found: dict[str, LaunchRecord], strategy: str) -> None:
+    record = found[strategy]
+    assert (ratio := record.metrics["synchronisation"]) is not None
+    assert ratio > 0
+    assert len(record.losses) == record.case.total_steps + 2 + WARMUP_STEPS + record.case.traced_steps
 
 
 def test_ranks_of_what_shards_hold_a_part(found: dict[str, LaunchRecord]) -> None:

@@ -19,7 +19,7 @@ from refshard.specs.suite import SuiteSpec
 from tests.harness.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
 from tests.tracing.handmade import event, shaped, step, write
 
-_NONE_ON_A_CPU = ("peak_active_bytes", "peak_reserved_bytes")
+_NONE_ON_A_CPU = ("peak_active_bytes", "peak_reserved_bytes", "synchronisation")
 
 
 def run(tmp_path: Path, launcher: FakeLauncher, suite: SuiteSpec | None = None) -> Run:

@@ -209,8 +209,11 @@ def _range(low: str = "", high: str = "") -> str:
 
 
 def breakdown_table(setting: Setting) -> pd.DataFrame:
-    """The parts of a traced step as text, with the exposed share of the step and the overlap ratio."""
-    return pd.DataFrame(
+    """The parts of a traced step as text, with the exposed share of the step and the overlap ratio.
+
+    On GPUs also what it costs that the host waits for the device after each step.
+    """
+    table = pd.DataFrame(
         [
             {
                 "case": case.label,
@@ -219,11 +222,14 @@ def breakdown_table(setting: Setting) -> pd.DataFrame:
                 "exposed share": format_percent(case.exposed_share),
                 "overlap ratio": overlap_text(case),
                 "perturbation": format_metric("perturbation", case.metrics["perturbation"]),
+                "synchronised / free-running": format_metric("synchronisation", case.metrics["synchronisation"]),
             }
             for case in setting.cases
             if case.ok and (parts := case.breakdown)
         ]
     )
+    waited_for = any(case.metrics["synchronisation"] for case in setting.cases)
+    return table if waited_for else table.drop(columns="synchronised / free-running", errors="ignore")
 
 
 def losses(setting: Setting) -> pd.DataFrame:
