@@ -4,8 +4,8 @@ A step of training is forward and backward of each microbatch and one optimizer 
 loss under ``no_grad``, on weights that stay as they were initialised.
 
 Nothing watches while steps are timed, except that a GPU's allocator always counts: its peaks are those of the timed
-steps. A CPU's peak is taken over one early step, after the optimizer's state and the engine's slots exist. Operators are
-counted in the step after it; of adapters, both in the two steps after warm-up, once they have dropout. The trace is
+steps. A CPU's peak is taken over one early step, after the optimizer's state and the engine's slots exist. Operators
+are counted in the step after it; of adapters, both in the two steps after warm-up, once they have dropout. The trace is
 recorded last.
 """
 
