@@ -112,7 +112,7 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
 
 
 def _limit_memory(limit_bytes: int, device: torch.device) -> None:
-    """Have allocations fail beyond the limit: on a GPU of what torch's allocator reserves, on a CPU of the process's data.
+    """Have allocations fail beyond the limit: of what torch's allocator reserves on a GPU, of a CPU process's data.
 
     A limit above the GPU's memory limits nothing.
     """
