@@ -21,7 +21,7 @@ VALUES, OF_RANKS, MEMORY = (
     ("mode", "files", "least"),
     [
         ("host", VALUES, 45),
-        pytest.param("host", OF_RANKS, 20, marks=pytest.mark.full),
+        pytest.param("host", OF_RANKS, 15, marks=pytest.mark.full),
         pytest.param("dry", MEMORY, 23, marks=pytest.mark.full),
     ],
     ids=["values", "ranks", "memory"],
