@@ -74,7 +74,9 @@ def own_names(trees: list[ast.Module]) -> set[str]:
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         for target in (inner for target in targets for inner in ast.walk(target)):
             if isinstance(target, ast.Name):
                 found.add(target.id)

@@ -93,9 +93,7 @@ def test_training_by_collectives_of_one_rank_equals_unsharded_training(
 ) -> None:
     """NCCL on the lanes' own streams, and in its registered memory where a GPU has such."""
     model = make_model(no_pause).to(device)
-    collectives = (
-        replicating(device) if MODES[mode].optimizer == "replicate" else sharding(device, streams=streams)
-    )
+    collectives = replicating(device) if MODES[mode].optimizer == "replicate" else sharding(device, streams=streams)
     refshard.shard(model, mode=mode, collectives=collectives, communication_streams=streams, debug=True)
     train(model, device, 0, 1, no_pause)
     found = {name: value.cpu() for name, value in refshard.full_parameters(model)}

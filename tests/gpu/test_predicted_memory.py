@@ -62,9 +62,7 @@ def predicted(strategy: str, policy: str, world_size: int) -> int:
     """The same, in closed form."""
     spec = load_model("llama-mini")
     batch = Batch(sequences=SEQUENCES, seq_len=SEQ_LEN, dtype="bf16")
-    job = RankJob(
-        model=spec, world_size=world_size, batch=batch, checkpointing=checkpointing_of(policy, spec.n_layers)
-    )
+    job = RankJob(model=spec, world_size=world_size, batch=batch, checkpointing=checkpointing_of(policy, spec.n_layers))
     return predict_memory(job, RECIPES[strategy]).peak
 
 
