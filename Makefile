@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-lo
 # Measured runs that dashboards/published shows on one page.
 MEASURED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard)
 
-.PHONY: quickstart quick test full check lint types everything gate dashboard clients clean
+.PHONY: quickstart quick test full check lint types everything gate dashboard clients clean gpu gpu-end
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.run
@@ -55,6 +55,70 @@ dashboard: $(VENV)/.run
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 clients: $(VENV)/.test
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
+
+# The first hour on a machine with GPUs (docs/gpu.md): pieces of at most GPU_PIECE_S seconds each, whose results lie in
+# GPU_OUT. A piece that has ended well leaves NAME.done; `make gpu` again does what is missing, and goes on with the suite.
+GPU_OUT ?= runs/gpu
+GPU_PIECE_S ?= 540
+GPU_SUITE ?= $(shell test "$$(nvidia-smi --list-gpus 2>/dev/null | wc -l)" -ge 8 && echo gpu_8 || echo gpu_1)
+GPU_TESTS ?= -m gpu tests/gpu
+GPU_CALIBRATION ?= --device cuda
+GPU_BLOCKS ?= --long
+GPU_PIECES := $(addprefix $(GPU_OUT)/,doctor.done tests.done suite.done calibration.done blocks.done traces.done)
+GPU_MISSING = $(basename $(notdir $(filter-out $(wildcard $(GPU_PIECES)),$(GPU_PIECES))))
+PIECE := timeout --foreground --signal=INT --kill-after=60 $(GPU_PIECE_S)
+
+define GPU_README
+Written by `make gpu` with the suite $(GPU_SUITE); docs/gpu.md says how to read it. NAME.done: that piece ended well.
+
+doctor.txt, doctor.json        what this machine is, what can run here, and what is wrong
+tests.log, tests.xml           pytest -m gpu
+suite/, suite.log              the suite's run: records.jsonl, dashboard.html and traces
+calibration.toml, .log         the machine's compute and collectives, for plans and simulations
+blocks.json, blocks.log        the engine's and FSDP2's blocks side by side
+traces.html, traces.log        where the time of the traced steps went
+endef
+export GPU_README
+
+gpu: $(VENV)/.test
+	@mkdir -p $(GPU_OUT)
+	-@$(MAKE) --no-print-directory --keep-going --jobs=1 $(GPU_PIECES)
+	@$(MAKE) --no-print-directory gpu-end
+
+gpu-end:
+	@echo "$$GPU_README" > $(GPU_OUT)/README.txt
+	tar --create --gzip --file $(GPU_OUT).tar.gz --directory $(dir $(GPU_OUT)) $(notdir $(GPU_OUT))
+	@$(if $(GPU_MISSING),echo "not done: $(GPU_MISSING); see the logs in $(GPU_OUT). \`make gpu\` goes on with them."; exit 1)
+
+$(GPU_PIECES): SHELL := /bin/bash
+$(GPU_PIECES): .SHELLFLAGS := -o pipefail -c
+
+$(GPU_OUT)/doctor.done:
+	$(BIN)/refshard doctor --json > $(@D)/doctor.json; $(BIN)/refshard doctor | tee $(@D)/doctor.txt
+	@touch $@
+
+$(GPU_OUT)/tests.done:
+	$(PIECE) $(BIN)/python -m pytest $(GPU_TESTS) --junitxml=$(@D)/tests.xml | tee $(@D)/tests.log
+	@touch $@
+
+$(GPU_OUT)/suite.done:
+	$(PIECE) $(BIN)/refshard run $(if $(wildcard $(@D)/suite/records.jsonl),--resume $(@D)/suite,$(GPU_SUITE) --out \
+		$(@D)/suite) 2>&1 | tee --append $(@D)/suite.log
+	@touch $@
+
+$(GPU_OUT)/calibration.done:
+	$(PIECE) $(BIN)/refshard calibrate $(GPU_CALIBRATION) --out $(@D)/calibration.toml 2>&1 | tee $(@D)/calibration.log
+	@touch $@
+
+$(GPU_OUT)/blocks.done:
+	$(PIECE) $(BIN)/python -m pytest suites/bench_blocks.py -s $(GPU_BLOCKS) --benchmark-json=$(@D)/blocks.json \
+		| tee $(@D)/blocks.log
+	@touch $@
+
+# Again where the run has gone on since.
+$(GPU_OUT)/traces.done: $(wildcard $(GPU_OUT)/suite/records.jsonl)
+	$(PIECE) $(BIN)/refshard trace $(@D)/suite --html $(@D)/traces.html 2>&1 | tee $(@D)/traces.log
+	@touch $@
 
 full: lint types everything gate
 

@@ -1,4 +1,4 @@
-"""Settings of all tests, and the rule that keeps `make quick` quick."""
+"""Settings of all tests, the rule that keeps `make quick` quick, and the one of tests that need GPUs."""
 
 import signal
 import sys
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.gpu.needs import lacking
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and so whatever the job starts; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -19,6 +21,8 @@ torch.set_num_threads(1)
 # A busy machine is no defect: tests assert values, never wall time.
 settings.register_profile("refshard", deadline=None)
 settings.load_profile("refshard")
+
+collect_ignore_glob = ["fakecuda/devices/*.py"]  # they change the process that imports them
 
 STARTS_A_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 TIERS = ("full", "processes")
@@ -46,6 +50,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         _guard.test = None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that needs more GPUs than there are skips, before its fixtures are made."""
+    marks = list(item.iter_markers("gpu"))
+    if marks and (said := lacking(marks, torch.cuda.device_count())):
+        pytest.skip(said)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -127,8 +127,9 @@ class GroupCollectives(Collectives):
     """Collectives of process groups: of the shard axis, of the replicate axis, and of the shard axis again for
     reduce-scatters, so that a gather that was issued later need not queue behind them.
 
-    An axis of one rank needs no group: None stands for it, and a group of one is as good as none. ``memory`` is what
-    :meth:`allocate` gives.
+    An axis of one rank needs no group: None stands for it, and a group of one is as good as none. With
+    ``groups_of_one`` it is kept and every collective is issued, so that one GPU suffices to test the calls to NCCL.
+    ``memory`` is what :meth:`allocate` gives.
 
     Raises:
         UnsupportedError: a group cannot communicate through ``memory``.
@@ -142,9 +143,11 @@ class GroupCollectives(Collectives):
         reducing: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         memory: CommMemory = "default",
+        groups_of_one: bool = False,
     ) -> None:
-        shards = shards if shards and shards.size() > 1 else None
-        replicas = replicas if replicas and replicas.size() > 1 else None
+        fewest = 1 if groups_of_one else 2
+        shards = shards if shards and shards.size() >= fewest else None
+        replicas = replicas if replicas and replicas.size() >= fewest else None
         self._shards, self._replicas = shards, replicas
         self._reducing = reducing or shards
         self._device = device or torch.device("cpu")
@@ -155,7 +158,7 @@ class GroupCollectives(Collectives):
         self.world_size = shards.size() if shards else 1
         self.replicas = replicas.size() if replicas else 1
         libraries = {library_of(group, self._device) for group in (shards, replicas) if group is not None}
-        self._gloo = "gloo" in libraries
+        self._by_parts = "gloo" in libraries and self.world_size > 1
         # NCCL launches on the current stream, of high priority here, unless it is asked for a handle: then it hops to a
         # stream of its own, of ordinary priority, and back. A CPU that plays a part of a cluster has but handles.
         self._handles = "nccl" not in libraries or self._device.type == "cpu"
@@ -165,7 +168,7 @@ class GroupCollectives(Collectives):
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :meth:`Collectives.all_gather`."""
-        if self._gather is not None and not self._gloo:
+        if self._gather is not None and not self._by_parts:
             return self._gather(output, shard)
         own = output[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
         if own.data_ptr() != shard.data_ptr():
@@ -185,7 +188,7 @@ class GroupCollectives(Collectives):
             if output.data_ptr() != full.data_ptr():
                 output.copy_(full)
             return self.all_reduce(output)
-        if self._scatter is not None and not self._gloo:
+        if self._scatter is not None and not self._by_parts:
             return self._scatter(output, full)
         # Gloo runs a reduce-scatter as an all-reduce of the whole input: exchanging the parts and summing them here
         # moves half the bytes (trap 10), into a receive buffer that is taken from a pool and goes back to it.

@@ -1,4 +1,7 @@
-"""Run functions on several gloo ranks, each a process, and collect what they return; or run a script on them."""
+"""Run functions on several ranks, each a process, and collect what they return; or run a script on them.
+
+Ranks talk over gloo, or over NCCL with a GPU each. Where this process has fake GPUs, they have such too.
+"""
 
 import os
 import pickle
@@ -9,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,8 +20,11 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import start_processes
 
+from refshard.fakecuda import is_active
 from refshard.harness.launchers.ranks import rank_environment
+from tests.fakecuda.devices import module_of_this_device
 
+Backend = Literal["gloo", "nccl"]
 _HOST = "127.0.0.1"
 TORCH_MODULES = (
     "torch._dynamo",  # by an optimizer's first step
@@ -32,35 +38,46 @@ _IMPORTED_ONCE = (*TORCH_MODULES, "refshard.engine.checkpoint", "refshard.harnes
 def rank_processes() -> ForkServerContext:
     """Starts fresh processes: forked from one that has imported torch, which takes seconds, and has run nothing."""
     context: ForkServerContext = get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED_ONCE))
+    device = [module_of_this_device()] if is_active() else []  # before torch
+    context.set_forkserver_preload([*device, *_IMPORTED_ONCE])
     return context
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, backend: Backend = "gloo") -> list[Any]:
     """Call ``function(*arguments)`` on every rank of a fresh process group; return the results in rank order."""
-    return [results[0] for results in run_each(world_size, function, [arguments])]
+    return [results[0] for results in run_each(world_size, function, [arguments], backend)]
 
 
-def run_each(world_size: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+def run_each(
+    world_size: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], backend: Backend = "gloo"
+) -> list[list[Any]]:
     """Call ``function`` with the arguments of each call on every rank of one launch; return each rank's results.
 
     Each call has a process group of its own. Groups that are made within end with it: they hold sockets and a thread.
     """
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, store.port, folder, function, calls)
+        arguments = (world_size, store.port, folder, function, calls, backend)
         method = rank_processes().get_start_method()
         start_processes(_rank, args=arguments, nprocs=world_size, start_method=method)
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
 def _rank(
-    rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    backend: Backend,
 ) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     store, results = TCPStore(_HOST, port), []
     for index, arguments in enumerate(calls):
-        with _group(PrefixStore(str(index), store), rank, world_size):
+        with _group(PrefixStore(str(index), store), rank, world_size, backend):
             results.append(function(*arguments))
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(results))
 
@@ -90,9 +107,9 @@ def _script(rank: int, world_size: int, port: int, script: Path) -> None:
 
 
 @contextmanager
-def _group(store: Store, rank: int, world_size: int) -> Iterator[None]:
+def _group(store: Store, rank: int, world_size: int, backend: Backend) -> Iterator[None]:
     # A rank that waits for one that went another way fails, and does not hang.
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     try:
         yield
         # Through the store: a rank that leaves a barrier of sockets closes them on those that are still within.

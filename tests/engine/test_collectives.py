@@ -35,6 +35,13 @@ def test_an_axis_of_one_rank_needs_no_collective(group: dist.ProcessGroup) -> No
     assert torch.equal(total, torch.ones(4))
 
 
+def test_a_group_of_one_rank_is_kept_where_that_is_asked_for(group: dist.ProcessGroup) -> None:
+    collectives = GroupCollectives(None, group, groups_of_one=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        collectives.all_reduce(torch.ones(4)).wait()
+    assert [e.name for e in profile.events() if e.name.startswith("c10d::")] == ["c10d::allreduce_"]
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -1,3 +1,4 @@
-"""Tests of streams, NCCL and device memory. Those that need no GPU run their bodies on the CPU as well; those that ask
-for streams or the allocator alone run on the fake CUDA device too (``tests/fakecuda/test_gpu_tests.py``).
+"""Tests of streams, NCCL and device memory, and of ranks with a GPU each. ``pytest -m gpu`` runs those for which there
+are enough GPUs (``needs.py``). Bodies that need no GPU run on the CPU as well, and all run on fake GPUs
+(``test_on_fake_gpus.py``).
 """

@@ -16,10 +16,7 @@ from refshard.engine.executor import Order
 from tests.engine.fakes import Net
 
 WORLD_SIZE = 8
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-)
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(params=["cpu", CUDA])
@@ -88,7 +85,6 @@ def measure(device: torch.device, shard: Callable[[Net], nn.Module], counter: st
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_ring_takes_nothing_from_the_device_after_step_two(device: torch.device) -> None:
     """Nor does the engine ask the allocator for anything but storage for the embedding and the head, parameters and
@@ -123,7 +119,6 @@ def _forget() -> None:
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_the_peak_is_no_higher_than_fsdp2s(device: torch.device) -> None:
     assert peak(device, sharded_by_refshard) <= peak(device, sharded_by_fsdp2)

@@ -1,5 +1,6 @@
 """A launcher whose ranks have a node of fake H100s: gloo moves the bytes where NCCL would."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ class FakeGpus(Launcher):
                     rank, rank, world_size=ranks, local_world_size=ranks, address="127.0.0.1", port=store.port
                 ),
                 **STORE_IS_HELD,
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]),
             }
             for rank in range(ranks)
         ]

@@ -1,4 +1,4 @@
-"""The tests of a GPU (``tests/gpu``) that ask for streams or the allocator alone, on a fake one."""
+"""The tests of GPUs, on a node of eight fake ones: in host compute those of values, in a dry run those of memory."""
 
 import os
 import subprocess
@@ -10,16 +10,23 @@ from tests.fakecuda.fresh import needs_device
 
 pytestmark = pytest.mark.processes
 
+VALUES, OF_RANKS, MEMORY = (
+    ["test_nccl.py", "test_streams.py"],
+    ["test_failing_rank.py", "test_ranks.py"],
+    ["test_memory.py", "test_predicted_memory.py"],
+)
+
 
 @pytest.mark.parametrize(
     ("mode", "files", "least"),
     [
-        ("host", ["test_streams.py"], 28),
-        pytest.param("dry", ["test_memory.py", "test_predicted_memory.py"], 13, marks=pytest.mark.full),
+        ("host", VALUES, 45),
+        pytest.param("host", OF_RANKS, 15, marks=pytest.mark.full),
+        pytest.param("dry", MEMORY, 23, marks=pytest.mark.full),
     ],
-    ids=["streams", "memory"],
+    ids=["values", "ranks", "memory"],
 )
-def test_tests_of_a_gpu_pass_on_a_fake_one(mode: str, files: list[str], least: int) -> None:
+def test_tests_of_gpus_pass_on_fake_ones(mode: str, files: list[str], least: int) -> None:
     """``least`` is how many have to pass: one that does not see the device skips."""
     needs_device()
     asked = ["-q", "-m", "gpu", "-p", "no:cacheprovider", *(f"tests/gpu/{file}" for file in files)]

@@ -1,0 +1,21 @@
+"""How many GPUs a test needs: ``pytest.mark.gpu``, or ``pytest.mark.gpu(count=8)``."""
+
+from collections.abc import Iterable
+
+import pytest
+
+
+def lacking(marks: Iterable[pytest.Mark], there: int) -> str:
+    """Why a test with these ``gpu`` marks cannot run on a machine with ``there`` GPUs; empty if it can.
+
+    Raises:
+        TypeError: a mark has other arguments than ``count``.
+    """
+    needed = max((_count(*mark.args, **mark.kwargs) for mark in marks), default=0)
+    if needed <= there:
+        return ""
+    return f"needs {needed} GPU{'s' if needed > 1 else ''}, this machine has {there or 'none'}"
+
+
+def _count(*, count: int = 1) -> int:
+    return count
