@@ -64,7 +64,7 @@ GPU_SUITE ?= $(shell test "$$(nvidia-smi --list-gpus 2>/dev/null | wc -l)" -ge 8
 GPU_TESTS ?= -m gpu tests/gpu
 GPU_CALIBRATION ?= --device cuda
 GPU_BLOCKS ?= --long
-GPU_PIECES := $(addprefix $(GPU_OUT)/,doctor.done tests.done suite.done calibration.done blocks.done traces.done)
+GPU_PIECES := $(addprefix $(GPU_OUT)/,doctor.done tests.done dryrun.done suite.done calibration.done blocks.done traces.done)
 GPU_MISSING = $(basename $(notdir $(filter-out $(wildcard $(GPU_PIECES)),$(GPU_PIECES))))
 PIECE := timeout --foreground --signal=INT --kill-after=60 $(GPU_PIECE_S)
 
@@ -73,7 +73,9 @@ Written by `make gpu` with the suite $(GPU_SUITE); docs/gpu.md says how to read 
 
 doctor.txt, doctor.json        what this machine is, what can run here, and what is wrong
 tests.log, tests.xml           pytest -m gpu
+dryrun.log                     how the Python for dry runs was made, where one of its own is needed
 suite/, suite.log              the suite's run: records.jsonl, dashboard.html and traces
+suite-dryrun/                  the dry runs that preceded it, if they could run
 calibration.toml, .log         the machine's compute and collectives, for plans and simulations
 blocks.json, blocks.log        the engine's and FSDP2's blocks side by side
 traces.html, traces.log        where the time of the traced steps went
@@ -99,6 +101,14 @@ $(GPU_OUT)/doctor.done:
 
 $(GPU_OUT)/tests.done:
 	$(PIECE) $(BIN)/python -m pytest $(GPU_TESTS) --junitxml=$(@D)/tests.xml | tee $(@D)/tests.log
+	@touch $@
+
+# Dry runs need torch's CPU build, in an environment of its own where torch here is a CUDA build.
+$(GPU_OUT)/dryrun.done:
+	$(BIN)/python -c "from refshard.fakecuda.build import check; check()" 2> $(@D)/dryrun.log || { \
+		$(PYTHON) -m venv .dryrun && $(PIECE) .dryrun/bin/python -m pip --disable-pip-version-check install \
+		--extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt --editable . 2>&1 \
+		| tee --append $(@D)/dryrun.log; }
 	@touch $@
 
 $(GPU_OUT)/suite.done:

@@ -20,8 +20,8 @@ from refshard.errors import RefshardError
 NAME = "refshard_fakecuda"
 SOURCES = Path(__file__).parent / "csrc"
 _ENVIRONMENT = (
-    "create an environment with the CPU build: python3 -m venv .dryrun && "
-    ".dryrun/bin/pip install refshard torch --extra-index-url https://download.pytorch.org/whl/cpu"
+    "create an environment with the CPU build, from a checkout of refshard: python3 -m venv .dryrun && "
+    ".dryrun/bin/pip install -c constraints.txt -e . --extra-index-url https://download.pytorch.org/whl/cpu"
 )
 
 
