@@ -26,17 +26,7 @@ class Validated:
     @property
     def step_time_error(self) -> float | None:
         """Relative: above 0 where the prediction is larger."""
-        return self._error("step_time_s")
-
-    @property
-    def memory_error(self) -> float | None:
-        """As :attr:`step_time_error`, of the peak memory."""
-        return self._error("peak_memory_bytes")
-
-    @property
-    def reserved_error(self) -> float | None:
-        """As :attr:`step_time_error`, of the memory that the allocator reserved."""
-        return self._error("peak_reserved_bytes")
+        return self.error("step_time_s")
 
     @property
     def quickest_error(self) -> float | None:
@@ -45,7 +35,8 @@ class Validated:
         mine = self.predicted.metrics.get("step_time_s")
         return mine / min(times) - 1 if mine and times else None
 
-    def _error(self, metric: str) -> float | None:
+    def error(self, metric: str) -> float | None:
+        """As :attr:`step_time_error`, of any metric; None where a side does not know it."""
         mine, theirs = self.predicted.metrics.get(metric), self.measured.metrics.get(metric)
         return mine / theirs - 1 if mine and theirs else None
 
@@ -80,9 +71,8 @@ def _place(case: CaseResult) -> tuple[CaseSpec, str]:
 
 
 def errors(pairs: Sequence[Validated], fidelity: Fidelity, metric: str) -> list[float]:
-    """Absolute relative errors of ``"step_time_s"`` or ``"peak_memory_bytes"``, as far as both sides know it."""
-    of = [pair for pair in pairs if pair.predicted.fidelity == fidelity]
-    found = [pair.step_time_error if metric == "step_time_s" else pair.memory_error for pair in of]
+    """Absolute relative errors of ``metric``, as far as both sides know it."""
+    found = [pair.error(metric) for pair in pairs if pair.predicted.fidelity == fidelity]
     return [abs(error) for error in found if error is not None]
 
 
@@ -134,10 +124,10 @@ def as_objects(pairs: Sequence[Validated]) -> list[dict[str, Any]]:
             "step_time_error_of_quickest_launch": pair.quickest_error,
             "measured_peak_memory_bytes": pair.measured.metrics["peak_memory_bytes"],
             "predicted_peak_memory_bytes": pair.predicted.metrics["peak_memory_bytes"],
-            "peak_memory_error": pair.memory_error,
+            "peak_memory_error": pair.error("peak_memory_bytes"),
             "measured_peak_reserved_bytes": pair.measured.metrics["peak_reserved_bytes"],
             "predicted_peak_reserved_bytes": pair.predicted.metrics["peak_reserved_bytes"],
-            "peak_reserved_error": pair.reserved_error,
+            "peak_reserved_error": pair.error("peak_reserved_bytes"),
         }
         for pair in pairs
     ]

@@ -51,7 +51,7 @@ def _row(pair: Validated) -> dict[str, str]:
         "error": _signed(pair.step_time_error),
         "peak reserved measured": _size(mine["peak_reserved_bytes"]),
         "peak reserved in the dry run": _size(dry["peak_reserved_bytes"]),
-        "its error": _signed(pair.reserved_error),
+        "its error": _signed(pair.error("peak_reserved_bytes")),
     }
 
 
@@ -72,7 +72,7 @@ def terminal_validation(pairs: Sequence[Validated]) -> str:
             "error": _signed(pair.step_time_error),
             "peak memory measured": format_bytes(pair.measured.metrics["peak_memory_bytes"]),
             "peak memory predicted": format_bytes(pair.predicted.metrics["peak_memory_bytes"]),
-            "of it": _signed(pair.memory_error),
+            "of it": _signed(pair.error("peak_memory_bytes")),
         }
         for pair in pairs
     ]
@@ -86,7 +86,9 @@ def findings(pairs: Sequence[Validated]) -> list[str]:
     """What the predictions come to, a sentence for each fidelity."""
     told = []
     for fidelity in PREDICTED:
-        times, memory = (errors(pairs, fidelity, metric) for metric in ("step_time_s", "peak_memory_bytes"))
+        times, memory, reserved = (
+            errors(pairs, fidelity, metric) for metric in ("step_time_s", "peak_memory_bytes", "peak_reserved_bytes")
+        )
         if not times:
             continue
         agreed, all_ = in_order(pairs, fidelity)
@@ -99,6 +101,7 @@ def findings(pairs: Sequence[Validated]) -> list[str]:
             f"{format_percent(max(left))}"
         )
         sizes = f"; of peak memory at most {format_percent(max(memory))}" if memory else ""
+        sizes += f", of what is reserved {format_percent(max(reserved))}" if reserved else ""
         ordered = f"; {agreed} of {all_} pairs that measurement tells apart are in its order" if all_ else ""
         told.append(
             f"{spelled(fidelity).capitalize()}: median error of the step time {format_percent(median(times))}{least}, "
