@@ -45,14 +45,14 @@ def test_errors_are_relative_and_signed_and_what_was_not_measured_is_left_out() 
         "ddp": 0.1,
         "fsdp2": -0.2,
     }
-    assert [pair.memory_error for pair in pairs] == [0.0, 0.0]
+    assert [pair.error("peak_memory_bytes") for pair in pairs] == [0.0, 0.0]
     assert errors(pairs, "simulated", "step_time_s") == [pytest.approx(0.1), pytest.approx(0.2)]
     assert errors(pairs, "emulated", "step_time_s") == []
 
 
 def test_a_prediction_that_knows_no_memory_has_no_error_of_it() -> None:
     pairs = validated(gather(both({"ddp": 1.0}, memory=None)))
-    assert pairs[0].memory_error is None
+    assert pairs[0].error("peak_memory_bytes") is None
     assert "peak memory" not in findings(pairs)[0]
 
 
