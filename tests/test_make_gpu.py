@@ -1,4 +1,4 @@
-"""``make gpu``: its plan, and that a run which was killed goes on. Small stand-ins take the place of what needs a GPU."""
+"""``make gpu``: its plan, and that a run which was killed goes on. Stand-ins take the place of what needs a GPU."""
 
 import os
 import signal

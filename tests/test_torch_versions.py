@@ -77,11 +77,11 @@ def own_names(trees: list[ast.Module]) -> set[str]:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
-        for target in (inner for target in targets for inner in ast.walk(target)):
-            if isinstance(target, ast.Name):
-                found.add(target.id)
-            elif isinstance(target, ast.Attribute) and dotted(target)[:1] in (["self"], ["cls"]):
-                found.add(target.attr)
+        for inner in (inner for target in targets for inner in ast.walk(target)):
+            if isinstance(inner, ast.Name):
+                found.add(inner.id)
+            elif isinstance(inner, ast.Attribute) and dotted(inner)[:1] in (["self"], ["cls"]):
+                found.add(inner.attr)
     return found
 
 

@@ -14,6 +14,7 @@ import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.executor import Order
 from tests.engine.fakes import Net
+from tests.gpu.needs import needs_allocations
 
 WORLD_SIZE = 8
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -85,6 +86,7 @@ def measure(device: torch.device, shard: Callable[[Net], nn.Module], counter: st
 
 
 @pytest.mark.gpu
+@needs_allocations
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_a_ring_takes_nothing_from_the_device_after_step_two(device: torch.device) -> None:
     """Nor does the engine ask the allocator for anything but storage for the embedding and the head, parameters and
@@ -119,6 +121,7 @@ def _forget() -> None:
 
 
 @pytest.mark.gpu
+@needs_allocations
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_the_peak_is_no_higher_than_fsdp2s(device: torch.device) -> None:
     assert peak(device, sharded_by_refshard) <= peak(device, sharded_by_fsdp2)

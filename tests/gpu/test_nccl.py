@@ -18,9 +18,11 @@ from refshard.engine.collectives import GroupCollectives, group_beside
 from refshard.engine.executor import Order
 from refshard.plan.placement import MODES
 from tests.engine.fakes import loss_of, make_batch
+from tests.gpu.needs import needs_values
 from tests.gpu.threads import no_pause
 from tests.gpu.training import furthest, make_model, train, train_alone
 
+pytestmark = needs_values
 GATHER, SCATTER, SUM = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_"
 
 

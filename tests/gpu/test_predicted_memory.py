@@ -17,11 +17,12 @@ from refshard.simulate.kernels import Batch
 from refshard.simulate.memory import RankJob, predict_memory
 from refshard.specs.model import load_model
 from tests.distributed.ranks import run_ranks
+from tests.gpu.needs import needs_allocations
 from tests.simulate.pretended import wrap
 
 WORLD_SIZE, SEQUENCES, SEQ_LEN = 8, 4, 1024
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_allocations]
 
 
 STRATEGIES = ("fsdp2", "fsdp2-tuned", "refshard-zero2", "refshard-fsdp", "refshard-yafsdp")

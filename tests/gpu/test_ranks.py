@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import refshard
 from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
+from tests.gpu.needs import needs_values
 from tests.gpu.threads import no_pause
 from tests.gpu.training import furthest, make_model, train, train_alone
 
@@ -15,7 +16,7 @@ COUNTS = [pytest.param(count, marks=pytest.mark.gpu(count=count), id=f"{count} G
 WAYS = {**{mode: (mode, False) for mode in MODES}, "hybrid": ("yafsdp", True)}
 """By name, a mode and whether half of the ranks replicate what the other half shards."""
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, needs_values]
 
 
 def distances() -> dict[str, float]:

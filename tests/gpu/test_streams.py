@@ -16,10 +16,12 @@ from refshard.fakecuda import is_active
 from refshard.plan.placement import MODES
 from tests.engine.lanes import DroppingLanes
 from tests.fakecuda.recorded import racing
+from tests.gpu.needs import needs_values
 from tests.gpu.threads import Seat, Table, ThreadCollectives, no_pause, pause_of, run_threads
 from tests.gpu.training import furthest, make_model, orthogonal_by_owners, sgd, train, train_alone
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+pytestmark = needs_values
 
 
 @pytest.fixture(params=["cpu", CUDA])
