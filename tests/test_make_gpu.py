@@ -78,8 +78,8 @@ def test_a_killed_run_goes_on_with_what_is_missing(command: list[str], tmp_path:
     """Killed once its suite has ended a launch. What was done before stays, and a piece that fails stops no other."""
     out = tmp_path / "gpu"
     broken = [*command, "GPU_TESTS=there/are/none"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(broken, cwd=ROOT, start_new_session=True, **quiet) as made:
+    null = subprocess.DEVNULL
+    with subprocess.Popen(broken, cwd=ROOT, start_new_session=True, stdout=null, stderr=null) as made:
         try:
             wait_for(lambda: (out / "suite" / RECORDS).exists() and len(read_run(out / "suite").launches) >= 1, 240)
         finally:
