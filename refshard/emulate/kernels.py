@@ -5,7 +5,7 @@ read ``%globaltimer``, so they need NVIDIA's hardware.
 """
 
 import ctypes
-from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -57,27 +57,10 @@ _THREADS = 512
 """Threads of a block that holds a multiprocessor, as many as NCCL's blocks have."""
 
 
-class Kernels(ABC):
-    """The kernels of one GPU. Each method launches one on the current stream and does not wait for it."""
-
-    @abstractmethod
-    def start(self, free_at: torch.Tensor, end: torch.Tensor, link: int, transfer: int, latency: int) -> None:
-        """Take ``link`` as soon as it is free, for ``transfer`` ticks, and write to ``end`` when the collective ends.
-
-        ``free_at``, int64 (links), holds when each link is free; ``end`` is int64 (1). Both are ns of the GPU's clock.
-        The collective ends ``latency`` ticks after the link is given up.
-        """
-
-    @abstractmethod
-    def hold(self, end: torch.Tensor, counts: torch.Tensor, multiprocessors: int) -> None:
-        """Hold ``multiprocessors`` until ``end``, and count in ``counts``.
-
-        ``counts``, int64 (3): collectives, those whose end has passed already, and by how many ns together.
-        """
-
-
-class CompiledKernels(Kernels):
+class Kernels:
     """:data:`SOURCE`, compiled for ``device`` by the NVRTC that torch has loaded.
+
+    Each method launches one kernel on the current stream and does not wait for it.
 
     Raises:
         UnsupportedError: the GPU is not NVIDIA's.
@@ -92,15 +75,22 @@ class CompiledKernels(Kernels):
             )
         cubin = compile_cubin(_nvrtc(), SOURCE, torch.cuda.get_device_capability(device))
         with torch.cuda.device(device):
-            loaded = torch.cuda._utils._cuda_load_module(cubin, [START, HOLD])
-        self._start, self._hold = loaded[START], loaded[HOLD]  # type: ignore[index]
+            loaded: Any = torch.cuda._utils._cuda_load_module(cubin, [START, HOLD])
+        self._start, self._hold = loaded[START], loaded[HOLD]
 
     def start(self, free_at: torch.Tensor, end: torch.Tensor, link: int, transfer: int, latency: int) -> None:
-        """See :meth:`Kernels.start`."""
+        """Take ``link`` as soon as it is free, for ``transfer`` ticks, and write to ``end`` when the collective ends.
+
+        ``free_at``, int64 (links), holds when each link is free; ``end`` is int64 (1). Both are ns of the GPU's clock.
+        The collective ends ``latency`` ticks after the link is given up.
+        """
         self._start(grid=(1, 1, 1), block=(1, 1, 1), args=[free_at, end, link, transfer, latency])
 
     def hold(self, end: torch.Tensor, counts: torch.Tensor, multiprocessors: int) -> None:
-        """See :meth:`Kernels.hold`."""
+        """Hold ``multiprocessors`` until ``end``, and count in ``counts``.
+
+        ``counts``, int64 (3): collectives, those whose end has passed already, and by how many ns together.
+        """
         self._hold(grid=(multiprocessors, 1, 1), block=(_THREADS, 1, 1), args=[end, counts])
 
 

@@ -58,10 +58,10 @@ class Device(ABC):
 
 
 class CudaDevice(Device):
-    """One GPU: a collective holds ``multiprocessors`` of it by ``kernels``."""
+    """One GPU of NVIDIA's, of which a collective holds ``multiprocessors`` while it runs."""
 
-    def __init__(self, device: torch.device, multiprocessors: int, kernels: Kernels) -> None:
-        self._device, self._multiprocessors, self._kernels = device, multiprocessors, kernels
+    def __init__(self, device: torch.device, multiprocessors: int) -> None:
+        self._device, self._multiprocessors, self._kernels = device, multiprocessors, Kernels(device)
         self._free_at = torch.zeros(len(_LINKS), dtype=torch.int64, device=device)
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
         torch.cuda.synchronize(device)  # what was zeroed is read on other streams

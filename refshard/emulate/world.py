@@ -7,7 +7,6 @@ import torch
 
 from refshard.emulate.cores import SharedClock
 from refshard.emulate.delay import Clock, Delay, HostClock, HostDelay, Tally
-from refshard.emulate.kernels import CompiledKernels, Kernels
 from refshard.emulate.links import Links
 from refshard.emulate.streams import CudaDevice, Device, StreamDelay
 from refshard.quantities import format_seconds
@@ -22,8 +21,7 @@ class EmulatedWorld:
 
     All groups of the process share its links. ``meet``, if given, is called in a barrier, for processes that are other
     ranks of the same world to wait for each other there. ``multiprocessors`` are what a collective holds on CUDA while
-    it runs; if not given, the share that the profile says compute loses beside communication. ``kernels`` makes the
-    kernels of a GPU that a group's first collective is on.
+    it runs; if not given, the share that the profile says compute loses beside communication.
 
     Raises:
         SpecError: the ranks would fill the cluster's last node in part, or nothing joins its nodes.
@@ -38,12 +36,10 @@ class EmulatedWorld:
         clock: Clock | None = None,
         meet: Callable[[], None] | None = None,
         multiprocessors: int | None = None,
-        kernels: Callable[[torch.device], Kernels] = CompiledKernels,
     ) -> None:
         self.cluster = cluster.of_world_size(world_size)
         self.rank, self.world_size, self.meet = rank, world_size, meet
         self._clock, self._multiprocessors = clock or self._host_clock(), multiprocessors
-        self._kernels = kernels
         self._links = Links()
         self._devices: dict[torch.device, Device] = {}
         self._delays: list[Delay] = []
@@ -60,7 +56,7 @@ class EmulatedWorld:
         made: Delay
         if device.type == "cuda":
             if device not in self._devices:
-                self._devices[device] = CudaDevice(device, self._held(), self._kernels(device))
+                self._devices[device] = CudaDevice(device, self._held())
             made = StreamDelay(self._devices[device])
         else:
             made = HostDelay(self._links, self._clock, at_once=_AT_ONCE[self.cluster.library])
