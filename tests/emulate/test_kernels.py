@@ -5,13 +5,13 @@ and no environment variable.
 import ctypes
 import os
 import re
-from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
 
 from refshard.emulate.kernels import HOLD, SOURCE, START
 from refshard.emulate.nvrtc import compile_cubin
 from refshard.errors import RefshardError
+from tests.emulate.nvrtc import nvrtc_libraries
 
 A100, H100, B200 = (8, 0), (9, 0), (10, 0)
 _CUDA = 190
@@ -21,13 +21,9 @@ _CUDA = 190
 @pytest.fixture(scope="module")
 def nvrtc() -> ctypes.CDLL:
     """The library of the wheel, after what it opens by name, as a CUDA build of torch loads them on import."""
-    try:
-        files = distribution("nvidia-cuda-nvrtc").files or ()
-    except PackageNotFoundError:
-        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc (in refshard's extra 'test', on Linux)")
-    found = {file.name.partition(".so")[0]: str(file.locate()) for file in files if ".so" in file.name}
-    ctypes.CDLL(found["libnvrtc-builtins"])
-    return ctypes.CDLL(found["libnvrtc"])
+    libraries = nvrtc_libraries()
+    ctypes.CDLL(str(libraries["libnvrtc-builtins"]))
+    return ctypes.CDLL(str(libraries["libnvrtc"]))
 
 
 @pytest.mark.parametrize("capability", [A100, H100, B200])
