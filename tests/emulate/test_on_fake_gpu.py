@@ -3,6 +3,8 @@
 What a real GPU adds is time: kernels that spin, copies beside compute.
 """
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,3 +113,11 @@ def test_each_collective_is_a_start_and_a_hold_on_one_stream(found: Found) -> No
 
 def _count(announced: tuple[CollectiveCount, ...]) -> int:
     return sum(one.count for one in announced)
+
+
+@pytest.mark.full
+def test_tests_of_emulation_on_a_gpu_pass_on_the_fake_one(driver: Path) -> None:
+    command = [sys.executable, "-m", "tests.fakecuda.under", "host", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, "tests/gpu/test_emulation.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "6 passed, 2 skipped" in done.stdout, "the skipped ones ask for time and for real kernels"
