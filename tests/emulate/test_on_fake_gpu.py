@@ -1,4 +1,4 @@
-"""Emulated cases on a GPU, end to end, on the fake one: NVRTC compiles the kernels, a fake driver runs them on the host.
+"""Emulated cases end to end on the fake GPU: NVRTC compiles the kernels, and a fake driver runs them on the host.
 
 What a real GPU adds is time: kernels that spin, copies beside compute.
 """

@@ -1,7 +1,7 @@
 """Emulation on a GPU: its kernels hold a collective until its end, and every strategy trains in bf16.
 
-It needs no NCCL and one GPU. On the fake device, with the fake driver that ``tests/emulate/test_on_fake_gpu.py`` builds,
-all of it runs but what asks for time and for real kernels.
+It needs no NCCL and one GPU. On the fake device, with the fake driver of ``tests/emulate/test_on_fake_gpu.py``, all of
+it runs but what asks for time and for real kernels.
 """
 
 import gzip
