@@ -1,11 +1,12 @@
 """Emulation on a GPU: its kernels hold a collective until its end, and every strategy trains in bf16.
 
 It needs no NCCL and one GPU. On the fake device, with the fake driver of ``tests/emulate/test_on_fake_gpu.py``, all of
-it runs but what asks for time and for real kernels.
+it runs but what asks for time and for real kernels, and races between streams fail it.
 """
 
 import gzip
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import collectives_per_step
 from tests.emulate import make_cluster
+from tests.fakecuda.recorded import racing
 from tests.models import small_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -90,6 +92,9 @@ def train(strategy: str, device: torch.device, world: EmulatedWorld, trace: Path
         trainer = Trainer(case, small_spec(), made, group, device)
         for _ in range(STEPS):
             trainer.timed_step(aligned=True)  # which refuses a loss that is not finite
+        with racing() if is_active() else nullcontext([]) as races:
+            trainer.timed_step(aligned=True)
+        assert races == []
         with capture_steps(trace, 1, all_threads=True) as profiler:
             for _ in range(WARMUP_STEPS + 1):
                 trainer.timed_step(aligned=False)
