@@ -6,7 +6,7 @@ it runs but what asks for time and for real kernels, and races between streams f
 
 import gzip
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,11 @@ def test_a_collective_takes_no_less_than_its_cluster_says(device: torch.device, 
     assert begin.elapsed_time(end) * 1e-3 > 0.99 * 3 * (cost.transfer_s + cost.latency_s)
 
 
+def watching() -> AbstractContextManager[list[str]]:
+    """Races between streams, which the fake device alone can tell."""
+    return racing() if is_active() else nullcontext([])
+
+
 def train(strategy: str, device: torch.device, world: EmulatedWorld, trace: Path) -> tuple[CollectiveCount, ...]:
     """Train a few steps in bf16, one of them traced; returns what the strategy announced."""
     case = CaseSpec(
@@ -92,7 +97,7 @@ def train(strategy: str, device: torch.device, world: EmulatedWorld, trace: Path
         trainer = Trainer(case, small_spec(), made, group, device)
         for _ in range(STEPS):
             trainer.timed_step(aligned=True)  # which refuses a loss that is not finite
-        with racing() if is_active() else nullcontext([]) as races:
+        with watching() as races:
             trainer.timed_step(aligned=True)
         assert races == []
         with capture_steps(trace, 1, all_threads=True) as profiler:
