@@ -24,7 +24,8 @@ def compile_cubin(library: ctypes.CDLL, source: str, capability: tuple[int, int]
         options = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
         if status := library.nvrtcCompileProgram(program, len(options), options):
             raise RefshardError(
-                f"NVRTC {_version(library)} cannot compile for {architecture}: {_reason(library, status)}\n"
+                f"NVRTC {_version(library)} cannot compile for {architecture}: {_reason(library, status)}; if it does "
+                "not know the architecture, install a torch built for a newer CUDA\n"
                 f"{_read(library, 'ProgramLog', program).rstrip(bytes(1)).decode()}"
             )
         return _read(library, "CUBIN", program)
