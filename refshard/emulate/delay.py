@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How many collectives ended, how many of them later than modelled, and by how much together.
+    """How many collectives that move bytes ended, how many of them later than modelled, and by how much together.
 
     One is late where its bytes took longer to move in this machine's memory than the profile gives the wire.
     """
@@ -163,8 +163,9 @@ class HostDelay(Delay):
                 error = raised
             late_ns = max(self._clock.now_ns() - window.end_ns, 0)
             self._clock.hold_until(window.end_ns, self._closing)
-        with self._counting:
-            self._tally += Tally(1, int(late_ns > 0), late_ns)
+        if call.tensors:  # a barrier's end is late by as much as this thread and the other processes are
+            with self._counting:
+                self._tally += Tally(1, int(late_ns > 0), late_ns)
         work.end(error)
 
 

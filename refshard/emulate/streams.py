@@ -1,7 +1,6 @@
 """On CUDA a collective is work on a stream: it takes its link, moves its bytes, and spins until its end.
 
-The links are kept on the device, since only there it shows when a collective's turn has come: the host runs ahead. The
-kernels are compiled when the first collective is issued; they read ``%globaltimer``, so they need NVIDIA's hardware.
+The links are kept on the device, since only there it shows when a collective's turn has come: the host runs ahead.
 """
 
 from abc import ABC, abstractmethod
@@ -14,45 +13,12 @@ import torch.distributed as dist
 
 from refshard.costs import Link
 from refshard.emulate.delay import SPAN, Call, Delay, Tally, recorded
+from refshard.emulate.kernels import TICK_NS, Kernels
+from refshard.errors import RefshardError
 
 _LINKS: tuple[Link, ...] = ("within", "between")
-_TICK_S = 1e-8
-"""Unit of the kernels' arguments, which are 32 bits wide: up to 21 s."""
-_THREADS = 512
-"""Threads of a block that holds a multiprocessor, as many as NCCL's blocks have."""
-_SOURCE = """
-__device__ unsigned long long now() {
-  unsigned long long ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
-
-extern "C" __global__ void refshard_emulated_start(
-    unsigned long long* free_at, unsigned long long* end, int link, int transfer, int latency) {
-  unsigned long long seen, sent;
-  do {
-    seen = *(volatile unsigned long long*)(free_at + link);
-    unsigned long long at = now();
-    sent = (seen > at ? seen : at) + 10ull * transfer;
-  } while (atomicCAS(free_at + link, seen, sent) != seen);
-  *end = sent + 10ull * latency;
-}
-
-extern "C" __global__ void refshard_emulated_hold(const unsigned long long* end, unsigned long long* counts) {
-  if (threadIdx.x == 0) {
-    unsigned long long at = now();
-    if (blockIdx.x == 0) {
-      atomicAdd(counts, 1ull);
-      if (at > *end) {
-        atomicAdd(counts + 1, 1ull);
-        atomicAdd(counts + 2, at - *end);
-      }
-    }
-    while (now() < *end) __nanosleep(100);
-  }
-  __syncthreads();
-}
-"""
+_MOST_TICKS = 2**31 - 1
+"""The kernels take durations as C's ``int``."""
 
 
 class Device(ABC):
@@ -92,15 +58,12 @@ class Device(ABC):
 
 
 class CudaDevice(Device):
-    """One GPU of NVIDIA's."""
+    """One GPU of NVIDIA's, of which a collective holds ``multiprocessors`` while it runs."""
 
     def __init__(self, device: torch.device, multiprocessors: int) -> None:
-        self._device, self._blocks = device, multiprocessors
+        self._device, self._multiprocessors, self._kernels = device, multiprocessors, Kernels(device)
         self._free_at = torch.zeros(len(_LINKS), dtype=torch.int64, device=device)
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
-        compile_kernel = torch.cuda._compile_kernel
-        self._start = compile_kernel(_SOURCE, "refshard_emulated_start")
-        self._hold = compile_kernel(_SOURCE, "refshard_emulated_hold")
         torch.cuda.synchronize(device)  # what was zeroed is read on other streams
 
     def current(self) -> Any:
@@ -121,12 +84,12 @@ class CudaDevice(Device):
 
     def start(self, slot: Any, link: Link, transfer_s: float, latency_s: float) -> None:
         """See :meth:`Device.start`."""
-        ticks = [round(seconds / _TICK_S) for seconds in (transfer_s, latency_s)]
-        self._start(grid=(1, 1, 1), block=(1, 1, 1), args=[self._free_at, slot, _LINKS.index(link), *ticks])
+        transfer, latency = _ticks(transfer_s), _ticks(latency_s)
+        self._kernels.start(self._free_at, slot, _LINKS.index(link), transfer, latency)
 
     def hold(self, slot: Any) -> None:
         """See :meth:`Device.hold`."""
-        self._hold(grid=(self._blocks, 1, 1), block=(_THREADS, 1, 1), args=[slot, self._counts])
+        self._kernels.hold(slot, self._counts, self._multiprocessors)
 
     def future(self) -> "torch.futures.Future[Any]":
         """See :meth:`Device.future`."""
@@ -136,6 +99,16 @@ class CudaDevice(Device):
         """See :meth:`Device.tally`."""
         torch.cuda.synchronize(self._device)
         return Tally(*self._counts.tolist())
+
+
+def _ticks(seconds: float) -> int:
+    ticks = round(seconds * 1e9 / TICK_NS)
+    if ticks > _MOST_TICKS:
+        raise RefshardError(
+            f"an emulated collective on a GPU takes at most {_MOST_TICKS * TICK_NS * 1e-9:.0f} s, got {seconds:.3g} s; "
+            "take a smaller model or a faster cluster"
+        )
+    return ticks
 
 
 class StreamDelay(Delay):

@@ -1,5 +1,6 @@
 """A CPU's collectives: their order and their ends by a clock that a test sets, and their ways of ending."""
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -68,6 +69,14 @@ def test_bytes_that_take_longer_than_the_wire_are_counted_and_end_it_when_they_h
     delay.run(call(move)).wait()
     assert clock.now == 40 * US
     assert delay.tally == Tally(collectives=1, late=1, late_ns=28 * US)
+
+
+def test_a_barrier_that_ends_late_is_not_said_to_have_moved_bytes(clock: FakeClock, delay: HostDelay) -> None:
+    def meet() -> None:
+        clock.now += 40 * US
+
+    delay.run(dataclasses.replace(call(meet), tensors=[], results=[])).wait()
+    assert delay.tally == Tally()
 
 
 def test_a_collective_that_fails_says_so_wherever_it_is_awaited_and_the_next_one_runs(delay: HostDelay) -> None:

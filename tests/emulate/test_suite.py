@@ -76,8 +76,8 @@ def test_the_suites_that_ship_expand() -> None:
         (8, 1, "cpu", "dgx-h100"), (64, 1, "cpu", "dgx-h100"),
     }  # fmt: skip
     assert len(every["emulated"]) == 16
-    assert {(c.world_size, c.device, c.global_batch) for c in every["emulated_gpu"]} == {
-        (8, "cuda", 8), (64, "cuda", 64), (256, "cuda", 256),
+    assert {(c.world_size, c.device, c.precision, c.global_batch) for c in every["emulated_gpu"]} == {
+        (8, "cuda", "bf16", 8), (64, "cuda", "bf16", 64), (256, "cuda", "bf16", 256),
     }  # fmt: skip
     assert {c.strategy for c in every["emulated_gpu"]} == {
         "ddp", "fsdp2", "fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp",
