@@ -83,7 +83,6 @@ endef
 export GPU_README
 
 gpu: $(VENV)/.test
-	@mkdir -p $(GPU_OUT)
 	-@$(MAKE) --no-print-directory --keep-going --jobs=1 $(GPU_PIECES)
 	@$(MAKE) --no-print-directory gpu-end
 
@@ -92,6 +91,9 @@ gpu-end:
 	tar --create --gzip --file $(GPU_OUT).tar.gz --directory $(dir $(GPU_OUT)) $(notdir $(GPU_OUT))
 	@$(if $(GPU_MISSING),echo "not done: $(GPU_MISSING); see the logs in $(GPU_OUT). \`make gpu\` goes on with them."; exit 1)
 
+$(GPU_PIECES): | $(VENV)/.test $(GPU_OUT)
+$(GPU_OUT):
+	mkdir -p $@
 $(GPU_PIECES): SHELL := /bin/bash
 $(GPU_PIECES): .SHELLFLAGS := -o pipefail -c
 
@@ -108,7 +110,8 @@ $(GPU_OUT)/dryrun.done:
 	$(BIN)/python -c "from refshard.fakecuda.build import check; check()" 2> $(@D)/dryrun.log || { \
 		$(PYTHON) -m venv .dryrun && $(PIECE) .dryrun/bin/python -m pip --disable-pip-version-check install \
 		--extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints.txt --editable . 2>&1 \
-		| tee --append $(@D)/dryrun.log; }
+		| tee --append $(@D)/dryrun.log && \
+		.dryrun/bin/python -c "from refshard.fakecuda.build import check; check()" 2>> $(@D)/dryrun.log; }
 	@touch $@
 
 $(GPU_OUT)/suite.done:

@@ -30,8 +30,8 @@ def report(runs: Sequence[Path], output: Path | None, *, against: Path | None = 
     """
     # runs/latest leads to another of runs/*
     distinct = {folder.resolve(): folder for folder in reversed(runs)}
-    dry = {resolved: folder_of_dry_runs(resolved) for resolved in distinct}
-    distinct = {**{path: path for path in dry.values() if holds_run(path)}, **distinct}
+    dry = map(folder_of_dry_runs, distinct)
+    distinct = {**{path: path for path in dry if holds_run(path)}, **distinct}
     read = [(read_run(folder), folder) for folder in distinct.values()]
     evidence = gather(*(run for run, _ in read))
     baseline = None if against is None else gather(read_run(against))

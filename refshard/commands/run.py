@@ -97,6 +97,8 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Laun
     environment = launcher.environment(cases[0].threads_per_rank, folder, lambda text: tell(f"  {text}"))
     cluster = asked.dry_run_first or ("auto" if suite.dry_run_first else "no")
     skipped = {} if cluster == "no" else cases_to_skip(suite, cluster, environment, folder, tell)
+    if skipped:
+        tell("they are launched all the same" if asked.launch_all else "they are skipped; --launch-all launches them")
     skipped = {} if asked.launch_all else skipped
     with observer() as shown:
         if asked.resume is not None:

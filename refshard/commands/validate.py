@@ -64,7 +64,7 @@ def _of_run(folder: Path, *, as_json: bool) -> str:
     from refshard.harness.store import holds_run, read_run  # these bring torch and pandas
     from refshard.report.run.validation import terminal_validation
 
-    dry = folder_of_dry_runs(folder.resolve())
+    dry = folder_of_dry_runs(folder)
     pairs = validated(gather(*([read_run(dry)] if holds_run(dry) else []), read_run(folder)))
     if not pairs:
         raise SpecError(

@@ -1,11 +1,11 @@
-"""What the memory of the ranks' GPUs says against the step times that were measured meanwhile."""
+"""Warnings about the GPUs' memory during the measured steps."""
 
 from collections.abc import Sequence
 
 from refshard.records import GpuMemory
 
 _MOST_RANKS = 8
-"""That a warning counts one by one."""
+"""A warning lists at most this many."""
 
 
 def retry_warnings(ranks: Sequence[GpuMemory]) -> tuple[str, ...]:

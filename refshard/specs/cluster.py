@@ -187,8 +187,8 @@ def cluster_of_device(device_name: str) -> str:
         if device_name in (hardware.device_name, *hardware.also_named):
             return name
     raise SpecError(
-        f"cluster: no profile has the GPU '{device_name}'; describe the cluster in a TOML file, as docs/clusters.md "
-        "says, or let `refshard calibrate` measure one"
+        f"cluster: no profile has the GPU '{device_name}'; name another one or a file of your own with "
+        "--dry-run-first (docs/clusters.md)"
     )
 
 

@@ -158,7 +158,7 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         kept = [case for case in self._products(0) if case.fidelity == "measured" and self._keeps(case)]
         if not kept:
-            raise SpecError(f"suite '{self.name}': has no measured case to dry-run; leave out --dry-run-on")
+            raise SpecError(f"suite '{self.name}': has no measured case to dry-run; add a table without a fidelity")
         as_dry_run = {"fidelity": "dryrun", "cluster": cluster}
         tables = [
             {**{key: value for key, value in table.items() if key != "rounds"}, **as_dry_run}

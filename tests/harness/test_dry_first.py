@@ -72,7 +72,7 @@ def test_dry_runs_say_what_will_not_fit_and_are_kept(tmp_path: Path) -> None:
     skipped = cases_to_skip(SUITE, str(small), NODE, tmp_path / "run", told.append)
     assert skipped.keys() == {case_of("ddp")}
     assert skipped[case_of("ddp")].startswith(f"dry run on {small}: out of memory: needs at least ")
-    assert told[-1] == "dry run says: 1 of 2 cases will not fit (--launch-all launches them anyway)"
+    assert told[-1] == "dry run says: 1 of 2 cases will not fit"
     dry = folder_of_dry_runs(tmp_path / "run")
     before = (dry / "records.jsonl").read_bytes()
     assert {record.case.strategy: record.state for record in read_run(dry).launches} == {
@@ -88,8 +88,8 @@ def test_what_keeps_dry_runs_from_starting_is_told_and_skips_nothing(tmp_path: P
     unknown = msgspec.structs.replace(NODE, gpus=("NVIDIA H900",))
     assert cases_to_skip(SUITE, "auto", unknown, tmp_path / "run", told.append) == {}
     assert told == [
-        "no dry run first, so every case is launched: cluster: no profile has the GPU 'NVIDIA H900'; describe the "
-        "cluster in a TOML file, as docs/clusters.md says, or let `refshard calibrate` measure one"
+        "no dry runs, so every case is launched: cluster: no profile has the GPU 'NVIDIA H900'; name another one or a "
+        "file of your own with --dry-run-first (docs/clusters.md)"
     ]
 
 

@@ -27,12 +27,13 @@ _RANK = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAST
 
 
 def folder_of_dry_runs(folder: Path) -> Path:
-    """Where the dry runs lie of the run in ``folder``: beside it.
+    """The folder of the dry runs that precede the run in ``folder``, which may be a link such as ``runs/latest``.
 
     >>> folder_of_dry_runs(Path("runs/gpu_8"))
     PosixPath('runs/gpu_8-dryrun')
     """
-    return folder.with_name(f"{folder.name}-dryrun")
+    run = folder.resolve() if folder.is_symlink() else folder
+    return run.with_name(f"{run.name}-dryrun")
 
 
 def cases_to_skip(
@@ -51,11 +52,10 @@ def cases_to_skip(
         tell(f"dry runs first, on {cluster}: {folder_of_dry_runs(folder)}")
         dry = dry_run_first(suite, cluster, folder)
     except RefshardError as error:
-        tell(f"no dry run first, so every case is launched: {error}")
+        tell(f"no dry runs, so every case is launched: {error}")
         return {}
-    if found := will_not_fit(suite, cluster, dry):
-        cases = f"{len(found)} of {len(dry.launches)} cases"
-        tell(f"dry run says: {cases} will not fit (--launch-all launches them anyway)")
+    found = will_not_fit(suite, cluster, dry)
+    tell(f"dry run says: {len(found)} of {len(dry.launches)} cases will not fit")
     return found
 
 
@@ -89,10 +89,10 @@ def _missing(asked: SuiteSpec, dry: Path) -> int:
 
 
 def will_not_fit(suite: SuiteSpec, cluster: str, dry: Run) -> dict[CaseSpec, str]:
-    """The measured cases of ``suite`` that ran out of memory in their dry run, with what it says of each."""
-    unwell = {record.spec_hash: record.error for record in dry.launches if record.state == "oom"}
+    """The measured cases of ``suite`` that ran out of memory in their dry run, each with the dry run's error."""
+    errors = {record.spec_hash: record.error for record in dry.launches if record.state == "oom"}
     measured = [case for case in suite.cases() if case.fidelity == "measured"]
-    reasons = {case: unwell.get(case.as_dry_run(cluster).hash) for case in measured}
+    reasons = {case: errors.get(case.as_dry_run(cluster).hash) for case in measured}
     return {case: f"dry run on {cluster}: {reason}" for case, reason in reasons.items() if reason}
 
 
