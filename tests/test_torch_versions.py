@@ -58,7 +58,7 @@ def is_private(name: str) -> bool:
 
 def imports(tree: ast.Module) -> dict[str, str]:
     """What each name that is imported from torch, or from Python's own modules, stands for."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = {alias.asname or alias.name.split(".")[0]: alias for alias in node.names}
