@@ -15,7 +15,7 @@ from tests.harness.commandline import processes_of, wait_for
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
-PIECES = ("doctor", "tests", "dryrun", "suite", "calibration", "blocks", "traces")
+PIECES = ("doctor", "tests", "suite", "calibration", "blocks", "traces")
 SUITE = """
 name = "stand_in"
 [matrix]
@@ -78,8 +78,8 @@ def test_a_killed_run_goes_on_with_what_is_missing(command: list[str], tmp_path:
     """Killed once its suite has ended a launch. What was done before stays, and a piece that fails stops no other."""
     out = tmp_path / "gpu"
     broken = [*command, "GPU_TESTS=there/are/none"]
-    null = subprocess.DEVNULL
-    with subprocess.Popen(broken, cwd=ROOT, start_new_session=True, stdout=null, stderr=null) as made:
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(broken, cwd=ROOT, stdout=nowhere, stderr=nowhere, start_new_session=True) as made:
         try:
             wait_for(lambda: (out / "suite" / RECORDS).exists() and len(read_run(out / "suite").launches) >= 1, 240)
         finally:
@@ -139,5 +139,6 @@ def test_what_fails_or_is_out_of_time_stops_no_other_and_is_named_at_the_end(
     assert (
         told == f"tests suite calibration blocks traces; see the logs in {tmp_path}/gpu. `make gpu` goes on with them."
     )
+    assert {path.stem for path in (tmp_path / "gpu").glob("*.log")} == set(PIECES) - {"doctor"}, "each was begun"
     assert (tmp_path / "gpu" / "doctor.txt").exists()
     assert (tmp_path / "gpu.tar.gz").exists()
