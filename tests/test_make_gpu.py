@@ -15,7 +15,7 @@ from tests.harness.commandline import processes_of, wait_for
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
-PIECES = ("doctor", "tests", "suite", "calibration", "blocks", "traces")
+PIECES = ("doctor", "tests", "dryrun", "suite", "calibration", "blocks", "traces")
 SUITE = """
 name = "stand_in"
 [matrix]
