@@ -75,9 +75,10 @@ def run(
     with mortal():
         from refshard.analysis.evidence import gather
         from refshard.commands import run as command
+        from refshard.commands.launching import serve_harness
         from refshard.report.run.views import terminal_table, terminal_verdict
 
-    if (status := command.serve_harness(launcher)) is not None:
+    if (status := serve_harness(launcher)) is not None:
         raise typer.Exit(status)
     asked = command.Asked(
         suite=suite, output=out, resume=resume, oversubscribe=oversubscribe, launcher=launcher, sbatch=sbatch,
