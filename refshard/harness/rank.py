@@ -171,14 +171,14 @@ def _measure(
     result = measure(case, group, device, trace_file(folder, group.rank()), progress)
     if (order := folder / REDUCED_FILE).exists():
         reduced = msgspec.json.decode(order.read_bytes(), type=Reduced)
-        _make_room(device)
+        make_room(device)
         result = msgspec.structs.replace(result, reduced=losses_of(reduced, group, device, progress))
     dist.barrier()
     return result
 
 
-def _make_room(device: torch.device) -> None:
-    """Give back what the model that was measured has held."""
+def make_room(device: torch.device) -> None:
+    """Give back what was held and is needed no more, such as the model that was measured."""
     gc.collect()  # a model may be part of a cycle
     if device.type == "cuda":
         torch.cuda.empty_cache()
