@@ -230,7 +230,7 @@ def of_ranks(ranks: Sequence[Pieces]) -> Pieces:
     found: Pieces = {}
     for name in dict.fromkeys(chain.from_iterable(ranks)):
         pieces = [rank[name] for rank in ranks if name in rank]
-        failures = sorted({piece.failure for piece in pieces if piece.failure}, key=ELSEWHERE.__eq__)
+        failures = sorted((piece.failure for piece in pieces if piece.failure), key=ELSEWHERE.__eq__)
         if len(pieces) == len(ranks):
             samples = tuple(_of_ranks(same) for same in zip(*(piece.samples for piece in pieces)))
             found[name] = Piece(samples=samples, failure=failures[0] if failures else "")
