@@ -90,9 +90,10 @@ def run(
     with mortal():
         from refshard.analysis.evidence import gather
         from refshard.commands import run as command
+        from refshard.commands.launching import serve_harness
         from refshard.report.run.views import terminal_table, terminal_verdict
 
-    if (status := command.serve_harness(launcher)) is not None:
+    if (status := serve_harness(launcher)) is not None:
         raise typer.Exit(status)
     asked = command.Asked(
         suite=suite, output=out, resume=resume, oversubscribe=oversubscribe, launcher=launcher, sbatch=sbatch,
@@ -272,8 +273,14 @@ def dryrun(
 def calibrate(
     context: typer.Context,
     out: _Output = None,
-    ranks: Annotated[int | None, typer.Option(help="How many; by default as many as cores or GPUs bear.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Number of ranks. Default: all GPUs, or one per core; under torchrun all of its.")
+    ] = None,
     threads: Annotated[int, typer.Option(help="Threads of each rank, on a CPU.")] = 1,
+    launcher: Annotated[
+        str | None, typer.Option(help="What starts ranks: local (the default), torchrun or slurm, for several nodes.")
+    ] = None,
+    sbatch: Annotated[str | None, typer.Option(help="Options for sbatch, with launcher slurm.")] = None,
     network: Annotated[
         str | None, typer.Option(help="Join ranks by a real link of a limited rate: HOSTSxRATE, such as 2x2gbit.")
     ] = None,
@@ -282,6 +289,14 @@ def calibrate(
     sweeps: Annotated[
         int | None, typer.Option(help="How often to measure everything: 3, or more where the machine's speed drifts.")
     ] = None,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            help="Launch nothing: make a profile of the samples that a calibration left in this folder. With --aa: the "
+            "folder of an earlier --aa; may be repeated.",
+        ),
+    ] = None,
     aa: Annotated[
         bool,
         typer.Option("--aa", help="Launch the same code against itself: how often gates here would err. For it alone:"),
@@ -289,38 +304,41 @@ def calibrate(
     suite: Annotated[str, typer.Option(help="A suite's TOML file, or the name of one that ships.")] = "gate",
     launches: Annotated[int, typer.Option(help="How many, each of all cases.", min=2)] = 300,
     permutations: Annotated[int, typer.Option(help="Gates to rehearse on them.", min=1)] = 1000,
-    rounds_of: Annotated[
-        list[Path] | None,
-        typer.Option("--from", help="Launch nothing: the folder of an earlier --aa. May be repeated."),
-    ] = None,
     oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
     baselines: _Baselines = resources.BASELINES,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
 ) -> None:
-    """Measure this machine's compute and collectives, and write a cluster's profile; or, with --aa, its noise."""
-    if wrong := _given(context) - _OF_NOISE if aa else _given(context) & _OF_NOISE:
+    """Measure compute and collectives, here or on several nodes, and write a cluster's profile; with --aa, noise."""
+    given = _given(context) - {"--from"}
+    if wrong := given - _OF_NOISE if aa else given & _OF_NOISE:
         rule = f"with{'' if aa else 'out'} it, {'noise' if aa else 'a cluster'} is measured"
         raise SpecError(f"aa: {rule}; leave out {', '.join(sorted(wrong))}")
     if aa:
-        _calibrate_noise(suite, launches, permutations, rounds_of or [], as_json, oversubscribe, baselines)
+        _calibrate_noise(suite, launches, permutations, earlier or [], as_json, oversubscribe, baselines)
         return
+    if earlier and (wrong := given - {"--out"} or set(map(str, earlier[1:]))):
+        raise SpecError(
+            f"from: nothing is measured, of one folder a profile is made; leave out {', '.join(sorted(wrong))}"
+        )
     with mortal():
         from refshard.commands import calibrate as command
+        from refshard.commands.launching import serve_harness
 
-    with _interruptible("nothing is written"):
-        table, path = command.calibrate(
-            out,
-            ranks=ranks,
-            threads=threads,
-            network=network,
-            device=command.device(device),
-            quick=quick,
-            sweeps=sweeps,
-        )
-    print(f"{table}\n\nprofile: {path}")
+    if (status := serve_harness(launcher)) is not None:
+        raise typer.Exit(status)
+    asked = command.Asked(
+        ranks=ranks, threads=threads, network=network, device=command.device(device), quick=quick, sweeps=sweeps,
+        launcher=launcher, sbatch=sbatch,
+    )  # fmt: skip
+    with _interruptible("what was measured is kept; refshard calibrate --from FOLDER makes a profile of it"):
+        made = command.from_samples(earlier[0], out) if earlier else command.calibrate(out, asked)
+    print(f"{made.table}\n\nprofile: {made.path}")
+    if made.ended is not None:
+        print(f"refshard: not everything was measured: {made.ended}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
-_OF_NOISE = {"--aa", "--suite", "--launches", "--permutations", "--from", "--oversubscribe", "--baselines", "--json"}
+_OF_NOISE = {"--aa", "--suite", "--launches", "--permutations", "--oversubscribe", "--baselines", "--json"}
 
 
 def _given(context: typer.Context) -> set[str]:

@@ -1,64 +1,122 @@
-"""``refshard calibrate``: measure this machine and write a cluster's profile."""
+"""``refshard calibrate``: measure this machine, or several together, and write a cluster's profile."""
 
+import os
 import re
-import sys
+import shutil
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast, get_args
 
+from refshard.commands.asked import tell
+from refshard.commands.launching import check_launcher, make_launcher
 from refshard.errors import SpecError
-from refshard.harness.calibrate import calibrate as measure
-from refshard.harness.calibrate import plan_calibration
-from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.launchers.netlab import network as networks
-from refshard.harness.launchers.netlab.launcher import NetlabLauncher
+from refshard.folders import replace_file
+from refshard.harness.calibrate import is_begun, measure, plan_calibration, read_profile
+from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
+from refshard.harness.launchers.torchrun.server import place_of
 from refshard.report.calibration import terminal_profile
 from refshard.specs.case import Device
-from refshard.specs.cluster import load_cluster
+from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.reading import convert
 from refshard.specs.suite import NetworkSpec
 from refshard.specs.writing import to_toml
 
+_SAMPLES = ".samples"
+"""What is added to a profile's name for the folder of the samples that it is made of."""
 
-def calibrate(
-    output: Path | None,
-    *,
-    ranks: int | None,
-    threads: int,
-    network: str | None,
-    device: Device,
-    quick: bool,
-    sweeps: int | None = None,
-) -> tuple[str, Path]:
-    """Measure; write the profile to ``output``, or to a new file under ``runs/``; return its tables and the path.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What to measure, as the command line says it. ``sbatch`` are options for the launcher ``slurm``."""
+
+    ranks: int | None = None
+    threads: int = 1
+    network: str | None = None
+    device: Device = "auto"
+    quick: bool = False
+    sweeps: int | None = None
+    launcher: str | None = None
+    sbatch: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A profile's tables, where it lies, and why the ranks did not come to the end, if so."""
+
+    table: str
+    path: Path
+    ended: str | None = None
+
+
+def calibrate(output: Path | None, asked: Asked) -> Written:
+    """Measure, and write the profile to ``output``, or to a new file under ``runs/``.
+
+    While ranks measure, their samples lie in a folder beside it. That is removed once everything was measured.
 
     Raises:
-        RefshardError: what was asked for cannot be measured here, or a rank failed; nothing was written.
-        KeyboardInterrupt: it was cut short; nothing was written.
+        RefshardError: what was asked for cannot be measured, or too little was measured for a profile.
+        KeyboardInterrupt: it was cut short; samples until then are kept.
     """
-    joined = None if network is None else _network(network)
-    plan = plan_calibration(ranks=ranks, threads=threads, network=joined, device=device, quick=quick, sweeps=sweeps)
+    check_launcher(asked.launcher, asked.sbatch)
+    if asked.network is not None and asked.launcher is not None:
+        raise SpecError("network: it makes its own hosts on this machine; leave out --network, or --launcher")
+    network = None if asked.network is None else _network(asked.network)
+    plan = plan_calibration(
+        ranks=asked.ranks, threads=asked.threads, network=network, device=asked.device, quick=asked.quick,
+        sweeps=asked.sweeps, place=place_of(os.environ) if asked.launcher == "torchrun" else None,
+        elsewhere=asked.launcher == "slurm",
+    )  # fmt: skip
     target = output or Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-cluster.toml"
+    with make_launcher(asked.launcher or "local", asked.sbatch, network) as launcher:
+        folder = _samples_folder(target)
+        tell(f"samples: {folder}")
+        try:
+            ended = measure(plan, launcher, folder.absolute(), lambda phase: tell(f"  {phase}"))
+            written = _write(read_profile(folder, ended), target, ended)
+        finally:
+            if not is_begun(folder):
+                shutil.rmtree(folder)
+        if ended is None:
+            shutil.rmtree(folder)
+        if isinstance(launcher, TorchrunLauncher):
+            launcher.dismiss(well=ended is None)
+    return written
+
+
+def from_samples(folder: Path, output: Path | None) -> Written:
+    """Write the profile of samples that an earlier calibration left in ``folder``; measure nothing.
+
+    Raises:
+        RefshardError: there are none, or too few.
+    """
+    if output is None and folder.suffix != _SAMPLES:
+        raise SpecError(f"out: none given, and the folder is not called NAME.toml{_SAMPLES}, got {folder}; add --out")
+    return _write(read_profile(folder), output or folder.with_suffix(""), None)
+
+
+def _samples_folder(target: Path) -> Path:
+    """A new folder beside the profile: a minute later is late to learn that nothing can be written there."""
     if target.is_dir():
         raise SpecError(f"out: {target} is a folder; name the file to write")
-    unfinished = target.with_name(f".{target.name}.partial")
+    folder = target.with_name(target.name + _SAMPLES)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.touch()  # before anything is measured: a minute later is late to learn of it
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise SpecError(
+            f"out: {folder} holds samples of an earlier calibration; make a profile of them with --from {folder}, "
+            "delete them, or name another file"
+        ) from None
     except OSError as error:
         raise SpecError(f"out: {target} cannot be written ({error.strerror}); name a file that can") from None
-    try:
-        if joined is not None:
-            networks.check(joined)
-        launcher = LocalLauncher() if joined is None else NetlabLauncher(joined)
-        profile = measure(plan, launcher, lambda phase: print(f"  {phase}", file=sys.stderr, flush=True))
-        unfinished.write_text(to_toml(profile), encoding="utf-8")
-        written = load_cluster(str(unfinished))  # what other commands will read
-        assert written == profile
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return terminal_profile(written), target
+    return folder
+
+
+def _write(profile: ClusterSpec, target: Path, ended: str | None) -> Written:
+    replace_file(target, [to_toml(profile)])
+    written = load_cluster(str(target))  # what other commands will read
+    assert written == profile
+    return Written(table=terminal_profile(written), path=target, ended=ended)
 
 
 def device(given: str) -> Device:

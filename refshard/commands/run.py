@@ -1,31 +1,23 @@
 """``refshard run``: measure a suite, show progress, print the table, draw the dashboard."""
 
-import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from refshard.commands.asked import tell
+from refshard.commands.launching import LAUNCHERS, check_launcher, make_launcher
 from refshard.commands.progress import observer
 from refshard.commands.report import report
-from refshard.errors import SpecError, nearest
+from refshard.errors import SpecError
 from refshard.harness.dry.first import cases_to_skip
 from refshard.harness.launchers.base import Launcher
-from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.launchers.netlab import network
-from refshard.harness.launchers.netlab.launcher import NetlabLauncher
-from refshard.harness.launchers.slurm.launcher import SlurmLauncher
 from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
-from refshard.harness.launchers.torchrun.server import place_of, serve
 from refshard.harness.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
 from refshard.harness.store import read_run
 from refshard.records import Run
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
-
-LAUNCHERS = ("local", "torchrun", "slurm")
-"""Those that the command line chooses from; ``netlab`` comes with what a suite says of its network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +44,6 @@ class Asked:
     launch_all: bool = False
 
 
-def serve_harness(launcher: str | None) -> int | None:
-    """If rank 0 of torchrun is the harness and this process another rank, serve it and return the exit status."""
-    if launcher != "torchrun" or (place := place_of(os.environ)).rank == 0:
-        return None
-    return 0 if serve(place) else 1
-
-
 def run(asked: Asked) -> tuple[Run, Path]:
     """Measure, and return the run and its dashboard's path.
 
@@ -82,7 +67,7 @@ def run(asked: Asked) -> tuple[Run, Path]:
         raise SpecError("suite: none given; name one, or a run to --resume")
     suite = read_run(asked.resume).header.suite if asked.resume is not None else given
     assert suite is not None
-    with make_launcher(suite, asked) as launcher:
+    with launcher_of(suite, asked) as launcher:
         finished, dashboard = _run(suite, given, asked, launcher)
         if isinstance(launcher, TorchrunLauncher):
             launcher.dismiss(well=finished.well)
@@ -114,32 +99,17 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Laun
     return finished, report([folder], None)
 
 
-def make_launcher(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launcher]:
+def launcher_of(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launcher]:
     """The launcher that is asked for, or the suite's, once it is known to work here.
 
     Raises:
         RefshardError: there is no such launcher, or it does not work here.
     """
     name = asked.launcher or suite.launcher
-    if name not in LAUNCHERS and asked.launcher is not None:
-        raise SpecError(f"launcher: none is called '{name}'; {nearest(name, list(LAUNCHERS))}")
-    if suite.network is not None and asked.launcher is not None:
+    if suite.network is not None and asked.launcher in LAUNCHERS:
         raise SpecError(
             f"launcher: '{name}' asked for, but this suite makes its own hosts (launcher = \"netlab\"); leave out "
             "--launcher, or measure a suite without [network]"
         )
-    if asked.sbatch is not None and name != "slurm":
-        raise SpecError(f"sbatch: options for launcher 'slurm', got launcher '{name}'; add --launcher slurm")
-    if name == "torchrun":
-        return TorchrunLauncher(place_of(os.environ))
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise SpecError(
-            f"launcher: torchrun started this process, and with launcher '{name}' each of its processes would "
-            "measure on its own; add --launcher torchrun, or start refshard without torchrun"
-        )
-    if name == "slurm":
-        return nullcontext(SlurmLauncher(asked.sbatch or ""))
-    if suite.network is None:
-        return nullcontext(LocalLauncher())
-    network.check(suite.network)
-    return nullcontext(NetlabLauncher(suite.network))
+    check_launcher(asked.launcher, asked.sbatch, suite.launcher)
+    return make_launcher(name, asked.sbatch, suite.network)

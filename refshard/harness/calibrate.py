@@ -1,8 +1,7 @@
-"""Measure this machine and make a cluster's profile of it."""
+"""Measure a machine, or several together, and make a cluster's profile of it."""
 
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,15 +11,19 @@ import msgspec
 import torch
 
 from refshard.errors import LaunchError, SpecError
-from refshard.harness.calibration.profile import build_profile
+from refshard.harness.calibration.collectives import traffic
+from refshard.harness.calibration.kernels import shapes
+from refshard.harness.calibration.profile import TooLittleError, build_profile
 from refshard.harness.calibration.samples import CALIBRATION_FILE, Calibration, RankSamples, samples_file
-from refshard.harness.environment import available_cores, cpu_name
+from refshard.harness.calibration.stopwatch import pace
 from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
+from refshard.harness.launchers.torchrun.server import Place
+from refshard.harness.processor import available_cores
 from refshard.specs.case import Device
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.suite import NetworkSpec
 
-_SWEEP_LIMIT_S = 600.0
+_SWEEP_LIMIT_S = 1200.0
 _MOST_SWEEPS = 99
 
 
@@ -32,72 +35,112 @@ def plan_calibration(
     device: Device,
     quick: bool,
     sweeps: int | None = None,
+    place: Place | None = None,
+    elsewhere: bool = False,
 ) -> Calibration:
-    """What to measure here: on a CPU as many ranks as its cores bear if not told, on GPUs one each; in three sweeps,
-    or a quick one.
+    """What to measure: in three sweeps, or a quick one.
+
+    ``place`` is this process's among the ranks that torchrun started, all of which take part if not told. Ranks that
+    run ``elsewhere`` are unknown here: their number and their device must be given. Else there are as many as GPUs, or
+    as the cores bear.
 
     Raises:
         SpecError: the device is not there, or the ranks cannot be spread over the hosts.
     """
-    chosen = _device(device, network)
     if threads < 1:
         raise SpecError(f"threads must be >= 1, got {threads}")
     if sweeps is not None and not 1 <= sweeps <= _MOST_SWEEPS:
         raise SpecError(f"sweeps must be from 1 to {_MOST_SWEEPS}, got {sweeps}")
-    cores = available_cores()
-    there = torch.cuda.device_count() if chosen == "cuda" else max(cores // threads, 1)
+    if ranks is not None and ranks < 1:
+        raise SpecError(f"ranks must be >= 1, got {ranks}")
+    if elsewhere and (ranks is None or device == "auto"):
+        raise SpecError(
+            "launcher 'slurm' starts ranks on nodes that are unknown here; give --ranks, and --device cpu or cuda"
+        )
+    chosen = device if elsewhere and device != "auto" else _device(device, network)
     hosts = network.hosts if network is not None else 1
-    asked = ranks if ranks is not None else max(there // hosts, 1) * hosts
-    if asked < 1:
-        raise SpecError(f"ranks must be >= 1, got {asked}")
-    if chosen == "cuda" and asked > there:
-        raise SpecError(f"ranks: {asked} ranks need as many GPUs, here are {there}; lower it")
+    asked = ranks or (place.world_size if place else _ranks_here(chosen, threads, hosts))
+    if place and asked > place.world_size:
+        raise SpecError(f"ranks: {asked} asked for, torchrun started {place.world_size}; lower it, or start more")
+    on_host = min(asked, place.local_world_size) if place else asked
+    gpus = torch.cuda.device_count()
+    if chosen == "cuda" and on_host > gpus and not elsewhere:
+        raise SpecError(f"ranks: {on_host} ranks need as many GPUs, here are {gpus}; lower it")
     if asked % hosts:
         raise SpecError(f"ranks must be a multiple of the network's {hosts} hosts, got {asked}; change either")
     return Calibration(
         ranks=asked,
         threads=threads,
-        nodes=hosts,
         device=chosen,
-        quick=quick,
         sweeps=sweeps or (1 if quick else 3),
-        cpu_clock=chosen == "cpu" and threads == 1 and asked <= cores,
+        cpu_clock=chosen == "cpu" and threads == 1 and (elsewhere or on_host <= available_cores()),
+        nodes_here=hosts,
+        shapes=shapes(chosen, quick=quick),
+        traffic=traffic(chosen, quick=quick),
+        pace=pace(chosen, quick=quick),
+        command=shlex.join(["refshard", *sys.argv[1:]]),
+        when=datetime.now(UTC).date().isoformat(),
     )
 
 
-def calibrate(calibration: Calibration, launcher: Launcher, on_progress: Callable[[str], None]) -> ClusterSpec:
-    """Measure with ``launcher``, which joins the ranks, and return the profile.
+def measure(
+    calibration: Calibration, launcher: Launcher, folder: Path, on_progress: Callable[[str], None]
+) -> str | None:
+    """Have ranks that ``launcher`` joins leave their samples in ``folder``; why they did not come to the end, if so.
 
     Raises:
-        LaunchError: a rank failed, or they took too long.
-        KeyboardInterrupt: it was cut short.
+        KeyboardInterrupt: it was cut short; the samples until then are there.
     """
-    with tempfile.TemporaryDirectory(prefix="refshard-calibration-") as name:
-        folder = Path(name)
-        (folder / CALIBRATION_FILE).write_bytes(msgspec.json.encode(calibration))
-        job = Job(program="calibration", processes=calibration.ranks, time_limit_s=_limit_s(calibration))
+    (folder / CALIBRATION_FILE).write_bytes(msgspec.json.encode(calibration))
+    limit_s = _SWEEP_LIMIT_S * (1 + calibration.sweeps)
+    job = Job(program="calibration", processes=calibration.ranks, time_limit_s=limit_s)
+    try:
         launch = launcher.launch(job, folder, on_progress)
-        found = [samples_file(folder, rank) for rank in range(calibration.ranks)]
-        if launch.timed_out or launch.error or not all(path.exists() for path in found):
-            raise LaunchError(_failure(launch, _limit_s(calibration)))
-        ranks = [msgspec.json.decode(path.read_bytes(), type=RankSamples) for path in found]
-    machine = ranks[0].device if calibration.device == "cuda" else cpu_name()
-    command = shlex.join(["refshard", *sys.argv[1:]])
-    when = f"on {machine}, {datetime.now(UTC).date().isoformat()}, torch {torch.__version__}: {command}"
-    return build_profile(calibration, ranks, machine, when)
+    except LaunchError as error:
+        return str(error)
+    return _failure(launch, limit_s) if launch.timed_out or launch.error else None
 
 
-def _limit_s(calibration: Calibration) -> float:
-    return _SWEEP_LIMIT_S * (1 + calibration.sweeps)
+def is_begun(folder: Path) -> bool:
+    """Whether the ranks left any samples there."""
+    return any(folder.glob(samples_file(folder, 0).name.replace("0", "*")))
+
+
+def read_profile(folder: Path, ended: str | None = None) -> ClusterSpec:
+    """The profile of what the ranks measured in ``folder``; ``ended`` says why they did not come to the end, if so.
+
+    Raises:
+        SpecError: there is no calibration in the folder.
+        LaunchError: what was measured is too little for a profile.
+    """
+    try:
+        calibration = msgspec.json.decode((folder / CALIBRATION_FILE).read_bytes(), type=Calibration)
+    except (OSError, msgspec.DecodeError) as error:
+        raise SpecError(f"from: {folder} holds no calibration ({error}); name a folder that one left") from None
+    paths = [samples_file(folder, rank) for rank in range(calibration.ranks)]
+    if lost := [rank for rank, path in enumerate(paths) if not path.exists()]:
+        ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost[:8]))}"
+        raise LaunchError(f"calibrate: {ended or 'it ended early'}; {ranks} measured nothing; correct that")
+    try:
+        samples = [msgspec.json.decode(path.read_bytes(), type=RankSamples) for path in paths]
+        return build_profile(calibration, samples, ended or "")
+    except TooLittleError as error:
+        raise LaunchError(
+            f"calibrate: {f'{ended}; ' if ended else ''}{error}; correct that, and measure again"
+        ) from None
+
+
+def _ranks_here(device: Literal["cpu", "cuda"], threads: int, hosts: int) -> int:
+    there = torch.cuda.device_count() if device == "cuda" else max(available_cores() // threads, 1)
+    return max(there // hosts, 1) * hosts
 
 
 def _failure(launch: LaunchOutcome, limit_s: float) -> str:
     if launch.timed_out:
         stood = f" ({launch.error})" if launch.error else ""
-        told = f"the ranks did not end within {limit_s:g} s and were ended{stood}"
-        return f"calibrate: {told}; try fewer --sweeps, or --quick"
+        return f"the ranks did not end within {limit_s:g} s and were ended{stood}"
     last = next((line.strip() for line in reversed(launch.log_tail) if line.strip()), "it wrote nothing")
-    return f"calibrate: {launch.error or 'a rank left no result'} ({last}); correct that, or lower --ranks"
+    return f"{launch.error} ({last})"
 
 
 def _device(wanted: Device, network: NetworkSpec | None) -> Literal["cpu", "cuda"]:

@@ -1,7 +1,6 @@
 """What machine and software a run is measured on."""
 
 import hashlib
-import os
 import platform
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from refshard import resources
 from refshard.harness import gpus as of_gpus
+from refshard.harness.processor import available_cores, cpu_name
 from refshard.records import Environment
 
 _PACKAGES = (
@@ -119,11 +119,6 @@ def code_sha256(package: Path = Path(resources.__file__).parent) -> str:
     return digest.hexdigest()
 
 
-def available_cores() -> int:
-    """Logical cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def measure_gemm(threads: int, size: int = 1024, seconds: float = 0.5) -> float:
     """Best rate in FLOP/s of an fp32 ``size`` x ``size`` matrix product with ``threads`` threads, over ``seconds``.
 
@@ -141,15 +136,6 @@ def measure_gemm(threads: int, size: int = 1024, seconds: float = 0.5) -> float:
         return float(2 * size**3 / best)
     finally:
         torch.set_num_threads(before)
-
-
-def cpu_name() -> str:
-    """The processor's model, as the system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _version(package: str) -> str | None:

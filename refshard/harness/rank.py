@@ -73,7 +73,7 @@ def run_series_rank(folder: Path) -> int:
             progress = _progress(folder, group, f"case {index + 1}/{len(cases)}, ")
             if not _leave_result(own, partial(_measure, case, own, group, device, progress)):
                 end_now(group)
-            _make_room(device)  # its memory is not the next one's
+            make_room(device)  # its memory is not the next one's
     return 0
 
 
@@ -182,14 +182,14 @@ def _measure(
     result = measure(case, group, device, trace_file(folder, group.rank()), progress)
     if (order := folder / REDUCED_FILE).exists():
         reduced = msgspec.json.decode(order.read_bytes(), type=Reduced)
-        _make_room(device)
+        make_room(device)
         result = msgspec.structs.replace(result, reduced=losses_of(reduced, group, device, progress))
     dist.barrier()
     return result
 
 
-def _make_room(device: torch.device) -> None:
-    """Give back what a model has held, and what a GPU's allocator has cached of it."""
+def make_room(device: torch.device) -> None:
+    """Give back what was held and is needed no more, such as a model, and what a GPU's allocator has cached of it."""
     gc.collect()  # a model may be part of a cycle
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ Algorithm = Literal["ring", "tree", "hierarchical"]
 _BESIDE = ("compute_beside_communication", "communication_beside_compute", "preparation_beside_compute")
 CollectiveOp = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "exchange"]
 """``exchange`` is the engine's over gloo: an all-to-all in pieces, each rank's part straight to each other rank."""
+_UNSOURCED = ("hardware", "library", "nodes", "algorithms", "measured", "not_measured", "about", "sources")
 COLLECTIVES: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 
 
@@ -78,7 +79,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     multiprocessors; on a CPU its threads hold cores) and the collective at ``communication_beside_compute`` of its own.
     Kernels that prepare a reduction beside compute get ``preparation_beside_compute`` of the device, and compute the
     rest (YaFSDP's give-way effect). ``measured`` are collectives timed on this very cluster, which go before what
-    ``within`` and ``between`` would say.
+    ``within`` and ``between`` would say. ``not_measured`` names the pieces that a calibration could not measure, and
+    why.
     """
 
     hardware: str | HardwareSpec
@@ -94,6 +96,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     communication_beside_compute: float = 1.0
     preparation_beside_compute: float = 0.5
     measured: tuple[MeasuredCollective, ...] = ()
+    not_measured: dict[str, str] = {}
     about: str = ""
     sources: dict[str, str]
 
@@ -110,7 +113,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.preparation_beside_compute == 1:
             raise ValueError("preparation_beside_compute must be < 1, since compute gets the rest, got 1")
         finite("launch_s", self.launch_s)
-        sourced(self, exempt=("hardware", "library", "nodes", "algorithms", "measured", "about", "sources"))
+        sourced(self, exempt=_UNSOURCED)
 
     @property
     def accelerator(self) -> HardwareSpec:

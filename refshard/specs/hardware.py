@@ -75,6 +75,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     0 where there is no such thing. ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it;
     ``also_named`` are further names of devices with the same peaks. ``tf32_peak`` is the dense rate of fp32 products
     whose operands tensor cores round to TF32, which torch does only if allowed (0: unknown).
+
+    ``matmul`` and ``attention`` are what a device sustains. ``matmul_burst`` and ``attention_burst`` are what it
+    reached in short bursts, before power and temperature brought its clocks down; nothing is predicted from these.
     """
 
     device: Literal["cuda", "cpu"]
@@ -92,6 +95,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention_points: tuple[AttentionPoint, ...] = ()
     attention_kernels: dict[AttentionKernel, float] = {}
     tf32_peak: float = 0.0
+    matmul_burst: dict[Dtype, Rate] = {}
+    attention_burst: dict[Dtype, Rate] = {}
     device_name: str = ""
     also_named: tuple[str, ...] = ()
     capability: tuple[int, int] = (0, 0)

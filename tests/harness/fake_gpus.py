@@ -18,7 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 
 class FakeGpus(Launcher):
-    """As :class:`~refshard.harness.launchers.local.LocalLauncher`, with the fake device in each worker."""
+    """As :class:`~refshard.harness.launchers.local.LocalLauncher`, with the fake device in each worker; each GPU has
+    ``memory_bytes``, or an H100's.
+    """
+
+    def __init__(self, memory_bytes: int | None = None) -> None:
+        self._memory = [] if memory_bytes is None else [str(memory_bytes)]
 
     def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
         """See :meth:`Launcher.launch`."""
@@ -34,7 +39,7 @@ class FakeGpus(Launcher):
             }
             for rank in range(ranks)
         ]
-        own = ["-m", "tests.harness.fake_gpu_worker", *worker_arguments(job, folder)[2:]]
+        own = ["-m", "tests.harness.fake_gpu_worker", *worker_arguments(job, folder)[2:], *self._memory]
         with Interruption() as interruption:
             return run_ranks(sys.executable, [tuple(own)] * ranks, environments, job, folder, on_progress, interruption)
 

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from refshard import resources
 from refshard.harness.environment import (
-    available_cores,
     capture_environment,
     changes,
     differences,
@@ -18,6 +17,7 @@ from refshard.harness.environment import (
 )
 from refshard.harness.gpus import describe_sensors, setting_changes, tf32_allowed, variables
 from refshard.harness.nvml import GpuReading
+from refshard.harness.processor import available_cores
 from refshard.harness.store import read_run
 from refshard.records import GpuSettings
 from tests.harness.fakes import ENVIRONMENT

@@ -3,17 +3,18 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from refshard.engine.collectives import GroupCollectives, Pending, Together, all_gather_call, reduce_scatter_call
-from refshard.harness.calibration.samples import Beside, Calibration, TimedCollective
-from refshard.quantities import KIB, MIB
-from refshard.specs.cluster import COLLECTIVES, CollectiveOp
+from refshard.harness.calibration.agreement import Agreement
+from refshard.harness.calibration.samples import Beside, Calibration, TimedCollective, Traffic, groups_of
+from refshard.quantities import KIB, MIB, format_bytes
+from refshard.specs.cluster import CollectiveOp
 
-_OF_SUBGROUPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter", "all_reduce", "exchange")
 _MOST_REPEATS = 15
 Issue = Callable[[], Pending]
 
@@ -27,26 +28,37 @@ class Group:
     nodes: int
 
 
-def groups(calibration: Calibration, rank: int) -> Iterator[Group]:
-    """All ranks; and where nodes hold several: those of one node, and those of the same place on each node."""
+def make_groups(ranks: int, nodes: int, rank: int) -> dict[tuple[int, int], Group]:
+    """The groups that this rank is in, by their ranks and nodes, as :func:`groups_of` lists them.
+
+    Every rank must call this. Nodes hold consecutive ranks.
+    """
     assert dist.group.WORLD is not None
-    yield Group(dist.group.WORLD, calibration.ranks, calibration.nodes)
-    nodes, per_node = calibration.nodes, calibration.per_node
-    if nodes == 1 or per_node == 1:
-        return
-    inside = [list(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)]
-    across = [list(range(place, calibration.ranks, per_node)) for place in range(per_node)]
-    for members, on_nodes in ((inside, 1), (across, nodes)):
-        made = [dist.new_group(ranks) for ranks in members]  # every rank takes part in making each
-        mine = next(index for index, ranks in enumerate(members) if rank in ranks)
-        yield Group(made[mine], len(members[mine]), on_nodes)
+    per_node = ranks // nodes
+    members = {
+        (per_node, 1): [list(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)],
+        (nodes, nodes): [list(range(place, ranks, per_node)) for place in range(per_node)],
+    }
+    made = {}
+    for shape in groups_of(ranks, nodes):
+        if shape[0] == ranks:
+            made[shape] = Group(dist.group.WORLD, *shape)
+            continue
+        groups = [dist.new_group(one) for one in members[shape]]  # every rank takes part in making each
+        mine = next(index for index, one in enumerate(members[shape]) if rank in one)
+        made[shape] = Group(groups[mine], *shape)
+    return made
 
 
-def sizes(device: str, *, quick: bool) -> tuple[int, ...]:
-    """Bytes of the unsharded tensor, up to what training moves at once."""
-    if quick:
-        return (KIB, 64 * KIB, 256 * MIB if device == "cuda" else 4 * MIB)
-    return tuple(KIB * 4**power for power in range(11 if device == "cuda" else 9))
+def traffic(device: str, *, quick: bool) -> Traffic:
+    """What a device of this type sends in training: up to what it moves at once."""
+    largest, steps = (256 * MIB, 11) if device == "cuda" else (4 * MIB, 9)
+    return Traffic(
+        sizes=(KIB, 64 * KIB, largest) if quick else tuple(KIB * 4**power for power in range(steps)),
+        budget_s=0.1 if quick else 0.2,
+        beside_width=4096 if device == "cuda" else 256,
+        beside_bytes=(256 if device == "cuda" else 4 if quick else 16) * MIB,
+    )
 
 
 def divisible(numel: int, ranks: int) -> int:
@@ -54,17 +66,19 @@ def divisible(numel: int, ranks: int) -> int:
     return max(ranks, numel // ranks * ranks)
 
 
-def time_collectives(calibration: Calibration, group: Group, device: torch.device) -> Iterator[TimedCollective]:
-    """Each operation at each size. All ranks must ask for the same, in the same order."""
-    whole = group.ranks == calibration.ranks
-    for op in COLLECTIVES if whole else _OF_SUBGROUPS:
-        if op == "exchange" and device.type == "cuda":
-            continue  # the engine exchanges over gloo only
-        for size in sizes(device.type, quick=calibration.quick):
-            numel = divisible(size // 4, group.ranks)
-            issue = _issuer(op, numel, group.group, device)
-            seconds = tuple(_repeats(issue, group.group, device, budget_s=0.1 if calibration.quick else 0.2))
-            yield TimedCollective(op=op, ranks=group.ranks, nodes=group.nodes, bytes=4 * numel, seconds=seconds)
+def time_collective(
+    calibration: Calibration, group: Group, op: CollectiveOp, device: torch.device, agreement: Agreement
+) -> Iterator[TimedCollective]:
+    """One operation at each size. All ranks must ask for the same, in the same order.
+
+    Raises:
+        FailedOnSomeRankError: on all ranks, if one of them had no room for the tensors of a size.
+    """
+    for size in calibration.traffic.sizes:
+        numel = divisible(size // 4, group.ranks)
+        issue = agreement.made_by_all(format_bytes(4 * numel), partial(_issuer, op, numel, group.group, device))
+        seconds = tuple(_repeats(issue, group.group, device, calibration.traffic.budget_s))
+        yield TimedCollective(op=op, ranks=group.ranks, nodes=group.nodes, bytes=4 * numel, seconds=seconds)
 
 
 def _issuer(op: CollectiveOp, numel: int, group: dist.ProcessGroup, device: torch.device) -> Issue:
@@ -119,23 +133,32 @@ def _run(issue: Issue, count: int, device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def measure_beside(calibration: Calibration, group: dist.ProcessGroup, device: torch.device) -> Beside:
-    """Run matrix products beside collectives, and say how much slower each is than alone."""
-    width = 4096 if device.type == "cuda" else 256
-    a, b = torch.randn(2 * width, width, device=device), torch.randn(width, width, device=device)
+def measure_beside(
+    calibration: Calibration, group: dist.ProcessGroup, device: torch.device, agreement: Agreement
+) -> Iterator[Beside]:
+    """Run matrix products beside collectives, and say how much slower each is than alone.
+
+    Raises:
+        FailedOnSomeRankError: on all ranks, if one of them had no room for the tensors.
+    """
+    width, numel = calibration.traffic.beside_width, divisible(calibration.traffic.beside_bytes // 4, group.size())
     op: CollectiveOp = "all_gather" if device.type == "cuda" else "exchange"
-    size = (256 if device.type == "cuda" else 4 if calibration.quick else 16) * MIB
-    issue = _issuer(op, divisible(size // 4, group.size()), group, device)
+
+    def make() -> tuple[torch.Tensor, torch.Tensor, Issue]:
+        a, b = torch.randn(2 * width, width, device=device), torch.randn(width, width, device=device)
+        return a, b, _issuer(op, numel, group, device)
+
+    a, b, issue = agreement.made_by_all(f"{op} of {format_bytes(4 * numel)}", make)
+    measure = _beside_on_cuda if device.type == "cuda" else _beside_on_cpu
     found = []
     for _ in range(3):
         dist.barrier(group)
         communication_s = _run(issue, 2, device) / 2
         product_s = _products(a, b, 20) / 20
         dist.barrier(group)
-        measure = _beside_on_cuda if device.type == "cuda" else _beside_on_cpu
         found.append(measure(a, b, issue, product_s, communication_s))
     compute, communication = (median(part) for part in zip(*found))
-    return Beside(compute=_part(compute), communication=_part(communication))
+    yield Beside(compute=_part(compute), communication=_part(communication))
 
 
 def _part(ratio: float) -> float:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 
 import numpy as np
 from scipy.optimize import nnls
 
-from refshard.harness.calibration.samples import Timed, TimedCollective
+from refshard.costs import BACKWARD_PRODUCTS
+from refshard.harness.calibration.samples import Timed, TimedAttention, TimedCollective
 from refshard.specs.cluster import LinkSpec, MeasuredCollective
 from refshard.specs.hardware import AttentionPoint, Rate
 
@@ -55,42 +56,25 @@ def fit_products(samples: Sequence[Timed], kernel_s: float) -> Fitted:
     return Fitted(rate, median(map(abs, errors)))
 
 
-def attention_rate(points: Sequence[AttentionPoint], peak: float) -> Rate:
+def attention_rate(samples: Sequence[TimedAttention], peak: float) -> Rate:
     """The rate of the longest and widest attention that was measured, forward and backward together."""
-    largest = max(points, key=lambda p: (p.seq_len, p.head_dim))
-    reached = 4 * largest.head_dim * 3.5 / (largest.forward_s + largest.backward_s)
+    largest = max(samples, key=lambda s: (s.seq_len, s.head_dim))
+    reached = 4 * largest.head_dim * (1 + BACKWARD_PRODUCTS) / (largest.forward_s + largest.backward_s)
     return Rate(peak=rounded(max(peak, reached)), efficiency=min(rounded(reached / max(peak, reached)), 1.0))
 
 
-def mean_points(ranks: Sequence[Sequence[AttentionPoint]]) -> tuple[AttentionPoint, ...]:
-    """Each point as the mean of all ranks."""
-    found = []
-    for same in zip(*ranks):
-        point = same[0]
-        found.append(
-            AttentionPoint(
-                dtype=point.dtype,
-                head_dim=point.head_dim,
-                seq_len=point.seq_len,
-                forward_s=rounded(mean(p.forward_s for p in same)),
-                backward_s=rounded(mean(p.backward_s for p in same)),
-            )
+def attention_points(samples: Sequence[TimedAttention]) -> tuple[AttentionPoint, ...]:
+    """The samples as a profile holds them."""
+    return tuple(
+        AttentionPoint(
+            dtype=sample.dtype,
+            head_dim=sample.head_dim,
+            seq_len=sample.seq_len,
+            forward_s=rounded(sample.forward_s),
+            backward_s=rounded(sample.backward_s),
         )
-    return tuple(found)
-
-
-def mean_samples(ranks: Sequence[Sequence[Timed]]) -> list[Timed]:
-    """Each sample as the mean of all ranks, which measured the same in the same order."""
-    return [
-        Timed(
-            dtype=same[0].dtype,
-            flops=same[0].flops,
-            bytes=same[0].bytes,
-            transcendentals=same[0].transcendentals,
-            seconds=mean(s.seconds for s in same),
-        )
-        for same in zip(*ranks)
-    ]
+        for sample in samples
+    )
 
 
 def bytes_per_s(samples: Sequence[Timed], kernel_s: float) -> float:
@@ -106,18 +90,12 @@ def transcendental_per_s(samples: Sequence[Timed], kernel_s: float, memory_bytes
     return median(s.transcendentals / t for s, t in zip(samples, seconds))
 
 
-def slowest_ranks(ranks: Sequence[Sequence[TimedCollective]]) -> tuple[MeasuredCollective, ...]:
-    """Of each collective the median over repeats of the slowest rank's seconds."""
-    found = []
-    for same in zip(*ranks):
-        one = same[0]
-        slowest = [max(repeat) for repeat in zip(*(s.seconds for s in same))]
-        found.append(
-            MeasuredCollective(
-                op=one.op, ranks=one.ranks, nodes=one.nodes, bytes=one.bytes, seconds=rounded(median(slowest))
-            )
-        )
-    return tuple(found)
+def median_collectives(samples: Sequence[TimedCollective]) -> tuple[MeasuredCollective, ...]:
+    """Of each collective the median over repeats."""
+    return tuple(
+        MeasuredCollective(op=s.op, ranks=s.ranks, nodes=s.nodes, bytes=s.bytes, seconds=rounded(median(s.seconds)))
+        for s in samples
+    )
 
 
 def fit_link(measured: Sequence[MeasuredCollective], ranks: int, nodes: int) -> LinkSpec | None:
@@ -126,7 +104,7 @@ def fit_link(measured: Sequence[MeasuredCollective], ranks: int, nodes: int) -> 
     The smallest and the largest decide, between which a link may well go faster: where it lets bursts pass, say.
     """
     points = [m for m in measured if (m.op, m.ranks, m.nodes) == ("all_gather", ranks, nodes)]
-    if not points:
+    if len(points) < 2:
         return None
     smallest, largest = (extreme(points, key=lambda p: p.bytes) for extreme in (min, max))
     carried = (largest.bytes - smallest.bytes) * (ranks - 1) / ranks

@@ -1,34 +1,54 @@
 """One rank of a calibration.
 
-It reads ``FOLDER/calibration.json``, measures together with all others and leaves ``FOLDER/samples-rank<r>.json``.
-Like a rank of a case it imports torch, numpy and msgspec and nothing heavier.
+It reads ``FOLDER/calibration.json``, measures piece by piece together with all others, and writes what it has so far to
+``FOLDER/samples-rank<r>.json`` after each. Like a rank of a case it imports torch, numpy and msgspec and nothing
+heavier.
 """
 
 import os
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
+from refshard.errors import LaunchError
+from refshard.folders import replace_file
 from refshard.harness.calibration import kernels
-from refshard.harness.calibration.collectives import groups, measure_beside, time_collectives
+from refshard.harness.calibration.agreement import Agreement, FailedOnSomeRankError
+from refshard.harness.calibration.collectives import make_groups, measure_beside, time_collective
 from refshard.harness.calibration.samples import (
+    BESIDE,
     CALIBRATION_FILE,
-    Beside,
+    DTYPES,
+    ELEMENTWISE,
+    IN_BURSTS,
+    NEW_MEMORY,
+    OPERATIONS,
+    OPTIMIZER,
     Calibration,
+    Piece,
+    Pieces,
     RankSamples,
-    TimedCollective,
-    median_of,
+    Sample,
+    collective_piece,
+    ops_of,
+    piece_names,
     samples_file,
 )
-from refshard.harness.calibration.stopwatch import CpuStopwatch, CudaStopwatch, Stopwatch
-from refshard.harness.rank import PROGRESS_FILE
+from refshard.harness.calibration.stopwatch import CpuStopwatch, CudaStopwatch
+from refshard.harness.gpu_use import watched_gpus
+from refshard.harness.processor import cpu_name
+from refshard.harness.rank import PROGRESS_FILE, describe, end_now, make_room
 
-T = TypeVar("T")
+_REASON_LENGTH = 160
 
 
 def calibrate_rank(folder: Path) -> int:
@@ -40,85 +60,164 @@ def calibrate_rank(folder: Path) -> int:
     if calibration.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if calibration.device == "cuda" else "gloo")
+    store, _, _ = next(rendezvous("env://"))
+    agreement = Agreement(PrefixStore("calibration", store), calibration.ranks)
+    nodes = _nodes(calibration.ranks, rank, agreement)
+    backend = "nccl" if calibration.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=calibration.ranks)
     try:
-        measurement = _Measurement(calibration, folder, rank, device)
-        samples = median_of([measurement.sweep(number) for number in range(1, calibration.sweeps + 1)])
-        samples_file(folder, rank).write_bytes(msgspec.json.encode(samples))
+        Measurement(calibration, folder, rank, nodes, device, agreement).run()
         dist.barrier()
         return 0
+    except OutOfStepError:
+        assert dist.group.WORLD is not None
+        end_now(dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 
 
-class _Measurement:
-    def __init__(self, calibration: Calibration, folder: Path, rank: int, device: torch.device) -> None:
-        self._calibration, self._folder, self._rank, self._device = calibration, folder, rank, device
-        self._shapes = kernels.shapes(device.type, quick=calibration.quick)
-        self._groups = list(groups(calibration, rank)) if calibration.ranks > 1 else []
-        self._sweep = 0
+class OutOfStepError(Exception):
+    """This rank failed in a collective, where the others wait for it: none can go on."""
 
-    def sweep(self, number: int) -> RankSamples:
-        """Measure everything once, for the ``number``-th time."""
-        self._sweep = number
-        wanted, device = self._shapes, self._device
-        budget_s, least = 0.02 if self._calibration.quick else 0.06, 3
-        on_cpu = CpuStopwatch(budget_s, least, cpu_clock=self._calibration.cpu_clock)
-        watch: Stopwatch = on_cpu if device.type == "cpu" else CudaStopwatch(budget_s, least)
-        kernel_s, host_s = self._all_at_once("operations", lambda: kernels.time_operations(watch, wanted, device))
-        products, attention = [], []
-        for dtype in kernels.DTYPES:
-            products += self._all_at_once(
-                f"{dtype} products", partial(kernels.time_products, watch, dtype, wanted, device)
-            )
-            attention += self._all_at_once(
-                f"{dtype} attention", partial(kernels.time_attention, watch, dtype, wanted, device)
-            )
-        moves, transcendentals = self._all_at_once("elementwise", lambda: kernels.time_moves(watch, wanted, device))
-        optimizer_s = self._all_at_once("optimizer", lambda: kernels.time_optimizer(watch, wanted, device))
-        first_touch_s = self._all_at_once("new memory", lambda: kernels.time_first_touch(watch, device))
-        return RankSamples(
-            rank=self._rank,
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            backend=dist.get_backend(),
-            **self._device_limits(),
-            kernel_s=kernel_s,
-            host_s=host_s,
-            products=tuple(products),
-            attention=tuple(attention),
-            moves=tuple(moves),
-            transcendentals=tuple(transcendentals),
-            optimizer_s_per_parameter=optimizer_s,
-            first_touch_s_per_byte=first_touch_s,
-            collectives=tuple(self._collectives()),
-            beside=self._beside(),
-            busy=on_cpu.busy if device.type == "cpu" else 1.0,
+
+def _nodes(ranks: int, rank: int, agreement: Agreement) -> int:
+    """How many nodes the ranks are on.
+
+    Raises:
+        LaunchError: the nodes do not all hold as many ranks, one after the other.
+    """
+    local_rank, per_node = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if not agreement.all_well(well=ranks % per_node == 0 and rank % per_node == local_rank):
+        raise LaunchError(
+            f"every node must hold the same number of consecutive ranks, but rank {rank} of {ranks} is local rank "
+            f"{local_rank} of {per_node}; ask for as many on each, with Slurm by --ntasks-per-node and "
+            "--distribution=block"
         )
+    return ranks // per_node
 
-    def _all_at_once(self, phase: str, measure: Callable[[], T]) -> T:
-        """Measure while all other ranks measure the same."""
-        if self._rank == 0:
-            (self._folder / PROGRESS_FILE).write_text(f"sweep {self._sweep} of {self._calibration.sweeps}: {phase}")
-        dist.barrier()
-        return measure()
 
-    def _collectives(self) -> Iterator[TimedCollective]:
-        for group in self._groups:
-            phase = f"collectives of {group.ranks} ranks on {group.nodes} node{'s' if group.nodes > 1 else ''}"
-            yield from self._all_at_once(phase, partial(time_collectives, self._calibration, group, self._device))
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """How a piece is measured; with ``collective``, all ranks have to come through it together."""
 
-    def _beside(self) -> Beside:
-        group = dist.group.WORLD
-        if self._calibration.ranks == 1 or group is None:
-            return Beside(compute=1.0, communication=1.0)
-        return self._all_at_once(
-            "products beside collectives", lambda: measure_beside(self._calibration, group, self._device)
-        )
+    measure: Callable[[], Iterator[Sample]]
+    collective: bool = False
+    sustained: bool = False
 
-    def _device_limits(self) -> dict[str, int]:
-        """Memory that a rank has, and multiprocessors."""
-        if self._device.type == "cuda":
-            limits = torch.cuda.get_device_properties(self._device)
-            return {"memory_bytes": limits.total_memory, "multiprocessors": limits.multi_processor_count}
+
+class Measurement:
+    """What this rank measures, of which it keeps everything that it has."""
+
+    def __init__(
+        self, calibration: Calibration, folder: Path, rank: int, nodes: int, device: torch.device, agreement: Agreement
+    ) -> None:
+        self._calibration, self._folder, self._device, self._agreement = calibration, folder, device, agreement
+        self._on_cpu = CpuStopwatch(calibration.pace, cpu_clock=calibration.cpu_clock)
+        self._watch = self._on_cpu if device.type == "cpu" else CudaStopwatch(calibration.pace)
+        self._groups = make_groups(calibration.ranks, nodes, rank)
+        self._samples = _nothing_yet(calibration, rank, nodes, device)
+
+    def run(self) -> None:
+        """Measure everything, in all sweeps.
+
+        Raises:
+            OutOfStepError: this rank failed in a collective.
+        """
+        pieces = {**self._kernels(), **self._collectives()}
+        names = piece_names(self._calibration, self._samples.nodes)
+        assert set(names) == set(pieces)
+        for number in range(1, self._calibration.sweeps + 1):
+            self.begin_sweep()
+            for name in names:
+                if self._samples.rank == 0:
+                    progress = f"sweep {number} of {self._calibration.sweeps}: {name}"
+                    (self._folder / PROGRESS_FILE).write_text(progress)
+                self._agreement.all_well()  # all ranks measure the same at the same time
+                self.measure(name, pieces[name])
+
+    def begin_sweep(self) -> None:
+        """What is measured from now on is another sweep's."""
+        self._keep((*self._samples.sweeps, {}))
+
+    def measure(self, name: str, ordered: Ordered) -> None:
+        """Measure one piece of the last sweep, and keep what was measured before it failed, if it does.
+
+        Raises:
+            OutOfStepError: it failed in a collective.
+        """
+        found: list[Sample] = []
+        failure, out_of_step = "", False
+        try:
+            with watched_gpus(self._device if ordered.sustained else torch.device("cpu")) as use:
+                for sample in ordered.measure():
+                    found.append(sample)
+            if use:
+                gpu_use = {**self._samples.gpu_use, name: tuple(use)}
+                self._samples = msgspec.structs.replace(self._samples, gpu_use=gpu_use)
+        except FailedOnSomeRankError as error:
+            failure = str(error)
+        except Exception as error:
+            failure, out_of_step = _reason(error), ordered.collective
+        make_room(self._device)
+        *before, sweep = self._samples.sweeps
+        self._keep((*before, {**sweep, name: Piece(samples=tuple(found), failure=failure)}))
+        if out_of_step:
+            print(f"{name}: {failure}", file=sys.stderr)
+            raise OutOfStepError
+
+    def _keep(self, sweeps: tuple[Pieces, ...]) -> None:
+        """Write all samples so far, at once: a reader sees the old file or the new one."""
+        self._samples = msgspec.structs.replace(self._samples, sweeps=sweeps, busy=self._on_cpu.busy)
+        path = samples_file(self._folder, self._samples.rank)
+        replace_file(path, [msgspec.json.encode(self._samples).decode()])
+
+    def _kernels(self) -> dict[str, Ordered]:
+        watch, wanted, device = self._watch, self._calibration.shapes, self._device
+        pieces = {
+            OPERATIONS: Ordered(partial(kernels.time_operations, watch, wanted, device)),
+            ELEMENTWISE: Ordered(partial(kernels.time_moves, watch.sustained, wanted, device), sustained=True),
+            OPTIMIZER: Ordered(partial(kernels.time_optimizer, watch.sustained, wanted, device), sustained=True),
+        }
+        if device.type == "cpu":  # a caching allocator's memory is there already
+            pieces[NEW_MEMORY] = Ordered(partial(kernels.time_first_touch, watch))
+        for dtype in DTYPES:
+            for kind, time in (("products", kernels.time_products), ("attention", kernels.time_attention)):
+                burst, sustained = (partial(time, how, dtype, wanted, device) for how in (watch.burst, watch.sustained))
+                pieces[f"{dtype} {kind}{IN_BURSTS}"] = Ordered(burst)
+                pieces[f"{dtype} {kind}"] = Ordered(sustained, sustained=True)
+        return pieces
+
+    def _collectives(self) -> dict[str, Ordered]:
+        calibration, device, agreement = self._calibration, self._device, self._agreement
+        pieces = {
+            collective_piece(op, *shape): Ordered(
+                partial(time_collective, calibration, group, op, device, agreement), collective=True
+            )
+            for shape, group in self._groups.items()
+            for op in ops_of(calibration, group.ranks)
+        }
+        if world := dist.group.WORLD if self._groups else None:
+            pieces[BESIDE] = Ordered(partial(measure_beside, calibration, world, device, agreement), collective=True)
+        return pieces
+
+
+def _nothing_yet(calibration: Calibration, rank: int, nodes: int, device: torch.device) -> RankSamples:
+    about: dict[str, object] = {}
+    if device.type == "cuda":
+        limits = torch.cuda.get_device_properties(device)
+        about = {
+            "machine": torch.cuda.get_device_name(device),
+            "memory_bytes": limits.total_memory,
+            "multiprocessors": limits.multi_processor_count,
+            "capability": torch.cuda.get_device_capability(device),
+        }
+    else:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return {"memory_bytes": pages // self._calibration.ranks, "multiprocessors": 0}
+        about = {"machine": cpu_name(), "memory_bytes": pages // (calibration.ranks // nodes * calibration.nodes_here)}
+    return RankSamples(rank=rank, nodes=nodes, torch=str(torch.__version__), backend=dist.get_backend(), **about)  # type: ignore[arg-type]
+
+
+def _reason(error: Exception) -> str:
+    """Where and why it failed, in a line."""
+    places = [f"{note}: " for note in getattr(error, "__notes__", ())]
+    return textwrap.shorten("".join([*places, describe(error)]), _REASON_LENGTH, placeholder=" ...")

@@ -1,17 +1,28 @@
-"""What a calibration asks of its ranks, and what each of them measured."""
+"""What a calibration asks of its ranks, and what each of them measured, piece by piece.
 
-from collections.abc import Iterable, Sequence
+A piece is one kind of measurement, such as ``bf16 products``. Each rank writes its samples after every piece. A piece
+that fails holds the reason, and the samples that came before; the pieces after it are measured all the same.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from statistics import median
-from typing import Literal
+from statistics import fmean, median
+from typing import ClassVar, Literal, TypeVar
 
 import msgspec
 
-from refshard.specs.cluster import CollectiveOp
-from refshard.specs.hardware import AttentionPoint, Dtype
+from refshard.records import GpuUse
+from refshard.specs.cluster import COLLECTIVES, CollectiveOp
+from refshard.specs.hardware import Dtype
 
 CALIBRATION_FILE = "calibration.json"
+DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
+"""In the order of their measurement: bf16 has fast kernels for everything, fp32 attention may not fit."""
+OPERATIONS, ELEMENTWISE, OPTIMIZER, NEW_MEMORY = "operations", "elementwise", "optimizer", "new memory"
+BESIDE = "products beside collectives"
+IN_BURSTS = " in bursts"
+_OF_SUBGROUPS: tuple[CollectiveOp, ...] = ("all_gather", "reduce_scatter", "all_reduce", "exchange")
 
 
 def samples_file(folder: Path, rank: int) -> Path:
@@ -19,8 +30,47 @@ def samples_file(folder: Path, rank: int) -> Path:
     return folder / f"samples-rank{rank}.json"
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a kernel is timed, in seconds.
+
+    A burst is calls for about ``burst_s``, after ``rest_s`` of idling: the clocks are then as high as they get. A
+    sustained measurement goes on in windows of ``window_s`` until three in a row agree, or for ``most_s``: power and
+    temperature have then brought the clocks down to what they stay at in training.
+    """
+
+    rest_s: float
+    burst_s: float
+    window_s: float
+    most_s: float
+
+
+class Shapes(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure. Products are (tokens, width, feed-forward width), attention (head dimension, tokens)."""
+
+    products: tuple[tuple[int, int, int], ...]
+    attention: tuple[tuple[int, int], ...]
+    heads: int
+    moved_bytes: tuple[int, ...]
+    optimizer_numel: int
+    operation_repeats: int
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Which collectives to measure: bytes of the unsharded tensor, and about how long each may take.
+
+    Beside them run products of ``beside_width``, with collectives of ``beside_bytes``.
+    """
+
+    sizes: tuple[int, ...]
+    budget_s: float
+    beside_width: int
+    beside_bytes: int
+
+
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure: ``ranks`` of ``threads`` each on ``nodes`` nodes, thoroughly or ``quick``, in ``sweeps``.
+    """What to measure: on ``ranks`` of ``threads`` each, in ``sweeps``; and ``when`` and by which ``command``.
+
+    ``nodes_here`` is how many nodes one machine plays, for its memory is theirs together.
 
     A sweep measures everything once. A machine's speed drifts, and a burst of other work hits what is measured just
     then: medians over sweeps, which the whole time lies between, bear both.
@@ -31,21 +81,29 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     ranks: int
     threads: int
-    nodes: int
     device: Literal["cpu", "cuda"]
-    quick: bool
     sweeps: int
     cpu_clock: bool
+    nodes_here: int = 1
+    shapes: Shapes
+    traffic: Traffic
+    pace: Pace
+    command: str
+    when: str
 
-    @property
-    def per_node(self) -> int:
-        """Ranks on one node."""
-        return self.ranks // self.nodes
+
+class Operations(msgspec.Struct, frozen=True, kw_only=True, tag="operations"):
+    """Seconds of a kernel however small, and of the host to launch one."""
+
+    times: ClassVar[tuple[str, ...]] = ("kernel_s", "host_s")
+    kernel_s: float
+    host_s: float
 
 
-class Timed(msgspec.Struct, frozen=True, kw_only=True):
-    """Work that takes ``seconds``: FLOPs, bytes read and written, exponentials."""
+class Timed(msgspec.Struct, frozen=True, kw_only=True, tag="kernel"):
+    """A kernel that takes ``seconds``: FLOPs, bytes read and written, exponentials."""
 
+    times: ClassVar[tuple[str, ...]] = ("seconds",)
     dtype: Dtype
     flops: float = 0.0
     bytes: float = 0.0
@@ -53,8 +111,19 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class TimedCollective(msgspec.Struct, frozen=True, kw_only=True):
-    """One collective in one group of ``ranks`` on ``nodes``: seconds of each repeat on this rank, of all sweeps."""
+class TimedAttention(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
+    """Causal attention: seconds per score, as in :class:`refshard.specs.hardware.AttentionPoint`."""
+
+    times: ClassVar[tuple[str, ...]] = ("forward_s", "backward_s")
+    dtype: Dtype
+    head_dim: int
+    seq_len: int
+    forward_s: float
+    backward_s: float
+
+
+class TimedCollective(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
+    """One collective in one group of ``ranks`` on ``nodes``: seconds of each repeat, of all sweeps."""
 
     op: CollectiveOp
     ranks: int
@@ -63,67 +132,135 @@ class TimedCollective(msgspec.Struct, frozen=True, kw_only=True):
     seconds: tuple[float, ...]
 
 
-class Beside(msgspec.Struct, frozen=True, kw_only=True):
+class Beside(msgspec.Struct, frozen=True, kw_only=True, tag="beside"):
     """At which part of its own rate each goes while the other runs."""
 
+    times: ClassVar[tuple[str, ...]] = ("compute", "communication")
     compute: float
     communication: float
 
 
+Sample = Operations | Timed | TimedAttention | TimedCollective | Beside
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """The samples of one piece, in their order; ``failure`` says why they are not all."""
+
+    samples: tuple[Sample, ...] = ()
+    failure: str = ""
+
+
+Pieces = dict[str, Piece]
+
+
 class RankSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank measured, in one sweep or in all. ``busy`` is the part of the time that it got its cores for, if
-    that is known. ``first_touch_s_per_byte`` is 0 where new memory costs nothing more.
+    """What one rank measured so far. ``busy`` is the part of the time that it had its core for, if that is known.
+
+    ``machine`` is the GPU's or the processor's name, ``nodes`` how many the ranks are on, ``gpu_use`` what NVML told of
+    the node's GPUs during a sustained piece (rank 0 of each node watches).
     """
 
     rank: int
-    device: str
+    nodes: int
+    machine: str
+    torch: str
     backend: str
     memory_bytes: int
-    multiprocessors: int
-    kernel_s: float
-    host_s: float
-    products: tuple[Timed, ...]
-    attention: tuple[AttentionPoint, ...]
-    moves: tuple[Timed, ...]
-    transcendentals: tuple[Timed, ...]
-    optimizer_s_per_parameter: float
-    first_touch_s_per_byte: float
-    collectives: tuple[TimedCollective, ...]
-    beside: Beside
-    busy: float
+    multiprocessors: int = 0
+    capability: tuple[int, int] = (0, 0)
+    sweeps: tuple[Pieces, ...] = ()
+    busy: float = 1.0
+    gpu_use: dict[str, tuple[GpuUse, ...]] = {}
 
 
-def median_of(sweeps: Sequence[RankSamples]) -> RankSamples:
-    """What one rank measured in several sweeps, each of which measured the same in the same order, as one."""
-    first = sweeps[0]
-    return msgspec.structs.replace(
-        first,
-        kernel_s=median(s.kernel_s for s in sweeps),
-        host_s=median(s.host_s for s in sweeps),
-        products=_median_timed(s.products for s in sweeps),
-        attention=tuple(
-            msgspec.structs.replace(
-                same[0],
-                forward_s=median(point.forward_s for point in same),
-                backward_s=median(point.backward_s for point in same),
-            )
-            for same in zip(*(s.attention for s in sweeps))
-        ),
-        moves=_median_timed(s.moves for s in sweeps),
-        transcendentals=_median_timed(s.transcendentals for s in sweeps),
-        optimizer_s_per_parameter=median(s.optimizer_s_per_parameter for s in sweeps),
-        first_touch_s_per_byte=median(s.first_touch_s_per_byte for s in sweeps),
-        collectives=tuple(
-            msgspec.structs.replace(same[0], seconds=tuple(chain.from_iterable(one.seconds for one in same)))
-            for same in zip(*(s.collectives for s in sweeps))
-        ),
-        beside=Beside(
-            compute=median(s.beside.compute for s in sweeps),
-            communication=median(s.beside.communication for s in sweeps),
-        ),
-        busy=median(s.busy for s in sweeps),
-    )
+def groups_of(ranks: int, nodes: int) -> tuple[tuple[int, int], ...]:
+    """Ranks and nodes of the groups to measure: all; and where nodes have several ranks, a node's, and one a node."""
+    inside, across = (ranks // nodes, 1), (nodes, nodes)
+    if ranks == 1:
+        return ()
+    return ((ranks, nodes),) if 1 in (nodes, ranks // nodes) else ((ranks, nodes), inside, across)
 
 
-def _median_timed(sweeps: Iterable[Sequence[Timed]]) -> tuple[Timed, ...]:
-    return tuple(msgspec.structs.replace(same[0], seconds=median(s.seconds for s in same)) for same in zip(*sweeps))
+def ops_of(calibration: Calibration, ranks: int) -> tuple[CollectiveOp, ...]:
+    """The collectives of a group of so many ranks. The engine exchanges over gloo only."""
+    ops = COLLECTIVES if ranks == calibration.ranks else _OF_SUBGROUPS
+    return tuple(op for op in ops if op != "exchange" or calibration.device == "cpu")
+
+
+def collective_piece(op: CollectiveOp, ranks: int, nodes: int) -> str:
+    """What the piece of this collective is called."""
+    return f"{op} of {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+
+
+def piece_names(calibration: Calibration, nodes: int) -> tuple[str, ...]:
+    """Everything that a sweep measures, in its order."""
+    of_dtype = {
+        dtype: [f"{dtype} {kind}{pace}" for kind in ("products", "attention") for pace in (IN_BURSTS, "")]
+        for dtype in DTYPES
+    }
+    first, *others = of_dtype.values()
+    compute = [OPERATIONS, *first, ELEMENTWISE, OPTIMIZER]
+    compute += [NEW_MEMORY] if calibration.device == "cpu" else []
+    shapes = groups_of(calibration.ranks, nodes)
+    collectives = [collective_piece(op, *shape) for shape in shapes for op in ops_of(calibration, shape[0])]
+    return (*compute, *chain.from_iterable(others), *collectives, *([BESIDE] if shapes else []))
+
+
+def of_sweeps(sweeps: Sequence[Pieces]) -> Pieces:
+    """What one rank measured in several sweeps as one: medians, and of collectives the repeats of all.
+
+    Of each piece the sweeps count that measured it whole, or else those that came furthest.
+    """
+    found: Pieces = {}
+    for name in dict.fromkeys(chain.from_iterable(sweeps)):
+        pieces = [sweep[name] for sweep in sweeps if name in sweep]
+        furthest = max(len(piece.samples) for piece in pieces)
+        best = [p for p in pieces if not p.failure] or [p for p in pieces if len(p.samples) == furthest]
+        samples = tuple(_of_sweeps(same) for same in zip(*(piece.samples for piece in best)))
+        found[name] = Piece(samples=samples, failure=best[0].failure)
+    return found
+
+
+def of_ranks(ranks: Sequence[Pieces]) -> Pieces:
+    """What all ranks measured: means, and of collectives the slowest rank's time of each repeat.
+
+    Only samples that all ranks have count, and each rank measured them in the same order. A piece that some ranks did
+    not reach is here only if it failed on another.
+    """
+    found: Pieces = {}
+    for name in dict.fromkeys(chain.from_iterable(ranks)):
+        pieces = [rank[name] for rank in ranks if name in rank]
+        failures = sorted((piece.failure for piece in pieces if piece.failure), key=ELSEWHERE.__eq__)
+        if len(pieces) == len(ranks):
+            samples = tuple(_of_ranks(same) for same in zip(*(piece.samples for piece in pieces)))
+            found[name] = Piece(samples=samples, failure=failures[0] if failures else "")
+        elif failures:
+            found[name] = Piece(failure=failures[0])
+    return found
+
+
+ELSEWHERE = "it failed on another rank"
+"""Why a rank that could have measured a collective did not."""
+S = TypeVar("S", bound=Sample)
+
+
+def _of_sweeps(same: Sequence[S]) -> S:
+    first = same[0]
+    if isinstance(first, TimedCollective):
+        seconds = tuple(chain.from_iterable(one.seconds for one in same if isinstance(one, TimedCollective)))
+        return msgspec.structs.replace(first, seconds=seconds)
+    return _combined(same, median)
+
+
+def _of_ranks(same: Sequence[S]) -> S:
+    first = same[0]
+    if isinstance(first, TimedCollective):
+        repeats = zip(*(one.seconds for one in same if isinstance(one, TimedCollective)))
+        return msgspec.structs.replace(first, seconds=tuple(map(max, repeats)))
+    return _combined(same, fmean)
+
+
+def _combined(same: Sequence[S], combine: Callable[[Iterable[float]], float]) -> S:
+    assert not isinstance(same[0], TimedCollective)
+    times = {field: combine([getattr(one, field) for one in same]) for field in same[0].times}
+    return msgspec.structs.replace(same[0], **times)

@@ -2,26 +2,64 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 
+from refshard.harness.calibration.samples import Pace
+
 Call = Callable[[int], object]
 """What is timed. It is given the number of the call, to take other operands each time: in training none is in cache."""
+Timing = Callable[[Call], float]
+"""Returns the seconds of one call: a stopwatch's ``burst`` or ``sustained``."""
+_LEAST_REPEATS, _MOST_REPEATS = 3, 40
+_AGREEING, _SETTLED = 3, 0.01
+
+
+def pace(device: str, *, quick: bool) -> Pace:
+    """How long to time each kernel on a device of this type."""
+    if device == "cuda":
+        # A GPU's power is regulated within some 0.1 s, its temperature takes seconds.
+        return Pace(rest_s=0.2, burst_s=0.02, window_s=0.05 if quick else 0.25, most_s=0.5 if quick else 3.0)
+    return Pace(
+        rest_s=0.0, burst_s=0.01 if quick else 0.03, window_s=0.01 if quick else 0.03, most_s=0.03 if quick else 0.15
+    )
+
+
+def settled(windows: Sequence[float]) -> bool:
+    """Whether the last three windows agree within 1 %: then the clocks move no more."""
+    last = windows[-_AGREEING:]
+    return len(last) == _AGREEING and max(last) <= (1 + _SETTLED) * min(last)
 
 
 class Stopwatch(ABC):
-    """Times calls on one device. ``budget_s`` is about how long one measurement may take."""
+    """Times calls on one device, in bursts and sustained, as its ``pace`` says."""
 
-    def __init__(self, budget_s: float, least_repeats: int) -> None:
-        self._budget_s, self._least_repeats = budget_s, least_repeats
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
 
-    def seconds(self, call: Call) -> float:
-        """Median seconds of one call, the first ones aside."""
-        together, repeats = self._plan(self._batch(call, 0, 1))
-        taken = [self._batch(call, 1 + index * together, together) for index in range(repeats)]
-        return median(taken) / together
+    def burst(self, call: Call) -> float:
+        """Median seconds of one call of a few, made after a rest."""
+        time.sleep(self._pace.rest_s)
+        first_s = self._batch(call, 0, 1)
+        together = self._together(first_s)
+        affordable = int(self._pace.burst_s / max(first_s * together, 1e-9))
+        repeats = min(max(affordable, _LEAST_REPEATS), _MOST_REPEATS)
+        return median(self._batch(call, 1 + index * together, together) for index in range(repeats)) / together
+
+    def sustained(self, call: Call) -> float:
+        """Median seconds of one call, made without a pause until three windows in a row agree, or time is up."""
+        together, number, passed_s = self._together(self._batch(call, 0, 1)), 1, 0.0
+        windows: list[float] = []
+        while not settled(windows) and passed_s < self._pace.most_s:
+            batches: list[float] = []
+            while sum(batches) < self._pace.window_s:
+                batches.append(max(self._batch(call, number, together), 1e-9))
+                number += together
+            passed_s += sum(batches)
+            windows.append(median(batches) / together)
+        return median(windows[-_AGREEING:])
 
     def seconds_after(self, prepare: Call, call: Call, repeats: int) -> float:
         """Median seconds of one call, each after ``prepare``, which takes no part in it."""
@@ -30,12 +68,6 @@ class Stopwatch(ABC):
             prepare(index)
             taken.append(self._batch(call, index, 1))
         return median(taken)
-
-    def _plan(self, first_s: float) -> tuple[int, int]:
-        """How many calls to time together, and how often, from what the very first call took."""
-        together = self._together(first_s)
-        affordable = int(self._budget_s / max(first_s * together, 1e-9))
-        return together, min(max(affordable, self._least_repeats), 40)
 
     @abstractmethod
     def _together(self, call_s: float) -> int:
@@ -49,8 +81,8 @@ class Stopwatch(ABC):
 class CpuStopwatch(Stopwatch):
     """On a CPU: by the clock on the wall, or by the time that this thread ran."""
 
-    def __init__(self, budget_s: float, least_repeats: int, *, cpu_clock: bool) -> None:
-        super().__init__(budget_s, least_repeats)
+    def __init__(self, pace: Pace, *, cpu_clock: bool) -> None:
+        super().__init__(pace)
         self._cpu_clock = cpu_clock
         self._ran_s = self._passed_s = 0.0
 
@@ -73,7 +105,11 @@ class CpuStopwatch(Stopwatch):
 
 
 class CudaStopwatch(Stopwatch):
-    """On a GPU: by its own clock, behind a wait that lets the host run ahead."""
+    """On a GPU: by its own clock, behind a wait that lets the host run ahead.
+
+    The wait is some 30 us for each call: while calls of 1 ms or more are sustained, which draw the most power, the GPU
+    is busy 97 % of the time.
+    """
 
     def _together(self, call_s: float) -> int:
         return max(4, min(200, round(2e-3 / max(call_s, 1e-7))))

@@ -21,9 +21,9 @@ import torch
 
 from refshard.errors import RefshardError
 from refshard.fakecuda import build
-from refshard.harness.environment import available_cores, cpu_name
 from refshard.harness.gpus import tf32_allowed, variables
 from refshard.harness.nvml import GpuCondition, GpuReading, GpuSensors
+from refshard.harness.processor import available_cores, cpu_name
 from refshard.records import GpuSettings
 from refshard.specs.hardware import profile_of_device
 from refshard.strategies.table import ROWS

@@ -3,7 +3,7 @@
 import torch
 
 from refshard.errors import SpecError
-from refshard.harness.environment import available_cores
+from refshard.harness.processor import available_cores
 from refshard.specs.case import CaseSpec
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from refshard.harness.doctor.facts import Facts, _driver, _pci_gpus, gather
-from refshard.harness.environment import available_cores
 from refshard.harness.nvml import GpuReading
+from refshard.harness.processor import available_cores
 from refshard.records import GpuSettings
 from refshard.strategies.table import ROWS
 from tests.harness.sensors import FakeSensors

@@ -1,6 +1,6 @@
 """Ranks that the user's own torchrun started, on one host or many: each starts a rank of every job, as rank 0 says.
 
-Every process of torchrun runs ``refshard run``. Rank 0 is the harness; the others serve it (``torchrun_server.py``).
+Every process of torchrun runs the same command of refshard. Rank 0 is the harness; the others serve it (``server.py``).
 """
 
 import os

@@ -6,6 +6,7 @@ kernel chose.
 """
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -36,7 +37,6 @@ _BEAT_S = 1.0
 _IDLE_S = 0.5
 _SEEN_S = 30.0
 """How long another host's new folder may take to be seen."""
-_REMEDY = "start it as: torchrun --nproc-per-node G --no-python refshard run SUITE --launcher torchrun"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,11 @@ def place_of(variables: Mapping[str, str]) -> Place:
         SpecError: torchrun did not start this process.
     """
     if "TORCHELASTIC_RUN_ID" not in variables:
-        raise SpecError(f"launcher 'torchrun' needs processes that torchrun started, this is none; {_REMEDY}")
+        command = shlex.join(["refshard", *sys.argv[1:]])
+        raise SpecError(
+            "launcher 'torchrun' needs processes that torchrun started, this is none; start it as: torchrun "
+            f"--nproc-per-node G --no-python {command}"
+        )
     return Place(
         rank=int(variables["RANK"]),
         local_rank=int(variables["LOCAL_RANK"]),
