@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
 from refshard.cli import app
-from refshard.commands.run import LAUNCHERS
+from refshard.commands.launching import LAUNCHERS
 
 DOCS = Path(__file__).parents[1] / "docs"
 NODES, GPUS = 2, 8

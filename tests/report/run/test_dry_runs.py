@@ -4,14 +4,12 @@ import msgspec
 import pytest
 
 from refshard.analysis.evidence import Evidence, gather
-from refshard.analysis.validation import validated
 from refshard.quantities import MIB
 from refshard.records import Run
 from refshard.report.run.columns import values
 from refshard.report.run.page import page
 from refshard.report.run.scaling import scalings
 from refshard.report.run.trust import trust
-from refshard.report.run.validation import terminal_validation
 from refshard.report.run.verdict import findings, modelled, unranked, verdict
 from refshard.report.run.views import summary_table, terminal_table
 from tests.report.runs import CASES, CLUSTER, both, run
@@ -85,14 +83,6 @@ def test_out_of_memory_shows_what_it_would_take_and_competes_with_nobody() -> No
     assert row["tokens/s/GPU"] == "-"
     assert all("ddp" not in (*finding.fastest, *finding.leanest) for finding in findings(evidence))
     assert any("state oom (needs)" in sentence for sentence in unranked(evidence))
-
-
-def test_a_prediction_stands_beside_its_measurement() -> None:
-    pairs = validated(gather(both("dryrun")))
-    assert len(pairs) == len(CASES)
-    told = terminal_validation(pairs)
-    assert "dry run" in told
-    assert "Dry run: median error of the step time" in told
 
 
 def test_several_contests_are_told_in_a_sentence_group_each() -> None:

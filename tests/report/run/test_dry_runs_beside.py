@@ -4,10 +4,11 @@ import msgspec
 import pytest
 
 from refshard.analysis.evidence import Evidence, gather
+from refshard.analysis.validation import validated
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord, Run
 from refshard.report.run.page import page
-from refshard.report.run.validation import dry_runs_beside
+from refshard.report.run.validation import dry_runs_beside, terminal_validation
 from tests.report.runs import CLUSTER, run
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -80,6 +81,14 @@ def test_each_dry_run_stands_beside_its_case_with_errors_and_states() -> None:
     assert (fsdp2["peak reserved measured"], fsdp2["its error"]) == ("1.95 GiB", "+1.0 %")
     assert len(found.findings) == 1
     assert found.findings[0].startswith("Dry run: median error of the step time 10.0 %, at most 10.0 %")
+
+
+def test_validate_prints_those_of_which_both_ended_ok() -> None:
+    pairs = validated(evidence())
+    told = terminal_validation(pairs)
+    assert [pair.measured.strategy for pair in pairs] == ["fsdp2", "refshard-fsdp", "refshard-yafsdp"]
+    assert "dry run" in told
+    assert "Dry run: median error of the step time 10.0 %" in told
 
 
 def test_a_dry_run_of_another_gpu_is_no_prediction() -> None:
