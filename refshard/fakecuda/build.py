@@ -1,4 +1,4 @@
-"""Build the extension with the user's compiler, once per version of torch, of Python and of the sources.
+"""Build the extension with the user's compiler, once per installed torch, version of Python and of the sources.
 
 torch is not imported here, because the extension must be loaded before torch. The build needs torch's own build tools,
 so it runs in another process.
@@ -32,7 +32,7 @@ def extension() -> Path:
         RefshardError: torch is missing or is a CUDA build, there is no C++ compiler, or the build failed.
     """
     torch_folder, version = _torch()
-    folder = _folder(version)
+    folder = _folder(torch_folder, version)
     built = folder / f"{NAME}.so"
     if built.exists():
         return built
@@ -51,14 +51,19 @@ def check() -> None:
     Raises:
         RefshardError: torch is missing or is a CUDA build, or there is no C++ compiler and it is not built yet.
     """
-    _, version = _torch()
-    if not (_folder(version) / f"{NAME}.so").exists():
+    if not (_folder(*_torch()) / f"{NAME}.so").exists():
         _check_tools()
 
 
-def _folder(version: str) -> Path:
-    """Where the extension for this version of torch is built and kept."""
-    return _cache() / f"torch-{version}-py{sys.version_info.major}{sys.version_info.minor}-{_sources_hash()}"
+def _folder(torch_folder: Path, version: str) -> Path:
+    """Where the extension for the torch in ``torch_folder`` is built and kept.
+
+    The extension finds torch's libraries where they were when it was built. If environments shared it, it would break
+    in all of them once the one that built it is deleted.
+    """
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    where = hashlib.sha256(str(torch_folder).encode()).hexdigest()[:8]
+    return _cache() / f"torch-{version}-{python}-{where}-{_sources_hash()}"
 
 
 def _torch() -> tuple[Path, str]:
@@ -100,7 +105,7 @@ def _check_tools() -> None:
 
 
 def _build(folder: Path, built: Path, torch_folder: Path) -> None:
-    print("refshard: building the fake CUDA device (about 40 s, once per torch version)", file=sys.stderr, flush=True)
+    print("refshard: building the fake CUDA device (about 40 s, once per environment)", file=sys.stderr, flush=True)
     began = time.monotonic()
     command = [sys.executable, "-m", "refshard.fakecuda.compile", str(folder), str(torch_folder)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}

@@ -40,7 +40,7 @@ class DryOutcome:
 
 
 def check_dry(case: CaseSpec) -> None:
-    """Check that a case can be dry-run. Build the fake device if necessary: a minute, once per torch version.
+    """Check that a case can be dry-run. Build the fake device if necessary: a minute, once per environment.
 
     Raises:
         SpecError: the cluster has no CUDA GPUs, no rate for the precision, or too few GPUs for the ranks.
