@@ -61,8 +61,13 @@ def test_what_was_skipped_is_launched_once_a_resumed_run_no_longer_skips_it(tmp_
 
 
 @pytest.mark.processes
-def test_dry_runs_say_what_will_not_fit_and_are_kept(tmp_path: Path) -> None:
-    """Of GPUs on which tensors may fill 300 MiB: DDP's 30M parameters take 480, and an eighth of that fits."""
+def test_dry_runs_say_what_will_not_fit_and_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs on which tensors may fill 300 MiB: DDP's 30M parameters take 480, and an eighth of that fits.
+
+    This process may be one that torchrun started: the dry runs have no peers all the same.
+    """
+    for name, value in {"TORCHELASTIC_RUN_ID": "id", "RANK": "0", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
     node = load_cluster("dgx-h100")
     memory = sum(one.bytes for one in overheads(8)) + 300 * MIB
     hardware = msgspec.structs.replace(node.accelerator, memory_bytes=memory)

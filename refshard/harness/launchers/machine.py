@@ -16,7 +16,10 @@ def check_fits_machine(case: CaseSpec, processes: int, *, oversubscribe: bool) -
     gpus = torch.cuda.device_count()
     field = "resident_ranks" if case.fidelity == "emulated" else "world_size"
     if case.device == "cuda" and not gpus:
-        raise SpecError('device: \'cuda\' asked for, but torch sees no GPU; set device = "cpu" or "auto"')
+        raise SpecError(
+            "device: 'cuda' asked for, but torch sees no GPU; set device = \"cpu\" or \"auto\", or dry-run the suite "
+            "with --dry-run-on CLUSTER"
+        )
     if gpus and case.device != "cpu":
         if processes > gpus:
             raise SpecError(f"{field}: {processes} ranks need as many GPUs, here are {gpus}; lower it")
