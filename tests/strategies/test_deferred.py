@@ -29,6 +29,8 @@ CASES: dict[str, dict[str, int]] = {
     "fsdp1 tied": {},
     "refshard-fsdp tied": {},
     "fsdp2-tuned hybrid": {"replicas": 2},
+    "fsdp2-compiled": {},
+    "refshard-yafsdp-compiled": {},
     "tensor-parallel": {},
     "pipeline": {"microbatches": 4},
     "refshard-replicate": {},

@@ -17,7 +17,7 @@ def check_fits_machine(case: CaseSpec, processes: int, *, oversubscribe: bool) -
     field = "resident_ranks" if case.fidelity == "emulated" else "world_size"
     if case.device == "cuda" and not gpus:
         raise SpecError(
-            "device: 'cuda' asked for, but torch sees no GPU; set device = \"cpu\" or \"auto\", or dry-run the suite "
+            'device: \'cuda\' asked for, but torch sees no GPU; set device = "cpu" or "auto", or dry-run the suite '
             "with --dry-run-on CLUSTER"
         )
     if gpus and case.device != "cpu":
