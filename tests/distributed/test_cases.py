@@ -134,6 +134,7 @@ def test_a_run_that_never_ends_is_given_up() -> None:
     runs = [Run(name, "fsdp", PLAIN[0]) for name in ("never_ends", "is_right")]
     outcomes = run_all(2, runs, run_s=8)
     assert [outcomes[run].kind for run in runs] == ["hang", "right"]
+    assert "in never_ends" in outcomes[runs[0]].message  # the ranks' stacks
 
 
 def test_differences_are_named_and_measured() -> None:

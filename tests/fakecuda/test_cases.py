@@ -53,7 +53,7 @@ def launch() -> Callable[[str], dict[Run, Outcome]]:
     @functools.cache
     def launched(selection: str) -> dict[Run, Outcome]:
         racing = Run(deliberate.races.name, "fsdp", PLAIN[0])
-        return run_all(2, [racing, *COVER] if selection == "cover" else EVERY, device="fake-cuda", run_s=120)
+        return run_all(2, [racing, *COVER] if selection == "cover" else EVERY, device="fake-cuda")
 
     return launched
 

@@ -79,7 +79,7 @@ class _Launch(NamedTuple):
     """What all ranks of a launch are told.
 
     ``collective_s`` is how long a rank waits in a collective for one that does not come, ``run_s`` how long a launch
-    waits for any news, in seconds.
+    waits for any news, in seconds: on two cores that others use too, a case that compiles takes over a minute.
     """
 
     world_size: int
@@ -95,7 +95,7 @@ def run_all(
     *,
     device: Device = "cpu",
     collective_s: float = 10,
-    run_s: float = 60,
+    run_s: float = 180,
     report: Callable[[Run, Outcome], object] = lambda *_: None,
 ) -> dict[Run, Outcome]:
     """Run each on that many ranks. ``report`` hears of what a launch brought."""
@@ -154,15 +154,19 @@ def _watch(ranks: Sequence[Any], folder: Path, run_s: float) -> Outcome | None:
         dead = [process.exitcode for process in ranks if process.exitcode]
         if dead:
             time.sleep(0.2)
-            tail = "".join(path.read_text(errors="replace")[-300:] for path in sorted(folder.glob("*.stderr")))
-            name = signal.Signals(-dead[0]).name if dead[0] < 0 else f"exit status {dead[0]}: {tail}"
+            name = signal.Signals(-dead[0]).name if dead[0] < 0 else f"exit status {dead[0]}: {_ends(folder)}"
             return Outcome(kind="crash", message=name)
         news = sum(path.stat().st_size for path in folder.glob("[0-9]"))
         if news != size:
             size, since = news, time.monotonic()
         elif time.monotonic() - since > run_s:
-            return Outcome(kind="hang", message=f"no news for {run_s:g} s")
+            return Outcome(kind="hang", message=f"no news for {run_s:g} s; the ranks are here: {_ends(folder, 3000)}")
     return None
+
+
+def _ends(folder: Path, length: int = 300) -> str:
+    """The last of what each rank wrote to stderr, stacks of one without news among it."""
+    return "\n".join(path.read_text(errors="replace")[-length:] for path in sorted(folder.glob("*.stderr")))
 
 
 def _read(path: Path) -> Iterator[_Told]:
@@ -205,9 +209,9 @@ def _rank(rank: int, port: int, folder: Path, launch: _Launch) -> None:
             shared = folder / f"run {index}"
             shared.mkdir(exist_ok=True)
             case = known[run.case]
+            faulthandler.dump_traceback_later(0.5 * launch.run_s, file=stderr)
             if reference is None or reference[0] != (run.case, run.variant):
                 reference = (run.case, run.variant), _reference(case, run.variant, shared / f"bare {rank}", device)
-            faulthandler.dump_traceback_later(0.5 * launch.run_s, file=stderr)
             place = _Place(rank, launch.world_size, PrefixStore(str(index), store), shared, device, launch.collective_s)
             pickle.dump(_tell(case, run, reference[1], place), file)
             file.flush()
