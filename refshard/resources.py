@@ -23,6 +23,15 @@ def checkout() -> Path | None:
     return beside if (beside / "pyproject.toml").is_file() and (beside / ".git").exists() else None
 
 
+def install_extra(extra: str) -> str:
+    """Where and how an optional dependency is installed. refshard is on no package index, only in its checkout.
+
+    >>> install_extra("peers")
+    "pip install -e '.[peers]' in refshard's checkout"
+    """
+    return f"pip install -e '.[{extra}]' in refshard's checkout"
+
+
 def model_profiles() -> dict[str, Path]:
     """Model presets by name."""
     return {p.stem: p for p in sorted((root() / "profiles" / "models").glob("*.toml"))}

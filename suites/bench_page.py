@@ -60,7 +60,9 @@ def page(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless, and closed afterwards."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason='playwright is not here; pip install "refshard[test]"')
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason=f"playwright is not here; {resources.install_extra('test')}"
+    )
     if not CHROMIUM.exists():
         pytest.skip("needs Debian's chromium")
     with sync_api.sync_playwright() as playwright:

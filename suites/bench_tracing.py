@@ -26,6 +26,8 @@ from typing import Any
 
 import pytest
 
+from refshard.resources import install_extra
+
 ROOT = Path(__file__).parents[1]
 CANDIDATES = (
     Path(os.environ.get("REFSHARD_TRACE", "")),
@@ -78,7 +80,7 @@ def large(benchmark: Any, tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def small(benchmark: Any, tmp_path: Path) -> Iterator[Path]:
     """A trace of 200 MB, gone afterwards."""
-    pytest.importorskip("hta", reason='HTA is not here; pip install "refshard[hta]"')
+    pytest.importorskip("hta", reason=f"HTA is not here; {install_extra('hta')}")
     if b'"kernel"' not in gzip.decompress(SOURCE.read_bytes()):
         pytest.skip("HTA analyses traces of GPUs only, and there is none; name one in REFSHARD_TRACE")
     yield from _made(tmp_path, SMOKE if benchmark.disabled else SMALL)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from refshard.plan.placement import MODES
+from refshard.resources import install_extra
 from refshard.specs.case import CaseSpec
 
 Axis = Literal[
@@ -101,7 +102,7 @@ def _missing(packages: tuple[str, ...], extra: str) -> str:
     absent = [package for package in packages if find_spec(package) is None]
     if not absent:
         return ""
-    remedy = f"pip install 'refshard[{extra}]'" if extra else "it is not on PyPI: install it from source"
+    remedy = install_extra(extra) if extra else "it is not on PyPI: install it from source"
     return f"needs {', '.join(absent)}, which is not installed; {remedy}"
 
 

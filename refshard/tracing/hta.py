@@ -23,12 +23,13 @@ import msgspec
 import numpy as np
 
 from refshard.errors import TraceError
+from refshard.resources import install_extra
 from refshard.timeline import Kind, Timeline
 
 DISTRIBUTION = "traceinsight"
 """The living distribution of HTA, whose import name is ``hta``."""
 
-REMEDY = 'pip install "refshard[hta]"'
+REMEDY = install_extra("hta")
 
 PANDAS_FROM, PANDAS_BELOW = (2, 2), (3, 0)
 """The versions of pandas with which refshard and HTA's own tests pass; the extra ``hta`` holds pandas to the same."""

@@ -32,7 +32,10 @@ def test_every_strategy_has_a_row_with_its_axes_and_whether_it_can_run() -> None
 
 def test_a_row_that_cannot_run_says_why_and_what_to_do() -> None:
     row = Row(module="m", class_name="C", about="a", axes=frozenset(), packages=("no_such", "torch"), extra="more")
-    assert row.unavailable(cuda=True) == "needs no_such, which is not installed; pip install 'refshard[more]'"
+    assert (
+        row.unavailable(cuda=True)
+        == "needs no_such, which is not installed; pip install -e '.[more]' in refshard's checkout"
+    )
     quoting = Row(module="m", class_name="C", about="a", axes=frozenset(), without_cuda="Oops: no GPU")
     assert quoting.unavailable(cuda=True) == ""
     assert quoting.unavailable(cuda=False) == "needs a CUDA device; without one it says: Oops: no GPU"
@@ -54,8 +57,8 @@ for changes in {"tuning": "qlora", "optimizer": "adamw-8bit"}, {"tuning": "lora"
     except UnsupportedError as error:
         print("unsupported:", error)
 """
-PEFT = "needs peft, which is not installed; pip install 'refshard[peers]'"
-TORCHAO = "needs torchao, which is not installed; pip install 'refshard[peers]'"
+PEFT = "needs peft, which is not installed; pip install -e '.[peers]' in refshard's checkout"
+TORCHAO = "needs torchao, which is not installed; pip install -e '.[peers]' in refshard's checkout"
 
 
 @pytest.mark.processes

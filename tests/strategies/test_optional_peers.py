@@ -216,7 +216,9 @@ def test_without_its_package_a_case_is_unsupported_and_says_how_to_install_it(na
     if find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
     extra = ROWS[name].extra
-    remedy = f"pip install 'refshard[{extra}]'" if extra else "it is not on PyPI: install it from source"
+    remedy = (
+        f"pip install -e '.[{extra}]' in refshard's checkout" if extra else "it is not on PyPI: install it from source"
+    )
     with pytest.raises(UnsupportedError) as caught:
         strategy_for(case_of(name, "plain"), cuda=True)
     assert str(caught.value) == f"{name} needs {package}, which is not installed; {remedy}"

@@ -11,6 +11,7 @@ import pytest
 
 import refshard
 from refshard.errors import TraceError
+from refshard.resources import install_extra
 from refshard.tracing.hta import HtaFailure, HtaFigures, cross_check
 from tests.tracing.handmade import event, step, write
 from tests.tracing.test_others import EXACT_US, FIELDS, OTHERS
@@ -18,7 +19,7 @@ from tests.tracing.test_others import EXACT_US, FIELDS, OTHERS
 pytestmark = pytest.mark.full
 
 needs_hta = pytest.mark.skipif(
-    importlib.util.find_spec("hta") is None, reason='HTA is not here; pip install "refshard[hta]"'
+    importlib.util.find_spec("hta") is None, reason=f"HTA is not here; {install_extra('hta')}"
 )
 
 GEMM = "ampere_sgemm"
@@ -70,7 +71,9 @@ def versions(**known: str) -> Callable[[str], str]:
 def test_without_hta_the_error_is_one_line_that_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(TraceError) as error:
         cross_check(tmp_path / "t.json", installed=versions(pandas="2.3.3"))
-    assert str(error.value) == 'a cross-check needs Holistic Trace Analysis; pip install "refshard[hta]"'
+    assert str(error.value) == (
+        "a cross-check needs Holistic Trace Analysis; pip install -e '.[hta]' in refshard's checkout"
+    )
 
 
 @pytest.mark.parametrize("pandas", ["2.1.4", "3.0.0", "3.1.1", "10.0", "unknown"])

@@ -3,6 +3,7 @@
 import msgspec
 
 from refshard.harness.doctor.facts import Facts
+from refshard.resources import install_extra
 
 
 class Ability(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +50,7 @@ def abilities(facts: Facts) -> tuple[Ability, ...]:
         Ability(
             name="cross-check of traces",
             possible=facts.hta,
-            about="refshard trace --cross-check hta" if facts.hta else "lacks HTA: pip install 'refshard[hta]'",
+            about="refshard trace --cross-check hta" if facts.hta else f"lacks HTA: {install_extra('hta')}",
         ),
         _strategies(facts),
     )

@@ -7,6 +7,7 @@ import msgspec
 
 from refshard.harness.doctor.facts import Facts, GpuFacts, TorchGpu
 from refshard.quantities import GIB, format_bytes
+from refshard.resources import install_extra
 
 T = TypeVar("T")
 Severity = Literal["error", "warning", "note"]
@@ -132,7 +133,7 @@ def _sensors(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             says="nvidia-ml-py is not installed: power, clocks, throttling and links are unknown here and in records",
-            remedy="pip install 'refshard[cuda]'",
+            remedy=install_extra("cuda"),
         )
 
 

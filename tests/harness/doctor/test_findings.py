@@ -79,7 +79,7 @@ def test_what_makes_measurements_wrong_is_an_error(facts: Facts, says: str, reme
          "ulimit -l unlimited"),
         (replace(CPU_ONLY, busy_cores=8.0), "other processes keep 8.0 of 64 cores busy", "end them or wait"),
         (replace(DGX, nvml=False, gpus=()), "nvidia-ml-py is not installed: power, clocks, throttling and links are "
-         "unknown here and in records", "pip install 'refshard[cuda]'"),
+         "unknown here and in records", "pip install -e '.[cuda]' in refshard's checkout"),
         (replace(CPU_ONLY, dry_run_obstacle="building needs a C++ compiler; install g++"),
          "no dry runs: building needs a C++ compiler", "install g++"),
         (replace(DGX, variables={"NCCL_P2P_DISABLE": "1"}),
