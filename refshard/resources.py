@@ -24,7 +24,7 @@ def checkout() -> Path | None:
 
 
 def install_extra(extra: str) -> str:
-    """Where and how an optional dependency is installed. refshard is on no package index, only in its checkout.
+    """The remedy for a missing optional package. refshard is on no package index, so its checkout installs them.
 
     >>> install_extra("peers")
     "pip install -e '.[peers]' in refshard's checkout"

@@ -165,7 +165,7 @@ def _watch(ranks: Sequence[Any], folder: Path, run_s: float) -> Outcome | None:
 
 
 def _ends(folder: Path, length: int = 300) -> str:
-    """The last of what each rank wrote to stderr, stacks of one without news among it."""
+    """The end of each rank's stderr. A rank without news has written its stacks there."""
     return "\n".join(path.read_text(errors="replace")[-length:] for path in sorted(folder.glob("*.stderr")))
 
 
