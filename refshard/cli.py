@@ -1,12 +1,12 @@
 """The command line: parse, call one command, print.
 
-Exit status: 0 when everything asked for was done and every case ended ok or is unsupported, 1 when a case did not, 2
-for a mistake in what was asked, 130 when interrupted.
+Exit status: 0 when everything asked for was done and every case ended ok or is unsupported, 1 when a case did not or
+nothing fits, 2 for a mistake in what was asked, 130 when interrupted. ``refshard gate`` has its own.
 """
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -15,23 +15,63 @@ from typing import Annotated
 import typer
 
 from refshard import resources
+from refshard.commands.printing import printed
 from refshard.errors import RefshardError, SpecError
 from refshard.harness.interruption import ignore_more, interruptible, mortal
+from refshard.report.answer import Answer
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-_Baselines = Annotated[Path, typer.Option(help="Where accepted baselines lie, and the noise of machines.")]
-_Output = Annotated[Path | None, typer.Option("--out", "-o", help="Where to write; a new place by default.")]
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+def _starting_with(names: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
+    """For shell completion: the names that begin as the word does, and after a comma as its last part does."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names() if name.startswith(last)]
+
+    return complete
+
+
+def _strategy_names() -> Sequence[str]:
+    from refshard.strategies.table import ROWS
+
+    return list(ROWS)
+
+
+_suite_names = _starting_with(lambda: list(resources.suites()))
+_cluster_names = _starting_with(lambda: list(resources.cluster_profiles()))
+_model_names = _starting_with(lambda: list(resources.model_profiles()))
+_some_strategies = _starting_with(_strategy_names)
+
+_Baselines = Annotated[Path, typer.Option(help="Folder of accepted baselines and of machines' noise.")]
+_Html = Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network ('-': stdout).")]
+_Suite = Annotated[
+    str, typer.Option(help="A suite's TOML file, or the name of one that ships.", autocompletion=_suite_names)
+]
+_Cluster = Annotated[
+    str,
+    typer.Option(help="Cluster profile or TOML file; append xN for N nodes.", autocompletion=_cluster_names),
+]
+_Oversubscribe = Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")]
+_Launcher = Annotated[str | None, typer.Option(help="What starts ranks: local, torchrun or slurm.")]
+_Sbatch = Annotated[str | None, typer.Option(help="Options for sbatch, with --launcher slurm.")]
 
 
 @contextmanager
-def _interruptible(left: str) -> Iterator[None]:
-    """A signal that asks this process to end does so in order, with one line that says what is ``left``."""
+def _interruptible(left: str = "") -> Iterator[None]:
+    """A signal that asks this process to end does so in order, with one line: what the command says of what is saved,
+    else what is ``left``.
+    """
     try:
         with interruptible():
             yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         ignore_more()
-        print(f"refshard: interrupted; {left}", file=sys.stderr)
+        told = str(error) if " " in str(error) else left  # by itself it names the signal
+        print(f"Interrupted: {told}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
@@ -49,94 +89,130 @@ def _harness_errors() -> Iterator[None]:
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    """Which way of sharding a training run is fastest and leanest here, by how much, and why."""
+    """Measure, dry-run, plan and analyse sharded training: which strategy is fastest on your cluster, and why."""
     if version:
         print(f"refshard {metadata.version('refshard')}")
         raise typer.Exit
 
 
 @app.command()
+@printed
 def run(
     suite: Annotated[
-        str | None, typer.Argument(help="A suite's TOML file, or the name of one that ships with refshard.")
+        str | None,
+        typer.Argument(
+            help="A suite's TOML file, the name of one that ships, or - for standard input.",
+            autocompletion=_suite_names,
+        ),
     ] = None,
-    out: _Output = None,
-    resume: Annotated[Path | None, typer.Option(help="A run's folder: measure only what is missing there.")] = None,
-    oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
-    launcher: Annotated[
-        str | None, typer.Option(help="What starts ranks: local, torchrun or slurm; by default what the suite says.")
+    strategy: Annotated[
+        str | None, typer.Option(help="Strategies, separated by commas.", autocompletion=_some_strategies)
     ] = None,
-    sbatch: Annotated[str | None, typer.Option(help="Options for sbatch, with launcher slurm.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model presets or files, separated by commas.", autocompletion=_model_names),
+    ] = None,
+    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, separated by commas.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Launches of each case; 3 or more give intervals.")] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the suite's cases; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run [default: a new one].")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Measure only what is missing in this run's folder.")] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="Measure this case of the suite, by name or hash; may be given repeatedly.")
+        list[str] | None, typer.Option(help="Measure only this case, by name or hash; may be repeated.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the cases and the expected duration; launch nothing.")
+    ] = False,
+    write: Annotated[Path | None, typer.Option(help="Write the suite to this TOML file.")] = None,
+    oversubscribe: _Oversubscribe = False,
+    launcher: _Launcher = None,
+    sbatch: _Sbatch = None,
     dry_run_on: Annotated[
         str | None,
-        typer.Option(metavar="CLUSTER", help="Dry-run the measured cases on this cluster instead: no GPU is needed."),
+        typer.Option(
+            metavar="CLUSTER", help="Dry-run the cases on this cluster; needs no GPU.", autocompletion=_cluster_names
+        ),
     ] = None,
     dry_run_first: Annotated[
         str | None,
         typer.Option(
             metavar="CLUSTER",
-            help="Dry-run the measured cases on this cluster first and skip those that will not fit. 'auto': the first "
-            "cluster with this machine's GPUs; 'no': none. By default the suite decides.",
+            help="Dry-run the cases on this cluster first and skip those that will not fit. 'auto': the first cluster "
+            "with this machine's GPUs; 'no': none [default: what the suite says].",
         ),
     ] = None,
     launch_all: Annotated[
         bool, typer.Option("--launch-all", help="Launch cases even if their dry run says that they will not fit.")
     ] = False,
-) -> None:
-    """Measure every case of a suite and compare them."""
+) -> Answer:
+    """Measure every case of a suite and compare them.
+
+    Without a suite, options describe one: refshard run --strategy ddp,fsdp2 --model llama-mini --world-size 2
+    """
     with mortal():
-        from refshard.analysis.evidence import gather
+        from refshard.commands import matrix
         from refshard.commands import run as command
         from refshard.commands.launching import serve_harness
-        from refshard.report.run.views import terminal_table, terminal_verdict
 
     if (status := serve_harness(launcher)) is not None:
         raise typer.Exit(status)
+    options = matrix.Options(
+        strategies=strategy, models=model, world_sizes=world_size, rounds=rounds, changes=tuple(changes or ())
+    )
     asked = command.Asked(
-        suite=suite, output=out, resume=resume, oversubscribe=oversubscribe, launcher=launcher, sbatch=sbatch,
-        only=tuple(only or ()), dry_run_on=dry_run_on, dry_run_first=dry_run_first, launch_all=launch_all,
+        suite=matrix.asked_suite(suite, options), output=out, resume=resume, oversubscribe=oversubscribe,
+        launcher=launcher, sbatch=sbatch, only=tuple(only or ()), dry_run_on=dry_run_on, dry_run_first=dry_run_first,
+        launch_all=launch_all,
     )  # fmt: skip
-    with _interruptible("what had ended is written; --resume goes on"):
-        finished, dashboard = command.run(asked)
-    found = gather(finished)
-    print(f"\n{terminal_table(found)}\n\n{terminal_verdict(found)}\n\ndashboard: {dashboard}")
-    if not finished.well:
-        raise typer.Exit(1)
+    if write is not None and asked.suite is not None:
+        matrix.keep(asked.suite, write)
+    if dry_run:
+        return command.listed(asked)
+    with _interruptible():
+        return command.run(asked)
 
 
 @app.command()
+@printed
 def show(
-    run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per case.")] = False,
-    as_csv: Annotated[
-        bool,
-        typer.Option(
-            "--csv",
-            help="Print CSV (RFC 4180): a header, a row per case, the columns of --json. Null is empty, and the parts "
-            "of a list (warnings, checkpointed layers) are joined by ' | '.",
-        ),
-    ] = False,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print Markdown, for a pull request or a job's summary.")
-    ] = False,
-    against: Annotated[str | None, typer.Option(help="Compare every strategy with this one: ratios.")] = None,
-) -> None:
-    """Print a run's verdict and tables."""
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of runs.")] = Path("runs/latest"),
+) -> Answer:
+    """Print a run's tables and verdict; of a folder of runs, list them."""
     from refshard.commands import show as command
 
-    # Lines of CSV have their own ends, the last one too.
-    printed = command.show(run, as_json=as_json, as_csv=as_csv, as_markdown=as_markdown, against=against)
-    print(printed, end="" if as_csv else "\n")
+    return command.show(run)
+
+
+@app.command()
+@printed
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="The baseline: a run's folder, or a strategy.")],
+    b: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[B]...", help="Another run, or strategies [default: all of the run]."),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="The run whose strategies are compared [default: latest].")] = None,
+) -> Answer:
+    """Compare two runs, or strategies of one run: ratios with their intervals.
+
+    Examples: refshard compare runs/before runs/after; refshard compare ddp fsdp2 --run runs/latest
+    """
+    from refshard.commands import compare as command
+
+    return command.compare(a, tuple(b or ()), run)
 
 
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, such as runs/latest.")],
-    out: _Output = None,
-    against: Annotated[Path | None, typer.Option(help="A run's folder: say what changed since.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="File to write ('-': stdout) [default: in the last run's folder]."),
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="An earlier run: say what changed since.")] = None,
     multi: Annotated[
         bool, typer.Option("--multi", help="Write a folder: the dashboard, and a timeline of each case's trace.")
     ] = False,
@@ -144,115 +220,105 @@ def report(
     """Draw the dashboard of one run or several: one HTML file that needs no network."""
     from refshard.commands import report as command
 
-    print(command.report(runs, out, against=against, multi=multi))
+    written = command.report(runs, out, against=against, multi=multi)
+    if str(out) != "-":
+        print(written)
 
 
 @app.command()
+@printed
 def trace(
     paths: Annotated[list[Path], typer.Argument(help="Kineto traces (.json, .json.gz), or folders of them.")],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON array with one object per trace; of a comparison, an object.")
-    ] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page with timelines: one file, no network.")] = None,
-    job: Annotated[bool, typer.Option("--job", help="Take all files as ranks of one job, whatever they say.")] = False,
+    html: _Html = None,
+    job: Annotated[bool, typer.Option("--job", help="Treat all files as ranks of one job.")] = False,
     calibration: Annotated[
         Path | None, typer.Option(help="A trace taken with CUDA_LAUNCH_BLOCKING=1, for the give-way index.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Compare: what accounts for the change in step time from PATHS to this.")
+        Path | None, typer.Option(help="An earlier trace B: say what accounts for the change in step time.")
     ] = None,
     cross_check: Annotated[
-        str | None, typer.Option(help="Set another analyser's figures beside these: hta (extra of the same name).")
+        str | None, typer.Option(help="Show another analyser's figures too: hta (Holistic Trace Analysis).")
     ] = None,
-) -> None:
-    """Analyse profiler traces: overlap, idle time, give-way, stragglers, and what is doubtful about them."""
+) -> Answer:
+    """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace."""
     from refshard.commands import trace as command
 
-    print(
-        command.trace(
-            paths,
-            as_json=as_json,
-            page=html,
-            one_job=job,
-            calibration=calibration,
-            against=against,
-            cross_check=cross_check,
-        )
+    return command.trace(
+        paths, page=html, one_job=job, calibration=calibration, against=against, cross_check=cross_check
     )
 
 
 @app.command()
+@printed
 def plan(
-    model: Annotated[str, typer.Option(help="A model preset (`refshard list models` names them) or TOML file.")],
-    cluster: Annotated[str, typer.Option(help="A cluster's profile or TOML file, and xN after it for N nodes.")],
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 8192,
-    microbatch: Annotated[int, typer.Option(help="Sequences that a rank computes at once.")] = 1,
-    accumulate: Annotated[int, typer.Option(help="Microbatches of a rank in a step.")] = 1,
+    model: Annotated[
+        str, typer.Option(help="A model preset (see `refshard list models`) or file.", autocompletion=_model_names)
+    ],
+    cluster: _Cluster,
+    seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
+    microbatch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Microbatches per rank and step.")] = 1,
     strategy: Annotated[
-        str | None, typer.Option(help="Strategies, by commas; by default all with a closed form.")
+        str | None,
+        typer.Option(
+            help="Strategies, separated by commas [default: all with a closed form].", autocompletion=_some_strategies
+        ),
     ] = None,
     checkpoint: Annotated[
         str,
         typer.Option(
-            help="Layers that recompute: auto (as few as fit), none, full, every-K, or selective (all, by op)."
+            help="Activation checkpointing: auto (as few layers as fit), none, full, every-K, or selective (by operator)."
         ),
     ] = "auto",
-    checkpoint_layers: Annotated[int | None, typer.Option(help="As many layers recompute, from the first.")] = None,
-    replicas: Annotated[int, typer.Option(help="Groups of ranks that each hold the whole model (hybrid).")] = 1,
+    checkpoint_layers: Annotated[int | None, typer.Option(help="Checkpoint this many layers, from the first.")] = None,
+    replicas: Annotated[int, typer.Option(help="Replica groups, each of which holds the whole model (HSDP).")] = 1,
     dtype: Annotated[
-        str | None, typer.Option(help="bf16 or fp32, in compute; by default what the hardware has.")
+        str | None, typer.Option(help="Compute dtype: bf16 or fp32 [default: the fastest the hardware has].")
     ] = None,
-    reduction: Annotated[str, typer.Option(help="bf16 or fp32, of gradients over ranks.")] = "fp32",
-    compiled: Annotated[bool, typer.Option("--compiled", help="Blocks under torch.compile.")] = False,
+    reduction: Annotated[str, typer.Option(help="Gradient reduction dtype: bf16 or fp32.")] = "fp32",
+    compiled: Annotated[bool, typer.Option("--compiled", help="Assume blocks under torch.compile.")] = False,
     price: Annotated[float, typer.Option(help="USD per GPU and hour.")] = 2.5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network.")] = None,
+    html: _Html = None,
     trace: Annotated[
-        Path | None, typer.Option(help="A folder to write each simulated step to, as a Kineto trace.")
+        Path | None, typer.Option(help="Write each simulated step to this folder as a Kineto trace.")
     ] = None,
-) -> None:
-    """Forecast memory, step time and cost of strategies on a cluster in closed form, without running anything."""
+) -> Answer:
+    """Forecast memory, step time and cost of strategies on a cluster in closed form, without running anything.
+
+    Exit status: 0 if a strategy fits, 1 if none does.
+    """
     from refshard.commands import plan as command
 
     asked = command.Asked(
-        model=model,
-        cluster=cluster,
-        seq_len=seq_len,
-        microbatch=microbatch,
-        accumulate=accumulate,
-        strategies=strategy,
-        checkpoint=checkpoint,
-        checkpoint_layers=checkpoint_layers,
-        replicas=replicas,
-        dtype=dtype,
-        reduction=reduction,
-        compiled=compiled,
-        price_usd=price,
-    )
-    print(command.plan(asked, as_json=as_json, page=html, traces=trace))
+        model=model, cluster=cluster, seq_len=seq_len, microbatch=microbatch, accumulate=accumulate,
+        strategies=strategy, checkpoint=checkpoint, checkpoint_layers=checkpoint_layers, replicas=replicas,
+        dtype=dtype, reduction=reduction, compiled=compiled, price_usd=price,
+    )  # fmt: skip
+    return command.plan(asked, page=html, traces=trace)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
+@printed
 def dryrun(
     command: Annotated[
         list[str], typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a launcher's command line.")
     ],
-    cluster: Annotated[str, typer.Option(help="Cluster profile or TOML file; append xN for N nodes.")],
+    cluster: _Cluster,
     world_size: Annotated[
-        int | None, typer.Option(help="Number of ranks (default: from torchrun's options, or the whole cluster).")
+        int | None, typer.Option(help="Number of ranks [default: from torchrun's options, or the whole cluster].")
     ] = None,
     rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
     steps: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 3,
     tokens_per_step: Annotated[
-        int | None, typer.Option(help="Tokens per step over all ranks (default: counted from the model's input).")
+        int | None, typer.Option(help="Tokens per step over all ranks [default: counted from the model's input].")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write the replayed steps as a Kineto trace.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network.")] = None,
+    html: _Html = None,
     races: Annotated[
         bool, typer.Option("--races", help="Report unordered accesses to the same memory from two streams.")
     ] = False,
-) -> None:
+) -> Answer:
     """Run one rank of an unmodified training script on fake GPUs, and report whether it fits and how fast it is.
 
     Exit status: 0 if it fits; 1 if it does not, the script fails or --races finds a race; 2 if the command is wrong.
@@ -264,62 +330,41 @@ def dryrun(
         tokens_per_step=tokens_per_step, races=races,
     )  # fmt: skip
     with _interruptible("nothing is written"):
-        text, status = made.dryrun(asked, as_json=as_json, trace=trace, html=html)
-    print(text)
-    raise typer.Exit(status)
+        return made.dryrun(asked, trace=trace, html=html)
 
 
 @app.command()
+@printed
 def calibrate(
     context: typer.Context,
-    out: _Output = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The profile to write ('-': stdout) [default: a new file in runs/]."),
+    ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Number of ranks. Default: all GPUs, or one per core; under torchrun all of its.")
+        int | None,
+        typer.Option(help="Number of ranks [default: all GPUs, or one per core; under torchrun all of its]."),
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of each rank, on a CPU.")] = 1,
-    launcher: Annotated[
-        str | None, typer.Option(help="What starts ranks: local (the default), torchrun or slurm, for several nodes.")
-    ] = None,
-    sbatch: Annotated[str | None, typer.Option(help="Options for sbatch, with launcher slurm.")] = None,
+    threads: Annotated[int, typer.Option(help="Threads per rank, on a CPU.")] = 1,
+    launcher: _Launcher = None,
+    sbatch: _Sbatch = None,
     network: Annotated[
-        str | None, typer.Option(help="Join ranks by a real link of a limited rate: HOSTSxRATE, such as 2x2gbit.")
+        str | None, typer.Option(help="Connect ranks by real links of a limited rate: HOSTSxRATE, such as 2x2gbit.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="A few shapes and sizes only: seconds, and coarse.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure a few shapes and sizes only: seconds, coarse.")
+    ] = False,
     sweeps: Annotated[
-        int | None, typer.Option(help="How often to measure everything: 3, or more where the machine's speed drifts.")
+        int | None, typer.Option(help="Number of passes [default: 3, or more where the machine's speed drifts].")
     ] = None,
     earlier: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            help="Launch nothing: make a profile of the samples that a calibration left in this folder. With --aa: the "
-            "folder of an earlier --aa; may be repeated.",
-        ),
+        Path | None, typer.Option("--from", help="Launch nothing: make the profile from samples in this folder.")
     ] = None,
-    aa: Annotated[
-        bool,
-        typer.Option("--aa", help="Launch the same code against itself: how often gates here would err. For it alone:"),
-    ] = False,
-    suite: Annotated[str, typer.Option(help="A suite's TOML file, or the name of one that ships.")] = "gate",
-    launches: Annotated[int, typer.Option(help="How many, each of all cases.", min=2)] = 300,
-    permutations: Annotated[int, typer.Option(help="Gates to rehearse on them.", min=1)] = 1000,
-    oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
-    baselines: _Baselines = resources.BASELINES,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
-) -> None:
-    """Measure compute and collectives, here or on several nodes, and write a cluster's profile; with --aa, noise."""
-    given = _given(context) - {"--from"}
-    if wrong := given - _OF_NOISE if aa else given & _OF_NOISE:
-        rule = f"with{'' if aa else 'out'} it, {'noise' if aa else 'a cluster'} is measured"
-        raise SpecError(f"aa: {rule}; leave out {', '.join(sorted(wrong))}")
-    if aa:
-        _calibrate_noise(suite, launches, permutations, earlier or [], as_json, oversubscribe, baselines)
-        return
-    if earlier and (wrong := given - {"--out"} or set(map(str, earlier[1:]))):
-        raise SpecError(
-            f"from: nothing is measured, of one folder a profile is made; leave out {', '.join(sorted(wrong))}"
-        )
+) -> Answer:
+    """Measure compute and collectives, here or on several nodes, and write a cluster's profile."""
+    if earlier and (extra := _given(context) - {"--out", "--from", "--json", "--csv", "--markdown", "-v", "-q"}):
+        raise SpecError(f"from: nothing is measured; leave out {', '.join(sorted(extra))}")
     with mortal():
         from refshard.commands import calibrate as command
         from refshard.commands.launching import serve_harness
@@ -330,65 +375,64 @@ def calibrate(
         ranks=ranks, threads=threads, network=network, device=command.device(device), quick=quick, sweeps=sweeps,
         launcher=launcher, sbatch=sbatch,
     )  # fmt: skip
-    with _interruptible("what was measured is kept; refshard calibrate --from FOLDER makes a profile of it"):
-        made = command.from_samples(earlier[0], out) if earlier else command.calibrate(out, asked)
-    print(f"{made.table}\n\nprofile: {made.path}")
-    if made.ended is not None:
-        print(f"refshard: not everything was measured: {made.ended}", file=sys.stderr)
-        raise typer.Exit(1)
-
-
-_OF_NOISE = {"--aa", "--suite", "--launches", "--permutations", "--oversubscribe", "--baselines", "--json"}
+    with _interruptible("samples are saved. Make a profile of them with: refshard calibrate --from FOLDER"):
+        return command.from_samples(earlier, out) if earlier else command.calibrate(out, asked)
 
 
 def _given(context: typer.Context) -> set[str]:
-    """The options that stand on the command line."""
+    """The options on the command line."""
     sources = {p.opts[0]: context.get_parameter_source(p.name or "") for p in context.command.params}
     return {option for option, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
-def _calibrate_noise(
-    suite: str,
-    launches: int,
-    permutations: int,
-    recorded: list[Path],
-    as_json: bool,
-    oversubscribe: bool,
-    baselines: Path,
-) -> None:
+@app.command()
+@printed
+def noise(
+    suite: _Suite = "gate",
+    launches: Annotated[int, typer.Option(help="Number of launches, each of all cases.", min=2)] = 300,
+    permutations: Annotated[int, typer.Option(help="Number of gates to rehearse on them.", min=1)] = 1000,
+    earlier: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Launch nothing: use the rounds in this earlier run's folder; may be repeated."),
+    ] = None,
+    oversubscribe: _Oversubscribe = False,
+    baselines: _Baselines = resources.BASELINES,
+) -> Answer:
+    """Launch the same code against itself, to learn how often gates on this machine would be wrong."""
     with mortal():
         from refshard.commands import noise as command
 
-    with _interruptible("rounds that ended are kept; --from takes them"):
-        text = command.calibrate_noise(
-            suite, launches=launches, permutations=permutations, recorded=recorded, as_json=as_json,
+    with _interruptible("finished rounds are saved. Use them with: refshard noise --from FOLDER"):
+        return command.noise(
+            suite, launches=launches, permutations=permutations, recorded=earlier or [],
             oversubscribe=oversubscribe, baselines=baselines,
         )  # fmt: skip
-    print(text)
 
 
 @app.command()
+@printed
 def gate(
-    suite: Annotated[str, typer.Option(help="A suite's TOML file, or the name of one that ships.")] = "gate",
+    suite: _Suite = "gate",
     baseline: Annotated[
-        str | None, typer.Option(help="A revision or a checkout; without one, the accepted exact metrics.")
+        str | None, typer.Option(help="A revision or a checkout [default: the accepted exact metrics].")
     ] = None,
     candidate: Annotated[str, typer.Option(help="A revision or a checkout.")] = ".",
     strategies: Annotated[str | None, typer.Option(help="Compare two strategies instead: BASELINE,CANDIDATE.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Exact metrics only: one launch of each case.")] = False,
     portable: Annotated[
         bool,
-        typer.Option("--portable", help="Where this machine has no baseline, take another's, as far as that can hold."),
+        typer.Option(
+            "--portable", help="If this machine has no baseline, use another's metrics that hold on any machine."
+        ),
     ] = False,
-    oversubscribe: Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")] = False,
+    oversubscribe: _Oversubscribe = False,
     baselines: _Baselines = resources.BASELINES,
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
-    markdown: Annotated[Path | None, typer.Option(help="Write tables for a pull request.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML.")] = None,
+    summary: Annotated[Path | None, typer.Option(help="Write the report as Markdown to this file.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML to this file.")] = None,
     annotate: Annotated[
-        bool, typer.Option("--annotate", help="Print workflow commands that mark a job's page.")
+        bool, typer.Option("--annotate", help="Print GitHub workflow commands that annotate the job.")
     ] = False,
-) -> None:
+) -> Answer:
     """Compare two revisions, or one with what was accepted. Exit status: 0 pass, 1 regression, 2 harness error,
     3 inconclusive, 4 no comparable baseline.
     """
@@ -399,75 +443,80 @@ def gate(
         suite=suite, baseline=baseline, candidate=candidate, strategies=command.two_strategies(strategies),
         exact=exact, portable=portable, oversubscribe=oversubscribe, baselines=baselines,
     )  # fmt: skip
-    outputs = command.Outputs(as_json=as_json, markdown=markdown, junit=junit, annotate=annotate)
-    with _interruptible("what had ended is written"), _harness_errors():
-        text, status = command.gate(asked, outputs)
-    print(text)
-    raise typer.Exit(status)
+    outputs = command.Outputs(summary=summary, junit=junit, annotate=annotate)
+    with _interruptible("finished launches are saved; there is no verdict"), _harness_errors():
+        return command.gate(asked, outputs)
 
 
 @app.command()
 def accept(
     run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
-    reason: Annotated[str, typer.Option(help="Why these metrics are what they should be.")],
+    reason: Annotated[str, typer.Option(help="Why the metrics are right now.")],
     baselines: _Baselines = resources.BASELINES,
 ) -> None:
-    """Make a run's exact metrics the baseline that `refshard gate` holds changes against."""
+    """Make a run's exact metrics the baseline that `refshard gate` compares changes with."""
     from refshard.commands import gate as command
 
     print(command.accept(run, reason, baselines))
 
 
 @app.command()
+@printed
 def history(
     runs: Annotated[Path, typer.Argument(help="A folder of runs.")] = Path("runs"),
     metric: Annotated[str, typer.Option(help="A metric, as `refshard show --json` names it.")] = "step_time_s",
-    suite: Annotated[str | None, typer.Option(help="Runs of the suite of this name only.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array with one object per case.")] = False,
-) -> None:
+    suite: Annotated[str | None, typer.Option(help="Only runs of the suite with this name.")] = None,
+) -> Answer:
     """Show each case's trend across the runs of a folder."""
     from refshard.commands import history as command
 
-    print(command.history(runs, metric=metric, suite=suite, as_json=as_json))
+    return command.history(runs, metric=metric, suite=suite)
 
 
 @app.command()
+@printed
 def validate(
-    run: Annotated[Path | None, typer.Argument(help="A run's folder; without one, what others have published.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead of tables.")] = False,
+    run: Annotated[Path | None, typer.Argument(help="A run's folder [default: published results].")] = None,
     fidelity: Annotated[str, typer.Option(help="What predicts published results: simulated or dryrun.")] = "simulated",
-    only: Annotated[str | None, typer.Option(help="With dryrun: published runs whose names hold this.")] = None,
-) -> None:
-    """Set predictions beside what was measured, or what others have published."""
+    only: Annotated[str | None, typer.Option(help="With dryrun: published runs with this in their names.")] = None,
+) -> Answer:
+    """Compare predictions with measurements, or with published results."""
     from refshard.commands import validate as command
 
     with _interruptible("nothing is written"):
-        print(command.validate(run, as_json=as_json, fidelity=fidelity, only=only))
+        return command.validate(run, fidelity=fidelity, only=only)
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print an object with everything.")] = False,
-) -> None:
-    """Say what this machine is, what can run here, and what would make measurements wrong, each with its remedy.
+@printed
+def doctor() -> Answer:
+    """Describe this machine, what can run here, and what would make measurements wrong, each with its remedy.
 
     Exit status: 1 if something makes measurements wrong or impossible (an "error"), else 0.
     """
     from refshard.commands import doctor as command
 
-    printed, status = command.doctor(as_json=as_json)
-    print(printed)
-    raise typer.Exit(status)
+    return command.doctor()
 
 
 @app.command(name="list")
+@printed
 def list_(
-    what: Annotated[str, typer.Argument(help="strategies, models, modes, suites, clusters or hardware")],
-) -> None:
-    """List what refshard knows, a line each; of strategies also which can run here, and on which axes."""
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="strategies, models, modes, suites, clusters or hardware",
+            autocompletion=_starting_with(lambda: list(_KINDS)),
+        ),
+    ],
+) -> Answer:
+    """List strategies, models, modes, suites, clusters or hardware profiles."""
     from refshard.commands import listing
 
-    print(listing.lines(what))
+    return listing.listing(what)
+
+
+_KINDS = ("strategies", "models", "modes", "suites", "clusters", "hardware")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -477,10 +526,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RefshardError as error:
         print(f"refshard: {error}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:
-        # The reader (head, say) has seen enough.
-        sys.stderr.close()
-        sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,12 @@
 """How a metric of the same case on the same machine went over runs."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from tabulate import tabulate
-
-from refshard.analysis.cases import cases_of, plain
+from refshard.analysis.cases import cases_of
 from refshard.analysis.evidence import machine
-from refshard.records import METRICS, Run
+from refshard.records import Run
 from refshard.specs.case import CaseSpec
 
 
@@ -61,49 +58,3 @@ def series_of(runs: Iterable[Run], metric: str) -> tuple[Series, ...]:
         )
         for (spec, where), points in found.items()
     )
-
-
-def history_table(all_series: Sequence[Series], metric: str) -> str:
-    """A row for each series."""
-    rows = [
-        {
-            "case": plain(series.case),
-            "machine": series.environment,
-            "runs": str(len(series.points)),
-            "launches per run": launches_told(series),
-            "first": f"{series.points[0].value:.4g}",
-            "latest": f"{series.points[-1].value:.4g}",
-            "latest / first": f"{series.points[-1].value / series.points[0].value:.3f}",
-        }
-        for series in all_series
-    ]
-    title = f"{METRICS[metric].label} ({METRICS[metric].unit})"
-    return f"{title}\n\n{tabulate(rows, headers='keys', disable_numparse=True)}"
-
-
-def launches_told(series: Series) -> str:
-    """How many launches each run's value comes from, the fewest and the most."""
-    fewest, most = (of(point.launches for point in series.points) for of in (min, max))
-    return str(most) if fewest == most else f"{fewest} to {most}"
-
-
-def as_object(all_series: Sequence[Series], metric: str) -> list[dict[str, Any]]:
-    """Everything, for machines."""
-    return [
-        {
-            "case": series.case,
-            "environment": series.environment,
-            "metric": metric,
-            "points": [
-                {
-                    "run": p.run,
-                    "launches": p.launches,
-                    "started_at": p.started_at,
-                    "commit": p.commit,
-                    "value": p.value,
-                }
-                for p in series.points
-            ],
-        }
-        for series in all_series
-    ]

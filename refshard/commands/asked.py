@@ -1,18 +1,13 @@
 """What commands that launch a suite have in common."""
 
-import sys
 from pathlib import Path
 
+from refshard.commands.printing import tell
 from refshard.errors import SpecError
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import check_suite, new_run_folder
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
-
-
-def tell(text: str) -> None:
-    """Say something of a long command's progress."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def run_folder(name: str) -> Path:

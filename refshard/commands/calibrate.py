@@ -8,14 +8,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast, get_args
 
-from refshard.commands.asked import tell
 from refshard.commands.launching import check_launcher, make_launcher
+from refshard.commands.printing import tell
 from refshard.errors import SpecError
 from refshard.folders import replace_file
 from refshard.harness.calibrate import is_begun, measure, plan_calibration, read_profile
 from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
 from refshard.harness.launchers.torchrun.server import place_of
-from refshard.report.calibration import terminal_profile
+from refshard.report.answer import Answer
+from refshard.report.calibration import profile_answer
 from refshard.specs.case import Device
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.reading import convert
@@ -40,16 +41,7 @@ class Asked:
     sbatch: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """A profile's tables, where it lies, and why the ranks did not come to the end, if so."""
-
-    table: str
-    path: Path
-    ended: str | None = None
-
-
-def calibrate(output: Path | None, asked: Asked) -> Written:
+def calibrate(output: Path | None, asked: Asked) -> Answer:
     """Measure, and write the profile to ``output``, or to a new file under ``runs/``.
 
     While ranks measure, their samples lie in a folder beside it. That is removed once everything was measured.
@@ -84,7 +76,7 @@ def calibrate(output: Path | None, asked: Asked) -> Written:
     return written
 
 
-def from_samples(folder: Path, output: Path | None) -> Written:
+def from_samples(folder: Path, output: Path | None) -> Answer:
     """Write the profile of samples that an earlier calibration left in ``folder``; measure nothing.
 
     Raises:
@@ -112,11 +104,15 @@ def _samples_folder(target: Path) -> Path:
     return folder
 
 
-def _write(profile: ClusterSpec, target: Path, ended: str | None) -> Written:
+def _write(profile: ClusterSpec, target: Path, ended: str | None) -> Answer:
+    """Write the profile, and answer with it; the status is 1 if the ranks ``ended`` early, which it says."""
     replace_file(target, [to_toml(profile)])
     written = load_cluster(str(target))  # what other commands will read
     assert written == profile
-    return Written(table=terminal_profile(written), path=target, ended=ended)
+    more = f"profile: {target}"
+    if ended is not None:
+        more = f"Not everything was measured: {ended}\n{more}"
+    return profile_answer(written, more, status=0 if ended is None else 1)
 
 
 def device(given: str) -> Device:

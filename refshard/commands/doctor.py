@@ -1,6 +1,5 @@
 """``refshard doctor``: what this machine is, what can run here, and what would be wrong."""
 
-import textwrap
 from collections.abc import Sequence
 
 import msgspec
@@ -10,44 +9,51 @@ from refshard.harness.doctor.facts import Facts, gather
 from refshard.harness.doctor.findings import Finding, findings
 from refshard.harness.nvml import gpu_sensors
 from refshard.quantities import format_bytes
+from refshard.report.answer import Answer, Column, Marked, Style, Table, Text, Verdict
 
-_WIDTH = 118
+_SEVERITY: dict[str, Style] = {"error": "bad", "warning": "doubtful"}
 
 
-def doctor(*, as_json: bool) -> tuple[str, int]:
-    """The text to print, and the exit status: 1 if something makes measurements wrong or impossible, else 0."""
+def doctor() -> Answer:
+    """What this machine is and can do; the status is 1 if something makes measurements wrong or impossible."""
     with gpu_sensors() as sensors:
         facts = gather(sensors)
-    return report(facts, as_json=as_json)
+    return report(facts)
 
 
-def report(facts: Facts, *, as_json: bool) -> tuple[str, int]:
-    """The text to print about a machine of these facts, and the exit status."""
+def report(facts: Facts) -> Answer:
+    """The answer about a machine of these facts."""
     found, can = findings(facts), abilities(facts)
-    status = int(any(finding.severity == "error" for finding in found))
-    return (_json(facts, can, found) if as_json else text(facts, can, found)), status
-
-
-def _json(facts: Facts, can: Sequence[Ability], found: Sequence[Finding]) -> str:
-    packed = msgspec.json.encode({"facts": facts, "abilities": can, "findings": found})
-    return msgspec.json.format(packed, indent=2).decode()
-
-
-def text(facts: Facts, can: Sequence[Ability], found: Sequence[Finding]) -> str:
-    """What a person reads, or pastes into a bug report."""
-    return "\n".join(
-        [
-            f"refshard {facts.refshard}, torch {facts.torch.version}, Python {facts.python}",
-            "",
-            "This machine",
-            *_lines([(label, value) for label, value in machine(facts) if value]),
-            "",
-            "What can run here",
-            *_lines([(one.name, f"{'yes: ' if one.possible else 'no: '}{one.about}") for one in can]),
-            "",
-            *_found(found),
-        ]
+    errors = sum(finding.severity == "error" for finding in found)
+    data = msgspec.json.decode(msgspec.json.encode({"facts": facts, "abilities": can, "findings": found}))
+    return Answer(
+        data=data,
+        rows=data["findings"],
+        columns=("severity", "says", "remedy"),
+        blocks=[
+            Text(text=f"refshard {facts.refshard}, torch {facts.torch.version}, Python {facts.python}"),
+            _table("this machine", [(label, value) for label, value in machine(facts) if value]),
+            _can(can),
+            _found(found),
+            _verdict(found, errors),
+        ],
+        status=1 if errors else 0,
     )
+
+
+def _verdict(found: Sequence[Finding], errors: int) -> Verdict:
+    if errors:
+        words = "1 finding makes" if errors == 1 else f"{errors} findings make"
+        return Verdict(sentences=[f"{words} measurements wrong or impossible here."], style="bad")
+    if any(one.severity == "warning" for one in found):
+        return Verdict(sentences=["This machine can measure; see the warnings above."], style="doubtful")
+    return Verdict(sentences=["This machine can measure. Nothing is wrong."], style="good")
+
+
+def _can(can: Sequence[Ability]) -> Table:
+    columns = [Column("what", "left"), Column("runs here", "left"), Column("how", "left", wraps=True)]
+    rows = [[one.name, Marked("yes", "good") if one.possible else Marked("no", "doubtful"), one.about] for one in can]
+    return Table(columns=columns, rows=rows)
 
 
 def machine(facts: Facts) -> list[tuple[str, str]]:
@@ -88,18 +94,14 @@ def _words(value: object, unit: str) -> str:
     return "unknown" if value is None else f"{value:g}{unit}"
 
 
-def _found(found: Sequence[Finding]) -> list[str]:
-    if not found:
-        return ["Nothing found that is wrong."]
-    rows = [(one.severity, f"{one.says}\nTo correct it: {one.remedy}") for one in found]
-    return ["What is wrong, or good to know", *_lines(rows)]
+def _found(found: Sequence[Finding]) -> Table:
+    columns = [Column("finding", "left"), Column("what is wrong, and the remedy", "left", wraps=True)]
+    rows = [
+        [Marked(one.severity, _SEVERITY.get(one.severity, "plain")), f"{one.says}\nRemedy: {one.remedy}"]
+        for one in found
+    ]
+    return Table(columns=columns, rows=rows)
 
 
-def _lines(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Labels in one column, and what belongs to them wrapped in the next."""
-    width = max(len(label) for label, _ in rows)
-    lines = []
-    for label, value in rows:
-        parts = [line for part in value.split("\n") for line in textwrap.wrap(part, _WIDTH - width - 4)]
-        lines += [f"  {label if not number else '':{width}}  {part}" for number, part in enumerate(parts or [""])]
-    return lines
+def _table(head: str, rows: Sequence[tuple[str, str]]) -> Table:
+    return Table(columns=[Column(head, "left"), Column("", "left", wraps=True)], rows=rows)

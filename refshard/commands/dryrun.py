@@ -1,6 +1,5 @@
 """``refshard dryrun``: run a training script on GPUs that are not here, and say what would happen there."""
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ from refshard.dryrun.request import Request
 from refshard.dryrun.run import dry_run
 from refshard.errors import SpecError
 from refshard.folders import replace_file
-from refshard.report.dryrun.words import sentences, terminal_dryrun
+from refshard.report.answer import Answer
+from refshard.report.dryrun.words import dryrun_blocks, sentences
 from refshard.specs.cluster import ClusterSpec, load_cluster
 
 
@@ -33,11 +33,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     races: bool = False
 
 
-def dryrun(
-    asked: Asked, *, as_json: bool = False, trace: Path | None = None, html: Path | None = None
-) -> tuple[str, int]:
-    """Run the script that the words name, and return the text to print and the exit status: 0 if it fits, 1 if it does
-    not, failed or, where races were asked for, has some.
+def dryrun(asked: Asked, *, trace: Path | None = None, html: Path | None = None) -> Answer:
+    """Run the script that the words name; the status is 0 if it fits, 1 if it does not, failed or, where races were
+    asked for, has some.
 
     ``trace`` is a file to write the replayed steps to, as a Kineto trace; ``html`` one for a page of everything.
 
@@ -59,11 +57,13 @@ def dryrun(
         replace_file(trace, [as_kineto(found.run.recording, found.replayed)])
     if html is not None:
         _write_page(found, html)
-    if as_json:
-        text = json.dumps(as_object(found), indent=2)
-    else:
-        text = terminal_dryrun(found) + (f"\n\npage: {html}" if html is not None else "")
-    return text, 0 if found.fits and found.run.answer.outcome != "failed" and not found.races else 1
+    data = as_object(found)
+    return Answer(
+        data=data,
+        rows=[{key: value for key, value in data.items() if not isinstance(value, (dict, list))}],
+        blocks=dryrun_blocks(found, f"page: {html}" if html is not None else ""),
+        status=0 if found.fits and found.run.answer.outcome != "failed" and not found.races else 1,
+    )
 
 
 def _world_size(asked: Asked, command: TrainingCommand, cluster: ClusterSpec) -> int:
@@ -101,7 +101,10 @@ def as_object(found: Analysis) -> dict[str, Any]:
     return {
         "request": msgspec.to_builtins(found.run.request),
         "answer": msgspec.to_builtins(answer),
+        "outcome": answer.outcome,
         "fits": found.fits,
+        "peak_reserved_bytes": answer.peak.reserved,
+        "peak_allocated_bytes": answer.peak.allocated,
         "refused": msgspec.to_builtins(found.run.refused),
         "usable_bytes": found.usable_bytes,
         "headroom_bytes": found.headroom_bytes,

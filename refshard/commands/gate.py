@@ -1,16 +1,14 @@
 """``refshard gate`` and ``refshard accept``: whether a change may pass, and what is the measure of that."""
 
-import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from refshard import resources
-from refshard.commands.asked import check_gated, run_folder, tell
+from refshard.commands.asked import check_gated, run_folder
 from refshard.commands.paired import side_by_side
+from refshard.commands.printing import warn
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.folders import replace_file
@@ -22,6 +20,8 @@ from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import run_suite
 from refshard.harness.store import read_run
 from refshard.records import Environment, LaunchRecord, Run
+from refshard.report.answer import Answer
+from refshard.report.forms import as_markdown
 from refshard.report.gate import formats as report
 from refshard.report.gate.formats import GateCase, GateReport
 from refshard.specs.case import REFERENCE_STRATEGY
@@ -75,20 +75,19 @@ class Outputs:
         SpecError: a file cannot be written there.
     """
 
-    as_json: bool = False
-    markdown: Path | None = None
+    summary: Path | None = None
     junit: Path | None = None
     annotate: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("markdown", "junit"):
+        for field in ("summary", "junit"):
             path: Path | None = getattr(self, field)
             if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
                 raise SpecError(f"{field}: {path} cannot be written; name a file in a folder that is there")
 
 
-def gate(asked: Asked, outputs: Outputs) -> tuple[str, int]:
-    """Hold the gate; return the text to print and the exit status.
+def gate(asked: Asked, outputs: Outputs) -> Answer:
+    """Hold the gate; the status is that of ``refshard gate``.
 
     Raises:
         SpecError: what is asked for makes no sense; nothing was launched.
@@ -105,7 +104,7 @@ def gate(asked: Asked, outputs: Outputs) -> tuple[str, int]:
             oversubscribe=asked.oversubscribe,
             baselines=asked.baselines,
         )
-    return _put_out(found, outputs), found.status
+    return _put_out(found, outputs)
 
 
 def two_strategies(given: str | None) -> tuple[str, str] | None:
@@ -122,25 +121,17 @@ def two_strategies(given: str | None) -> tuple[str, str] | None:
     return names[0], names[1]
 
 
-def _put_out(found: GateReport, outputs: Outputs) -> str:
-    for path, text in ((outputs.markdown, report.markdown), (outputs.junit, report.junit)):
+def _put_out(found: GateReport, outputs: Outputs) -> Answer:
+    answer = report.gate_answer(found)
+    for path, text in ((outputs.summary, as_markdown(answer, "gate") + "\n"), (outputs.junit, report.junit(found))):
         try:
             if path is not None:
-                replace_file(path, [text(found)])
+                replace_file(path, [text])
         except OSError as error:  # the verdict must not be lost for it
-            tell(f"refshard: {path} cannot be written ({error.strerror}); the verdict is that which is printed")
+            warn(f"refshard: {path} cannot be written ({error.strerror}); the verdict is printed below")
     for line in report.annotations(found) if outputs.annotate else ():
-        tell(line)
-    return json.dumps(_finite(report.as_object(found)), indent=2) if outputs.as_json else report.terminal(found)
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity: null, for what has no bound."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        warn(line)
+    return answer
 
 
 def accept(run: Path, reason: str, baselines: Path = resources.BASELINES) -> str:

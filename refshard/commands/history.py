@@ -1,16 +1,17 @@
 """``refshard history``: how cases went over all runs of a folder."""
 
-import json
 import sys
 from pathlib import Path
 
-from refshard.analysis.history import as_object, history_table, series_of
+from refshard.analysis.history import series_of
 from refshard.errors import SpecError, StoreError, nearest
 from refshard.harness.store import RECORDS, read_run
 from refshard.records import METRICS, Run
+from refshard.report.answer import Answer
+from refshard.report.run.history import history_answer
 
 
-def history(folder: Path, *, metric: str, suite: str | None, as_json: bool) -> str:
+def history(folder: Path, *, metric: str, suite: str | None) -> Answer:
     """The runs in ``folder``, one folder each; of ``suite`` only, if given. What cannot be read is told and left out.
 
     Raises:
@@ -29,4 +30,4 @@ def history(folder: Path, *, metric: str, suite: str | None, as_json: bool) -> s
     found = series_of((run for run in runs if suite in (None, run.header.suite.name)), metric)
     if not found:
         raise SpecError(f"{folder}: no run there has a case with {metric}; give a folder of runs, such as runs/")
-    return json.dumps(as_object(found, metric), indent=2) if as_json else history_table(found, metric)
+    return history_answer(found, metric)

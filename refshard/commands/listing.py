@@ -1,13 +1,18 @@
-"""``refshard list``: the names that suites may use."""
+"""``refshard list``: what refshard knows, by kind."""
 
-from collections.abc import Callable
-from typing import get_args
-
-from tabulate import tabulate
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 from refshard import resources
 from refshard.errors import SpecError, nearest
+from refshard.harness.duration import earlier_launches, expected, recorded_folders
 from refshard.plan.placement import MODES
+from refshard.quantities import format_bytes, format_duration, format_rate
+from refshard.report.answer import Answer, Block, Column, Marked, Notes, Table
+from refshard.specs.cluster import load_cluster
+from refshard.specs.hardware import HardwareSpec, load_hardware
+from refshard.specs.model import load_model
+from refshard.specs.suite import SuiteSpec, load_suite
 from refshard.strategies.table import ROWS, Axis, axes_unavailable
 
 _HEADS: dict[Axis, str] = {
@@ -16,52 +21,197 @@ _HEADS: dict[Axis, str] = {
     "tensor parallel": "tp", "comm memory": "mem",
 }  # fmt: skip
 """What a column of marks is headed by."""
-_LEGEND = """\
-x: has the axis: inference; microbatches; activation checkpointing; bf16 over fp32 masters; LoRA; LoRA on NF4 bases;
-AdamW with 8-bit state; Muon; offloading to the host; replicas (hybrid sharding); tensor parallelism;
-memory of the process group, or symmetric memory, for collectives"""
+_LEGEND = (
+    "Options of a case (x: supported): inference; microbatches; activation checkpointing; bf16 over fp32 masters; "
+    "LoRA; LoRA on NF4 bases; AdamW with 8-bit state; Muon; offloading to the host; replicas (hybrid sharding); "
+    "tensor parallelism; memory of the process group, or symmetric memory, for collectives"
+)
+Rows = Sequence[Mapping[str, Any]]
 
 
-def lines(kind: str) -> str:
-    """What there is of one kind, a line each.
+def listing(kind: str) -> Answer:
+    """What there is of one kind, a row each.
 
     Raises:
         SpecError: there is no such kind.
     """
-    if kind not in _KINDS:
-        raise SpecError(f"list: nothing is called '{kind}'; {nearest(kind, list(_KINDS))}")
-    return _KINDS[kind]()
+    if kind not in KINDS:
+        raise SpecError(f"list: nothing is called '{kind}'; {nearest(kind, list(KINDS))}")
+    rows, blocks = KINDS[kind]()
+    return Answer(data={kind: rows}, rows=rows, blocks=blocks)
 
 
-def strategies(*, cuda: bool) -> str:
-    """Every strategy: what it is, whether it can run where there are GPUs or none, and which axes it has."""
+def strategies(*, cuda: bool) -> tuple[Rows, Sequence[Block]]:
+    """Every strategy: what it is, whether it can run where there are GPUs or none, and which options it supports."""
     why = {name: row.unavailable(cuda=cuda) for name, row in ROWS.items()}
-    rows = [
-        [name, row.about, "unsupported" if why[name] else "available", _marks(row.axes)] for name, row in ROWS.items()
-    ]
-    table = tabulate(rows, headers=["strategy", "is", "here", " ".join(_HEADS.values())], disable_numparse=True)
+    columns = [Column("strategy", "left"), Column("here", "left"), Column("is", "left", wraps=True)]
+    cells = [[name, _here(why[name]), row.about] for name, row in ROWS.items()]
+    marks = [Column("strategy", "left"), Column(" ".join(_HEADS.values()), "left")]
+    marked = [[name, _marks(row.axes)] for name, row in ROWS.items()]
     reasons = [f"{name}: unsupported: {reason}" for name, reason in why.items() if reason]
     reasons += [f"under any strategy: unsupported: {reason}" for reason in axes_unavailable(_HEADS)]
-    return "\n".join([table, "", _LEGEND, *(["", *reasons] if reasons else ())])
+    rows = [
+        {"strategy": name, "about": row.about, "unavailable": why[name] or None, "axes": sorted(row.axes)}
+        for name, row in ROWS.items()
+    ]
+    return rows, [
+        Table(columns=columns, rows=cells),
+        Table(columns=marks, rows=marked, title=_LEGEND, detail=True),
+        Notes(sentences=[*reasons, "-v shows which options of a case each strategy supports."]),
+    ]
+
+
+def _here(why_not: str) -> Marked:
+    return Marked("unsupported", "doubtful") if why_not else Marked("available", "good")
 
 
 def _marks(axes: frozenset[Axis]) -> str:
-    return " ".join(("x" if axis in axes else "-").ljust(len(head)) for axis, head in _HEADS.items())
+    return " ".join(("x" if axis in axes else "-").ljust(len(head)) for axis, head in _HEADS.items()).rstrip()
 
 
-def _strategies_here() -> str:
+def _strategies_here() -> tuple[Rows, Sequence[Block]]:
     import torch
 
     return strategies(cuda=torch.cuda.is_available())
 
 
-_KINDS: dict[str, Callable[[], str]] = {
+def _models() -> tuple[Rows, Sequence[Block]]:
+    specs = {name: load_model(name) for name in resources.model_profiles()}
+    rows = [
+        {
+            "model": name, "parameters": m.params, "layers": m.n_layers, "dim": m.dim, "heads": m.n_heads,
+            "kv_heads": m.n_kv_heads, "ffn_dim": m.ffn_dim, "vocab": m.vocab, "tied": m.tied, "source": m.source,
+        }
+        for name, m in sorted(specs.items(), key=lambda item: item[1].params)
+    ]  # fmt: skip
+    columns = [
+        Column("model", "left"), Column("parameters"), Column("layers"), Column("dim"), Column("heads"),
+        Column("KV heads"), Column("FFN dim"), Column("vocabulary"), Column("embedding", "left"),
+    ]  # fmt: skip
+    cells = [
+        [
+            str(row["model"]), _parameters(int(row["parameters"])),
+            *(f"{row[key]:,}" for key in ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab")),
+            "tied" if row["tied"] else "",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    own = "Your own: --model FILE.toml with these keys (docs/reference/suite.md)."
+    return rows, [Table(columns=columns, rows=cells), Notes(sentences=[own])]
+
+
+def _parameters(count: int) -> str:
+    """A number of parameters as the field writes it.
+
+    >>> _parameters(8_030_261_248), _parameters(29_885_952)
+    ('8.03 B', '29.9 M')
+    """
+    unit, name = (1e9, "B") if count >= 1e9 else (1e6, "M")
+    return f"{count / unit:.3g} {name}"
+
+
+def _clusters() -> tuple[Rows, Sequence[Block]]:
+    rows, cells = [], []
+    for name in resources.cluster_profiles():
+        cluster = load_cluster(name)
+        hardware = cluster.accelerator
+        link = cluster.between.bytes_per_s if cluster.between else None
+        rows.append(
+            {
+                "cluster": name, "device": hardware.device_name or hardware.about, "nodes": cluster.nodes,
+                "ranks_per_node": cluster.ranks_per_node, "memory_bytes": hardware.memory_bytes,
+                "within_bytes_per_s": cluster.within.bytes_per_s, "between_bytes_per_s": link,
+                "library": cluster.library, "about": cluster.about,
+            }
+        )  # fmt: skip
+        cells.append(
+            [
+                name, f"{cluster.ranks_per_node} x {hardware.device_name or hardware.about}",
+                format_bytes(hardware.memory_bytes), _bandwidth(cluster.within.bytes_per_s), _bandwidth(link),
+                cluster.library,
+            ]
+        )  # fmt: skip
+    columns = [
+        Column("cluster", "left"), Column("GPUs of a node", "left"), Column("memory"), Column("GB/s within a node"),
+        Column("GB/s between nodes"), Column("collectives", "left"),
+    ]  # fmt: skip
+    more = "For N nodes, append xN: dgx-h100x32 has 256 GPUs. `refshard calibrate` measures a cluster of your own."
+    return rows, [Table(columns=columns, rows=cells), Notes(sentences=[more])]
+
+
+def _bandwidth(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else format_rate(bytes_per_s / 1e9)
+
+
+def _hardware() -> tuple[Rows, Sequence[Block]]:
+    specs = {name: load_hardware(name) for name in resources.hardware_profiles()}
+    rows = [
+        {
+            "hardware": name, "device": spec.device_name or spec.about, "memory_bytes": spec.memory_bytes,
+            "memory_bytes_per_s": spec.memory_bytes_per_s, "peak_flops_per_s": _peak(spec), "about": spec.about,
+        }
+        for name, spec in specs.items()
+    ]  # fmt: skip
+    cells = [
+        [
+            name, spec.device_name or spec.about, format_bytes(spec.memory_bytes), _bandwidth(spec.memory_bytes_per_s),
+            format_rate(_peak(spec) / 1e12),
+        ]
+        for name, spec in specs.items()
+    ]  # fmt: skip
+    columns = [
+        Column("hardware", "left"), Column("device", "left"), Column("memory"), Column("memory GB/s"),
+        Column("bf16 TFLOPS, dense"),
+    ]  # fmt: skip
+    return rows, [Table(columns=columns, rows=cells)]
+
+
+def _peak(spec: HardwareSpec) -> float:
+    return (spec.matmul.get("bf16") or spec.matmul["fp32"]).peak
+
+
+def _modes() -> tuple[Rows, Sequence[Block]]:
+    heads = ("mode", "parameters", "gradients", "optimizer", "storage", "gradient_storage")
+    rows = [{head: str(getattr(mode, "name" if head == "mode" else head)) for head in heads} for mode in MODES.values()]
+    columns = [Column(head.replace("_", " "), "left") for head in heads]
+    return rows, [Table(columns=columns, rows=[list(row.values()) for row in rows])]
+
+
+def _suites() -> tuple[Rows, Sequence[Block]]:
+    earlier = earlier_launches(recorded_folders())
+    loaded = [load_suite(path) for path in resources.suites().values()]
+    rows = [_suite_row(suite, earlier) for suite in loaded]
+    columns = [
+        Column("suite", "left"), Column("launches"), Column("takes"), Column("what it compares", "left", wraps=True)
+    ]  # fmt: skip
+    cells = [[row["suite"], f"{row['launches']:,}", _takes(row), row["about"]] for row in rows]
+    note = (
+        "The time is that of recorded runs on two cores, else an estimate from this machine's speed. `refshard run "
+        "SUITE --dry-run` lists a suite's cases."
+    )
+    return rows, [Table(columns=columns, rows=cells), Notes(sentences=[note])]
+
+
+def _suite_row(suite: SuiteSpec, earlier: Mapping[str, float]) -> dict[str, Any]:
+    found = expected(suite, earlier)
+    return {
+        "suite": suite.name, "launches": found.launches, "expected_s": None if found.unknown else found.seconds,
+        "about": suite.about,
+    }  # fmt: skip
+
+
+def _takes(row: Mapping[str, Any]) -> str:
+    return "needs GPUs" if row["expected_s"] is None else format_duration(row["expected_s"])
+
+
+KINDS: dict[str, Callable[[], tuple[Rows, Sequence[Block]]]] = {
     "strategies": _strategies_here,
-    "models": lambda: "\n".join(resources.model_profiles()),
-    "modes": lambda: "\n".join(MODES),
-    "suites": lambda: "\n".join(resources.suites()),
-    "clusters": lambda: "\n".join(resources.cluster_profiles()),
-    "hardware": lambda: "\n".join(resources.hardware_profiles()),
+    "models": _models,
+    "modes": _modes,
+    "suites": _suites,
+    "clusters": _clusters,
+    "hardware": _hardware,
 }
+"""What can be listed."""
 
 assert set(_HEADS) == set(get_args(Axis))

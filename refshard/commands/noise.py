@@ -1,36 +1,33 @@
-"""``refshard calibrate --aa``: how often gates on this machine would err, from launches of the same code."""
+"""``refshard noise``: how often gates on this machine would err, from launches of the same code."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from refshard import resources
-from refshard.commands.asked import check_gated, run_folder, tell
+from refshard.commands.asked import check_gated, run_folder
+from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import SpecError
 from refshard.harness.environment import capture_environment
 from refshard.harness.gate.noise import keep_noise, read_rounds, record_rounds
 from refshard.harness.gate.series import kind, serial
 from refshard.harness.launchers.local import LocalLauncher
-from refshard.report.gate.formats import noise_table
+from refshard.report.answer import Answer
+from refshard.report.gate.formats import noise_answer
 from refshard.specs.suite import find_suite, load_suite
 from refshard.stats.rehearsal import noise_of
 
 
-def calibrate_noise(
+def noise(
     suite: str,
     *,
     launches: int,
     permutations: int,
     recorded: Sequence[Path],
-    as_json: bool,
     oversubscribe: bool = False,
     baselines: Path = resources.BASELINES,
-) -> str:
-    """Launch ``suite`` against itself as often, or take rounds that were ``recorded`` in some folders; rehearse gates;
-    return the text.
+) -> Answer:
+    """Launch ``suite`` against itself as often, or take rounds that were ``recorded`` in some folders; rehearse gates.
 
     Raises:
         RefshardError: the suite cannot be launched, or what is recorded is too little; nothing was written.
@@ -38,13 +35,11 @@ def calibrate_noise(
     """
     header, rounds, counted = read_rounds(recorded or [_record(suite, launches, oversubscribe=oversubscribe)])
     try:
-        noise = noise_of(rounds, header.suite.gate.times, launches=counted, gates=permutations)
+        found = noise_of(rounds, header.suite.gate.times, launches=counted, gates=permutations)
     except ValueError as error:
         raise SpecError(f"launches: {error}") from None
-    path = keep_noise(noise, header.suite, header.environment, baselines)
-    if as_json:
-        return json.dumps({"file": str(path), **msgspec.to_builtins(noise)}, indent=2)
-    return f"{noise_table(noise)}\n\nkept: {path}"
+    path = keep_noise(found, header.suite, header.environment, baselines)
+    return noise_answer(found, path)
 
 
 def _record(name: str, launches: int, *, oversubscribe: bool) -> Path:
@@ -58,7 +53,7 @@ def _record(name: str, launches: int, *, oversubscribe: bool) -> Path:
     rounds, needed = launches // (2 * kinds), suite.gate.times.screen_rounds + suite.gate.times.confirm_rounds
     if rounds < needed:
         raise SpecError(f"launches must be >= {2 * kinds * needed}, got {launches}: a gate needs {needed} rounds")
-    folder = run_folder(f"aa-{suite.name}")
+    folder = run_folder(f"noise-{suite.name}")
     environment = capture_environment(cases[0].threads_per_rank)
     with make_observer() as observer:
         record_rounds(

@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from refshard.commands.asked import check_gated, run_folder, tell
+from refshard.commands.asked import check_gated, run_folder
+from refshard.commands.printing import tell
 from refshard.commands.progress import observer as make_observer
 from refshard.errors import RefshardError, SpecError, StoreError
 from refshard.harness.environment import capture_environment

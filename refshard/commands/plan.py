@@ -1,6 +1,5 @@
 """``refshard plan``: what every strategy would take on a cluster, simulated."""
 
-import json
 import re
 import shlex
 import sys
@@ -13,7 +12,8 @@ from refshard.errors import SpecError
 from refshard.folders import replace_file
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES, Recipe, find_recipe, no_closed_form
-from refshard.report.plan.table import as_object, terminal_plan
+from refshard.report.answer import Answer
+from refshard.report.plan.table import plan_answer
 from refshard.simulate.forecast import Job, simulate
 from refshard.simulate.ranking import Checkpoint, Plan, rank_strategies
 from refshard.simulate.trace import as_kineto
@@ -60,8 +60,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             raise SpecError(f"price must be >= 0 USD per GPU and hour, and finite, got {self.price_usd}")
 
 
-def plan(asked: Asked, *, as_json: bool = False, page: Path | None = None, traces: Path | None = None) -> str:
-    """Forecast the strategies asked for, and return the text to print.
+def plan(asked: Asked, *, page: Path | None = None, traces: Path | None = None) -> Answer:
+    """Forecast the strategies asked for; the status is 1 if none fits.
 
     ``page`` is an HTML file to write, ``traces`` a folder to write a trace of each simulated step to.
 
@@ -90,9 +90,7 @@ def plan(asked: Asked, *, as_json: bool = False, page: Path | None = None, trace
     title = _title(asked, job)
     if page is not None:
         _write_page(found, job, title, page)
-    if as_json:
-        return json.dumps(as_object(found, job, model=asked.model, cluster=asked.cluster), indent=2)
-    return terminal_plan(found, job, title)
+    return plan_answer(found, job, title, model=asked.model, cluster=asked.cluster)
 
 
 def _name_of(model: str) -> str:

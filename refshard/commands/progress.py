@@ -1,5 +1,6 @@
 """A run's progress on standard error: on a terminal a bar over its launches, elsewhere a line a launch."""
 
+import logging
 import re
 import sys
 import time
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refshard.analysis.cases import plain
+from refshard.commands.printing import LOG
 from refshard.harness.run import Observer
 from refshard.quantities import format_duration, format_rate, format_seconds
 from refshard.records import LaunchRecord
@@ -146,8 +148,29 @@ class Bars(Observer):
         self._console.print(ended(record, self._course))
 
 
-def observer() -> Bars | Lines:
-    """What shows progress: bars on a terminal, lines elsewhere. Use it as a context."""
+class Nothing(Observer):
+    """Shows nothing, for ``--quiet``. Use it as a context."""
+
+    def __enter__(self) -> "Nothing":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing is held."""
+
+    def case_started(self, case: CaseSpec, round_: int, index: int, total: int) -> None:
+        """See :class:`Observer`."""
+
+    def case_progressed(self, text: str) -> None:
+        """See :class:`Observer`."""
+
+    def case_ended(self, record: LaunchRecord) -> None:
+        """See :class:`Observer`."""
+
+
+def observer() -> Bars | Lines | Nothing:
+    """What shows progress: bars on a terminal, lines elsewhere, nothing if ``--quiet``. Use it as a context."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return Nothing()
     return Bars() if sys.stderr.isatty() else Lines()
 
 

@@ -1,38 +1,48 @@
-"""``refshard run``: measure a suite, show progress, print the table, draw the dashboard."""
+"""``refshard run``: measure a suite, show progress, draw the dashboard, answer with the tables."""
 
+import shlex
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 
-from refshard.commands.asked import tell
+from refshard.analysis.evidence import gather
+from refshard.commands.folders import find_run
 from refshard.commands.launching import LAUNCHERS, check_launcher, make_launcher
+from refshard.commands.printing import tell
 from refshard.commands.progress import observer
 from refshard.commands.report import report
 from refshard.errors import SpecError
 from refshard.harness.dry.first import cases_to_skip
+from refshard.harness.duration import earlier_launches, expected, recorded_folders
 from refshard.harness.launchers.base import Launcher
+from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
 from refshard.harness.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
-from refshard.harness.store import read_run
-from refshard.records import Run
-from refshard.specs.suite import SuiteSpec, find_suite, load_suite
+from refshard.harness.store import holds_run, read_run
+from refshard.records import Environment, Run
+from refshard.report.answer import Answer
+from refshard.report.run.answer import run_answer
+from refshard.report.run.planned import planned_answer
+from refshard.specs.case import CaseSpec
+from refshard.specs.suite import SuiteSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What to measure, and where.
 
-    ``suite`` is a path, or the name of one that ships; ``resume`` a run's folder, of which only what is missing is
-    measured; then the suite, if given, must be the run's. ``launcher`` replaces the suite's; ``sbatch`` are options for
-    the launcher ``slurm``. ``only`` names the cases of the suite to measure, by name or hash; references come along.
+    ``suite`` is None if a run is to be resumed: that in the folder ``resume``, of which only what is missing is
+    measured; a suite given with it must be the run's. ``launcher`` replaces the suite's; ``sbatch`` are options for the
+    launcher ``slurm``. ``only`` names the cases of the suite to measure, by name or hash; references come along.
     ``dry_run_on`` names a cluster on which the measured cases are dry-run instead. ``dry_run_first`` names the one on
     which they are dry-run before; ``"auto"`` is the first with this machine's GPUs, ``"no"`` is none, and by default
     the suite decides. With ``launch_all``, cases are launched even if their dry run says that they will not fit.
     """
 
-    suite: str | None
+    suite: SuiteSpec | None
     output: Path | None = None
     resume: Path | None = None
     oversubscribe: bool = False
@@ -44,59 +54,110 @@ class Asked:
     launch_all: bool = False
 
 
-def run(asked: Asked) -> tuple[Run, Path]:
-    """Measure, and return the run and its dashboard's path.
+def run(asked: Asked) -> Answer:
+    """Measure; the status is 1 if a case did not end well.
 
     Raises:
         RefshardError: the suite, the folder or the launcher cannot be used, and nothing was launched; or the disk is
             full.
-        KeyboardInterrupt: the run was cut short; what had ended is written.
+        KeyboardInterrupt: the run was cut short; what had ended is written, and the message says how to resume.
     """
-    given = load_suite(find_suite(asked.suite)) if asked.suite is not None else None
-    if asked.only:
-        if asked.resume is not None or given is None:
-            raise SpecError("only: a resumed run has its cases already; leave out --only, or --resume")
-        given = msgspec.structs.replace(given, only=asked.only)
-    if asked.dry_run_on is not None:
-        if asked.resume is not None or given is None:
-            raise SpecError("dry_run_on: a resumed run has its cases already; leave out --dry-run-on, or --resume")
-        given = given.as_dry_run(asked.dry_run_on)
+    if asked.output is not None and str(asked.output) == "-":
+        raise SpecError("out: a run is a folder, so it cannot go to standard output; name a folder")
     if asked.resume is not None and asked.output is not None:
         raise SpecError("out: a resumed run stays in its folder; leave out --out")
+    given = chosen(asked)
     if given is None and asked.resume is None:
-        raise SpecError("suite: none given; name one, or a run to --resume")
-    suite = read_run(asked.resume).header.suite if asked.resume is not None else given
+        raise SpecError("suite: none given; name one (`refshard list suites`), add --strategy, or --resume a run")
+    suite = read_run(find_run(asked.resume)).header.suite if asked.resume is not None else given
     assert suite is not None
     with launcher_of(suite, asked) as launcher:
         finished, dashboard = _run(suite, given, asked, launcher)
         if isinstance(launcher, TorchrunLauncher):
             launcher.dismiss(well=finished.well)
-        return finished, dashboard
+    return run_answer(gather(finished), more=f"dashboard: {dashboard}", status=0 if finished.well else 1)
+
+
+def chosen(asked: Asked) -> SuiteSpec | None:
+    """The suite with what is asked of it: some of its cases only, or dry runs in place of measurements.
+
+    Raises:
+        SpecError: a run is resumed, whose cases are chosen already.
+    """
+    given = asked.suite
+    for option, is_given in (("only", bool(asked.only)), ("dry-run-on", asked.dry_run_on is not None)):
+        if is_given and (asked.resume is not None or given is None):
+            raise SpecError(f"{option}: a resumed run has its cases already; leave out --{option}, or --resume")
+    if given is not None and asked.only:
+        given = msgspec.structs.replace(given, only=asked.only)
+    if given is not None and asked.dry_run_on is not None:
+        given = given.as_dry_run(asked.dry_run_on)
+    return given
+
+
+def listed(asked: Asked) -> Answer:
+    """What ``run`` would launch, and how long that would take; nothing is launched.
+
+    Raises:
+        SpecError: no suite is given, or it is wrong.
+    """
+    suite = chosen(asked)
+    if suite is None:
+        raise SpecError("dry-run: no suite given; name one, or add --strategy")
+    cases = check_suite(suite, LocalLauncher(), oversubscribe=True)
+    earlier = earlier_launches([*recorded_folders(), Path("runs")])
+    found = expected(suite, earlier, gpus=_has_gpus())
+    return planned_answer(suite, cases, **asdict(found))
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Launcher) -> tuple[Run, Path]:
     cases = check_suite(suite, launcher, oversubscribe=asked.oversubscribe)
     folder = asked.resume or asked.output or new_run_folder(suite.name)
-    tell(f"run folder: {folder}")
     check_folder(folder, given, resume=asked.resume is not None)
-    environment = launcher.environment(cases[0].threads_per_rank, folder, lambda text: tell(f"  {text}"))
-    cluster = asked.dry_run_first or ("auto" if suite.dry_run_first else "no")
-    skipped = {} if cluster == "no" else cases_to_skip(suite, cluster, environment, folder, tell)
-    if skipped:
-        tell("they are launched all the same" if asked.launch_all else "they are skipped; --launch-all launches them")
-    skipped = {} if asked.launch_all else skipped
-    with observer() as shown:
-        if asked.resume is not None:
-            finished = resume_run(
-                folder, launcher, shown, environment, suite=given, oversubscribe=asked.oversubscribe, skipped=skipped
-            )
-        else:
-            if asked.output is None:
-                mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
-            finished = run_suite(
-                suite, folder, launcher, shown, environment, oversubscribe=asked.oversubscribe, skipped=skipped
-            )
+    tell(f"run folder: {folder}")
+    try:
+        environment = launcher.environment(cases[0].threads_per_rank, folder, lambda text: tell(f"  {text}"))
+        skipped = _to_skip(suite, asked, environment, folder)
+        with observer() as shown:
+            if asked.resume is not None:
+                finished = resume_run(
+                    folder, launcher, shown, environment, suite=given, oversubscribe=asked.oversubscribe,
+                    skipped=skipped,
+                )  # fmt: skip
+            else:
+                if asked.output is None:
+                    mark_latest(folder)  # before anything is launched: a run that is cut short can be found too
+                finished = run_suite(
+                    suite, folder, launcher, shown, environment, oversubscribe=asked.oversubscribe, skipped=skipped
+                )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_cut_short(folder)) from None
     return finished, report([folder], None)
+
+
+def _to_skip(suite: SuiteSpec, asked: Asked, environment: Environment, folder: Path) -> Mapping[CaseSpec, str]:
+    """Cases whose dry run says that they will not fit, and why; none if they are to be launched all the same."""
+    cluster = asked.dry_run_first or ("auto" if suite.dry_run_first else "no")
+    found = {} if cluster == "no" else cases_to_skip(suite, cluster, environment, folder, tell)
+    if found:
+        tell("they are launched all the same" if asked.launch_all else "they are skipped; --launch-all launches them")
+    return {} if asked.launch_all else found
+
+
+def _cut_short(folder: Path) -> str:
+    """What is saved of the run, and the command that goes on with it."""
+    if not holds_run(folder):
+        return "nothing was launched yet"
+    kept = read_run(folder)
+    of = f" of {kept.header.planned}" if kept.header.planned else ""
+    resume = shlex.join(["refshard", "run", "--resume", str(folder)])
+    return f"{len(kept.launches)}{of} launches saved. Resume with: {resume}"
 
 
 def launcher_of(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launcher]:

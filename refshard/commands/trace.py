@@ -1,6 +1,5 @@
 """``refshard trace``: analyse Kineto traces, whoever recorded them."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from refshard.errors import SpecError, TraceError
+from refshard.report.answer import Answer
 from refshard.report.trace import terminal as trace_table
 from refshard.timeline import Timeline
 from refshard.tracing import hta
@@ -24,14 +24,13 @@ _NAMED = 3
 def trace(
     paths: Sequence[Path],
     *,
-    as_json: bool = False,
     page: Path | None = None,
     one_job: bool = False,
     calibration: Path | None = None,
     against: Path | None = None,
     cross_check: str | None = None,
-) -> str:
-    """Analyse trace files and folders of them; return the text to print. ``page`` is an HTML file to write.
+) -> Answer:
+    """Analyse trace files and folders of them. ``page`` is an HTML file to write.
 
     With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
     another analyser whose figures to set beside these: ``hta``.
@@ -44,25 +43,22 @@ def trace(
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
     if against is not None and (page is not None or cross_check is not None):
         option = "--html" if page is not None else "--cross-check"
-        raise SpecError(f"against: a comparison is text or --json, so {option} goes without it; run the command twice")
+        raise SpecError(f"against: a comparison has no {option}; run the command twice")
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
     keep = page is not None or against is not None or cross_check is not None
     analyses = join(_analyse_all(paths, undisturbed, keep_timelines=keep), one_job=one_job)
     if against is not None:
         other = join(_analyse_all([against], undisturbed, keep_timelines=True), one_job=one_job)
-        return _compare(analyses, other, as_json=as_json)
+        return _compare(analyses, other)
     if page is not None:
         _write(analyses, page)
     figures = [one.figures for one in analyses]
     checks = [] if cross_check is None else [(hta.in_its_words(a.timeline), hta.cross_check(a.path)) for a in analyses]
-    if as_json:
-        objects = trace_table.as_objects(figures)
-        for one, (ours, theirs) in zip(objects, checks):
-            one["cross_check"] = msgspec.to_builtins({"refshard": ours, "hta": theirs})
-        return json.dumps(objects, indent=1, allow_nan=False)
-    parts = [trace_table.terminal_table(figures)]
-    parts += [trace_table.terminal_check(one.path.name, *check) for one, check in zip(analyses, checks)]
-    return "\n\n".join(parts + ([f"page: {page}"] if page is not None else []))
+    blocks = [trace_table.check_block(one.path.name, *check) for one, check in zip(analyses, checks)]
+    answer = trace_table.trace_answer(figures, blocks, f"page: {page}" if page is not None else "")
+    for one, (ours, theirs) in zip(answer.data["traces"], checks):
+        one["cross_check"] = msgspec.to_builtins({"refshard": ours, "hta": theirs})
+    return answer
 
 
 def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool) -> list[Analysis]:
@@ -112,17 +108,12 @@ def _write(analyses: Sequence[Analysis], page: Path) -> None:
         raise SpecError(f"html: {page} cannot be written ({error.strerror}); name a file that can") from None
 
 
-def _compare(before: Sequence[Analysis], after: Sequence[Analysis], *, as_json: bool) -> str:
+def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Answer:
     a, b = _one_rank(before, after)
     of_a, of_b = attribute(a.timeline), attribute(b.timeline)
-    changes = difference(of_a, of_b)
-    if as_json:
-        return json.dumps(trace_table.difference_objects(of_a, of_b, changes), indent=1, allow_nan=False)
-    for what in ("device", "world_size"):
-        ours, theirs = getattr(a.figures, what), getattr(b.figures, what)
-        if ours != theirs:
-            print(f"refshard: A and B differ in {what}: {ours} and {theirs}", file=sys.stderr)
-    return trace_table.terminal_difference((str(a.path), str(b.path)), of_a, of_b, changes)
+    sides = [(what, getattr(a.figures, what), getattr(b.figures, what)) for what in ("device", "world_size")]
+    doubts = [f"A and B differ in {what}: {ours} and {theirs}." for what, ours, theirs in sides if ours != theirs]
+    return trace_table.difference_answer((str(a.path), str(b.path)), of_a, of_b, difference(of_a, of_b), doubts)
 
 
 def _one_rank(before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[Analysis, Analysis]:

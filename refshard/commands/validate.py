@@ -1,16 +1,16 @@
 """``refshard validate``: predictions beside what was measured or published."""
 
-import json
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from refshard.commands.printing import tell
 from refshard.dryrun.published import Prediction
 from refshard.dryrun.published import predict as predict_by_dry_run
 from refshard.errors import SpecError
-from refshard.report.dryrun.validation import terminal_dryrun_validation, validation_objects
-from refshard.report.plan.published import as_objects, terminal_published
+from refshard.report.answer import Answer
+from refshard.report.dryrun.validation import dryrun_validation_answer
+from refshard.report.plan.published import published_answer
 from refshard.simulate.published import predict
 from refshard.specs.published import load_published
 from refshard.specs.published_run import PublishedRun, load_published_runs
@@ -19,8 +19,8 @@ _AT_ONCE = min(4, os.cpu_count() or 1)
 """Dry runs at a time: each takes one core and about half a GiB of memory."""
 
 
-def validate(run: Path | None, *, as_json: bool, fidelity: str = "simulated", only: str | None = None) -> str:
-    """Predictions beside the measured cases of a run, or without one beside every published table; the text to print.
+def validate(run: Path | None, *, fidelity: str = "simulated", only: str | None = None) -> Answer:
+    """Predictions beside the measured cases of a run, or without one beside every published table.
 
     With the fidelity "dryrun", published runs beside dry runs, of those whose names hold ``only``.
 
@@ -32,16 +32,16 @@ def validate(run: Path | None, *, as_json: bool, fidelity: str = "simulated", on
     if fidelity not in ("simulated", "dryrun"):
         raise SpecError(f"fidelity must be simulated or dryrun, got '{fidelity}'")
     if fidelity == "dryrun":
-        return _by_dry_runs(run, as_json=as_json, only=only)
+        return _by_dry_runs(run, only)
     if only is not None:
         raise SpecError("only: names published runs of dry runs; add --fidelity dryrun")
     if run is not None:
-        return _of_run(run, as_json=as_json)
+        return _of_run(run)
     tables = {name: (table, predict(table)) for name, table in load_published().items()}
-    return json.dumps(as_objects(tables), indent=2) if as_json else terminal_published(tables)
+    return published_answer(tables)
 
 
-def _by_dry_runs(run: Path | None, *, as_json: bool, only: str | None) -> str:
+def _by_dry_runs(run: Path | None, only: str | None) -> Answer:
     if run is not None:
         raise SpecError(f"fidelity dryrun predicts published runs, but a run is given: {run}; leave out one of them")
     chosen = {name: one for name, one in load_published_runs().items() if only is None or only in name}
@@ -49,20 +49,20 @@ def _by_dry_runs(run: Path | None, *, as_json: bool, only: str | None) -> str:
         raise SpecError(f"only: no published run's name holds '{only}'; they are: {', '.join(load_published_runs())}")
 
     def predicted(place: int, name: str, one: PublishedRun) -> Prediction:
-        print(f"refshard: {place} of {len(chosen)}: {name}", file=sys.stderr, flush=True)
+        tell(f"refshard: {place} of {len(chosen)}: {name}")
         return predict_by_dry_run(name, one)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:  # each dry run is a process of its own
         found = list(pool.map(predicted, range(1, len(chosen) + 1), chosen, chosen.values()))
-    return json.dumps(validation_objects(found), indent=2) if as_json else terminal_dryrun_validation(found)
+    return dryrun_validation_answer(found)
 
 
-def _of_run(folder: Path, *, as_json: bool) -> str:
+def _of_run(folder: Path) -> Answer:
     from refshard.analysis.evidence import gather
-    from refshard.analysis.validation import as_objects, validated
+    from refshard.analysis.validation import validated
     from refshard.harness.dry.first import folder_of_dry_runs
     from refshard.harness.store import holds_run, read_run  # these bring torch and pandas
-    from refshard.report.run.validation import terminal_validation
+    from refshard.report.run.validation import validation_answer
 
     dry = folder_of_dry_runs(folder)
     pairs = validated(gather(*([read_run(dry)] if holds_run(dry) else []), read_run(folder)))
@@ -71,4 +71,4 @@ def _of_run(folder: Path, *, as_json: bool) -> str:
             f"{folder}: holds no case that was measured and predicted too; run a suite whose fidelity lists 'measured' "
             "beside 'emulated' or 'simulated', or that dry-runs its cases first"
         )
-    return json.dumps(as_objects(pairs), indent=2) if as_json else terminal_validation(pairs)
+    return validation_answer(pairs)

@@ -1,33 +1,47 @@
-"""A calibrated profile in tables for a terminal."""
+"""A calibrated profile as an answer."""
 
-from tabulate import tabulate
+from typing import Any
+
+import msgspec
 
 from refshard.costs import bus_bandwidth
 from refshard.quantities import format_bytes, format_seconds
+from refshard.report.answer import Answer, Notes, Table, Text, table
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import Dtype, Rate
 
 
-def terminal_profile(cluster: ClusterSpec) -> str:
-    """What computes, each collective as nccl-tests reports it, and what is missing."""
-    parts = [cluster.about, _rates(cluster), _others(cluster), _collectives(cluster), _missing(cluster)]
-    return "\n\n".join(part for part in parts if part)
+def profile_answer(cluster: ClusterSpec, more: str, status: int = 0) -> Answer:
+    """What computes, each collective as nccl-tests reports it, and what is missing; ``more`` is a last line."""
+    return Answer(
+        data={"profile": msgspec.to_builtins(cluster)},
+        rows=_collective_rows(cluster),
+        columns=("collective", "ranks", "nodes", "bytes", "seconds", "algbw_bytes_per_s", "busbw_bytes_per_s"),
+        blocks=[
+            Text(text=cluster.about), _rates(cluster), _others(cluster), _collectives(cluster), _missing(cluster),
+            Text(text=more),
+        ],
+        status=status,
+    )  # fmt: skip
 
 
-def _rates(cluster: ClusterSpec) -> str:
+def _rates(cluster: ClusterSpec) -> Table:
     hardware = cluster.accelerator
     kinds = (
         ("matrix products", hardware.matmul, hardware.matmul_burst),
         ("attention, the longest", hardware.attention, hardware.attention_burst),
     )
     rows = [
-        [f"{dtype} {kind}", _tflops(sustained.get(dtype)), _tflops(burst.get(dtype)), _part(dtype, sustained, burst)]
+        {
+            "TFLOPS": f"{dtype} {kind}",
+            "sustained": _tflops(sustained.get(dtype)),
+            "in bursts": _tflops(burst.get(dtype)),
+            "sustained / bursts": _part(dtype, sustained, burst),
+        }
         for kind, sustained, burst in kinds
         for dtype in sustained
     ]
-    headers = ["TFLOPS", "sustained", "in bursts", "sustained / bursts"]
-    align = ("left", "right", "right", "right")
-    return tabulate(rows, headers=headers, colalign=align, disable_numparse=True)
+    return table(rows)
 
 
 def _tflops(rate: Rate | None) -> str:
@@ -38,10 +52,10 @@ def _part(dtype: Dtype, sustained: dict[Dtype, Rate], burst: dict[Dtype, Rate]) 
     return f"{sustained[dtype].flops_per_s / burst[dtype].flops_per_s:.0%}" if dtype in burst else "-"
 
 
-def _others(cluster: ClusterSpec) -> str:
+def _others(cluster: ClusterSpec) -> Table:
     hardware = cluster.accelerator
     rows = [
-        [label, f"{value / 1e9:.4g} GB/s", ""]
+        (label, f"{value / 1e9:.4g} GB/s", "")
         for label, value in (
             ("elementwise", hardware.memory_bytes_per_s),
             ("optimizer", hardware.optimizer_bytes_per_s),
@@ -50,34 +64,44 @@ def _others(cluster: ClusterSpec) -> str:
         if value
     ]
     if hardware.transcendental_per_s:
-        rows.append(["exponentials", f"{hardware.transcendental_per_s / 1e9:.4g} G/s", ""])
-    rows.append(["an operation", format_seconds(hardware.kernel_s), "however small"])
+        rows.append(("exponentials", f"{hardware.transcendental_per_s / 1e9:.4g} G/s", ""))
+    rows.append(("an operation", format_seconds(hardware.kernel_s), "however small"))
     if cluster.sources.keys() & {"compute_beside_communication", "communication_beside_compute"}:
-        beside = f"{cluster.compute_beside_communication:.0%} and {cluster.communication_beside_compute:.0%}"
-        rows.append(["compute and a collective", beside, "of their rates beside each other"])
+        both = f"{cluster.compute_beside_communication:.0%} and {cluster.communication_beside_compute:.0%}"
+        rows.append(("compute with a collective", both, "of their own rates when they overlap"))
     for label, link in (("link within a node", cluster.within), ("link between nodes", cluster.between)):
         if link is not None and cluster.world_size > 1:
-            rows.append([label, f"{link.bytes_per_s / 1e9:.4g} GB/s", f"{format_seconds(link.latency_s)} a hop"])
-    return tabulate(rows, tablefmt="plain", disable_numparse=True)
+            rows.append((label, f"{link.bytes_per_s / 1e9:.4g} GB/s", f"{format_seconds(link.latency_s)} per hop"))
+    return table([{"rate": label, "measured": value, "note": note} for label, value, note in rows])
 
 
-def _collectives(cluster: ClusterSpec) -> str:
-    rows = [
-        [
-            m.op, m.ranks, m.nodes, format_bytes(m.bytes), format_seconds(m.seconds),
-            f"{m.bytes / m.seconds / 1e9:.3f}", f"{bus_bandwidth(m.op, m.bytes, m.ranks, m.seconds) / 1e9:.3f}",
-        ]
+def _collective_rows(cluster: ClusterSpec) -> list[dict[str, Any]]:
+    return [
+        {
+            "collective": m.op, "ranks": m.ranks, "nodes": m.nodes, "bytes": m.bytes, "seconds": m.seconds,
+            "algbw_bytes_per_s": m.bytes / m.seconds,
+            "busbw_bytes_per_s": bus_bandwidth(m.op, m.bytes, m.ranks, m.seconds),
+        }
         for m in cluster.measured
     ]  # fmt: skip
-    headers = ["collective", "ranks", "nodes", "size", "time", "algbw\n(GB/s)", "busbw\n(GB/s)"]
-    align = ("left", "right", "right", "right", "right", "right", "right")
-    return tabulate(rows, headers=headers, colalign=align, disable_numparse=True) if rows else ""
 
 
-def _missing(cluster: ClusterSpec) -> str:
+def _collectives(cluster: ClusterSpec) -> Table:
+    rows = [
+        {
+            "collective": row["collective"], "ranks": str(row["ranks"]), "nodes": str(row["nodes"]),
+            "size": format_bytes(row["bytes"]), "time": format_seconds(row["seconds"]),
+            "algbw (GB/s)": f"{row['algbw_bytes_per_s'] / 1e9:.3f}",
+            "busbw (GB/s)": f"{row['busbw_bytes_per_s'] / 1e9:.3f}",
+        }
+        for row in _collective_rows(cluster)
+    ]  # fmt: skip
+    return table(rows)
+
+
+def _missing(cluster: ClusterSpec) -> Notes:
     """Pieces with the same reason on one line."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in cluster.not_measured.items():
         by_reason.setdefault(reason, []).append(name)
-    lines = [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
-    return "\n".join(["Not measured:", *lines]) if lines else ""
+    return Notes(title="Not measured:", sentences=[f"{', '.join(names)}: {why}" for why, names in by_reason.items()])

@@ -70,11 +70,24 @@ def read_toml(path: Path) -> dict[str, Any]:
         SpecError: it cannot be read, or is no TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); give an existing file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise SpecError(f"{path}: not valid TOML ({error}); correct that line") from None
+    return parse_toml(text, str(path))
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Decode TOML; ``where`` it comes from is for messages.
+
+    Raises:
+        SpecError: it is no TOML.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"{where}: not valid TOML ({error}); correct that line") from None
 
 
 def within(field: str, value: int, least: int, *, most: int = LARGEST) -> None:

@@ -12,7 +12,7 @@ from refshard import resources
 from refshard.errors import SpecError, nearest
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
 from refshard.specs.gate import GateSpec
-from refshard.specs.reading import convert, is_count, read_toml, within
+from refshard.specs.reading import convert, is_count, parse_toml, read_toml, within
 
 LauncherName = Literal["local", "netlab"]
 MOST_ROUNDS = 1000
@@ -262,3 +262,12 @@ def load_suite(path: Path) -> SuiteSpec:
         SpecError: the file cannot be read, is no TOML, or breaks the schema; the message names the field.
     """
     return convert(read_toml(path), SuiteSpec, where=path.name)
+
+
+def parse_suite(text: str, where: str) -> SuiteSpec:
+    """A suite from TOML's ``text``, which is ``where`` in messages.
+
+    Raises:
+        SpecError: it is no TOML, or breaks the schema; the message names the field.
+    """
+    return convert(parse_toml(text, where), SuiteSpec, where=where)

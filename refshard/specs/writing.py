@@ -16,7 +16,8 @@ def _without_defaults(spec: msgspec.Struct) -> dict[str, Any]:
     found = {}
     for field in msgspec.structs.fields(spec):
         value = getattr(spec, field.name)
-        if value is not None and (field.required or value != field.default):
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if value is not None and (field.required or value != default):
             found[field.encode_name] = _plain(value)
     return found
 

@@ -3,19 +3,29 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tabulate import tabulate
-
 from refshard.dryrun.published import Compared, Errors, Prediction, caveats, errors_of
+from refshard.report.answer import Answer, Column, Notes, Table, Verdict
 
 
-def terminal_dryrun_validation(found: Sequence[Prediction]) -> str:
+def dryrun_validation_answer(found: Sequence[Prediction]) -> Answer:
     """A row for each figure, and what the errors come to, apart for rows that constants may be fitted on."""
-    rows = [_row(one, figure) for one in found for figure in one.compared]
-    headers = ["run", "figure", "published", "dry run", "error", "other allocator mode"]
-    aligned = ("left", "left", *["right"] * 4)
-    parts = [tabulate(rows, headers=headers, colalign=aligned)] if rows else []
-    parts.append("\n".join(f"* {sentence}" for sentence in _sentences(found)))
-    return "\n\n".join(parts)
+    heads = ["run", "figure", "published", "dry run", "error", "other allocator mode"]
+    objects = validation_objects(found)
+    rows = [{"name": one["name"], "half": one["half"], **figure} for one in objects for figure in one["compared"]]
+    told = _errors(found)
+    return Answer(
+        data={"verdict": told, "runs": objects},
+        rows=rows,
+        columns=("name", "half", "figure", "published", "predicted", "error", "other_mode"),
+        blocks=[
+            Table(
+                columns=[Column(head, "left" if place < 2 else "right") for place, head in enumerate(heads)],
+                rows=[_row(one, figure) for one in found for figure in one.compared],
+            ),
+            Notes(sentences=_caveats(found)),
+            Verdict(sentences=told),
+        ],
+    )
 
 
 def _row(one: Prediction, figure: Compared) -> list[str]:
@@ -33,14 +43,18 @@ def _other_error(figure: Compared) -> float:
     return figure.other_mode / figure.published - 1
 
 
-def _sentences(found: Sequence[Prediction]) -> list[str]:
+def _errors(found: Sequence[Prediction]) -> list[str]:
     told = []
     for words, memory in (("memory", True), ("tokens/s/GPU", False)):
         for half in ("fit", "held out"):
             chosen = [c for one in found if one.run.half == half for c in one.compared if c.is_memory is memory]
             if (errors := errors_of(chosen)) is not None:
                 told.append(f"{words}, {half}: {_said(errors)}")
-    told += [f"{one.name}: not reproduced: {one.refused}" for one in found if one.refused]
+    return told
+
+
+def _caveats(found: Sequence[Prediction]) -> list[str]:
+    told = [f"{one.name}: not reproduced: {one.refused}" for one in found if one.refused]
     for one in found:
         told += [f"{one.name}: {caveat}" for caveat in one.caveats]
     return told

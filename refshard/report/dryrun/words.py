@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tabulate import tabulate
-
 from refshard.dryrun.analyse import Analysis, Synchronisation
 from refshard.dryrun.figures import StepFigures
 from refshard.dryrun.memory import Held
@@ -12,6 +10,7 @@ from refshard.dryrun.races import Race
 from refshard.dryrun.recording import Category, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.quantities import format_bytes, format_percent, format_seconds, format_times
+from refshard.report.answer import Block, Notes, Text, Verdict, table
 
 _LISTED = 8
 CATEGORIES = {
@@ -26,22 +25,27 @@ CATEGORIES = {
 _PHASES = {Phase.OTHER: "outside modules", Phase.OPTIMIZER: "the optimizer step"}
 
 
-def terminal_dryrun(found: Analysis) -> str:
-    """The whole report."""
-    parts = [_title(found), _verdict(found), _memory(found)]
-    if found.figures is not None:
-        parts += [_time(found), _synchronisations(found)]
-    parts.append("\n".join(f"* {sentence}" for sentence in sentences(found)))
-    if found.races is not None:
-        parts.append(_races(found.races))
-    return "\n\n".join(part for part in parts if part)
+def dryrun_blocks(found: Analysis, more: str = "") -> list[Block]:
+    """The whole report, the verdict last."""
+    return [
+        Text(text=_title(found)),
+        *_memory(found),
+        *(_time(found) if found.figures is not None else ()),
+        *_synchronisations(found),
+        Notes(sentences=sentences(found)),
+        *([] if found.races is None else [_races(found.races)]),
+        *([Text(text=more)] if more else []),
+        _verdict(found),
+    ]
 
 
 def _title(found: Analysis) -> str:
     request = found.run.request
+    rest = " and ".join(f"{format_bytes(one.bytes)} for {one.name}" for one in found.overheads)
     return (
         f"dry run: {what_ran(request)}\nrank {request.rank} of {request.world_size} on {request.cluster} "
-        f"({found.hardware.about}); {how_it_ended(found)}"
+        f"({found.hardware.about}); {how_it_ended(found)}\nmemory of the GPU: "
+        f"{format_bytes(found.hardware.memory_bytes)}, less {rest} (estimates)"
     )
 
 
@@ -62,25 +66,21 @@ def how_it_ended(found: Analysis) -> str:
     return f"{steps} {seconds}"
 
 
-def _verdict(found: Analysis) -> str:
+def _verdict(found: Analysis) -> Verdict:
     answer = found.run.answer
     if answer.outcome == "failed":
-        return f"FAILED  {answer.error}" + (f"\n        at {answer.where}" if answer.where else "")
-    lines = []
-    usable, total = format_bytes(found.usable_bytes), format_bytes(found.hardware.memory_bytes)
-    if found.fits:
-        lines.append(
-            f"FITS  peak reserved {format_bytes(answer.peak.reserved)} of {usable} usable "
-            f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(answer.peak.allocated)}"
-        )
-    else:
-        lines += [f"DOES NOT FIT  {needed(found)}", f"      {refusal(found)}"]
-    rest = ", ".join(f"{one.name} {format_bytes(one.bytes)}" for one in found.overheads)
-    lines.append(f"      the GPU has {total}; outside torch's allocator: {rest} (estimates)")
-    if (figures := found.figures) is not None:
-        would = "" if found.fits else "without the memory limit: "
-        lines.append(f"      {would}step time {format_seconds(figures.step_s)}{_rates(found)}")
-    return "\n".join(lines)
+        where = [f"at {answer.where}"] if answer.where else []
+        return Verdict(sentences=[f"FAILED: {answer.error}", *where], style="bad")
+    usable = format_bytes(found.usable_bytes)
+    would = "" if found.fits else "Without the memory limit: "
+    pace = [] if found.figures is None else [f"{would}step time {format_seconds(found.figures.step_s)}{_rates(found)}"]
+    if not found.fits:
+        return Verdict(sentences=[f"DOES NOT FIT: {needed(found)}", refusal(found), *pace], style="bad")
+    fits = (
+        f"FITS: peak reserved {format_bytes(answer.peak.reserved)} of {usable} usable "
+        f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(answer.peak.allocated)}"
+    )
+    return Verdict(sentences=[fits, *pace], style="good")
 
 
 def needed(found: Analysis) -> str:
@@ -111,26 +111,30 @@ def _rates(found: Analysis) -> str:
     return words
 
 
-def _memory(found: Analysis) -> str:
-    """Two tables, one below the other: side by side they are wider than 80 columns."""
+def _memory(found: Analysis) -> list[Block]:
     memory = found.memory
     if not memory.held:
-        return ""
+        return []
     share = 1 / max(memory.peak_bytes, 1)
     by_category = [
-        [CATEGORIES[category], format_bytes(size), format_percent(size * share)]
+        {
+            "memory at the peak": CATEGORIES[category],
+            "allocated": format_bytes(size),
+            "of the peak": format_percent(size * share),
+        }
         for category, size in memory.by_category().items()
     ]
     largest = [
-        [CATEGORIES[one.category], where(one), one.operator or "-", one.blocks, format_bytes(one.bytes)]
+        {
+            "largest at the peak": CATEGORIES[one.category],
+            "allocated in": where(one),
+            "operator": one.operator or "-",
+            "bytes": format_bytes(one.bytes),
+            "blocks": f"{one.blocks:,}",
+        }
         for one in merged(memory.held)[:_LISTED]
     ]
-    head = f"memory at the peak ({format_bytes(memory.peak_bytes)} allocated)"
-    return f"{tabulate(by_category, headers=[head, '', ''], colalign=('left', 'right', 'right'))}\n\n" + tabulate(
-        largest,
-        headers=["largest", "allocated in", "operator", "blocks", "bytes"],
-        colalign=("left", "left", "left", "right", "right"),
-    )
+    return [table(by_category), table(largest, left=3, detail=True)]
 
 
 def where(one: Held) -> str:
@@ -154,18 +158,23 @@ def merged(held: tuple[Held, ...]) -> list[Held]:
     ]
 
 
-def _time(found: Analysis) -> str:
+def _time(found: Analysis) -> list[Block]:
     figures = found.figures
     assert figures is not None
-    rows = [[name, format_seconds(s), format_percent(s / figures.step_s)] for name, s in parts_of_step(figures)]
+    rows = [
+        {"one step": name, "time": format_seconds(s), "of the step": format_percent(s / figures.step_s)}
+        for name, s in (*parts_of_step(figures), ("step", figures.step_s))
+    ]
     operators = [
-        [one.name, one.count, format_seconds(one.seconds), format_percent(one.seconds / figures.step_s)]
+        {
+            "longest operators": one.name,
+            "time": format_seconds(one.seconds),
+            "of the step": format_percent(one.seconds / figures.step_s),
+            "count": f"{one.count:,}",
+        }
         for one in figures.operators[:_LISTED]
     ]
-    head = f"one step ({format_seconds(figures.step_s)})"
-    return f"{tabulate(rows, headers=[head, '', 'of the step'], colalign=('left', 'right', 'right'))}\n\n" + tabulate(
-        operators, headers=["longest operators", "count", "time", "of the step"], colalign=("left", *["right"] * 3)
-    )
+    return [table(rows), table(operators, detail=True)]
 
 
 def parts_of_step(figures: StepFigures) -> tuple[tuple[str, float], ...]:
@@ -179,14 +188,21 @@ def parts_of_step(figures: StepFigures) -> tuple[tuple[str, float], ...]:
     )
 
 
-def _synchronisations(found: Analysis) -> str:
+def _synchronisations(found: Analysis) -> list[Block]:
+    if found.figures is None:
+        return []
     if not found.synchronisations:
-        return "host synchronisations per step: none"
+        return [Notes(sentences=["The host never waits for the GPU within a step."], detail=True)]
     rows = [
-        [one.count, one.why, place(one), "not computed" if one.unknown else ""]
+        {
+            "host waits per step": one.why,
+            "where": place(one),
+            "times": f"{one.count:,}",
+            "value": "not computed" if one.unknown else "",
+        }
         for one in found.synchronisations[:_LISTED]
     ]
-    return tabulate(rows, headers=["host synchronisations per step", "why", "where", "value"], colalign=("right",))
+    return [table(rows, left=2)]
 
 
 def place(one: Synchronisation) -> str:
@@ -197,12 +213,13 @@ def place(one: Synchronisation) -> str:
 NO_RACES = "none; all accesses to the same memory from different streams are ordered"
 
 
-def _races(races: Sequence[Race]) -> str:
+def _races(races: Sequence[Race]) -> Notes:
     """Unordered accesses to the same memory from two streams, one race per line."""
     if not races:
-        return f"races: {NO_RACES}"
-    lines = "\n".join(f"  {race}" for race in races)
-    return f"RACES: unordered accesses to the same memory from two streams\n{lines}"
+        return Notes(sentences=[f"Races: {NO_RACES}"])
+    return Notes(
+        sentences=[str(race) for race in races], title="RACES: unordered accesses to the same memory from two streams"
+    )
 
 
 def sentences(found: Analysis) -> list[str]:

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
-from tabulate import tabulate
 
 from refshard.analysis.cases import plain
 from refshard.quantities import format_percent
+from refshard.report import answer as printed
+from refshard.report.answer import Answer, Notes, Style, Text, table
 from refshard.stats.exact import Change
 from refshard.stats.gate import TimeVerdict, Verdict
 from refshard.stats.rehearsal import CaseNoise, Noise
@@ -80,37 +82,46 @@ class GateReport:
         return case.verdict in ("regressed", "removed", *(("improved", "new") if self.must_accept else ()))
 
 
-def terminal(report: GateReport) -> str:
-    """Table, changes, and the verdict in a sentence."""
-    return _text(report, "simple")
-
-
-def markdown(report: GateReport) -> str:
-    """The same for a pull request or a job's summary."""
-    return f"### refshard gate: {_words(report.status)}\n\n{_text(report, 'github')}\n"
-
-
-def _text(report: GateReport, style: str) -> str:
-    parts = []
-    if report.cases:
-        rows = [_row(case, report.noise) for case in report.cases]
-        parts.append(tabulate(rows, headers="keys", tablefmt=style, disable_numparse=True))
+def gate_answer(report: GateReport) -> Answer:
+    """Tables of the cases and of what changed, and the verdict in a sentence."""
+    cases = [_row(case, report.noise) for case in report.cases]
     changed = [
-        [plain(c.case), c.metric or "the case", _value(c.before), _value(c.after), c.verdict]
+        {
+            "case": plain(c.case), "metric": c.metric or "the case", report.baseline: _value(c.before),
+            report.candidate if report.candidate != report.baseline else "now": _value(c.after), "verdict": c.verdict,
+        }
         for case in report.cases
         for c in case.changes
+    ]  # fmt: skip
+    notes = [
+        f"{plain(case.name)}: {plain(told)}" for case in report.cases for told in (case.trouble, case.remark) if told
     ]
-    if changed:
-        headers = ["case", "metric", report.baseline, report.candidate, "verdict"]
-        parts.append(tabulate(changed, headers=headers, tablefmt=style, disable_numparse=True))
-    parts += [
-        f"* {plain(case.name)}: {plain(told)}" for case in report.cases for told in (case.trouble, case.remark) if told
-    ]
-    if report.noise is not None:
-        parts.append(f"* {noise_words(report.noise)}")
-    parts += [f"* {plain(note)}" for note in report.notes]
-    parts.append(f"{_words(report.status).upper()}: {_sentence(report)}")
-    return "\n\n".join(parts)
+    notes += [noise_words(report.noise)] if report.noise is not None else []
+    style: Style = "good" if report.status == PASS else "doubtful" if report.status == INCONCLUSIVE else "bad"
+    return Answer(
+        data=as_object(report),
+        rows=[_flat(case) for case in report.cases],
+        columns=_COLUMNS,
+        blocks=[
+            table(cases, left=2),
+            table(changed, left=5),
+            Notes(sentences=[*notes, *map(plain, report.notes)]),
+            printed.Verdict(sentences=[f"{_words(report.status).upper()}: {_sentence(report)}"], style=style),
+        ],
+        status=report.status,
+    )
+
+
+_COLUMNS = ("case", "verdict", "exact_changes", "trouble", "time_ratio", "time_ratio_low", "time_ratio_high", "rounds")
+
+
+def _flat(case: GateCase) -> dict[str, Any]:
+    effect = case.time.effect if case.time else None
+    values = (
+        case.name, case.verdict, len(case.changes), case.trouble or None, effect.ratio if effect else None,
+        effect.low if effect else None, effect.high if effect else None, effect.rounds if effect else None,
+    )  # fmt: skip
+    return dict(zip(_COLUMNS, values))
 
 
 def noise_words(noise: Noise) -> str:
@@ -118,26 +129,31 @@ def noise_words(noise: Noise) -> str:
     judged = noise.gates * len(noise.cases)
     alarms = sum(case.false_alarms for case in noise.cases.values())
     return (
-        f"This machine's noise, from {noise.launches} launches of the same code: of {noise.gates:,} gates with "
-        f"permuted labels {noise.failing_gates:,} failed, and {format_percent(alarms / judged)} of all cases."
+        f"False alarms on this machine: {noise.failing_gates:,} of {noise.gates:,} gates failed with permuted labels "
+        f"over {noise.launches} launches of the same code, {format_percent(alarms / judged)} of all cases."
     )
 
 
-def noise_table(noise: Noise) -> str:
+def noise_answer(noise: Noise, path: Path) -> Answer:
     """A row a case: how gates would judge it."""
     rows = [
         {
             "case": plain(name),
-            "rounds": str(case.rounds),
-            "B / A": f"{case.ratio:.3f} ({case.low:.3f} to {case.high:.3f})",
+            "B / A (95 % interval)": f"{case.ratio:.3f} ({case.low:.3f} to {case.high:.3f})",
             "spread of a round": format_percent(case.spread),
-            "smallest visible": format_percent(case.smallest_visible),
+            "smallest visible change": format_percent(case.smallest_visible),
             "inconclusive": format_percent(case.inconclusive / noise.gates),
             **_of_noise(case, noise),
+            "rounds": str(case.rounds),
         }
         for name, case in noise.cases.items()
     ]
-    return f"{tabulate(rows, headers='keys', disable_numparse=True)}\n\n{noise_words(noise)}"
+    data = msgspec.to_builtins(noise)
+    return Answer(
+        data={"file": str(path), **data},
+        rows=[{"case": name, **case} for name, case in data["cases"].items()],
+        blocks=[table(rows), Text(text=f"kept: {path}"), printed.Verdict(sentences=[noise_words(noise)])],
+    )
 
 
 def _of_noise(case: CaseNoise | None, noise: Noise) -> dict[str, str]:
@@ -180,7 +196,7 @@ def _sentence(report: GateReport) -> str:
         return plain(report.error or report.mismatch or "there was no case to compare")
     counts = {verdict: sum(case.verdict == verdict for case in report.cases) for verdict in _WORST}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return f"of {len(report.cases)} case{'' if len(report.cases) == 1 else 's'} {told}"
+    return f"{len(report.cases)} case{'' if len(report.cases) == 1 else 's'}: {told}"
 
 
 def as_object(report: GateReport) -> dict[str, Any]:

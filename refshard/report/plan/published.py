@@ -1,18 +1,14 @@
 """Published results beside their predictions, for a terminal and as JSON."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from statistics import median
 from typing import Any
 
-from tabulate import tabulate
-
 from refshard.quantities import format_percent
+from refshard.report.answer import Answer, Block, Notes, Verdict, table
 from refshard.simulate.published import STANDS_FOR, Prediction
 from refshard.specs.published import PublishedTable
-
-_WIDTH = 120
 
 
 def as_objects(tables: Mapping[str, tuple[PublishedTable, Sequence[Prediction]]]) -> list[dict[str, Any]]:
@@ -43,44 +39,51 @@ def _row(one: Prediction) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def terminal_published(tables: Mapping[str, tuple[PublishedTable, Sequence[Prediction]]]) -> str:
+def published_answer(tables: Mapping[str, tuple[PublishedTable, Sequence[Prediction]]]) -> Answer:
     """A table each, and what it comes to."""
-    return "\n\n".join(_told(table, found) for table, found in tables.values())
+    objects = as_objects(tables)
+    blocks = [block for table_, found in tables.values() for block in _blocks(table_, found)]
+    everything = [one for _, found in tables.values() for one in found if not one.row.fitted]
+    told = f"Median error on rows that no constant was fitted to: {format_percent(typical_error(everything))}."
+    return Answer(
+        data={"tables": objects},
+        rows=[{"table": one["table"], "unit": one["unit"], **row} for one in objects for row in one["rows"]],
+        blocks=[*blocks, Verdict(sentences=[told])],
+    )
 
 
-def _told(table: PublishedTable, found: Sequence[Prediction]) -> str:
+def _blocks(published: PublishedTable, found: Sequence[Prediction]) -> list[Block]:
     rows = [
         {
-            "model": one.row.model, "ranks": one.ranks, "batch": f"{one.row.sequences} x {one.row.seq_len}",
-            "checkpointed": one.row.checkpointing, "strategy": one.strategy,
-            "compiled": "yes" if one.row.compiled else "no", "published": _number(one.published),
-            "predicted": _number(one.predicted), "error": f"{100 * one.error:+.1f} %",
-            "": "fitted" if one.row.fitted else "",
+            "model": one.row.model, "strategy": one.strategy, "ranks": f"{one.ranks:,}",
+            "published": _number(one.published), "predicted": _number(one.predicted),
+            "error": f"{100 * one.error:+.1f} %", "batch": f"{one.row.sequences} x {one.row.seq_len}",
+            "checkpointed": str(one.row.checkpointing), "compiled": "yes" if one.row.compiled else "no",
+            "fitted": "yes" if one.row.fitted else "no",
         }
         for one in found
     ]  # fmt: skip
-    printed = tabulate(rows, headers="keys", disable_numparse=True, colalign=["left"] + ["right"] * 8 + ["left"])
-    assumed = [f"* Assumed: {table.assumed}"] if table.assumed else []
+    assumed = [f"Assumed: {published.assumed}"] if published.assumed else []
     stands = [
-        f"* {name} is predicted by the closed form of {recipe}."
+        f"{name} is predicted by the closed form of {recipe}."
         for name, recipe in STANDS_FOR.items()
         if any(one.strategy == name for one in found)
     ]
-    sums = [textwrap.fill(told, _WIDTH, subsequent_indent="  ") for told in (*_sums(found), *assumed, *stands)]
-    return "\n".join([f"{table.title}, {table.unit}, on {table.cluster}", printed, *sums])
+    title = f"{published.title}, {published.unit}, on {published.cluster}"
+    return [table(rows, left=2, title=title), Notes(sentences=[*_sums(found), *assumed, *stands])]
 
 
 def _sums(found: Sequence[Prediction]) -> list[str]:
     others = [one for one in found if not one.row.fitted]
     told = [
-        f"* Median error {format_percent(typical_error(found))}; of rows not fitted "
+        f"Median error {format_percent(typical_error(found))}; of rows not fitted "
         f"{format_percent(typical_error(others))}."
     ]
     agreed = in_order(found)
     if agreed is not None:
-        told.append(f"* Of {agreed[1]} pairs of rows, {agreed[0]} have their speed-ups in the published order.")
+        told.append(f"Speed-ups in the published order: {agreed[0]} of {agreed[1]} pairs of rows.")
     told += [
-        f"* MFU of {_number(one.published)}: published {format_percent(one.mfu)}, replayed "
+        f"MFU of {_number(one.published)}: published {format_percent(one.mfu)}, replayed "
         f"{format_percent(one.replayed_mfu)}."
         for one in found
         if one.mfu is not None

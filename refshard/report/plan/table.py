@@ -1,18 +1,15 @@
 """What a plan looks like in a terminal, and as JSON."""
 
-import textwrap
+from dataclasses import replace
 from typing import Any
 
 import msgspec
-from tabulate import tabulate
 
 from refshard.quantities import format_bytes, format_percent, format_rate, format_seconds
+from refshard.report.answer import Answer, Marked, Notes, Table, Verdict, table
 from refshard.report.plan import words as plan_words
 from refshard.simulate.forecast import Job
 from refshard.simulate.ranking import Plan, PlanRow
-
-_WIDTH = 120
-_NARROW = 14
 
 
 def as_object(plan: Plan, job: Job, *, model: str, cluster: str) -> dict[str, Any]:
@@ -38,7 +35,7 @@ def as_object(plan: Plan, job: Job, *, model: str, cluster: str) -> dict[str, An
         "strategies": [_as_object(row) for row in plan.rows],
         "unplanned": plan.unplanned,
         "verdict": plan_words.verdict(plan, job),
-        "warnings": plan_words.warnings(plan, job),
+        "warnings": [*plan_words.warnings(plan), *plan_words.assumptions(plan, job)],
     }
 
 
@@ -61,11 +58,35 @@ def _as_object(row: PlanRow) -> dict[str, Any]:
     }
 
 
-def terminal_plan(plan: Plan, job: Job, title: str) -> str:
-    """Tables of the strategies, of their time and their memory by part, and sentences."""
-    sentences = [_wrapped(s) for s in (*plan_words.verdict(plan, job), *plan_words.warnings(plan, job))]
-    tables = [_table(summary(plan)), _table(time_by_part(plan)), _table(memory_by_part(plan))]
-    return "\n\n".join([f"{title} (simulated)", *tables, "\n".join(sentences)])
+def plan_answer(plan: Plan, job: Job, title: str, *, model: str, cluster: str) -> Answer:
+    """Tables of the strategies, of their time and their memory by part, and the verdict; status 1 if nothing fits."""
+    data = as_object(plan, job, model=model, cluster=cluster)
+    fits = any(row.fits for row in plan.rows)
+    return Answer(
+        data=data,
+        rows=[_flat(row) for row in data["strategies"]],
+        blocks=[
+            _summary_table(plan, f"{title} (simulated)"),
+            table(time_by_part(plan), detail=True),
+            table(memory_by_part(plan), detail=True),
+            Notes(sentences=plan_words.assumptions(plan, job), detail=True),
+            Notes(sentences=plan_words.warnings(plan)),
+            Verdict(sentences=plan_words.verdict(plan, job), style="strong" if fits else "bad"),
+        ],
+        status=0 if fits else 1,
+    )
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without what is nested in it; memory by part gets a column each."""
+    parts = {f"memory_{part.replace(' ', '_')}_bytes": size for part, size in row["memory_bytes"].items()}
+    return {key: value for key, value in row.items() if not isinstance(value, dict)} | parts
+
+
+def _summary_table(plan: Plan, title: str) -> Table:
+    found = table(summary(plan), title=title)
+    rows = [[row[0], Marked(str(row[1]), "good" if row[1] == "yes" else "bad"), *row[2:]] for row in found.rows]
+    return replace(found, rows=rows)
 
 
 def summary(plan: Plan) -> list[dict[str, str]]:
@@ -74,13 +95,13 @@ def summary(plan: Plan) -> list[dict[str, str]]:
         {
             "strategy": row.strategy,
             "fits": "yes" if row.fits else "no",
-            "checkpointed layers": str(row.checkpointed),
-            "peak memory": format_bytes(row.memory.peak),
             "step time": format_seconds(row.step.step_time_s),
+            "peak memory": format_bytes(row.memory.peak),
+            "checkpointed layers": str(row.checkpointed),
+            "MFU": format_percent(row.step.mfu),
             "exposed comm. (of step)": _share(row.step.exposed_comm_s, row.step.step_time_s),
             "tokens/s/GPU": format_rate(row.step.tokens_per_s_gpu),
             "TFLOPS": format_rate(row.step.tflops),
-            "MFU": format_percent(row.step.mfu),
             "GPU hours of 10^12 tokens": f"{row.gpu_hours:,.0f}",
             "USD": f"{row.cost_usd:,.0f}",
         }
@@ -112,20 +133,5 @@ def memory_by_part(plan: Plan) -> list[dict[str, str]]:
     ]
 
 
-def _wrapped(sentence: str) -> str:
-    return textwrap.fill(sentence, _WIDTH, initial_indent="* ", subsequent_indent="  ")
-
-
 def _share(part: float, whole: float) -> str:
     return f"{format_seconds(part)} ({format_percent(part / whole, 0)})"
-
-
-def _table(rows: list[dict[str, str]]) -> str:
-    headers = {key: _heading(key) for key in rows[0]}
-    aligned = ["left"] + ["right"] * (len(headers) - 1)
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=aligned)
-
-
-def _heading(name: str) -> str:
-    """A column's name over as many lines as keep the column narrow."""
-    return "\n".join(textwrap.wrap(name, _NARROW, break_long_words=False))

@@ -25,36 +25,46 @@ def verdict(plan: Plan, job: Job) -> list[str]:
     told = [_first(fitting), *_ahead(fitting)] if fitting else [_too_large(plan, job)]
     left = [row for row in plan.rows if not row.fits]
     if fitting and left:
-        needs = ", ".join(f"{row.strategy} ({format_bytes(row.memory.peak)})" for row in left)
-        told.append(f"Too large for {_room(plan)}: {needs}.")
+        needs = ", ".join(
+            f"{row.strategy} {'needs ' if not place else ''}{format_bytes(row.memory.peak)}"
+            for place, row in enumerate(left)
+        )
+        told.append(f"Out of memory ({_room(plan)}): {needs}.")
     return told
 
 
-def warnings(plan: Plan, job: Job) -> list[str]:
-    """What the model behind the figures leaves out, assumes of this job, and does not know of it."""
+def warnings(plan: Plan) -> list[str]:
+    """What limits the figures, in short."""
     doubts = dict.fromkeys(doubt for row in plan.rows for doubt in row.memory.warnings)
     return [
         *(f"Not planned: {no_closed_form(name)}." for name in plan.unplanned),
+        *(f"Memory: {doubt}." for doubt in doubts),
+        "Median error of the step time on published results: 6 %; -v lists what the model assumes and leaves out.",
+    ]
+
+
+def assumptions(plan: Plan, job: Job) -> list[str]:
+    """What the model leaves out and assumes of this job."""
+    return [
         f"The model leaves out: {'; '.join(LEFT_OUT)}.",
-        f"It takes parameters in {job.dtype}, gradients reduced in {job.reduction}, fp32 masters, fused AdamW, flash "
+        f"It assumes parameters in {job.dtype}, gradients reduced in {job.reduction}, fp32 masters, fused AdamW, flash "
         f"attention, and {'compiled blocks and loss' if job.compiled else 'eager blocks'}.",
-        f"Tensors can fill {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}: the rest is "
-        "allowed for what else lies there, and for fragmentation.",
+        f"Tensors can fill {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}: the rest holds "
+        "the CUDA context and NCCL's buffers, and allows for fragmentation.",
         f"USD are at {plan.price_usd:g} per GPU and hour (--price).",
-        "Step times were 6 % off in the median of published results that no constant was fitted to, strategies less "
-        "reliably in order: see docs/validation.md.",
-        *(f"Of memory: {doubt}." for doubt in doubts),
+        "The order of strategies is less certain than their times: see docs/validation.md.",
     ]
 
 
 def _room(plan: Plan) -> str:
-    return f"{format_bytes(plan.usable_bytes)}, which tensors can fill of {format_bytes(plan.available_bytes)}"
+    usable = format_bytes(plan.usable_bytes).removesuffix(" GiB")
+    return f"{usable} of {format_bytes(plan.available_bytes)} usable"
 
 
 def _too_large(plan: Plan, job: Job) -> str:
-    """What is missing where nothing fits, and what would help the leanest strategy."""
+    """What is missing where nothing fits, and what would help the strategy that needs least."""
     least = min(plan.rows, key=lambda row: row.memory.peak)
-    remedies = ["shorter sequences", "tensor parallelism beside it"]
+    remedies = ["shorter sequences", "tensor parallelism"]
     if least.sharded:
         remedies.insert(0, "more ranks")
     if job.replicas > 1:
@@ -66,19 +76,18 @@ def _too_large(plan: Plan, job: Job) -> str:
     elif least.checkpointing.by_op:
         remedies.insert(0, "whole layers checkpointed")
     return (
-        f"Nothing fits in {_room(plan)}: {least.strategy}, the leanest, needs {format_bytes(least.memory.peak)} with "
-        f"{least.checkpointed} of {least.layers} layers checkpointed; use {', '.join(remedies[:-1])} or {remedies[-1]}."
+        f"Nothing fits ({_room(plan)}): {least.strategy} needs least, {format_bytes(least.memory.peak)} with "
+        f"{least.checkpointed} of {least.layers} layers checkpointed. "
+        f"Try: {', '.join(remedies[:-1])} or {remedies[-1]}."
     )
 
 
 def _first(fitting: Sequence[PlanRow]) -> str:
     best = fitting[0]
-    layers = f", {best.checkpointed} layers checkpointed" if best.checkpointed else ""
-    exposed = best.step.exposed_comm_s
+    layers = f" with {best.checkpointed} of {best.layers} layers checkpointed" if best.checkpointed else ""
     return (
-        f"{best.strategy} takes {format_seconds(best.step.step_time_s)} a step{layers}: MFU "
-        f"{format_percent(best.step.mfu)}, {format_percent(exposed / best.step.step_time_s)} of the time exposed "
-        f"communication, {format_bytes(best.memory.peak)} at its peak."
+        f"Fastest: {best.strategy}, {format_seconds(best.step.step_time_s)} per step{layers}; MFU "
+        f"{format_percent(best.step.mfu)}, peak memory {format_bytes(best.memory.peak)}."
     )
 
 
@@ -88,14 +97,14 @@ def _ahead(fitting: Sequence[PlanRow]) -> list[str]:
     told = []
     if alike:
         names = ", ".join(row.strategy for row in alike)
-        leanest = min((best, *alike), key=lambda row: row.memory.peak)
+        smallest = min((best, *alike), key=lambda row: row.memory.peak)
         told.append(
-            f"The model cannot tell it from {names} in time; of these, {leanest.strategy} needs least memory, "
-            f"{format_bytes(leanest.memory.peak)}."
+            f"Within the model's error of: {names}. Lowest memory among them: {smallest.strategy}, "
+            f"{format_bytes(smallest.memory.peak)}."
         )
     if rest := [row for row in fitting[1:] if row not in alike]:
         slower = rest[0].step.step_time_s / best.step.step_time_s - 1
-        told.append(f"The next, {rest[0].strategy}, takes {format_percent(slower)} longer{_because(best, rest[0])}.")
+        told.append(f"Next: {rest[0].strategy}, {format_percent(slower)} slower{_because(best, rest[0])}.")
     return told
 
 
@@ -103,11 +112,11 @@ def _because(best: PlanRow, other: PlanRow) -> str:
     more = other.step.step_time_s - best.step.step_time_s
     mine, theirs = parts(best.step.account), parts(other.step.account)
     if best.checkpointed != other.checkpointed:
-        theirs["compute"], theirs["compute, of which more layers recompute"] = mine["compute"], theirs["compute"]
-        mine["compute, of which more layers recompute"] = mine["compute"]
+        theirs["compute"], theirs["recomputation in more layers"] = mine["compute"], theirs["compute"]
+        mine["recomputation in more layers"] = mine["compute"]
     differences = sorted(((theirs[name] - mine[name], name) for name in mine), reverse=True)
-    named = [f"{format_seconds(d)} more on {name}" for d, name in differences if d >= _SHOWN * more]
-    return f": {' and '.join(named[:2])}" if named else ""
+    named = [f"{name} (+{format_seconds(d)})" for d, name in differences if d >= _SHOWN * more]
+    return f", because of {' and '.join(named[:2])}" if named else ""
 
 
 def parts(account: Account) -> dict[str, float]:
@@ -116,7 +125,7 @@ def parts(account: Account) -> dict[str, float]:
     return {
         "compute": account.compute_s,
         "copies": account.copies_s,
-        "compute slowed by what runs beside it": account.contention_s,
+        "compute slowed down by collectives": account.contention_s,
         "the optimizer": account.optimizer_s,
         **waits,
     }

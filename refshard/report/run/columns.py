@@ -3,11 +3,8 @@
 The columns are the same for every run, also for one without cases.
 """
 
-import csv
-import io
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from refshard.analysis.busy import loads, within_launch
@@ -17,8 +14,6 @@ from refshard.analysis.proof import bit_identical, bits_note, parity_note, proof
 from refshard.records import METRICS
 
 Row = dict[str, Any]
-LIST_SEPARATOR = " | "
-"""What stands between the parts of a list in CSV, which has no lists."""
 
 
 def _gpu(field: str) -> Callable[[CaseResult], object]:
@@ -88,26 +83,9 @@ def values(case: CaseResult) -> Row:
     return {name: value(case) for name, value in COLUMNS.items()}
 
 
-def as_csv(rows: Sequence[Mapping[str, object]], more: Sequence[str] = ()) -> str:
-    r"""Rows as RFC 4180 has them, under a header with the columns of a case, ``network``, and ``more``.
-
-    None is empty, and a list one text.
-
-    >>> as_csv([{"case": "a, b", "spec_hash": None, "environment": ["c", "d"]}]).splitlines()[1][:16]
-    '"a, b",,c | d,,,'
-    """
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*COLUMNS, "network", *more], restval="")
-    writer.writeheader()
-    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    return text.getvalue()
-
-
-def _cell(value: object) -> object:
-    """Numbers and truth as JSON writes them."""
-    if isinstance(value, list):
-        return LIST_SEPARATOR.join(map(str, value))
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+def names() -> list[str]:
+    """A row's keys, in their order."""
+    return [*COLUMNS, "network"]
 
 
 def _host_waits(case: CaseResult) -> int | None:

@@ -8,11 +8,12 @@ import plotly.graph_objects as go
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, machine
-from refshard.analysis.history import Series, launches_told, series_of
+from refshard.analysis.history import Series, series_of
 from refshard.quantities import format_seconds
 from refshard.records import Run
 from refshard.report.draw.charts import THEME, Chart, chart, label_text
 from refshard.report.draw.palette import DASHES, MARKERS, OKABE_ITO
+from refshard.report.run.history import launches_told
 from refshard.report.run.origin import run_names
 
 MOST_CURVES = 8

@@ -1,20 +1,17 @@
 """Predictions beside measurements, as a table and sentences."""
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import pandas as pd
-from tabulate import tabulate
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence
-from refshard.analysis.validation import PREDICTED, Validated, beside_measured, errors, in_order, scaled
+from refshard.analysis.validation import PREDICTED, Validated, as_objects, beside_measured, errors, in_order, scaled
 from refshard.quantities import format_bytes, format_percent, format_seconds
+from refshard.report.answer import Answer, Verdict, table
 from refshard.specs.case import spelled
-
-_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +56,7 @@ def _size(value: float | None) -> str:
     return "-" if value is None else format_bytes(value)
 
 
-def terminal_validation(pairs: Sequence[Validated]) -> str:
+def validation_answer(pairs: Sequence[Validated]) -> Answer:
     """A row a prediction, and what they come to by fidelity."""
     rows = [
         {
@@ -72,14 +69,16 @@ def terminal_validation(pairs: Sequence[Validated]) -> str:
             "error": _signed(pair.step_time_error),
             "peak memory measured": format_bytes(pair.measured.metrics["peak_memory_bytes"]),
             "peak memory predicted": format_bytes(pair.predicted.metrics["peak_memory_bytes"]),
-            "of it": _signed(pair.error("peak_memory_bytes")),
+            "its error": _signed(pair.error("peak_memory_bytes")),
         }
         for pair in pairs
     ]
-    headers = {key: "\n".join(textwrap.wrap(key, 10)) for key in rows[0]}
-    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=["left"] * 4 + ["right"] * 6)
-    told = [textwrap.fill(f"* {sentence}", _WIDTH, subsequent_indent="  ") for sentence in findings(pairs)]
-    return "\n".join([table, *told])
+    objects = as_objects(pairs)
+    told = findings(pairs)
+    return Answer(
+        data={"verdict": told, "predictions": objects}, rows=objects,
+        blocks=[table(rows, left=4), Verdict(sentences=told)],
+    )  # fmt: skip
 
 
 def findings(pairs: Sequence[Validated]) -> list[str]:

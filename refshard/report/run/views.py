@@ -6,10 +6,8 @@ exist.
 """
 
 import math
-import textwrap
 
 import pandas as pd
-from tabulate import tabulate
 
 from refshard.analysis.cases import CaseResult, plain
 from refshard.analysis.evidence import Evidence, Setting
@@ -25,27 +23,12 @@ from refshard.quantities import (
 from refshard.records import METRICS, CollectiveCount, GpuMemory, LaunchRecord
 from refshard.report.run.columns import Row, values
 from refshard.report.run.intervals import no_interval
-from refshard.report.run.verdict import verdict
 from refshard.specs.case import REPEATING
 from refshard.stats.sample import Summary
 
 MISSING = "-"
-TERMINAL_COLUMNS = 120
-"""Width at which sentences wrap in a terminal; the table may take 140."""
 _STEP_TIME = "step time (95 % interval)"
 _RANGED = "exposed communication [traced steps]"
-_TERMINAL_HEADERS = {
-    _STEP_TIME: "step time\n(95 % interval)",
-    "tokens/s/GPU": "tokens/s\n/GPU",
-    "compile time": "compile\ntime",
-    "peak memory": "peak\nmemory",
-    "peak reserved": "peak\nreserved",
-    "exposed communication": "exposed comm.\n(of step)",
-    _RANGED: "exposed comm.\n(of step)\n[traced steps]",
-    "overlap ratio": "overlap\nratio",
-    "overlap efficiency": "overlap\nefficiency",
-    "loss parity": "loss\nparity",
-}
 
 
 def rows(evidence: Evidence) -> pd.DataFrame:
@@ -315,32 +298,3 @@ def _state_row(case: CaseResult, launch: LaunchRecord) -> Row:
         "error": plain(launch.error or ""),
         "log": plain("\n".join(launch.log_tail)),
     }
-
-
-def terminal_verdict(evidence: Evidence) -> str:
-    """The verdict, an item per sentence."""
-    return "\n".join(
-        textwrap.fill(plain(sentence), TERMINAL_COLUMNS, initial_indent="* ", subsequent_indent="  ")
-        for sentence in verdict(evidence)
-    )
-
-
-def terminal_table(evidence: Evidence) -> str:
-    """One table per setting, headed by its label."""
-    return "\n\n".join(f"{plain(setting.label)}\n\n{_terminal_table(setting)}" for setting in evidence.settings)
-
-
-def _terminal_table(setting: Setting) -> str:
-    table = summary_table(setting.cases).map(plain)
-    table[_STEP_TIME] = table[_STEP_TIME].str.replace(" (", "\n(", regex=False)
-    if all(case.fidelity in REPEATING for case in setting.cases):
-        table = table.rename(columns={_STEP_TIME: "step time"})
-    if knows_efficiency(setting.cases):  # one column more than fits; tokens/s tell the same at one model
-        table = table.drop(columns="TFLOPS")
-    return tabulate(
-        table.values.tolist(),
-        headers=[_TERMINAL_HEADERS.get(column, column) for column in table.columns],
-        tablefmt="simple",
-        disable_numparse=True,  # the cells are text already and must keep their digits
-        colalign=["left", "right", "left", *["right"] * (len(table.columns) - 3)],
-    )

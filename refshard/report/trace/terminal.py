@@ -1,16 +1,16 @@
 """What an analysis of traces looks like in a terminal, and as JSON."""
 
 import os
-import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
-from tabulate import tabulate
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict, table
 from refshard.report.trace.words import findings, has_steps, jobs, parts
 from refshard.tracing.diff import Attribution, Change
 from refshard.tracing.figures import Breakdown, TraceFigures
@@ -20,7 +20,8 @@ from refshard.tracing.overlap import mean_ratio
 _ALWAYS = frozenset(("rank", "per step", "compute", "comm.", "exposed", "overlap", "idle"))
 _SHOWN_CHANGES = 25
 _LONGEST_LABEL = 80
-_WIDTH = 120
+_FEW_WARNINGS = 3
+"""So many are shown without being asked for."""
 _CLASSES = {"comm": "communication", "prep": "preparation"}
 
 
@@ -37,19 +38,35 @@ def _as_object(trace: TraceFigures) -> dict[str, Any]:
     return {**identity, **whole, "giveway_index": trace.giveway.index, **built, "steps": steps}
 
 
-def terminal_table(traces: Sequence[TraceFigures]) -> str:
-    """Per job a table with a row per trace and what is to be known of it, then each trace's warnings."""
-    told = []
-    for (_, members), finding in zip(jobs(traces).items(), findings(traces)):
+def trace_answer(traces: Sequence[TraceFigures], checks: Sequence[Block] = (), more: str = "") -> Answer:
+    """Per job a table with a row per trace and what there is to know of it; warnings; and each job's largest loss."""
+    blocks: list[Block] = []
+    told = findings(traces)
+    for (_, members), finding in zip(jobs(traces).items(), told):
         ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
-        told.append(f"{finding.title}\n{_pattern(ranks)}\n{_job_table(ranks)}")
-        told.append("\n".join(_wrapped(sentence) for sentence in (finding.lead, *finding.more)))
-    told += [_warnings(trace) for trace in traces if trace.warnings]
-    return _printable("\n\n".join(told))
+        blocks.append(_job_table(ranks, _printable(f"{finding.title} ({_pattern(ranks)})")))
+        blocks.append(Notes(sentences=[_printable(sentence) for sentence in finding.more]))
+    alone = len(told) == 1
+    lead = [_printable(one.lead if alone else f"{one.title}: {one.lead}") for one in told]
+    return Answer(
+        data={"verdict": lead, "traces": as_objects(traces)},
+        rows=[_flat(trace) for trace in traces],
+        blocks=[*blocks, *checks, *_warnings(traces), Verdict(sentences=lead), *_told(more)],
+    )
 
 
-def _wrapped(sentence: str) -> str:
-    return textwrap.fill(sentence, _WIDTH, initial_indent="* ", subsequent_indent="  ")
+def _told(more: str) -> list[Block]:
+    return [Text(text=more)] if more else []
+
+
+def _flat(trace: TraceFigures) -> dict[str, Any]:
+    """A trace without what is nested in it."""
+    return {
+        key: value
+        for key, value in _as_object(trace).items()
+        if not isinstance(value, dict)
+        and not (isinstance(value, list) and value and isinstance(value[0], (dict, list)))
+    }
 
 
 def _printable(text: str) -> str:
@@ -65,28 +82,27 @@ def _pattern(members: Sequence[TraceFigures]) -> str:
     return f"{start}*{end}" if len(names) > 1 else names[0]
 
 
-def _job_table(members: Sequence[TraceFigures]) -> str:
+def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
     rows = []
     for trace in members:
         steps = [part.breakdown for part in parts(trace)]
         rows.append(
             {
-                "rank": "-" if trace.rank is None else trace.rank,
-                "steps": len(trace.steps) if has_steps(trace) else "-",
+                "rank": "-" if trace.rank is None else str(trace.rank),
+                "steps": str(len(trace.steps)) if has_steps(trace) else "-",
                 "per step": format_ns(_mean(steps, "span_ns")),
                 "compute": _share(steps, "compute_ns"),
                 "comm.": _share(steps, "comm_ns"),
                 "exposed": _share(steps, "exposed_ns"),
                 "overlap": format_percent(mean_ratio(steps)),
                 "idle": _share(steps, "idle_ns"),
-                "of it host-bound": _share(steps, "idle_host_ns"),
+                "host-bound idle": _share(steps, "idle_host_ns"),
                 "give-way": format_percent(trace.giveway.index, 2),
-                "warnings": len(trace.warnings) or "-",
+                "warnings": str(len(trace.warnings) or "-"),
             }
         )
     told = [key for key in rows[0] if key in _ALWAYS or any(row[key] != "-" for row in rows)]
-    shown = [{key: row[key] for key in told} for row in rows]
-    return tabulate(shown, headers="keys", disable_numparse=True, colalign=["right"] * len(told))
+    return table([{key: row[key] for key in told} for row in rows], left=0, title=title)
 
 
 def _mean(steps: Sequence[Breakdown], key: str) -> float | None:
@@ -102,27 +118,42 @@ def _share(steps: Sequence[Breakdown], key: str) -> str:
     return f"{format_ns(mean)} ({format_percent(mean / span, 0)})"
 
 
-def _warnings(trace: TraceFigures) -> str:
-    lines = [f"  [{warning.code}] {warning.message}" for warning in trace.warnings]
-    return f"{Path(trace.file).name}:\n" + "\n".join(lines)
+def _warnings(traces: Sequence[TraceFigures]) -> list[Block]:
+    """How many, and which with ``--verbose``."""
+    codes = Counter(warning.code for trace in traces for warning in trace.warnings)
+    if not codes:
+        return []
+    counted = ", ".join(f"{code} ({count})" if count > 1 else code for code, count in codes.items())
+    each = [
+        _printable(f"{Path(trace.file).name}: [{warning.code}] {warning.message}")
+        for trace in traces
+        for warning in trace.warnings
+    ]
+    few = len(each) <= _FEW_WARNINGS
+    return [
+        Notes(sentences=[] if few else [f"Warnings: {counted}. -v explains them."]),
+        Notes(sentences=each, title="Warnings", detail=not few),
+    ]
 
 
-def terminal_check(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFailure) -> str:
+def check_block(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFailure) -> Block:
     """Figures by HTA's classes, exact and as HTA prints them."""
     if isinstance(theirs, HtaFailure):
-        return f"{name}: HTA {theirs.version} fails: {theirs.error}"
+        return Notes(sentences=[f"{name}: HTA {theirs.version} fails: {theirs.error}"])
     if ours is None:
-        return f"{name}: a CPU trace, of which HTA {theirs.version} says nothing that could be compared"
+        return Notes(sentences=[f"{name}: a CPU trace, which HTA {theirs.version} cannot be compared on"])
     rows = [
-        (label, _figure(getattr(ours, key)), _figure(getattr(theirs, key)))
+        {
+            "whole trace": label,
+            "refshard": _figure(getattr(ours, key)),
+            f"HTA {theirs.version}": _figure(getattr(theirs, key)),
+        }
         for label, key in (
             ("span (us)", "span_us"), ("compute (us)", "compute_us"), ("no compute (us)", "noncompute_us"),
             ("idle (us)", "idle_us"), ("overlap (%)", "overlap_pct"),
         )
     ]  # fmt: skip
-    headers = ("whole trace", "refshard", f"HTA {theirs.version}")
-    table = tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "right", "right"))
-    return f"{name} by HTA's classes (docs/metrics.md says why they differ):\n{table}"
+    return table(rows, title=f"{name} by HTA's classes (docs/metrics.md says why they differ)")
 
 
 def _figure(value: float | None) -> str:
@@ -135,35 +166,52 @@ def difference_objects(a: Attribution, b: Attribution, changes: Sequence[Change]
     return {"a_ns": before, "b_ns": after, "delta_ns": after - before, "changes": msgspec.to_builtins(tuple(changes))}
 
 
-def terminal_difference(names: tuple[str, str], a: Attribution, b: Attribution, changes: Sequence[Change]) -> str:
+def difference_answer(
+    names: tuple[str, str], a: Attribution, b: Attribution, changes: Sequence[Change], doubts: Sequence[str]
+) -> Answer:
     """What accounts for the change in step time: by class, and then in detail, each adding up to the whole."""
-    steps = [
+    data = difference_objects(a, b, changes)
+    before, after = a.span_ns / a.steps, b.span_ns / b.steps
+    sides = [
         f"{name}: {path}, {one.steps} steps of {format_ns(one.span_ns / one.steps)}"
         for name, path, one in zip("AB", names, (a, b))
     ]
+    head = [Text(text=_printable("\n".join(sides)))]
     if not any(change.delta_ns for change in changes):
-        return "\n".join([*steps, "", "no difference"])
-    whole = [_change_row("step", a.span_ns / a.steps, b.span_ns / b.steps)]
-    kinds = dict.fromkeys(change.kind for change in changes)
-    by_kind = {kind: [change for change in changes if change.kind == kind] for kind in kinds}
-    sums = [_sum_row(_CLASSES.get(kind, kind), members) for kind, members in by_kind.items()]
-    shown = [c for c in changes[:_SHOWN_CHANGES] if c.delta_ns]
+        return Answer(data=data, rows=data["changes"], blocks=[*head, Verdict(sentences=["No difference."])])
+    whole = _change_row("step", before, after)
+    shown = [change for change in changes[:_SHOWN_CHANGES] if change.delta_ns]
     details = [_change_row(_label(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in shown]
     if rest := changes[_SHOWN_CHANGES:]:
         details.append(_sum_row(f"{len(rest)} others", rest, ""))
-    told = [
-        *steps,
-        "\nper step, each moment given to one owner; communication and idle time are what nothing else covers:\n",
-        _difference_table(("class",), [*sums, *whole]),
-        "",
-        _difference_table(("what", "class"), [*details, [*whole[0][:1], "", *whole[0][1:]]]),
-    ]
-    return _printable("\n".join(told))
+    title = "Per step; each moment has one owner, and communication and idle time are what nothing else covers"
+    most = shown[0]
+    return Answer(
+        data=data,
+        rows=data["changes"],
+        blocks=[
+            *head,
+            _difference_table(("class",), [*_by_class(changes), whole], title),
+            _difference_table(("what", "class"), [*details, [whole[0], "", *whole[1:]]], ""),
+            Notes(sentences=doubts),
+            Verdict(
+                sentences=[
+                    f"B takes {format_ns(abs(after - before))} {'more' if after > before else 'less'} a step than A; "
+                    f"the largest change is {_printable(_label(most))}, {_signed(most.delta_ns)}."
+                ]
+            ),
+        ],
+    )
 
 
-def _difference_table(names: tuple[str, ...], rows: Sequence[Sequence[str]]) -> str:
-    align = [*["left"] * len(names), "right", "right", "right"]
-    return tabulate(rows, headers=(*names, "A", "B", "B - A"), disable_numparse=True, colalign=align)
+def _by_class(changes: Sequence[Change]) -> list[list[str]]:
+    kinds = dict.fromkeys(change.kind for change in changes)
+    return [_sum_row(_CLASSES.get(kind, kind), [change for change in changes if change.kind == kind]) for kind in kinds]
+
+
+def _difference_table(names: tuple[str, ...], rows: Sequence[Sequence[str]], title: str) -> Table:
+    columns = [*(Column(name, "left") for name in names), Column("A"), Column("B"), Column("B - A")]
+    return Table(columns=columns, rows=[[_printable(cell) for cell in row] for row in rows], title=title)
 
 
 def _sum_row(label: str, changes: Sequence[Change], *more: str) -> list[str]:
@@ -171,8 +219,11 @@ def _sum_row(label: str, changes: Sequence[Change], *more: str) -> list[str]:
 
 
 def _change_row(label: str, a_ns: float, b_ns: float, *more: str) -> list[str]:
-    sign = "+" if b_ns > a_ns else ""
-    return [label, *more, format_ns(a_ns), format_ns(b_ns), sign + format_ns(b_ns - a_ns)]
+    return [label, *more, format_ns(a_ns), format_ns(b_ns), _signed(b_ns - a_ns)]
+
+
+def _signed(ns: float) -> str:
+    return f"{'+' if ns > 0 else ''}{format_ns(ns)}"
 
 
 def _label(change: Change) -> str:

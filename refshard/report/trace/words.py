@@ -47,13 +47,12 @@ _EXPOSED = _Loss(
 )
 _HOST = _Loss(
     name="idle time that waits for the host",
-    remedy="launch earlier: fewer or larger kernels, CUDA graphs, no synchronisation within the step",
+    remedy="fewer and larger kernels, CUDA graphs, no synchronisation within the step",
     of=lambda step: step.breakdown.idle_host_ns,
 )
 _HOST_OF_CPU = _Loss(
     name=_HOST.name,
-    remedy="let the thread that computes do less between operators: fewer and larger ones, no loading of data in the "
-    "step, torch.compile",
+    remedy="fewer and larger operators, torch.compile, data loading off the training thread",
     of=_HOST.of,
 )
 _LOSSES = (
@@ -61,22 +60,22 @@ _LOSSES = (
     _HOST,
     _Loss(
         name="idle time that waits for dependencies",
-        remedy="see in the timeline what the next to run waited for",
+        remedy="look in the timeline at what the next kernel waited for",
         of=lambda step: step.breakdown.idle_dependency_ns,
     ),
     _Loss(
         name="idle time of unknown cause",
-        remedy="the trace has no launches that would tell host-bound from dependency-bound",
+        remedy="record CPU activities too: without launches the cause is unknown",
         of=lambda step: step.breakdown.idle_ns if step.breakdown.idle_host_ns is None else 0,
     ),
     _Loss(
         name="exposed copies of what collectives send and receive",
-        remedy="keep shards and gradients where the collective reads and writes them, or copy beside compute",
+        remedy="keep shards and gradients where the collective reads and writes them, or overlap the copies",
         of=lambda step: step.copies.exposed_ns,
     ),
     _Loss(
         name="give-way of preparatory kernels",
-        remedy="prepare the reduction with fewer or no kernels beside the main stream",
+        remedy="prepare the reduction with fewer kernels on side streams",
         of=lambda step: step.giveway.lost_ns,
     ),
 )
@@ -185,9 +184,9 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
     else:
         spread = _spread(members, worst)
         lead = f"The largest loss is {worst.name}: {format_percent(share)} of a {span}{spread}."
-        more = _exposed(members) if worst is _EXPOSED else [f"To win it back: {worst.remedy}."]
+        more = _exposed(members) if worst is _EXPOSED else [f"Try: {worst.remedy}."]
     if others:
-        more.append(f"Beside it: {', '.join(others)}.")
+        more.append(f"Also: {', '.join(others)}.")
     if worst is not _EXPOSED and (told := late(members)):
         more.append(told)
     return Finding(title=title, lead=lead, more=tuple(more))
@@ -224,7 +223,7 @@ def _exposed(members: Sequence[TraceFigures]) -> list[str]:
     where = _where(worst)
     if waited > exposed / 2:
         return [*where, _balance(members, worst, exposed, waited)]
-    return [*where, f"To win it back: {_EXPOSED.remedy}.", *([told] if (told := late(members)) else [])]
+    return [*where, f"Try: {_EXPOSED.remedy}.", *([told] if (told := late(members)) else [])]
 
 
 def _where(one: TraceFigures) -> list[str]:
@@ -240,7 +239,7 @@ def _where(one: TraceFigures) -> list[str]:
     at_once = most > sum(part.breakdown.exposed_ns for part in parts(one))
     return [
         f"Most exposed on {who(one)}: {op}{place}, {format_ns(most / len(parts(one)))} a {each(one)}"
-        f"{', those that run at once counted each' if at_once else ''}."
+        f"{' (concurrent ones add up)' if at_once else ''}."
     ]
 
 
@@ -259,7 +258,7 @@ def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: floa
     if its > LONGER * own:
         return f"{told}{_capital(who(late_one))} computes {times}: balance the work, or look at that host."
     how = "less" if own > LONGER * its else "about as long"
-    return f"{told}{_capital(who(late_one))} computes {how} ({times}): look at what else holds that host up."
+    return f"{told}{_capital(who(late_one))} computes {how} ({times}): look at what else delays that host."
 
 
 def _for_whom(waits: Sequence[RankWait], last: RankWait, steps: int) -> str:
@@ -283,8 +282,8 @@ def late(members: Sequence[TraceFigures]) -> str:
     last, waited = total.most_common(1)[0]
     steps = max(len(parts(one)) for one in members)
     return (
-        f"Rank {last} is waited for longest: in all, the others stand {format_ns(waited / steps)} a {each(members[0])} "
-        f"in collectives until it enters, {format_percent(waited / total.total(), 0)} of all such waiting of this job."
+        f"The others wait longest for rank {last}: {format_ns(waited / steps)} a {each(members[0])} in all, "
+        f"{format_percent(waited / total.total(), 0)} of this job's waiting in collectives."
     )
 
 

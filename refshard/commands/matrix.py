@@ -1,0 +1,135 @@
+"""A suite from the command line: options alone, a file, standard input, or a file whose keys options replace."""
+
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from refshard.errors import SpecError, nearest
+from refshard.folders import replace_file
+from refshard.specs.case import CaseSpec
+from refshard.specs.reading import convert
+from refshard.specs.suite import SuiteSpec, find_suite, load_suite, parse_suite
+from refshard.specs.writing import to_toml
+
+_CASE_KEYS = (*CaseSpec.__struct_fields__, "batch_per_rank")
+_SUITE_KEYS = ("name", "about", "rounds", "launcher", "dry_run_first")
+_DEFAULTS: dict[str, Any] = {"model": "llama-tiny", "world_size": 2, "batch_per_rank": 1}
+"""What options alone leave open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options that describe a suite; lists come as text with commas, ``changes`` as ``key=value``."""
+
+    strategies: str | None = None
+    models: str | None = None
+    world_sizes: str | None = None
+    rounds: int | None = None
+    changes: Sequence[str] = ()
+
+    @property
+    def given(self) -> bool:
+        """Whether any was given."""
+        lists = (self.strategies, self.models, self.world_sizes)
+        return bool(self.changes) or self.rounds is not None or any(one is not None for one in lists)
+
+
+def asked_suite(suite: str | None, options: Options) -> SuiteSpec | None:
+    """The suite that is named, with the options' keys in place of its own; without a name, one of the options alone;
+    None without either. ``-`` reads TOML from standard input.
+
+    Raises:
+        SpecError: there is no such suite, or a key or a value is wrong.
+    """
+    base = None if suite is None else _read(suite)
+    if not options.given:
+        return base
+    keys = _changes(options)
+    top = {key: keys.pop(key) for key in _SUITE_KEYS if key in keys}
+    if base is None:
+        if "strategy" not in keys:
+            raise SpecError("strategy: none given; add --strategy ddp,fsdp2, or name a suite")
+        matrix = {**_defaults(keys), **keys}
+        return convert({"name": "command-line", **top, "matrix": matrix}, SuiteSpec, where="command line")
+    tables = [_replaced(table, keys) for table in base.tables]
+    built = {**msgspec.to_builtins(base), "matrix": tables if len(tables) > 1 else tables[0], **top}
+    return convert(built, SuiteSpec, where="command line")
+
+
+def keep(suite: SuiteSpec, path: Path) -> None:
+    """Write the suite as TOML that ``refshard run`` takes.
+
+    Raises:
+        SpecError: the file cannot be written.
+    """
+    try:
+        replace_file(path, [to_toml(suite)])
+    except OSError as error:
+        raise SpecError(f"write: {path} cannot be written ({error.strerror}); name a file that can") from None
+
+
+def _read(name: str) -> SuiteSpec:
+    return parse_suite(sys.stdin.read(), "standard input") if name == "-" else load_suite(find_suite(name))
+
+
+def _changes(options: Options) -> dict[str, Any]:
+    """Keys and their values, those of ``--set`` last."""
+    keys: dict[str, Any] = {}
+    for key, given in (
+        ("strategy", options.strategies), ("model", options.models), ("world_size", options.world_sizes),
+    ):  # fmt: skip
+        if given is not None:
+            keys[key] = _values(key, given)
+    if options.rounds is not None:
+        keys["rounds"] = options.rounds
+    for change in options.changes:
+        key, equals, given = change.partition("=")
+        key = key.strip()
+        if not equals or not given.strip():
+            raise SpecError(f"set: '{change}' given; write key=value, such as seq_len=512")
+        known = [*_CASE_KEYS, *_SUITE_KEYS]
+        if key not in known:
+            raise SpecError(f"set: there is no key '{key}'; {nearest(key, known)}")
+        keys[key] = _values(key, given)
+    return keys
+
+
+def _values(key: str, given: str) -> Any:
+    """One value, or a list of those between commas.
+
+    >>> _values("seq_len", "512,1024"), _values("strategy", "ddp"), _values("checkpointing", "[0, 5]")
+    ([512, 1024], 'ddp', [[0, 5]])
+    """
+    if given.strip().startswith("["):
+        return [_value(given)]
+    words = [word.strip() for word in given.split(",")]
+    if "" in words:
+        raise SpecError(f"{key}: '{given}' has an empty value; separate values by single commas")
+    found = [_value(word) for word in words]
+    return found if len(found) > 1 else found[0]
+
+
+def _value(word: str) -> Any:
+    """As TOML has it; what TOML does not know is text."""
+    try:
+        return tomllib.loads(f"value = {word}")["value"]
+    except tomllib.TOMLDecodeError:
+        return word
+
+
+def _defaults(keys: dict[str, Any]) -> dict[str, Any]:
+    """Without a batch per rank if the batch is given."""
+    return {key: value for key, value in _DEFAULTS.items() if key != "batch_per_rank" or "global_batch" not in keys}
+
+
+def _replaced(table: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """A table with the keys in place of its own and of those that all share; a batch replaces either kind of batch."""
+    sizes = {"global_batch", "batch_per_rank"}
+    gone = {*keys, *(sizes if sizes & keys.keys() else ()), *(("rounds",) if "rounds" in keys else ())}
+    kept = {key: value for key, value in table.items() if key not in gone}
+    return {**kept, **{key: value for key, value in keys.items() if key != "rounds"}}

@@ -1,0 +1,103 @@
+"""How commands print: one set of options for all that return an :class:`refshard.report.answer.Answer`."""
+
+import functools
+import inspect
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from refshard.errors import SpecError
+from refshard.report import forms
+from refshard.report.answer import Answer
+
+LOG = logging.getLogger("refshard")
+"""Its level is what ``--quiet`` and ``--verbose`` set: WARNING, INFO by default, DEBUG."""
+LOG.setLevel(logging.INFO)
+
+_OPTIONS: dict[str, Any] = {
+    "as_json": Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel="Output")],
+    "as_csv": Annotated[bool, typer.Option("--csv", help="Print CSV (RFC 4180).", rich_help_panel="Output")],
+    "as_markdown": Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown, for a pull request.", rich_help_panel="Output")
+    ],
+    "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="Print details too.", rich_help_panel="Output")],
+    "quiet": Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Print the verdict only, and no progress.", rich_help_panel="Output"),
+    ],
+}
+
+
+def printed(command: Callable[..., Answer]) -> Callable[..., None]:
+    """A command that prints the answer of ``command`` as its options say, and exits with the answer's status."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        options = {name: bool(given.pop(name)) for name in _OPTIONS}
+        _check(options)
+        LOG.setLevel(logging.WARNING if options["quiet"] else logging.DEBUG if options["verbose"] else logging.INFO)
+        answer = command(**given)
+        put_out(rendered(answer, command.__name__.strip("_"), options))
+        if answer.status:
+            raise typer.Exit(answer.status)
+
+    own = inspect.signature(command)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
+        for name, annotation in _OPTIONS.items()
+    ]
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {**command.__annotations__, **_OPTIONS}
+    return run
+
+
+def rendered(answer: Answer, name: str, options: dict[str, bool]) -> str:
+    """The answer of the command ``name`` in the form that is asked for."""
+    if options["as_json"]:
+        return forms.as_json(answer, name)
+    if options["as_csv"]:
+        return forms.as_csv(answer)
+    if options["as_markdown"]:
+        return forms.as_markdown(answer, name)
+    return forms.as_text(answer, paper(), verbose=options["verbose"], quiet=options["quiet"])
+
+
+def paper() -> forms.Paper:
+    """The terminal that standard output leads to, or a file's endless lines; https://no-color.org is honoured."""
+    if not sys.stdout.isatty():
+        return forms.Paper()
+    colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return forms.Paper(width=shutil.get_terminal_size().columns, colours=colours)
+
+
+def put_out(text: str) -> None:
+    """Write to standard output; a reader that has seen enough (``head``) ends the process quietly."""
+    try:
+        print(text, end="" if text.endswith("\n") else "\n", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+        raise typer.Exit(0) from None
+
+
+def tell(text: str) -> None:
+    """Say something of a long command's progress, unless ``--quiet`` forbids it."""
+    if LOG.isEnabledFor(logging.INFO):
+        print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Say on standard error what must be seen, whatever is printed."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _check(options: dict[str, bool]) -> None:
+    forms_asked = [f"--{name.removeprefix('as_')}" for name in ("as_json", "as_csv", "as_markdown") if options[name]]
+    if len(forms_asked) > 1:
+        raise SpecError(f"{forms_asked[0]} and {forms_asked[1]}: only one format can be printed; leave out one of them")
+    if options["verbose"] and options["quiet"]:
+        raise SpecError("--verbose and --quiet exclude each other; leave out one of them")
