@@ -118,7 +118,7 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the suite's cases; may be repeated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run [default: a new one].")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run (default: a new one).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Measure only what is missing in this run's folder.")] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Measure only this case, by name or hash; may be repeated.")
@@ -141,7 +141,7 @@ def run(
         typer.Option(
             metavar="CLUSTER",
             help="Dry-run the cases on this cluster first and skip those that will not fit. 'auto': the first cluster "
-            "with this machine's GPUs; 'no': none [default: what the suite says].",
+            "with this machine's GPUs; 'no': none (default: what the suite says).",
         ),
     ] = None,
     launch_all: Annotated[
@@ -192,9 +192,9 @@ def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="The baseline: a run's folder, or a strategy.")],
     b: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[B]...", help="Another run, or strategies [default: all of the run]."),
+        typer.Argument(metavar="[B]...", help="Another run, or strategies (default: all of the run)."),
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="The run whose strategies are compared [default: latest].")] = None,
+    run: Annotated[Path | None, typer.Option(help="The run whose strategies are compared (default: latest).")] = None,
 ) -> Answer:
     """Compare two runs, or strategies of one run: ratios with their intervals.
 
@@ -210,7 +210,7 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, such as runs/latest.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="File to write ('-': stdout) [default: in the last run's folder]."),
+        typer.Option("--out", "-o", help="File to write ('-': stdout) (default: in the last run's folder)."),
     ] = None,
     against: Annotated[Path | None, typer.Option(help="An earlier run: say what changed since.")] = None,
     multi: Annotated[
@@ -262,19 +262,19 @@ def plan(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Strategies, separated by commas [default: all with a closed form].", autocompletion=_some_strategies
+            help="Strategies, separated by commas (default: all with a closed form).", autocompletion=_some_strategies
         ),
     ] = None,
     checkpoint: Annotated[
         str,
         typer.Option(
-            help="Activation checkpointing: auto (as few layers as fit), none, full, every-K, or selective (by operator)."
+            help="Activation checkpointing: auto (as few layers as fit), none, full, every-K or selective (by operator)"
         ),
     ] = "auto",
     checkpoint_layers: Annotated[int | None, typer.Option(help="Checkpoint this many layers, from the first.")] = None,
     replicas: Annotated[int, typer.Option(help="Replica groups, each of which holds the whole model (HSDP).")] = 1,
     dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype: bf16 or fp32 [default: the fastest the hardware has].")
+        str | None, typer.Option(help="Compute dtype: bf16 or fp32 (default: the fastest the hardware has).")
     ] = None,
     reduction: Annotated[str, typer.Option(help="Gradient reduction dtype: bf16 or fp32.")] = "fp32",
     compiled: Annotated[bool, typer.Option("--compiled", help="Assume blocks under torch.compile.")] = False,
@@ -306,12 +306,12 @@ def dryrun(
     ],
     cluster: _Cluster,
     world_size: Annotated[
-        int | None, typer.Option(help="Number of ranks [default: from torchrun's options, or the whole cluster].")
+        int | None, typer.Option(help="Number of ranks (default: from torchrun's options, or the whole cluster).")
     ] = None,
     rank: Annotated[int, typer.Option(help="The rank to run.")] = 0,
     steps: Annotated[int, typer.Option(help="Stop after this many optimizer steps.")] = 3,
     tokens_per_step: Annotated[
-        int | None, typer.Option(help="Tokens per step over all ranks [default: counted from the model's input].")
+        int | None, typer.Option(help="Tokens per step over all ranks (default: counted from the model's input).")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the replayed steps as a Kineto trace.")] = None,
     html: _Html = None,
@@ -339,11 +339,11 @@ def calibrate(
     context: typer.Context,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="The profile to write ('-': stdout) [default: a new file in runs/]."),
+        typer.Option("--out", "-o", help="The profile to write ('-': stdout) (default: a new file in runs/)."),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(help="Number of ranks [default: all GPUs, or one per core; under torchrun all of its]."),
+        typer.Option(help="Number of ranks (default: all GPUs, or one per core; under torchrun all of its)."),
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads per rank, on a CPU.")] = 1,
     launcher: _Launcher = None,
@@ -356,7 +356,7 @@ def calibrate(
         bool, typer.Option("--quick", help="Measure a few shapes and sizes only: seconds, coarse.")
     ] = False,
     sweeps: Annotated[
-        int | None, typer.Option(help="Number of passes [default: 3, or more where the machine's speed drifts].")
+        int | None, typer.Option(help="Number of passes (default: 3, or more where the machine's speed drifts).")
     ] = None,
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Launch nothing: make the profile from samples in this folder.")
@@ -414,7 +414,7 @@ def noise(
 def gate(
     suite: _Suite = "gate",
     baseline: Annotated[
-        str | None, typer.Option(help="A revision or a checkout [default: the accepted exact metrics].")
+        str | None, typer.Option(help="A revision or a checkout (default: the accepted exact metrics).")
     ] = None,
     candidate: Annotated[str, typer.Option(help="A revision or a checkout.")] = ".",
     strategies: Annotated[str | None, typer.Option(help="Compare two strategies instead: BASELINE,CANDIDATE.")] = None,
@@ -476,7 +476,7 @@ def history(
 @app.command()
 @printed
 def validate(
-    run: Annotated[Path | None, typer.Argument(help="A run's folder [default: published results].")] = None,
+    run: Annotated[Path | None, typer.Argument(help="A run's folder (default: published results).")] = None,
     fidelity: Annotated[str, typer.Option(help="What predicts published results: simulated or dryrun.")] = "simulated",
     only: Annotated[str | None, typer.Option(help="With dryrun: published runs with this in their names.")] = None,
 ) -> Answer:

@@ -11,11 +11,15 @@ The new content of a folder ``name`` is written to ``.name.partial`` beside it. 
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from refshard.errors import CheckpointError
+
+STDOUT = Path("-")
+"""Standard output, where a command line names a file."""
 
 
 def begin(folder: str | Path, contents: Sequence[str]) -> Path:
@@ -92,13 +96,16 @@ def _sync(folder: Path) -> None:
 
 
 def replace_file(path: Path, pieces: Iterable[str]) -> None:
-    """Write ``pieces`` beside ``path`` and move them there once they are on disk.
+    """Write ``pieces`` beside ``path`` and move them there once they are on disk; :data:`STDOUT` takes them at once.
 
     A reader sees the old file or the new one, and a failure leaves the old one and nothing else.
 
     Raises:
         OSError: the folder does not exist or cannot be written.
     """
+    if path == STDOUT:
+        sys.stdout.writelines(pieces)
+        return
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with beside.open("x", encoding="utf-8", errors="replace", newline="\n") as file:

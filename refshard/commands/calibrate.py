@@ -11,15 +11,15 @@ from typing import cast, get_args
 from refshard.commands.launching import check_launcher, make_launcher
 from refshard.commands.printing import tell
 from refshard.errors import SpecError
-from refshard.folders import replace_file
+from refshard.folders import STDOUT, replace_file
 from refshard.harness.calibrate import is_begun, measure, plan_calibration, read_profile
 from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
 from refshard.harness.launchers.torchrun.server import place_of
 from refshard.report.answer import Answer
 from refshard.report.calibration import profile_answer
 from refshard.specs.case import Device
-from refshard.specs.cluster import ClusterSpec, load_cluster
-from refshard.specs.reading import convert
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.reading import convert, parse_toml
 from refshard.specs.suite import NetworkSpec
 from refshard.specs.writing import to_toml
 
@@ -59,7 +59,7 @@ def calibrate(output: Path | None, asked: Asked) -> Answer:
         sweeps=asked.sweeps, place=place_of(os.environ) if asked.launcher == "torchrun" else None,
         elsewhere=asked.launcher == "slurm",
     )  # fmt: skip
-    target = output or Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-cluster.toml"
+    target = output or _new_profile()
     with make_launcher(asked.launcher or "local", asked.sbatch, network) as launcher:
         folder = _samples_folder(target)
         tell(f"samples: {folder}")
@@ -87,11 +87,16 @@ def from_samples(folder: Path, output: Path | None) -> Answer:
     return _write(read_profile(folder), output or folder.with_suffix(""), None)
 
 
+def _new_profile() -> Path:
+    return Path("runs") / f"{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-cluster.toml"
+
+
 def _samples_folder(target: Path) -> Path:
     """A new folder beside the profile: a minute later is late to learn that nothing can be written there."""
     if target.is_dir():
         raise SpecError(f"out: {target} is a folder; name the file to write")
-    folder = target.with_name(target.name + _SAMPLES)
+    profile = _new_profile() if target == STDOUT else target
+    folder = profile.with_name(profile.name + _SAMPLES)
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -106,13 +111,13 @@ def _samples_folder(target: Path) -> Path:
 
 def _write(profile: ClusterSpec, target: Path, ended: str | None) -> Answer:
     """Write the profile, and answer with it; the status is 1 if the ranks ``ended`` early, which it says."""
-    replace_file(target, [to_toml(profile)])
-    written = load_cluster(str(target))  # what other commands will read
-    assert written == profile
+    text = to_toml(profile)
+    assert convert(parse_toml(text, str(target)), ClusterSpec, where=str(target)) == profile  # what others will read
+    replace_file(target, [text])
     more = f"profile: {target}"
     if ended is not None:
         more = f"Not everything was measured: {ended}\n{more}"
-    return profile_answer(written, more, status=0 if ended is None else 1)
+    return profile_answer(profile, more, status=0 if ended is None else 1)
 
 
 def device(given: str) -> Device:

@@ -9,7 +9,7 @@ from refshard.harness.doctor.facts import Facts, gather
 from refshard.harness.doctor.findings import Finding, findings
 from refshard.harness.nvml import gpu_sensors
 from refshard.quantities import format_bytes
-from refshard.report.answer import Answer, Column, Marked, Style, Table, Text, Verdict
+from refshard.report.answer import Answer, Cell, Column, Marked, Style, Table, Text, Verdict
 
 _SEVERITY: dict[str, Style] = {"error": "bad", "warning": "doubtful"}
 
@@ -52,7 +52,9 @@ def _verdict(found: Sequence[Finding], errors: int) -> Verdict:
 
 def _can(can: Sequence[Ability]) -> Table:
     columns = [Column("what", "left"), Column("runs here", "left"), Column("how", "left", wraps=True)]
-    rows = [[one.name, Marked("yes", "good") if one.possible else Marked("no", "doubtful"), one.about] for one in can]
+    rows: list[list[Cell]] = [
+        [one.name, Marked("yes", "good") if one.possible else Marked("no", "doubtful"), one.about] for one in can
+    ]
     return Table(columns=columns, rows=rows)
 
 
@@ -96,7 +98,7 @@ def _words(value: object, unit: str) -> str:
 
 def _found(found: Sequence[Finding]) -> Table:
     columns = [Column("finding", "left"), Column("what is wrong, and the remedy", "left", wraps=True)]
-    rows = [
+    rows: list[list[Cell]] = [
         [Marked(one.severity, _SEVERITY.get(one.severity, "plain")), f"{one.says}\nRemedy: {one.remedy}"]
         for one in found
     ]

@@ -40,7 +40,8 @@ def _folders(folder: Path) -> list[Path]:
 
 def runs_answer(folder: Path) -> Answer:
     """A row for each run in ``folder``, the latest last."""
-    rows, cells = [], []
+    rows: list[dict[str, object]] = []
+    cells: list[list[Cell]] = []
     for path in runs_in(folder):
         try:
             run = read_run(path)

@@ -8,7 +8,7 @@ from refshard.errors import SpecError, nearest
 from refshard.harness.duration import earlier_launches, expected, recorded_folders
 from refshard.plan.placement import MODES
 from refshard.quantities import format_bytes, format_duration, format_rate
-from refshard.report.answer import Answer, Block, Column, Marked, Notes, Table
+from refshard.report.answer import Answer, Block, Cell, Column, Marked, Notes, Table
 from refshard.specs.cluster import load_cluster
 from refshard.specs.hardware import HardwareSpec, load_hardware
 from refshard.specs.model import load_model
@@ -45,7 +45,7 @@ def strategies(*, cuda: bool) -> tuple[Rows, Sequence[Block]]:
     """Every strategy: what it is, whether it can run where there are GPUs or none, and which options it supports."""
     why = {name: row.unavailable(cuda=cuda) for name, row in ROWS.items()}
     columns = [Column("strategy", "left"), Column("here", "left"), Column("is", "left", wraps=True)]
-    cells = [[name, _here(why[name]), row.about] for name, row in ROWS.items()]
+    cells: list[list[Cell]] = [[name, _here(why[name]), row.about] for name, row in ROWS.items()]
     marks = [Column("strategy", "left"), Column(" ".join(_HEADS.values()), "left")]
     marked = [[name, _marks(row.axes)] for name, row in ROWS.items()]
     reasons = [f"{name}: unsupported: {reason}" for name, reason in why.items() if reason]
@@ -77,7 +77,7 @@ def _strategies_here() -> tuple[Rows, Sequence[Block]]:
 
 def _models() -> tuple[Rows, Sequence[Block]]:
     specs = {name: load_model(name) for name in resources.model_profiles()}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "model": name, "parameters": m.params, "layers": m.n_layers, "dim": m.dim, "heads": m.n_heads,
             "kv_heads": m.n_kv_heads, "ffn_dim": m.ffn_dim, "vocab": m.vocab, "tied": m.tied, "source": m.source,
@@ -90,7 +90,7 @@ def _models() -> tuple[Rows, Sequence[Block]]:
     ]  # fmt: skip
     cells = [
         [
-            str(row["model"]), _parameters(int(row["parameters"])),
+            str(row["model"]), _parameters(row["parameters"]),
             *(f"{row[key]:,}" for key in ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab")),
             "tied" if row["tied"] else "",
         ]

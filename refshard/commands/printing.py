@@ -7,11 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from refshard.errors import SpecError
+from refshard.folders import STDOUT
 from refshard.report import forms
 from refshard.report.answer import Answer
 
@@ -42,7 +43,8 @@ def printed(command: Callable[..., Answer]) -> Callable[..., None]:
         _check(options)
         LOG.setLevel(logging.WARNING if options["quiet"] else logging.DEBUG if options["verbose"] else logging.INFO)
         answer = command(**given)
-        put_out(rendered(answer, command.__name__.strip("_"), options))
+        stream = sys.stderr if STDOUT in given.values() else sys.stdout  # a file that goes there has it for itself
+        put_out(rendered(answer, command.__name__.strip("_"), options, stream), stream)
         if answer.status:
             raise typer.Exit(answer.status)
 
@@ -56,32 +58,31 @@ def printed(command: Callable[..., Answer]) -> Callable[..., None]:
     return run
 
 
-def rendered(answer: Answer, name: str, options: dict[str, bool]) -> str:
-    """The answer of the command ``name`` in the form that is asked for."""
+def rendered(answer: Answer, name: str, options: dict[str, bool], stream: TextIO) -> str:
+    """The answer of the command ``name`` in the form that is asked for, for ``stream``."""
     if options["as_json"]:
         return forms.as_json(answer, name)
     if options["as_csv"]:
         return forms.as_csv(answer)
     if options["as_markdown"]:
         return forms.as_markdown(answer, name)
-    return forms.as_text(answer, paper(), verbose=options["verbose"], quiet=options["quiet"])
+    return forms.as_text(answer, paper(stream), verbose=options["verbose"], quiet=options["quiet"])
 
 
-def paper() -> forms.Paper:
-    """The terminal that standard output leads to, or a file's endless lines; https://no-color.org is honoured."""
-    if not sys.stdout.isatty():
+def paper(stream: TextIO) -> forms.Paper:
+    """The terminal that ``stream`` leads to, or a file's endless lines; https://no-color.org is honoured."""
+    if not stream.isatty():
         return forms.Paper()
     colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return forms.Paper(width=shutil.get_terminal_size().columns, colours=colours)
 
 
-def put_out(text: str) -> None:
-    """Write to standard output; a reader that has seen enough (``head``) ends the process quietly."""
+def put_out(text: str, stream: TextIO) -> None:
+    """Write to ``stream``; a reader that has seen enough (``head``) is no error."""
     try:
-        print(text, end="" if text.endswith("\n") else "\n", flush=True)
+        print(text, end="" if text.endswith("\n") else "\n", file=stream, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
-        raise typer.Exit(0) from None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is still buffered has nowhere to go
 
 
 def tell(text: str) -> None:

@@ -20,8 +20,8 @@ LIST_SEPARATOR = " | "
 """What stands between the parts of a list in CSV, which has no lists."""
 _WIDEST = 120
 """Sentences wrap here on wider terminals, and wherever there is none."""
-_NARROW = 9
-"""A heading wraps at this width, or at that of its column's cells if they are wider."""
+_NARROW, _NARROW_LEFT = 9, 20
+"""A heading over numbers, or over text, wraps at this width, or at that of its column's cells if they are wider."""
 _FEWEST = 2
 """Columns that stay however narrow the terminal is."""
 _LEAST_WRAPPED = 24
@@ -113,7 +113,7 @@ def _table_text(block: Table, paper: Paper) -> str:
     while paper.width is not None and shown > _FEWEST and _width_of(text) > paper.width:
         shown -= 1
         text = _tabulated(block, shown, paper)
-    left_out = ", ".join(column.head for column in block.columns[shown:])
+    left_out = ", ".join(" ".join(column.head.split()) for column in block.columns[shown:])
     told = textwrap.fill(f"(not shown in {paper.width} columns: {left_out})", paper.line) if left_out else ""
     return "\n".join(filter(None, (text, told)))
 
@@ -140,7 +140,9 @@ def _tabulated(block: Table, shown: int, paper: Paper) -> str:
 
 
 def _heading(column: Column, width: int) -> str:
-    return "\n".join(textwrap.wrap(column.head, max(width, _NARROW), break_long_words=False))
+    least = _NARROW if column.align == "right" else _NARROW_LEFT
+    lines = column.head.splitlines()
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, max(width, least), break_long_words=False))
 
 
 def _room(columns: Sequence[Column], heads: Sequence[str], widths: Sequence[int], paper: Paper) -> int:

@@ -26,7 +26,7 @@ def page(plan: Plan, job: Job, title: str, command: str) -> Iterable[str]:
         "title": title,
         "lead": lead,
         "more": more,
-        "warnings": plan_words.warnings(plan, job),
+        "warnings": [*plan_words.warnings(plan), *plan_words.assumptions(plan, job)],
         "summary": pd.DataFrame(plan_table.summary(plan)),
         "charts": [
             (time_chart(plan), pd.DataFrame(plan_table.time_by_part(plan))),

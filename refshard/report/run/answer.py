@@ -33,7 +33,7 @@ def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer
         rows=rows,
         columns=names(),
         blocks=[
-            *(case_table(setting) for setting in evidence.settings),
+            *(case_table(setting, detail=setting not in evidence.contested) for setting in evidence.settings),
             Notes(sentences=_each(found), title="Each comparison", detail=True),
             Notes(sentences=[words for one in found for words in (one.busy, one.why) if words], detail=True),
             Notes(sentences=_notes(evidence)),
@@ -44,8 +44,8 @@ def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer
     )
 
 
-def case_table(setting: Setting) -> Table:
-    """A row for each case of the setting."""
+def case_table(setting: Setting, *, detail: bool) -> Table:
+    """A row for each case of the setting; a setting of nothing but references is a ``detail``."""
     found = summary_table(setting.cases).map(plain)
     found[_STEP_TIME] = found[_STEP_TIME].str.replace(" (", "\n(", regex=False)
     order = [name for name in _ORDER if name in found] + [name for name in found if name not in _ORDER]
@@ -54,10 +54,11 @@ def case_table(setting: Setting) -> Table:
         found = found.rename(columns={_STEP_TIME: "step time"})
     if knows_efficiency(setting.cases):  # one column more than fits; tokens/s tell the same at one model
         found = found.drop(columns="TFLOPS")
-    columns = [Column(str(head), "left" if head in ("strategy", "state") else "right") for head in found.columns]
+    heads = [str(head).replace(" (", "\n(").replace(" [", "\n[") for head in found.columns]
+    columns = [Column(head, "left" if head in ("strategy", "state") else "right") for head in heads]
     place = list(found.columns).index("state")
     rows = [[*row[:place], _state(row[place]), *row[place + 1 :]] for row in found.values.tolist()]
-    return Table(columns=columns, rows=rows, title=plain(setting.label))
+    return Table(columns=columns, rows=rows, title=plain(setting.label), detail=detail)
 
 
 def verdict(evidence: Evidence, found: tuple[Finding, ...]) -> list[str]:

@@ -39,7 +39,8 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
     told = [_sentence(ratio, a) for _, ratio in found] or [
         f"Nothing to compare: no other case ended ok with as many ranks as one of {a}."
     ]
-    doubts = dict.fromkeys(doubt for _, ratio in found if ratio.step_time for doubt in ratio.step_time.warnings)
+    intervals = [ratio.step_time for _, ratio in found if ratio.step_time and ratio.step_time.bounded]
+    doubts = dict.fromkeys(doubt for interval in intervals for doubt in interval.warnings)
     tables = [
         _ratio_table(setting, [ratio for s, ratio in found if s is setting], a)
         for setting in dict.fromkeys(setting for setting, _ in found)

@@ -11,7 +11,7 @@ import msgspec
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict, table
-from refshard.report.trace.words import findings, has_steps, jobs, parts
+from refshard.report.trace.words import findings, has_steps, job_names, jobs, parts
 from refshard.tracing.diff import Attribution, Change
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
@@ -47,7 +47,8 @@ def trace_answer(traces: Sequence[TraceFigures], checks: Sequence[Block] = (), m
         blocks.append(_job_table(ranks, _printable(f"{finding.title} ({_pattern(ranks)})")))
         blocks.append(Notes(sentences=[_printable(sentence) for sentence in finding.more]))
     alone = len(told) == 1
-    lead = [_printable(one.lead if alone else f"{one.title}: {one.lead}") for one in told]
+    names = job_names(traces).values()
+    lead = [_printable(one.lead if alone else f"{name}: {one.lead}") for name, one in zip(names, told)]
     return Answer(
         data={"verdict": lead, "traces": as_objects(traces)},
         rows=[_flat(trace) for trace in traces],
