@@ -84,11 +84,11 @@ class GateReport:
 
 def gate_answer(report: GateReport) -> Answer:
     """Tables of the cases and of what changed, and the verdict in a sentence."""
-    cases = [_row(case, report.noise) for case in report.cases]
+    cases = _without_empty([_row(case, report.noise) for case in report.cases])
     changed = [
         {
-            "case": plain(c.case), "metric": c.metric or "the case", report.baseline: _value(c.before),
-            report.candidate if report.candidate != report.baseline else "now": _value(c.after), "verdict": c.verdict,
+            "case": plain(c.case), "metric": c.metric or "the case", f"before: {report.baseline}": _value(c.before),
+            f"after: {report.candidate}": _value(c.after), "verdict": c.verdict,
         }
         for case in report.cases
         for c in case.changes
@@ -110,6 +110,12 @@ def gate_answer(report: GateReport) -> Answer:
         ],
         status=report.status,
     )
+
+
+def _without_empty(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Without the columns that say nothing of any case: times, where none were compared."""
+    shown = [key for key in (rows[0] if rows else ()) if any(row[key] != "-" for row in rows)]
+    return [{key: row[key] for key in shown} for row in rows]
 
 
 _COLUMNS = ("case", "verdict", "exact_changes", "trouble", "time_ratio", "time_ratio_low", "time_ratio_high", "rounds")
@@ -196,7 +202,7 @@ def _sentence(report: GateReport) -> str:
         return plain(report.error or report.mismatch or "there was no case to compare")
     counts = {verdict: sum(case.verdict == verdict for case in report.cases) for verdict in _WORST}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return f"{len(report.cases)} case{'' if len(report.cases) == 1 else 's'}: {told}"
+    return f"{told} of {len(report.cases)} case{'' if len(report.cases) == 1 else 's'}"
 
 
 def as_object(report: GateReport) -> dict[str, Any]:
