@@ -190,7 +190,7 @@ def _beside_accepted(asked: Asked) -> GateReport:
     )
     if made.status != report.REGRESSION:
         return made
-    remedy = f"what is meant becomes the baseline by: refshard accept {folder} --reason ..."
+    remedy = f"if the change is intended, make it the baseline: refshard accept {folder} --reason ..."
     return replace(made, notes=(*made.notes, remedy))
 
 
