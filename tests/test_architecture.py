@@ -13,7 +13,7 @@ import pytest
 import refshard
 
 PACKAGE = Path(refshard.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "architecture.md"
+PAGE = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
 
 
 def drawn_layers() -> dict[str, int]:

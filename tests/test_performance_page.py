@@ -1,6 +1,4 @@
-"""What docs/performance.md and docs/peers-measured.md say, and docs/simulation.md of torch's tracker, is what the
-recorded figures are.
-"""
+"""The figures in performance.md, peers-measured.md and simulation.md (in docs/explanation) are those of the records."""
 
 import json
 import re
@@ -11,7 +9,7 @@ from refshard.commands.show import show
 from refshard.quantities import GIB, MIB
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "performance.md").read_text()
+PAGE = (ROOT / "docs" / "explanation" / "performance.md").read_text()
 RECORDED = ROOT / "profiles" / "recorded" / "epyc-2-cores"
 
 
@@ -30,7 +28,7 @@ def test_every_table_is_printed_from_the_records() -> None:
 
 
 def test_every_table_of_peers_is_printed_from_the_records() -> None:
-    page = (ROOT / "docs" / "peers-measured.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "peers-measured.md").read_text()
     printed = "\n\n".join(
         show(RECORDED / run, as_json=False, against=against)
         for run, against in (
@@ -89,7 +87,7 @@ def test_figures_of_reading_traces_are_those_of_their_record() -> None:
 
 
 def test_figures_of_torchs_tracker_are_those_of_their_record() -> None:
-    page = (ROOT / "docs" / "simulation.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "simulation.md").read_text()
     _, fake, real = json.loads((RECORDED / "planning.json").read_text())["benchmarks"]
     theirs, ours = fake["extra_info"]["tracker"], fake["extra_info"]
     assert f": time | {theirs['seconds']:.0f} s | {fake['stats']['median']:.2f} s |" in page

@@ -1,4 +1,4 @@
-"""What docs/when-to-shard.md says is what the recorded runs hold."""
+"""What docs/explanation/when-to-shard.md says is what the recorded runs hold."""
 
 import json
 from itertools import groupby, takewhile
@@ -12,7 +12,7 @@ from refshard.commands.show import show
 from refshard.quantities import GIB, MIB
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "when-to-shard.md").read_text()
+PAGE = (ROOT / "docs" / "explanation" / "when-to-shard.md").read_text()
 RECORDED = ROOT / "profiles" / "recorded" / "epyc-2-cores"
 STRATEGIES = ("fsdp2", "fsdp2-tuned", "refshard-yafsdp", "tensor-parallel")
 PLANNED = (
@@ -20,9 +20,12 @@ PLANNED = (
     ("llama3.2-1b", "dgx-h100", 512),
     ("llama3.2-1b", "h100-eth100x2", 8192),
     ("llama3-8b", "dgx-h100", 8192),
+    ("llama3-8b", "h100-eth100x2", 8192),
 )
+ON_GPUS = ("ddp", "fsdp2", "refshard-yafsdp", "refshard-zero1", "refshard-zero2")
 
 Row = dict[str, Any]
+Plan = dict[str, Row]
 
 
 def rows_of(run: str, *, against: str | None = None) -> list[Row]:
@@ -90,20 +93,37 @@ def least() -> list[str]:
     return found
 
 
+def planned(model: str, cluster: str, tokens: int, *, replicas: int = 1, strategies: tuple[str, ...] = ON_GPUS) -> Plan:
+    """The plan's rows by strategy."""
+    words = ["plan", "--model", model, "--cluster", cluster, "--seq-len", str(tokens), "--json"]
+    made = CliRunner().invoke(app, [*words, "--replicas", str(replicas), "--strategy", ",".join(strategies)])
+    return {row["strategy"]: row for row in json.loads(made.stdout)["strategies"]}
+
+
+def in_cell(row: Row) -> str:
+    time, peak = f"{row['step_time_s'] * 1e3:.0f} ms", f"{row['peak_memory_bytes'] / GIB:.0f} GiB"
+    return f"{time}, {peak}" if row["fits"] else f"does not fit ({peak})"
+
+
 def predicted() -> list[str]:
     """A line a plan: each strategy's step time and peak memory."""
     found = []
     for model, cluster, tokens in PLANNED:
-        words = ["plan", "--model", model, "--cluster", cluster, "--seq-len", str(tokens), "--json"]
-        made = CliRunner().invoke(app, [*words, "--strategy", "ddp,fsdp2,refshard-yafsdp"])
-        rows = {row["strategy"]: row for row in json.loads(made.stdout)["strategies"]}
-        cells = [
-            f"{row['step_time_s'] * 1e3:.0f} ms, {row['peak_memory_bytes'] / GIB:.0f} GiB"
-            if row["fits"]
-            else f"does not fit ({row['peak_memory_bytes'] / GIB:.0f} GiB)"
-            for row in (rows[name] for name in ("ddp", "fsdp2", "refshard-yafsdp"))
-        ]
-        found.append(f"| {model} | {cluster} | {tokens:,} | {' | '.join(cells)} |")
+        rows = planned(model, cluster, tokens)
+        cells = " | ".join(in_cell(rows[name]) for name in ON_GPUS)
+        found.append(f"| {model} | {cluster} | {tokens:,} | {cells} |")
+    return found
+
+
+def hybrid() -> list[str]:
+    """A line a plan on two nodes: sharded over both, and within each."""
+    found = []
+    for model, cluster, tokens in PLANNED:
+        if cluster.endswith("x2"):
+            whole = planned(model, cluster, tokens, strategies=("refshard-fsdp", "refshard-zero2"))
+            within = planned(model, cluster, tokens, replicas=2, strategies=("refshard-fsdp",))
+            rows = (whole["refshard-fsdp"], whole["refshard-zero2"], within["refshard-fsdp"])
+            found.append(f"| {model} | {cluster} | {tokens:,} | {' | '.join(map(in_cell, rows))} |")
     return found
 
 
@@ -118,3 +138,18 @@ def test_no_other_line_is_in_the_measured_tables() -> None:
     measured = PAGE[PAGE.index("## Measured") : PAGE.index("## On GPUs")]
     lines = [line for line in measured.splitlines() if line.startswith(("| llama", "| `"))]
     assert sorted(lines) == sorted([*speed(), *memory(), *stages(), *least()])
+
+
+def test_the_table_of_plans_shows_every_row_and_no_other() -> None:
+    lines = [line for line in PAGE[PAGE.index("## On GPUs") :].splitlines() if line.startswith("| llama")]
+    assert lines == [*predicted(), *hybrid()]
+
+
+def test_zero_1_and_2_are_ahead_on_ethernet_by_what_the_page_says() -> None:
+    """They gather parameters once a step, where FSDP gathers twice."""
+    for model, cluster, tokens in PLANNED:
+        if "eth" in cluster:
+            rows = planned(model, cluster, tokens)
+            times = {name: row["step_time_s"] for name, row in rows.items()}
+            shorter = 1 - max(times["refshard-zero1"], times["refshard-zero2"]) / times["refshard-yafsdp"]
+            assert f"{shorter:.0%} shorter ({model})".replace("%", " %") in " ".join(PAGE.split())

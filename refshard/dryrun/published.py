@@ -1,7 +1,8 @@
 """Published runs as dry runs: the settings of each become options of one plain script, and its figures are compared.
 
 The script, ``profiles/published_runs/train.py``, does what the published runs' code did; nothing of refshard is in it.
-It runs on the installed torch: what an older torch did differently is named in ``docs/dryrun-validation.md``.
+It runs on the installed torch: ``docs/explanation/dryrun-validation.md`` names what an older torch did
+differently.
 """
 
 import datetime

@@ -2,7 +2,8 @@
 
 Real traces know this from annotations. A recording has modules, phases and streams instead, and they tell as much: a
 kernel on a stream of its own prepares or finishes what that stream communicates, or what a stream that waits for it
-does. The classes are those of ``docs/metrics.md``: communication, preparation of a reduction, copies, compute.
+does. The classes are those of ``docs/explanation/metrics.md``: communication, preparation of a reduction, copies,
+compute.
 """
 
 import re

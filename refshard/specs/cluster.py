@@ -191,7 +191,7 @@ def cluster_of_device(device_name: str) -> str:
             return name
     raise SpecError(
         f"cluster: no profile has the GPU '{device_name}'; name another one or a file of your own with "
-        "--dry-run-first (docs/clusters.md)"
+        "--dry-run-first (docs/how-to/clusters.md)"
     )
 
 

@@ -1,6 +1,7 @@
 """What an analysis of traces finds, as data.
 
-Times are int64 nanoseconds. What a trace cannot tell is None, never 0. The definitions are in ``docs/metrics.md``.
+Times are int64 nanoseconds. What a trace cannot tell is None, never 0. ``docs/explanation/metrics.md`` has the
+definitions.
 """
 
 import msgspec

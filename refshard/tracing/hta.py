@@ -1,8 +1,8 @@
 """What Holistic Trace Analysis (HTA) says of a trace, to be held beside what refshard says.
 
 HTA logs to stdout, raises whatever pandas raises, and takes long over a large trace. So it runs in a process of its own
-with a time limit, and this is the only file that imports it, in that process alone. ``docs/metrics.md`` says where its
-figures differ from refshard's, and why.
+with a time limit, and this is the only file that imports it, in that process alone. ``docs/explanation/metrics.md``
+says where its figures differ from refshard's, and why.
 """
 
 import contextlib

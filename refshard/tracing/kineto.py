@@ -1,7 +1,7 @@
 """A Kineto trace file of one rank becomes a :class:`~refshard.timeline.Timeline`.
 
-What a span is spent on follows the definitions in ``docs/metrics.md``. A trace with device events (kernels, copies) is
-read by those; one without is a CPU trace.
+What a span is spent on follows the definitions in ``docs/explanation/metrics.md``. A trace with device events
+(kernels, copies) is read by those; one without is a CPU trace.
 """
 
 from dataclasses import replace

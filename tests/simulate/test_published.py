@@ -1,4 +1,4 @@
-"""Predictions against what others have published: the goals that docs/validation.md states."""
+"""Predictions against what others have published: the goals that docs/explanation/validation.md states."""
 
 from collections.abc import Sequence
 
@@ -99,7 +99,7 @@ def test_a_plan_says_by_how_much_published_step_times_were_missed(
 
 
 def test_with_reductions_in_bf16_yafsdps_speed_ups_would_be_mostly_in_order() -> None:
-    """What docs/validation.md says of the miss: a setting that no source says was on."""
+    """What docs/explanation/validation.md says of the miss: a setting that no source says was on."""
     table = load_published()["yafsdp"]
     as_it_is, reduced = (predict(t) for t in (table, replace(table, reduction={**table.reduction, "yafsdp": "bf16"})))
     agreed, of = in_order(as_it_is) or (0, 0)

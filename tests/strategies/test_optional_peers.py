@@ -112,7 +112,7 @@ def package_of(cell: Key) -> str:
 def trained_with(package: str) -> Results:
     """Cells that need this package, and what they are held against; each with the mean loss over its ranks."""
     if package and find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: see docs/peers.md")
+        pytest.skip(f"{package} is not installed: see docs/reference/peers.md")
     wanted = [cell for cell in CELLS if package_of(cell) == package]
     pairs = {(scenario, tied) for _, scenario, _, tied in wanted}
     found: Results = {}
@@ -199,7 +199,7 @@ def test_units_are_found_on_the_model(trained: Results, cell: Key) -> None:
 
 
 def test_the_page_of_peers_has_every_row() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "peers.md").read_text()
     assert [name for name in ROWS if not name.startswith("refshard-") and f"`{name}`" not in page] == []
 
 
@@ -240,7 +240,7 @@ def refused(case: CaseSpec, arguments: str, tied: bool = False) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(find_spec("megatron_fsdp") is None, reason="megatron_fsdp is not installed: see docs/peers.md")
+@pytest.mark.skipif(find_spec("megatron_fsdp") is None, reason="needs megatron_fsdp (docs/reference/peers.md)")
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch is compiled with CUDA")
 def test_a_real_attempt_at_megatron_says_what_the_table_quotes() -> None:
     said = run_ranks(2, refused, case_of("megatron-fsdp", "plain"), "")

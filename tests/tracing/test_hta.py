@@ -1,4 +1,7 @@
-"""Holistic Trace Analysis on traces whose answer is known: each test shows one habit that ``docs/metrics.md`` names."""
+"""Holistic Trace Analysis on traces whose answer is known.
+
+Each test shows one difference that ``docs/explanation/metrics.md`` names.
+"""
 
 import ast
 import importlib.metadata

@@ -52,7 +52,7 @@ def assumptions(plan: Plan, job: Job) -> list[str]:
         f"Tensors can fill {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}: the rest holds "
         "the CUDA context and NCCL's buffers, and allows for fragmentation.",
         f"USD are at {plan.price_usd:g} per GPU and hour (--price).",
-        "The order of strategies is less certain than their times: see docs/validation.md.",
+        "The order of strategies is less certain than their times: see docs/explanation/validation.md.",
     ]
 
 

@@ -127,7 +127,7 @@ def test_time_operators_waits_and_doubts_are_listed(found: Analysis, seen: Page)
     assert f"{longest.name} {longest.count} {format_seconds(longest.seconds)}" in text
     assert f"{SITE} item 1 {format_seconds(figures.waits[0].seconds)} -" in text
     assert "mylib::scale no bytes are known 6 2.00 ms" in text
-    assert "docs/dryrun.md" in text
+    assert "docs/explanation/dryrun.md" in text
     assert COMMAND in text
 
 

@@ -68,7 +68,7 @@ def test_warnings_say_what_the_figures_rest_on() -> None:
     told = plan_words.warnings(plan, job)
     assert "USD are at 2 per GPU and hour (--price)." in told
     assert any(sentence.startswith("Tensors can fill 17.3 GiB of 20.0 GiB: ") for sentence in told)
-    assert any("see docs/validation.md" in sentence for sentence in told)
+    assert any("see docs/explanation/validation.md" in sentence for sentence in told)
 
 
 def test_the_parts_of_every_row_add_up_to_its_step() -> None:
