@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-lo
 # Measured runs that dashboards/published shows on one page.
 MEASURED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard)
 
-.PHONY: quickstart quick test full check lint types everything gate dashboard clients clean gpu gpu-end
+.PHONY: quickstart quick test full check lint types everything gate docs dashboard clients clean gpu gpu-end
 .DELETE_ON_ERROR:
 
 # Measured here, then dry-run: where no fake device can be built (no compiler), refshard says what to install.
@@ -50,6 +50,10 @@ gate: $(VENV)/.run
 	$(BIN)/refshard gate --portable
 	$(BIN)/refshard gate --portable --suite gate_cuda
 
+# The documentation site, in site/index.html: it opens from disk and needs no network.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 # The published pages, from profiles/recorded: dry runs of Llama 3 8B on H100s, and what a real machine measured.
 dashboard: $(VENV)/.run
 	$(BIN)/refshard report profiles/recorded/dryrun/llama3_8b_h100 --out dashboards/published/index.html
@@ -61,7 +65,7 @@ dashboard: $(VENV)/.run
 clients: $(VENV)/.test
 	$(BIN)/python -m tests.clients.run $(CLIENTS)
 
-# The first hour on a machine with GPUs (docs/gpu.md): pieces of at most GPU_PIECE_S seconds each, whose results lie in
+# The first hour on a machine with GPUs (docs/how-to/gpu.md): pieces of at most GPU_PIECE_S seconds each, whose results lie in
 # GPU_OUT. A piece that has ended well leaves NAME.done; `make gpu` again does what is missing, and goes on with the suite.
 GPU_OUT ?= runs/gpu
 GPU_PIECE_S ?= 540
@@ -74,7 +78,7 @@ GPU_MISSING = $(basename $(notdir $(filter-out $(wildcard $(GPU_PIECES)),$(GPU_P
 PIECE := timeout --foreground --signal=INT --kill-after=60 $(GPU_PIECE_S)
 
 define GPU_README
-Written by `make gpu` with the suite $(GPU_SUITE); docs/gpu.md says how to read it. NAME.done: that piece ended well.
+Written by `make gpu` with the suite $(GPU_SUITE); docs/how-to/gpu.md says how to read it. NAME.done: that piece ended well.
 
 doctor.txt, doctor.json        what this machine is, what can run here, and what is wrong
 tests.log, tests.xml           pytest -m gpu
@@ -138,10 +142,10 @@ $(GPU_OUT)/traces.done: $(wildcard $(GPU_OUT)/suite/records.jsonl)
 	$(PIECE) $(BIN)/refshard trace $(@D)/suite --html $(@D)/traces.html 2>&1 | tee $(@D)/traces.log
 	@touch $@
 
-full: lint types everything gate
+full: lint types everything gate docs
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -161,3 +165,9 @@ $(VENV)/.hta: $(VENV)/bin/python pyproject.toml constraints.txt
 	@echo "installing refshard, what its tests need and HTA into $(VENV) (a few minutes)"
 	$(INSTALL) ".[test,hta]"
 	@touch $(VENV)/.run $(VENV)/.test $@
+
+# In the environment of the tests, where there is one: .ci/run makes both.
+$(VENV)/.docs: $(VENV)/.run
+	@echo "installing what the documentation site needs into $(VENV)"
+	$(INSTALL) ".[docs]"
+	@touch $@

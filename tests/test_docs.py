@@ -1,8 +1,10 @@
 """Every code block in README and docs runs, parses or names a command that exists."""
 
+import ast
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +17,11 @@ from typer.testing import CliRunner
 from refshard.cli import app
 from refshard.specs.suite import load_suite
 from tests.distributed.ranks import run_script
+from tests.docs_modules import load
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     pytest.param(language, code, id=f"{page.name}-{index}-{language}")
     for page in PAGES
@@ -94,14 +98,15 @@ def test_sbatch_blocks_are_a_shells(language: str, code: str) -> None:
 
 @pytest.mark.parametrize(("language", "code"), of_language("yaml"))
 def test_workflows_call_what_exists(language: str, code: str) -> None:
+    """They use the project's action, with inputs that it has."""
     workflow = yaml.safe_load(code)
-    steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    calls = [shlex.split(step) for step in steps if step.startswith("refshard")]
-    assert calls
-    for _, command, *arguments in calls:
-        known = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
-        for option in (argument for argument in arguments if argument.startswith("--")):
-            assert option in known
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    used = [step for step in steps if ".github/actions/" in step.get("uses", "")]
+    assert used
+    for step in used:
+        folder = step["uses"].partition(".github/")[2].partition("@")[0]
+        action = yaml.safe_load((ROOT / ".github" / folder / "action.yml").read_text())
+        assert step.get("with", {}).keys() <= action["inputs"].keys()
 
 
 def test_no_other_kind_of_block_goes_untested() -> None:
@@ -110,8 +115,10 @@ def test_no_other_kind_of_block_goes_untested() -> None:
 
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+            path = (page.parent / target).resolve()
+            generated = path.is_relative_to(DOCS) and str(path.relative_to(DOCS)) in load("_reference").PAGES
+            assert path.exists() or generated, f"{page.name} links to {target}"
 
 
 PRINTED = {
@@ -121,6 +128,10 @@ PRINTED = {
         "refshard show profiles/recorded/epyc-2-cores/quickstart",
         "refshard show profiles/recorded/dryrun/llama3_8b_h100",
     ],
+    "eight-h100s.md": ["refshard plan --model llama3-8b --cluster dgx-h100 --seq-len 8192"],
+    "evidence.md": ["refshard show profiles/recorded/epyc-2-cores/quickstart"],
+    "plan.md": ["refshard plan --model llama3-70b --cluster dgx-h100x32 --seq-len 8192"],
+    "traces.md": ["refshard trace profiles/recorded/epyc-2-cores/engine_network"],
     "validation.md": [
         "refshard validate",
         "refshard validate profiles/recorded/epyc-2-cores/validation",
@@ -139,11 +150,63 @@ def test_a_page_shows_what_its_commands_print(page: str) -> None:
         done = CliRunner().invoke(app, command.split()[1:])
         assert done.exit_code == 0, done.output
         printed.append(done.stdout.splitlines())
-    path = next(path for path in PAGES if path.name == page)
-    blocks: list[str] = re.findall(r"^```text\n(.*?)^```", path.read_text(), re.M | re.S)
-    shown = [list(filter(None, block.splitlines())) for block in blocks]
+    shown = blocks_of_text(page)
     for command, lines in zip(PRINTED[page], printed):
         assert any(set(block) <= set(lines) for block in shown), f"{page} shows nothing that {command} prints"
     for block in shown:
         if any(block[0] in lines for lines in printed):
             assert any(set(block) <= set(lines) for lines in printed), f"{page}: {block[0]} ..."
+
+
+def blocks_of_text(page: str) -> list[list[str]]:
+    """The lines of each block of text on a page."""
+    path = next(path for path in PAGES if path.name == page)
+    blocks: list[str] = re.findall(r"^```text\n(.*?)^```", path.read_text(), re.M | re.S)
+    return [list(filter(None, block.splitlines())) for block in blocks]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="dry runs need g++")
+def test_the_tutorial_of_dry_runs_shows_what_they_print() -> None:
+    """Every line but the one that says how long it took here."""
+    page = next(path for path in PAGES if path.name == "will-it-fit.md").read_text()
+    commands = re.findall(r"^refshard (dryrun .*)$", page, re.M)
+    assert len(commands) == 3
+    printed = set()
+    for command in commands:
+        run = [sys.executable, "-m", "refshard", *shlex.split(command)]
+        printed |= set(subprocess.run(run, cwd=ROOT, capture_output=True, text=True).stdout.splitlines())
+    for block in blocks_of_text("will-it-fit.md"):
+        assert [line for line in block if line not in printed and "on this machine" not in line] == []
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    """Each quoted message, between its ``...``, stands in one string of refshard's sources."""
+    page = (DOCS / "how-to" / "troubleshooting.md").read_text()
+    quoted = [cell for row in re.findall(r"^\| (`.*?`) \|", page, re.M) for cell in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) > 60
+    strings = [string for path in (ROOT / "refshard").rglob("*.py") for string in strings_of(path)]
+    for message in quoted:
+        parts = [part.strip() for part in message.split("...") if part.strip()]
+        assert any(holds_in_order(string, parts) for string in strings), message
+
+
+def holds_in_order(text: str, parts: list[str]) -> bool:
+    at = 0
+    for part in parts:
+        found = text.find(part, at)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return True
+
+
+def strings_of(path: Path) -> list[str]:
+    """The strings of a file, joined as Python joins them; what is formatted into them is left out."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value.replace("\n", " "))
+    return found
