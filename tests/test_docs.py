@@ -18,10 +18,10 @@ from refshard.cli import app
 from refshard.specs.suite import load_suite
 from tests.distributed.ranks import run_script
 from tests.docs_modules import load
+from tests.printed import PAGES, Printed, printed, same
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     pytest.param(language, code, id=f"{page.name}-{index}-{language}")
     for page in PAGES
@@ -121,63 +121,26 @@ def test_links_lead_somewhere() -> None:
             assert path.exists() or generated, f"{page.name} links to {target}"
 
 
-PRINTED = {
-    "README.md": [
-        "refshard plan --model llama3-70b --cluster dgx-h100x32 --seq-len 8192",
-        "refshard trace profiles/recorded/epyc-2-cores/engine_network",
-        "refshard show profiles/recorded/epyc-2-cores/quickstart",
-        "refshard show profiles/recorded/dryrun/llama3_8b_h100",
-    ],
-    "eight-h100s.md": ["refshard plan --model llama3-8b --cluster dgx-h100 --seq-len 8192"],
-    "evidence.md": ["refshard show profiles/recorded/epyc-2-cores/quickstart"],
-    "plan.md": ["refshard plan --model llama3-70b --cluster dgx-h100x32 --seq-len 8192"],
-    "traces.md": ["refshard trace profiles/recorded/epyc-2-cores/engine_network"],
-    "validation.md": [
-        "refshard validate",
-        "refshard validate profiles/recorded/epyc-2-cores/validation",
-        "refshard validate profiles/recorded/epyc-2-cores/validation_network",
-        "refshard validate profiles/recorded/epyc-2-cores/memory",
-    ],
-}
-"""Commands whose output a page shows, in blocks of text."""
+SHOWN = [
+    pytest.param(block, marks=pytest.mark.full if block.slow else (), id=f"{block.page.name}-{block.command}")
+    for page in PAGES
+    for block in printed(page)
+]
 
 
-@pytest.mark.parametrize("page", PRINTED)
-def test_a_page_shows_what_its_commands_print(page: str) -> None:
-    """Every line of every block of text that begins with a line of theirs; a command may print more."""
-    printed: list[list[str]] = []
-    for command in PRINTED[page]:
-        done = CliRunner().invoke(app, command.split()[1:])
-        assert done.exit_code == 0, done.output
-        printed.append(done.stdout.splitlines())
-    shown = blocks_of_text(page)
-    for command, lines in zip(PRINTED[page], printed):
-        assert any(set(block) <= set(lines) for block in shown), f"{page} shows nothing that {command} prints"
-    for block in shown:
-        if any(block[0] in lines for lines in printed):
-            assert any(set(block) <= set(lines) for lines in printed), f"{page}: {block[0]} ..."
+@pytest.mark.parametrize("block", SHOWN)
+def test_a_page_shows_what_its_command_prints(block: Printed) -> None:
+    """``python -m tests.printed`` rewrites what has changed; with ``--slow``, dry runs too."""
+    if block.slow and shutil.which("g++") is None:
+        pytest.skip("dry runs need g++")
+    assert same(block.shown, block.expected()), "python -m tests.printed"
 
 
-def blocks_of_text(page: str) -> list[list[str]]:
-    """The lines of each block of text on a page."""
-    path = next(path for path in PAGES if path.name == page)
-    blocks: list[str] = re.findall(r"^```text\n(.*?)^```", path.read_text(), re.M | re.S)
-    return [list(filter(None, block.splitlines())) for block in blocks]
-
-
-@pytest.mark.full
-@pytest.mark.skipif(shutil.which("g++") is None, reason="dry runs need g++")
-def test_the_tutorial_of_dry_runs_shows_what_they_print() -> None:
-    """Every line but the one that says how long it took here."""
-    page = next(path for path in PAGES if path.name == "will-it-fit.md").read_text()
-    commands = re.findall(r"^refshard (dryrun .*)$", page, re.M)
-    assert len(commands) == 3
-    printed = set()
-    for command in commands:
-        run = [sys.executable, "-m", "refshard", *shlex.split(command)]
-        printed |= set(subprocess.run(run, cwd=ROOT, capture_output=True, text=True).stdout.splitlines())
-    for block in blocks_of_text("will-it-fit.md"):
-        assert [line for line in block if line not in printed and "on this machine" not in line] == []
+def test_pages_of_figures_are_printed_from_their_records() -> None:
+    """No block of theirs is left unmarked."""
+    for name in ("performance.md", "peers-measured.md", "validation.md", "evidence.md", "plan.md", "traces.md"):
+        page = next(path for path in PAGES if path.name == name)
+        assert len(list(printed(page))) == page.read_text().count("```text\n") > 0
 
 
 def test_messages_of_the_troubleshooting_page_exist() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from typer.testing import CliRunner
 
 from refshard.cli import app
-from refshard.commands.show import show
 from refshard.quantities import GIB, MIB
 
 ROOT = Path(__file__).parents[1]
@@ -29,8 +28,20 @@ Plan = dict[str, Row]
 
 
 def rows_of(run: str, *, against: str | None = None) -> list[Row]:
-    rows: list[Row] = json.loads(show(RECORDED / run, as_json=True, against=against))
+    """The cases of two ranks; with ``against``, with their ratios to that strategy where it is another."""
+    rows = as_json("show", str(RECORDED / run))["cases"]
+    if against is not None:
+        compared = as_json("compare", against, "--run", str(RECORDED / run))["cases"]
+        ratios = {row["case"]: row for row in compared}
+        rows = [{**row, **ratios.get(row["case"], {})} for row in rows]
     return [row for row in rows if row["world_size"] == 2]
+
+
+def as_json(*words: str) -> dict[str, Any]:
+    made = CliRunner().invoke(app, [*words, "--json"])
+    assert made.exit_code == 0, made.output
+    found: dict[str, Any] = json.loads(made.stdout)
+    return found
 
 
 def settings(rows: list[Row]) -> list[tuple[tuple[str, int, int], dict[str, Row]]]:
@@ -95,9 +106,8 @@ def least() -> list[str]:
 
 def planned(model: str, cluster: str, tokens: int, *, replicas: int = 1, strategies: tuple[str, ...] = ON_GPUS) -> Plan:
     """The plan's rows by strategy."""
-    words = ["plan", "--model", model, "--cluster", cluster, "--seq-len", str(tokens), "--json"]
-    made = CliRunner().invoke(app, [*words, "--replicas", str(replicas), "--strategy", ",".join(strategies)])
-    return {row["strategy"]: row for row in json.loads(made.stdout)["strategies"]}
+    job = ["--model", model, "--cluster", cluster, "--seq-len", str(tokens), "--replicas", str(replicas)]
+    return {row["strategy"]: row for row in as_json("plan", *job, "--strategy", ",".join(strategies))["strategies"]}
 
 
 def in_cell(row: Row) -> str:
