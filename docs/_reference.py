@@ -104,7 +104,7 @@ SUITE_SECTIONS: tuple[tuple[str, str, Spec], ...] = (
     ("`[network]`", "", NetworkSpec),
     ("`[gate]`", "", GateSpec),
     ("`[gate.times]`", "Effects are relative: 0.01 is 1 %. See [Set up the gate](../how-to/ci.md).", TimeLimits),
-    ("`[gate.metrics.\"<metric>\"]`", "", MetricRule),
+    ('`[gate.metrics."<metric>"]`', "", MetricRule),
 )
 
 
@@ -139,7 +139,9 @@ def _keys(spec: Spec) -> Iterator[tuple[str, str, str]]:
 def _toml(value: object) -> str:
     if value is None or value == ():
         return ""
-    return f"`{str(value).lower()}`" if isinstance(value, bool) else f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
 
 
 def _kind(hint: Any) -> str:
@@ -239,7 +241,7 @@ def strategies_page() -> str:
         "says what can run on your machine. [How each peer is called](peers.md) gives settings and reasons; names that "
         "begin with `refshard-` are modes of [the engine](../explanation/engine.md).\n\n"
         + _table(("strategy", "is", "needs"), rows)
-        + "\n\n## What each supports\n\nThe options of a case beyond plain training ([keys](suite.md#case-and-matrix)).\n\n"
+        + "\n\n## What each supports\n\nOptions of a case ([keys](suite.md#case-and-matrix)).\n\n"
         + _table(("strategy", *axes), marks)
     )
 
@@ -265,7 +267,8 @@ def profiles_page() -> str:
         (
             "# Models, clusters, suites\n\nWhat ships with refshard, generated from `profiles/` and `suites/`. "
             "`refshard list models` (or `hardware`, `clusters`, `suites`) prints the names.",
-            "## Models\n\n" + _table(("model", "parameters", "layers", "width", "heads", "KV heads", "vocabulary"), models),
+            "## Models\n\n"
+            + _table(("model", "parameters", "layers", "width", "heads", "KV heads", "vocabulary"), models),
             "## Clusters\n\n" + _table(("cluster", "is"), clusters),
             "## Hardware\n\n" + _table(("hardware", "is"), hardware),
             "## Suites\n\n" + _table(("suite", "measures"), suites),

@@ -1,6 +1,6 @@
 """Blocks of text in the docs that show what a command prints.
 
-A comment before the block names the command, and which paragraphs of its output the block shows (all, if none is named)::
+A comment before the block names the command, and which paragraphs of its output the block shows (by default all)::
 
     <!-- prints 1,3-4: refshard show profiles/recorded/epyc-2-cores/quickstart -->
 
