@@ -50,9 +50,10 @@ gate: $(VENV)/.run
 	$(BIN)/refshard gate --portable
 	$(BIN)/refshard gate --portable --suite gate_cuda
 
-# The documentation site, in site/index.html: it opens from disk and needs no network.
+# The documentation site, in site/index.html: it opens from disk and needs no network. --quiet would hide warnings from
+# --strict.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The published pages, from profiles/recorded: dry runs of Llama 3 8B on H100s, and what a real machine measured.
 dashboard: $(VENV)/.run

@@ -73,6 +73,14 @@ def test_fonts_and_scripts_come_with_the_site() -> None:
     assert settings["strict"] is True
 
 
+def test_a_broken_link_fails_the_build() -> None:
+    """With --quiet, MkDocs counts no warnings, and a strict build passes."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"-m mkdocs build (.*)$", makefile, re.M) == ["--strict"]
+    checked = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["validation"]
+    assert set(checked["links"].values()) == {"warn"}
+
+
 @pytest.mark.parametrize(
     ("html", "found"),
     [
