@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from refshard import resources
-from refshard.commands.printing import printed
+from refshard.commands.printing import OUTPUT_OPTIONS, printed
 from refshard.errors import RefshardError, SpecError
 from refshard.harness.interruption import ignore_more, interruptible, mortal
 from refshard.report.answer import Answer
@@ -363,7 +363,7 @@ def calibrate(
     ] = None,
 ) -> Answer:
     """Measure compute and collectives, here or on several nodes, and write a cluster's profile."""
-    if earlier and (extra := _given(context) - {"--out", "--from", "--json", "--csv", "--markdown", "-v", "-q"}):
+    if earlier and (extra := _given(context) - {"--out", "--from", *OUTPUT_OPTIONS}):
         raise SpecError(f"from: nothing is measured; leave out {', '.join(sorted(extra))}")
     with mortal():
         from refshard.commands import calibrate as command
