@@ -61,7 +61,7 @@ _Sbatch = Annotated[str | None, typer.Option(help="Options for sbatch, with --la
 
 
 @contextmanager
-def _interruptible(left: str = "") -> Iterator[None]:
+def _interruptible(left: str) -> Iterator[None]:
     """A signal that asks this process to end does so in order, with one line: what the command says of what is saved,
     else what is ``left``.
     """
@@ -171,7 +171,7 @@ def run(
         matrix.keep(asked.suite, write)
     if dry_run:
         return command.listed(asked)
-    with _interruptible():
+    with _interruptible("finished launches are saved. Resume with: refshard run --resume FOLDER"):
         return command.run(asked)
 
 

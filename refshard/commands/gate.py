@@ -91,7 +91,7 @@ def gate(asked: Asked, outputs: Outputs) -> Answer:
 
     Raises:
         SpecError: what is asked for makes no sense; nothing was launched.
-        KeyboardInterrupt: it was cut short; what had ended is written.
+        KeyboardInterrupt: it was cut short; finished launches are saved.
     """
     if asked.baseline is None and asked.strategies is None:
         found = _beside_accepted(asked)

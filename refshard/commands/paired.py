@@ -104,9 +104,7 @@ def _noise(path: Path, spec: GateSpec) -> tuple[Noise | None, tuple[str, ...]]:
     if recorded is None:
         return None, ("this machine's noise is not known; `refshard noise` measures it",)
     if recorded.limits != spec.times:
-        return None, (
-            "this machine's noise is known for other limits only; `refshard noise` measures it anew",
-        )
+        return None, ("this machine's noise is known for other limits only; `refshard noise` measures it anew",)
     return recorded.noise, ()
 
 
