@@ -675,7 +675,7 @@ def test_a_device_is_one_of_three() -> None:
         command.device("tpu")
 
 
-@pytest.mark.parametrize("printing", [["--json"], ["-v"], ["--quiet"], ["--csv"], ["--markdown"]])
+@pytest.mark.parametrize("printing", [["--json"], ["-v"], ["--csv"], ["--markdown"]])
 def test_options_of_the_output_go_with_samples_that_were_left(tmp_path: Path, printing: list[str]) -> None:
     folder = left(tmp_path / "mine.toml.samples")
     done = CliRunner().invoke(app, ["calibrate", "--from", str(folder), *printing])
