@@ -19,7 +19,6 @@ from refshard.harness.dry.first import cases_to_skip
 from refshard.harness.duration import earlier_launches, expected, recorded_folders
 from refshard.harness.interruption import ignore_more
 from refshard.harness.launchers.base import Launcher
-from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
 from refshard.harness.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
 from refshard.harness.store import read_run
@@ -105,7 +104,7 @@ def listed(asked: Asked) -> Answer:
     suite = chosen(asked)
     if suite is None:
         raise SpecError("dry-run: no suite given; name one, or add --strategy")
-    cases = check_suite(suite, LocalLauncher(), oversubscribe=True)
+    cases = check_suite(suite, None, oversubscribe=True)
     earlier = earlier_launches([*recorded_folders(), Path("runs")])
     found = expected(suite, earlier, gpus=_has_gpus())
     return planned_answer(suite, cases, **asdict(found))

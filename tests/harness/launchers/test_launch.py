@@ -29,7 +29,8 @@ def test_a_suite_runs_and_shows(tmp_path: Path, peers: tuple[str, ...]) -> None:
     assert f"[{2 + len(peers)}/{2 + len(peers)}] ok" in done.stderr
     assert done.stdout.rstrip().endswith(f"dashboard: {tmp_path / 'run' / 'dashboard.html'}")
     assert (tmp_path / "run" / "dashboard.html").stat().st_size > 10_000
-    rows = {row["strategy"]: row for row in json.loads(refshard("show", tmp_path / "run", "--json").stdout)}
+    shown = json.loads(refshard("show", tmp_path / "run", "--json").stdout)
+    rows = {row["strategy"]: row for row in shown["cases"]}
     assert set(rows) == {"single", *peers, "refshard-yafsdp"}
     for row in rows.values():
         assert row["state"] == "ok"

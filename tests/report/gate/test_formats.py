@@ -64,17 +64,24 @@ def test_the_tables_say_ratio_interval_what_could_have_been_seen_and_what_change
         "case": "ddp-w2", "verdict": "regressed", "exact changes": "0",
         "time, candidate / baseline": "1.000 (0.990 to 1.010)", "rounds": "16", "smallest visible": "3.5 %",
     }  # fmt: skip
-    assert rows(changes) == [{"case": "c", "metric": "all_gather count", "v1": "4", ".": "5", "verdict": "regressed"}]
-    assert verdict(found) == ["REGRESSION: 2 cases: 2 regressed"]
+    assert rows(changes) == [
+        {"case": "c", "metric": "all_gather count", "before: v1": "4", "after: .": "5", "verdict": "regressed"}
+    ]
+    assert verdict(found) == ["REGRESSION: 2 regressed of 2 cases"]
     first, second = as_csv(found)
     assert (first["case"], first["time_ratio"], first["exact_changes"], second["exact_changes"]) == (
         "ddp-w2", "1.0", "0", "1",
     )  # fmt: skip
 
 
+def test_columns_that_say_nothing_of_any_case_are_left_out() -> None:
+    (cases,) = tables(gate_answer(report(GateCase(name="a"), GateCase(name="b"))))
+    assert [column.head for column in cases.columns] == ["case", "verdict", "exact changes"]
+
+
 def test_a_pull_request_gets_the_verdict_and_tables_of_its_own_kind() -> None:
     found = forms.as_markdown(gate_answer(report(case("ddp-w2"), changed("regressed"))), "gate")
-    assert found.startswith("## refshard gate\n\n- **REGRESSION: 2 cases: 1 regressed, 1 pass**\n")
+    assert found.startswith("## refshard gate\n\n- **REGRESSION: 1 regressed, 1 pass of 2 cases**\n")
     assert "| ddp-w2 " in found
 
 
