@@ -4,7 +4,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from refshard.cli import app
 from refshard.commands.folders import find_run, runs_in, state_of
 from refshard.commands.show import show
 from refshard.errors import StoreError
@@ -68,6 +70,15 @@ def test_a_run_itself_is_found_and_so_is_a_link_to_it(runs: Path) -> None:
 def test_a_mistyped_run_suggests_the_nearest(runs: Path) -> None:
     with pytest.raises(StoreError, match=r"c-earlie: there is no such run; did you mean 'c-early'\?"):
         show(runs / "c-earlie")
+
+
+@pytest.mark.parametrize(
+    "words", [["report"], ["validate"], ["accept", "--reason", "why"], ["run", "--resume"], ["compare", "ddp", "--run"]]
+)
+def test_every_command_that_takes_a_run_suggests_the_nearest(runs: Path, words: list[str]) -> None:
+    done = CliRunner().invoke(app, [*words, str(runs / "c-earlie")])
+    assert isinstance(done.exception, StoreError)
+    assert str(done.exception).endswith("c-earlie: there is no such run; did you mean 'c-early'?")
 
 
 def test_a_folder_of_runs_where_one_is_needed_names_some(runs: Path) -> None:

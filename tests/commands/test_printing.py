@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from refshard import resources
 from refshard.cli import app, main
-from refshard.commands import printing
 from refshard.commands.printing import LOG, OUTPUT_OPTIONS, paper, printed, put_out, tell, warn
 from refshard.commands.progress import Lines, Nothing, observer
 from refshard.errors import SpecError
 from refshard.report.answer import Answer, Notes, Text, Verdict
+from refshard.report.forms import Paper
 from tests.report.runs import run, write
 
 ENGINE = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"
@@ -118,7 +118,7 @@ class TestPaper:
     """A terminal's width and colours; a file has neither."""
 
     def test_a_file_has_any_width_and_no_colours(self) -> None:
-        assert paper(StringIO()) == printing.forms.Paper(width=None, colours=False)
+        assert paper(StringIO()) == Paper(width=None, colours=False)
 
     @pytest.mark.parametrize(
         ("environment", "colours"),
@@ -135,7 +135,7 @@ class TestPaper:
         monkeypatch.delenv("NO_COLOR", raising=False)
         for name, value in {"TERM": "xterm", "COLUMNS": "72", **environment}.items():
             monkeypatch.setenv(name, value)
-        assert paper(Terminal()) == printing.forms.Paper(width=72, colours=colours)
+        assert paper(Terminal()) == Paper(width=72, colours=colours)
 
 
 class TestPipes:

@@ -166,8 +166,8 @@ def test_wrong_input_is_one_line_and_writes_nothing(
             ["run", "no-such-suite"],
             "suite: no file 'no-such-suite'; known: emulated, emulated_gpu, ",
         ),
-        (["show", "/no/such/run"], "/no/such/run: holds no run"),
-        (["report", "/no/such/run"], "/no/such/run: holds no run"),
+        (["show", "/no/such/run"], "/no/such/run: there is no such run; `refshard run` makes one"),
+        (["report", "/no/such/run"], "/no/such/run: there is no such run; `refshard run` makes one"),
         (["list", "strategy"], "list: nothing is called 'strategy'; did you mean 'strategies'?"),
     ],
 )
