@@ -204,6 +204,9 @@ class TestWritten:
         assert load_suite(path).cases(2) == suite.cases(2)
         assert made(str(path)) == suite
 
+    def test_what_is_as_by_default_is_left_out(self) -> None:
+        assert [line for line in to_toml(made(strategies="ddp")).splitlines() if line.startswith("[")] == ["[matrix]"]
+
     def test_it_may_go_to_standard_output_and_the_list_then_goes_to_standard_error(self) -> None:
         done = CliRunner().invoke(app, ["run", "--strategy", "ddp", "--dry-run", "--write", "-"])
         assert parse_suite(done.stdout, "stdout") == made(strategies="ddp")

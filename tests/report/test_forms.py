@@ -139,9 +139,10 @@ class TestWhatIsShown:
 
     def test_sentences_wrap_at_120_in_a_file_and_options_and_paths_stay_whole(self) -> None:
         path = "/" + "/".join(["folder"] * 25)
-        text = shown(Notes(sentences=["word " * 22 + "refshard run --dry-run --dry-run-first", f"See {path} there."]))
-        assert {"--dry-run", "--dry-run-first", path} <= set(text.split())
-        assert max(len(line) for line in text.splitlines() if path not in line) <= 120
+        for before in range(80, 118):
+            text = shown(Notes(sentences=["." * before + " refshard run --dry-run-first", f"See {path} there."]))
+            assert {"--dry-run-first", path} <= set(text.split())
+            assert max(len(line) for line in text.splitlines() if path not in line) <= 120
 
 
 class TestColours:
