@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from refshard import resources
-from refshard.commands.printing import printed
+from refshard.commands.printing import OUTPUT_OPTIONS, printed
 from refshard.errors import RefshardError, SpecError
 from refshard.harness.interruption import ignore_more, interruptible, mortal
 from refshard.report.answer import Answer
@@ -61,7 +61,7 @@ _Sbatch = Annotated[str | None, typer.Option(help="Options for sbatch, with --la
 
 
 @contextmanager
-def _interruptible(left: str = "") -> Iterator[None]:
+def _interruptible(left: str) -> Iterator[None]:
     """A signal that asks this process to end does so in order, with one line: what the command says of what is saved,
     else what is ``left``.
     """
@@ -171,7 +171,7 @@ def run(
         matrix.keep(asked.suite, write)
     if dry_run:
         return command.listed(asked)
-    with _interruptible():
+    with _interruptible("finished launches are saved. Resume with: refshard run --resume FOLDER"):
         return command.run(asked)
 
 
@@ -363,7 +363,7 @@ def calibrate(
     ] = None,
 ) -> Answer:
     """Measure compute and collectives, here or on several nodes, and write a cluster's profile."""
-    if earlier and (extra := _given(context) - {"--out", "--from", "--json", "--csv", "--markdown", "-v", "-q"}):
+    if earlier and (extra := _given(context) - {"--out", "--from", *OUTPUT_OPTIONS}):
         raise SpecError(f"from: nothing is measured; leave out {', '.join(sorted(extra))}")
     with mortal():
         from refshard.commands import calibrate as command

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from refshard.commands.progress import Lines
-from refshard.commands.run import Asked, make_launcher
+from refshard.commands.run import Asked, launcher_of
 from refshard.errors import RefshardError
 from refshard.harness.run import new_run_folder, round_order, run_suite
 from refshard.records import LaunchRecord
@@ -67,7 +67,7 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     kept = not request.config.getoption("--benchmark-disable")
     folder = new_run_folder(suite.name) if kept else tmp_path_factory.mktemp("runs") / suite.name
     try:
-        with Lines() as lines, make_launcher(suite, Asked(suite=suite.name)) as launcher:
+        with Lines() as lines, launcher_of(suite, Asked(suite=suite)) as launcher:
             environment = launcher.environment(suite.cases()[0].threads_per_rank, folder, print)
             run = run_suite(suite, folder, launcher, lines, environment)
     except RefshardError as error:

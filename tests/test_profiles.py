@@ -30,8 +30,8 @@ def test_the_clusters_that_the_documentation_names_are_there() -> None:
 
 
 def test_they_are_listed() -> None:
-    assert listing.lines("clusters").split() == CLUSTERS
-    assert listing.lines("hardware").split() == HARDWARE
+    assert sorted(row["cluster"] for row in listing.listing("clusters").rows) == CLUSTERS
+    assert sorted(row["hardware"] for row in listing.listing("hardware").rows) == HARDWARE
 
 
 @pytest.mark.parametrize("name", HARDWARE)

@@ -48,7 +48,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dic
     (folder / "once.toml").write_text((ROOT / "suites" / "quickstart.toml").read_text().replace(ROUNDS, "rounds = 1"))
     printed = run(binaries / "refshard", "run", "once.toml", "--out", "q", cwd=folder)
     shown = json.loads(run(binaries / "refshard", "show", "q", "--json", cwd=folder))
-    return folder / "q", printed, {row["strategy"]: row for row in shown}
+    return folder / "q", printed, {row["strategy"]: row for row in shown["cases"]}
 
 
 def test_every_case_ends_ok_with_every_metric(quickstart: tuple[Path, str, dict[str, dict[str, Any]]]) -> None:
@@ -94,7 +94,7 @@ def test_it_ends_with_a_dashboard_that_needs_no_network(
 def test_the_runs_traces_are_analysed(quickstart: tuple[Path, str, dict[str, dict[str, Any]]]) -> None:
     folder, _, rows = quickstart
     refshard, page = folder.parent / "venv" / "bin" / "refshard", folder.parent / "page.html"
-    traces = json.loads(run(refshard, "trace", folder, "--json", "--html", page, cwd=folder.parent))
+    traces = json.loads(run(refshard, "trace", folder, "--json", "--html", page, cwd=folder.parent))["traces"]
     assert len(traces) == sum(row["world_size"] for row in rows.values())
     assert len({trace["job"] for trace in traces}) == len(rows)
     assert all((trace["comm_ns"] > 0) == (trace["world_size"] > 1) for trace in traces)

@@ -14,10 +14,13 @@ from refshard.stats.compare import Comparison
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """``case`` over the peer, both paired by round where they ran in one run; ``step_time`` has a 95 % interval."""
+    """``case`` over the peer, both paired by round where they ran in one run; ``step_time`` has a 95 % interval. If the
+    times are ``calculated``, the step time's ratio is that alone, and has none.
+    """
 
     case: CaseResult
     step_time: Comparison | None
+    calculated: float | None
     peak_memory: float | None
 
 
@@ -29,9 +32,11 @@ def ratios(setting: Setting, peer: str) -> tuple[Ratio, ...]:
 
 
 def _ratio(case: CaseResult, other: CaseResult) -> Ratio:
+    step_time = compared(other, case)
     return Ratio(
         case=case,
-        step_time=compared(other, case),
+        step_time=step_time,
+        calculated=metric_ratio(other, case, "step_time_s") if step_time is None else None,
         peak_memory=metric_ratio(other, case, "peak_memory_bytes"),
     )
 
@@ -54,10 +59,8 @@ def pairs(evidence: Evidence) -> list[Pair]:
 
 def _pair(a: CaseResult, b: CaseResult) -> Pair:
     columns = _columns(_ratio(b, a))
-    ratio, low, high, memory = (columns[name] for name in RATIO_COLUMNS[1:])
-    if ratio is None:
-        ratio = metric_ratio(a, b, "step_time_s")
-    return (a.number, b.number, *(None if x is None else float(f"{x:.5g}") for x in (ratio, low, high, memory)))  # type: ignore[return-value]
+    found = (columns[name] for name in RATIO_COLUMNS[1:])
+    return (a.number, b.number, *(None if x is None else float(f"{x:.5g}") for x in found))  # type: ignore[return-value]
 
 
 RATIO_COLUMNS = ("against", "step_time_ratio", "step_time_ratio_low", "step_time_ratio_high", "peak_memory_ratio")
@@ -75,7 +78,7 @@ def _columns(ratio: Ratio | None) -> dict[str, float | str | None]:
     time = ratio.step_time if ratio else None
     bounded = time if time and time.bounded else None
     found = (
-        time.ratio if time else None,
+        time.ratio if time else ratio.calculated if ratio else None,
         bounded.low if bounded else None,
         bounded.high if bounded else None,
         ratio.peak_memory if ratio else None,

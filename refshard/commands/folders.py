@@ -1,5 +1,6 @@
 """Folders of runs, as the command line names them."""
 
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
@@ -39,37 +40,38 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def runs_answer(folder: Path) -> Answer:
-    """A row for each run in ``folder``, the latest last."""
+    """A row for each run in ``folder``, the one that started last at the end."""
+    runs: list[tuple[Path, Run]] = []
     rows: list[dict[str, object]] = []
     cells: list[list[Cell]] = []
     for path in runs_in(folder):
         try:
-            run = read_run(path)
+            runs.append((path, read_run(path)))
         except StoreError as error:
-            rows.append({"run": str(path), "error": str(error)})
+            rows.append({"run": str(path), "state": "damaged", "error": str(error)})
             cells.append([str(path), Marked("damaged", "bad"), "-", "-", "-"])
-            continue
-        rows.append(_row(path, run))
-        cells.append(_cells(path, run))
+    runs.sort(key=lambda found: found[1].header.started_at)
+    rows += [_row(path, run) for path, run in runs]
+    cells += [_cells(path, run) for path, run in runs]
     columns = [
         Column("run", "left"), Column("state", "left"), Column("launches"), Column("suite", "left"),
         Column("started (UTC)", "left"),
     ]  # fmt: skip
-    hint = f"`refshard show {runs_in(folder)[-1]}` shows the latest."
+    hint = [f"`refshard show {path}` shows the latest." for path, _ in runs[-1:]]
     return Answer(
         data={"runs": rows}, rows=rows, columns=("run", "state", "launches", "planned", "suite", "started_at", "error"),
-        blocks=[Table(columns=columns, rows=cells), Notes(sentences=[hint])],
+        blocks=[Table(columns=columns, rows=cells), Notes(sentences=hint)],
     )  # fmt: skip
 
 
 def state_of(run: Run) -> str:
-    """How a run stands: finished, interrupted, or not closed (running, or killed)."""
+    """How a run stands: ok, what became of its other launches, interrupted, or not closed (running, or killed)."""
     if run.end is None:
         return "not finished"
     if run.end.interrupted:
         return "interrupted"
-    bad = sum(launch.state not in ("ok", "unsupported", "skipped") for launch in run.launches)
-    return f"{bad} failed" if bad else "ok"
+    bad = Counter(launch.state for launch in run.launches if launch.state not in ("ok", "unsupported", "skipped"))
+    return ", ".join(f"{count} {state}" for state, count in bad.items()) or "ok"
 
 
 def _row(path: Path, run: Run) -> dict[str, object]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from refshard import resources
 from refshard.commands.asked import check_gated, run_folder
+from refshard.commands.folders import find_run
 from refshard.commands.paired import side_by_side
 from refshard.commands.printing import warn
 from refshard.commands.progress import observer as make_observer
@@ -91,7 +92,7 @@ def gate(asked: Asked, outputs: Outputs) -> Answer:
 
     Raises:
         SpecError: what is asked for makes no sense; nothing was launched.
-        KeyboardInterrupt: it was cut short; what had ended is written.
+        KeyboardInterrupt: it was cut short; finished launches are saved.
     """
     if asked.baseline is None and asked.strategies is None:
         found = _beside_accepted(asked)
@@ -140,7 +141,7 @@ def accept(run: Path, reason: str, baselines: Path = resources.BASELINES) -> str
     Raises:
         RefshardError: the run is none, or did not end well; or no reason is given.
     """
-    path, before = accept_run(read_run(run), baselines, reason)
+    path, before = accept_run(read_run(find_run(run)), baselines, reason)
     if before is None:
         return f"accepted: {path}, which is new"
     changed = changes(before.cases, read_baseline(path).cases, {})

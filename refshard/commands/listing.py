@@ -66,7 +66,7 @@ def _here(why_not: str) -> Marked:
 
 
 def _marks(axes: frozenset[Axis]) -> str:
-    return " ".join(("x" if axis in axes else "-").ljust(len(head)) for axis, head in _HEADS.items()).rstrip()
+    return " ".join(("x" if axis in axes else "-").ljust(len(head)) for axis, head in _HEADS.items())
 
 
 def _strategies_here() -> tuple[Rows, Sequence[Block]]:

@@ -56,7 +56,7 @@ def asked_suite(suite: str | None, options: Options) -> SuiteSpec | None:
             raise SpecError("strategy: none given; add --strategy ddp,fsdp2, or name a suite")
         matrix = {**_defaults(keys), **keys}
         return convert({"name": "command-line", **top, "matrix": matrix}, SuiteSpec, where="command line")
-    tables = [_replaced(table, keys) for table in base.tables]
+    tables = [_replaced(table, keys, top) for table in base.tables]
     built = {**msgspec.to_builtins(base), "matrix": tables if len(tables) > 1 else tables[0], **top}
     return convert(built, SuiteSpec, where="command line")
 
@@ -127,9 +127,10 @@ def _defaults(keys: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in _DEFAULTS.items() if key != "batch_per_rank" or "global_batch" not in keys}
 
 
-def _replaced(table: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """A table with the keys in place of its own and of those that all share; a batch replaces either kind of batch."""
+def _replaced(table: dict[str, Any], keys: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    """A table with the keys in place of its own and of those that all share; a batch replaces either kind of batch, and
+    what is at the ``top`` of the suite its own.
+    """
     sizes = {"global_batch", "batch_per_rank"}
-    gone = {*keys, *(sizes if sizes & keys.keys() else ()), *(("rounds",) if "rounds" in keys else ())}
-    kept = {key: value for key, value in table.items() if key not in gone}
-    return {**kept, **{key: value for key, value in keys.items() if key != "rounds"}}
+    gone = {*keys, *top, *(sizes if sizes & keys.keys() else ())}
+    return {**{key: value for key, value in table.items() if key not in gone}, **keys}

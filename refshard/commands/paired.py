@@ -102,11 +102,9 @@ def _noise(path: Path, spec: GateSpec) -> tuple[Noise | None, tuple[str, ...]]:
     except StoreError as error:
         return None, (f"noise: {error}",)
     if recorded is None:
-        return None, ("this machine's noise is not known; `refshard calibrate --aa` measures it",)
+        return None, ("this machine's noise is not known; `refshard noise` measures it",)
     if recorded.limits != spec.times:
-        return None, (
-            "this machine's noise is known for other limits only; `refshard calibrate --aa` measures it anew",
-        )
+        return None, ("this machine's noise is known for other limits only; `refshard noise` measures it anew",)
     return recorded.noise, ()
 
 

@@ -33,6 +33,9 @@ _OPTIONS: dict[str, Any] = {
     ],
 }
 
+OUTPUT_OPTIONS = frozenset(f"--{name.removeprefix('as_')}" for name in _OPTIONS)
+"""Their long names."""
+
 
 def printed(command: Callable[..., Answer]) -> Callable[..., None]:
     """A command that prints the answer of ``command`` as its options say, and exits with the answer's status."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from refshard import resources
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, gather
+from refshard.commands.folders import find_run
 from refshard.errors import SpecError, StoreError
 from refshard.harness.dry.first import folder_of_dry_runs
 from refshard.harness.gate.noise import newest_noise
@@ -32,9 +33,9 @@ def report(runs: Sequence[Path], output: Path | None, *, against: Path | None = 
     distinct = {folder.resolve(): folder for folder in reversed(runs)}
     dry = map(folder_of_dry_runs, distinct)
     distinct = {**{path: path for path in dry if holds_run(path)}, **distinct}
-    read = [(read_run(folder), folder) for folder in distinct.values()]
+    read = [(read_run(find_run(folder)), folder) for folder in distinct.values()]
     evidence = gather(*(run for run, _ in read))
-    baseline = None if against is None else gather(read_run(against))
+    baseline = None if against is None else gather(read_run(find_run(against)))
     target = _target(runs[-1], output, multi=multi)
     try:
         if multi:

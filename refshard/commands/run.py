@@ -14,14 +14,14 @@ from refshard.commands.launching import LAUNCHERS, check_launcher, make_launcher
 from refshard.commands.printing import tell
 from refshard.commands.progress import observer
 from refshard.commands.report import report
-from refshard.errors import SpecError
+from refshard.errors import SpecError, StoreError
 from refshard.harness.dry.first import cases_to_skip
 from refshard.harness.duration import earlier_launches, expected, recorded_folders
+from refshard.harness.interruption import ignore_more
 from refshard.harness.launchers.base import Launcher
-from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
 from refshard.harness.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
-from refshard.harness.store import holds_run, read_run
+from refshard.harness.store import read_run
 from refshard.records import Environment, Run
 from refshard.report.answer import Answer
 from refshard.report.run.answer import run_answer
@@ -60,7 +60,7 @@ def run(asked: Asked) -> Answer:
     Raises:
         RefshardError: the suite, the folder or the launcher cannot be used, and nothing was launched; or the disk is
             full.
-        KeyboardInterrupt: the run was cut short; what had ended is written, and the message says how to resume.
+        KeyboardInterrupt: the run was cut short; finished launches are saved, and the message says how to resume.
     """
     if asked.output is not None and str(asked.output) == "-":
         raise SpecError("out: a run is a folder, so it cannot go to standard output; name a folder")
@@ -104,7 +104,7 @@ def listed(asked: Asked) -> Answer:
     suite = chosen(asked)
     if suite is None:
         raise SpecError("dry-run: no suite given; name one, or add --strategy")
-    cases = check_suite(suite, LocalLauncher(), oversubscribe=True)
+    cases = check_suite(suite, None, oversubscribe=True)
     earlier = earlier_launches([*recorded_folders(), Path("runs")])
     found = expected(suite, earlier, gpus=_has_gpus())
     return planned_answer(suite, cases, **asdict(found))
@@ -136,9 +136,10 @@ def _run(suite: SuiteSpec, given: SuiteSpec | None, asked: Asked, launcher: Laun
                 finished = run_suite(
                     suite, folder, launcher, shown, environment, oversubscribe=asked.oversubscribe, skipped=skipped
                 )
+        return finished, report([folder], None)
     except KeyboardInterrupt:
+        ignore_more()
         raise KeyboardInterrupt(_cut_short(folder)) from None
-    return finished, report([folder], None)
 
 
 def _to_skip(suite: SuiteSpec, asked: Asked, environment: Environment, folder: Path) -> Mapping[CaseSpec, str]:
@@ -152,9 +153,10 @@ def _to_skip(suite: SuiteSpec, asked: Asked, environment: Environment, folder: P
 
 def _cut_short(folder: Path) -> str:
     """What is saved of the run, and the command that goes on with it."""
-    if not holds_run(folder):
+    try:
+        kept = read_run(folder)
+    except StoreError:  # there is none yet, or but a file without a line
         return "nothing was launched yet"
-    kept = read_run(folder)
     of = f" of {kept.header.planned}" if kept.header.planned else ""
     resume = shlex.join(["refshard", "run", "--resume", str(folder)])
     return f"{len(kept.launches)}{of} launches saved. Resume with: {resume}"

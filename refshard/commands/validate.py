@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from refshard.commands.folders import find_run
 from refshard.commands.printing import tell
 from refshard.dryrun.published import Prediction
 from refshard.dryrun.published import predict as predict_by_dry_run
@@ -65,7 +66,7 @@ def _of_run(folder: Path) -> Answer:
     from refshard.report.run.validation import validation_answer
 
     dry = folder_of_dry_runs(folder)
-    pairs = validated(gather(*([read_run(dry)] if holds_run(dry) else []), read_run(folder)))
+    pairs = validated(gather(*([read_run(dry)] if holds_run(dry) else []), read_run(find_run(folder))))
     if not pairs:
         raise SpecError(
             f"{folder}: holds no case that was measured and predicted too; run a suite whose fidelity lists 'measured' "

@@ -79,7 +79,7 @@ def _estimated_s(case: CaseSpec, *, gpus: bool) -> float | None:
         return 0.1
     if case.fidelity == "dryrun":
         return _DRY_RUN_S
-    if gpus or case.device == "cuda":
+    if case.device == "cuda" or (gpus and case.device == "auto"):
         return None
     try:
         model = load_model(case.model)

@@ -51,8 +51,9 @@ class Observer(ABC):
         """A launch ended and its record is written."""
 
 
-def check_suite(suite: SuiteSpec, launcher: Launcher, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
-    """Expand a suite and check what can be known before anything is launched.
+def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: bool) -> tuple[CaseSpec, ...]:
+    """Expand a suite and check what can be known before anything is launched. Without a ``launcher``, whether this
+    machine can run the cases is not checked.
 
     Raises:
         SpecError: a strategy, preset, cluster or data file does not exist, or a case has no room.
@@ -64,9 +65,12 @@ def check_suite(suite: SuiteSpec, launcher: Launcher, *, oversubscribe: bool) ->
         model = load_model(case.model)
         open_source(case.data, model.vocab, case.seed)
         checkpointing_of(case.checkpointing, model.n_layers)
-        _check_fidelity(case)
-        if case.processes and case.fidelity != "dryrun":
-            launcher.check(case, oversubscribe=oversubscribe)
+        if case.cluster:
+            load_cluster(case.cluster)
+        if launcher is not None:
+            _check_fidelity(case)
+            if case.processes and case.fidelity != "dryrun":
+                launcher.check(case, oversubscribe=oversubscribe)
     return cases
 
 

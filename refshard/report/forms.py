@@ -1,4 +1,7 @@
-"""An answer as text that fits a terminal, as JSON, CSV or Markdown."""
+"""An answer as text that fits a terminal, as JSON, CSV or Markdown.
+
+Names and errors come from anyone's files, so text and Markdown leave out what would steer a terminal.
+"""
 
 import csv
 import io
@@ -12,6 +15,7 @@ from typing import Any
 
 from tabulate import MIN_PADDING, tabulate
 
+from refshard.analysis.cases import plain
 from refshard.report.answer import Answer, Block, Cell, Column, Marked, Notes, Style, Table, Text, Verdict
 
 SCHEMA_VERSION = 1
@@ -79,7 +83,7 @@ def inline(text: str) -> str:
     >>> print(inline("a_b | <i>\nc"))
     a\_b \| \<i\> c
     """
-    return _ACTIVE.sub(r"\\\1", " ".join(text.split()))
+    return _ACTIVE.sub(r"\\\1", " ".join(plain(text).split()))
 
 
 def _is_shown(block: Block, *, verbose: bool, quiet: bool) -> bool:
@@ -94,16 +98,24 @@ def _text_of(block: Block, paper: Paper) -> str:
     if isinstance(block, Notes):
         return _titled(block.title, _bullets(block.sentences, paper), paper) if block.sentences else ""
     if isinstance(block, Verdict):
-        return "\n".join(_coloured(textwrap.fill(s, paper.line), block.style, paper) for s in block.sentences)
+        return "\n".join(_coloured(_filled(s, paper.line), block.style, paper) for s in block.sentences)
     return _coloured(block.text, block.style, paper)
 
 
 def _titled(title: str, text: str, paper: Paper) -> str:
-    return "\n\n".join(filter(None, (_coloured(title, "strong", paper), text)))
+    return "\n\n".join(filter(None, (_coloured(_filled(title, paper.line), "strong", paper), text)))
 
 
 def _bullets(sentences: Sequence[str], paper: Paper) -> str:
-    return "\n".join(textwrap.fill(s, paper.line, initial_indent="* ", subsequent_indent="  ") for s in sentences)
+    return "\n".join(_filled(s, paper.line, first="* ", then="  ") for s in sentences)
+
+
+def _filled(text: str, width: int, *, first: str = "", then: str = "", breaks_words: bool = False) -> str:
+    """Lines of ``width``; options such as ``--dry-run`` stay whole, so that they can be copied, and so do paths."""
+    return textwrap.fill(
+        plain(text), width, initial_indent=first, subsequent_indent=then, break_long_words=breaks_words,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _table_text(block: Table, paper: Paper) -> str:
@@ -114,7 +126,7 @@ def _table_text(block: Table, paper: Paper) -> str:
         shown -= 1
         text = _tabulated(block, shown, paper)
     left_out = ", ".join(" ".join(column.head.split()) for column in block.columns[shown:])
-    told = textwrap.fill(f"(not shown in {paper.width} columns: {left_out})", paper.line) if left_out else ""
+    told = _filled(f"(not shown in {paper.width} columns: {left_out})", paper.line) if left_out else ""
     return "\n".join(filter(None, (text, told)))
 
 
@@ -158,15 +170,16 @@ def _room(columns: Sequence[Column], heads: Sequence[str], widths: Sequence[int]
 
 
 def _wrapped(cell: Cell, width: int) -> Cell:
-    text = "\n".join(textwrap.fill(line, width) for line in str(cell).splitlines())
+    text = "\n".join(_filled(line, width, breaks_words=True) for line in str(cell).splitlines())
     return Marked(text, cell.style) if isinstance(cell, Marked) else text
 
 
 def _coloured_cell(cell: Cell, paper: Paper) -> str:
-    return _coloured(cell.text, cell.style, paper) if isinstance(cell, Marked) else cell
+    return _coloured(cell.text, cell.style, paper) if isinstance(cell, Marked) else plain(cell)
 
 
 def _coloured(text: str, style: Style, paper: Paper) -> str:
+    text = plain(text)
     if not text or not paper.colours or style not in _ANSI:
         return text
     return "\n".join(f"\x1b[{_ANSI[style]}m{line}\x1b[0m" for line in text.splitlines())

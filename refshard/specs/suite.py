@@ -165,7 +165,10 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for table in self.tables
             if "measured" in _listed({**self.case, **table}.get("fidelity", "measured"))
         ]
-        only = tuple(case.as_dry_run(cluster).hash for case in kept) if self.only else ()
+        try:
+            only = tuple(case.as_dry_run(cluster).hash for case in kept) if self.only else ()
+        except ValueError as error:
+            raise SpecError(f"case: {error}") from None
         return SuiteSpec(name=self.name, about=self.about, matrix=tables, case=self.case, only=only)
 
     def _keeps(self, case: CaseSpec) -> bool:

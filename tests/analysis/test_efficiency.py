@@ -9,10 +9,12 @@ from refshard.analysis.efficiency import link_bytes, lower_bound, overlap_effici
 from refshard.analysis.evidence import gather
 from refshard.records import CollectiveCount, Run
 from refshard.report.run import views
+from refshard.report.run.answer import run_answer
 from refshard.report.run.page import page
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.specs.suite import NetworkSpec
+from tests.report import printed
 from tests.report.runs import CASES, on_hosts, run, spec, with_record
 
 MINI = load_model("llama-mini")
@@ -142,9 +144,9 @@ def test_tables_json_and_page_show_it_only_where_it_is_known() -> None:
     assert list(table["overlap efficiency"]) == ["-", "69.5 %", "83.4 %"]
     assert [row["overlap_efficiency"] for row in views.as_json(gather(local))] == [None] * 3
     assert views.as_json(gather(joined))[2]["overlap_efficiency"] == pytest.approx(BOUND / 0.5, rel=1e-4)
-    lines = views.terminal_table(gather(joined)).splitlines()
-    assert max(len(line) for line in lines) <= 140
-    assert "83.4 %" in lines[-2]
-    assert "efficiency" not in views.terminal_table(gather(local))
+    (shown,) = printed.tables(run_answer(gather(joined)))
+    assert [row["overlap efficiency"] for row in printed.rows(shown)] == ["-", "69.5 %", "83.4 %"]
+    assert max(map(len, printed.text(run_answer(gather(joined))).splitlines())) <= 140
+    assert "efficiency" not in printed.text(run_answer(gather(local)))
     pages = ["".join(page(gather(made))) for made in (local, joined)]
     assert [text.count("83.4 %") for text in pages] == [0, 1], "in the comparison"

@@ -147,7 +147,7 @@ def test_noise_is_measured_kept_and_told(tmp_path: Path) -> None:
     """24 launches of the same code are the six rounds of this suite's screening and six to confirm."""
     suite = write_suite(tmp_path, "refshard-yafsdp")
     suite.write_text(suite.read_text() + QUICK)
-    aa = ("calibrate", "--aa", "--suite", suite, "--permutations", "20", "--oversubscribe", "--json")
+    aa = ("noise", "--suite", suite, "--permutations", "20", "--oversubscribe", "--json")
     done = refshard(tmp_path, *aa, "--launches", "24")
     noise = json.loads(done.stdout)
     (case,) = noise["cases"].values()

@@ -1,7 +1,5 @@
 """``refshard history``: cases over the runs of a folder."""
 
-import json
-import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from refshard.harness.run import run_suite
 from refshard.harness.store import RunWriter, read_run
 from refshard.specs.case import CaseSpec
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite, rank_result, write_rank
+from tests.report.printed import as_csv, as_json, rows, tables
 
 
 def write_run(folder: Path, day: int, factor: float) -> None:
@@ -48,19 +47,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_table_shows_each_cases_trend(runs: Path) -> None:
-    lines = history(runs, metric="step_time_s", suite=None, as_json=False).splitlines()
-    assert re.split(r"  +", lines[2].strip()) == [
-        "case", "machine", "runs", "launches per run", "first", "latest", "latest / first",
+    (table,) = tables(history(runs, metric="step_time_s", suite=None))
+    assert table.title == "step time (s)"
+    assert [column.head for column in table.columns] == [
+        "case", "first", "latest", "latest / first", "runs", "launches per run", "machine",
     ]  # fmt: skip
-    (ddp,) = (line.split() for line in lines if line.startswith("ddp-w2-llama-tiny-b4x256"))
-    assert (ddp[2], ddp[3], ddp[6]) == ("14", "1", "1.216")
+    (ddp,) = (row for row in rows(table) if row["case"] == "ddp-w2-llama-tiny-b4x256")
+    assert (ddp["runs"], ddp["launches per run"], ddp["latest / first"]) == ("14", "1", "1.216")
 
 
 def test_the_json_has_every_point_in_order_of_time(runs: Path) -> None:
-    series = json.loads(history(runs, metric="step_time_s", suite="fake", as_json=True))
-    assert len(series) == 3
-    assert [point["run"] for point in series[0]["points"]] == [f"run{day}" for day in range(14)]
-    assert {point["launches"] for point in series[0]["points"]} == {1}
+    found = history(runs, metric="step_time_s", suite="fake")
+    points = as_json(found)["points"]
+    cases = dict.fromkeys(point["case"] for point in points)
+    assert len(cases) == 3
+    for case in cases:
+        assert [point["run"] for point in points if point["case"] == case] == [f"run{day}" for day in range(14)]
+    assert {point["launches"] for point in points} == {1}
+    assert [float(row["value"]) for row in as_csv(found)] == [point["value"] for point in points]
 
 
 def test_what_cannot_be_read_is_left_out_and_told(
@@ -70,14 +74,14 @@ def test_what_cannot_be_read_is_left_out_and_told(
     write_run(tmp_path, 1, 1.0)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "records.jsonl").write_text("no\n")
-    series = json.loads(history(tmp_path, metric="step_time_s", suite=None, as_json=True))
-    assert [len(one["points"]) for one in series] == [1, 1, 1], "a link is the run that it points to, not another"
+    points = as_json(history(tmp_path, metric="step_time_s", suite=None))["points"]
+    assert [point["run"] for point in points] == ["run1"] * 3, "a link is the run that it points to, not another"
     assert "left out:" in capsys.readouterr().err
     assert len(read_run(tmp_path / "run1").launches) == 3
 
 
 def test_no_such_metric_and_no_run_are_one_line(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="metric: none is called 'step_time'; did you mean 'step_time_s'"):
-        history(runs, metric="step_time", suite=None, as_json=False)
+        history(runs, metric="step_time", suite=None)
     with pytest.raises(SpecError, match="no run there has a case with step_time_s"):
-        history(tmp_path, metric="step_time_s", suite=None, as_json=False)
+        history(tmp_path, metric="step_time_s", suite=None)

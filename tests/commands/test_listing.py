@@ -6,28 +6,48 @@ from pathlib import Path
 
 import pytest
 
+from refshard import resources
 from refshard.commands import listing
+from refshard.errors import SpecError
+from refshard.report.answer import Answer
 from refshard.strategies.table import ROWS, Row
+from tests.report.printed import as_csv, as_json, notes, rows, tables, text
 
 ROOT = Path(__file__).parents[2]
 
 
-def row_of(text: str, name: str) -> list[str]:
-    return next(line for line in text.splitlines() if line.split()[:1] == [name]).split()
+def listed(*, cuda: bool) -> Answer:
+    rows, blocks = listing.strategies(cuda=cuda)
+    return Answer(data={"strategies": rows}, rows=rows, blocks=blocks)
 
 
-def test_every_strategy_has_a_row_with_its_axes_and_whether_it_can_run() -> None:
-    text = listing.strategies(cuda=False)
-    heads = text.splitlines()[0].split()[3:]
-    for name, row in ROWS.items():
-        words = row_of(text, name)
-        marks = words[-len(heads) :]
-        assert marks.count("x") == len(row.axes)
-        here = words[-len(heads) - 1]
-        assert here == ("unsupported" if row.unavailable(cuda=False) else "available")
-        reason = f"{name}: unsupported: {row.unavailable(cuda=False)}"
-        assert (reason in text) == (here == "unsupported")
-    assert row_of(text, "ddp")[-len(heads) :] == ["x"] * 8 + ["-"] * 4
+def test_every_strategy_has_a_row_with_whether_it_can_run_and_what_it_supports() -> None:
+    found = listed(cuda=False)
+    here, marks = tables(found)
+    assert [row["strategy"] for row in rows(here)] == list(ROWS)
+    for row in rows(here):
+        why = ROWS[row["strategy"]].unavailable(cuda=False)
+        assert row["here"] == ("unsupported" if why else "available")
+        assert (f"{row['strategy']}: unsupported: {why}" in notes(found)) == bool(why)
+    (heads,) = {column.head for column in marks.columns} - {"strategy"}
+    marked = {row["strategy"]: row[heads].split() for row in rows(marks)}
+    assert {name: crosses.count("x") for name, crosses in marked.items()} == {
+        name: len(row.axes) for name, row in ROWS.items()
+    }
+    assert marked["ddp"] == ["x"] * 8 + ["-"] * 4
+    assert f"  {heads}\n" in text(found, verbose=True), "marks stand under their heads"
+    assert "infer" not in text(found)
+
+
+def test_programs_get_the_options_of_each_strategy() -> None:
+    found = {row["strategy"]: row for row in as_json(listed(cuda=False))["strategies"]}
+    assert found.keys() == ROWS.keys()
+    for name, row in found.items():
+        assert (row["axes"], row["unavailable"]) == (
+            sorted(ROWS[name].axes),
+            ROWS[name].unavailable(cuda=False) or None,
+        )
+    assert as_csv(listed(cuda=False))[0]["axes"].split(" | ") == sorted(ROWS["single"].axes)
 
 
 def test_a_row_that_cannot_run_says_why_and_what_to_do() -> None:
@@ -49,7 +69,8 @@ from refshard.commands import listing
 from refshard.errors import UnsupportedError
 from refshard.strategies import strategy_for
 from tests.harness.fakes import make_suite
-print(listing.strategies(cuda=False))
+rows, blocks = listing.strategies(cuda=False)
+print(*blocks[-1].sentences, sep="\\n")
 case = make_suite().cases()[0]
 for changes in {"tuning": "qlora", "optimizer": "adamw-8bit"}, {"tuning": "lora"}, {}:
     try:
@@ -65,8 +86,8 @@ TORCHAO = "needs torchao, which is not installed; pip install -e '.[peers]' in r
 def test_an_axis_whose_package_is_not_installed_is_told_and_unsupported() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    *listed, both, lora, plain = done.stdout.splitlines()
-    assert [line for line in listed if line.startswith("under any strategy")] == [
+    *told, both, lora, plain = done.stdout.splitlines()
+    assert [line for line in told if line.startswith("under any strategy")] == [
         f"under any strategy: unsupported: {axis} {why}"
         for axis, why in (("lora", PEFT), ("qlora", PEFT), ("adamw-8bit", TORCHAO))
     ]
@@ -75,6 +96,45 @@ def test_an_axis_whose_package_is_not_installed_is_told_and_unsupported() -> Non
     assert not plain.startswith("unsupported")
 
 
-@pytest.mark.parametrize("kind", ["models", "modes", "suites", "clusters", "hardware"])
-def test_other_kinds_are_a_name_a_line(kind: str) -> None:
-    assert all(len(line.split()) == 1 for line in listing.lines(kind).splitlines())
+@pytest.mark.parametrize("kind", list(listing.KINDS))
+def test_each_kind_is_a_table_that_says_more_than_names(kind: str) -> None:
+    found = listing.listing(kind)
+    (first, *_) = tables(found)
+    assert len(first.columns) > 2
+    assert len(first.rows) == len(found.rows) == len(as_json(found)[kind])
+    assert all(row.keys() == found.rows[0].keys() for row in found.rows)
+    for width in (60, 80, 120):
+        assert max(map(len, text(found, width).splitlines())) <= width
+
+
+def test_models_have_parameters_and_shape_smallest_first() -> None:
+    found = {row["model"]: row for row in listing.listing("models").rows}
+    llama = found["llama3-8b"]
+    assert (llama["parameters"], llama["layers"], llama["dim"], llama["kv_heads"]) == (8_030_261_248, 32, 4096, 8)
+    sizes = [row["parameters"] for row in found.values()]
+    assert sizes == sorted(sizes)
+    shown = {row["model"]: row for row in rows(tables(listing.listing("models"))[0])}
+    assert (shown["llama3-8b"]["parameters"], shown["llama3-8b"]["FFN dim"]) == ("8.03 B", "14,336")
+    assert (shown["llama3.2-1b"]["embedding"], shown["llama3-8b"]["embedding"]) == ("tied", "")
+
+
+def test_clusters_have_their_gpus_and_links() -> None:
+    (dgx,) = (row for row in rows(tables(listing.listing("clusters"))[0]) if row["cluster"] == "dgx-h100")
+    assert dgx["GPUs of a node"].startswith("8 x NVIDIA H100")
+    assert dgx["collectives"] == "nccl"
+
+
+def test_suites_have_a_line_each_and_how_long_they_take() -> None:
+    found = listing.listing("suites")
+    shown = {row["suite"]: row for row in rows(tables(found)[0])}
+    assert shown.keys() == resources.suites().keys()
+    assert all(row["what it compares"] for row in shown.values())
+    assert shown["gpu_8"]["takes"] == "needs GPUs"
+    (quickstart,) = (row for row in found.rows if row["suite"] == "quickstart")
+    assert quickstart["launches"] == 18
+    assert quickstart["expected_s"] > 18
+
+
+def test_a_kind_that_does_not_exist_suggests_the_nearest() -> None:
+    with pytest.raises(SpecError, match="list: nothing is called 'model'; did you mean 'models'"):
+        listing.listing("model")

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from refshard.cli import app
 from refshard.commands.plan import Asked, plan
 from refshard.commands.validate import validate
 from refshard.errors import SpecError
 from refshard.plan.recipe import RECIPES
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import step_breakdowns
+from tests.report.printed import as_csv, as_json, notes, tables, verdict
 
 
 def asked(**changes: Any) -> Asked:
@@ -51,7 +54,7 @@ def test_a_model_may_be_a_file_of_ones_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text((Path(__file__).parents[2] / "profiles/models/llama3-8b.toml").read_text())
     own, preset = (
-        json.loads(plan(asked(model=model, strategies="refshard-fsdp"), as_json=True, traces=tmp_path / "traces"))
+        as_json(plan(asked(model=model, strategies="refshard-fsdp"), traces=tmp_path / "traces"))
         for model in (str(mine), "llama3-8b")
     )
     assert own["strategies"] == preset["strategies"]
@@ -63,7 +66,7 @@ def test_a_model_may_be_a_file_of_ones_own(tmp_path: Path) -> None:
 
 def test_each_strategy_comes_once_and_one_without_a_closed_form_is_told() -> None:
     """Upstream's YaFSDP is other code than the engine's mode, whose plan is not its."""
-    told = json.loads(plan(asked(strategies="refshard-yafsdp, yafsdp,ddp,ddp"), as_json=True))
+    told = as_json(plan(asked(strategies="refshard-yafsdp, yafsdp,ddp,ddp")))
     assert sorted(row["strategy"] for row in told["strategies"]) == ["ddp", "refshard-yafsdp"]
     assert told["unplanned"] == ["yafsdp"]
     assert told["warnings"][0].startswith("Not planned: 'yafsdp' has no closed form to plan or simulate it by; dry-run")
@@ -71,7 +74,7 @@ def test_each_strategy_comes_once_and_one_without_a_closed_form_is_told() -> Non
 
 def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
     def layers(**changes: Any) -> int:
-        told = json.loads(plan(asked(strategies="refshard-yafsdp", **changes), as_json=True))
+        told = as_json(plan(asked(strategies="refshard-yafsdp", **changes)))
         return int(told["strategies"][0]["checkpointed_layers"])
 
     assert layers(checkpoint_layers=10) == 10
@@ -82,7 +85,7 @@ def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
 
 
 def test_a_trace_of_each_step_can_be_read_like_any_other(tmp_path: Path) -> None:
-    told = json.loads(plan(asked(), as_json=True, traces=tmp_path / "traces"))
+    told = as_json(plan(asked(), traces=tmp_path / "traces"))
     traces = sorted(path.name for path in (tmp_path / "traces").iterdir())
     assert traces == ["ddp-llama3-8b.json", "refshard-yafsdp-llama3-8b.json"]
     for row in told["strategies"]:
@@ -97,6 +100,16 @@ def test_a_page_can_be_written_and_a_folder_that_is_not_there_is_refused(tmp_pat
         SpecError, match=r"cannot be written \(No such file or directory\); name a file in a folder that"
     ):
         plan(asked(), page=tmp_path / "none" / "plan.html")
+
+
+def test_the_status_says_whether_anything_fits() -> None:
+    assert plan(asked()).status == 0
+    nothing = plan(asked(model="llama3.1-405b"))
+    assert nothing.status == 1
+    assert verdict(nothing)[0].startswith("Nothing fits (")
+    done = CliRunner().invoke(app, ["plan", "--model", "llama3.1-405b", "--cluster", "dgx-h100", "--strategy", "ddp"])
+    assert done.exit_code == 1
+    assert "Nothing fits" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -128,11 +141,14 @@ def test_mistakes_are_refused_in_one_line(changes: dict[str, Any], message: str)
 
 
 def test_validate_prints_published_tables_and_json_says_the_same() -> None:
-    text, told = validate(None, as_json=False), json.loads(validate(None, as_json=True))
+    found = validate(None)
+    told = as_json(found)["tables"]
     assert [table["table"] for table in told] == ["torchtitan", "yafsdp"]
-    for table in told:
-        assert table["title"] in text
-        assert f"Median error {100 * table['median_error']:.1f} %" in text
+    for table, shown in zip(told, tables(found)):
+        assert shown.title.startswith(table["title"])
+        assert any(note.startswith(f"Median error {100 * table['median_error']:.1f} %") for note in notes(found))
+        assert len(shown.rows) == len(table["rows"])
+    assert len(as_csv(found)) == sum(len(table["rows"]) for table in told)
 
 
 def test_validate_of_a_run_without_predictions_says_what_to_do() -> None:
@@ -140,4 +156,4 @@ def test_validate_of_a_run_without_predictions_says_what_to_do() -> None:
 
     folder = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine"
     with pytest.raises(SpecError, match="holds no case that was measured and predicted too; run a suite"):
-        validate(folder, as_json=False)
+        validate(folder)

@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from refshard.commands.trace import trace
 from refshard.errors import SpecError, TraceError
+from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 from tests.tracing.handmade import event, shaped, step, write
 
 
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.processes
 def test_json_has_one_object_per_trace(folder: Path) -> None:
     done = refshard("trace", str(folder), "--json", folder=folder)
-    first, second = json.loads(done.stdout)
+    first, second = json.loads(done.stdout)["traces"]
     assert done.returncode == 0
     assert done.stderr == f"refshard: skipped {folder}/case.json: not a Kineto trace (it has no traceEvents)\n"
     wanted = {
@@ -66,20 +66,24 @@ def test_json_has_one_object_per_trace(folder: Path) -> None:
 
 
 def test_the_table_reads_without_the_files_names(folder: Path) -> None:
-    printed = trace([folder])
-    assert "2 of 2 ranks, gloo, cpu\nrank*.json\n" in printed
-    assert "* The largest loss is exposed communication: 40.0 % of a step of 100 us" in printed
-    assert "Rank 1 is waited for longest" in printed
-    assert "30.0 us (30 %)" in printed
+    found = trace([folder])
+    (table,) = tables(found)
+    assert table.title.endswith("2 of 2 ranks, gloo, cpu (rank*.json)")
+    assert [(row["rank"], row["compute"]) for row in rows(table)] == [("0", "30.0 us (30 %)"), ("1", "30.0 us (30 %)")]
+    (told,) = verdict(found)
+    assert told.startswith("The largest loss is exposed communication: 40.0 % of a step of 100 us")
+    assert as_json(found)["verdict"] == [told]
+    assert any("The others wait longest for rank 1" in note for note in notes(found))
+    assert "rank0.json" not in text(found)
 
 
 def test_files_are_one_job_only_if_they_say_so_or_are_told(folder: Path) -> None:
     stranger = rank_of_a_job(folder / "stranger.json", 1, late=30)
     stranger.write_text(stranger.read_text().replace("gloo", "nccl", 1))
     paths = [folder / "rank0.json", stranger]
-    jobs = [one["job"] for one in json.loads(trace(paths, as_json=True))]
+    jobs = [one["job"] for one in as_json(trace(paths))["traces"]]
     assert jobs == [0, 1]
-    told = json.loads(trace(paths, as_json=True, one_job=True))
+    told = as_json(trace(paths, one_job=True))["traces"]
     assert [one["job"] for one in told] == [0, 0]
     assert told[0]["waits_for"] == [{"rank": 1, "waited_ns": 30_000, "collectives": 1}]
     with pytest.raises(TraceError, match="--job takes each rank once"):
@@ -88,21 +92,27 @@ def test_files_are_one_job_only_if_they_say_so_or_are_told(folder: Path) -> None
 
 def test_a_difference_adds_up_to_the_change_in_step_time(folder: Path) -> None:
     slower = rank_of_a_job(folder / "slower.json", 0, late=0, compute=45)
-    found: dict[str, Any] = json.loads(trace([folder / "rank0.json"], against=slower, as_json=True))
+    answer = trace([folder / "rank0.json"], against=slower)
+    found = as_json(answer)
     changes = {(one["kind"], one["label"]): one["delta_ns"] for one in found["changes"]}
     assert changes[("compute", "aten::mm")] == 15_000
     assert changes[("comm", "all_reduce")] == -15_000
     assert sum(changes.values()) == found["delta_ns"] == found["b_ns"] - found["a_ns"] == 0
-    printed = trace([folder / "rank0.json"], against=slower)
-    assert f"A: {folder}/rank0.json, 1 steps of 100 us\nB: {folder}/slower.json, 1 steps of 100 us" in printed
-    table = [line.split() for line in printed.splitlines()]
-    assert ["communication", "50.0", "us", "35.0", "us", "-15.0", "us"] in table
-    assert ["aten::mm", "compute", "30.0", "us", "45.0", "us", "+15.0", "us"] in table
-    assert sum(line[:1] == ["step"] for line in table) == 2
+    assert text(answer).startswith(
+        f"A: {folder}/rank0.json, 1 steps of 100 us\nB: {folder}/slower.json, 1 steps of 100 us"
+    )
+    by_class, by_label = tables(answer)
+    communication = {"class": "communication", "A": "50.0 us", "B": "35.0 us", "B - A": "-15.0 us"}
+    assert communication in rows(by_class)
+    assert {"what": "aten::mm", "class": "compute", "A": "30.0 us", "B": "45.0 us", "B - A": "+15.0 us"} in rows(
+        by_label
+    )
+    assert rows(by_class)[-1]["class"] == rows(by_label)[-1]["what"] == "step"
+    assert len(as_csv(answer)) == len(found["changes"])
 
 
 def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
-    assert trace([folder / "rank0.json", folder / "rank1.json"], against=folder).endswith("no difference")
+    assert verdict(trace([folder / "rank0.json", folder / "rank1.json"], against=folder)) == ["No difference."]
     several = folder / "several"
     several.mkdir()
     for name in ("t.json", "u.json"):
@@ -119,7 +129,10 @@ def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
         (["case.json"], "not a Kineto trace (it has no traceEvents)"),
         (["empty"], "holds no trace; traces end in .json or .json.gz"),
         (["rank0.json", "--cross-check", "hat"], "cross-check must be 'hta', got 'hat'"),
-        (["rank0.json", "--against", "rank1.json", "--html", "t.html"], "so --html goes without it"),
+        (
+            ["rank0.json", "--against", "rank1.json", "--html", "t.html"],
+            "against: a comparison has no --html; run the command twice",
+        ),
         (["rank0.json", "--calibration", "notes.txt"], "not a Kineto trace (it is no JSON object)"),
     ],
 )
@@ -136,10 +149,10 @@ def test_a_mistake_is_one_line(folder: Path, arguments: list[str], message: str)
 def test_a_run_keeps_its_traces_apart_and_a_file_named_twice_is_one(folder: Path) -> None:
     (folder / "traces").mkdir()
     (folder / "rank1.json").rename(folder / "traces" / "rank1.json")
-    assert [one["rank"] for one in json.loads(trace([folder / "rank0.json", folder, folder], as_json=True))] == [0, 1]
+    assert [one["rank"] for one in as_json(trace([folder / "rank0.json", folder, folder]))["traces"]] == [0, 1]
     (folder / "records.jsonl").touch()
     done = refshard("trace", str(folder), "--json", folder=folder)
-    assert [one["rank"] for one in json.loads(done.stdout)] == [1]
+    assert [one["rank"] for one in json.loads(done.stdout)["traces"]] == [1]
     assert done.stderr == ""
 
 
@@ -148,7 +161,7 @@ def test_a_damaged_file_in_a_folder_is_skipped_and_named(folder: Path) -> None:
     whole = (folder / "rank1.json").read_bytes()
     (folder / "rank1.json").write_bytes(whole[: len(whole) // 2])
     done = refshard("trace", str(folder), "--json", folder=folder)
-    assert [one["rank"] for one in json.loads(done.stdout)] == [0]
+    assert [one["rank"] for one in json.loads(done.stdout)["traces"]] == [0]
     assert "rank1.json: truncated: it ends within its events" in done.stderr
 
 
@@ -167,8 +180,9 @@ def test_a_page_does_not_overwrite_a_trace(folder: Path) -> None:
 def test_names_cannot_steer_the_terminal(folder: Path) -> None:
     path = folder / "rank0.json"
     path.write_text(path.read_text().replace('"gloo"', '"gl\\u001b[31moo"').replace("aten::mm", "aten::m\\u001b[2Jm"))
-    assert "\x1b" not in trace([path]) + trace([path], against=folder / "rank1.json")
-    assert "aten::m\N{REPLACEMENT CHARACTER}[2Jm" in trace([path], against=folder / "rank1.json")
+    changed = text(trace([path], against=folder / "rank1.json"))
+    assert "\x1b" not in text(trace([path]), verbose=True) + changed
+    assert "aten::m\N{REPLACEMENT CHARACTER}[2Jm" in changed
 
 
 def test_the_readme_shows_what_is_printed() -> None:
@@ -176,4 +190,4 @@ def test_the_readme_shows_what_is_printed() -> None:
     readme = (root / "README.md").read_text()
     command = "refshard trace profiles/recorded/epyc-2-cores/engine_network\n```\n\n```text\n"
     shown = readme[readme.index(command) + len(command) :].partition("```")[0]
-    assert shown.strip() in trace([root / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"])
+    assert shown.strip() in text(trace([root / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"]))

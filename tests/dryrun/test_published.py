@@ -18,11 +18,12 @@ from refshard.dryrun.published import (
 )
 from refshard.dryrun.request import Answer, Outcome, Pool, Request
 from refshard.dryrun.run import DryRun
-from refshard.report.dryrun.validation import terminal_dryrun_validation
+from refshard.report.dryrun.validation import dryrun_validation_answer
 from refshard.specs.cluster import load_cluster
 from refshard.specs.published_run import PublishedRun, load_published_runs
 from tests.dryrun.made import Made
 from tests.fakecuda.needs import needs_device
+from tests.report.printed import as_csv, rows, tables, verdict
 
 pytestmark = pytest.mark.processes
 
@@ -147,10 +148,12 @@ def test_errors_are_absolute() -> None:
 def test_the_table_keeps_the_halves_apart() -> None:
     one = predict("mine", altered(PLAIN, tokens_per_s_gpu=None, reserved_gib=5.0), launch=dry)
     other = replace(one, name="theirs", run=altered(one.run, half="held out", seen_before=False))
-    text = terminal_dryrun_validation([one, other])
-    assert "mine (fit)" in text
-    assert "theirs (held out)" in text
-    assert text.count("2 figures") == 2
+    found = dryrun_validation_answer([one, other])
+    assert [row["run"] for row in rows(tables(found)[0])] == ["mine (fit)"] * 2 + ["theirs (held out)"] * 2
+    assert [sentence.partition(", median")[0] for sentence in verdict(found)] == [
+        "memory, fit: 2 figures", "memory, held out: 2 figures",
+    ]  # fmt: skip
+    assert [(row["name"], row["half"]) for row in as_csv(found)] == [("mine", "fit")] * 2 + [("theirs", "held out")] * 2
     assert caveats(PLAIN) == ()
 
 

@@ -9,12 +9,14 @@ from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import run_suite
 from refshard.records import Run
 from refshard.report.run import views
+from refshard.report.run.answer import run_answer
 from refshard.report.run.page import write_dashboard
 from refshard.specs.reading import convert
 from refshard.specs.suite import SuiteSpec, find_suite, load_suite
 from refshard.tracing.kineto import read_timeline
 from tests.emulate import make_cluster, write_cluster
 from tests.harness.fakes import ENVIRONMENT, Silent
+from tests.report import printed
 
 # Elastic leaves the files of its logs to the garbage collector.
 pytestmark = [pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"), pytest.mark.processes]
@@ -65,7 +67,7 @@ def test_no_table_and_no_page_shows_a_loss(finished: tuple[Run, Path]) -> None:
     for row in views.as_json(gather(run)):
         assert (row["fidelity"], row["loss_parity"], row["bit_identical_to_ddp"]) == ("emulated", None, None)
         assert row["cluster"] is not None
-    assert "loss" not in views.terminal_table(gather(run))
+    assert "loss" not in printed.text(run_answer(gather(run)), verbose=True)
     shown = f"{run.launches[0].losses[-1]:.6g}"
     assert shown not in text
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from refshard.cli import main
+from refshard.harness.store import read_run
 from refshard.records import Run
 
 SUITE = """
@@ -75,6 +76,13 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
+
+
+def interrupted(run: Path) -> str:
+    """The last line of ``refshard run`` when it was cut short, by what it left in its folder."""
+    kept = read_run(run)
+    saved = f"{len(kept.launches)} of {kept.header.planned} launches saved"
+    return f"Interrupted: {saved}. Resume with: refshard run --resume {run}"
 
 
 def only_case(run: Run, strategy: str) -> tuple[str, str | None, tuple[str, ...]]:

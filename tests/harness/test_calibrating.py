@@ -21,7 +21,7 @@ from refshard.harness.calibration.rank import Measurement, Ordered, OutOfStepErr
 from refshard.harness.calibration.samples import Operations, RankSamples, Sample, samples_file
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.quantities import MIB
-from refshard.report.calibration import terminal_profile
+from refshard.report.calibration import profile_answer
 from refshard.specs.cluster import COLLECTIVES, load_cluster
 from tests.fakecuda.fresh import needs_device
 from tests.harness.calibrations import calibration
@@ -29,6 +29,7 @@ from tests.harness.commandline import processes_of, refshard, start, wait_for
 from tests.harness.fake_gpus import FakeGpus
 from tests.harness.launchers.slurm import obstacle, running_slurm
 from tests.harness.launchers.test_torchrun import two_nodes
+from tests.report.printed import text
 
 pytestmark = pytest.mark.processes
 
@@ -64,7 +65,7 @@ def test_what_has_no_room_on_a_gpu_is_named_and_all_else_is_measured(tmp_path: P
     assert len(sweep["bf16 products"].samples) == 6
     assert hardware.optimizer_bytes_per_s > 0, "measured after attention failed: its memory was given back"
     assert {m.op for m in profile.measured} == set(COLLECTIVES) - {"exchange"}
-    assert "Not measured:" in terminal_profile(profile)
+    assert "Not measured:" in text(profile_answer(profile, ""))
 
 
 def test_a_rank_that_fails_in_a_collective_says_why_before_it_ends(tmp_path: Path) -> None:

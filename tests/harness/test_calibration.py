@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from typer.testing import CliRunner
 
+from refshard.cli import app
 from refshard.commands import calibrate as command
 from refshard.costs import attention_seconds, collective_cost, group_shape, product_seconds
 from refshard.errors import LaunchError, SpecError
@@ -47,13 +49,14 @@ from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.torchrun.server import Place
 from refshard.harness.processor import available_cores
 from refshard.records import Environment, GpuUse
-from refshard.report.calibration import terminal_profile
+from refshard.report.calibration import profile_answer
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import Dtype
 from refshard.specs.suite import NetworkSpec
 from tests.harness.calibrations import calibration
 from tests.harness.commandline import status_of
+from tests.report.printed import as_json, notes, rows, tables, text
 
 KERNEL_S, RATE, BYTES_PER_S, OVERHEAD_S = 5e-6, 9e10, 2e10, 3e-5
 SHAPES = [(t, d, f) for t in (64, 256, 1024) for d, f in ((256, 256), (512, 1280), (1024, 4096))]
@@ -194,7 +197,17 @@ def test_a_profile_says_what_was_measured() -> None:
     assert profile.sources["within"].startswith("measured on a CPU, today, torch 2.13: refshard calibrate")
     assert "other work" not in profile.about
     assert not profile.not_measured
-    assert "Not measured" not in terminal_profile(profile)
+    assert "Not measured" not in text(profile_answer(profile, ""))
+    for shown, measured in zip(profile_answer(profile, "").rows, profile.measured):
+        assert (shown["collective"], shown["bytes"], shown["seconds"]) == (
+            measured.op,
+            measured.bytes,
+            measured.seconds,
+        )
+
+
+def rates(profile: ClusterSpec) -> list[dict[str, str]]:
+    return rows(tables(profile_answer(profile, ""))[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -208,8 +221,8 @@ def test_predictions_take_what_is_sustained_and_bursts_are_kept_apart(dtype: Dty
     assert attention == pytest.approx(KERNEL_S + 128**2 * 1e-8)
     for sustained, burst in ((hardware.matmul, hardware.matmul_burst), (hardware.attention, hardware.attention_burst)):
         assert burst[dtype].flops_per_s == pytest.approx(BURST * sustained[dtype].flops_per_s, rel=0.02)
-    (row,) = (line for line in terminal_profile(profile).splitlines() if line.startswith(f"{dtype} matrix products"))
-    assert row.split()[-1] == "80%"
+    (row,) = (row for row in rates(profile) if row["TFLOPS"] == f"{dtype} matrix products")
+    assert row["sustained / bursts"] == "80%"
 
 
 def test_a_profile_says_at_which_clocks_and_power_gpus_were() -> None:
@@ -254,10 +267,10 @@ def test_a_piece_that_failed_is_named_with_its_reason_and_the_others_make_the_pr
     assert profile.accelerator.optimizer_bytes_per_s == 0
     assert profile.accelerator.matmul["bf16"].flops_per_s == pytest.approx(RATE, rel=2e-3)
     assert profile.accelerator.matmul["fp32"].flops_per_s > 0
-    assert terminal_profile(profile).endswith(
-        "\n\nNot measured:\n"
-        "  optimizer: RuntimeError: no such kernel\n"
-        "  fp32 products: only 4 of it; 8192 tokens: no room"
+    assert text(profile_answer(profile, "profile: mine.toml")).endswith(
+        "\n\nNot measured:\n\n"
+        "* optimizer: RuntimeError: no such kernel\n"
+        "* fp32 products: only 4 of it; 8192 tokens: no room\n\nprofile: mine.toml"
     )
 
 
@@ -388,7 +401,7 @@ def test_a_single_rank_measures_no_collective() -> None:
     profile = build_profile(calibration(ranks=1), [rank_samples(0, pieces(1))])
     assert not profile.measured
     assert collective_cost(profile, "all_reduce", 2**30, group_shape(profile, [0])).seconds == 0
-    assert "fp32 matrix products" in terminal_profile(profile)
+    assert "fp32 matrix products" in [row["TFLOPS"] for row in rates(profile)]
 
 
 class Scripted(Launcher):
@@ -635,11 +648,15 @@ def left(folder: Path) -> Path:
 
 def test_samples_that_were_left_become_a_profile(tmp_path: Path) -> None:
     folder = left(tmp_path / "mine.toml.samples")
-    assert command.from_samples(folder, None).path == tmp_path / "mine.toml"
+    assert text(command.from_samples(folder, None)).endswith(f"profile: {tmp_path / 'mine.toml'}")
     made = command.from_samples(folder, tmp_path / "other.toml")
-    assert load_cluster(str(made.path)).accelerator.matmul.keys() == {"bf16"}
-    assert "all_gather of 2 ranks on 1 node" in made.table.partition("Not measured:")[2]
-    assert made.table.endswith(": the calibration ended before")
+    assert made.status == 0
+    assert load_cluster(str(tmp_path / "other.toml")).accelerator.matmul.keys() == {"bf16"}
+    assert (tmp_path / "mine.toml").read_text() == (tmp_path / "other.toml").read_text()
+    (missing,) = notes(made)
+    assert "all_gather of 2 ranks on 1 node" in missing
+    assert missing.endswith(": the calibration ended before")
+    assert as_json(made)["profile"]["hardware"]["matmul"].keys() == {"bf16"}
     with pytest.raises(
         SpecError, match=r"out: none given, and the folder is not called NAME\.toml\.samples, got .*; add"
     ):
@@ -658,24 +675,15 @@ def test_a_device_is_one_of_three() -> None:
         command.device("tpu")
 
 
-@pytest.mark.parametrize(
-    ("given", "measured", "wrong"),
-    [
-        (["--aa", "--device", "cpu", "--json", "--quick", "--from", "runs/a"], "with it, noise", "--device, --quick"),
-        (["--quick", "--json", "--suite", "gate"], "without it, a cluster", "--json, --suite"),
-    ],
-)
-def test_what_measures_noise_and_what_measures_a_cluster_are_not_mixed(
-    given: list[str], measured: str, wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status_of(["calibrate", *given], capsys) == (
-        2,
-        f"refshard: aa: {measured} is measured; leave out {wrong}\n",
-    )
+@pytest.mark.parametrize("printing", [["--json"], ["-v"], ["--csv"], ["--markdown"]])
+def test_options_of_the_output_go_with_samples_that_were_left(tmp_path: Path, printing: list[str]) -> None:
+    folder = left(tmp_path / "mine.toml.samples")
+    done = CliRunner().invoke(app, ["calibrate", "--from", str(folder), *printing])
+    assert (done.exit_code, (tmp_path / "mine.toml").exists()) == (0, True), done.output
 
 
 def test_nothing_is_measured_beside_samples_that_were_left(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of(["calibrate", "--from", "runs/a", "--quick"], capsys) == (
+    assert status_of(["calibrate", "--from", "runs/a", "--quick", "--json"], capsys) == (
         2,
-        "refshard: from: nothing is measured, of one folder a profile is made; leave out --quick\n",
+        "refshard: from: nothing is measured; leave out --quick\n",
     )

@@ -28,6 +28,7 @@ from refshard.tracing.kineto import read_timeline
 from refshard.tracing.overlap import collectives_per_step
 from tests.fakecuda.needs import needs_device
 from tests.harness.fakes import ENVIRONMENT, Silent, make_suite
+from tests.report.printed import words
 
 DRY: dict[str, Any] = {
     "fidelity": "dryrun", "cluster": "dgx-h100x32", "model": "llama-tiny", "seq_len": 64, "batch_per_rank": 1,
@@ -165,7 +166,7 @@ class TestRun:
 
     def test_the_table_says_that_these_are_dry_runs(self, ran: dict[str, LaunchRecord], folder: Path) -> None:
         del ran
-        told = show(folder, as_json=False)
+        told = words(show(folder))
         assert "llama-tiny, global batch of 8 sequences of 64 tokens, dry run on dgx-h100x32" in told
         assert "A dry run on dgx-h100x32 is no measurement" in told
         assert "reserved" in told

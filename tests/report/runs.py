@@ -6,10 +6,12 @@ time in :data:`CASES`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
+from refshard.harness.store import RunWriter
 from refshard.quantities import MIB
 from refshard.records import (
     METRICS,
@@ -79,6 +81,25 @@ def run(made: Sequence[Made] = CASES, *, rounds: int = 3, failed: bool = True, f
         launches=tuple(records),
         end=EndRecord(run_id="made", ended_at="2026-03-01T10:20:00Z", cases=len(records), states=states),
     )
+
+
+def write(made: Run, folder: Path) -> Path:
+    """The run in a folder, as a command finds it."""
+    with RunWriter(folder) as writer:
+        writer.append(made.header)
+        for record in made.launches:
+            writer.append(record)
+        if made.end is not None:
+            writer.close(made.header.run_id, interrupted=made.end.interrupted)
+    return folder
+
+
+def unfinished(launches: int, *, interrupted: bool = False, planned: int = 12) -> Run:
+    """What a run of twelve launches, or of who knows how many, has written when it stops short of its end."""
+    made = run()
+    end = EndRecord(run_id="made", ended_at="", cases=launches, states={}, interrupted=True) if interrupted else None
+    header = msgspec.structs.replace(made.header, planned=planned)
+    return Run(header=header, launches=made.launches[:launches], end=end)
 
 
 def header(rounds: int, planned: int) -> RunRecord:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from refshard.errors import SpecError
 from refshard.plan.checkpointing import Checkpointing, checkpointing_of
 from refshard.plan.recipe import find_recipe
-from refshard.report.plan.published import in_order, terminal_published, typical_error
+from refshard.report.plan.published import in_order, published_answer, typical_error
 from refshard.report.plan.words import warnings
 from refshard.simulate.forecast import Job
 from refshard.simulate.published import Prediction, predict
@@ -16,6 +16,7 @@ from refshard.simulate.ranking import rank_strategies
 from refshard.specs.cluster import load_cluster
 from refshard.specs.model import load_model
 from refshard.specs.published import PublishedRow, PublishedTable, load_published
+from tests.report.printed import notes, rows, tables, verdict
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +74,21 @@ def test_pairs_in_order_are_counted_and_ties_of_the_table_are_none() -> None:
 
 def test_a_table_says_what_it_assumes_and_how_far_it_is_off() -> None:
     table = PublishedTable(title="T", source="s", cluster="c", unit="seconds", assumed="much", rows=())
-    text = terminal_published({"t": (table, made([(2.0, 1.5), (1.0, 1.25)]))})
-    assert "T, seconds, on c" in text
-    assert "-25.0 %" in text
-    assert "* Median error 12.5 %; of rows not fitted 12.5 %." in text
-    assert "* Of 1 pairs of rows, 1 have their speed-ups in the published order." in text
-    assert "* Assumed: much" in text
-    assert "closed form" not in text
+    found = published_answer({"t": (table, made([(2.0, 1.5), (1.0, 1.25)]))})
+    (shown,) = tables(found)
+    assert shown.title == "T, seconds, on c"
+    assert [row["error"] for row in rows(shown)] == ["+0.0 %", "-25.0 %", "+0.0 %", "+25.0 %"]
+    assert notes(found) == [
+        "Median error 12.5 %; of rows not fitted 12.5 %.",
+        "Speed-ups in the published order: 1 of 1 pairs of rows.",
+        "Assumed: much",
+    ]
+    assert verdict(found) == ["Median error on rows that no constant was fitted to: 12.5 %."]
 
 
 def test_whose_closed_form_predicts_upstreams_yafsdp_is_told(predictions: dict[str, tuple[Prediction, ...]]) -> None:
-    tables = {name: (table, predictions[name]) for name, table in load_published().items()}
-    assert terminal_published(tables).count("* yafsdp is predicted by the closed form of refshard-yafsdp.") == 1
+    published = {name: (table, predictions[name]) for name, table in load_published().items()}
+    assert notes(published_answer(published)).count("yafsdp is predicted by the closed form of refshard-yafsdp.") == 1
 
 
 def test_a_plan_says_by_how_much_published_step_times_were_missed(
@@ -95,7 +99,8 @@ def test_a_plan_says_by_how_much_published_step_times_were_missed(
     (found,) = {round(100 * (typical_error(of) or 0)) for of in unfitted}
     job = Job(model=load_model("llama-tiny"), cluster=load_cluster("dgx-h100"), seq_len=64)
     plan = rank_strategies(job, [find_recipe("refshard-fsdp")], Checkpointing(), 1.0)
-    assert any(f"were {found} % off in the median" in told for told in warnings(plan, job))
+    told = f"Median error of the step time on published results: {found} %"
+    assert any(sentence.startswith(told) for sentence in warnings(plan))
 
 
 def test_with_reductions_in_bf16_yafsdps_speed_ups_would_be_mostly_in_order() -> None:

@@ -14,7 +14,7 @@ from refshard.report.run.columns import names
 from refshard.report.run.intervals import no_interval, ratio_text
 from refshard.report.run.verdict import listed
 from refshard.report.run.views import as_json, format_metric
-from refshard.stats.compare import Comparison
+from refshard.specs.case import spelled
 
 _OUTCOMES: dict[str, Style] = {"slower": "bad", "faster": "good", "unknown": "doubtful"}
 
@@ -65,26 +65,32 @@ def _check_strategy(evidence: Evidence, name: str) -> None:
 
 
 def _ratio_table(setting: Setting, found: Sequence[Ratio], a: str) -> Table:
-    paired = ", paired by round" if all(r.step_time is None or r.step_time.paired for r in found) else ""
+    timed = [ratio.step_time for ratio in found if ratio.step_time]
+    paired = ", paired by round" if all(time.paired for time in timed) else ""
+    interval = f" (95 % interval{paired})" if timed else ""
     return Table(
         title=plain(setting.label),
         columns=[
-            Column("strategy", "left"), Column("ranks"), Column(f"step time / {a} (95 % interval{paired})"),
+            Column("strategy", "left"), Column("ranks"), Column(f"step time / {a}{interval}"),
             Column(f"peak memory / {a}"),
         ],
         rows=[
             [
-                ratio.case.strategy, f"{ratio.case.spec.world_size:,}", _time(ratio.step_time),
-                "-" if ratio.peak_memory is None else f"{ratio.peak_memory:.2f}",
+                ratio.case.strategy, f"{ratio.case.spec.world_size:,}", _time(ratio), _times(ratio.peak_memory),
             ]
             for ratio in found
         ],
     )  # fmt: skip
 
 
-def _time(found: Comparison | None) -> Cell:
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _time(ratio: Ratio) -> Cell:
+    found = ratio.step_time
     if found is None:
-        return "-"
+        return _times(ratio.calculated)
     style: Style = "plain" if not (found.bounded and found.significant) else "bad" if found.ratio > 1 else "good"
     return Marked(ratio_text(found), style)
 
@@ -94,6 +100,9 @@ def _sentence(ratio: Ratio, a: str) -> str:
     memory = ""
     if ratio.peak_memory is not None:
         memory = f"; peak memory {_more(ratio.peak_memory, 'more', 'less')}"
+    if time is None and ratio.calculated is not None:
+        how = f"{spelled(ratio.case.fidelity)}, so there is no interval"
+        return f"{who}: step time {_more(ratio.calculated, 'longer', 'shorter')} ({how}){memory}."
     if time is None:
         return f"{who}: step time not compared{memory}."
     if not time.bounded:

@@ -200,7 +200,7 @@ def _itself(noise: Noise | None, *, several: bool) -> Fact:
     """The same code against itself, on the latest run's machine where there were several."""
     label = "A/A on the latest machine" if several else "A/A on this machine"
     if noise is None:
-        return Fact(label=label, value="not measured", detail="refshard calibrate --aa launches the same code again")
+        return Fact(label=label, value="not measured", detail="refshard noise launches the same code again")
     seen = [case.smallest_visible for case in noise.cases.values()]
     return Fact(
         label=label,

@@ -13,7 +13,7 @@ import pytest
 from refshard.harness.store import read_run
 from refshard.records import METRICS, Run
 from refshard.tracing.kineto import read_timeline
-from tests.harness.commandline import SUITE, processes_of, refshard, status_of, wait_for, write_suite
+from tests.harness.commandline import SUITE, interrupted, processes_of, refshard, status_of, wait_for, write_suite
 from tests.harness.faults import running
 
 pytestmark = pytest.mark.processes
@@ -29,7 +29,8 @@ def test_a_suite_runs_and_shows(tmp_path: Path, peers: tuple[str, ...]) -> None:
     assert f"[{2 + len(peers)}/{2 + len(peers)}] ok" in done.stderr
     assert done.stdout.rstrip().endswith(f"dashboard: {tmp_path / 'run' / 'dashboard.html'}")
     assert (tmp_path / "run" / "dashboard.html").stat().st_size > 10_000
-    rows = {row["strategy"]: row for row in json.loads(refshard("show", tmp_path / "run", "--json").stdout)}
+    shown = json.loads(refshard("show", tmp_path / "run", "--json").stdout)
+    rows = {row["strategy"]: row for row in shown["cases"]}
     assert set(rows) == {"single", *peers, "refshard-yafsdp"}
     for row in rows.values():
         assert row["state"] == "ok"
@@ -123,7 +124,7 @@ def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path) -> N
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert err.rstrip().endswith("refshard: interrupted; what had ended is written; --resume goes on")
+    assert err.splitlines()[-1] == interrupted(run)
     found = read_run(run)
     assert found.end is not None
     assert found.end.interrupted
@@ -165,8 +166,8 @@ def test_wrong_input_is_one_line_and_writes_nothing(
             ["run", "no-such-suite"],
             "suite: no file 'no-such-suite'; known: emulated, emulated_gpu, ",
         ),
-        (["show", "/no/such/run"], "/no/such/run: holds no run"),
-        (["report", "/no/such/run"], "/no/such/run: holds no run"),
+        (["show", "/no/such/run"], "/no/such/run: there is no such run; `refshard run` makes one"),
+        (["report", "/no/such/run"], "/no/such/run: there is no such run; `refshard run` makes one"),
         (["list", "strategy"], "list: nothing is called 'strategy'; did you mean 'strategies'?"),
     ],
 )

@@ -19,7 +19,7 @@ from refshard.harness.launchers.slurm.launcher import SlurmLauncher, launch_of_j
 from refshard.harness.launchers.slurm.submit import job_name
 from refshard.harness.run import run_suite
 from refshard.harness.store import RunWriter, read_run
-from tests.harness.commandline import only_case, processes_of, start, status_of, wait_for, write_suite
+from tests.harness.commandline import interrupted, only_case, processes_of, start, status_of, wait_for, write_suite
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 from tests.harness.launchers.slurm import Slurm, obstacle, running_slurm
 
@@ -362,7 +362,7 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
-    assert err.rstrip().endswith("refshard: interrupted; what had ended is written; --resume goes on")
+    assert err.splitlines()[-1] == interrupted(run)
     assert not cluster.jobs()
     assert not processes_of(run)
     resumed = start("run", "--resume", run, "--launcher", "slurm", env=cluster.environment)

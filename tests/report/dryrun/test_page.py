@@ -11,10 +11,12 @@ from refshard.dryrun.price import Doubt
 from refshard.dryrun.races import find_races
 from refshard.dryrun.recording import Category, Phase
 from refshard.quantities import axis_unit, format_percent, format_seconds
+from refshard.report.answer import Answer
 from refshard.report.dryrun.page import facts, memory_charts, page, verdict
-from refshard.report.dryrun.words import CATEGORIES, sentences, terminal_dryrun
+from refshard.report.dryrun.words import CATEGORIES, dryrun_blocks, sentences
 from tests.dryrun.made import Made
 from tests.dryrun.touching import GATHER, MAIN, Touching
+from tests.report import printed
 from tests.report.dryruns import GIB, SITE, analysed, doubtful, trained
 from tests.report.pages import Page
 from tests.report.traces import HOSTILE
@@ -227,7 +229,8 @@ def test_a_script_that_fails_before_it_asks_for_anything_has_a_page() -> None:
 def test_races_are_told_where_they_were_looked_for(found: Analysis) -> None:
     def told(made: Touching | None) -> tuple[str, str]:
         looked = found if made is None else replace(found, races=find_races(made.recording()))
-        return rows(Page("".join(page(looked, COMMAND)))), terminal_dryrun(looked)
+        answer = Answer(data={}, rows=(), blocks=dryrun_blocks(looked))
+        return rows(Page("".join(page(looked, COMMAND)))), printed.text(answer)
 
     ordered, racing = Touching(), Touching()
     ordered.write(GATHER)

@@ -4,10 +4,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from refshard.report.gate.formats import GateCase, GateReport, annotations, as_object, junit, markdown, terminal
+from refshard.report import forms
+from refshard.report.gate.formats import GateCase, GateReport, annotations, as_object, gate_answer, junit
 from refshard.stats.exact import Change
 from refshard.stats.gate import Effect, TimeVerdict, Verdict
 from refshard.stats.rehearsal import CaseNoise, Noise
+from tests.report.printed import as_csv, notes, rows, tables, text, verdict
 
 
 def timed(verdict: Verdict, ratio: float = 1.0) -> TimeVerdict:
@@ -50,26 +52,37 @@ def report(*cases: GateCase, **changes: object) -> GateReport:
 )
 def test_the_exit_status(found: GateReport, status: int) -> None:
     assert found.status == status
-    assert as_object(found)["status"] == status
-    assert (
-        terminal(found)
-        .splitlines()[-1]
-        .startswith(("PASS:", "REGRESSION:", "HARNESS ERROR:", "INCONCLUSIVE:", "NOT COMPARABLE:")[status])
-    )
+    assert as_object(found)["status"] == gate_answer(found).status == status
+    words = ("PASS: ", "REGRESSION: ", "HARNESS ERROR: ", "INCONCLUSIVE: ", "NOT COMPARABLE: ")[status]
+    assert text(gate_answer(found)).splitlines()[-1].startswith(words)
 
 
-def test_the_table_says_ratio_interval_and_what_could_have_been_seen() -> None:
-    found = terminal(report(case("ddp-w2", "regressed"), changed("regressed")))
-    assert "1.000 (0.990 to 1.010)" in found
-    assert "3.5 %" in found
-    assert "all_gather count" in found
-    assert "REGRESSION: of 2 cases 2 regressed" in found
+def test_the_tables_say_ratio_interval_what_could_have_been_seen_and_what_changed() -> None:
+    found = gate_answer(report(case("ddp-w2", "regressed"), changed("regressed")))
+    cases, changes = tables(found)
+    assert rows(cases)[0] == {
+        "case": "ddp-w2", "verdict": "regressed", "exact changes": "0",
+        "time, candidate / baseline": "1.000 (0.990 to 1.010)", "rounds": "16", "smallest visible": "3.5 %",
+    }  # fmt: skip
+    assert rows(changes) == [
+        {"case": "c", "metric": "all_gather count", "before: v1": "4", "after: .": "5", "verdict": "regressed"}
+    ]
+    assert verdict(found) == ["REGRESSION: 2 regressed of 2 cases"]
+    first, second = as_csv(found)
+    assert (first["case"], first["time_ratio"], first["exact_changes"], second["exact_changes"]) == (
+        "ddp-w2", "1.0", "0", "1",
+    )  # fmt: skip
 
 
-def test_a_pull_request_gets_a_table_of_its_own_kind() -> None:
-    text = markdown(report(case("ddp-w2"), changed("regressed")))
-    assert text.startswith("### refshard gate: regression\n")
-    assert "| ddp-w2 " in text
+def test_columns_that_say_nothing_of_any_case_are_left_out() -> None:
+    (cases,) = tables(gate_answer(report(GateCase(name="a"), GateCase(name="b"))))
+    assert [column.head for column in cases.columns] == ["case", "verdict", "exact changes"]
+
+
+def test_a_pull_request_gets_the_verdict_and_tables_of_its_own_kind() -> None:
+    found = forms.as_markdown(gate_answer(report(case("ddp-w2"), changed("regressed"))), "gate")
+    assert found.startswith("## refshard gate\n\n- **REGRESSION: 1 regressed, 1 pass of 2 cases**\n")
+    assert "| ddp-w2 " in found
 
 
 def test_junit_counts_failures_and_names_reasons() -> None:
@@ -106,7 +119,7 @@ def test_a_case_without_recorded_noise_has_its_dashes_in_the_same_columns() -> N
     )  # fmt: skip
     noise = Noise(launches=300, gates=1000, failing_gates=8, cases={"known": known})
     report = GateReport(baseline="a", candidate="b", cases=(GateCase(name="new"), GateCase(name="known")), noise=noise)
-    header, _, first, second = terminal(report).splitlines()[:4]
-    assert header.count("found here") == header.count("false alarms here") == 1
-    assert first.split()[-2:] == ["-", "-"]
-    assert second.endswith("0.1 %                4.0 %")
+    new, measured = rows(tables(gate_answer(report))[0])
+    assert (new["false alarms here"], new["+5.0 % found here"]) == ("-", "-")
+    assert (measured["false alarms here"], measured["+5.0 % found here"]) == ("0.1 %", "4.0 %")
+    assert any(note.startswith("False alarms on this machine: 8 of 1,000 gates") for note in notes(gate_answer(report)))

@@ -8,7 +8,8 @@ import pytest
 from refshard.analysis.contests import ALIKE
 from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.recipe import find_recipe
-from refshard.quantities import format_bytes
+from refshard.quantities import format_bytes, format_seconds
+from refshard.report.answer import Marked
 from refshard.report.plan import page as plan_page
 from refshard.report.plan import table as plan_table
 from refshard.report.plan import words as plan_words
@@ -16,6 +17,7 @@ from refshard.simulate.forecast import Job
 from refshard.simulate.ranking import Plan, rank_strategies
 from refshard.specs.model import load_model
 from tests.report.pages import Page
+from tests.report.printed import as_csv, notes, rows, tables, text, verdict
 from tests.simulate.made import cluster, hardware
 
 GIB = 2**30
@@ -30,9 +32,11 @@ def made(*strategies: str, memory: int = 80 * GIB) -> tuple[Plan, Job]:
 def test_the_verdict_names_the_fastest_and_what_the_next_loses() -> None:
     plan, job = made("refshard-fsdp", "refshard-zero2")
     first, second = plan_words.verdict(plan, job)
-    assert first.startswith(f"{plan.rows[0].strategy} takes ")
+    assert first.startswith(
+        f"Fastest: {plan.rows[0].strategy}, {format_seconds(plan.rows[0].step.step_time_s)} per step"
+    )
     more = plan.rows[1].step.step_time_s / plan.rows[0].step.step_time_s - 1
-    assert second.startswith(f"The next, {plan.rows[1].strategy}, takes {100 * more:.1f} % longer: ")
+    assert second.startswith(f"Next: {plan.rows[1].strategy}, {100 * more:.1f} % slower, because of ")
     assert "waiting for reductions" in second or "waiting for gathers" in second
 
 
@@ -40,32 +44,32 @@ def test_strategies_that_the_model_cannot_tell_apart_are_not_ranked() -> None:
     plan, job = made("refshard-fsdp", "refshard-yafsdp")
     gap = plan.rows[1].step.step_time_s / plan.rows[0].step.step_time_s - 1
     assert gap < ALIKE
-    leanest = min(plan.rows, key=lambda row: row.memory.peak)
+    smallest = min(plan.rows, key=lambda row: row.memory.peak)
     told = plan_words.verdict(plan, job)[1]
-    assert told.startswith(f"The model cannot tell it from {plan.rows[1].strategy} in time")
-    assert f"{leanest.strategy} needs least memory" in told
+    assert told.startswith(f"Within the model's error of: {plan.rows[1].strategy}.")
+    assert f"Lowest memory among them: {smallest.strategy}, {format_bytes(smallest.memory.peak)}." in told
 
 
 def test_what_does_not_fit_is_said_and_where_nothing_does_what_would_help() -> None:
     plan, job = made("refshard-fsdp", "ddp", memory=20 * GIB)
-    assert plan_words.verdict(plan, job)[-1].startswith(
-        "Too large for 17.3 GiB, which tensors can fill of 20.0 GiB: ddp ("
-    )
+    (ddp,) = (row for row in plan.rows if not row.fits)
+    needs = f"ddp needs {format_bytes(ddp.memory.peak)}"
+    assert plan_words.verdict(plan, job)[-1] == f"Out of memory (17.3 of 20.0 GiB usable): {needs}."
+    assert plan_table.plan_answer(plan, job, "t", model="m", cluster="c").status == 0
     plan, job = made("refshard-fsdp", "ddp", memory=3 * GIB)
     (told,) = plan_words.verdict(plan, job)
-    assert told.startswith(
-        "Nothing fits in 983 MiB, which tensors can fill of 3.00 GiB: refshard-fsdp, the leanest, needs "
-    )
-    assert "with 0 of 16 layers checkpointed; use more checkpointed layers, more ranks, shorter sequences or" in told
+    assert told.startswith("Nothing fits (983 MiB of 3.00 GiB usable): refshard-fsdp needs least, ")
+    assert "with 0 of 16 layers checkpointed. Try: more checkpointed layers, more ranks, shorter sequences or" in told
+    assert plan_table.plan_answer(plan, job, "t", model="m", cluster="c").status == 1
     hybrid = replace(job, replicas=2, sequences=4)
     recomputing = Checkpointing(frozenset(range(16)), by_op=True)
     (told,) = plan_words.verdict(rank_strategies(hybrid, [find_recipe("refshard-fsdp")], recomputing, 2.0), hybrid)
-    assert "use whole layers checkpointed, a smaller microbatch, accumulated, fewer replicas, more ranks," in told
+    assert "Try: whole layers checkpointed, a smaller microbatch, accumulated, fewer replicas, more ranks," in told
 
 
 def test_warnings_say_what_the_figures_rest_on() -> None:
     plan, job = made("refshard-fsdp", memory=20 * GIB)
-    told = plan_words.warnings(plan, job)
+    told = plan_words.assumptions(plan, job)
     assert "USD are at 2 per GPU and hour (--price)." in told
     assert any(sentence.startswith("Tensors can fill 17.3 GiB of 20.0 GiB: ") for sentence in told)
     assert any("see docs/explanation/validation.md" in sentence for sentence in told)
@@ -93,10 +97,28 @@ def test_json_holds_everything_in_plain_units() -> None:
 
 def test_the_terminal_shows_a_row_a_strategy_thrice_and_no_line_is_too_wide() -> None:
     plan, job = made("refshard-fsdp", "refshard-yafsdp", "ddp")
-    text = plan_table.terminal_plan(plan, job, "llama on made")
-    assert text.startswith("llama on made (simulated)\n")
-    assert len(re.findall(r"^refshard-yafsdp ", text, re.MULTILINE)) == 3
-    assert max(len(line) for line in text.splitlines()) <= 160
+    found = plan_table.plan_answer(plan, job, "llama on made", model="m", cluster="c")
+    shown = text(found, verbose=True)
+    assert shown.startswith("llama on made (simulated)\n")
+    assert len(re.findall(r"^refshard-yafsdp ", shown, re.MULTILINE)) == 3
+    for width in (80, 120, 160):
+        assert max(len(line) for line in text(found, width, verbose=True).splitlines()) <= width
+    (summary,) = tables(found, detail=False)
+    assert [row["strategy"] for row in rows(summary)] == [row.strategy for row in plan.rows]
+    assert [row[1] for row in summary.rows] == [Marked("yes", "good")] * 3
+    assert {note for note in notes(found) if "see docs/validation.md" in note}.isdisjoint(text(found).splitlines())
+    assert verdict(found) == plan_words.verdict(plan, job)
+
+
+def test_csv_has_a_column_for_each_part_of_the_memory_and_nothing_nested() -> None:
+    plan, job = made("refshard-fsdp", "ddp")
+    found = plan_table.plan_answer(plan, job, "t", model="m", cluster="c")
+    for row, one in zip(as_csv(found), plan.rows):
+        assert (row["strategy"], row["fits"]) == (one.strategy, "true")
+        assert float(row["peak_memory_bytes"]) == one.memory.peak
+        parts = [float(size) for name, size in row.items() if re.fullmatch("memory_.*_bytes", name)]
+        assert sum(parts) == one.memory.peak
+        assert not any("{" in cell for cell in row.values())
 
 
 def test_the_page_escapes_names_runs_its_own_script_and_asks_for_nothing() -> None:
@@ -104,8 +126,8 @@ def test_the_page_escapes_names_runs_its_own_script_and_asks_for_nothing() -> No
     seen = Page("".join(plan_page.page(plan, job, "<script>alert(1)</script>", "refshard plan --model '<b>'")))
     assert "<script>alert(1)</script>" in seen.text
     assert seen.policy.startswith("default-src 'none'; script-src 'sha256-")
-    for kind, text in seen.scripts:
-        assert seen.allows(text) == (kind is None)
+    for kind, script in seen.scripts:
+        assert seen.allows(script) == (kind is None)
     assert [kind for kind, _ in seen.scripts].count(None) == 1
     assert not any(name in attributes for _, attributes in seen.tags for name in ("src", "action"))
     assert "http" not in seen.text

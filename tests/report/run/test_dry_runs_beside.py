@@ -8,7 +8,8 @@ from refshard.analysis.validation import validated
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord, Run
 from refshard.report.run.page import page
-from refshard.report.run.validation import dry_runs_beside, terminal_validation
+from refshard.report.run.validation import dry_runs_beside, validation_answer
+from tests.report.printed import rows, tables, verdict
 from tests.report.runs import CLUSTER, run
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -85,10 +86,10 @@ def test_each_dry_run_stands_beside_its_case_with_errors_and_states() -> None:
 
 def test_validate_prints_those_of_which_both_ended_ok() -> None:
     pairs = validated(evidence())
-    told = terminal_validation(pairs)
+    found = validation_answer(pairs)
     assert [pair.measured.strategy for pair in pairs] == ["fsdp2", "refshard-fsdp", "refshard-yafsdp"]
-    assert "dry run" in told
-    assert "Dry run: median error of the step time 10.0 %" in told
+    assert {row["predicted"] for row in rows(tables(found)[0])} == {"dry run"}
+    assert verdict(found)[0].startswith("Dry run: median error of the step time 10.0 %")
 
 
 def test_a_dry_run_of_another_gpu_is_no_prediction() -> None:

@@ -6,8 +6,9 @@ import pytest
 from refshard.analysis.evidence import gather
 from refshard.analysis.validation import as_objects, errors, in_order, scaled, validated
 from refshard.records import LaunchRecord, Run
-from refshard.report.run.validation import findings, terminal_validation
+from refshard.report.run.validation import findings, validation_answer
 from refshard.specs.case import Fidelity
+from tests.report.printed import as_csv, rows, tables, verdict
 from tests.report.runs import run
 
 
@@ -74,10 +75,12 @@ def test_the_findings_name_median_and_worst_of_each_fidelity() -> None:
         "Emulated: median error of the step time 10.0 % (of each case's quickest launch 10.0 %), at most 20.0 %;"
     )
     assert told.endswith("; of peak memory at most 2.0 %.")
-    text = terminal_validation(pairs)
-    assert "+10.0 %" in text
-    assert "-20.0 %" in text
-    assert told in " ".join(text.split())
+    found = validation_answer(pairs)
+    (table,) = tables(found)
+    errors = {row["case"]: row["error"] for row in rows(table)}
+    assert (errors["ddp, 2 ranks"], errors["fsdp2, 2 ranks"]) == ("+10.0 %", "-20.0 %")
+    assert verdict(found) == [told]
+    assert [row["strategy"] for row in as_csv(found)] == [pair.measured.strategy for pair in pairs]
 
 
 def test_json_holds_both_sides_in_plain_units() -> None:

@@ -13,8 +13,11 @@ from refshard.analysis.evidence import gather
 from refshard.analysis.proof import bit_identical, proof_summary
 from refshard.quantities import MIB
 from refshard.records import METRICS, CollectiveCount, Run
+from refshard.report.answer import Marked
 from refshard.report.run import views
+from refshard.report.run.answer import run_answer
 from refshard.stats.sample import Summary
+from tests.report.printed import rows, tables, text, verdict
 from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, run, with_record
 
 KEYS = {
@@ -204,15 +207,34 @@ def test_state_table_has_a_row_per_launch_with_its_log() -> None:
     assert failed["log"].splitlines()[1] == f"rank 1: {HOSTILE}"
 
 
-def test_the_terminal_table_fits_and_shows_every_case() -> None:
-    lines = views.terminal_table(gather(run())).splitlines()
-    assert max(len(line) for line in lines) <= 140
-    assert lines[0] == "llama-mini, global batch of 8 sequences of 256 tokens"
-    (fsdp2,) = (line for line in lines if line.startswith("fsdp2 "))
-    assert fsdp2.split("  ")[0] == "fsdp2"
-    assert lines[lines.index(fsdp2) + 1].strip() == "(58.2 to 61.9)", "the interval stands under the step time"
-    for text in ("60.0 ms", "17,067", "300 MiB", "16.0 ms (25.8 %)", "46.7 %", "3.1e-07"):
-        assert text in fsdp2
+def test_the_table_shows_every_case_with_the_most_important_columns_first() -> None:
+    found = run_answer(gather(run()))
+    (table,) = tables(found)
+    assert table.title == "llama-mini, global batch of 8 sequences of 256 tokens"
+    assert [row["strategy"] for row in rows(table)] == list(STRATEGIES)
+    (fsdp2,) = (row for row in rows(table) if row["strategy"] == "fsdp2")
+    assert list(fsdp2.items())[:5] == [
+        ("strategy", "fsdp2"), ("ranks", "2"), ("state", "ok"), ("step time (95 % interval)", "60.0 ms (58.2 to 61.9)"),
+        ("peak memory", "300 MiB"),
+    ]  # fmt: skip
+    assert {"17,067", "16.0 ms (25.8 %)", "46.7 %", "3.1e-07"} <= set(fsdp2.values())
+    assert max(len(line) for line in text(found).splitlines()) <= 140
+    lines = text(found).splitlines()
+    (place,) = (place for place, line in enumerate(lines) if line.startswith("fsdp2 "))
+    assert lines[place + 1].strip() == "(58.2 to 61.9)", "the interval stands under the step time"
+
+
+def test_states_that_are_not_ok_are_marked() -> None:
+    (table,) = tables(run_answer(gather(run())))
+    states = {row[0]: row[2] for row in table.rows}
+    assert (states["ddp"], states[FAILED]) == ("ok", Marked("failed", "bad"))
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 140])
+def test_the_table_and_the_sentences_fit_the_terminal(width: int) -> None:
+    shown = text(run_answer(gather(run())), width, verbose=True)
+    assert max(len(line) for line in shown.splitlines()) <= width
+    assert ("not shown in 80 columns" in shown) == (width == 80)
 
 
 def test_inference_and_training_meet_in_no_table_and_no_sentence() -> None:
@@ -222,24 +244,26 @@ def test_inference_and_training_meet_in_no_table_and_no_sentence() -> None:
         msgspec.structs.replace(r, case=msgspec.structs.replace(r.case, workload="inference"))
         for r in run(slower, failed=False).launches
     )
-    both = msgspec.structs.replace(made, launches=(*made.launches, *inference))
+    both = run_answer(gather(msgspec.structs.replace(made, launches=(*made.launches, *inference))))
     label = "llama-mini, global batch of 8 sequences of 256 tokens"
-    training_table, _, inference_table = views.terminal_table(gather(both)).partition(f"{label}, inference\n")
-    assert training_table.startswith(f"{label}\n")
-    assert ("40.0 ms" in training_table, "120 ms" in training_table) == (True, False)
-    assert ("40.0 ms" in inference_table, "80.0 ms" in inference_table) == (False, True)
-    assert views.terminal_table(gather(made)).rstrip() == training_table.rstrip()
-    told = views.terminal_verdict(gather(both)).replace("\n  ", " ")
-    assert f"* {label}, 2 ranks: refshard-yafsdp is fastest at 40.0 ms per step." in told
-    assert f"* {label}, inference, 2 ranks: refshard-yafsdp is fastest at 80.0 ms per step." in told
+    training, inferring = tables(both)
+    assert (training.title, inferring.title) == (label, f"{label}, inference")
+    times = [" ".join(row["step time (95 % interval)"] for row in rows(table)) for table in (training, inferring)]
+    assert ["40.0 ms" in told for told in times] == [True, False]
+    assert ["120 ms" in told for told in times] == [False, True]
+    assert rows(tables(run_answer(gather(made)))[0]) == rows(training)
+    told = verdict(both)
+    assert told[0].startswith(f"{label}, 2 ranks: refshard-yafsdp is fastest at 40.0 ms per step.")
+    assert told[1].startswith(f"{label}, inference, 2 ranks: refshard-yafsdp is fastest at 80.0 ms per step.")
 
 
-def test_the_terminal_verdict_wraps_and_obeys_no_log() -> None:
-    text = views.terminal_verdict(gather(with_record(run(), -1, error="\x1b[2J\x07boom")))
-    assert max(len(line) for line in text.splitlines()) <= views.TERMINAL_COLUMNS
-    assert text.startswith("* refshard-yafsdp is fastest at 40.0 ms per step.\n")
-    assert "\x1b" not in text
-    assert "\x07" not in text
+def test_the_verdict_and_notes_wrap_and_obey_no_log() -> None:
+    shown = text(run_answer(gather(with_record(run(), -1, error="\x1b[2J\x07boom " + 40 * "word "))))
+    sentences = shown[shown.index("* fsdp2-tuned") :]
+    assert max(len(line) for line in sentences.splitlines()) <= 120
+    assert "\nrefshard-yafsdp is fastest at 40.0 ms per step. " in sentences
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
 
 
 def empty(made: Run) -> Run:
@@ -252,10 +276,8 @@ def test_a_run_cut_off_before_its_first_case_has_empty_views() -> None:
     assert views.rows(gather(made)).empty
     assert views.proof_table(gather(made)).empty
     assert isinstance(views.state_table(gather(made)), pd.DataFrame)
-    assert views.terminal_table(gather(made)) == ""
-    assert views.terminal_verdict(gather(made)).startswith(
-        "* Not finished: 0 of 18 launches are done; the run was cut off"
-    )
+    assert tables(run_answer(gather(made))) == []
+    assert text(run_answer(gather(made))).startswith("Not finished: 0 of 18 launches are done; the run was cut off")
 
 
 def test_no_table_shows_the_losses_of_what_is_emulated() -> None:

@@ -75,17 +75,17 @@ def test_a_job_is_told_with_its_extremes_and_its_late_rank() -> None:
     ranks = [made(exposed=20 + 10 * n, rank=n, waits_for=(wait(7, 1),), collectives=()) for n in (0, 1)]
     (finding,) = trace_words.findings(ranks)
     assert "25.0 % of a step of 100 ms (from 20.0 % on rank 0 to 30.0 % on rank 1)" in finding.lead
-    assert finding.more[0].startswith("To win it back: gather earlier")
-    assert finding.more[1].startswith("Rank 7 is waited for longest: in all, the others stand 1.00 ms a step")
-    assert trace_words.late(ranks).endswith("until it enters, 100 % of all such waiting of this job.")
+    assert finding.more[0].startswith("Try: gather earlier")
+    assert finding.more[1].startswith("The others wait longest for rank 7: 1.00 ms a step in all, ")
+    assert trace_words.late(ranks).endswith("100 % of this job's waiting in collectives.")
 
 
 @pytest.mark.parametrize(
     ("compute", "advice"),
     [
         (80, "Rank 0 computes 80.0 ms a step against 60.0 ms: balance the work, or look at that host."),
-        (61, "Rank 0 computes about as long (61.0 ms a step against 60.0 ms): look at what else holds that host up."),
-        (40, "Rank 0 computes less (40.0 ms a step against 60.0 ms): look at what else holds that host up."),
+        (61, "Rank 0 computes about as long (61.0 ms a step against 60.0 ms): look at what else delays that host."),
+        (40, "Rank 0 computes less (40.0 ms a step against 60.0 ms): look at what else delays that host."),
     ],
 )
 def test_exposed_communication_that_is_waiting_asks_for_balance(compute: int, advice: str) -> None:

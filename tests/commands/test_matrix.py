@@ -1,0 +1,274 @@
+"""A suite from the command line: options alone, over a suite, from standard input; written, and listed."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from refshard import resources
+from refshard.cli import app
+from refshard.commands.matrix import Options, asked_suite, keep
+from refshard.errors import SpecError
+from refshard.specs.suite import SuiteSpec, find_suite, load_suite, parse_suite
+from refshard.specs.writing import to_toml
+
+TWO_TABLES = """
+name = "two"
+rounds = 2
+[[matrix]]
+strategy = ["ddp", "fsdp2"]
+rounds = 5
+batch_per_rank = 2
+[[matrix]]
+strategy = "refshard-fsdp"
+precision = "bf16"
+[case]
+model = "llama-tiny"
+world_size = 2
+global_batch = 8
+seq_len = 64
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """The working directory, for one test."""
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    yield tmp_path
+    os.chdir(before)
+
+
+def made(base: str | None = None, **options: Any) -> SuiteSpec:
+    found = asked_suite(base, Options(**options))
+    assert found is not None
+    return found
+
+
+def cases(suite: SuiteSpec) -> set[tuple[Any, ...]]:
+    """What tells the cases apart, without references."""
+    return {
+        (c.strategy, c.model, c.world_size, c.global_batch, c.seq_len) for c in suite.cases() if c.strategy != "single"
+    }
+
+
+class TestOptionsAlone:
+    """A suite without a file."""
+
+    def test_lists_are_crossed(self) -> None:
+        suite = made(strategies="ddp, fsdp2", models="llama-mini", world_sizes="2,4", rounds=3, changes=["seq_len=512"])
+        assert suite.most_rounds == 3
+        assert cases(suite) == {
+            (strategy, "llama-mini", ranks, ranks, 512) for strategy in ("ddp", "fsdp2") for ranks in (2, 4)
+        }
+
+    def test_what_is_left_open_is_small(self) -> None:
+        suite = made(strategies="ddp")
+        assert cases(suite) == {("ddp", "llama-tiny", 2, 2, 256)}
+        assert suite.most_rounds == 1
+
+    def test_the_batch_may_be_that_of_all_ranks(self) -> None:
+        assert cases(made(strategies="ddp", changes=["global_batch=8"])) == {("ddp", "llama-tiny", 2, 8, 256)}
+        assert cases(made(strategies="ddp", changes=["batch_per_rank=3"])) == {("ddp", "llama-tiny", 2, 6, 256)}
+
+    def test_the_suite_itself_has_keys_too(self) -> None:
+        suite = made(changes=["strategy=ddp", "name=mine", "about=why not", "dry_run_first=true"])
+        assert (suite.name, suite.about, suite.dry_run_first) == ("mine", "why not", True)
+
+    def test_values_are_as_in_toml_and_else_text(self) -> None:
+        suite = made(
+            strategies="ddp",
+            changes=[
+                "offload=true", "learning_rate = 1e-4", "checkpointing=[0, 5]", "precision=bf16",
+                "memory_limit_gib=0.5",
+            ],
+        )  # fmt: skip
+        (case,) = (case for case in suite.cases() if case.strategy == "ddp")
+        assert (case.offload, case.learning_rate, case.checkpointing) == (True, 1e-4, (0, 5))
+        assert (case.precision, case.memory_limit_gib) == ("bf16", 0.5)
+        several = made(strategies="ddp", changes=["checkpointing=none,full,every-2", "seq_len=64,128"])
+        assert {(c.checkpointing, c.seq_len) for c in several.cases() if c.strategy == "ddp"} == {
+            (policy, length) for policy in ("none", "full", "every-2") for length in (64, 128)
+        }
+
+    def test_without_options_and_without_a_suite_there_is_none(self) -> None:
+        assert asked_suite(None, Options()) is None
+
+
+class TestOverASuite:
+    """Options replace the keys of the suite that is named."""
+
+    def test_without_options_it_is_as_it_is(self) -> None:
+        assert made("quickstart") == load_suite(find_suite("quickstart"))
+
+    def test_keys_of_every_table_and_of_what_they_share_are_replaced(self, tmp_path: Path) -> None:
+        path = tmp_path / "two.toml"
+        path.write_text(TWO_TABLES)
+        suite = made(str(path), strategies="refshard-zero2", world_sizes="4", rounds=1)
+        assert suite.name == "two"
+        assert suite.most_rounds == 1, "a table's own rounds go too"
+        assert cases(suite) == {("refshard-zero2", "llama-tiny", 4, 8, 64)}
+        assert {case.precision for case in suite.cases() if case.strategy != "single"} == {"fp32", "bf16"}
+
+    @pytest.mark.parametrize(("change", "batch"), [("batch_per_rank=3", 6), ("global_batch=12", 12)])
+    def test_one_batch_replaces_the_other(self, tmp_path: Path, change: str, batch: int) -> None:
+        path = tmp_path / "two.toml"
+        path.write_text(TWO_TABLES)
+        assert {case[3] for case in cases(made(str(path), changes=[change]))} == {batch}
+
+    def test_limits_of_the_gate_and_all_else_stay(self) -> None:
+        suite, gate = made("gate", rounds=2), load_suite(find_suite("gate"))
+        assert (suite.gate, suite.about, cases(suite)) == (gate.gate, gate.about, cases(gate))
+        assert suite.most_rounds == 2
+
+
+class TestMistakes:
+    """Each names what is wrong, and the nearest that is right."""
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"rounds": 3}, "strategy: none given; add --strategy ddp,fsdp2, or name a suite"),
+            ({"strategies": "ddp", "changes": ["seq_length=5"]}, "no key 'seq_length'; did you mean 'seq_len'?"),
+            ({"strategies": "ddp", "changes": ["seq_len"]}, "'seq_len' given; write key=value, such as seq_len=512"),
+            ({"strategies": "ddp", "changes": ["seq_len= "]}, "'seq_len= ' given; write key=value"),
+            ({"strategies": "ddp,,fsdp2"}, "'ddp,,fsdp2' has an empty value; separate values by single commas"),
+            ({"strategies": ""}, "strategy: '' has an empty value"),
+            ({"strategies": "ddp", "world_sizes": "2,"}, "world_size: '2,' has an empty value"),
+            ({"strategies": "ddp", "rounds": 0}, "rounds must be >= 1"),
+        ],
+    )  # fmt: skip
+    def test_a_wrong_option_is_refused(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(SpecError) as refused:
+            asked_suite(None, Options(**options))
+        assert message in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--strategy", "ddpp"], "no strategy 'ddpp'; did you mean 'ddp'?"),
+            (["--strategy", "ddp", "--model", "llama-tin"], "no preset 'llama-tin'; did you mean 'llama-tiny'?"),
+            (["--strategy", "ddp", "--world-size", "two"], "world_size"),
+            (["quickstart", "--only", "ddp-w2-llama-tiny-b2x25"], "did you mean 'ddp-w2-llama-tiny-b2x256'?"),
+            (["quickstar"], "did you mean 'quickstart'?"),
+            ([], "dry-run: no suite given; name one, or add --strategy"),
+        ],
+    )
+    def test_a_wrong_value_is_refused_before_anything_is_launched(self, words: list[str], message: str) -> None:
+        done = CliRunner().invoke(app, ["run", *words, "--dry-run"])
+        assert isinstance(done.exception, SpecError)
+        assert message in str(done.exception)
+
+
+class TestStandardInput:
+    """``refshard run -``."""
+
+    def test_a_suite_is_read_from_it(self) -> None:
+        done = CliRunner().invoke(app, ["run", "-", "--dry-run", "--json"], input=TWO_TABLES)
+        found = json.loads(done.stdout)
+        assert found["suite"] == "two"
+        assert {row["strategy"] for row in found["cases"]} == {"single", "ddp", "fsdp2", "refshard-fsdp"}
+
+    def test_options_go_over_it(self) -> None:
+        done = CliRunner().invoke(app, ["run", "-", "--strategy", "ddp", "--dry-run", "--json"], input=TWO_TABLES)
+        assert {row["strategy"] for row in json.loads(done.stdout)["cases"]} == {"single", "ddp"}
+
+    @pytest.mark.parametrize("text", ["name = ", "", "nmae = 'a'"])
+    def test_what_is_no_suite_is_a_mistake_that_names_it(self, text: str) -> None:
+        done = CliRunner().invoke(app, ["run", "-", "--dry-run"], input=text)
+        assert isinstance(done.exception, SpecError)
+        assert str(done.exception).startswith("standard input: ")
+
+
+class TestWritten:
+    """``--write`` keeps the suite as TOML."""
+
+    @pytest.mark.parametrize("name", sorted(resources.suites()))
+    def test_what_is_written_reads_back_as_it_was(self, name: str) -> None:
+        suite = load_suite(find_suite(name))
+        assert parse_suite(to_toml(suite), "written") == suite
+
+    def test_options_become_a_file_that_runs_the_same_cases(self, tmp_path: Path) -> None:
+        suite = made(
+            strategies="ddp,fsdp2", world_sizes="2,4", rounds=3,
+            changes=["checkpointing=[0, 5]", "about=a \"quoted\" line", "learning_rate=1e-4", "offload=false,true"],
+        )  # fmt: skip
+        path = tmp_path / "mine.toml"
+        keep(suite, path)
+        assert load_suite(path) == suite
+        assert load_suite(path).cases(2) == suite.cases(2)
+        assert made(str(path)) == suite
+
+    def test_what_is_as_by_default_is_left_out(self) -> None:
+        assert [line for line in to_toml(made(strategies="ddp")).splitlines() if line.startswith("[")] == ["[matrix]"]
+
+    def test_it_may_go_to_standard_output_and_the_list_then_goes_to_standard_error(self) -> None:
+        done = CliRunner().invoke(app, ["run", "--strategy", "ddp", "--dry-run", "--write", "-"])
+        assert parse_suite(done.stdout, "stdout") == made(strategies="ddp")
+        assert "2 launches" in done.stderr
+
+    def test_a_file_that_cannot_be_written_is_a_mistake(self, tmp_path: Path) -> None:
+        with pytest.raises(SpecError, match=r"write: .*mine.toml cannot be written \(No such file or directory\)"):
+            keep(made(strategies="ddp"), tmp_path / "none" / "mine.toml")
+
+
+class TestDryRun:
+    """``--dry-run`` lists and launches nothing; a test without a marker may start no process."""
+
+    def test_it_lists_cases_and_the_expected_duration(self, elsewhere: Path) -> None:
+        done = CliRunner().invoke(app, ["run", "quickstart", "--dry-run"])
+        assert done.exit_code == 0, done.output
+        assert done.stdout.startswith("quickstart: llama-tiny")
+        assert "refshard-yafsdp-w2-llama-tiny-b2x256" in done.stdout
+        assert done.stdout.splitlines()[-1].startswith("18 launches in 3 rounds, about ")
+        assert done.stdout.endswith("(estimated from earlier launches).\n")
+        assert list(elsewhere.iterdir()) == []
+
+    def test_what_has_not_run_before_is_a_rough_estimate(self, elsewhere: Path) -> None:
+        words = ["run", "--strategy", "ddp", "--set", "seq_len=8", "--set", "device=cpu", "--dry-run"]
+        done = CliRunner().invoke(app, words)
+        assert done.stdout.splitlines()[-1].startswith("2 launches, about ")
+        assert done.stdout.endswith("(a rough estimate).\n")
+        found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+        assert (found["launches"], found["suite"]) == (2, "command-line")
+        assert found["expected_s"] > 0
+        assert [row["strategy"] for row in found["cases"]] == ["single", "ddp"]
+        assert list(elsewhere.iterdir()) == []
+
+    def test_more_ranks_than_the_machine_has_may_be_listed(self, elsewhere: Path) -> None:
+        words = ["run", "--strategy", "ddp", "--world-size", "4096", "--set", "device=cuda", "--dry-run"]
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        told = "2 launches; the time of 2 is not known, since no launch like them is recorded."
+        assert done.stdout.splitlines()[-1] == told
+        found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+        assert found["expected_s"] is None
+
+    def test_cases_may_be_chosen_and_become_dry_runs(self) -> None:
+        words = ["run", "gate_cuda", "--dry-run", "--json"]
+        every = json.loads(CliRunner().invoke(app, words).stdout)["cases"]
+        only = json.loads(CliRunner().invoke(app, [*words, "--only", every[0]["case"]]).stdout)["cases"]
+        assert only == every[:1]
+        quickstart = ["run", "quickstart", "--set", "device=auto", "--dry-run", "--json"]
+        chosen = ["--only", "ddp-w2-llama-tiny-b2x256"]
+        found = json.loads(CliRunner().invoke(app, [*quickstart, *chosen]).stdout)["cases"]
+        assert [row["strategy"] for row in found] == ["single", "ddp"]
+        dry = json.loads(CliRunner().invoke(app, [*quickstart, *chosen, "--dry-run-on", "dgx-h100"]).stdout)["cases"]
+        assert [(row["strategy"], row["fidelity"]) for row in dry] == [("ddp", "dryrun")]
+
+    def test_what_no_dry_run_can_be_is_a_mistake_whether_cases_are_chosen_or_not(self) -> None:
+        for chosen in ([], ["--only", "ddp-w2-llama-tiny-b2x256"]):
+            done = CliRunner().invoke(app, ["run", "quickstart", *chosen, "--dry-run-on", "dgx-h100", "--dry-run"])
+            assert isinstance(done.exception, SpecError)
+            assert str(done.exception).startswith("case: device must be 'auto' or 'cuda' for dryrun cases")
+
+    @pytest.mark.parametrize("name", ["gpu_8", "llama3_8b_h100", "emulated_gpu"])
+    def test_a_suite_that_cannot_run_here_is_listed_all_the_same(self, name: str) -> None:
+        done = CliRunner().invoke(app, ["run", name, "--dry-run", "--json"])
+        assert done.exit_code == 0, done.exception
+        assert json.loads(done.stdout)["cases"]
