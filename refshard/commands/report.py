@@ -10,7 +10,7 @@ from refshard.errors import SpecError, StoreError
 from refshard.harness.dry.first import folder_of_dry_runs
 from refshard.harness.gate.noise import newest_noise
 from refshard.harness.store import holds_run, read_run
-from refshard.report.run.page import Beside, write_dashboard
+from refshard.report.run.page import Extras, write_dashboard
 from refshard.report.run.why import Traced, read_traces
 from refshard.report.trace.page import AnalysedTrace, write_trace_page
 from refshard.stats.rehearsal import Noise
@@ -41,8 +41,8 @@ def report(runs: Sequence[Path], output: Path | None, *, against: Path | None = 
             target.parent.mkdir(parents=True, exist_ok=True)
         traces = read_traces(evidence, read, target)
         timelines = _timelines(traces, target.parent) if multi else {}
-        beside = Beside(traces=traces, baseline=baseline, noise=_noise(evidence), timelines=timelines)
-        write_dashboard(evidence, target, beside)
+        extras = Extras(traces=traces, baseline=baseline, noise=_noise(evidence), timelines=timelines)
+        write_dashboard(evidence, target, extras)
     except OSError as error:
         raise SpecError(
             f"out: {target} cannot be written ({error.strerror}); let `refshard report --out` name "
