@@ -134,7 +134,9 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         here = sorted((o for o in found if o.outcome == outcome), key=lambda o: -abs((o.ratio or 1.0) - 1.0))
         if here:
             more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
-            sentences.append(f"{outcome.capitalize()} than in {baseline}: {'; '.join(map(_told, here[:MOST_NAMED]))}{more}.")
+            sentences.append(
+                f"{outcome.capitalize()} than in {baseline}: {'; '.join(map(_told, here[:MOST_NAMED]))}{more}."
+            )
     if busy := busy_between(
         (one.before, one.case, one.ratio - 1)
         for one in found
@@ -161,7 +163,7 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         if counts[outcome]
     ]
     if rest:
-        sentences.append(f"{len(found)} matching cases: {', '.join(rest)}." if len(found) > 1 else f"1 matching case: {rest[0]}.")
+        sentences.append(f"{len(found)} matching {'case' if len(found) == 1 else 'cases'}: {', '.join(rest)}.")
     return sentences
 
 

@@ -24,7 +24,7 @@ def busy_between(pairs: Iterable[tuple[CaseResult, CaseResult, float]]) -> str:
 
 
 def busy_in(contest: Contest) -> str:
-    """A sentence if the machine drifted by more than a difference to the fastest, or than the range of unranked cases."""
+    """A sentence if the machine drifted by more than a difference to the fastest, or the range of unranked cases."""
     if contest.winner is not None:
         return busy_between((contest.winner, rival.case, rival.ratio - 1) for rival in contest.rivals)
     return busy_between(_ends(contest.contenders))
@@ -41,9 +41,8 @@ def _told(drift: Drift) -> str:
     size = format_percent(drift.size)
     if drift.kind == "other processes":
         less, more = sorted((drift.before, drift.after))
-        return (
-            f"other processes used {less:.1f} of {drift.cores} cores during one case and {more:.1f} during the other ({size})"
-        )
+        return f"other processes used {less:.1f} of {drift.cores} cores in one case and {more:.1f} in the other "
+            f"({size})"
     where = (
         f"within a launch of {drift.case.full_label}" if drift.kind == "within a launch" else "between the two cases"
     )

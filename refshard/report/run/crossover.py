@@ -143,5 +143,5 @@ def _trace(curve: Curve) -> go.Scatter:
         marker={"symbol": MARKERS[place % len(MARKERS)], "size": 9},
         meta={"cases": [ratio.case.number for ratio in curve.ratios]},
         customdata=[ratio_text(ratio.step_time) for ratio in curve.ratios if ratio.step_time is not None],
-        hovertemplate=f"{label_text(curve.strategy)}<br>%{{x:,}} tokens per rank: %{{customdata}} of ddp<extra></extra>",
+        hovertemplate=f"{label_text(curve.strategy)}<br>%{{x:,}} tokens per rank: %{{customdata}}<extra></extra>",
     )

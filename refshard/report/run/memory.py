@@ -98,7 +98,8 @@ def sentence(found: Sequence[tuple[CaseResult, MemoryForecast]]) -> str:
     ]
     case, told = max(found, key=lambda pair: pair[1].peak)
     name, most = max(told.at_peak.items(), key=lambda item: item[1])
-    largest = f"{str(name).capitalize()} take{'s' if name[-1] != 's' else ''} most at the highest predicted peak ({case.strategy})"
+    verb = "take" if name[-1] == "s" else "takes"
+    largest = f"{str(name).capitalize()} {verb} most at the highest predicted peak ({case.strategy})"
     share = f"{largest}: {format_bytes(most)} of {format_bytes(told.peak)}."
     if not errors:
         return share

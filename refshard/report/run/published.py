@@ -39,8 +39,8 @@ def published(evidence: Evidence) -> Published:
         told = f"No case has the configuration of a published result ({titles})."
     else:
         told = (
-            "The same model, ranks, tokens and checkpointing. Hardware, dtype and versions differ, so a ratio is only a "
-            "rough guide."
+            "The same model, ranks, tokens and checkpointing. Hardware, dtype and versions differ, so a ratio is only "
+            "a rough guide."
         )
     return Published(
         sentence=told,

@@ -142,7 +142,9 @@ def draw(curves: Sequence[Curve]) -> go.Figure:
     shown = sorted(curves, key=lambda curve: -max(curve.rates))[:MOST_CURVES]
     shown = [curve for curve in curves if curve in shown]
     sizes = sorted({case.spec.world_size for curve in shown for case in curve.cases})
-    figure = go.Figure([*(_trace(curve, name) for curve, name in _names(shown).items()), *_ideals(shown), *_bounds(shown)])
+    figure = go.Figure(
+        [*(_trace(curve, name) for curve, name in _names(shown).items()), *_ideals(shown), *_bounds(shown)]
+    )
     figure.update_layout(template=THEME, height=300 + 12 * len(shown), showlegend=True)
     figure.update_xaxes(
         title_text="ranks", type="log", tickvals=sizes, ticktext=[f"{size:,}" for size in sizes], minor_showgrid=False

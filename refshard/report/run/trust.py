@@ -58,7 +58,9 @@ def _proof(finished: tuple[CaseResult, ...]) -> Fact:
     proved = sum(proof_summary(case) == "proved" for case in ran)
     detail = f"units{_proved(ran)} match the strategy's plan"
     if finished and not ran:
-        return Fact(label="Proof of run", value="nothing ran", detail="simulated cases follow their plan by construction")
+        return Fact(
+            label="Proof of run", value="nothing ran", detail="simulated cases follow their plan by construction"
+        )
     return Fact(
         label="Proof of run",
         value=f"{proved} of {len(ran)} finished cases",

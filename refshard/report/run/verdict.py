@@ -12,7 +12,6 @@ from refshard.records import Run, State
 from refshard.report.run.busy import busy_in
 from refshard.report.run.intervals import interval_text, no_interval, pairing
 from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, Fidelity, spelled
-from refshard.stats.compare import Comparison
 from refshard.stats.sample import too_few
 
 MANY = 4
@@ -116,17 +115,6 @@ def unranked(evidence: Evidence) -> tuple[str, ...]:
     return tuple(_unranked(case) for case in evidence.cases if not case.ok)
 
 
-def verdict(evidence: Evidence) -> list[str]:
-    """All findings as sentences: by comparison if there are several, the network, what is modelled, failures, doubts."""
-    found = findings(evidence)
-    several = len(found) > 1
-    told = [sentence for finding in found for sentence in finding.sentences]
-    if several:
-        told = [f"{finding.title}: {' '.join(finding.sentences)}" for finding in found if finding.sentences]
-    parts = (unfinished(evidence), told, network(evidence), modelled(evidence), unranked(evidence), caveats(evidence))
-    return [*overview(found), *(sentence for part in parts for sentence in part)]
-
-
 def network(evidence: Evidence) -> tuple[str, ...]:
     """A sentence that names each network between hosts, if there were several."""
     joined = dict.fromkeys(run.header.environment.network for run in evidence.runs)
@@ -137,8 +125,7 @@ def modelled(evidence: Evidence) -> tuple[str, ...]:
     """A sentence for every cluster on which cases were not measured."""
     kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
     return tuple(
-        f"Not measured, but {_how(fidelity)} on {cluster}: {FIDELITY[fidelity]}."
-        for fidelity, cluster in kinds
+        f"Not measured, but {_how(fidelity)} on {cluster}: {FIDELITY[fidelity]}." for fidelity, cluster in kinds
     )
 
 
@@ -201,16 +188,17 @@ def _lead(contest: Contest) -> str:
     fastest = [case.strategy for case in contest.fastest]
     if len(peaks) < 2 or len(least) == len(peaks):
         need = ""
-    elif fastest == least:
-        return f"{fastest[0]} is fastest ({times} per step) and needs the least memory ({format_bytes(peaks_of(contest))})."
+    elif fastest == least and len(least) == 1:
+        least_memory = format_bytes(_least_memory(contest))
+        return f"{listed(fastest)} is fastest ({times} per step) and needs the least memory ({least_memory})."
     else:
         verb = "needs" if len(least) == 1 else "need"
-        need = f"; {_counted(least)} {verb} the least memory ({format_bytes(peaks_of(contest))})"
+        need = f"; {_counted(least)} {verb} the least memory ({format_bytes(_least_memory(contest))})"
     verb = "is fastest" if len(fastest) == 1 else "tie for fastest"
     return f"{_counted(fastest)} {verb} ({times} per step){need}."
 
 
-def peaks_of(contest: Contest) -> float:
+def _least_memory(contest: Contest) -> float:
     """The least memory of a comparison, B."""
     return min(contest.peaks.values())
 
@@ -319,7 +307,7 @@ def _memory(contest: Contest) -> str:
         return ""
     equal = [case.strategy for case in contest.leanest]
     rest = list(peaks)[len(equal) :]
-    least = peaks_of(contest)
+    least = _least_memory(contest)
     what = "reserved" if contest.memory_metric == "peak_reserved_bytes" else "peak"
     verb = "needs" if len(equal) == 1 else "need"
     told = f"{listed(equal)} {verb} the least memory: {format_bytes(least)} per rank ({what})."

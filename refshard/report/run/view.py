@@ -9,7 +9,7 @@ import pandas as pd
 
 from refshard.analysis.cases import CaseResult, ranks
 from refshard.analysis.contests import Contest, contests, leaders
-from refshard.analysis.evidence import Evidence, Setting
+from refshard.analysis.evidence import Evidence
 from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.report.draw.charts import Chart
 from refshard.report.run import charts, views
