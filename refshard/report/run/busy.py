@@ -41,8 +41,7 @@ def _told(drift: Drift) -> str:
     size = format_percent(drift.size)
     if drift.kind == "other processes":
         less, more = sorted((drift.before, drift.after))
-        return f"other processes used {less:.1f} of {drift.cores} cores in one case and {more:.1f} in the other "
-            f"({size})"
+        return f"other processes used {less:.1f} of {drift.cores} cores in one case, {more:.1f} in the other ({size})"
     where = (
         f"within a launch of {drift.case.full_label}" if drift.kind == "within a launch" else "between the two cases"
     )
