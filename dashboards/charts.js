@@ -118,7 +118,7 @@ const charts = (() => {
     const points = trace.x.map((x, place) => [xaxis.d2p(x), yaxis.d2p(trace.y[place])]);
     const taken = points.map(([x, y]) => ({ left: x - 7, top: y - 7, width: 14, height: 14 }));
     for (const shape of shapes.filter((one) => one.name === "limit")) {
-      taken.push({ left: xaxis.d2p(shape.x0) - 20, top: 0, width: 24, height: size.h });
+      taken.push({ left: xaxis.d2p(shape.x0) - 3, top: 0, width: 6, height: size.h });
     }
     const { array = [], arrayminus = [], visible } = trace.error_y ?? {};
     for (const [place, [x, y]] of visible ? points.entries() : []) {

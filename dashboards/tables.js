@@ -34,7 +34,7 @@ const tables = (() => {
     const safe = /^[=+@-]./.test(text) && !/^[+-][\d.,]+(e[+-]?\d+)?( ?(%|[a-z]+))?$/i.test(text) ? `'${text}` : text;
     return /[",]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   };
-  const title = (table) => said(table.caption.querySelector("span"));
+  const title = (table) => said(table.caption.querySelector("span").firstChild);
   const save = (table) => {
     const rows = all("tr", table).filter((row) => !row.hidden);
     const lines = rows.map((row) => [...row.cells].filter((c) => !c.hidden).map((c) => quote(said(c))).join(","));
@@ -63,7 +63,7 @@ const tables = (() => {
     tool.textContent = "CSV";
     tool.setAttribute("aria-label", `Save as CSV: ${title(table)}`);
     tool.addEventListener("click", () => save(table));
-    table.caption.append(" ", tool);
+    table.caption.querySelector("span").append(" ", tool);
   };
 
   // --- copying

@@ -4,6 +4,7 @@ The page's script places the labels, since only it knows how wide the chart is; 
 hides points.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from refshard.report.draw.palette import INK, MARKERS, RED
 
 _FAR = 1.8
 """The axis is stretched to the limit if that is at most this many times the largest point."""
+_SPREAD = 6
+"""Largest over least memory from which on the axis is logarithmic."""
 _BAND = "rgba(0,114,178,0.10)"
 
 
@@ -80,11 +83,13 @@ def tradeoff_figure(points: Sequence[Point], frame: Frame, predicted: Sequence[P
     figure.add_trace(_points(points, (size_x, size_y), hollow=False))
     figure.update_xaxes(title_text=f"{frame.memory} per rank, {unit_x} (lower is better)", nticks=8)
     figure.update_yaxes(title_text=f"step time, {unit_y} (lower is better)", nticks=7)
-    figure.update_layout(template=THEME, height=400, showlegend=bool(predicted), hovermode="closest")
+    figure.update_layout(template=THEME, height=400, showlegend=bool(predicted), hovermode="closest", margin={"t": 24})
     limit = frame.limit / size_x if frame.limit is not None and shows_limit(drawn, frame) else None
-    _set_ranges(figure, [point.memory / size_x for point in drawn], [end / size_y for end in _ends(drawn)], limit)
+    xs = [point.memory / size_x for point in drawn]
+    is_log = max(xs) > _SPREAD * min(xs)
+    _set_ranges(figure, xs, [end / size_y for end in _ends(drawn)], limit, is_log=is_log)
     if limit is not None:
-        _add_limit(figure, limit, frame.limit_text)
+        _add_limit(figure, limit, frame.limit_text, is_log=is_log)
     if frame.tie is not None:
         figure.add_shape(
             type="rect", xref="paper", x0=0, x1=1, y0=min(point.time for point in points) / size_y,
@@ -132,20 +137,41 @@ def _ends(points: Sequence[Point]) -> list[float]:
     return [end for point in points for end in (point.low, point.time, point.high) if end is not None]
 
 
-def _set_ranges(figure: go.Figure, xs: Sequence[float], ys: Sequence[float], limit: float | None) -> None:
+def _set_ranges(
+    figure: go.Figure, xs: Sequence[float], ys: Sequence[float], limit: float | None, *, is_log: bool
+) -> None:
     """Room around the points for their labels, and for the limit if it is drawn."""
-    right = max(max(xs), limit or 0.0)
-    wide, tall = (right - min(xs)) or 0.2 * right, (max(ys) - min(ys)) or 0.2 * max(ys)
-    figure.update_xaxes(range=short([max(0.0, min(xs) - 0.12 * wide), right + 0.12 * wide]))
+    left, right = min(xs), max(max(xs), limit or 0.0)
+    tall = (max(ys) - min(ys)) or 0.2 * max(ys)
+    if is_log:
+        figure.update_xaxes(tickvals=(ticks := _ticks(left, right)), ticktext=[f"{tick:g}" for tick in ticks])
+        left, right = math.log10(left), math.log10(right)
+    wide = (right - left) or 0.2 * right
+    least = left - 0.16 * wide
+    figure.update_xaxes(
+        type="log" if is_log else "linear", range=short([least if is_log else max(0.0, least), right + 0.12 * wide]),
+        minor_showgrid=False,
+    )  # fmt: skip
     figure.update_yaxes(range=short([max(0.0, min(ys) - 0.15 * tall), max(ys) + 0.15 * tall]))
 
 
-def _add_limit(figure: go.Figure, x: float, text: str) -> None:
-    """A line, with its name along it at the top."""
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten around a range.
+
+    >>> _ticks(0.07, 2)
+    [0.05, 0.1, 0.2, 0.5, 1.0, 2.0]
+    """
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = [float(f"{step}e{power}") for power in powers for step in (1, 2, 5)]
+    return [tick for tick in every if 0.6 * low <= tick <= 1.5 * high]
+
+
+def _add_limit(figure: go.Figure, x: float, text: str, *, is_log: bool) -> None:
+    """A line, with its name above the chart, clear of all points."""
     figure.add_shape(
         type="line", x0=x, x1=x, yref="paper", y0=0, y1=1, line={"color": RED, "dash": "dash", "width": 2}, name="limit"
     )
     figure.add_annotation(
-        x=x, xanchor="right", yref="paper", y=1, yanchor="top", textangle=-90, showarrow=False, text=text,
-        font={"size": 12}, borderpad=2, name="limit",
+        x=math.log10(x) if is_log else x, xanchor="right", yref="paper", y=1, yanchor="bottom", showarrow=False,
+        text=f"limit: {text}", font={"size": 12}, borderpad=2, name="limit",
     )  # fmt: skip

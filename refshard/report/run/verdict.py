@@ -95,11 +95,15 @@ def _wins(leads: Sequence[tuple[str, ...]], noun: str) -> str:
         return f"All {ties} {noun} are ties for the fastest strategy."
     if unranked == len(leads):
         return f"None of {unranked} {noun} is ranked by time."
-    first, *others = [f"{name} was fastest in {count}" for name, count in _alone(leads)] or ["none had a single winner"]
-    more = "".join(f", {words.replace(' was fastest', '')}" for words in others)
+    alone = _alone(leads)
+    if not alone:
+        return f"None of {len(leads)} {noun} has a single fastest strategy: {ties} ties, {unranked} not ranked."
+    (name, count), *others = alone
+    told = f"{name} was fastest in {count} of {len(leads)} {noun}"
+    told += "".join(f", {other} in {times}" for other, times in others)
     rest = [f"{ties} {'was a tie' if ties == 1 else 'were ties'}"] if ties else []
     rest += [f"{unranked} {'was' if unranked == 1 else 'were'} not ranked"] if unranked else []
-    return f"Of {len(leads)} {noun}, {first}{more}{'; ' if rest else ''}{', '.join(rest)}."
+    return f"{told}{'; ' if rest else ''}{', '.join(rest)}."
 
 
 def _least(leads: Sequence[tuple[str, ...]]) -> str:
