@@ -147,7 +147,7 @@ def _set_ranges(
         figure.update_xaxes(tickvals=(ticks := _ticks(left, right)), ticktext=[f"{tick:g}" for tick in ticks])
         left, right = math.log10(left), math.log10(right)
     wide = (right - left) or 0.2 * right
-    least = left - 0.16 * wide
+    least = left - 0.2 * wide
     figure.update_xaxes(
         type="log" if is_log else "linear", range=short([least if is_log else max(0.0, least), right + 0.12 * wide]),
         minor_showgrid=False,

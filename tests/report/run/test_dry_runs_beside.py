@@ -8,7 +8,7 @@ from refshard.analysis.validation import validated
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord, Run
 from refshard.report.run.page import page
-from refshard.report.run.validation import dry_runs_beside, terminal_validation
+from refshard.report.run.validation import dry_runs, terminal_validation
 from tests.report.runs import CLUSTER, run
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -65,7 +65,7 @@ def evidence(device: str = H100) -> Evidence:
 
 
 def test_each_dry_run_stands_beside_its_case_with_errors_and_states() -> None:
-    found = dry_runs_beside(evidence())
+    found = dry_runs(evidence())
     assert found is not None
     rows = {row["case"].partition(",")[0]: row for row in found.table.to_dict("records")}
     assert rows.keys() == MEASURED_S.keys()
@@ -92,11 +92,11 @@ def test_validate_prints_those_of_which_both_ended_ok() -> None:
 
 
 def test_a_dry_run_of_another_gpu_is_no_prediction() -> None:
-    assert dry_runs_beside(evidence("NVIDIA A100-SXM4-80GB")) is None
+    assert dry_runs(evidence("NVIDIA A100-SXM4-80GB")) is None
 
 
 def test_a_run_without_dry_runs_says_nothing() -> None:
-    assert dry_runs_beside(gather(measured())) is None
+    assert dry_runs(gather(measured())) is None
 
 
 @pytest.mark.parametrize("shown", [True, False])
