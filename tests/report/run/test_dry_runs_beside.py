@@ -4,11 +4,10 @@ import msgspec
 import pytest
 
 from refshard.analysis.evidence import Evidence, gather
-from refshard.analysis.validation import validated
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord, Run
 from refshard.report.run.page import page
-from refshard.report.run.validation import dry_runs, terminal_validation
+from refshard.report.run.validation import dry_runs, dry_runs_of
 from tests.report.runs import CLUSTER, run
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -83,12 +82,11 @@ def test_each_dry_run_stands_beside_its_case_with_errors_and_states() -> None:
     assert found.findings[0].startswith("Dry run: median error of the step time 10.0 %, at most 10.0 %")
 
 
-def test_validate_prints_those_of_which_both_ended_ok() -> None:
-    pairs = validated(evidence())
-    told = terminal_validation(pairs)
-    assert [pair.measured.strategy for pair in pairs] == ["fsdp2", "refshard-fsdp", "refshard-yafsdp"]
-    assert "dry run" in told
-    assert "Dry run: median error of the step time 10.0 %" in told
+def test_the_chart_has_those_of_which_both_ended_ok() -> None:
+    found = dry_runs_of(evidence())
+    assert [case.strategy for case in found] == ["fsdp2", "refshard-fsdp", "refshard-yafsdp"]
+    assert {case.fidelity for case in found.values()} == {"dryrun"}
+    assert "dry run (hollow)" in "".join(page(evidence()))
 
 
 def test_a_dry_run_of_another_gpu_is_no_prediction() -> None:
@@ -102,6 +100,6 @@ def test_a_run_without_dry_runs_says_nothing() -> None:
 @pytest.mark.parametrize("shown", [True, False])
 def test_the_page_shows_them_where_there_are_any(shown: bool) -> None:
     html = "".join(page(evidence() if shown else gather(measured())))
-    assert ("Dry run beside measured" in html) is shown
+    assert ("Dry run and measurement" in html) is shown
     assert ('href="#dry-runs"' in html) is shown
     assert REASON in html
