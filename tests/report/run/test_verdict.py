@@ -34,7 +34,8 @@ def test_the_sentences_of_the_made_run() -> None:
         "significant).",
         "In the traces, most of the difference is exposed communication: 6.00 ms per step in refshard-fsdp, 1.00 ms in "
         "refshard-yafsdp.",
-        "refshard-yafsdp needs the least memory: 240 MiB per rank (peak). Next: refshard-fsdp with 280 MiB, 16.7 % more.",
+        "refshard-yafsdp needs the least memory: 240 MiB per rank (peak). Next: refshard-fsdp with 280 MiB, 16.7 % "
+        "more.",
     )
     assert unranked(gather(run())) == (
         f"fsdp2-tuned, 2 ranks: failed in 1 of 3 rounds (RuntimeError: mat1 and mat2 shapes differ {HOSTILE}).",
@@ -205,8 +206,8 @@ def test_the_reason_is_called_most_only_if_it_is() -> None:
     assert told_why(0.042, 0.016, 0.002)[0].startswith("In the traces, most of the difference is exposed communication")
     (largest,) = told_why(0.045, 0.015, 0.007)
     assert largest == (
-        "In the traces, the largest part of the difference is exposed communication: 15.0 ms per step in fsdp2, 9.00 ms "
-        "in ddp."
+        "In the traces, the largest part of the difference is exposed communication: 15.0 ms per step in fsdp2, 9.00 "
+        "ms in ddp."
     )
 
 

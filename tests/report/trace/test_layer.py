@@ -132,7 +132,7 @@ def test_views_that_span_the_same_have_one_scale_and_one_zero() -> None:
     for view in views:
         layer = layer_chart(view.spanning(before, after), traces.figures(view.timeline), "layer")
         begin, close = numbers(layer.figure["layout"]["xaxis"]["range"])
-        assert (begin * 1e6, close * 1e6) == (pytest.approx(-before), pytest.approx(after))
+        assert [begin * 1e6, close * 1e6] == pytest.approx([-before, after])
 
 
 def test_the_unit_that_is_asked_for_is_drawn_where_it_is() -> None:
