@@ -16,7 +16,8 @@ SAVE = """async ([id, title, width, height, scale]) => {
   const { data, layout } = document.getElementById(id).querySelector(".plot");
   const text = { color: "#1c2024" };
   const own = {
-    ...layout, width, height, autosize: false, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff", margin: { t: 64, l: 8, r: 12, b: 8 },
+    ...layout, width, height, autosize: false, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff",
+    margin: { t: 64, l: 8, r: 12, b: 8 },
     font: { ...text, size: 14, family: "system-ui, sans-serif" },
     title: { text: title, x: 0.01, xanchor: "left", y: 0.97, yanchor: "top", font: { ...text, size: 17 } },
   };

@@ -90,8 +90,9 @@ class Row:
 def lay_out(figure: go.Figure, rows: Sequence[Row], *, barmode: str, legend: bool = False) -> None:
     """Give each row its name, from top to bottom."""
     count = max(len(rows), 1)
+    row_px = _ROW_PX if count <= _MANY_ROWS else _LOW_ROW_PX
     figure.update_layout(
-        template=THEME, height=70 + (60 if legend else 0) + (_ROW_PX if count <= _MANY_ROWS else _LOW_ROW_PX) * count, showlegend=legend, barmode=barmode,
+        template=THEME, height=70 + (60 if legend else 0) + row_px * count, showlegend=legend, barmode=barmode,
         meta={"rows": [{"text": row.text, "case": row.case} for row in rows]},
     )  # fmt: skip
     figure.update_yaxes(
