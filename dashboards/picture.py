@@ -10,16 +10,16 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 CHROMIUM = "/usr/bin/chromium"
-WIDTH, HEIGHT, SCALE = 830, 470, 2
+WIDTH, HEIGHT, SCALE = 830, 490, 2
 DRAWN = "(id) => Boolean(document.getElementById(id).querySelector('.plot')?.labelledAt)"
 SAVE = """async ([id, title, width, height, scale]) => {
   const { data, layout } = document.getElementById(id).querySelector(".plot");
   const text = { color: "#1c2024" };
   const own = {
     ...layout, width, height, autosize: false, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff",
-    margin: { t: 64, l: 8, r: 12, b: 8 },
+    margin: { t: 84, l: 8, r: 12, b: 8 },
     font: { ...text, size: 14, family: "system-ui, sans-serif" },
-    title: { text: title, x: 0.01, xanchor: "left", y: 0.97, yanchor: "top", font: { ...text, size: 17 } },
+    title: { text: title, x: 0.01, xanchor: "left", y: 0.93, yanchor: "middle", font: { ...text, size: 17 } },
   };
   return Plotly.toImage({ data, layout: own }, { format: "png", width, height, scale });
 }"""

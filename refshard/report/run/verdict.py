@@ -356,8 +356,9 @@ def _unranked(case: CaseResult) -> str:
     ended = sum(launch.state == case.state for launch in case.launches)
     rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
     lines = (case.error or "").strip().splitlines()
-    reason = f" ({_shortened(lines[0])})" if lines else ""
-    return f"{case.full_label}: {STATES[case.state]}{rounds}{reason}."
+    state = STATES[case.state]
+    reason = f" ({_shortened(lines[0].removeprefix(f'{state}: '))})" if lines else ""
+    return f"{case.full_label}: {state}{rounds}{reason}."
 
 
 def _shortened(text: str) -> str:
