@@ -69,8 +69,8 @@ def _course_sentence(found: Sequence[tuple[CaseResult, MemoryForecast]], world_s
     peaks = ", ".join(f"{case.strategy} peaks at {format_bytes(told.peak)}" for case, told in here)
     measured = sum(bool(_course(case)) for case, _ in here)
     dry = all(case.fidelity == "dryrun" for case, _ in here)
-    beside = f" Dotted: rank 0, {'dry run' if dry else 'measured'} ({measured} of {len(here)})." if measured else ""
-    return f"Predicted over a step of {ranks(world_size)}: {peaks}.{beside}"
+    dotted = f" Dotted: rank 0, {'dry run' if dry else 'measured'} ({measured} of {len(here)})." if measured else ""
+    return f"Predicted over a step of {ranks(world_size)}: {peaks}.{dotted}"
 
 
 def _course(case: CaseResult) -> tuple[int, ...]:
@@ -81,12 +81,12 @@ def _course(case: CaseResult) -> tuple[int, ...]:
 def _row(case: CaseResult, told: MemoryForecast) -> dict[str, str]:
     measured = case.metrics["peak_memory_bytes"]
     fidelity = spelled(case.fidelity)
-    beside = {} if case.fidelity == "simulated" else {
+    compared = {} if case.fidelity == "simulated" else {
         fidelity: format_bytes(measured),
         f"predicted / {fidelity}": "-" if not measured else f"{told.peak / measured:.3f}",
     }  # fmt: skip
     by_category = {str(name): format_bytes(size) for name, size in told.at_peak.items()}
-    return {"case": case.full_label, "predicted": format_bytes(told.peak), **beside, **by_category}
+    return {"case": case.full_label, "predicted": format_bytes(told.peak), **compared, **by_category}
 
 
 def sentence(found: Sequence[tuple[CaseResult, MemoryForecast]]) -> str:

@@ -1,4 +1,4 @@
-"""Predictions beside measurements, as a table and sentences."""
+"""Predictions compared with measurements, as a table and sentences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
