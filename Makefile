@@ -11,9 +11,6 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(IN
 	--constraint constraints.txt --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# Measured runs that dashboards/published shows on one page.
-MEASURED := $(addprefix profiles/recorded/epyc-2-cores/,quickstart engine_network validation validation_network when_to_shard)
-
 .PHONY: quickstart quick test full check lint types everything gate docs dashboard clients clean gpu gpu-end
 .DELETE_ON_ERROR:
 
@@ -55,10 +52,16 @@ gate: $(VENV)/.run
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The published pages, from profiles/recorded: dry runs of Llama 3 8B on H100s, and what a real machine measured.
-dashboard: $(VENV)/.run
-	$(BIN)/refshard report profiles/recorded/dryrun/llama3_8b_h100 --out dashboards/published/index.html
-	$(BIN)/refshard report $(MEASURED) --out dashboards/published/measured.html
+# The published pages, from profiles/recorded: dry runs of Llama 3 8B on H100s with their picture for the README, a
+# measured comparison on CPUs, and one of its traces. The picture needs Debian's chromium.
+PUBLISHED := dashboards/published
+MEASURED := profiles/recorded/epyc-2-cores/engine_network
+dashboard: $(VENV)/.test
+	$(BIN)/refshard report profiles/recorded/dryrun/llama3_8b_h100 --out $(PUBLISHED)/llama3-8b-h100.html
+	$(BIN)/python dashboards/picture.py $(PUBLISHED)/llama3-8b-h100.html v0-tradeoff \
+		"Llama 3 8B on 8 H100s, selective checkpointing (dry run)<br><sup>Shaded: within 3 % of the fastest, the model's error</sup>" $(PUBLISHED)/llama3-8b-h100.png
+	$(BIN)/refshard report $(MEASURED) --out $(PUBLISHED)/measured.html
+	$(BIN)/refshard trace $(MEASURED)/traces/fsdp2-tuned-*.json.gz --html $(PUBLISHED)/trace.html
 
 # Frameworks from PyPI under the dry run, each in an environment of its own in .clients: half an hour, and 10 GB of disk.
 # Of some of them: make clients CLIENTS="torchtitan trl". Where the index serves CUDA builds of torch, set

@@ -14,6 +14,7 @@ const charts = (() => {
     document.head.append(script);
   })());
 
+  // --- filtering
   // Bars: rows that go take their bars along, and a heading goes with the last row under it.
   const keptRows = (rows) => rows.filter((row, place) => {
     if (row.case !== null) return keeps(row.case);
@@ -37,22 +38,31 @@ const charts = (() => {
   };
 
   // Curves: one of a case that goes is not drawn, one of several cases loses their points.
-  const takeCurves = ({ data: traces, layout }) => ({
-    data: traces.filter((trace) => {
+  const takeCurves = ({ data: traces, layout }) => {
+    const taken = traces.filter((trace) => {
       const { case: only, any } = trace.meta ?? {};
       return (only === undefined || keeps(only)) && (any === undefined || any.some(keeps));
-    }).map((trace) => (trace.meta?.cases ? pick(trace, trace.meta.cases.map(keeps)) : trace)),
-    layout,
-  });
+    }).map((trace) => (trace.meta?.cases ? pick(trace, trace.meta.cases.map(keeps)) : trace));
+    const front = taken.findIndex((trace) => trace.meta?.front);
+    if (front >= 0) taken[front] = { ...taken[front], ...frontOf(taken.find((trace) => trace.meta?.labels)) };
+    return { data: taken, layout };
+  };
+
+  // The points that no other beats in both coordinates, from left to right.
+  const frontOf = ({ x, y }) => {
+    const order = x.map((_, place) => place).sort((a, b) => x[a] - x[b] || y[a] - y[b]);
+    const kept = order.filter((place, at) => order.slice(0, at).every((before) => y[before] > y[place]));
+    return { x: kept.map((place) => x[place]), y: kept.map((place) => y[place]) };
+  };
 
   // A trace with the points for which ``kept`` is true.
   const pick = (trace, kept, change = {}) => {
     const some = (list, each = (value) => value) => list.filter((_, place) => kept[place]).map(each);
-    const taken = { ...trace, x: some(trace.x), y: some(trace.y, change.y) };
-    for (const key of ["text", "customdata"]) if (Array.isArray(trace[key])) taken[key] = some(trace[key]);
-    if (trace.error_x?.array) {
-      taken.error_x = { ...trace.error_x, array: some(trace.error_x.array), arrayminus: some(trace.error_x.arrayminus) };
-    }
+    const lists = (object, keys) => Object.fromEntries(
+      keys.filter((key) => Array.isArray(object?.[key])).map((key) => [key, some(object[key])]));
+    const taken = { ...trace, ...lists(trace, ["text", "customdata"]), x: some(trace.x), y: some(trace.y, change.y) };
+    if (trace.marker) taken.marker = { ...trace.marker, ...lists(trace.marker, ["color", "symbol"]) };
+    if (trace.error_y) taken.error_y = { ...trace.error_y, ...lists(trace.error_y, ["array", "arrayminus"]) };
     return taken;
   };
 
@@ -77,19 +87,123 @@ const charts = (() => {
     return figure.layout.meta?.rows ? takeBars(figure) : takeCurves(figure);
   };
 
-  const draw = (element) => {
+  // --- labels of points: each where nothing else is; one without room goes, since pointing tells it too
+  const AROUND = [
+    ["middle right", 1, 0], ["middle left", -1, 0], ["top center", 0, -1], ["bottom center", 0, 1],
+    ["top right", 1, -1], ["bottom right", 1, 1], ["top left", -1, -1], ["bottom left", -1, 1],
+  ];
+  const HIGH = 15; // of a label, px
+  const FAR = 9; // from a point's middle to its label, px
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = "13px system-ui, sans-serif";
+
+  const boxAt = (x, y, width, [, right, down]) => ({
+    left: x + (right > 0 ? FAR : right < 0 ? -FAR - width : -width / 2), width, height: HIGH,
+    top: y + (down > 0 ? FAR : down < 0 ? -FAR - HIGH : -HIGH / 2),
+  });
+  const meet = (a, b) => a.left < b.left + b.width && b.left < a.left + a.width
+    && a.top < b.top + b.height && b.top < a.top + a.height;
+
+  // A line as many small boxes.
+  const dots = (ends) => ends.slice(1).flatMap(([x, y], at) => {
+    const [fromX, fromY] = ends[at];
+    const count = Math.ceil(Math.hypot(x - fromX, y - fromY) / 4);
+    return Array.from({ length: count }, (_, n) => n / count).map((part) => ({
+      left: fromX + part * (x - fromX), top: fromY + part * (y - fromY), width: 1, height: 1,
+    }));
+  });
+
+  const placed = (box, trace, front) => {
+    const { xaxis, yaxis, shapes, _size: size } = box._fullLayout;
+    const points = trace.x.map((x, place) => [xaxis.d2p(x), yaxis.d2p(trace.y[place])]);
+    const taken = points.map(([x, y]) => ({ left: x - 7, top: y - 7, width: 14, height: 14 }));
+    for (const shape of shapes.filter((one) => one.name === "limit")) {
+      taken.push({ left: xaxis.d2p(shape.x0) - 3, top: 0, width: 6, height: size.h });
+    }
+    const { array = [], arrayminus = [], visible } = trace.error_y ?? {};
+    for (const [place, [x, y]] of visible ? points.entries() : []) {
+      const top = yaxis.d2p(trace.y[place] + array[place]);
+      taken.push({ left: x - 3, top, width: 6, height: yaxis.d2p(trace.y[place] - arrayminus[place]) - top });
+    }
+    const line = dots(front.x.map((x, at) => [xaxis.d2p(x), yaxis.d2p(front.y[at])]));
+    const place = ([x, y], name) => {
+      const width = pen.measureText(name.replaceAll("&lt;", "<").replaceAll("&amp;", "&")).width + 4;
+      const free = AROUND.map((side) => [side, boxAt(x, y, width, side)]).filter(([, at]) => at.left >= 0 && at.top >= 0
+        && at.left + width <= size.w && at.top + HIGH <= size.h && !taken.some((other) => meet(at, other)));
+      const [side, at] = free.find(([, one]) => !line.some((dot) => meet(one, dot))) ?? free[0] ?? [];
+      if (at) taken.push(at);
+      return side?.[0];
+    };
+    // Lower points first: they are the better ones.
+    const order = points.map((_, at) => at).sort((a, b) => points[b][1] - points[a][1]);
+    const sides = [];
+    for (const at of order) sides[at] = place(points[at], trace.text[at]);
+    return sides;
+  };
+
+  const label = (box, traces) => {
+    const at = traces.findIndex((trace) => trace.meta?.labels);
+    if (at < 0) return undefined;
+    box.labelledAt = box.clientWidth;
+    const trace = traces[at];
+    const sides = placed(box, trace, traces.find((one) => one.meta?.front));
+    return Plotly.restyle(box, {
+      text: [trace.text.map((text, place) => (sides[place] ? text : ""))],
+      textposition: [sides.map((side) => side ?? "middle right")],
+    }, [at]);
+  };
+
+  // --- drawing
+  const draw = async (element) => {
     const { data: traces, layout } = shown(element);
     // On a narrow screen the legend takes a line for each name, which would leave the figure no room.
     const named = traces.filter((trace) => trace.showlegend !== false).length;
     const height = layout.height + (element.clientWidth < 600 && layout.showlegend !== false ? 22 * named : 0);
-    const box = element.querySelector(".plot") ?? element.appendChild(document.createElement("div"));
+    let box = element.querySelector(".plot");
+    if (!box) {
+      box = element.appendChild(document.createElement("div"));
+      offer(element);
+    }
     box.className = "plot";
     element.style.minHeight = "";
     drawn.add(element);
-    return Plotly.react(box, traces, { ...layout, height, template: data.theme }, {
+    // Plotly changes what it gets, so labels get a copy.
+    await Plotly.react(box, traces.map((trace) => ({ ...trace })), { ...layout, height, template: data.theme }, {
       displayModeBar: Boolean(layout.meta?.texts), displaylogo: false, responsive: true,
       modeBarButtons: [["zoomIn2d", "zoomOut2d", "zoom2d", "pan2d", "resetScale2d"]],
     });
+    await label(box, traces);
+    if (!box.watched) {
+      box.watched = true;
+      box.on("plotly_afterplot", () => {
+        if (box.labelledAt && box.labelledAt !== box.clientWidth) label(box, shown(element).data);
+      });
+    }
+  };
+
+  // --- saving
+  const offer = (element) => {
+    const caption = element.closest("figure")?.querySelector("figcaption");
+    for (const format of ["svg", "png"]) {
+      const tool = document.createElement("button");
+      tool.type = "button";
+      tool.className = "tool";
+      tool.textContent = format.toUpperCase();
+      tool.setAttribute("aria-label", `Save as ${format.toUpperCase()}: ${element.dataset.title}`);
+      tool.addEventListener("click", () => save(element, format));
+      caption?.append(" ", tool);
+    }
+  };
+  const save = async (element, format) => {
+    const box = element.querySelector(".plot");
+    const layout = {
+      ...box.layout, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff", font: { ...data.theme.layout.font, color: "#1c2024" },
+    };
+    const size = { width: Math.max(box.clientWidth, 700), height: box.clientHeight };
+    const link = document.createElement("a");
+    link.href = await Plotly.toImage({ data: box.data, layout }, { format, scale: format === "png" ? 2 : 1, ...size });
+    link.download = `${element.dataset.title.replace(/[^\w]+/g, "-")}.${format}`;
+    link.click();
   };
 
   const near = new IntersectionObserver((entries) => {
@@ -105,9 +219,17 @@ const charts = (() => {
     for (const element of drawn) if (element.offsetParent) draw(element); // what is hidden can only come back by a filter
   };
 
-  // Charts that have come onto the page.
+  // Charts that have come onto the page, and those that have gone.
   const add = (within) => {
     if ("DecompressionStream" in window) for (const element of within.querySelectorAll(".chart")) near.observe(element);
+  };
+  const forget = (within) => {
+    for (const element of within.querySelectorAll(".chart")) {
+      near.unobserve(element);
+      drawn.delete(element);
+      figures.delete(element);
+      if (element.querySelector(".plot")) Plotly.purge(element.querySelector(".plot"));
+    }
   };
   add(document);
   if ("DecompressionStream" in window) (window.requestIdleCallback ?? setTimeout)(load); // print does not wait for it
@@ -115,10 +237,11 @@ const charts = (() => {
   window.addEventListener("beforeprint", () => {
     if (!window.Plotly) return;
     for (const element of document.querySelectorAll(".chart")) {
+      if (!element.offsetParent) continue;
       draw(element);
       Plotly.relayout(element.querySelector(".plot"), { width: 680 });
     }
   });
   window.addEventListener("afterprint", () => drawn.forEach(draw));
-  return { data, filter, add };
+  return { data, filter, add, forget };
 })();

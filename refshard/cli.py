@@ -210,17 +210,18 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, such as runs/latest.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="File to write ('-': stdout) (default: in the last run's folder)."),
+        typer.Option(
+            "--out",
+            "-o",
+            help="page.html, a folder, a .zip to send, or '-' for stdout (default: in the last run's folder).",
+        ),
     ] = None,
     against: Annotated[Path | None, typer.Option(help="An earlier run: say what changed since.")] = None,
-    multi: Annotated[
-        bool, typer.Option("--multi", help="Write a folder: the dashboard, and a timeline of each case's trace.")
-    ] = False,
 ) -> None:
-    """Draw the dashboard of one run or several: one HTML file that needs no network."""
+    """Draw the dashboard of a run as one HTML file, or of several runs as a folder; both work offline."""
     from refshard.commands import report as command
 
-    written = command.report(runs, out, against=against, multi=multi)
+    written = command.report(runs, out, against=against)
     if str(out) != "-":
         print(written)
 

@@ -16,6 +16,11 @@ from refshard.errors import SpecError
 from refshard.records import Environment, Run
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec, Fidelity, spelled
 
+_COUNTED = {
+    "warmup_steps": ("warm-up step", ""), "measured_steps": ("measured step", ""), "traced_steps": ("traced step", ""),
+    "threads_per_rank": ("thread", " per rank"), "resident_ranks": ("rank", " resident"),
+}  # fmt: skip
+"""Fields that count something: its name, and what follows."""
 _NAMED = ("strategy", "world_size", "model", "global_batch", "seq_len")
 """Fields that labels name by themselves."""
 
@@ -206,7 +211,7 @@ def _told_apart(found: Sequence[CaseResult]) -> list[CaseResult]:
         for theme, known in themes.items()
     }
     told = [
-        replace(case, variant="".join(f", {field} {getattr(case.spec, field)}" for field in varying[_theme(case.spec)]))
+        replace(case, variant="".join(f", {in_words(case.spec, field)}" for field in varying[_theme(case.spec)]))
         for case in found
     ]
     hosts = _hosts(told)
@@ -219,6 +224,27 @@ def _told_apart(found: Sequence[CaseResult]) -> list[CaseResult]:
         replace(case, place=f"{case.place}, of {case.header.suite.name}") if alike[case.full_label] > 1 else case
         for case in placed
     ]
+
+
+def in_words(spec: CaseSpec, field: str) -> str:
+    """A field of a spec and its value, as a label says it.
+
+    >>> spec = CaseSpec(strategy="ddp", world_size=2, model="llama-tiny", global_batch=2, traced_steps=1)
+    >>> in_words(spec, "traced_steps"), in_words(spec, "threads_per_rank"), in_words(spec, "learning_rate")
+    ('1 traced step', '1 thread per rank', 'learning rate 0.001')
+    """
+    value = getattr(spec, field)
+    if field == "memory_limit_gib":
+        return "no memory limit" if value is None else f"limit of {value:g} GiB"
+    if field == "time_limit_s":
+        return f"time limit of {value:g} s"
+    if field in _COUNTED:
+        noun, rest = _COUNTED[field]
+        return f"{value:,} {noun}{'' if value == 1 else 's'}{rest}"
+    if isinstance(value, bool):
+        return f"{'with' if value else 'without'} {field}"
+    told = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{field.replace('_', ' ')} {told}"
 
 
 def _apart(place: dict[str, str], others: Sequence[dict[str, str]]) -> str:

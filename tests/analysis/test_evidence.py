@@ -137,7 +137,7 @@ def test_a_copy_of_a_run_is_no_second_run() -> None:
 def test_contenders_of_several_runs_are_doubted() -> None:
     one, other = run(CASES[1:2], rounds=3, failed=False), later(run(CASES[2:3], rounds=3, failed=False), "other")
     (found,) = findings(gather(one, other))
-    assert found.caveats[0].startswith("cases of several runs were not measured in turns")
+    assert found.caveats[0].startswith("the cases come from several runs")
     (alone,) = findings(gather(run(CASES[1:3], rounds=3, failed=False)))
     assert alone.caveats == ()
 
@@ -147,8 +147,8 @@ def test_rounds_of_two_runs_are_not_paired() -> None:
     one, other = run(CASES[1:2], rounds=3, failed=False), later(run(CASES[2:3], rounds=3, failed=False), "other")
     (apart,) = findings(gather(one, other))
     (together,) = findings(gather(run(CASES[1:3], rounds=3, failed=False)))
-    assert "fsdp2, takes 60.0 ms, 20.0 % longer, paired by round (95 % interval 20.0 to 20.0 %" in together.margin
-    assert "fsdp2, takes 60.0 ms, 20.0 % longer (95 % interval 14.8 to 25.4 %" in apart.margin
+    assert "fsdp2 takes 60.0 ms, 20.0 % longer, paired by round (95 % interval 20.0 to 20.0 %" in together.margin
+    assert "fsdp2 takes 60.0 ms, 20.0 % longer (95 % interval 14.8 to 25.4 %" in apart.margin
 
 
 def test_there_must_be_a_run() -> None:

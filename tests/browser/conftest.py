@@ -10,7 +10,7 @@ import pytest
 from refshard import resources
 from refshard.analysis.evidence import gather
 from refshard.harness.store import read_run
-from refshard.report.run.page import Beside
+from refshard.report.run.page import Extras
 from refshard.report.run.why import read_traces
 from refshard.report.trace.page import write_trace_page
 from tests.browser.visits import CONTENT, Visit, earlier, visiting, wide, written
@@ -42,7 +42,7 @@ def browser() -> Iterator["Browser"]:
 def wide_address(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A page of many cases: two runs, two models, three world sizes, two fidelities; beside an earlier run."""
     path = tmp_path_factory.mktemp("wide") / "dashboard.html"
-    return written(wide(), path, Beside(baseline=gather(earlier(CASES))))
+    return written(wide(), path, Extras(baseline=gather(earlier(CASES))))
 
 
 @pytest.fixture(scope="package")
@@ -53,7 +53,7 @@ def traced_address(tmp_path_factory: pytest.TempPathFactory) -> str:
     evidence = gather(recorded)
     (one,) = [one for one in read_traces(evidence, [(recorded, RECORDED)], path).values() if one.view]
     found = {case: replace(one, case=case) for case in evidence.cases if case.strategy in TRACED}
-    return written(evidence, path, Beside(traces=found))
+    return written(evidence, path, Extras(traces=found))
 
 
 @pytest.fixture(scope="package")

@@ -32,8 +32,6 @@ def test_axe_has_nothing_to_say_of_a_run(
 ) -> None:
     for address, is_open in ((wide_address, True), (traced_address, False)):
         visit = visiting(browser, address, viewport={"width": WIDTHS[scheme], "height": 900}, color_scheme=scheme)
-        # What is not laid out is not checked.
-        visit.page.add_style_tag(content="section { content-visibility: visible !important; }")
         if is_open:
             visit.page.locator("details").evaluate_all("(all) => all.forEach((details) => { details.open = true; })")
             visit.page.locator("#filters input").first.click()

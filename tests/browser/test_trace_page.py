@@ -161,7 +161,7 @@ def test_perfetto_gets_the_very_bytes_of_the_trace(page: "Page") -> None:
     got = given(popup.value)
     assert bytes(got["bytes"]) == CONTENT
     assert (got["kind"], got["title"], got["fileName"]) == ("ArrayBuffer", "rank0.json.gz", "rank0.json.gz")
-    page.get_by_text("Handed to Perfetto.").wait_for()
+    page.get_by_text("Opened in Perfetto.").wait_for()
 
 
 def test_perfetto_gets_the_file_that_the_reader_chooses(page: "Page", tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from refshard.analysis.evidence import Evidence, gather
 from refshard.records import LaunchRecord, Run
-from refshard.report.run.page import Beside, write_dashboard
+from refshard.report.run.page import Extras, write_dashboard
 from tests.report.runs import CASES, Made, run
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def visiting(browser: "Browser", address: str, **options: Any) -> Visit:
     return visit
 
 
-def written(evidence: Evidence, path: Path, beside: Beside | None = None) -> str:
+def written(evidence: Evidence, path: Path, beside: Extras | None = None) -> str:
     """Write a dashboard; return its address."""
     write_dashboard(evidence, path, beside)
     return path.as_uri()

@@ -14,16 +14,13 @@ from typer.testing import CliRunner
 from refshard import resources
 from refshard.cli import app
 from refshard.commands.compare import compare
-from refshard.commands.report import report
 from refshard.commands.show import show
-from refshard.errors import SpecError, StoreError
 from refshard.records import Run
 from refshard.report import forms
 from refshard.specs.case import Fidelity
-from tests.analysis.test_evidence import later, quicker
 from tests.report.printed import as_csv, as_json, notes, tables, text, verdict, words
 from tests.report.printed import rows as printed_rows
-from tests.report.runs import CASES, HOSTILE, over_network, run, unfinished, with_record, write
+from tests.report.runs import CASES, HOSTILE, run, unfinished, with_record, write
 
 RECORDED = sorted(path.parent for path in (resources.root() / "profiles" / "recorded").glob("*/*/records.jsonl"))
 
@@ -160,82 +157,6 @@ def test_every_recorded_run_is_shown_in_every_form(folder: Path) -> None:
         assert all("-" not in row.values() for row in printed_rows(table)), "every case has both ratios"
     for width in (80, 120):
         assert max(map(len, text(found, width, verbose=True).splitlines())) <= width
-
-
-def test_a_network_is_named_in_text_in_json_and_on_the_page(folder: Path, tmp_path: Path) -> None:
-    words = "2 hosts joined at 2 Gbit/s (network namespaces)"
-    joined = write(over_network(run(), words), tmp_path / "joined")
-    assert f"The ranks ran on {words}." in notes(show(joined))
-    assert {row["network"] for row in as_json(show(joined))["cases"]} == {words}
-    page = report([joined], None).read_text()
-    assert f"on quiet-oak: {words}, refshard" in page
-    assert "hosts joined" not in text(show(folder), verbose=True)
-    assert {row["network"] for row in as_json(show(folder))["cases"]} == {None}
-
-
-def test_report_writes_beside_the_records(folder: Path) -> None:
-    assert report([folder], None) == folder / "dashboard.html"
-    assert 'id="plotly"' in (folder / "dashboard.html").read_text()
-
-
-def test_report_writes_where_it_is_told(folder: Path, tmp_path: Path) -> None:
-    assert report([folder], tmp_path / "page.html") == tmp_path / "page.html"
-    assert not (folder / "dashboard.html").exists()
-
-
-def test_a_place_that_does_not_exist_is_a_mistake_in_one_line(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"out: .*missing/page.html cannot be written \(No such file"):
-        report([folder], tmp_path / "missing" / "page.html")
-
-
-def test_a_folder_without_a_run_is_a_mistake_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="there is no run in this folder"):
-        show(tmp_path)
-    with pytest.raises(StoreError, match="there is no run in this folder"):
-        report([tmp_path], None)
-
-
-def test_several_runs_make_one_page_and_a_baseline_its_changes(folder: Path, tmp_path: Path) -> None:
-    other = write(later(run(CASES[:2], rounds=1, failed=False), "other"), tmp_path / "other")
-    text = report([folder, other], tmp_path / "page.html").read_text()
-    assert "Run made," in text
-    assert "Run other," in text
-    assert 'id="history"' in text
-    slower = write(later(quicker(run(failed=False), 1.5), "slower"), tmp_path / "slower")
-    text = report([slower], tmp_path / "page.html", against=folder).read_text()
-    assert "Against made, slower: " in text
-    assert "finding worse" in text
-
-
-def test_a_run_that_is_named_twice_counts_once(folder: Path, tmp_path: Path) -> None:
-    """As ``runs/*/`` does, where ``latest`` leads to another of them."""
-    (tmp_path / "latest").symlink_to(folder)
-    text = report([folder, tmp_path / "latest"], tmp_path / "page.html").read_text()
-    assert text == report([folder], tmp_path / "page.html").read_text()
-
-
-@pytest.mark.processes
-def test_the_noise_of_the_machine_is_told_where_it_was_measured(
-    folder: Path, tmp_path: Path, chdir: Callable[[Path], None]
-) -> None:
-    chdir(tmp_path)
-    assert "not measured" in report([folder], tmp_path / "page.html").read_text()
-    kept = tmp_path / resources.BASELINES / run().header.environment.id
-    kept.mkdir(parents=True)
-    (kept / "gate.noise.json").write_bytes(NOISE.read_bytes())
-    assert "8 of 1,000 gates failed" in report([folder], tmp_path / "page.html").read_text()
-    (kept / "gate.noise.json").write_text("{")
-    assert "not measured" in report([folder], tmp_path / "page.html").read_text()
-
-
-def test_a_folder_of_pages_has_a_timeline_for_each_trace(tmp_path: Path) -> None:
-    (recorded,) = [path for path in RECORDED if path.name == "engine_network"]
-    index = report([recorded], tmp_path / "pages", multi=True)
-    assert index == tmp_path / "pages" / "index.html"
-    assert sorted(path.name for path in index.parent.iterdir()) == ["index.html", "trace-0.html", "trace-1.html"]
-    text = index.read_text()
-    assert 'href="trace-0.html">timeline</a>' in text
-    assert f'href="{os.path.relpath(recorded / "traces", index.parent)}/' in text
 
 
 def test_markdown_has_the_verdict_first_and_a_table_for_each_setting(folder: Path) -> None:

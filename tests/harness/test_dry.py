@@ -168,7 +168,7 @@ class TestRun:
         del ran
         told = words(show(folder))
         assert "llama-tiny, global batch of 8 sequences of 64 tokens, dry run on dgx-h100x32" in told
-        assert "A dry run on dgx-h100x32 is no measurement" in told
+        assert "Not measured, but dry-run on dgx-h100x32" in told
         assert "reserved" in told
         assert "interval" not in told.replace("there is no interval", "")
 

@@ -23,9 +23,11 @@ _AXIS = {
     "zerolinecolor": _GRID,
     "linecolor": _GRID,
     "automargin": True,
+    "ticklabelstandoff": 5,
     "title": {"font": {"size": 13}},
 }
-_ROW_PX = 32
+_ROW_PX, _LOW_ROW_PX, _MANY_ROWS = 32, 26, 12
+"""Height of a row, and its height from so many rows on."""
 BAR = 0.7
 """Of a row. Plotly would else take the least distance between bars of one trace for it."""
 
@@ -88,8 +90,9 @@ class Row:
 def lay_out(figure: go.Figure, rows: Sequence[Row], *, barmode: str, legend: bool = False) -> None:
     """Give each row its name, from top to bottom."""
     count = max(len(rows), 1)
+    row_px = _ROW_PX if count <= _MANY_ROWS else _LOW_ROW_PX
     figure.update_layout(
-        template=THEME, height=70 + (60 if legend else 0) + _ROW_PX * count, showlegend=legend, barmode=barmode,
+        template=THEME, height=70 + (60 if legend else 0) + row_px * count, showlegend=legend, barmode=barmode,
         meta={"rows": [{"text": row.text, "case": row.case} for row in rows]},
     )  # fmt: skip
     figure.update_yaxes(

@@ -4,6 +4,8 @@ Names of modules and operators, lines of scripts and errors are untrusted: Jinja
 escapes them in the data, and the page's content security policy allows only the page's own scripts.
 """
 
+import base64
+import gzip
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,11 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from refshard.dryrun.analyse import Analysis
+from refshard.dryrun.as_kineto import as_kineto
 from refshard.dryrun.memory_course import MemoryCourse, call_clock, gpu_clock, memory_course
 from refshard.dryrun.recording import Category, Kind
 from refshard.dryrun.steps import steps_of
 from refshard.quantities import axis_unit, format_bytes, format_percent, format_seconds
 from refshard.report.draw.charts import Chart, chart, theme
+from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.draw.render import fill, resource, script
 from refshard.report.dryrun import tables as dryrun_tables
 from refshard.report.dryrun.memory_picture import Axis, picture
@@ -71,6 +75,7 @@ def page(found: Analysis, command: str) -> Iterable[str]:
         "by_category": dryrun_tables.by_category(found),
         "largest": dryrun_tables.largest(found),
         "overheads": dryrun_tables.overheads(found),
+        "trace": _trace(found),
         "timeline": None if traced is None else _timeline(found, traced),
         "steps": steps,
         "time": dryrun_tables.time(found) if found.figures else None,
@@ -83,8 +88,19 @@ def page(found: Analysis, command: str) -> Iterable[str]:
         "command": command,
         "data": {"theme": theme()},
     }
-    style = "".join(map(resource, ("style.css", "trace.css", "dryrun.css")))
-    return fill("dryrun.html.j2", content, style=style, scripts=[script(resource("charts.js"))])
+    style = "".join(map(resource, ("style.css", "dryrun.css")))
+    scripts = [script(resource(name)) for name in ("charts.js", "tables.js", "perfetto.js")]
+    return fill("dryrun.html.j2", content, style=style, scripts=scripts)
+
+
+def _trace(found: Analysis) -> dict[str, str] | None:
+    """The replayed steps as a Kineto trace for Perfetto; None without a step, or if it is too large for the page."""
+    if found.figures is None:
+        return None
+    content = gzip.compress(as_kineto(found.run.recording, found.replayed).encode(), mtime=0)
+    if len(content) > MOST_EMBEDDED:
+        return None
+    return {"name": "dryrun.json.gz", "content": base64.b64encode(content).decode()}
 
 
 def verdict(found: Analysis) -> tuple[str, list[str]]:

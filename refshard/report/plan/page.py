@@ -6,14 +6,16 @@ from typing import Literal
 import pandas as pd
 import plotly.graph_objects as go
 
+from refshard.analysis.contests import ALIKE
 from refshard.quantities import axis_unit, format_bytes, format_seconds
 from refshard.report.draw.charts import Bar, Chart, Row, chart, label_text, stacked, theme
 from refshard.report.draw.palette import MEMORY, RED, Look, look
 from refshard.report.draw.render import fill, resource, script
+from refshard.report.draw.tradeoff import Frame, Point, front, tradeoff_figure
 from refshard.report.plan import table as plan_table
 from refshard.report.plan import words as plan_words
 from refshard.simulate.forecast import Job
-from refshard.simulate.ranking import Plan
+from refshard.simulate.ranking import Plan, PlanRow
 
 _CUT = 1.6
 """The axis of memory ends at this many times what tensors can fill."""
@@ -32,11 +34,43 @@ def page(plan: Plan, job: Job, title: str, command: str) -> Iterable[str]:
             (time_chart(plan), pd.DataFrame(plan_table.time_by_part(plan))),
             (memory_chart(plan), pd.DataFrame(plan_table.memory_by_part(plan))),
         ],
+        "tradeoff": tradeoff(plan),
         "data": {"theme": theme()},
         "command": command,
     }
-    style = resource("style.css") + resource("plan.css")
-    return fill("plan.html.j2", content, style=style, scripts=[script(resource("charts.js"))])
+    style = resource("style.css") + resource("run.css")
+    scripts = [script(resource(name)) for name in ("charts.js", "tables.js")]
+    return fill("plan.html.j2", content, style=style, scripts=scripts)
+
+
+def tradeoff(plan: Plan) -> Chart | None:
+    """Step time against memory, of the strategies that fit."""
+    rows = [(place, row) for place, row in enumerate(plan.rows) if row.fits]
+    if not rows:
+        return None
+    points = [_point(row, place) for place, row in rows]
+    frame = Frame(
+        memory="peak memory", limit=plan.usable_bytes, limit_text=f"{format_bytes(plan.usable_bytes)} usable",
+        tie=(1 + ALIKE) * points[0].time,
+    )  # fmt: skip
+    best = ", ".join(f"{one.name} ({format_seconds(one.time)}, {format_bytes(one.memory)})" for one in front(points))
+    sentence = (
+        f"Lower left is better. Dotted, the strategies that no other beats in both: {best}. Shaded: within "
+        f"{100 * ALIKE:.0f} % of the fastest, the model's error."
+    )
+    return chart("tradeoff", "Step time against memory", tradeoff_figure(points, frame), sentence)
+
+
+def _point(row: PlanRow, place: int) -> Point:
+    lines = [
+        f"<b>{label_text(row.strategy)}</b>", f"step time {format_seconds(row.step.step_time_s)}, calculated",
+        f"peak memory {format_bytes(row.memory.peak)}", f"{row.step.tokens_per_s_gpu:,.0f} tokens/s/GPU",
+        f"{row.checkpointed} of {row.layers} layers recompute",
+    ]  # fmt: skip
+    return Point(
+        name=row.strategy, time=row.step.step_time_s, memory=row.memory.peak, tip="<br>".join(lines),
+        colour=look(place).colour, place=place, number=place,
+    )  # fmt: skip
 
 
 def time_chart(plan: Plan) -> Chart:

@@ -1,7 +1,7 @@
-"""What changed since a baseline: times where one machine measured both, exact metrics in any case.
+"""What changed since an earlier run: times if one machine measured both, exact metrics always.
 
-Runs of two moments are not interleaved, so their ratio holds the machine's drift too: the page says so, and a gate
-(``refshard gate --baseline``) is what decides.
+Two runs are not interleaved, so the ratio includes the machine's drift; a gate (``refshard gate --baseline``) measures
+both in turns.
 """
 
 from collections import Counter
@@ -32,8 +32,8 @@ MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """One case beside itself in the baseline; ``why_not`` says why times are not compared. ``exact`` are the exact
-    metrics that changed, None where there are none to compare.
+    """One case and the same case in the baseline; ``why_not`` says why times are not compared. ``exact`` are the exact
+    metrics that changed, None if there are none to compare.
     """
 
     case: CaseResult
@@ -45,7 +45,7 @@ class Changed:
 
     @property
     def outcome(self) -> Outcome:
-        """What its time says: unknown where the interval holds both no change and a relevant one."""
+        """What its time says: unknown if the interval includes both no change and a relevant one."""
         if self.ratio is None or self.why_not:
             return "not compared"
         low, high = (self.interval.low, self.interval.high) if self.interval else (self.ratio, self.ratio)
@@ -58,7 +58,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """What became of the baseline's cases, in sentences and case by case; ``doubts`` weaken it."""
+    """What changed in the baseline's cases, in sentences and case by case, and doubts about it."""
 
     baseline: str
     sentences: tuple[str, ...]
@@ -69,7 +69,7 @@ class Against:
 
 
 def against(evidence: Evidence, baseline: Evidence) -> Against:
-    """Every case of the evidence that the baseline holds too, on the same machine if that has it."""
+    """Every case of the evidence that is in the baseline too, on the same machine if possible."""
     pairs = [(case, before) for case in evidence.cases if (before := _before(case, baseline)) is not None]
     found = tuple(_changed(case, before) for case, before in pairs)
     names = listed([run.header.run_id for run in baseline.runs])
@@ -108,7 +108,7 @@ def _changed(case: CaseResult, before: CaseResult) -> Changed:
 
 
 def _exact(case: CaseResult, before: CaseResult, *, together: bool) -> tuple[Change, ...] | None:
-    """Exact metrics that changed; between machines, of those that any machine finds the same."""
+    """Exact metrics that changed; between machines, only those that do not depend on the machine."""
     sides = []
     for one in (before, case):
         launch = next((launch for launch in one.launches if launch.state == "ok" and launch.proof), None)
@@ -127,14 +127,16 @@ def _is_worse(one: Changed) -> bool:
 
 def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
     if not found:
-        return [f"Nothing here is in {baseline} too, so there is no change to tell."]
+        return [f"No case is in {baseline} too, so there is nothing to compare."]
     counts: Counter[str] = Counter(one.outcome for one in found)
     sentences = []
     for outcome in ("slower", "faster"):
         here = sorted((o for o in found if o.outcome == outcome), key=lambda o: -abs((o.ratio or 1.0) - 1.0))
         if here:
             more = f" and {len(here) - MOST_NAMED} more" if len(here) > MOST_NAMED else ""
-            sentences.append(f"Against {baseline}, {outcome}: {'; '.join(map(_told, here[:MOST_NAMED]))}{more}.")
+            sentences.append(
+                f"{outcome.capitalize()} than in {baseline}: {'; '.join(map(_told, here[:MOST_NAMED]))}{more}."
+            )
     if busy := busy_between(
         (one.before, one.case, one.ratio - 1)
         for one in found
@@ -142,13 +144,13 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
     ):
         sentences.append(busy)
     if broke := [one.case.full_label for one in found if one.before.ok and not one.case.ok]:
-        sentences.append(f"Ended ok in {baseline} and not here: {listed(broke)}.")
+        sentences.append(f"Ended ok in {baseline} but not here: {listed(broke)}.")
     if moved := [(one, one.exact) for one in found if one.exact]:
         regressed = sum(any(change.verdict == "regressed" for change in exact) for _, exact in moved)
         first, exact = moved[0]
         sentences.append(
-            f"Exact metrics changed in {len(moved)} of {len(found)} cases, for the worse or without a better direction "
-            f"in {regressed}; the first: {first.case.full_label}, {_exact_words(exact[0])}."
+            f"Exact metrics changed in {len(moved)} of {len(found)} cases and count as regressions in {regressed}; "
+            f"the first: {first.case.full_label}, {_exact_words(exact[0])}."
         )
     reasons = dict.fromkeys(one.why_not for one in found if one.outcome == "not compared")
     rest = [
@@ -156,12 +158,12 @@ def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
         for outcome, words in (
             ("unchanged", f"within {RELEVANT:.1%}".replace("%", " %")),
             ("unknown", "too noisy to tell"),
-            ("not compared", f"not compared by time ({'; '.join(reasons)})"),
+            ("not compared", f"times not compared ({'; '.join(reasons)})"),
         )
         if counts[outcome]
     ]
     if rest:
-        sentences.append(f"Of {len(found)} cases that {baseline} has too: {', '.join(rest)}.")
+        sentences.append(f"{len(found)} matching {'case' if len(found) == 1 else 'cases'}: {', '.join(rest)}.")
     return sentences
 
 
@@ -181,13 +183,13 @@ def _doubts(found: Sequence[Changed], evidence: Evidence, baseline: Evidence) ->
     doubts = []
     if any(one.interval for one in found):
         doubts.append(
-            "The two were not measured in turns, so a drift of the machine between them looks like a change; "
-            "refshard gate measures both in paired rounds"
+            "The two runs were not measured in turns, so a drift of the machine looks like a change; `refshard gate` "
+            "measures both in paired rounds"
         )
     warnings = dict.fromkeys(w for one in found if one.interval and not one.why_not for w in one.interval.warnings)
     doubts += list(warnings)
     keys: list[set[tuple[CaseSpec, Fidelity]]] = [{(c.spec, c.fidelity) for c in e.cases} for e in (evidence, baseline)]
-    for only, where in ((keys[0] - keys[1], "here only"), (keys[1] - keys[0], "in the baseline only")):
+    for only, where in ((keys[0] - keys[1], "only here"), (keys[1] - keys[0], "only in the earlier run")):
         if only:
             doubts.append(f"{len(only)} {'case is' if len(only) == 1 else 'cases are'} {where}")
     return doubts

@@ -1,43 +1,16 @@
-"""What each chart shows, in a sentence: for those who cannot see it, and for those who would rather read."""
+"""Charts in words."""
 
-from refshard.analysis.cases import CaseResult, ranks
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Setting
 from refshard.quantities import format_percent
-from refshard.records import METRICS
 from refshard.report.run.verdict import listed
 from refshard.report.run.views import format_metric, losses
-
-
-def bars(setting: Setting, metric: str) -> str:
-    """The range at each world size; the verdict says which leads count."""
-    told = [_extremes(setting, world_size, metric) for world_size in setting.world_sizes]
-    present = [sentence for sentence in told if sentence]
-    if not present:
-        return f"No case has a {METRICS[metric].label}."
-    label = METRICS[metric].label
-    return f"{label[0].upper()}{label[1:]}. {' '.join(present)}"
-
-
-def _extremes(setting: Setting, world_size: int, metric: str) -> str:
-    here = [case for case in setting.cases if case.ok and case.spec.world_size == world_size]
-    found = {case.strategy: value for case in here if (value := case.metrics[metric]) is not None}
-    if not found:
-        return ""
-    least, most = min(found, key=lambda name: found[name]), max(found, key=lambda name: found[name])
-    lead = f"On {ranks(world_size)}:"
-    if len(found) == 1:
-        return f"{lead} {format_metric(metric, found[least])} ({least})."
-    if found[least] == found[most]:
-        return f"{lead} {format_metric(metric, found[least])} for every strategy."
-    ends = (least, most) if METRICS[metric].better != "higher" else (most, least)
-    best, worst = (f"{format_metric(metric, found[name])} ({name})" for name in ends)
-    return f"{lead} from {best} to {worst}."
 
 
 def breakdown(setting: Setting) -> str:
     """The least and the largest share of exposed communication."""
     shares = {
-        case.label: share
+        case.strategy: share
         for case in setting.cases
         if case.ok and _communicates(case) and (share := case.exposed_share) is not None
     }
@@ -71,11 +44,11 @@ def curves(setting: Setting) -> str:
         return told
     largest = max(parities.values())
     if largest == 0:
-        return f"{told} All equal those of one unsharded rank exactly."
+        return f"{told} All equal those of one unsharded rank."
     furthest = listed([name for name, parity in parities.items() if parity == largest])
     return (
-        f"{told} Over the steps of the proof they differ from those of one unsharded rank by at most "
-        f"{format_metric('loss_parity', largest)} of their value ({furthest})."
+        f"{told} In the proof of run they differ from one unsharded rank by at most "
+        f"{format_metric('loss_parity', largest)} ({furthest})."
     )
 
 

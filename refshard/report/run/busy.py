@@ -10,21 +10,21 @@ from refshard.specs.case import REPEATING
 
 
 def busy_between(pairs: Iterable[tuple[CaseResult, CaseResult, float]]) -> str:
-    """A sentence on the largest drift among pairs of cases and the relative difference of their step times; empty where
-    no drift is larger than the difference that it stands beside.
+    """A sentence on the largest drift that exceeds the difference in step time of its pair of cases; empty if none
+    does.
     """
     drifts = [(drift, effect) for a, b, effect in pairs if (drift := drift_over(a, b, effect))]
     if not drifts:
         return ""
     drift, effect = max(drifts, key=lambda pair: pair[0].size - abs(pair[1]))
-    difference = f"That is more than the difference in step time, {format_percent(abs(effect))}."
-    return f"The machine was busy: {_told(drift)}. {difference}"
+    return (
+        f"The machine was busy: {_told(drift)}. That is more than the difference in step time "
+        f"({format_percent(abs(effect))})."
+    )
 
 
 def busy_in(contest: Contest) -> str:
-    """A sentence where the machine drifted by more than a difference to the winner, or than the range of what nothing
-    ranks.
-    """
+    """A sentence if the machine drifted by more than a difference to the fastest, or the range of unranked cases."""
     if contest.winner is not None:
         return busy_between((contest.winner, rival.case, rival.ratio - 1) for rival in contest.rivals)
     return busy_between(_ends(contest.contenders))
@@ -41,11 +41,9 @@ def _told(drift: Drift) -> str:
     size = format_percent(drift.size)
     if drift.kind == "other processes":
         less, more = sorted((drift.before, drift.after))
-        return (
-            f"other processes used {less:.1f} of {drift.cores} cores on one side and {more:.1f} on the other ({size})"
-        )
+        return f"other processes used {less:.1f} of {drift.cores} cores in one case, {more:.1f} in the other ({size})"
     where = (
-        f"within a launch of {drift.case.full_label}" if drift.kind == "within a launch" else "between the two sides"
+        f"within a launch of {drift.case.full_label}" if drift.kind == "within a launch" else "between the two cases"
     )
     ends = f"{format_seconds(drift.before)} to {format_seconds(drift.after)}"
     return f"its compute probe went from {ends} {where} ({size})"

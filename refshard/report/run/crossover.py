@@ -1,7 +1,7 @@
-"""When sharding pays: step time beside DDP's as the tokens of a rank grow.
+"""When sharding pays: step time relative to DDP as the tokens per rank grow.
 
-Cases that differ in strategy and sequence length only are in one drawing; a curve is one strategy. Communication is
-paid per parameter and compute per token, so that curves fall towards 1, and where one crosses it the choice turns.
+One chart holds cases that differ only in strategy and sequence length; a curve is one strategy. Communication grows
+with the parameters and compute with the tokens, so curves fall towards 1; below 1, sharding is faster.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from refshard.report.run.charts import colour
 from refshard.report.run.intervals import ratio_text
 
 BASELINE = "ddp"
-"""What others are held against: the strategy that shards nothing."""
+"""The strategy that shards nothing, which the others are compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One strategy at one world size over tokens a rank, two counts or more, ascending."""
+    """One strategy at one world size over tokens per rank, two counts or more, ascending."""
 
     setting: Setting
     strategy: str
@@ -33,7 +33,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossover:
-    """The curves that may be drawn together, with their table and their drawing."""
+    """The curves of one chart, with their table."""
 
     label: str
     table: pd.DataFrame
@@ -81,7 +81,7 @@ def _crossover(curves: Sequence[Curve], identity: str) -> Crossover:
         table=pd.DataFrame([_row(ratio) for ratio in rows]),
         cases=tuple(ratio.case for ratio in rows),
         chart=chart(
-            f"{identity}-crossover", "step time beside DDP's over tokens a rank", draw(curves), sentence(curves)
+            f"{identity}-crossover", "step time relative to ddp, over tokens per rank", draw(curves), sentence(curves)
         ),
     )
 
@@ -91,31 +91,31 @@ def _row(ratio: Ratio) -> dict[str, str]:
     assert time is not None
     return {
         "case": ratio.case.full_label,
-        "tokens a rank": f"{tokens(ratio.case):,}",
-        "step time / ddp's": ratio_text(time),
-        "peak memory / ddp's": "-" if memory is None else f"{memory:.2f}",
+        "tokens per rank": f"{tokens(ratio.case):,}",
+        "step time / ddp (95 % interval)": ratio_text(time),
+        "peak memory / ddp": "-" if memory is None else f"{memory:.2f}",
     }
 
 
 def sentence(curves: Sequence[Curve]) -> str:
-    """Each curve's first and last ratio, and from how many tokens on it is surely faster, if it ever is."""
-    return f"Of ddp's step time: {'; '.join(_told(curve) for curve in curves)}."
+    """Each curve's first and last ratio, and at how many tokens it is significantly faster, if at any."""
+    return f"Step time relative to ddp: {'; '.join(_told(curve) for curve in curves)}."
 
 
 def _told(curve: Curve) -> str:
     first, last = curve.ratios[0], curve.ratios[-1]
-    told = f"{curve.strategy} takes {_times(first)}, {_times(last)}"
+    told = f"{curve.strategy} {_times(first)}, {_times(last)}"
     faster = [tokens(r.case) for r in curve.ratios if r.step_time is not None and r.step_time.high < 1]
-    return f"{told}, and is faster at {', '.join(f'{count:,}' for count in faster)}" if faster else told
+    return f"{told} (faster at {', '.join(f'{count:,}' for count in faster)})" if faster else told
 
 
 def _times(ratio: Ratio) -> str:
     assert ratio.step_time is not None
-    return f"{ratio.step_time.ratio:.2f} times at {tokens(ratio.case):,} tokens a rank"
+    return f"{ratio.step_time.ratio:.2f} at {tokens(ratio.case):,} tokens per rank"
 
 
 def draw(curves: Sequence[Curve]) -> go.Figure:
-    """Ratios over tokens a rank, and the level at which nobody loses."""
+    """Ratios over tokens per rank, and the level of ddp itself."""
     counts = sorted({tokens(ratio.case) for curve in curves for ratio in curve.ratios})
     numbers = [ratio.case.number for curve in curves for ratio in curve.ratios]
     level = go.Scatter(
@@ -123,12 +123,12 @@ def draw(curves: Sequence[Curve]) -> go.Figure:
         line={"color": INK, "dash": DASHES[4], "width": 1.5},
     )  # fmt: skip
     figure = go.Figure([*(_trace(curve) for curve in curves), level])
-    figure.update_layout(template=THEME, height=420 + 20 * len(curves), showlegend=True)
+    figure.update_layout(template=THEME, height=300 + 12 * len(curves), showlegend=True)
     figure.update_xaxes(
-        title_text="tokens a rank", type="log", tickvals=counts, ticktext=[f"{count:,}" for count in counts],
+        title_text="tokens per rank", type="log", tickvals=counts, ticktext=[f"{count:,}" for count in counts],
         minor_showgrid=False,
     )  # fmt: skip
-    return figure.update_yaxes(title_text="step time / ddp's", rangemode="tozero")
+    return figure.update_yaxes(title_text="step time / ddp", rangemode="tozero")
 
 
 def _trace(curve: Curve) -> go.Scatter:
@@ -142,5 +142,6 @@ def _trace(curve: Curve) -> go.Scatter:
         line={"color": colour(curve.setting, curve.strategy)},
         marker={"symbol": MARKERS[place % len(MARKERS)], "size": 9},
         meta={"cases": [ratio.case.number for ratio in curve.ratios]},
-        hovertemplate=f"{label_text(curve.strategy)}<br>%{{x:,}} tokens a rank: %{{y:.3g}} of ddp's<extra></extra>",
+        customdata=[ratio_text(ratio.step_time) for ratio in curve.ratios if ratio.step_time is not None],
+        hovertemplate=f"{label_text(curve.strategy)}<br>%{{x:,}} tokens per rank: %{{customdata}}<extra></extra>",
     )

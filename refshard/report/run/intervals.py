@@ -31,5 +31,5 @@ def interval_text(comparison: Comparison, *, as_ratio: bool) -> str:
 
 
 def pairing(comparison: Comparison | None) -> str:
-    """How a ratio came about, after a comma, where it is not that of the medians shown beside it."""
+    """How a ratio came about, after a comma, if it is not the ratio of the medians."""
     return ", paired by round" if comparison and comparison.paired else ""

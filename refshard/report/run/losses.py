@@ -1,4 +1,4 @@
-"""The losses of cases that train the same, laid over each other, and the largest difference in words."""
+"""Loss curves of cases that train the same, in one chart, and their largest difference in words."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from refshard.report.run.charts import colour
 from refshard.specs.case import REFERENCE_STRATEGY
 
 MOST_CURVES = 8
-"""Curves of a drawing: the reference, or the first if that has no losses, and those furthest from it."""
+"""Curves in a chart: the reference, or the first case if that has no losses, and the curves furthest from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Losses:
 
 
 def losses(training: Setting, prefix: str) -> Losses | None:
-    """None where no case has losses."""
+    """None if no case has losses."""
     table = views.losses(training)
     if table.empty:
         return None
@@ -37,7 +37,7 @@ def losses(training: Setting, prefix: str) -> Losses | None:
     found = tuple(by_label[str(label)] for label in table.columns)
     shown = table[[case.label for case in _shown(table, found)]]
     left_out = len(table.columns) - len(shown.columns)
-    rest = f" Drawn are {shown.columns[0]} and the {MOST_CURVES - 1} furthest from it." if left_out else ""
+    rest = f" The chart shows {shown.columns[0]} and the {MOST_CURVES - 1} curves furthest from it." if left_out else ""
     told = f"{alternatives.curves(training)} {difference(table)}{rest}"
     return Losses(
         label=training.label,
@@ -92,6 +92,6 @@ def draw(training: Setting, table: pd.DataFrame) -> go.Figure:
             meta={"case": case.number},
             hovertemplate=f"{label_text(label)}<br>step %{{x}}: %{{y:.6g}}<extra></extra>",
         )
-    figure.update_layout(template=THEME, height=400 + 10 * count, showlegend=True)
+    figure.update_layout(template=THEME, height=300 + 8 * count, showlegend=True)
     figure.update_xaxes(title_text="step")
     return figure.update_yaxes(title_text="loss")

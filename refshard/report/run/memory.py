@@ -1,4 +1,4 @@
-"""Memory that the model predicts, by category and over a step, beside what was measured."""
+"""Memory that the model predicts, by category and over a step, compared with the measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ MOST_CURVES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Predicted memory of a setting's cases: its table, its drawing by category, and its drawing over a step."""
+    """Predicted memory of a setting's cases: a table, a chart by category, and a chart over a step."""
 
     table: pd.DataFrame
     cases: tuple[CaseResult, ...]
@@ -33,7 +33,7 @@ class Memory:
 
 @lru_cache(maxsize=4096)
 def forecast(spec: CaseSpec, device: str) -> MemoryForecast | None:
-    """What the model says of a case on ``device``; None where it knows no such case or no such model."""
+    """The model's prediction for a case on ``device``; None if it does not know the case or the model."""
     try:
         return memory_of(spec, "cpu" if device == "cpu" else "cuda")
     except SpecError:
@@ -41,7 +41,7 @@ def forecast(spec: CaseSpec, device: str) -> MemoryForecast | None:
 
 
 def memory(setting: Setting, prefix: str) -> Memory | None:
-    """None where the model knows none of the cases that ended ok."""
+    """None if the model knows none of the cases that ended ok."""
     found = [(case, told) for case in setting.cases if case.ok and (told := forecast(case.spec, _device(case)))]
     if not found:
         return None
@@ -64,13 +64,13 @@ def _device(case: CaseResult) -> str:
 
 
 def _course_sentence(found: Sequence[tuple[CaseResult, MemoryForecast]], world_size: int) -> str:
-    """Predicted peaks, and how many courses were measured beside them."""
+    """Predicted peaks, and how many curves were measured."""
     here = [(case, told) for case, told in found if case.spec.world_size == world_size][:MOST_CURVES]
     peaks = ", ".join(f"{case.strategy} peaks at {format_bytes(told.peak)}" for case, told in here)
     measured = sum(bool(_course(case)) for case, _ in here)
     dry = all(case.fidelity == "dryrun" for case, _ in here)
-    beside = f" Dotted: {'dry run of' if dry else 'measured on'} rank 0, {measured} of them." if measured else ""
-    return f"Predicted over a step of {ranks(world_size)}: {peaks}.{beside}"
+    dotted = f" Dotted: rank 0, {'dry run' if dry else 'measured'} ({measured} of {len(here)})." if measured else ""
+    return f"Predicted over a step of {ranks(world_size)}: {peaks}.{dotted}"
 
 
 def _course(case: CaseResult) -> tuple[int, ...]:
@@ -81,34 +81,35 @@ def _course(case: CaseResult) -> tuple[int, ...]:
 def _row(case: CaseResult, told: MemoryForecast) -> dict[str, str]:
     measured = case.metrics["peak_memory_bytes"]
     fidelity = spelled(case.fidelity)
-    beside = {} if case.fidelity == "simulated" else {
+    compared = {} if case.fidelity == "simulated" else {
         fidelity: format_bytes(measured),
         f"predicted / {fidelity}": "-" if not measured else f"{told.peak / measured:.3f}",
     }  # fmt: skip
     by_category = {str(name): format_bytes(size) for name, size in told.at_peak.items()}
-    return {"case": case.full_label, "predicted": format_bytes(told.peak), **beside, **by_category}
+    return {"case": case.full_label, "predicted": format_bytes(told.peak), **compared, **by_category}
 
 
 def sentence(found: Sequence[tuple[CaseResult, MemoryForecast]]) -> str:
-    """How far predictions are off, and what takes most."""
+    """What takes most memory, and how far the predictions are off."""
     errors = [
-        (abs(told.peak / measured - 1), case.full_label)
+        (abs(told.peak / measured - 1), case.strategy)
         for case, told in found
         if case.fidelity != "simulated" and (measured := case.metrics["peak_memory_bytes"])
     ]
     case, told = max(found, key=lambda pair: pair[1].peak)
     name, most = max(told.at_peak.items(), key=lambda item: item[1])
-    largest = f"At the highest predicted peak ({case.full_label}) {name} take{'s' if name[-1] != 's' else ''} most"
+    verb = "take" if name[-1] == "s" else "takes"
+    largest = f"{str(name).capitalize()} {verb} most at the highest predicted peak ({case.strategy})"
     share = f"{largest}: {format_bytes(most)} of {format_bytes(told.peak)}."
     if not errors:
         return share
     worst, where = max(errors)
-    return f"{share} Predictions are at most {format_percent(worst)} off {_held_against(found)} ({where})."
+    return f"{share} Predictions differ from {_held_against(found)} by at most {format_percent(worst)} ({where})."
 
 
 def _held_against(found: Sequence[tuple[CaseResult, MemoryForecast]]) -> str:
-    """What predictions stand beside, in words."""
-    return "the dry run" if all(case.fidelity == "dryrun" for case, _ in found) else "what was measured"
+    """What predictions are compared with, in words."""
+    return "the dry run" if all(case.fidelity == "dryrun" for case, _ in found) else "the measurement"
 
 
 def parts(found: Sequence[tuple[CaseResult, MemoryForecast]]) -> go.Figure:
@@ -149,7 +150,7 @@ def over_step(setting: Setting, found: Sequence[tuple[CaseResult, MemoryForecast
         figure.add_trace(_course_trace(setting, case, "predicted", events, unit, size))
         if measured := [("", highest) for highest in _course(case)]:
             figure.add_trace(_course_trace(setting, case, spelled(case.fidelity), measured, unit, size))
-    figure.update_layout(template=THEME, height=380 + 12 * len(figure.data), showlegend=True)
+    figure.update_layout(template=THEME, height=300, showlegend=True)
     figure.update_xaxes(title_text="% of the step, in the host's order")
     return figure.update_yaxes(title_text=f"{unit} per rank", rangemode="tozero")
 
@@ -157,17 +158,18 @@ def over_step(setting: Setting, found: Sequence[tuple[CaseResult, MemoryForecast
 def _course_trace(
     setting: Setting, case: CaseResult, kind: str, points: Sequence[tuple[str, int]], unit: str, size: float
 ) -> go.Scatter:
-    name = label_text(f"{case.strategy}, {kind}")
+    name = label_text(case.strategy)
     last = max(len(points) - 1, 1)
     return go.Scatter(
         name=name,
         x=[float(f"{100 * n / last:.4g}") for n in range(len(points))],
         y=[float(f"{highest / size:.5g}") for _, highest in points],
         mode="lines",
+        showlegend=kind == "predicted",
         line={
             "color": colour(setting, case.strategy), "width": 2, "dash": "solid" if kind == "predicted" else "dot"
         },
         meta={"case": case.number},
         customdata=[label_text(part) for part, _ in points],
-        hovertemplate=f"{name}<br>%{{customdata}} %{{y:,.4g}} {unit}<extra></extra>",
+        hovertemplate=f"{name}, {kind}<br>%{{customdata}} %{{y:,.4g}} {unit}<extra></extra>",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How cases went over several runs, for a page: each beside its own first run."""
+"""The trend of each case over several runs, relative to its first run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _METRIC = "step_time_s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverRuns:
-    """Cases that several runs measured: a row each with its case here, and a drawing."""
+    """Cases that several runs measured: a row each, and a chart."""
 
     table: pd.DataFrame
     cases: tuple[CaseResult, ...]
@@ -30,7 +30,7 @@ class OverRuns:
 
 
 def over_runs(runs: Sequence[Run], evidence: Evidence) -> OverRuns | None:
-    """None where no case ended ok in two runs of one machine."""
+    """None if no case ended ok in two runs on one machine."""
     cases = {(case.spec, machine(case.header.environment)): case for case in evidence.cases}
     every = [one for one in series_of(runs, _METRIC) if len(one.points) > 1 and (one.spec, one.environment) in cases]
     if not every:
@@ -38,10 +38,10 @@ def over_runs(runs: Sequence[Run], evidence: Evidence) -> OverRuns | None:
     drawn = sorted(every, key=lambda one: (-len(one.points), -abs(_moved(one) - 1)))[:MOST_CURVES]
     shown = [one for one in every if one in drawn]
     furthest = max(every, key=lambda one: abs(_moved(one) - 1))
-    left = f" Drawn are {len(shown)} of {len(every)} cases; the table has all." if len(shown) < len(every) else ""
+    left = f" The chart shows {len(shown)} of {len(every)} cases; the table has all." if len(shown) < len(every) else ""
     told = (
         f"{len(every)} {'case' if len(every) == 1 else 'cases'} over up to {max(len(o.points) for o in every)} runs; "
-        f"furthest from its first run is {furthest.case}, at {_moved(furthest):.3f} times.{left}"
+        f"the largest change is {furthest.case}: {_moved(furthest):.3f} times its first run.{left}"
     )
     of = {one: cases[one.spec, one.environment] for one in every}
     return OverRuns(
@@ -83,8 +83,8 @@ def _draw(runs: Sequence[Run], shown: Sequence[Series], cases: dict[Series, Case
             customdata=[f"{label_text(point.run)}: {format_seconds(point.value)}" for point in one.points],
             hovertemplate=f"{label_text(one.case)}<br>%{{customdata}}<extra></extra>",
         )
-    figure.update_layout(template=THEME, height=360 + 20 * len(shown), showlegend=True)
+    figure.update_layout(template=THEME, height=300 + 12 * len(shown), showlegend=True)
     names = [label_text(name) for name in run_names(ordered)]
     places = list(range(0, len(names), -(-len(names) // 12)))
     figure.update_xaxes(title_text="run, oldest first", tickvals=places, ticktext=[names[place] for place in places])
-    return figure.update_yaxes(title_text="step time / its first run's")
+    return figure.update_yaxes(title_text="step time / first run")

@@ -1,8 +1,7 @@
-"""The dashboard of one run or of several: one HTML file that needs nothing else.
+"""The page of one run: one HTML file that needs nothing else.
 
-Everything on it is computed by other modules of this room; this one says what comes in which order, and hands the
-page's script what its filters and its choice of A and B need. Of many settings only the first are parts that a browser
-lays out at once.
+A run holds one comparison or several: a setting at a world size. The page shows one at a time; the others travel in
+templates, which a browser neither lays out nor draws. Figures come from other modules; this one orders them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,207 +9,157 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from refshard.analysis.cases import CaseResult
-from refshard.analysis.contests import leaders
-from refshard.analysis.evidence import Evidence, Setting
-from refshard.analysis.gpu_memory import gpu_memory_of
+from refshard.analysis.evidence import Evidence
 from refshard.analysis.ratios import pairs
 from refshard.folders import replace_file
 from refshard.records import METRICS
-from refshard.report.draw.charts import Chart, theme
+from refshard.report.draw.charts import theme
+from refshard.report.draw.embed import embedded
 from refshard.report.draw.render import fill, resource, script
-from refshard.report.run import charts, origin, views
+from refshard.report.run import origin, views
 from refshard.report.run.against import against
-from refshard.report.run.crossover import crossovers
-from refshard.report.run.losses import losses
-from refshard.report.run.memory import Memory, memory
-from refshard.report.run.over_runs import over_runs
 from refshard.report.run.published import published
-from refshard.report.run.ratios import pair_rows
-from refshard.report.run.scaling import scalings
-from refshard.report.run.trust import trust
-from refshard.report.run.validation import dry_runs_beside
-from refshard.report.run.verdict import caveats, findings, modelled, network, overview, unfinished, unranked
-from refshard.report.run.why import Traced, Why, why
-from refshard.specs.case import REFERENCE_STRATEGY, spelled
+from refshard.report.run.trust import Fact, trust
+from refshard.report.run.validation import dry_runs
+from refshard.report.run.verdict import caveats, modelled, network, overview, unfinished, unranked
+from refshard.report.run.view import View, views_of
+from refshard.report.run.why import Traced
+from refshard.specs.case import REFERENCE_STRATEGY
 from refshard.stats.rehearsal import Noise
 
-BEST = {
-    "step_time_s": "step time (95 % interval)", "tokens_per_s_gpu": "tokens/s/GPU", "tflops": "TFLOPS", "mfu": "MFU",
-    "peak_memory_bytes": "peak memory", "peak_reserved_bytes": "peak reserved",
-}  # fmt: skip
-"""Metrics whose leaders are marked in a setting's table, and their columns there."""
-UNFOLDED = 8
-"""Settings that a section shows; those after them are folded until a reader asks for them."""
-LAYERED = 4
-"""Settings whose layers are drawn."""
-UNFOLDED_ROWS = 200
-"""Rows from which on a table of all cases or launches is folded."""
+SCRIPTS = ("charts.js", "tables.js", "perfetto.js", "run.js")
+_IN_SHORT = ("Fidelity", "Proof of run", "Loss parity", "Noise", "Machine drift")
+"""Facts that the line on trust names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """What stands beside the evidence on its page: traces by case, a baseline, the machine's noise, and where the page
-    of a case's trace is, if it has one.
+class Extras:
+    """What the page shows besides the run: traces by case, an earlier run, the machine's noise, the page of each
+    trace, and the index that leads here.
     """
 
     traces: Mapping[CaseResult, Traced] = field(default_factory=dict)
     baseline: Evidence | None = None
     noise: Noise | None = None
     timelines: Mapping[CaseResult, str] = field(default_factory=dict)
+    index: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """What the page shows of one setting. ``best`` has the marked cells, by case number and column."""
+class TraceFile:
+    """A case's trace: its name, the links to it and to its page, and its gzip as base64 if it is in the page."""
 
-    label: str
-    cases: tuple[CaseResult, ...]
-    summary: pd.DataFrame
-    best: frozenset[tuple[int, str]]
-    charts: tuple[Chart, ...]
-    breakdown: pd.DataFrame
-    broken_down: tuple[CaseResult, ...]
-    breakdown_chart: Chart | None
-    why: Why | None
-    gpu_memory: pd.DataFrame
-    on_gpus: tuple[CaseResult, ...]
-    memory: Memory | None
+    case: CaseResult
+    file_name: str
+    link: str
+    timeline: str
+    content: str | None
 
 
-def write_dashboard(evidence: Evidence, path: Path, beside: Beside | None = None) -> None:
+def write_dashboard(evidence: Evidence, path: Path, extras: Extras | None = None) -> None:
     """Write the dashboard to ``path``, whole or not at all.
 
     Raises:
         OSError: the folder does not exist or cannot be written; what was at ``path`` stays.
     """
-    replace_file(path, page(evidence, beside))
+    replace_file(path, page(evidence, extras))
 
 
-def page(evidence: Evidence, beside: Beside | None = None) -> Iterable[str]:
+def page(evidence: Evidence, extras: Extras | None = None) -> Iterable[str]:
     """The dashboard's HTML in pieces, in order."""
-    content = _content(evidence, beside or Beside())
-    scripts = [script(resource(name)) for name in ("charts.js", "page.js")]
+    content = _content(evidence, extras or Extras())
     style = resource("style.css") + resource("run.css")
-    return fill("run.html.j2", content, style=style, scripts=scripts)
+    return fill("run.html.j2", content, style=style, scripts=[script(resource(name)) for name in SCRIPTS])
 
 
-def _content(evidence: Evidence, beside: Beside) -> dict[str, Any]:
-    sections = [_section(setting, beside, place) for place, setting in enumerate(evidence.contested)]
-    trainings = [losses(training, f"t{place}") for place, training in enumerate(evidence.trainings)]
-    curves = [found for found in trainings if found]
-    scaled = scalings(evidence)
-    history = over_runs(evidence.runs, evidence) if len(evidence.runs) > 1 else None
-    return {
-        **_verdict(evidence, beside),
-        **_record(evidence, beside),
-        "sections": sections,
-        "scalings": scaled,
-        "crossovers": crossovers(evidence),
-        "published": published(evidence),
-        "dry_runs": dry_runs_beside(evidence),
-        "curves": curves,
-        "history": history,
-        "peers": evidence.strategies,
-        "pairs": pair_rows(evidence),
-        "facets": _facets(evidence),
-        "unfolded": UNFOLDED,
-        "unfolded_rows": UNFOLDED_ROWS,
-        "data": {
-            "theme": theme(),
-            "cases": [_facets_of(case) for case in evidence.cases],
-            "labels": [case.full_label for case in evidence.cases],
-            "pairs": pairs(evidence),
-        },
-    }
-
-
-def _verdict(evidence: Evidence, beside: Beside) -> dict[str, Any]:
-    found = findings(evidence)
-    return {
-        "title": _title(evidence),
-        "runs": [run.header for run in evidence.runs],
-        "findings": found,
-        "overview": overview(found),
-        "against": against(evidence, beside.baseline) if beside.baseline else None,
-        "notes": (*network(evidence), *modelled(evidence), *caveats(evidence)),
-        "unranked": (*unfinished(evidence), *unranked(evidence)),
-        "facts": trust(evidence, beside.noise),
-    }
-
-
-def _title(evidence: Evidence) -> str:
+def title(evidence: Evidence) -> str:
+    """The names of the suites."""
     names = list(dict.fromkeys(run.header.suite.name for run in evidence.runs))
     return ", ".join(names) if len(names) < 4 else f"{len(evidence.runs)} runs"
 
 
-def _record(evidence: Evidence, beside: Beside) -> dict[str, Any]:
+def _content(evidence: Evidence, extras: Extras) -> dict[str, Any]:
+    shown = views_of(evidence, extras.traces)
+    facts = trust(evidence, extras.noise)
+    return {
+        "title": title(evidence),
+        "index": extras.index,
+        "latest": evidence.latest.header,
+        "abouts": dict.fromkeys(run.header.suite.about for run in evidence.runs if run.header.suite.about),
+        "views": shown,
+        "named": list(zip(shown, short_names(shown))),
+        "overview": overview([view.finding for view in shown]),
+        "against": against(evidence, extras.baseline) if extras.baseline else None,
+        "unfinished": unfinished(evidence),
+        "unranked": unranked(evidence),
+        "notes": (*network(evidence), *modelled(evidence), *caveats(evidence)),
+        "facts": facts,
+        "in_short": in_short(facts),
+        "doubts": [fact for fact in facts if fact.good is False],
+        "strategies": _filtered(evidence),
+        "published": published(evidence),
+        "dry_runs": dry_runs(evidence),
+        "traces": _trace_files(extras),
+        **_record(evidence, extras),
+        "data": _data(evidence, shown),
+    }
+
+
+def short_names(shown: Sequence[View]) -> list[str]:
+    """A name for each comparison: its ranks, and what its setting does not share with the others."""
+    parts = [view.setting_label.split(", ") for view in shown]
+    common = set.intersection(*map(set, parts)) if parts else set()
+    apart = [[part for part in mine if part not in common] for mine in parts]
+    return [", ".join([view.size, *words]) for view, words in zip(shown, apart)]
+
+
+def in_short(facts: Iterable[Fact]) -> list[Fact]:
+    """The facts for one line, without those that say nothing."""
+    known = {fact.label: fact for fact in facts}
+    found = [known[label] for label in _IN_SHORT if label in known]
+    return [fact for fact in found if fact.good is not None or not fact.value.startswith(("not ", "none"))]
+
+
+def _filtered(evidence: Evidence) -> list[str]:
+    """The strategies that the filter offers, in order; none where there is no choice."""
+    present = {case.strategy for case in evidence.cases}
+    found = [name for name in (REFERENCE_STRATEGY, *evidence.strategies) if name in present]
+    return found if len(found) > 1 else []
+
+
+def _trace_files(extras: Extras) -> dict[CaseResult, TraceFile]:
+    traced = list(extras.traces.values())
+    contents = embedded([one.path for one in traced])
+    return {
+        one.case: TraceFile(
+            case=one.case, file_name=one.path.name, link=one.link, timeline=extras.timelines.get(one.case, ""),
+            content=content,
+        )
+        for one, content in zip(traced, contents)
+    }  # fmt: skip
+
+
+def _data(evidence: Evidence, shown: Iterable[View]) -> dict[str, Any]:
+    """What the page's script reads; a case's number is its place in ``cases``."""
+    return {
+        "theme": theme(),
+        "cases": [case.strategy for case in evidence.cases],
+        "pairs": pairs(evidence),
+        "bases": {view.id: view.headline.base.number for view in shown if view.headline.base},
+    }
+
+
+def _record(evidence: Evidence, extras: Extras) -> dict[str, Any]:
     """Proof, states, environment and commands."""
-    links = {case: one.link for case, one in beside.traces.items()}
+    known = (*(extras.baseline.runs if extras.baseline else ()), *evidence.runs)
     return {
         "proof": views.proof_table(evidence),
         "states": views.state_table(evidence),
         "launched": [case for case in evidence.cases for _ in case.launches],
         "environments": [(run.header, origin.environment(run), origin.command(run)) for run in evidence.runs],
-        "differences": origin.environment_differences(
-            [*(beside.baseline.runs if beside.baseline else ()), *evidence.runs]
-        ),
+        "differences": origin.environment_differences(known),
         "commands": [(case, origin.case_command(case, evidence.cases)) for case in evidence.cases],
         "cases": evidence.cases,
-        "trace_links": links,
-        "timelines": beside.timelines,
         "metrics": list(METRICS.values()),
     }
-
-
-def _section(setting: Setting, beside: Beside, place: int) -> Section:
-    prefix = f"s{place}"
-    broken_down = tuple(case for case in setting.cases if case.ok and case.breakdown)
-    return Section(
-        label=setting.label,
-        cases=setting.cases,
-        summary=views.summary_table(setting.cases),
-        best=_best(setting),
-        charts=tuple(charts.bar_charts(setting, prefix).values()),
-        breakdown=views.breakdown_table(setting),
-        broken_down=broken_down,
-        breakdown_chart=charts.breakdown_chart(setting, prefix) if broken_down else None,
-        why=why(setting, beside.traces, prefix, with_layers=place < LAYERED),
-        gpu_memory=views.gpu_memory_table(setting.cases),
-        on_gpus=tuple(case for case in setting.cases if gpu_memory_of(case)),
-        memory=memory(setting, prefix),
-    )
-
-
-def _best(setting: Setting) -> frozenset[tuple[int, str]]:
-    return frozenset((case.number, BEST[metric]) for metric, cases in leaders(setting).items() for case in cases)
-
-
-def _facets_of(case: CaseResult) -> dict[str, str]:
-    return {
-        "model": case.spec.model,
-        "strategy": case.strategy,
-        "ranks": f"{case.spec.world_size:,}",
-        "fidelity": spelled(case.fidelity),
-    }
-
-
-def _facets(evidence: Evidence) -> dict[str, list[str]]:
-    """What filters offer: every facet that has several values, with these in their order."""
-    rows = [_facets_of(case) for case in evidence.cases]
-    order = [REFERENCE_STRATEGY, *evidence.strategies]
-    found: dict[str, list[str]] = {}
-    for name in ("model", "strategy", "ranks", "fidelity"):
-        values = dict.fromkeys(row[name] for row in rows)
-        found[name] = _ordered(name, values, order)
-    return {name: values for name, values in found.items() if len(values) > 1}
-
-
-def _ordered(name: str, values: Iterable[str], strategies: Sequence[str]) -> list[str]:
-    if name == "strategy":
-        return sorted(values, key=strategies.index)
-    if name == "ranks":
-        return sorted(values, key=lambda value: int(value.replace(",", "")))
-    return list(values)

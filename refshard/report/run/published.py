@@ -1,4 +1,4 @@
-"""Results that others have published beside cases of the same configuration."""
+"""Published results of the same configuration as cases of a run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from refshard.specs.published import PublishedRow, PublishedTable, load_publishe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A row for each pair of a case and a published result, and a sentence on what stands beside what."""
+    """A row for each pair of a case and a published result, and a sentence on how to read them."""
 
     sentence: str
     sources: tuple[str, ...]
@@ -36,11 +36,11 @@ def published(evidence: Evidence) -> Published:
     ]
     titles = " and ".join(table.title for table in tables.values())
     if not found:
-        told = f"No case here has the configuration of a published result ({titles}), so none stands beside ours."
+        told = f"No case has the configuration of a published result ({titles})."
     else:
         told = (
-            "The same model, ranks, tokens and checkpointing; hardware, dtype and versions differ as the columns say, "
-            "so a ratio is a landmark and no ranking."
+            "The same model, ranks, tokens and checkpointing. Hardware, dtype and versions differ, so a ratio is only "
+            "a rough guide."
         )
     return Published(
         sentence=told,

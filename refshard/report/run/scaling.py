@@ -1,8 +1,8 @@
-"""How throughput goes with the number of ranks, beside the ideal and the physical bound.
+"""How throughput changes with the number of ranks, compared with the ideal and the physical bound.
 
-Cases that differ in strategy, world size, fidelity and cluster only are in one drawing; a *curve* is one strategy at
-one fidelity, on one cluster. Ideal is a rank that gives as much as in the smallest world, so it is a level: the best
-curve's, for each fidelity and cluster by itself.
+One chart holds cases that differ only in strategy, world size, fidelity and cluster; a *curve* is one strategy at one
+fidelity on one cluster. Ideal is the throughput per rank of the best curve in its smallest world, for each fidelity and
+cluster.
 """
 
 import re
@@ -22,10 +22,11 @@ from refshard.specs.case import Fidelity, spelled
 
 _DASH: dict[Fidelity, str] = {"measured": "solid", "emulated": "dash", "dryrun": "dashdot", "simulated": "dot"}
 _METRIC = "tokens_per_s_gpu"
+_FLAT = 0.7  # least over largest throughput above which an axis from 0 would show one line
 _OF_A_PLACE = re.compile(r", (measured|(emulated|dry run|simulated) on [^,]+|[\d,]+ ranks resident)(?=,|$)")
-"""What a setting's label says of its fidelity, which curves say by themselves."""
+"""The fidelity in a setting's label, which each curve's label repeats."""
 MOST_CURVES = 12
-"""Curves of a drawing; its table has all."""
+"""Curves in a chart; its table has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """The curves that may be drawn together, with their table and their drawing."""
+    """The curves of one chart, with their table."""
 
     label: str
     curves: tuple[Curve, ...]
@@ -108,47 +109,57 @@ def _row(curve: Curve, case: CaseResult) -> dict[str, str]:
         "case": case.full_label,
         "tokens/s/GPU": format_rate(rate),
         "tokens/s": format_rate(rate * case.spec.world_size),
-        "of its smallest world's": format_percent(rate / curve.rates[0]),
-        "of the bound": format_percent(bound),
+        "scaling efficiency": format_percent(rate / curve.rates[0]),
+        "of the physical bound": format_percent(bound),
     }
 
 
 def sentence(curves: Sequence[Curve]) -> str:
-    """Which curve keeps most of its throughput per rank and which least, each over its own range."""
+    """The best and the worst scaling efficiency: throughput per rank in the largest world over the smallest."""
     ordered = sorted(curves, key=lambda curve: -curve.kept)
-    told = [_keeps(ordered[0])]
-    if len(ordered) > 1:
-        told.append(_keeps(ordered[-1]))
-    if len(ordered) > 2:
-        told = [f"most: {told[0]}", f"least: {told[1]}"]
-    return f"Of its tokens/s/GPU in its smallest world, in its largest: {'; '.join(told)}."
+    ranges = {_range(curve) for curve in curves}
+    over = f", {ranges.pop()}" if len(ranges) == 1 else ""
+    names = _names(curves)
+    told = [f"{names[curve]} {format_percent(curve.kept)}{'' if over else f' ({_range(curve)})'}" for curve in ordered]
+    if len(told) == 1:
+        return f"Scaling efficiency{over}: {told[0]}."
+    return f"Scaling efficiency{over}: best {told[0]}, worst {told[-1]}."
 
 
-def _keeps(curve: Curve) -> str:
+def _names(curves: Sequence[Curve]) -> dict[Curve, str]:
+    """The strategy alone if all curves share fidelity and cluster."""
+    same = len({curve.place for curve in curves}) == 1
+    return {curve: curve.strategy if same else curve.label for curve in curves}
+
+
+def _range(curve: Curve) -> str:
     first, last = curve.cases[0].spec.world_size, curve.cases[-1].spec.world_size
-    return f"{curve.label} has {format_percent(curve.kept)} ({first:,} to {ranks(last)})"
+    return f"{first:,} to {ranks(last)}"
 
 
 def draw(curves: Sequence[Curve]) -> go.Figure:
-    """Tokens/s/GPU over world sizes, of the curves with the highest throughput where a drawing cannot hold all."""
+    """Tokens/s/GPU over world sizes; of many curves, those with the highest throughput."""
     shown = sorted(curves, key=lambda curve: -max(curve.rates))[:MOST_CURVES]
     shown = [curve for curve in curves if curve in shown]
     sizes = sorted({case.spec.world_size for curve in shown for case in curve.cases})
-    figure = go.Figure([*(_trace(curve) for curve in shown), *_ideals(shown), *_bounds(shown)])
-    figure.update_layout(template=THEME, height=420 + 20 * len(shown), showlegend=True)
+    figure = go.Figure(
+        [*(_trace(curve, name) for curve, name in _names(shown).items()), *_ideals(shown), *_bounds(shown)]
+    )
+    figure.update_layout(template=THEME, height=300 + 12 * len(shown), showlegend=True)
     figure.update_xaxes(
         title_text="ranks", type="log", tickvals=sizes, ticktext=[f"{size:,}" for size in sizes], minor_showgrid=False
     )
-    return figure.update_yaxes(title_text="tokens/s/GPU", rangemode="tozero")
+    least, most = (of(rate for curve in shown for rate in curve.rates) for of in (min, max))
+    return figure.update_yaxes(title_text="tokens/s/GPU", rangemode="normal" if least > _FLAT * most else "tozero")
 
 
-def _trace(curve: Curve) -> go.Scatter:
+def _trace(curve: Curve, name: str) -> go.Scatter:
     """The strategy by its colour and marker, the fidelity by the dash and whether the marker is filled."""
     paint = colour(curve.setting, curve.strategy)
     place = curve.setting.known.index(curve.strategy) if curve.strategy in curve.setting.known else 0
     hollow = "" if curve.place[0] == "measured" else "-open"
     return go.Scatter(
-        name=label_text(curve.label),
+        name=label_text(name),
         x=[case.spec.world_size for case in curve.cases],
         y=[float(f"{rate:.6g}") for rate in curve.rates],
         mode="lines+markers",
@@ -164,7 +175,8 @@ def _ideals(curves: Sequence[Curve]) -> Iterable[go.Scatter]:
     for place in dict.fromkeys(curve.place for curve in curves):
         here = [curve for curve in curves if curve.place == place]
         best = max(here, key=lambda curve: curve.rates[0])
-        where = "" if place[0] == "measured" else f", {spelled(place[0])} on {place[1]}"
+        same = len({curve.place for curve in curves}) == 1
+        where = "" if same or place[0] == "measured" else f", {spelled(place[0])} on {place[1]}"
         yield _level(f"ideal{where}", best.cases[0].spec.world_size, here, best.rates[0])
 
 
@@ -183,7 +195,7 @@ def _level(name: str, first: int, here: Sequence[Curve], rate: float) -> go.Scat
 
 
 def _bounds(curves: Sequence[Curve]) -> Iterable[go.Scatter]:
-    """What compute and the wire allow, of the strategy that they allow most, where the wire's rate is known."""
+    """The highest throughput that compute and the network allow any strategy, if the network's rate is known."""
     best: dict[int, tuple[float, int]] = {}
     for case in (case for curve in curves for case in curve.cases):
         share = case.metrics["overlap_efficiency"]
@@ -193,7 +205,7 @@ def _bounds(curves: Sequence[Curve]) -> Iterable[go.Scatter]:
     if best:
         sizes = sorted(best)
         yield go.Scatter(
-            name="bound by compute and wire",
+            name="bound by compute and network",
             x=sizes,
             y=[float(f"{best[size][0]:.6g}") for size in sizes],
             mode="lines+markers",

@@ -1,4 +1,4 @@
-"""How far to trust what runs say: the facts of its trust strip, each a value with what it means."""
+"""How far to trust a run: facts, each a value with its meaning."""
 
 import math
 import statistics
@@ -19,9 +19,9 @@ from refshard.stats.rehearsal import Noise
 from refshard.stats.sample import MIN_LAUNCHES
 
 PERTURBATION_LIMIT = 1.2
-"""Traced over untraced step time from which on the breakdown describes the tracer too."""
+"""Traced over untraced step time above which the breakdown describes the tracer too."""
 NOISE_LIMIT = 0.05
-"""Half-interval of the step time, relative, over which a small difference drowns."""
+"""Relative half-width of a step time's interval above which small differences are invisible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Fact:
 
 
 def trust(evidence: Evidence, noise: Noise | None = None) -> tuple[Fact, ...]:
-    """The facts that a sceptic asks for first; ``noise`` is the machine's own, if that was measured."""
+    """The facts that a sceptic asks for first; ``noise`` is the machine's, if it was measured."""
     found = evidence.cases
     finished = tuple(case for case in found if case.ok)
     return (
@@ -53,12 +53,14 @@ def trust(evidence: Evidence, noise: Noise | None = None) -> tuple[Fact, ...]:
 
 
 def _proof(finished: tuple[CaseResult, ...]) -> Fact:
-    """Of cases that ran: what is simulated has done nothing that could be proved."""
+    """Simulated cases ran nothing that could be proved."""
     ran = tuple(case for case in finished if case.fidelity != "simulated")
     proved = sum(proof_summary(case) == "proved" for case in ran)
-    detail = f"units{_proved(ran)} are what the strategy's plan announced"
+    detail = f"units{_proved(ran)} match the strategy's plan"
     if finished and not ran:
-        return Fact(label="Proof of run", value="nothing ran", detail="simulated cases only follow their plan")
+        return Fact(
+            label="Proof of run", value="nothing ran", detail="simulated cases follow their plan by construction"
+        )
     return Fact(
         label="Proof of run",
         value=f"{proved} of {len(ran)} finished cases",
@@ -77,7 +79,7 @@ def _worst(finished: tuple[CaseResult, ...], metric: str) -> tuple[float, CaseRe
 
 
 def _parity(finished: tuple[CaseResult, ...]) -> Fact:
-    label, meaning = "Worst loss parity", "largest relative difference of a loss from one unsharded rank"
+    label, meaning = "Loss parity", "largest relative difference of a loss from one unsharded rank"
     known = [(value, case) for case in finished if (value := case.metrics["loss_parity"]) is not None]
     measured = [case for case in finished if case.fidelity == "measured"]
     if finished and not measured:
@@ -87,9 +89,9 @@ def _parity(finished: tuple[CaseResult, ...]) -> Fact:
         return Fact(label=label, value="unknown", detail=f"{meaning}; {why}" if why else meaning, good=False)
     parity, case = max(known, key=lambda pair: pair[0] / tolerance(pair[1]))
     largest = tolerance(case)
-    detail = meaning if parity == 0 else f"{meaning} ({case.full_label}; at most {largest:g})"
+    detail = meaning if parity == 0 else f"{meaning} ({case.full_label}; the limit is {largest:g})"
     if reduced := sum(bool(parity_of(case)) for _, case in known):
-        detail += f"; {_cases(reduced)} compared with a reduced model, because the model does not fit one rank"
+        detail += f"; {_cases(reduced)} compared at reduced size, because the model does not fit one rank"
     if unknown := len(measured) - len(known):
         detail += f"; unknown for {_cases(unknown)}"
     good = parity <= largest and not unknown
@@ -102,7 +104,7 @@ def _cases(count: int) -> str:
 
 def _bits(finished: tuple[CaseResult, ...]) -> Fact:
     known = [answer for case in finished if (answer := bit_identical(case)) is not None]
-    detail = "losses and final parameters; the proof table says why others differ"
+    detail = "losses and final parameters; the proof table gives the reasons for differences"
     if not known:
         return Fact(label="Bit-identical to DDP", value="not compared", detail=detail)
     return Fact(label="Bit-identical to DDP", value=f"{sum(known)} of {len(known)} compared cases", detail=detail)
@@ -110,13 +112,13 @@ def _bits(finished: tuple[CaseResult, ...]) -> Fact:
 
 def _perturbation(finished: tuple[CaseResult, ...]) -> Fact:
     worst = _worst(finished, "perturbation")
-    detail = "traced over untraced step time; step times come from untraced steps"
+    detail = "traced over untraced step time; reported step times are untraced"
     if worst is None:
-        return Fact(label="Perturbation by tracing", value="not traced", detail=detail)
+        return Fact(label="Slow-down by tracing", value="not traced", detail=detail)
     ratio, case = worst
     return Fact(
-        label="Perturbation by tracing",
-        value=f"at most {ratio:.2f} times",
+        label="Slow-down by tracing",
+        value=f"up to {ratio:.2f} times",
         detail=f"{detail} ({case.full_label})",
         good=ratio < PERTURBATION_LIMIT,
     )
@@ -166,47 +168,47 @@ def _noise(finished: tuple[CaseResult, ...]) -> Fact:
 
 
 def _visible(evidence: Evidence) -> Fact:
-    """From the ratios of all pairs in each contest, as wide as noise made them."""
+    """From the intervals of the ratios of all pairs in each comparison."""
     label = "Smallest visible difference"
-    detail = "typical half-width of the 95 % interval of a ratio of two step times"
+    detail = "typical half-width of the 95 % interval of the ratio of two step times"
     widths = []
     for finding in findings(evidence):
         entered = [case for case in finding.cases if case.ok and case.strategy != REFERENCE_STRATEGY]
         ratios = (compared(a, b) for a, b in combinations(entered, 2))
         widths += [ratio.high / ratio.ratio - 1 for ratio in ratios if ratio and ratio.low < ratio.high]
     if not (known := [width for width in widths if math.isfinite(width)]):
-        return Fact(label=label, value="unknown", detail=f"{detail}; no two cases have one")
+        return Fact(label=label, value="unknown", detail=f"{detail}; no two cases have an interval")
     typical = statistics.median(known)
     return Fact(label=label, value=f"± {format_percent(typical)}", detail=detail, good=typical <= NOISE_LIMIT)
 
 
 def _busy(finished: tuple[CaseResult, ...]) -> Fact:
-    """How the machine changed while launches were timed; whether that matters is for the verdict to say."""
-    label = "Machine while timing"
+    """How much the machine drifted while launches were timed."""
+    label = "Machine drift"
     drifts = [drift.size for case in finished if (drift := within_launch(case))]
     if not drifts:
-        return Fact(label=label, value="not recorded", detail="calculated times, or records of before it was probed")
+        return Fact(label=label, value="not recorded", detail="times are calculated, or the record predates the probe")
     others = [load for case in finished for load in loads(case).values() if load.other_cores is not None]
     most = max(others, key=lambda load: load.other_cores or 0.0, default=None)
     told = f"; other processes used at most {most.other_cores:.1f} of {most.cores} cores" if most else ""
     return Fact(
         label=label,
-        value=f"drifted by at most {format_percent(max(drifts))}",
-        detail=f"a fixed matrix product before and after the timed steps of a launch{told}",
+        value=f"up to {format_percent(max(drifts))}",
+        detail=f"change of a fixed matrix product from before to after the timed steps of a launch{told}",
     )
 
 
 def _itself(noise: Noise | None, *, several: bool) -> Fact:
-    """The same code against itself, on the latest run's machine where there were several."""
-    label = "A/A on the latest machine" if several else "A/A on this machine"
+    """The same code against itself, on the latest run's machine."""
+    label = "Same code against itself, latest machine" if several else "Same code against itself"
     if noise is None:
-        return Fact(label=label, value="not measured", detail="refshard noise launches the same code again")
+        return Fact(label=label, value="not measured", detail="`refshard noise` measures it")
     seen = [case.smallest_visible for case in noise.cases.values()]
     return Fact(
         label=label,
         value=f"{noise.failing_gates:,} of {noise.gates:,} gates failed",
-        detail=f"the same code against itself, {noise.launches:,} launches; a gate here sees slow-downs from "
-        f"{format_percent(min(seen))} to {format_percent(max(seen))} on, by case",
+        detail=f"over {noise.launches:,} launches; a gate here detects slow-downs from {format_percent(min(seen))} to "
+        f"{format_percent(max(seen))}, depending on the case",
     )
 
 
@@ -220,11 +222,11 @@ def _completeness(evidence: Evidence) -> Fact:
     elif not by_itself:
         detail = f"{which} was interrupted"
     elif ok < planned:
-        detail = "the others are listed under case states"
+        detail = "the case states list the others"
     else:
-        detail = f"{'the run' if len(evidence.runs) == 1 else 'every run'} ended by itself"
+        detail = f"{'the run' if len(evidence.runs) == 1 else 'every run'} ended normally"
     return Fact(
-        label="Launches ended ok",
+        label="Launches that ended ok",
         value=f"{ok} of {planned}",
         detail=detail,
         good=ok == planned and by_itself,

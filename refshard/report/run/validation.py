@@ -1,4 +1,4 @@
-"""Predictions beside measurements, as a table and sentences."""
+"""Predictions compared with measurements, as a table and sentences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,25 +15,31 @@ from refshard.specs.case import spelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """A row for each case that was measured and dry-run, in which states they ended too, and what they come to."""
+class DryRuns:
+    """Cases that were both measured and dry-run: a row each, with both states, and a summary in sentences."""
 
     findings: tuple[str, ...]
     table: pd.DataFrame
     cases: tuple[CaseResult, ...]
 
 
-def dry_runs_beside(evidence: Evidence) -> Beside | None:
-    """Dry runs beside the measured cases; None if no case is both."""
+def dry_runs(evidence: Evidence) -> DryRuns | None:
+    """Dry runs compared with the measured cases; None if no case is both."""
     pairs = [pair for pair in beside_measured(evidence) if pair.predicted.fidelity == "dryrun"]
     if not pairs:
         return None
     both = [pair for pair in pairs if pair.measured.ok and pair.predicted.ok]
-    return Beside(
+    return DryRuns(
         findings=tuple(findings(both)),
         table=pd.DataFrame([_row(pair) for pair in pairs]),
         cases=tuple(pair.measured for pair in pairs),
     )
+
+
+def dry_runs_of(evidence: Evidence) -> dict[CaseResult, CaseResult]:
+    """The dry run of each measured case that has one, where both ended ok."""
+    pairs = (pair for pair in beside_measured(evidence) if pair.predicted.fidelity == "dryrun")
+    return {pair.measured: pair.predicted for pair in pairs if pair.measured.ok and pair.predicted.ok}
 
 
 def _row(pair: Validated) -> dict[str, str]:

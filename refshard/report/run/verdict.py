@@ -1,4 +1,4 @@
-"""The findings of a run in words: who is fastest and leanest, by how much, why, and how far to trust it."""
+"""The findings of a run in words: which strategy is fastest, which needs the least memory, by how much, and why."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,31 +8,39 @@ from refshard.analysis.cases import FIDELITY, CaseResult, plain, ranks
 from refshard.analysis.contests import ALIKE, RELEVANT, Contest, Rival, contests, step_time
 from refshard.analysis.evidence import Evidence
 from refshard.quantities import format_bytes, format_percent, format_seconds
-from refshard.records import Run
+from refshard.records import Run, State
 from refshard.report.run.busy import busy_in
 from refshard.report.run.intervals import interval_text, no_interval, pairing
-from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, spelled
-from refshard.stats.compare import Comparison
+from refshard.specs.case import REFERENCE_STRATEGY, REPEATING, Fidelity, spelled
 from refshard.stats.sample import too_few
 
 MANY = 4
-"""Contests from which on a sentence sums them up."""
+"""Comparisons from which on a sentence sums them up."""
+_MOST_NAMED = 3
+"""Strategies that a lead names; of more it gives the number."""
+STATES: dict[State, str] = {
+    "ok": "ok", "oom": "out of memory", "timeout": "timed out", "failed": "failed", "unsupported": "not supported",
+    "skipped": "skipped",
+}  # fmt: skip
+"""Case states in words."""
 _ERROR_LENGTH = 120
 _TIMES = 2  # ratio from which "2.3 times as long" reads better than "130 % longer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The outcome of one contest: a title, sentences, and doubts about them.
+    """The outcome of one comparison: a title, sentences, and doubts about them.
 
-    ``cases`` are those of the contest, references and those that did not end ok included. ``fastest`` and ``leanest``
-    name who leads, several where none is alone; empty where nothing is ranked.
+    ``cases`` are all of the comparison, including references and cases that did not end ok. ``fastest`` and
+    ``lowest_memory`` name the strategies that lead, several if they tie; empty if nothing is ranked. ``lead`` is the
+    outcome in one sentence.
     """
 
     title: str
     cases: tuple[CaseResult, ...]
     fastest: tuple[str, ...]
-    leanest: tuple[str, ...]
+    lowest_memory: tuple[str, ...]
+    lead: str
     speed: str
     margin: str
     memory: str
@@ -42,23 +50,30 @@ class Finding:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The outcome's sentences that are there."""
-        return tuple(sentence for sentence in (self.speed, self.margin, self.busy, self.memory, self.why) if sentence)
+        """The outcome in full."""
+        return tuple(sentence for sentence in (self.speed, *self.reasons, self.memory) if sentence)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What the lead leaves out: by how much, why, and whether the machine was busy."""
+        return tuple(sentence for sentence in (self.margin, self.why, self.busy) if sentence)
 
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
-    """The outcome of every contest."""
-    return tuple(map(_finding, contests(evidence)))
+    """The outcome of every comparison."""
+    return tuple(map(finding_of, contests(evidence)))
 
 
 def overview(found: Sequence[Finding]) -> tuple[str, ...]:
-    """Who leads how often, a sentence per fidelity that holds :data:`MANY` contests or more."""
+    """How often each strategy leads, a sentence per fidelity that has :data:`MANY` comparisons or more."""
     told = []
-    for fidelity in dict.fromkeys(finding.cases[0].fidelity for finding in found):
+    fidelities = dict.fromkeys(finding.cases[0].fidelity for finding in found)
+    for fidelity in fidelities:
         ranked = [finding for finding in found if finding.cases[0].fidelity == fidelity and _has_rivals(finding)]
         if len(ranked) >= MANY:
-            speed, memory = (_tally([getattr(f, lead) for f in ranked]) for lead in ("fastest", "leanest"))
-            told.append(f"Of {len(ranked)} {spelled(fidelity)} contests, fastest: {speed}; leanest: {memory}.")
+            kind = f"{spelled(fidelity)} " if len(fidelities) > 1 else ""
+            speed = _wins([finding.fastest for finding in ranked], f"{kind}comparisons")
+            told.append(f"{speed} {_least([finding.lowest_memory for finding in ranked])}")
     return tuple(told)
 
 
@@ -67,29 +82,41 @@ def _has_rivals(finding: Finding) -> bool:
     return sum(case.ok and case.strategy != REFERENCE_STRATEGY for case in finding.cases) > 1
 
 
-def _tally(leads: Sequence[tuple[str, ...]]) -> str:
-    """How often who led alone, most often first, and in how many contests nobody did, or nobody was ranked."""
+def _alone(leads: Sequence[tuple[str, ...]]) -> list[tuple[str, int]]:
+    """How often each strategy led alone, most often first."""
     alone = Counter(names[0] for names in leads if len(names) == 1)
-    told = [f"{name} in {count}" for name, count in sorted(alone.items(), key=lambda item: (-item[1], item[0]))]
-    shared, unranked = sum(len(names) > 1 for names in leads), sum(not names for names in leads)
-    told += [f"nobody alone in {shared}"] if shared else []
-    return ", ".join([*told, *([f"not ranked in {unranked}"] if unranked else [])])
+    return sorted(alone.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _wins(leads: Sequence[tuple[str, ...]], noun: str) -> str:
+    """Which strategy was fastest how often, and how many comparisons were ties or were not ranked."""
+    ties, unranked = sum(len(names) > 1 for names in leads), sum(not names for names in leads)
+    if ties == len(leads):
+        return f"All {ties} {noun} are ties for the fastest strategy."
+    if unranked == len(leads):
+        return f"None of {unranked} {noun} is ranked by time."
+    alone = _alone(leads)
+    if not alone:
+        return f"None of {len(leads)} {noun} has a single fastest strategy: {ties} ties, {unranked} not ranked."
+    (name, count), *others = alone
+    told = f"{name} was fastest in {count} of {len(leads)} {noun}"
+    told += "".join(f", {other} in {times}" for other, times in others)
+    rest = [f"{ties} {'was a tie' if ties == 1 else 'were ties'}"] if ties else []
+    rest += [f"{unranked} {'was' if unranked == 1 else 'were'} not ranked"] if unranked else []
+    return f"{told}{'; ' if rest else ''}{', '.join(rest)}."
+
+
+def _least(leads: Sequence[tuple[str, ...]]) -> str:
+    """Which strategy needed the least memory how often."""
+    told = [f"{name} in {count}" for name, count in _alone(leads)]
+    ties = sum(len(names) > 1 for names in leads)
+    told += [f"{ties} {'tie' if ties == 1 else 'ties'}"] if ties else []
+    return f"Lowest memory: {', '.join(told)}." if told else ""
 
 
 def unranked(evidence: Evidence) -> tuple[str, ...]:
     """A sentence for every case that did not end ok."""
     return tuple(_unranked(case) for case in evidence.cases if not case.ok)
-
-
-def verdict(evidence: Evidence) -> list[str]:
-    """All findings as sentences: by contest if there are several, the network, what is modelled, failures, doubts."""
-    found = findings(evidence)
-    several = len(found) > 1
-    told = [sentence for finding in found for sentence in finding.sentences]
-    if several:
-        told = [f"{finding.title}: {' '.join(finding.sentences)}" for finding in found if finding.sentences]
-    parts = (unfinished(evidence), told, network(evidence), modelled(evidence), unranked(evidence), caveats(evidence))
-    return [*overview(found), *(sentence for part in parts for sentence in part)]
 
 
 def network(evidence: Evidence) -> tuple[str, ...]:
@@ -102,10 +129,12 @@ def modelled(evidence: Evidence) -> tuple[str, ...]:
     """A sentence for every cluster on which cases were not measured."""
     kinds = dict.fromkeys((case.fidelity, case.spec.cluster) for case in evidence.cases if case.fidelity != "measured")
     return tuple(
-        f"{'A dry run' if fidelity == 'dryrun' else f'What is {fidelity}'} on {cluster} is no measurement: "
-        f"{FIDELITY[fidelity]}."
-        for fidelity, cluster in kinds
+        f"Not measured, but {_how(fidelity)} on {cluster}: {FIDELITY[fidelity]}." for fidelity, cluster in kinds
     )
+
+
+def _how(fidelity: Fidelity) -> str:
+    return "dry-run" if fidelity == "dryrun" else fidelity
 
 
 def unfinished(evidence: Evidence) -> tuple[str, ...]:
@@ -116,7 +145,7 @@ def unfinished(evidence: Evidence) -> tuple[str, ...]:
 
 
 def _unfinished(run: Run) -> str:
-    """A gate's run does not know how many launches it will need."""
+    """Empty for a run that ended by itself. A gate's run does not know how many launches it will need."""
     if run.end is not None and not run.end.interrupted:
         return "" if run.launches else "Nothing was launched."
     why = "the run was interrupted" if run.end else "the run was cut off, or is still under way"
@@ -125,24 +154,26 @@ def _unfinished(run: Run) -> str:
 
 
 def caveats(evidence: Evidence) -> list[str]:
-    """What weakens the findings, each doubt once; of the warnings that launches left, the first."""
+    """What weakens the findings, each doubt once, and the first of the launches' warnings."""
     doubts = dict.fromkeys(doubt for finding in findings(evidence) for doubt in finding.caveats)
     left = [(case, warning) for case in evidence.cases for launch in case.launches for warning in launch.warnings]
     told = [f"Caution: {doubt}." for doubt in doubts]
     if left:
         case, warning = left[0]
         others = len({case.full_label for case, _ in left}) - 1
-        more = f"; {others} more {'case has' if others == 1 else 'cases have'} warnings too, which --json shows"
+        more = f"; {others} more {'case has' if others == 1 else 'cases have'} warnings: see --json"
         told.append(f"Caution: {case.full_label}: {plain(warning)}{more if others else ''}.")
     return told
 
 
-def _finding(contest: Contest) -> Finding:
+def finding_of(contest: Contest) -> Finding:
+    """The outcome of one comparison."""
     return Finding(
         title=f"{contest.setting.label}, {ranks(contest.world_size)}",
         cases=contest.cases,
         fastest=tuple(case.strategy for case in contest.fastest),
-        leanest=tuple(case.strategy for case in contest.leanest),
+        lowest_memory=tuple(case.strategy for case in contest.leanest),
+        lead=_lead(contest),
         speed=_speed(contest),
         margin=_margin(contest),
         memory=_memory(contest),
@@ -152,11 +183,46 @@ def _finding(contest: Contest) -> Finding:
     )
 
 
+def _lead(contest: Contest) -> str:
+    """Speed and memory in one sentence."""
+    peaks, least = contest.peaks, [case.strategy for case in contest.leanest]
+    if contest.winner is None or len(contest.contenders) < 2:
+        return _speed(contest)
+    times = _between([step_time(case) for case in contest.fastest])
+    fastest = [case.strategy for case in contest.fastest]
+    if len(peaks) < 2 or len(least) == len(peaks):
+        need = ""
+    elif fastest == least and len(least) == 1:
+        least_memory = format_bytes(_least_memory(contest))
+        return f"{listed(fastest)} is fastest ({times} per step) and needs the least memory ({least_memory})."
+    else:
+        verb = "needs" if len(least) == 1 else "need"
+        need = f"; {_counted(least)} {verb} the least memory ({format_bytes(_least_memory(contest))})"
+    verb = "is fastest" if len(fastest) == 1 else "tie for fastest"
+    return f"{_counted(fastest)} {verb} ({times} per step){need}."
+
+
+def _least_memory(contest: Contest) -> float:
+    """The least memory of a comparison, B."""
+    return min(contest.peaks.values())
+
+
+def _counted(names: Sequence[str]) -> str:
+    return listed(names) if len(names) <= _MOST_NAMED else f"{len(names)} strategies"
+
+
+def _between(seconds: Sequence[float]) -> str:
+    """The range of step times; the unit is written once."""
+    low, high = format_seconds(min(seconds)), format_seconds(max(seconds))
+    unit = f" {high.rpartition(' ')[2]}"
+    return high if low == high else f"{low.removesuffix(unit)} to {high}"
+
+
 def _apart(contenders: Sequence[CaseResult]) -> tuple[str, ...]:
-    """A doubt where contenders come from several runs."""
+    """A doubt if the cases come from several runs."""
     if len({id(case.header) for case in contenders if case.fidelity not in REPEATING}) < 2:
         return ()
-    return ("cases of several runs were not measured in turns, so a drift of the machine looks like a difference",)
+    return ("the cases come from several runs, so a drift of the machine between them looks like a difference",)
 
 
 def _doubts(rivals: Sequence[Rival]) -> tuple[str, ...]:
@@ -172,56 +238,53 @@ def _speed(contest: Contest) -> str:
         return f"{alone.strategy} is the only strategy here that finished: {time} per step{_few((alone,))}."
     if contest.winner is None:
         return _by_time(contest.contenders)
-    time = format_seconds(step_time(contest.winner))
     if not contest.tied:
-        return f"{contest.winner.strategy} is fastest at {time} per step."
+        return f"{contest.winner.strategy} is fastest at {format_seconds(step_time(contest.winner))} per step."
     names = listed([case.strategy for case in contest.fastest])
-    times = f"{time} and {format_seconds(step_time(contest.fastest[-1]))} per step"
-    return f"{names} cannot be told apart as the fastest: {times if len(contest.tied) == 1 else f'between {times}'}."
+    return f"{names} tie for fastest: {_between([step_time(case) for case in contest.fastest])} per step."
 
 
 def _margin(contest: Contest) -> str:
-    """By how much the first rival that is beaten is slower, how narrowly the tied ones are not, and who is unranked."""
+    """Why the tied ones are tied, how much slower the next one is, and which cases are not ranked."""
     told = []
     if contest.tied:
-        last = contest.tied[-1]
-        told.append(
-            f"{last.case.strategy} takes {last.ratio:.3f} times as long as the first{pairing(last.comparison)}, "
-            f"{_tied(last.comparison)}."
-        )
+        assert contest.winner is not None
+        told.append(_tied(contest.winner, contest.tied[-1]))
     if contest.runner_up:
-        told.append(_behind("The next" if contest.tied else "The runner-up", contest.runner_up))
+        told.append(_behind(contest.runner_up))
     if contest.winner and len(contest.ranked) < len(contest.contenders):
         told.append(_by_time([case for case in contest.contenders if case not in contest.ranked]))
     return " ".join(told)
 
 
 def _by_time(cases: Sequence[CaseResult]) -> str:
-    """Step times of cases that nothing ranks, in the suite's order."""
+    """Step times of unranked cases, in the suite's order."""
     times = listed([f"{case.strategy} {format_seconds(step_time(case))}" for case in cases])
     return f"Not ranked by time{_few(cases)}: {times} per step."
 
 
 def _few(cases: Sequence[CaseResult]) -> str:
-    """In brackets, of how few launches the cases are; nothing of what is calculated."""
+    """In brackets, that there are too few launches; empty for calculated times."""
     launches = [len(case.samples) for case in cases if case.fidelity not in REPEATING]
     return "".join(f" ({words})" for words in too_few(min(launches))) if launches else ""
 
 
-def _tied(comparison: Comparison | None) -> str:
-    """Why a ratio does not count."""
+def _tied(winner: CaseResult, last: Rival) -> str:
+    """Why the slowest of those that tie is not called slower."""
+    comparison = last.comparison
     if comparison is None:
-        return f"and under {1 + ALIKE:g} times the model cannot tell them apart"
+        return f"Differences under {ALIKE:.0%} are within the model's error.".replace("%", " %")
+    lead = f"{last.case.strategy} takes {last.ratio:.3f} times as long as {winner.strategy}{pairing(comparison)}"
     if not comparison.bounded:
-        return no_interval(comparison)
-    return f"but the {interval_text(comparison, as_ratio=True)} includes 1; more rounds narrow it"
+        return f"{lead} ({no_interval(comparison)})."
+    return f"{lead} ({interval_text(comparison, as_ratio=True)}, which includes 1; more rounds would narrow it)."
 
 
-def _behind(place: str, rival: Rival) -> str:
+def _behind(rival: Rival) -> str:
     time = format_seconds(step_time(rival.case))
-    sentence = f"{place}, {rival.case.strategy}, takes {time}, {_longer(rival.ratio)}{pairing(rival.comparison)}"
+    sentence = f"Next: {rival.case.strategy} takes {time}, {_longer(rival.ratio)}{pairing(rival.comparison)}"
     if rival.comparison is None:
-        return f"{sentence} ({spelled(rival.case.fidelity)}, so there is no interval)."
+        return f"{sentence}."
     interval = interval_text(rival.comparison, as_ratio=rival.ratio >= _TIMES)
     size = "significant" if abs(rival.ratio - 1) >= RELEVANT else f"significant, but under {RELEVANT:.0%}"
     return f"{sentence} ({interval}; {size})."
@@ -248,22 +311,22 @@ def _memory(contest: Contest) -> str:
         return ""
     equal = [case.strategy for case in contest.leanest]
     rest = list(peaks)[len(equal) :]
-    least = min(peaks.values())
-    lead = f"{listed(equal)} {'is leanest' if len(equal) == 1 else 'are equally lean'}"
-    what = "reserved memory" if contest.memory_metric == "peak_reserved_bytes" else "peak memory"
-    told = f"{lead} at {format_bytes(least)} of {what} per rank."
+    least = _least_memory(contest)
+    what = "reserved" if contest.memory_metric == "peak_reserved_bytes" else "peak"
+    verb = "needs" if len(equal) == 1 else "need"
+    told = f"{listed(equal)} {verb} the least memory: {format_bytes(least)} per rank ({what})."
     if not rest:
         return told
     more = format_percent(peaks[rest[0]] / least - 1)
-    return f"{told} The next, {rest[0].strategy}, needs {format_bytes(peaks[rest[0]])}, {more} more."
+    return f"{told} Next: {rest[0].strategy} with {format_bytes(peaks[rest[0]])}, {more} more."
 
 
 _PARTS = {"compute": "compute_s", "exposed communication": "exposed_comm_s", "idle time": "idle_s"}
 
 
 def _why(contest: Contest) -> str:
-    """Where the first beaten rival loses the most, from the traced pass of both; empty where tracing does not tell:
-    there the traced steps of the two overlap in that part.
+    """Where the next slower strategy loses most, from the traced pass of both; empty if the traced steps of the two
+    overlap in that part.
     """
     winner, beaten = contest.winner, contest.runner_up
     if winner is None or beaten is None or winner.breakdown is None or beaten.case.breakdown is None:
@@ -276,15 +339,15 @@ def _why(contest: Contest) -> str:
     lost = others[most] - parts[most]
     if total <= 0 or lost <= 0 or _overlap(winner, beaten.case, _PARTS[most]):
         return ""
-    share = "Most" if lost > total / 2 else "The largest part"
+    share = "most" if lost > total / 2 else "the largest part"
     return (
-        f"{share} of what {beaten.case.strategy} loses to {winner.strategy} in the traced pass is {most}: "
-        f"{format_seconds(others[most])} against {format_seconds(parts[most])} per step."
+        f"In the traces, {share} of the difference is {most}: {format_seconds(others[most])} per step in "
+        f"{beaten.case.strategy}, {format_seconds(parts[most])} in {winner.strategy}."
     )
 
 
 def _overlap(winner: CaseResult, beaten: CaseResult, metric: str) -> bool:
-    """Whether a traced step of the one that lost took no longer in this part than one of the winner's."""
+    """Whether some traced step of the slower one took no longer in this part than some step of the faster one."""
     mine, theirs = winner.traced_range.get(metric), beaten.traced_range.get(metric)
     return mine is not None and theirs is not None and theirs[0] <= mine[1]
 
@@ -293,8 +356,9 @@ def _unranked(case: CaseResult) -> str:
     ended = sum(launch.state == case.state for launch in case.launches)
     rounds = f" in {ended} of {len(case.launches)} rounds" if len(case.launches) > 1 else ""
     lines = (case.error or "").strip().splitlines()
-    reason = f" ({_shortened(lines[0])})" if lines else ""
-    return f"{case.full_label}: not ranked, state {case.state}{rounds}{reason}."
+    state = STATES[case.state]
+    reason = f" ({_shortened(lines[0].removeprefix(f'{state}: '))})" if lines else ""
+    return f"{case.full_label}: {state}{rounds}{reason}."
 
 
 def _shortened(text: str) -> str:

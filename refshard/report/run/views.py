@@ -120,7 +120,7 @@ def _summary_row(case: CaseResult) -> Row:
         "strategy": case.strategy,
         "ranks": f"{case.spec.world_size:,}",
         "state": case.state,
-        _STEP_TIME: step_time_text(_sampled(case), case.metrics["step_time_s"]),
+        _STEP_TIME: step_time_text(sampled(case), case.metrics["step_time_s"]),
         "compile time": MISSING if case.compile_s is None else format_seconds(case.compile_s),
         "tokens/s/GPU": format_metric("tokens_per_s_gpu", case.metrics["tokens_per_s_gpu"]),
         "TFLOPS": format_metric("tflops", case.metrics["tflops"]),
@@ -160,7 +160,7 @@ def _gpu_memory_row(case: CaseResult, gpu: GpuMemory) -> Row:
     }
 
 
-def _sampled(case: CaseResult) -> Summary | None:
+def sampled(case: CaseResult) -> Summary | None:
     """The step time's samples; what is calculated has none."""
     return None if case.fidelity in REPEATING else case.step_time
 

@@ -1,4 +1,4 @@
-"""Why one strategy is faster: what the traces of a run's cases say, side by side."""
+"""Why one strategy is faster: the traces of a run's cases, side by side."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from refshard.tracing.analysis import Analysis, analyse
 from refshard.tracing.figures import CollectiveFigures, StepFigures, TraceFigures
 
 MOST_TRACED = 64
-"""Traces that are analysed for one page; every trace has its link."""
+"""Traces that are analysed for one page; every trace keeps its link."""
 MOST_LAYERS = 8
 """Layers drawn for one setting."""
 LEAST_SHARE = 0.005
@@ -124,9 +124,9 @@ def parts_of(figures: TraceFigures) -> dict[str, float]:
 
 def _sentence(parts: Mapping[CaseResult, Mapping[str, float]]) -> str:
     """Whose rank communicates, exposed, for the least and the largest share of its step."""
-    shares = {case.label: one["exposed communication"] / (sum(one.values()) or 1.0) for case, one in parts.items()}
+    shares = {case.strategy: one["exposed communication"] / (sum(one.values()) or 1.0) for case, one in parts.items()}
     least, most = min(shares, key=lambda name: shares[name]), max(shares, key=lambda name: shares[name])
-    told = f"Rank 0 of one round: exposed communication takes {format_percent(shares[least])} of a step ({least})"
+    told = f"Rank 0, one round: exposed communication takes {format_percent(shares[least])} of a step ({least})"
     return f"{told}." if least == most else f"{told} to {format_percent(shares[most])} ({most})."
 
 
@@ -141,8 +141,8 @@ def _row(one: Traced) -> dict[str, str]:
         "blocking gaps": trace_tables.blocking(figures.collectives, steps),
         "queued": format_ns(trace_tables.middle_of([found.queued_ns for found in figures.collectives])),
         "copies": format_ns((copies.copy_in_ns + copies.copy_out_ns) / steps),
-        "of them exposed": format_ns(copies.exposed_ns / steps),
-        "idle for the host": format_ns(_idle(figures.steps, steps)) if known else "-",
+        "exposed copies": format_ns(copies.exposed_ns / steps),
+        "waiting for the host": format_ns(_idle(figures.steps, steps)) if known else "-",
         "bus bandwidth": _bandwidths(figures.collectives, one.case),
     }
 
@@ -165,19 +165,18 @@ def _bandwidths(collectives: Sequence[CollectiveFigures], case: CaseResult) -> s
 
 
 def _layers(here: Sequence[Traced], prefix: str) -> Iterable[tuple[CaseResult, Chart]]:
-    """Those of the largest world size that has most of them: the same layer, as long as the longest, so that lengths
-    compare.
-    """
+    """The same layer of each case of one world size, with one scale and one zero."""
     sizes = [one.case.spec.world_size for one in here if one.view is not None]
     if not sizes:
         return
     size = max(sizes, key=lambda size: (sizes.count(size), size))
     shown = [one for one in here if one.view is not None and one.case.spec.world_size == size][:MOST_LAYERS]
     views = [_view(one.analysis, like=shown[0].view) for one in shown]
-    length = max(view.length for view in views if view)
+    before = max(view.before for view in views if view)
+    after = max(view.length - view.before for view in views if view)
     for one, view in zip(shown, views):
         if view is not None:
-            yield one.case, layer_chart(view.stretched(length), one.figures, f"{prefix}-layer-{one.case.number}")
+            yield one.case, layer_chart(view.spanning(before, after), one.figures, f"{prefix}-layer-{one.case.number}")
 
 
 def _view(analysis: Analysis | None, like: View | None = None) -> View | None:

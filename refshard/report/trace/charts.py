@@ -37,7 +37,7 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
     kept = sorted(range(len(figures)), key=lambda place: -trace_captions.mean_span(figures[place]))[:MOST_RANKS]
     shown = [figures[place] for place in sorted(kept)]
     sentence = trace_captions.ranks(shown, len(figures), names)
-    return chart("ranks", "Ranks beside each other", rank_bars(shown, names), sentence)
+    return chart("ranks", "Ranks side by side", rank_bars(shown, names), sentence)
 
 
 def timelines(timeline: Timeline, figures: TraceFigures, windows: Sequence[Window], prefix: str) -> tuple[Chart, ...]:

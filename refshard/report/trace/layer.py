@@ -40,9 +40,14 @@ class View:
         """Nanoseconds that the drawing spans."""
         return self.end - self.begin
 
-    def stretched(self, length: int) -> "View":
-        """The same over ``length`` nanoseconds, so that several drawings have one scale."""
-        return replace(self, end=self.begin + length)
+    @property
+    def before(self) -> int:
+        """Nanoseconds drawn before the layer starts."""
+        return self.hull.start - self.begin
+
+    def spanning(self, before: int, after: int) -> "View":
+        """The same from ``before`` to ``after`` the layer's start, ns, so that several charts share scale and zero."""
+        return replace(self, begin=self.hull.start - before, end=self.hull.start + after)
 
     @property
     def unit(self) -> str:
@@ -90,7 +95,7 @@ def layer_chart(view: View, figures: TraceFigures, identity: str) -> Chart:
     )
     figure, _ = spans_figure(rows, extent, MOST_BLOCKS)
     title = f"The {hull.phase} of {view.unit}" if hull.phase else view.unit
-    return chart(identity, title, figure, f"{_alternative(view)} Dimmed: what belongs to other units.")
+    return chart(identity, title, figure, f"{_alternative(view)} Dimmed: other units.")
 
 
 def _typical(found: Sequence[Hull]) -> Hull | None:

@@ -4,8 +4,6 @@ Names in traces come from outside and are hostile until escaped: Jinja2 escapes 
 data, and the page's content security policy runs no script but the page's own.
 """
 
-import base64
-import gzip
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +13,8 @@ import msgspec
 import pandas as pd
 
 from refshard.folders import replace_file
-from refshard.quantities import MIB
 from refshard.report.draw.charts import Chart, theme
+from refshard.report.draw.embed import embedded
 from refshard.report.draw.render import fill, resource, script
 from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import tables as trace_tables
@@ -26,9 +24,6 @@ from refshard.report.trace.lanes import drawn_windows
 from refshard.report.trace.layer import find_layer, layer_chart
 from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
-
-MOST_EMBEDDED = 4 * MIB
-MOST_EMBEDDED_TOGETHER = 12 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +94,7 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
         "sections": sections,
         "data": {"theme": theme()},
     }
-    scripts = [script(resource(name)) for name in ("charts.js", "trace.js")]
+    scripts = [script(resource(name)) for name in ("charts.js", "tables.js", "perfetto.js")]
     style = resource("style.css") + resource("trace.css")
     return fill("trace.html.j2", content, style=style, scripts=scripts)
 
@@ -132,16 +127,11 @@ def _waits(figures: Sequence[TraceFigures]) -> tuple[_Waits, ...]:
 
 
 def _sections(traces: Sequence[AnalysedTrace]) -> list[_Section]:
-    left = MOST_EMBEDDED_TOGETHER
-    made = []
-    for place, one in enumerate(traces):
-        content = _gzipped(one.path, min(left, MOST_EMBEDDED))
-        left -= len(content or b"")
-        made.append(_section(one, f"trace-{place}", content))
-    return made
+    contents = embedded([one.path for one in traces])
+    return [_section(one, f"trace-{place}", content) for place, (one, content) in enumerate(zip(traces, contents))]
 
 
-def _section(one: AnalysedTrace, identity: str, content: bytes | None) -> _Section:
+def _section(one: AnalysedTrace, identity: str, content: str | None) -> _Section:
     figures, timeline = one.figures, one.timeline
     windows = drawn_windows(figures, timeline) if len(timeline.spans) else ()
     layer = find_layer(timeline, windows[0].begin, windows[0].close) if windows else None
@@ -160,22 +150,5 @@ def _section(one: AnalysedTrace, identity: str, content: bytes | None) -> _Secti
         overheads=trace_tables.overheads(figures),
         per_step=trace_tables.per_step(figures),
         file_name=one.path.name,
-        content=None if content is None else base64.b64encode(content).decode(),
+        content=content,
     )
-
-
-def _gzipped(path: Path, most: int) -> bytes | None:
-    """The trace's bytes as gzip, None where they are more than ``most`` or the file cannot be read any more."""
-    try:
-        size = path.stat().st_size
-        if size > 16 * most:  # a trace as plain JSON compresses to about a tenth
-            return None
-        with path.open("rb") as file:
-            compressed = file.read(2) == b"\x1f\x8b"
-        if compressed and size > most:
-            return None
-        content = path.read_bytes()
-    except OSError:
-        return None
-    content = content if compressed else gzip.compress(content, mtime=0)
-    return content if len(content) <= most else None

@@ -49,7 +49,7 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
         "exposed to all": mean(lambda part: part.exposed_any_ns),
         "overlap ratio": format_percent(mean_ratio(every)),
         "idle": mean(lambda part: part.idle_ns),
-        "of it host / dependency": "-" if host == "-" else f"{host} / {dependency}",
+        "idle: host / dependency": "-" if host == "-" else f"{host} / {dependency}",
         "give-way index": format_percent(one.giveway.index, 2),
     }
 

@@ -128,10 +128,10 @@ def test_the_page_escapes_names_runs_its_own_script_and_asks_for_nothing() -> No
     assert seen.policy.startswith("default-src 'none'; script-src 'sha256-")
     for kind, script in seen.scripts:
         assert seen.allows(script) == (kind is None)
-    assert [kind for kind, _ in seen.scripts].count(None) == 1
+    assert [kind for kind, _ in seen.scripts].count(None) == 2
     assert not any(name in attributes for _, attributes in seen.tags for name in ("src", "action"))
     assert "http" not in seen.text
-    assert [box["id"] for box in seen.having("div") if box.get("class") == "chart"] == ["time", "memory"]
+    assert [box["id"] for box in seen.having("div") if box.get("class") == "chart"] == ["tradeoff", "time", "memory"]
 
 
 def test_the_charts_hold_what_the_tables_do() -> None:

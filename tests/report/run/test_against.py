@@ -32,9 +32,9 @@ BEFORE = run(rounds=3, failed=False)
 @pytest.mark.parametrize(
     ("factor", "outcome", "lead"),
     [
-        (1.1, "slower", "Against made, slower: "),
-        (0.9, "faster", "Against made, faster: "),
-        (1.001, "unchanged", "Of 5 cases that made has too: 5 within 2.5 %."),
+        (1.1, "slower", "Slower than in made: "),
+        (0.9, "faster", "Faster than in made: "),
+        (1.001, "unchanged", "5 matching cases: 5 within 2.5 %."),
     ],
 )
 def test_a_change_is_told_with_its_interval(factor: float, outcome: str, lead: str) -> None:
@@ -55,7 +55,7 @@ def test_an_interval_that_holds_no_change_and_a_large_one_is_unknown() -> None:
         noisy = with_record(noisy, place, step_times_s=((time,),))
     found = compared(later(noisy, "now"), before)
     assert by_label(found) == {"ddp": "unknown"}
-    assert found.sentences == ("Of 1 cases that made has too: 1 too noisy to tell.",)
+    assert found.sentences == ("1 matching case: 1 too noisy to tell.",)
     assert not found.worse
 
 
@@ -67,7 +67,7 @@ def test_under_three_launches_of_either_side_no_word_says_shorter(few: int, fact
     for now, then in ((short, short), (short, long), (long, short)):
         found = compared(later(quicker(now, factor), "now"), then)
         assert by_label(found) == {"ddp": "not compared"}
-        assert found.sentences == (f"Of 1 cases that made has too: 1 not compared by time (n = {few}: no interval).",)
+        assert found.sentences == (f"1 matching case: 1 times not compared (n = {few}: no interval).",)
         assert found.table.iloc[0]["now / then (95 % interval)"].endswith(f" (n = {few}: no interval)")
         assert not found.worse
 
@@ -109,15 +109,15 @@ def test_a_case_that_broke_is_worse() -> None:
     broken = with_record(later(BEFORE, "now"), 1, state="oom", error="too large")
     found = compared(broken, BEFORE)
     assert found.worse
-    assert "Ended ok in made and not here: ddp, 2 ranks." in found.sentences
+    assert "Ended ok in made but not here: ddp, 2 ranks." in found.sentences
     assert found.table.iloc[1]["now / then (95 % interval)"] == "now oom"
 
 
 def test_what_one_side_alone_holds_is_counted() -> None:
     found = compared(later(run(CASES[:3], rounds=3, failed=False), "now"), BEFORE)
-    assert found.doubts[-1] == "2 cases are in the baseline only"
+    assert found.doubts[-1] == "2 cases are only in the earlier run"
     strangers = compared(later(run(CASES[3:], rounds=3, failed=False), "now"), run(CASES[:2], rounds=3, failed=False))
-    assert strangers.sentences == ("Nothing here is in made too, so there is no change to tell.",)
+    assert strangers.sentences == ("No case is in made too, so there is nothing to compare.",)
     assert strangers.table.empty
 
 
@@ -125,7 +125,7 @@ def test_a_reference_counts_like_any_other() -> None:
     before = run(CASES[:1], rounds=3, failed=False)
     found = compared(later(quicker(before, 2.0), "now"), before)
     assert found.worse
-    assert found.sentences[0].startswith("Against made, slower: single, 1 rank 100.0 % longer")
+    assert found.sentences[0].startswith("Slower than in made: single, 1 rank 100.0 % longer")
 
 
 def test_where_nothing_exact_was_compared_nothing_is_said_to_be_the_same() -> None:
@@ -142,7 +142,7 @@ def test_simulated_times_have_no_interval_and_need_no_machine() -> None:
     before = run(CASES[1:2], rounds=1, failed=False, fidelity="simulated")
     found = compared(later(quicker(before, 1.2), "now", id="bbbbbbbbbbbb"), before)
     assert by_label(found) == {"ddp": "slower"}
-    assert found.sentences[0] == "Against made, slower: ddp, 2 ranks, simulated on dgx-h100 20.0 % longer."
+    assert found.sentences[0] == "Slower than in made: ddp, 2 ranks, simulated on dgx-h100 20.0 % longer."
 
 
 def test_the_environments_difference_has_a_column_for_each_run() -> None:

@@ -1,4 +1,4 @@
-"""Step time beside DDP's over tokens a rank: known answers."""
+"""Step time relative to DDP over tokens per rank: known answers."""
 
 from dataclasses import replace
 
@@ -31,11 +31,10 @@ def test_curves_are_ratios_over_the_tokens_of_a_rank() -> None:
     assert drawn["fsdp2"][1] == pytest.approx([2, 1.2, 0.75], rel=1e-3)
     assert drawn["ddp"] == ([256, 2048], [1, 1])
     assert found.chart.alternative == (
-        "Of ddp's step time: fsdp2 takes 2.00 times at 256 tokens a rank, 0.75 times at 2,048 tokens a rank, and is "
-        "faster at 2,048."
+        "Step time relative to ddp: fsdp2 2.00 at 256 tokens per rank, 0.75 at 2,048 tokens per rank (faster at 2,048)."
     )
-    assert list(found.table["tokens a rank"]) == ["256", "1,024", "2,048"]
-    assert list(found.table["peak memory / ddp's"]) == ["0.68"] * 3
+    assert list(found.table["tokens per rank"]) == ["256", "1,024", "2,048"]
+    assert list(found.table["peak memory / ddp"]) == ["0.68"] * 3
     assert len(found.cases) == 3
 
 

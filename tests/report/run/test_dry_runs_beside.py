@@ -8,7 +8,7 @@ from refshard.analysis.validation import validated
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord, Run
 from refshard.report.run.page import page
-from refshard.report.run.validation import dry_runs_beside, validation_answer
+from refshard.report.run.validation import dry_runs, dry_runs_of, validation_answer
 from tests.report.printed import rows, tables, verdict
 from tests.report.runs import CLUSTER, run
 
@@ -66,7 +66,7 @@ def evidence(device: str = H100) -> Evidence:
 
 
 def test_each_dry_run_stands_beside_its_case_with_errors_and_states() -> None:
-    found = dry_runs_beside(evidence())
+    found = dry_runs(evidence())
     assert found is not None
     rows = {row["case"].partition(",")[0]: row for row in found.table.to_dict("records")}
     assert rows.keys() == MEASURED_S.keys()
@@ -92,17 +92,24 @@ def test_validate_prints_those_of_which_both_ended_ok() -> None:
     assert verdict(found)[0].startswith("Dry run: median error of the step time 10.0 %")
 
 
+def test_the_chart_has_those_of_which_both_ended_ok() -> None:
+    found = dry_runs_of(evidence())
+    assert [case.strategy for case in found] == ["fsdp2", "refshard-fsdp", "refshard-yafsdp"]
+    assert {case.fidelity for case in found.values()} == {"dryrun"}
+    assert "dry run (hollow)" in "".join(page(evidence()))
+
+
 def test_a_dry_run_of_another_gpu_is_no_prediction() -> None:
-    assert dry_runs_beside(evidence("NVIDIA A100-SXM4-80GB")) is None
+    assert dry_runs(evidence("NVIDIA A100-SXM4-80GB")) is None
 
 
 def test_a_run_without_dry_runs_says_nothing() -> None:
-    assert dry_runs_beside(gather(measured())) is None
+    assert dry_runs(gather(measured())) is None
 
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_the_page_shows_them_where_there_are_any(shown: bool) -> None:
     html = "".join(page(evidence() if shown else gather(measured())))
-    assert ("Dry run beside measured" in html) is shown
+    assert ("Dry run and measurement" in html) is shown
     assert ('href="#dry-runs"' in html) is shown
     assert REASON in html

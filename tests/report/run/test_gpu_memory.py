@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 
+from refshard.analysis.contests import contests
 from refshard.analysis.evidence import Evidence, gather
 from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.quantities import GIB
 from refshard.records import GpuMemory, Run
 from refshard.report.run import views
 from refshard.report.run.answer import run_answer
-from refshard.report.run.charts import bar_charts
+from refshard.report.run.device_limit import device_limit
 from refshard.report.run.page import page
+from refshard.report.run.tradeoff import tradeoff
 from tests.report import printed
 from tests.report.runs import CASES, run, with_record
 
@@ -49,8 +51,13 @@ def test_a_gpus_memory_is_what_is_reserved_of_the_device(evidence: Evidence) -> 
     assert {row["peak reserved"] for row in printed.rows(shown)} == {"71.2 of 79.2 GiB"}
     place = [column.head for column in shown.columns].index("peak reserved")
     assert place <= 4, "one of the first columns, which narrow terminals show"
-    charts = bar_charts(evidence.settings[0], "s0")
-    assert charts.keys() == {"step_time_s", "tokens_per_s_gpu", "peak_reserved_bytes"}
+    (contest,) = contests(evidence)
+    limit = device_limit(contest.cases)
+    assert limit is not None
+    assert limit.text == "79.2 GiB on the GPU"
+    drawn = tradeoff(contest, limit, "t")
+    assert drawn is not None
+    assert "limit: 79.2 GiB on the GPU" in [note["text"] for note in drawn.figure["layout"]["annotations"]]
 
 
 def test_the_other_kinds_have_a_table_on_the_page(evidence: Evidence) -> None:
@@ -62,7 +69,7 @@ def test_the_other_kinds_have_a_table_on_the_page(evidence: Evidence) -> None:
     }  # fmt: skip
     text = "".join(page(evidence))
     assert "71.2 of 79.2 GiB reserved" in text
-    assert "What GPUs held comes first." in text
+    assert "Memory of the fullest GPU" in text
 
 
 def test_programs_read_it_too(evidence: Evidence) -> None:
@@ -86,7 +93,7 @@ def test_memory_of_a_case_on_a_cpu_is_shown_as_before() -> None:
     assert "440 MiB" in set(table["peak memory"])
     assert "peak reserved" not in table
     assert views.gpu_memory_table(evidence.cases).empty
-    assert "What GPUs held" not in "".join(page(evidence))
+    assert "Memory of the fullest GPU" not in "".join(page(evidence))
     assert views.as_json(evidence)[1]["gpu_total_bytes"] is None
 
 

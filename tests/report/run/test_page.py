@@ -16,16 +16,16 @@ from plotly.offline import get_plotlyjs_version
 from refshard import resources
 from refshard.analysis.evidence import gather
 from refshard.folders import replace_file
-from refshard.records import Run
+from refshard.records import GpuUse, Run
 from refshard.report.draw.render import PLOTLY
-from refshard.report.run.page import UNFOLDED, UNFOLDED_ROWS, page, write_dashboard
+from refshard.report.run.page import SCRIPTS, in_short, page, short_names, write_dashboard
+from refshard.report.run.power import power_table
+from refshard.report.run.trust import trust as trust_facts
+from refshard.report.run.view import views_of
 from tests.report.pages import Page
 from tests.report.runs import CASES, HOSTILE, run, with_record
 
-CHARTS = {
-    "s0-step_time_s", "s0-tokens_per_s_gpu", "s0-peak_memory_bytes", "s0-breakdown", "s0-parts", "s0-over-step",
-    "t0-losses",
-}  # fmt: skip
+CHARTS = {"v0-tradeoff", "v0-breakdown", "v0-parts", "v0-over-step", "t0-losses"}
 
 
 def drawn(made: Run) -> Page:
@@ -54,8 +54,13 @@ def test_the_page_asks_the_network_for_nothing(seen: Page) -> None:
 def test_plotly_is_there_once_and_packed(seen: Page) -> None:
     """Its basic bundle, of the version that the figures are made for; the page may run what it inflates to."""
     kinds = [kind for kind, _ in seen.scripts]
-    assert kinds == [*["application/json"] * len(CHARTS), "application/gzip", "application/json", None, None]
-    packed = base64.b64decode(seen.scripts[-4][1])
+    assert kinds == [
+        *["application/json"] * len(CHARTS),
+        "application/gzip",
+        "application/json",
+        *[None] * len(SCRIPTS),
+    ]
+    packed = base64.b64decode(seen.scripts[-2 - len(SCRIPTS)][1])
     assert packed == (resources.dashboards() / PLOTLY).read_bytes()
     bundle = gzip.decompress(packed).decode()
     assert f"plotly.js (basic - minified) v{get_plotlyjs_version()}" in bundle[:200]
@@ -67,7 +72,7 @@ def test_the_policy_allows_the_pages_own_scripts_and_no_network(seen: Page) -> N
     assert "'unsafe-inline'" not in seen.policy.partition("script-src")[2].partition(";")[0]
     for kind, text in seen.scripts:
         assert seen.allows(text) == (kind is None)
-    assert seen.policy.count("sha256-") == 3
+    assert seen.policy.count("sha256-") == len(SCRIPTS) + 1
 
 
 def test_logs_and_errors_are_text_and_never_markup(whole: str, seen: Page) -> None:
@@ -75,7 +80,7 @@ def test_logs_and_errors_are_text_and_never_markup(whole: str, seen: Page) -> No
     assert HOSTILE in seen.text
     assert "<img src=x onerror=alert(2)>" in seen.text
     assert not seen.having("img")
-    assert len(seen.scripts) == len(CHARTS) + 4
+    assert len(seen.scripts) == len(CHARTS) + 2 + len(SCRIPTS)
 
 
 def test_hostile_strategies_and_titles_stay_text() -> None:
@@ -83,20 +88,20 @@ def test_hostile_strategies_and_titles_stay_text() -> None:
     suite = msgspec.structs.replace(made.header.suite, about='"><b onclick=alert(3)>')
     made = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite, run_id=HOSTILE))
     found = drawn(made)
-    assert [kind for kind, _ in found.scripts].count(None) == 2
+    assert [kind for kind, _ in found.scripts].count(None) == len(SCRIPTS)
     assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
     assert found.text.count(HOSTILE) > 5
 
 
 def data_of(seen: Page) -> dict[str, Any]:
     """What the page's own script reads."""
-    return json.loads(seen.scripts[-3][1])  # type: ignore[no-any-return]
+    return json.loads(seen.scripts[-1 - len(SCRIPTS)][1])  # type: ignore[no-any-return]
 
 
 def figures_of(seen: Page) -> dict[str, Any]:
     """Plotly's data by chart: each lies in its chart's box."""
     boxes = [box["id"] for box in seen.having("div") if box.get("class") == "chart"]
-    found = [json.loads(text) for kind, text in seen.scripts[:-3] if kind == "application/json"]
+    found = [json.loads(text) for kind, text in seen.scripts[: -1 - len(SCRIPTS)] if kind == "application/json"]
     assert len(boxes) == len(found)
     return {str(id_): figure for id_, figure in zip(boxes, found)}
 
@@ -104,7 +109,8 @@ def figures_of(seen: Page) -> dict[str, Any]:
 def test_data_of_the_charts_survives_its_escaping(seen: Page) -> None:
     figures = figures_of(seen)
     assert set(figures) == CHARTS
-    assert figures["s0-peak_memory_bytes"]["data"][1]["x"] == [440]
+    (points,) = [trace for trace in figures["v0-tradeoff"]["data"] if (trace.get("meta") or {}).get("labels")]
+    assert dict(zip(points["text"], points["x"]))["ddp"] == 440
 
 
 def test_the_theme_is_there_once(seen: Page) -> None:
@@ -123,9 +129,9 @@ def test_every_chart_has_its_place_and_its_sentence(seen: Page) -> None:
 
 
 def test_rows_of_cases_carry_their_numbers(seen: Page) -> None:
-    """The script's filters go by them: each case has its row in each of the tables, and its facets."""
+    """The script's filter goes by them: each case has its row in each of the tables, and its strategy."""
     data = data_of(seen)
-    assert [case["strategy"] for case in data["cases"]] == ["single", "ddp", "fsdp2", "fsdp2-tuned", *NAMES[3:]]
+    assert data["cases"] == ["single", "ddp", "fsdp2", "fsdp2-tuned", *NAMES[3:]]
     rows = [row.get("data-case") for row in seen.having("tr")]
     assert {row for row in rows if row is not None} == {str(number) for number in range(6)}
     assert data["pairs"][0][:2] == [1, 2]
@@ -137,16 +143,15 @@ NAMES = [case.strategy for case in CASES]
 
 def test_the_page_is_in_the_order_of_a_readers_questions(seen: Page) -> None:
     assert [section["id"] for section in seen.having("section")] == [
-        "verdict", "trust", "tables", "why", "published", "memory", "losses", "proof", "states", "environment",
-        "reproduce",
+        "verdict", "why", "memory", "losses", "record",
     ]  # fmt: skip
 
 
 def test_the_page_says_what_the_views_say(seen: Page) -> None:
     said = seen.text.replace("\N{NO-BREAK SPACE}", " ")
     for text in (
-        "refshard-yafsdp is fastest at 40.0 ms per step.",
-        "not ranked, state failed in 1 of 3 rounds",
+        "refshard-yafsdp is fastest (40.0 ms per step) and needs the least memory (240 MiB).",
+        "failed in 1 of 3 rounds",
         "3 of 4 compared cases",
         "26 all_gather (48.0 MiB), 13 reduce_scatter (24.0 MiB)",
         "16.0 ms (25.8 %)",
@@ -165,7 +170,8 @@ def test_a_keyboard_reaches_the_verdict_first(seen: Page) -> None:
     links = seen.having("a")
     assert (links[0]["class"], links[0]["href"]) == ("skip", "#verdict")
     ids = {attributes.get("id") for _, attributes in seen.tags}
-    assert {link["href"] for link in links} <= {f"#{name}" for name in ids}
+    empty = {"#scaling", "#power"}  # the script hides links to what this comparison does not have
+    assert {link["href"] for link in links} <= {f"#{name}" for name in ids} | empty
 
 
 def test_ids_are_unique(seen: Page) -> None:
@@ -242,10 +248,9 @@ def test_the_old_file_stays_readable_until_the_new_one_is_whole(tmp_path: Path) 
 def test_a_page_of_emulated_cases_says_so_and_shows_no_loss() -> None:
     text = "".join(page(gather(run(rounds=1, failed=False, fidelity="emulated"))))
     seen = Page(text).text
-    assert "What is emulated on dgx-h100 is no measurement" in seen
+    assert "Not measured, but emulated on dgx-h100" in seen
     assert "emulated on dgx-h100" in seen
     assert not [tag for tag in Page(text).having("section") if tag.get("id") == "losses"]
-    assert 'href="#losses"' not in text
 
 
 def many(settings: int) -> Run:
@@ -259,30 +264,41 @@ def many(settings: int) -> Run:
     return msgspec.structs.replace(made, launches=tuple(records))
 
 
-def test_of_many_settings_those_after_the_first_are_folded() -> None:
-    """Text in a comment, with its figures; nothing that a browser lays out."""
-    whole = "".join(page(gather(many(UNFOLDED + 2))))
-    comments = re.findall(r"<!--(.*?)-->", whole, re.DOTALL)
-    assert len(comments) == 2 * 4, "in the comparison, why, memory and the losses"
-    assert "257 tokens" in Page(whole).text
-    hidden = 255 + UNFOLDED + 2
-    assert f"global batch of 8 sequences of {hidden} tokens" in Page(whole).text, "its name, to unfold it by"
-    (last,) = [text for text in comments if f"{hidden} tokens</span></caption>" in text and "tokens/s/GPU" in text]
-    assert last.count('<script type="application/json">') == 3
-    assert Page(last).having("table")
+def test_of_many_comparisons_the_first_is_shown_and_the_others_wait_in_templates() -> None:
+    whole = "".join(page(gather(many(12))))
+    seen = Page(whole)
+    assert [tag["id"] for tag in seen.having("template")] == [f"v{place}" for place in range(1, 12)]
+    options = [tag for tag in seen.having("option") if str(tag["value"]).startswith("v")]
+    assert len(options) == 12
+    assert "2 ranks, global batch of 8 sequences of 267 tokens" in seen.text, "the name that it is chosen by"
+    shown = Page(re.sub(r"<template.*?</template>", "", whole, flags=re.DOTALL))
+    assert {box["id"] for box in shown.having("div") if box.get("class") == "chart"} == {*CHARTS, "x0-crossover"}
 
 
-def test_many_rows_are_folded_too() -> None:
-    rounds = UNFOLDED_ROWS // len(CASES) + 1
-    whole = "".join(page(gather(run(rounds=rounds, failed=False))))
-    shown = Page(re.sub(r"<!--.*?-->", "", whole, flags=re.DOTALL))
-    assert len([row for row in shown.having("tr") if "data-case" in row]) < UNFOLDED_ROWS
-    assert f"{rounds * len(CASES)} launches" in shown.text
+def test_names_of_comparisons_leave_out_what_all_share() -> None:
+    views = views_of(gather(many(2)), {})
+    assert short_names(views) == [
+        "2 ranks, global batch of 8 sequences of 256 tokens", "2 ranks, global batch of 8 sequences of 257 tokens",
+    ]  # fmt: skip
+    assert short_names(views[:1]) == ["2 ranks"]
 
 
-def test_names_in_folded_parts_cannot_end_them() -> None:
-    made = many(UNFOLDED + 1)
-    hostile = "--><script>alert(1)</script><!--"
+def test_trust_is_one_line_that_unfolds(seen: Page) -> None:
+    (trust,) = [tag for tag in seen.having("details") if tag.get("id") == "trust"]
+    assert "open" not in trust
+    facts = in_short(trust_facts(gather(run())))
+    assert [fact.label for fact in facts] == ["Fidelity", "Proof of run", "Loss parity", "Noise"]
+
+
+def test_proof_states_and_reproduction_are_folded(seen: Page) -> None:
+    folds = [tag for tag in seen.having("details") if tag.get("class") == "fold"]
+    assert len(folds) > 6
+    assert not any("open" in tag for tag in folds)
+
+
+def test_hostile_names_cannot_end_a_template() -> None:
+    hostile = "</template><script>alert(1)</script>"
+    made = many(3)
     records = [
         msgspec.structs.replace(record, case=msgspec.structs.replace(record.case, strategy=hostile))
         if record.case.strategy == "ddp"
@@ -290,5 +306,25 @@ def test_names_in_folded_parts_cannot_end_them() -> None:
         for record in made.launches
     ]
     found = drawn(msgspec.structs.replace(made, launches=tuple(records)))
-    assert [kind for kind, _ in found.scripts].count(None) == 2
+    assert [kind for kind, _ in found.scripts].count(None) == len(SCRIPTS)
     assert not any("alert(1)" in text for kind, text in found.scripts if kind is None)
+
+
+def test_power_and_clocks_are_shown_where_they_were_recorded() -> None:
+    use = GpuUse(gpu=0, samples=10, power_w=650.4, max_power_w=700.0, sm_clock_mhz=1700.0, min_sm_clock_mhz=1200,
+                 throttled={"power cap": 5})  # fmt: skip
+    made = with_record(run(failed=False), 1, gpu_use=(use, replace_use(use)))
+    assert "Power and clocks" not in drawn(run()).text
+    table = power_table(gather(made).cases)
+    assert table.to_dict("records") == [
+        {
+            "case": "ddp, 2 ranks", "power, mean": "600 W", "power, highest": "700 W", "SM clock, mean": "1,700 MHz",
+            "SM clock, lowest": "1,100 MHz", "throttled": "power cap 25.0 %",
+        }
+    ]  # fmt: skip
+    assert "power cap 25.0 %" in drawn(made).text
+
+
+def replace_use(use: GpuUse) -> GpuUse:
+    """The second GPU's."""
+    return msgspec.structs.replace(use, gpu=1, power_w=549.6, min_sm_clock_mhz=1100, throttled={})

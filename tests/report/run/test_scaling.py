@@ -40,10 +40,9 @@ def test_a_curve_for_each_strategy_and_a_level_for_the_best() -> None:
         "ideal": ([2, 8], [100, 100]),
     }
     assert found.chart.alternative == (
-        "Of its tokens/s/GPU in its smallest world, in its largest: ddp has 90.0 % (2 to 4 ranks); fsdp2 has 75.0 % "
-        "(2 to 8 ranks)."
+        "Scaling efficiency: best ddp 90.0 % (2 to 4 ranks), worst fsdp2 75.0 % (2 to 8 ranks)."
     )
-    assert list(found.table["of its smallest world's"]) == ["100.0 %", "90.0 %", "100.0 %", "95.0 %", "75.0 %"]
+    assert list(found.table["scaling efficiency"]) == ["100.0 %", "90.0 %", "100.0 %", "95.0 %", "75.0 %"]
     assert [case.spec.world_size for case in found.cases] == [2, 4, 2, 4, 8]
 
 
@@ -89,7 +88,7 @@ def test_the_bound_is_drawn_where_the_wire_has_a_rate() -> None:
         case = spec(record.case.strategy, 4)
         wider.append(msgspec.structs.replace(record, case=case, spec_hash=case.hash))
     (found,) = scalings(gather(msgspec.structs.replace(made, launches=(*made.launches, *wider))))
-    sizes, rates = curves(found)["bound by compute and wire"]
+    sizes, rates = curves(found)["bound by compute and network"]
     assert sizes == [2, 4]
     best = max(
         (case.metrics["tokens_per_s_gpu"] or 0) / (case.metrics["overlap_efficiency"] or 1)
@@ -97,4 +96,4 @@ def test_the_bound_is_drawn_where_the_wire_has_a_rate() -> None:
         if case.spec.world_size == 2
     )
     assert rates[0] == pytest.approx(best, rel=1e-4)
-    assert "-" not in set(found.table["of the bound"])
+    assert "-" not in set(found.table["of the physical bound"])

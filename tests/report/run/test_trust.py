@@ -1,4 +1,4 @@
-"""The trust strip's facts."""
+"""The facts about how far to trust a run."""
 
 import msgspec
 import pytest
@@ -23,15 +23,15 @@ def test_a_sound_run_raises_no_doubt() -> None:
     found = facts(run(rounds=3, failed=False))
     assert {label: fact.value for label, fact in found.items()} == {
         "Proof of run": "5 of 5 finished cases",
-        "Worst loss parity": "3.1e-07",
+        "Loss parity": "3.1e-07",
         "Bit-identical to DDP": "3 of 4 compared cases",
-        "Perturbation by tracing": "at most 1.03 times",
+        "Slow-down by tracing": "up to 1.03 times",
         "Fidelity": "measured",
         "Noise": "± 3.2 % over 3 rounds",
-        "Machine while timing": "not recorded",
+        "Machine drift": "not recorded",
         "Smallest visible difference": "± 0.0 %",
-        "A/A on this machine": "not measured",
-        "Launches ended ok": "15 of 15",
+        "Same code against itself": "not measured",
+        "Launches that ended ok": "15 of 15",
     }
     assert not any(fact.good is False for fact in found.values())
 
@@ -42,7 +42,7 @@ def test_two_rounds_tell_no_noise() -> None:
 
 
 def test_a_failed_launch_is_counted() -> None:
-    found = facts(run())["Launches ended ok"]
+    found = facts(run())["Launches that ended ok"]
     assert (found.value, found.good) == ("17 of 18", False)
 
 
@@ -54,7 +54,7 @@ def test_a_run_that_did_not_end_by_itself_says_so(interrupted: bool | None, deta
     made = run(failed=False)
     assert made.end is not None
     end = None if interrupted is None else msgspec.structs.replace(made.end, interrupted=interrupted)
-    found = facts(ended(made, end))["Launches ended ok"]
+    found = facts(ended(made, end))["Launches that ended ok"]
     assert (found.detail, found.good) == (detail, False)
 
 
@@ -66,9 +66,9 @@ def test_a_case_without_proof_is_doubted() -> None:
 def test_losses_that_differ_are_doubted_and_name_the_case() -> None:
     made = run(rounds=1, failed=False)
     metrics = {**made.launches[2].metrics, "loss_parity": 0.02}
-    found = facts(with_record(made, 2, metrics=metrics, proof=proof(CASES[2])))["Worst loss parity"]
+    found = facts(with_record(made, 2, metrics=metrics, proof=proof(CASES[2])))["Loss parity"]
     assert (found.value, found.good) == ("2.0e-02", False)
-    assert found.detail.endswith("(fsdp2, 2 ranks; at most 1e-05)")
+    assert found.detail.endswith("(fsdp2, 2 ranks; the limit is 1e-05)")
 
 
 def test_fidelities_are_never_mixed_silently() -> None:
@@ -82,16 +82,16 @@ def test_fidelities_are_never_mixed_silently() -> None:
 
 def test_losses_of_what_is_emulated_are_no_doubt_and_no_proof() -> None:
     found = facts(run(rounds=1, failed=False, fidelity="emulated"))
-    parity = found["Worst loss parity"]
+    parity = found["Loss parity"]
     assert (parity.value, parity.detail, parity.good) == ("not compared", "compares with nothing", None)
     assert found["Bit-identical to DDP"].value == "not compared"
-    assert found["Proof of run"].detail == "units and collectives are what the strategy's plan announced"
-    assert facts(both("emulated"))["Worst loss parity"].value == "3.1e-07"
+    assert found["Proof of run"].detail == "units and collectives match the strategy's plan"
+    assert facts(both("emulated"))["Loss parity"].value == "3.1e-07"
 
 
 def test_an_empty_run_is_trusted_in_nothing() -> None:
     found = facts(ended(msgspec.structs.replace(run(), launches=()), None))
-    assert [found[label].good for label in ("Proof of run", "Worst loss parity", "Fidelity", "Noise")] == [False] * 4
+    assert [found[label].good for label in ("Proof of run", "Loss parity", "Fidelity", "Noise")] == [False] * 4
 
 
 def test_the_environment_as_label_and_value() -> None:
@@ -128,7 +128,7 @@ def test_the_smallest_visible_difference_is_as_wide_as_the_ratios() -> None:
     assert 1.0 < width < 5.0
     assert facts(run(rounds=2, failed=False))["Smallest visible difference"].value == "unknown"
     alone = facts(run(CASES[:2], failed=False))["Smallest visible difference"]
-    assert (alone.value, alone.detail.rpartition("; ")[2]) == ("unknown", "no two cases have one")
+    assert (alone.value, alone.detail.rpartition("; ")[2]) == ("unknown", "no two cases have an interval")
 
 
 def test_simulated_steps_are_no_noise() -> None:
@@ -147,9 +147,11 @@ def test_what_gates_on_this_machine_are_worth_is_told_if_it_was_measured() -> No
     )  # fmt: skip
     other = msgspec.structs.replace(case, smallest_visible=0.164)
     noise = Noise(launches=300, gates=1000, failing_gates=8, cases={"a": case, "b": other})
-    (told,) = [fact for fact in trust(gather(run()), noise) if fact.label == "A/A on this machine"]
+    (told,) = [fact for fact in trust(gather(run()), noise) if fact.label == "Same code against itself"]
     assert told.value == "8 of 1,000 gates failed"
-    assert told.detail.endswith("300 launches; a gate here sees slow-downs from 11.8 % to 16.4 % on, by case")
+    assert told.detail.endswith(
+        "over 300 launches; a gate here detects slow-downs from 11.8 % to 16.4 %, depending on the case"
+    )
 
 
 def test_each_case_has_its_command() -> None:

@@ -11,7 +11,7 @@ from refshard import resources
 from refshard.analysis.evidence import Evidence, gather
 from refshard.harness.store import read_run
 from refshard.records import Run
-from refshard.report.run.page import Beside, page
+from refshard.report.run.page import Extras, page
 from refshard.report.run.why import COPIES, MOST_TRACED, PARTS, Traced, parts_of, read_traces, why
 from tests.report import traces
 from tests.report.pages import Page
@@ -81,7 +81,7 @@ def test_a_trace_that_is_damaged_keeps_its_link_alone(recorded: Run, evidence: E
     second.unlink()
     (one,) = read_traces(evidence, [(recorded, tmp_path / "run")], tmp_path / "page.html").values()
     assert one.analysis is None
-    text = "".join(page(evidence, Beside(traces={one.case: one})))
+    text = "".join(page(evidence, Extras(traces={one.case: one})))
     assert f'href="run/traces/{first.name}"' in text
 
 
@@ -96,7 +96,7 @@ def test_two_runs_of_one_name_keep_their_own_traces(recorded: Run, tmp_path: Pat
 
 
 def test_the_page_has_the_layers_and_the_links(evidence: Evidence, traced: list[Traced]) -> None:
-    seen = Page("".join(page(evidence, Beside(traces={one.case: one for one in traced}))))
+    seen = Page("".join(page(evidence, Extras(traces={one.case: one for one in traced}))))
     links = {link["href"] for link in seen.having("a")}
     assert {one.link for one in traced} <= links
     drawn = [one.case.number for one in traced if one.view]

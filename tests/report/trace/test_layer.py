@@ -68,7 +68,7 @@ def test_its_sentence_says_when_the_collectives_run() -> None:
     assert layer.alternative == (
         "model.layers.2: backward takes 1.30 ms. Its all-gather takes 700 us and ends 180 us before its first kernel "
         "starts. Its reduction takes 1.10 ms, starts 344 us after its last kernel ends and ends 1.44 ms after that. "
-        "Dimmed: what belongs to other units."
+        "Dimmed: other units."
     )
 
 
@@ -126,13 +126,13 @@ def test_a_unit_that_stays_gathered_has_no_gather_before_its_backward() -> None:
     assert "Its reduction takes " in layer.alternative
 
 
-def test_views_of_one_length_have_one_scale() -> None:
+def test_views_that_span_the_same_have_one_scale_and_one_zero() -> None:
     views = view_of(traces.gpu()), view_of(traces.gpu(kernels=12))
-    length = 2 * max(view.length for view in views)
+    before, after = 2 * max(view.before for view in views), 3 * max(view.length for view in views)
     for view in views:
-        layer = layer_chart(view.stretched(length), traces.figures(view.timeline), "layer")
+        layer = layer_chart(view.spanning(before, after), traces.figures(view.timeline), "layer")
         begin, close = numbers(layer.figure["layout"]["xaxis"]["range"])
-        assert (close - begin) * 1e6 == pytest.approx(length)
+        assert [begin * 1e6, close * 1e6] == pytest.approx([-before, after])
 
 
 def test_the_unit_that_is_asked_for_is_drawn_where_it_is() -> None:

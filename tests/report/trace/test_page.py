@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from refshard.report.trace import page as trace_page
+from refshard.report.draw import embed
 from refshard.report.trace.page import AnalysedTrace, page, write_trace_page
 from refshard.timeline import Spans, Timeline, Window
 from tests.report import traces
@@ -170,7 +170,7 @@ def test_small_traces_travel_in_the_page_as_gzip(whole: str, shown: list[Analyse
 
 def test_large_and_lost_traces_are_asked_for(tmp_path: Path) -> None:
     timeline = traces.gpu(layers=2)
-    noise = np.random.default_rng(0).bytes(trace_page.MOST_EMBEDDED + 1)
+    noise = np.random.default_rng(0).bytes(embed.MOST_EMBEDDED + 1)
     large = traces.trace(tmp_path, timeline, file="large.json.gz", content=b"\x1f\x8b" + noise)
     lost = replace(traces.trace(tmp_path, timeline, file="lost.json.gz"), path=tmp_path / "gone.json.gz")
     text = "".join(page([large, lost]))
@@ -180,10 +180,10 @@ def test_large_and_lost_traces_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_all_traces_together_keep_to_their_limit(tmp_path: Path) -> None:
-    content = b"\x1f\x8b" + bytes(trace_page.MOST_EMBEDDED - 2)
+    content = b"\x1f\x8b" + bytes(embed.MOST_EMBEDDED - 2)
     many = [
         traces.trace(tmp_path, traces.cpu(rank=rank, layers=2, steps=1), content=content)
-        for rank in range(trace_page.MOST_EMBEDDED_TOGETHER // trace_page.MOST_EMBEDDED + 2)
+        for rank in range(embed.MOST_EMBEDDED_TOGETHER // embed.MOST_EMBEDDED + 2)
     ]
     assert len(contents("".join(page(many)))) == len(many) - 2
 

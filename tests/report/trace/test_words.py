@@ -189,7 +189,7 @@ def test_the_summary_holds_means_and_says_what_is_not_known() -> None:
     assert row["span"] == "100 ms"
     assert row["exposed"] == "20.0 ms"
     assert row["overlap ratio"] == "60.0 %"
-    assert row["of it host / dependency"] == "-"
+    assert row["idle: host / dependency"] == "-"
     assert row["rank"] == "- of ?"
     assert "give-way index" not in row
     assert "job" not in row

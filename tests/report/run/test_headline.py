@@ -1,0 +1,78 @@
+"""The comparison's table and the tips of its chart, on the made run."""
+
+from dataclasses import replace
+
+from refshard.analysis.contests import contests
+from refshard.analysis.evidence import Evidence, gather
+from refshard.report.run.device_limit import device_limit
+from refshard.report.run.headline import Headline, failures, headline
+from refshard.report.run.tips import tip
+from refshard.report.run.tradeoff import tradeoff
+from tests.report.runs import CASES, run, with_record
+
+
+def of(evidence: Evidence) -> Headline:
+    (contest,) = contests(evidence)
+    return headline(contest, contest.setting)
+
+
+def test_the_fastest_comes_first_then_what_failed_then_references() -> None:
+    table = of(gather(run())).table
+    assert list(table["strategy"]) == [
+        "refshard-yafsdp", "refshard-fsdp", "ddp", "fsdp2", "fsdp2-tuned", "single, 1 rank",
+    ]  # fmt: skip
+    assert list(table["vs"]) == ["1", "1.20 (1.20 to 1.20)", "1.25 (1.25 to 1.25)", "1.50 (1.50 to 1.50)", "-", "-"]
+    assert table["step time (95 % interval)"].tolist()[4] == "failed"
+
+
+def test_calculated_times_have_ratios_without_intervals() -> None:
+    found = of(gather(run(CASES[1:3], rounds=1, failed=False, fidelity="dryrun")))
+    assert list(found.table["vs"]) == ["1", "1.20"]
+    assert "step time" in found.table
+
+
+def test_a_case_that_does_not_fit_shows_what_it_needs() -> None:
+    made = run(CASES[1:], rounds=1, failed=False)
+    made = with_record(made, 0, state="oom", error="out of memory", metrics={"peak_memory_bytes": 2.0**30})
+    found = of(gather(made))
+    row = found.table.set_index("strategy").loc["ddp"]
+    assert (row["step time (95 % interval)"], row["peak memory"]) == ("out of memory", "needs 1.00 GiB")
+    assert [(state, [case.strategy for case in cases]) for state, cases in failures(found.cases)] == [
+        ("out of memory", ["ddp"])
+    ]
+
+
+def test_pointing_tells_what_the_label_does_not() -> None:
+    case = gather(run()).cases[1]
+    lines = tip(case, "peak_memory_bytes").split("<br>")
+    assert lines[0] == "<b>ddp</b>, 2 ranks, measured"
+    assert lines[1].startswith("step time 50.0 ms, 95 % interval 4")
+    assert lines[1].endswith("(3 rounds, 60 steps)")
+    assert lines[2] == "peak memory 440 MiB"
+    few = gather(run(rounds=1, failed=False)).cases[1]
+    assert "step time 50.0 ms, no interval (1 round, 20 steps)" in tip(few, "peak_memory_bytes")
+
+
+def test_names_cannot_smuggle_markup_into_a_tip() -> None:
+    made = run([replace(CASES[1], strategy='<a href="x">')], rounds=1, failed=False)
+    assert "<a" not in tip(gather(made).cases[0], "peak_memory_bytes")
+
+
+def test_the_chart_in_words() -> None:
+    (contest,) = contests(gather(run()))
+    drawn = tradeoff(contest, None, "t")
+    assert drawn is not None
+    assert drawn.alternative == (
+        "Lower left is better. Dotted, the strategies that no other beats in both: refshard-yafsdp (40.0 ms, 240 MiB)."
+    )
+    (contest,) = contests(gather(run(rounds=1, failed=False, fidelity="dryrun")))
+    limit = device_limit(contest.cases)
+    assert limit is not None
+    assert limit.text == "78.1 GiB usable"
+    drawn = tradeoff(contest, limit, "t")
+    assert drawn is not None
+    assert drawn.alternative.endswith(" The limit, 78.1 GiB usable, lies outside the chart.")
+
+
+def test_a_cpu_has_no_limit() -> None:
+    assert device_limit(gather(run()).cases) is None
