@@ -25,12 +25,13 @@ from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.reduced import REDUCED_FILE, reduced_for
 from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, check_unused, read_run
-from refshard.models.data import open_source
+from refshard.models.data import SYNTHETIC, open_source
+from refshard.models.own import find_factory
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import Environment, LaunchRecord, Run, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
-from refshard.specs.model import load_model
+from refshard.specs.model import known_dimensions
 from refshard.specs.suite import SuiteSpec
 from refshard.strategies import check_name
 
@@ -61,9 +62,7 @@ def check_suite(suite: SuiteSpec, launcher: Launcher, *, oversubscribe: bool) ->
     cases = suite.cases()
     for case in cases:
         check_name(case.strategy)
-        model = load_model(case.model)
-        open_source(case.data, model.vocab, case.seed)
-        checkpointing_of(case.checkpointing, model.n_layers)
+        _check_model(case)
         _check_fidelity(case)
         if case.processes and case.fidelity != "dryrun":
             launcher.check(case, oversubscribe=oversubscribe)
@@ -373,6 +372,16 @@ def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[s
             shutil.move(source, target)
             kept.append(str(target.relative_to(folder)))
     return tuple(kept)
+
+
+def _check_model(case: CaseSpec) -> None:
+    if (model := known_dimensions(case.model)) is not None:
+        open_source(case.data, model.vocab, case.seed)
+        checkpointing_of(case.checkpointing, model.n_layers)
+        return
+    find_factory(case.model)
+    if case.data != SYNTHETIC:
+        raise SpecError(f"data: the factory '{case.model}' makes its own batches, got '{case.data}'; leave data out")
 
 
 def _check_fidelity(case: CaseSpec) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from refshard.errors import SpecError, UnsupportedError, nearest
 from refshard.specs.case import CaseSpec
-from refshard.strategies.table import ROWS, asked, axes_unavailable, not_dry_run
+from refshard.strategies.table import ROWS, asked, axes_unavailable, not_dry_run, not_with_own
 
 if TYPE_CHECKING:
     from refshard.strategies.base import Strategy
@@ -53,6 +53,8 @@ def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
         raise UnsupportedError(
             f"refshard's row of {case.strategy} does not cover {lacking}; see refshard list strategies"
         )
+    if why := not_with_own(case):
+        raise UnsupportedError(why)
     if case.fidelity == "dryrun" and (why := not_dry_run(case)):
         raise UnsupportedError(why)
     if absent := axes_unavailable(sorted(asked(case))):

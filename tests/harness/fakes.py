@@ -9,9 +9,10 @@ import msgspec
 from refshard.flops import flops_per_token
 from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.machine import check_fits_machine
-from refshard.harness.measure import CONVENTION, RankResult
+from refshard.harness.measure import RankResult
 from refshard.harness.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
 from refshard.harness.run import Observer
+from refshard.harness.subject import CONVENTION
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, Environment, LaunchRecord
 from refshard.specs.case import CaseSpec

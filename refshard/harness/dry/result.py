@@ -55,6 +55,8 @@ class DryResult(msgspec.Struct, frozen=True, kw_only=True):
     usable_bytes: int = 0
     peak: Pool = NOTHING
     refused: str = ""
+    blocks: tuple[str, ...] = ()
+    flops_per_token: float | None = None
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
     stepped: int = 0
