@@ -12,7 +12,6 @@ from refshard.engine.grouping import find_blocks
 from refshard.flops import Convention, flops_per_token
 from refshard.models.activation import checkpoint_layers, recompute
 from refshard.models.batch import Batch, Tokens
-from refshard.models.counted import count_flops
 from refshard.models.data import open_source, rank_batch
 from refshard.models.llama import Llama, initialise
 from refshard.models.own import Blocks, build_own
@@ -87,6 +86,8 @@ class OwnSubject(Subject):
         recompute(list(find_blocks(self.model, self.blocks).values()), case.checkpointing, random=True)
 
     def _count(self) -> float | None:
+        from refshard.models.counted import count_flops  # torch's counter warns on import where there is no Triton
+
         try:
             found = count_flops(self._own, self._case.seq_len, backward=self._case.workload == "training")
         except Exception as error:  # a module need not run on the meta device

@@ -134,6 +134,17 @@ def find_factory(name: str) -> Callable[[], Any]:
     return factory
 
 
+def factory_file(name: str) -> Path | None:
+    """The source file of the module that holds the factory ``name``, if it has one.
+
+    Raises:
+        SpecError: see :func:`find_factory`.
+    """
+    find_factory(name)
+    path = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+    return None if path is None else Path(path)
+
+
 def build_own(name: str, seed: int, device: torch.device) -> OwnModel:
     """Call the factory ``name``, whose module is to be on ``device``.
 

@@ -17,14 +17,14 @@ LARGEST = 2**40
 T = TypeVar("T")
 
 
-def convert(data: Mapping[str, Any], to: type[T], *, where: str) -> T:
-    """Build the spec ``to`` from plain data.
+def convert(data: Mapping[str, Any], to: type[T], *, where: str, strict: bool = True) -> T:
+    """Build the spec ``to`` from plain data; unless ``strict``, numbers may be given as text.
 
     Raises:
         SpecError: with the field, the value and the remedy in one line.
     """
     try:
-        return msgspec.convert(data, to)
+        return msgspec.convert(data, to, strict=strict)
     except msgspec.ValidationError as error:
         raise SpecError(f"{where}: {_explain(str(error), data, to)}") from None
 

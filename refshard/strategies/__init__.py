@@ -42,6 +42,17 @@ def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
     """The strategy of ``case``, where it can run; ``cuda`` says whether ranks have a GPU each.
 
     Raises:
+        SpecError: see :func:`check_case`.
+        UnsupportedError: see :func:`check_case`.
+    """
+    check_case(case, cuda=cuda)
+    return make_strategy(case.strategy)
+
+
+def check_case(case: CaseSpec, *, cuda: bool) -> None:
+    """Check that the strategy of ``case`` can run it, without importing torch.
+
+    Raises:
         SpecError: there is no such strategy.
         UnsupportedError: it cannot run here, or lacks an axis that the case asks for, or the axis lacks a package.
     """
@@ -59,4 +70,3 @@ def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
         raise UnsupportedError(why)
     if absent := axes_unavailable(sorted(asked(case))):
         raise UnsupportedError("; ".join(absent))
-    return make_strategy(case.strategy)

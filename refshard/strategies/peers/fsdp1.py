@@ -97,7 +97,7 @@ class FSDP1(Strategy):
             numel, kept = flat._padded_unsharded_size.numel(), names[index] == ROOT or self._sharding == "SHARD_GRAD_OP"
             again = not kept and training and (reduced or names[index] != EMBEDDING)
             gathers = again + (training or not kept)
-            issued += [("all_gather", numel * world.computed.itemsize)] * gathers
+            issued += [("all_gather", numel * handle._fwd_bwd_param_dtype.itemsize)] * gathers  # fp32 for a BatchNorm
             if reduced:
                 issued.append(("reduce_scatter", numel * world.reduced.itemsize))
                 issued += [("all_reduce", numel // world.shards * world.reduced.itemsize)] * (world.case.replicas > 1)
