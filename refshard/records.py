@@ -171,8 +171,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
     """First line of a run. ``planned`` counts launches: cases times rounds. ``files`` has the SHA-256, in hexadecimal,
-    of each file that cases name (a model, a factory's module, a cluster, tokens), by the name that they give. ``models``
-    has the dimensions of those whose file gives them, so that a report does not need it.
+    of each file that cases name (a model, a factory's module, a cluster, tokens), by the name that they give.
+    ``models`` has the dimensions of those whose file gives them, so that a report does not need it.
     """
 
     schema: int = SCHEMA

@@ -91,13 +91,13 @@ class OwnModel:
         """
         generator = torch.Generator().manual_seed(seed)
         made = self.make_batch(sequences, seq_len, generator)
-        for name, tensor in made.items() if isinstance(made, Mapping) else [("it", made)]:
+        rule = f"model: the batch of '{self.factory}' must be a dict of tensors whose first dimension is {sequences}"
+        if not isinstance(made, Mapping):
+            raise SpecError(f"{rule}, got {type(made).__name__}; {_DOCS}")
+        for name, tensor in made.items():
             if not isinstance(tensor, Tensor) or tensor.dim() == 0 or len(tensor) != sequences:
                 found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise SpecError(
-                    f"model: the batch of '{self.factory}' must be a dict of tensors whose first dimension is "
-                    f"{sequences}, got {found} for '{name}'; {_DOCS}"
-                )
+                raise SpecError(f"{rule}, got {found} for '{name}'; {_DOCS}")
         own = {name: tensor[rows.start : rows.stop].clone().to(device) for name, tensor in made.items()}
         return Arguments(own, self.factory)
 
