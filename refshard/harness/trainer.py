@@ -41,6 +41,12 @@ class Trainer:
         torch.manual_seed((case.seed << 16) + self._world.data_rank)  # ranks that share tokens drop the same
 
     @property
+    def held(self) -> int:
+        """How many of the trained elements this rank holds; padding is none of them."""
+        parameters = (p for p in self._subject.model.parameters() if p.requires_grad)
+        return sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in parameters)
+
+    @property
     def drops(self) -> bool:
         """Whether training drops anything, once :meth:`begin_dropout` is called."""
         return self._subject.drops and self._case.workload == "training"

@@ -208,6 +208,7 @@ class Inherited(nn.Module):
         super().__init__()
         self.llama = Llama(small_spec(n_kv_heads=2))
         self.ask = ask
+        self.start: Tensor
         self.register_buffer("start", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Net(nn.Module):
 
     def __init__(self, tied: bool = False, around: bool = False) -> None:
         super().__init__()
-        self.register_buffer("scale", torch.full((1,), 0.5))
+        self.register_buffer("scale", torch.tensor(0.5))
         self.embedding = nn.Embedding(50, 16)
         self.position = nn.Parameter(torch.randn(8, 16)) if around else None
         self.blocks = nn.ModuleList(

@@ -157,10 +157,13 @@ def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
 
 
 def _failed_elements(case: CaseSpec, results: Sequence[DryResult]) -> Iterator[str]:
-    """Check that the ranks together step all trained elements; if only one rank ran, it stands for all."""
+    """Check that the ranks together step all trained elements; if only one rank ran, it stands for all. A rank whose
+    part is smaller, because there is more padding in it, steps all that it holds.
+    """
     stands_for = case.world_size // len(results)
     stepped, trained = sum(result.stepped for result in results) * stands_for, results[0].trained
-    if case.workload == "training" and stepped < trained:
+    part = any(0 < result.held < result.trained and result.stepped >= result.held for result in results)
+    if case.workload == "training" and stepped < trained and not part:
         yield f"the optimizers of all ranks together step {stepped:,} of {trained:,} trained elements"
 
 

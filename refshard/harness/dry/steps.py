@@ -45,6 +45,7 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
             state="ok",
             stepped=stepped,
             trained=trainer.trained,
+            held=trainer.held,
             blocks=trainer.blocks,
             flops_per_token=trainer.flops_per_token,
             peak=pool(device.index, "peak"),
