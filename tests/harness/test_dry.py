@@ -281,7 +281,8 @@ STEP = StepResult(
 BLOCKS = tuple(f"model.layers.{index}" for index in range(6))
 GOOD = DryResult(
     state="ok", usable_bytes=8 * GIB, peak=Pool(allocated=3 * GIB, active=4 * GIB, reserved=5 * GIB, requested=GIB),
-    blocks=BLOCKS, wrapped_units=("root", *BLOCKS), announced=(GATHERS, REDUCES), stepped=13, trained=100, steps=(STEP,),
+    blocks=BLOCKS, wrapped_units=("root", *BLOCKS), announced=(GATHERS, REDUCES), stepped=13, trained=100,
+    steps=(STEP,),
 )  # fmt: skip
 OUT = DryResult(
     state="oom", usable_bytes=2 * GIB, peak=Pool(allocated=GIB, active=GIB, reserved=GIB, requested=GIB),
