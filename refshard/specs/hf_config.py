@@ -15,7 +15,7 @@ from refshard.specs.reading import convert, read_json
 
 CONFIG = "config.json"
 """The name that Hugging Face gives the file."""
-_REMEDY = "use a model of your own instead: model = 'package.module:factory' (docs/own-model.md)"
+_REMEDY = "use a model of your own instead: model = 'package.module:factory' (docs/how-to/own-model.md)"
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):

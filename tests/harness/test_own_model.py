@@ -17,7 +17,7 @@ from refshard.specs.suite import SuiteSpec, load_suite
 from tests.fakecuda.needs import needs_device
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, make_suite
 
-PAGE = Path(__file__).parents[2] / "docs" / "own-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-model.md"
 OWN = "tests.strategies.test_own_models:untied"
 
 
