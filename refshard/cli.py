@@ -302,10 +302,21 @@ def plan(
 @app.command(context_settings={"ignore_unknown_options": True})
 @printed
 def dryrun(
-    command: Annotated[
-        list[str], typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a launcher's command line.")
-    ],
     cluster: _Cluster,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="After `--`: SCRIPT ARGS, -m MODULE ARGS, or a launcher's command line.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Instead of a script: a preset, TOML file, config.json or factory package.module:function."),
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="With --model: how it is sharded (`refshard list strategies`).")] = (
+        "fsdp2"
+    ),
+    seq_len: Annotated[int, typer.Option(help="With --model: tokens per sequence.")] = 8192,
+    microbatch: Annotated[int, typer.Option(help="With --model: sequences per rank and step.")] = 1,
+    dtype: Annotated[str, typer.Option(help="With --model: bf16 or fp32, for compute.")] = "bf16",
+    checkpoint: Annotated[str, typer.Option(help="With --model: none, full, every-K or selective.")] = "none",
     world_size: Annotated[
         int | None, typer.Option(help="Number of ranks (default: from torchrun's options, or the whole cluster).")
     ] = None,
@@ -322,12 +333,24 @@ def dryrun(
 ) -> Answer:
     """Run one rank of an unmodified training script on fake GPUs, and report whether it fits and how fast it is.
 
+    With --model, a model is trained under one strategy, and no script is needed.
+
     Exit status: 0 if it fits; 1 if it does not, the script fails or --races finds a race; 2 if the command is wrong.
     """
     from refshard.commands import dryrun as made
 
+    words = made.words_of(command or [])
+    if model is not None:
+        from refshard.commands.dryrun_model import Training, training_command
+
+        if words:
+            raise SpecError("dryrun: --model trains the model itself, and a script was given too; leave one out")
+        training = Training(
+            model=model, strategy=strategy, seq_len=seq_len, microbatch=microbatch, dtype=dtype, checkpoint=checkpoint
+        )
+        words, tokens_per_step = training_command(training, cluster, world_size)
     asked = made.Asked(
-        words=made.words_of(command), cluster=cluster, world_size=world_size, rank=rank, steps=steps,
+        words=words, cluster=cluster, world_size=world_size, rank=rank, steps=steps,
         tokens_per_step=tokens_per_step, races=races,
     )  # fmt: skip
     with _interruptible("nothing is written"):

@@ -15,7 +15,7 @@ have no gradient of their own, so that of a fine-tuning by adapters, which have 
 from typing import Literal
 
 from refshard.specs.case import Tuning, Workload
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ModelSpec, parameter_count
 from refshard.specs.tuning import LORA
 
 Convention = Literal["A", "B", "C"]
@@ -52,14 +52,6 @@ def adapter_count(model: ModelSpec) -> int:
     kv_dim = model.n_kv_heads * model.head_dim
     sides = 2 * (model.dim + model.dim) + 2 * (model.dim + kv_dim) + 3 * (model.dim + model.ffn_dim)
     return model.n_layers * LORA.rank * sides
-
-
-def parameter_count(model: ModelSpec) -> int:
-    """Number of parameters in closed form, a tied embedding counted once."""
-    attention = 2 * model.dim * model.dim + 2 * model.dim * model.n_kv_heads * model.head_dim
-    block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
-    embeddings = model.vocab * model.dim * (1 if model.tied else 2)
-    return model.n_layers * block + embeddings + model.dim
 
 
 def flops_per_token(

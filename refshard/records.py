@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from refshard.specs.case import CaseSpec, Fidelity
+from refshard.specs.model import ModelSpec
 from refshard.specs.suite import SuiteSpec
 
 SCHEMA = 1
@@ -170,7 +171,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
     """First line of a run. ``planned`` counts launches: cases times rounds. ``files`` has the SHA-256, in hexadecimal,
-    of each file that cases name (a model, a cluster, tokens), by the path that they give.
+    of each file that cases name (a model, a factory's module, a cluster, tokens), by the name that they give.
+    ``models`` has the dimensions of those whose file gives them, so that a report does not need it.
     """
 
     schema: int = SCHEMA
@@ -181,6 +183,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
     environment: Environment
     planned: int
     files: dict[str, str] = {}
+    models: dict[str, ModelSpec] = {}
 
 
 class CollectiveCount(msgspec.Struct, frozen=True, kw_only=True, order=True):

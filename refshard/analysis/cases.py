@@ -214,7 +214,7 @@ def _efficiency(case: CaseResult, reference_step_time_s: float, network: Network
     if proof is None or not step_time:
         return None
     try:
-        model = load_model(case.spec.model)
+        model = case.header.models.get(case.spec.model) or load_model(case.spec.model)
     except SpecError:
         return None
     return overlap_efficiency(step_time, lower_bound(case.spec, model, proof.announced, reference_step_time_s, network))

@@ -95,7 +95,7 @@ def plan(asked: Asked, *, page: Path | None = None, traces: Path | None = None) 
 
 def _name_of(model: str) -> str:
     """A preset's own name, or a file's without its folder and ending."""
-    return Path(model).stem if model.endswith(".toml") else model
+    return Path(model).stem if model.endswith((".toml", ".json")) else Path(model).name
 
 
 def _chosen(given: str | None) -> tuple[list[Recipe], tuple[str, ...]]:

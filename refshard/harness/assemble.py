@@ -18,7 +18,6 @@ from refshard.harness.proof import Peers, prove
 from refshard.harness.rank import rank_file
 from refshard.harness.traced import Traces, read_traces
 from refshard.records import Environment, LaunchRecord
-from refshard.specs.model import load_model
 
 
 def assemble(
@@ -68,7 +67,7 @@ def _with_samples(
         losses=tuple(fmean(step) for step in zip(*(r.losses for r in ranks))),
         flops_convention=flops_words(case),
         flops_per_token=first.flops_per_token,
-        recompute=recompute_words(case, load_model(case.model)),
+        recompute=recompute_words(case, len(first.blocks)),
         steps=traces.steps,
         census=first.census,
         planned_peak_bytes=first.planned_peak_bytes,

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from refshard.flops import Convention, flops_per_token
 from refshard.harness.compiling import compiling_anew
 from refshard.harness.gpu_use import watched_gpus
 from refshard.harness.load import RankLoad, watched_load
@@ -29,15 +28,13 @@ from refshard.harness.trainer import Trainer
 from refshard.records import Census, CollectiveCount, GpuMemory, GpuUse, State
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
-from refshard.specs.model import load_model
+from refshard.specs.model import known_dimensions
 from refshard.strategies import strategy_for
 from refshard.strategies.table import ROWS
 from refshard.tracing.capture import WARMUP_STEPS, capture_steps
 from refshard.tracing.census import OperatorCensus
 from refshard.tracing.memory import AllocatorPeak, GpuPeaks
 
-CONVENTION: Convention = "A"
-"""By which FLOPs are counted."""
 MEMORY_STEP = 2
 """The step whose allocator peak is recorded on a CPU: the first whose every buffer was there before."""
 CENSUS_STEP = MEMORY_STEP + 1
@@ -75,6 +72,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     gpu_use: tuple[GpuUse, ...] = ()
     gpu_memory: GpuMemory | None = None
     compile_s: float = 0.0
+    blocks: tuple[str, ...] = ()
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
     parameters_sha256: str = ""
@@ -98,7 +96,7 @@ def measure(
 def _measure(
     case: CaseSpec, group: dist.ProcessGroup, device: torch.device, trace: Path, progress: Progress
 ) -> RankResult:
-    strategy, spec = strategy_for(case, cuda=device.type == "cuda"), load_model(case.model)
+    strategy, spec = strategy_for(case, cuda=device.type == "cuda"), known_dimensions(case.model)
     warmup = _counted("warm-up", case.warmup_steps, progress)
     progress("build", 0, 1)
     _import_lazy_parts()
@@ -145,13 +143,14 @@ def _measure(
         load=load[0] if load else None,
         gpu_use=tuple(gpu_use),
         gpu_memory=gpu.memory,
+        blocks=trainer.blocks,
         wrapped_units=strategy.wrapped_units(),
         announced=strategy.announced(),
         parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",
         census=census.census,
         operators=census.operators if group.rank() == 0 else (),
         planned_peak_bytes=_planned_peak(case, device) if group.rank() == 0 else None,
-        flops_per_token=float(flops_per_token(spec, case.seq_len, CONVENTION, case.workload, case.tuning)),
+        flops_per_token=trainer.flops_per_token,
     )
 
 

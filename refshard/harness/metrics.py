@@ -4,15 +4,18 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from refshard.flops import formula
-from refshard.harness.measure import CONVENTION, RankResult
+from refshard.harness.measure import RankResult
+from refshard.harness.subject import CONVENTION
 from refshard.harness.traced import Traces
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import DERIVED, METRICS, Environment, LaunchRecord, StepTrace
 from refshard.specs.case import CaseSpec
 from refshard.specs.hardware import load_hardware, profile_of_device
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import is_factory
 
 NS = 1e-9
+COUNTED = "matrix products, attention and convolutions, counted by torch"
+"""What the FLOPs of a factory's module are."""
 
 
 def metrics_of(record: LaunchRecord, ranks: Sequence[RankResult], traces: Traces) -> dict[str, float | None]:
@@ -44,12 +47,13 @@ def rates(record: LaunchRecord, step_time_s: float) -> dict[str, float | None]:
     """The step time, and what a rank does in it: tokens, model FLOPs, and these over the device's peak."""
     case = record.case
     tokens_per_s = case.global_batch * case.seq_len / step_time_s / case.world_size
-    flops_per_s = tokens_per_s * (record.flops_per_token or 0)
+    flops_per_s = None if record.flops_per_token is None else tokens_per_s * record.flops_per_token
+    peak = record.peak_flops_per_s
     return {
         "step_time_s": step_time_s,
         "tokens_per_s_gpu": tokens_per_s,
-        "tflops": flops_per_s / 1e12,
-        "mfu": flops_per_s / record.peak_flops_per_s if record.peak_flops_per_s else None,
+        "tflops": None if flops_per_s is None else flops_per_s / 1e12,
+        "mfu": flops_per_s / peak if flops_per_s is not None and peak else None,
     }
 
 
@@ -69,17 +73,19 @@ def complete(found: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def flops_words(case: CaseSpec) -> str:
-    """The FLOPs convention, by name and formula."""
+    """The FLOPs convention, by name and formula; of a factory's module, what is counted."""
+    if is_factory(case.model):
+        return COUNTED
     return f"{CONVENTION}: {formula(CONVENTION, case.workload, case.tuning)}"
 
 
-def recompute_words(case: CaseSpec, model: ModelSpec) -> str:
-    """Which layers ran forward a second time. Model FLOPs, and so MFU, never count that."""
-    policy = checkpointing_of(case.checkpointing, model.n_layers)
+def recompute_words(case: CaseSpec, n_layers: int) -> str:
+    """Which of a model's layers ran forward a second time. Model FLOPs, and so MFU, never count that."""
+    policy = checkpointing_of(case.checkpointing, n_layers)
     if not policy.layers:
         return "none"
     but = " but attention and every second product" if policy.by_op else ""
-    return f"forward of {len(policy.layers)} of {model.n_layers} layers{but}, not counted"
+    return f"forward of {len(policy.layers)} of {n_layers} layers{but}, not counted"
 
 
 def peak_of(case: CaseSpec, device: str, environment: Environment) -> dict[str, object]:

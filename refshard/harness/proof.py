@@ -11,7 +11,6 @@ from refshard.harness.reduced import Reduced
 from refshard.harness.traced import Traces
 from refshard.records import CollectiveCount, LaunchRecord, Proof, parity_tolerance
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
-from refshard.specs.model import load_model
 from refshard.strategies.table import ROWS
 
 NOT_COMPARABLE = "emulated: what the other ranks send is made up, so losses and parameters compare with nothing"
@@ -49,7 +48,7 @@ def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: S
     announced = ranks[0].announced
     differing = next((step for step in traces.per_step if step[1] != ranks[step[0]].announced), None)
     failures = [*_failed_collectives(case, ranks, traces, differing)]
-    failures += failed_units(case, ranks[0].wrapped_units)
+    failures += failed_units(case, ranks[0].blocks, ranks[0].wrapped_units)
     if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
         failures.append("a rank left fewer losses or step times than steps")
     parity, identical, bits_note = _Parity(value=None, note=NOT_COMPARABLE), None, NOT_COMPARABLE
@@ -75,12 +74,11 @@ def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: S
     )
 
 
-def failed_units(case: CaseSpec, units: Sequence[str]) -> Iterator[str]:
-    """What of the model should be in a unit, and is not."""
+def failed_units(case: CaseSpec, blocks: Sequence[str], units: Sequence[str]) -> Iterator[str]:
+    """What of the model, whose ``blocks`` are named, should be in a unit, and is not."""
     if not units and case.strategy != REFERENCE_STRATEGY:
         yield "the model was not wrapped: it has no unit"
     elif ROWS[case.strategy].by_block:
-        blocks = [f"model.layers.{index}" for index in range(load_model(case.model).n_layers)]
         inside = [block for block in blocks if any(unit == block or unit.startswith(f"{block}.") for unit in units)]
         if bare := [block for block in blocks if block not in inside]:
             yield f"no unit is, or lies in, {', '.join(bare)}"

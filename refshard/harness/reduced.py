@@ -17,7 +17,7 @@ from refshard.quantities import format_bytes
 from refshard.records import Environment
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
-from refshard.specs.model import ModelSpec, load_model
+from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.strategies import strategy_for
 
 REDUCED_FILE = "reduced.json"
@@ -56,7 +56,11 @@ class ReducedLosses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reduced_for(case: CaseSpec, environment: Environment) -> Reduced | None:
-    """How the losses of a measured case are held if its unsharded reference is too large; None if that fits."""
+    """How the losses of a measured case are held if its unsharded reference is too large; None if that fits, or if the
+    case's model is a factory's, of which nobody can make a reduced one.
+    """
+    if is_factory(case.model):
+        return None
     kind: Literal["cuda", "cpu"] = "cuda" if environment.gpus and case.device != "cpu" else "cpu"
     memory = min(environment.gpu_memory_bytes, default=0) if kind == "cuda" else environment.memory_bytes
     needed = _reference_bytes(case, kind)

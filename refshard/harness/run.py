@@ -25,12 +25,13 @@ from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.reduced import REDUCED_FILE, reduced_for
 from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, check_unused, read_run
-from refshard.models.data import open_source
+from refshard.models.data import SYNTHETIC, open_source
+from refshard.models.own import factory_file, find_factory
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import Environment, LaunchRecord, Run, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
-from refshard.specs.model import load_model
+from refshard.specs.model import is_factory, known_dimensions, load_model, model_file
 from refshard.specs.suite import SuiteSpec
 from refshard.strategies import check_name
 
@@ -62,9 +63,7 @@ def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: b
     cases = suite.cases()
     for case in cases:
         check_name(case.strategy)
-        model = load_model(case.model)
-        open_source(case.data, model.vocab, case.seed)
-        checkpointing_of(case.checkpointing, model.n_layers)
+        _check_model(case)
         if case.cluster:
             load_cluster(case.cluster)
         if launcher is not None:
@@ -105,6 +104,7 @@ def run_suite(
             environment=environment,
             planned=len(_plan(suite, environment)),
             files=named_files(suite),
+            models={name: load_model(name) for name in _models(suite) if model_file(name) is not None},
         )
         writer.append(header)
         _run_missing(Run(header=header, launches=()), folder, writer, launcher, observer, skipped or {})
@@ -167,7 +167,11 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
         changed.append(f"refshard was {header.refshard} and is {version('refshard')}")
     if header.files:
         now = named_files(header.suite)
-        changed += [f"{path} is another file than it was" for path, was in header.files.items() if now.get(path) != was]
+        changed += [
+            f"{name} is another file than it was" if name in now else f"the file of {name} is missing"
+            for name, was in header.files.items()
+            if now.get(name) != was
+        ]
     if suite is not None and suite != header.suite:
         given, kept = msgspec.structs.asdict(suite), msgspec.structs.asdict(header.suite)
         changed += [
@@ -180,14 +184,21 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
 
 
 def named_files(suite: SuiteSpec) -> dict[str, str]:
-    """SHA-256 of every file that a case of ``suite`` names, by its path."""
-    named = {name for case in suite.cases() for name in (case.model, case.cluster, case.data)}
+    """SHA-256 of every file that a case of ``suite`` names, by that name: of a factory, that of its module."""
+    paths = {name: Path(name) for case in suite.cases() for name in (case.cluster, case.data) if name}
+    for name in _models(suite):
+        if (path := factory_file(name) if is_factory(name) else model_file(name)) is not None:
+            paths[name] = path
     found = {}
-    for name in sorted(named):
-        if name and Path(name).is_file():
-            with Path(name).open("rb") as file:
+    for name, path in sorted(paths.items()):
+        if path.is_file():
+            with path.open("rb") as file:
                 found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
+
+
+def _models(suite: SuiteSpec) -> set[str]:
+    return {case.model for case in suite.cases()}
 
 
 def _plan(suite: SuiteSpec, environment: Environment) -> list[tuple[int, CaseSpec]]:
@@ -377,6 +388,16 @@ def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[s
             shutil.move(source, target)
             kept.append(str(target.relative_to(folder)))
     return tuple(kept)
+
+
+def _check_model(case: CaseSpec) -> None:
+    if (model := known_dimensions(case.model)) is not None:
+        open_source(case.data, model.vocab, case.seed)
+        checkpointing_of(case.checkpointing, model.n_layers)
+        return
+    find_factory(case.model)
+    if case.data != SYNTHETIC:
+        raise SpecError(f"data: the factory '{case.model}' makes its own batches, got '{case.data}'; leave data out")
 
 
 def _check_fidelity(case: CaseSpec) -> None:

@@ -73,7 +73,7 @@ def record_simulated(blank: LaunchRecord, trace: Path) -> LaunchRecord:
         backend=job.cluster.library,
         step_times_s=((run.times.length / NS,),),
         flops_convention=f"{CONVENTION}: {FORMULAS[case.workload][CONVENTION]}",
-        recompute=recompute_words(case, job.model),
+        recompute=recompute_words(case, job.model.n_layers),
         flops_per_token=float(flops_per_token(job.model, case.seq_len, CONVENTION)),
         peak_flops_per_s=rate.peak,
         peak_source=job.cluster.accelerator.sources["matmul"],

@@ -1,6 +1,6 @@
 """Activation checkpointing per layer: a layer keeps its input, and perhaps more; backward computes the rest again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,25 +18,31 @@ _ATTENTION = frozenset(
 
 
 def checkpoint_layers(model: Llama, policy: str | Sequence[int]) -> None:
-    """Let the layers of ``model`` that ``policy`` names recompute their activations, in place.
+    """As :func:`recompute`, the layers of a Llama."""
+    # A generator's state is kept where something draws from it.
+    random = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    recompute(model.model.layers, policy, random=random)
+
+
+def recompute(layers: Iterable[nn.Module], policy: str | Sequence[int], *, random: bool) -> None:
+    """Let those of a model's ``layers`` that ``policy`` names recompute their activations, in place.
 
     To be called before the model is sharded. Only the instance's ``forward`` is wrapped: modules and parameters keep
     their names, and whatever hooks a strategy puts on a layer run outside of what is recomputed, once in forward and
     never in backward. A unit is gathered for backward before its recomputation, since that starts when autograd asks
     for the first saved tensor, which is after the hooks on the layer's output. What is drawn at random, adapters'
-    dropout say, is drawn again alike.
+    dropout say, is drawn again alike if the layers are said to be ``random``.
 
     Raises:
         SpecError: see :func:`checkpointing_of`.
     """
-    chosen = checkpointing_of(policy, model.spec.n_layers)
-    # A generator's state is kept where something draws from it.
-    random = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+    layers = list(layers)
+    chosen = checkpointing_of(policy, len(layers))
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if chosen.by_op:
         options["context_fn"] = _keeping_by_op
     for index in chosen.layers:
-        layer = model.model.layers[index]
+        layer = layers[index]
         layer.forward = partial(checkpoint, layer.forward, **options)
 
 

@@ -223,7 +223,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def name(self) -> str:
         """A short name, unique within a suite that varies only strategy, world size, model, batch and axes."""
         plain = f"{self.strategy}-w{self.world_size}-{self.model}-b{self.global_batch}x{self.seq_len}"
-        return "-".join([plain, *self.axes]).replace(" ", "-").replace("/", "_")
+        return "-".join([plain, *self.axes]).replace(" ", "-").replace("/", "_").replace(":", ".")
 
     @property
     def hash(self) -> str:

@@ -1,5 +1,6 @@
 """From TOML and plain data to specs, with errors that name the field, the value and the remedy."""
 
+import json
 import math
 import re
 import tomllib
@@ -16,14 +17,14 @@ LARGEST = 2**40
 T = TypeVar("T")
 
 
-def convert(data: Mapping[str, Any], to: type[T], *, where: str) -> T:
-    """Build the spec ``to`` from plain data.
+def convert(data: Mapping[str, Any], to: type[T], *, where: str, strict: bool = True) -> T:
+    """Build the spec ``to`` from plain data; unless ``strict``, numbers may be given as text.
 
     Raises:
         SpecError: with the field, the value and the remedy in one line.
     """
     try:
-        return msgspec.convert(data, to)
+        return msgspec.convert(data, to, strict=strict)
     except msgspec.ValidationError as error:
         raise SpecError(f"{where}: {_explain(str(error), data, to)}") from None
 
@@ -88,6 +89,23 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"{where}: not valid TOML ({error}); correct that line") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        SpecError: it cannot be read, or holds something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror}); give an existing file") from None
+    except ValueError as error:
+        raise SpecError(f"{path}: not valid JSON ({error}); correct that line") from None
+    if not isinstance(data, dict):
+        raise SpecError(f"{path}: must hold a JSON object, got a {type(data).__name__}; give a model's config.json")
+    return data
 
 
 def within(field: str, value: int, least: int, *, most: int = LARGEST) -> None:

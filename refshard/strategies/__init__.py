@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from refshard.errors import SpecError, UnsupportedError, nearest
 from refshard.specs.case import CaseSpec
-from refshard.strategies.table import ROWS, asked, axes_unavailable, not_dry_run
+from refshard.strategies.table import ROWS, asked, axes_unavailable, not_dry_run, not_with_own
 
 if TYPE_CHECKING:
     from refshard.strategies.base import Strategy
@@ -42,6 +42,17 @@ def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
     """The strategy of ``case``, where it can run; ``cuda`` says whether ranks have a GPU each.
 
     Raises:
+        SpecError: see :func:`check_case`.
+        UnsupportedError: see :func:`check_case`.
+    """
+    check_case(case, cuda=cuda)
+    return make_strategy(case.strategy)
+
+
+def check_case(case: CaseSpec, *, cuda: bool) -> None:
+    """Check that the strategy of ``case`` can run it, without importing torch.
+
+    Raises:
         SpecError: there is no such strategy.
         UnsupportedError: it cannot run here, or lacks an axis that the case asks for, or the axis lacks a package.
     """
@@ -53,8 +64,9 @@ def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
         raise UnsupportedError(
             f"refshard's row of {case.strategy} does not cover {lacking}; see refshard list strategies"
         )
+    if why := not_with_own(case):
+        raise UnsupportedError(why)
     if case.fidelity == "dryrun" and (why := not_dry_run(case)):
         raise UnsupportedError(why)
     if absent := axes_unavailable(sorted(asked(case))):
         raise UnsupportedError("; ".join(absent))
-    return make_strategy(case.strategy)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from refshard.models.batch import Batch
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.world import World
@@ -15,15 +16,15 @@ class Loop(ABC):
     """What :meth:`Strategy.wrap` returns: a wrapped model with its optimizer, to be stepped."""
 
     @abstractmethod
-    def train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """Take one optimizer step on this rank's batch, int64 token ids, and return its mean loss, scalar fp32.
+    def train(self, batch: Batch) -> torch.Tensor:
+        """Take one optimizer step on this rank's batch, and return its mean loss, scalar fp32.
 
         Raises:
             UnsupportedError: the strategy cannot train this case.
         """
 
     @abstractmethod
-    def infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def infer(self, batch: Batch) -> torch.Tensor:
         """Return the mean loss of this rank's batch, without gradients.
 
         Raises:
@@ -39,7 +40,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap(self, model: Llama, world: World) -> Loop:
-        """Spread ``model`` over the ranks of ``world`` and return what trains it.
+        """Spread ``model`` over the ranks of ``world`` and return what trains it. A strategy whose row has the axis
+        "own model" takes any module.
 
         Raises:
             UnsupportedError: it cannot do that here; the message quotes the peer's own error, if there was one.

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import final
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.loop import PlainLoop, autocast
@@ -19,7 +19,7 @@ class DDP(Strategy):
 
     _module: DistributedDataParallel
 
-    def wrap(self, model: Llama, world: World) -> Loop:
+    def wrap(self, model: nn.Module, world: World) -> Loop:
         """See :meth:`Strategy.wrap`: all but a step's last microbatch accumulate without communication, as DDP's
         documentation has it.
         """
@@ -33,14 +33,18 @@ class DDP(Strategy):
 
     def announced(self) -> tuple[CollectiveCount, ...]:
         """See :meth:`Strategy.announced`: an all-reduce per bucket, together the bytes of all that is trained, however
-        many microbatches; none without backward.
+        many microbatches; none without backward. The first forward of a step broadcasts the module's buffers, those of
+        a dtype together.
         """
         if not self._training:
             return ()
         parameter_bytes = sum(p.nbytes for p in self._module.parameters() if p.requires_grad)
         total = CollectiveCount(op="all_reduce", count=len(self._bucket_bytes()), bytes=parameter_bytes)
         assert count_collectives(("all_reduce", size) for size in self._bucket_bytes()) == (total,)
-        return (total,)
+        buffers = {buffer.dtype: 0 for buffer in self._module.buffers()}
+        for buffer in self._module.buffers():
+            buffers[buffer.dtype] += buffer.nbytes
+        return (total, *count_collectives(("broadcast", size) for size in buffers.values()))
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""

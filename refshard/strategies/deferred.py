@@ -1,6 +1,7 @@
 """Models from the meta device: a strategy shards first, and then gives what a rank keeps storage and values.
 
-A model that is not on the meta device is left as it is by all of these.
+A model that is not on the meta device is left as it is by all of these. A module of the user's own is there in dry runs
+alone, which compute no values, so it is given storage only.
 """
 
 from collections.abc import Callable
@@ -12,19 +13,22 @@ from refshard.models.llama import Initialiser, Llama, initialise
 from refshard.strategies.world import World
 
 
-def fill(model: Llama, world: World) -> None:
+def fill(model: nn.Module, world: World) -> None:
     """Give a model whose parameters have become DTensors storage, and each rank's part of the initial values."""
     if _on_meta(model):
         model.to_empty(device="cpu" if world.case.offload else world.device)
-        initialise(model, world.case.seed, world.device)
+        if isinstance(model, Llama):
+            initialise(model, world.case.seed, world.device)
 
 
-def values(model: Llama, world: World) -> Callable[[nn.Module], None] | None:
+def values(model: nn.Module, world: World) -> Callable[[nn.Module], None] | None:
     """A function that fills the parameters which a module of ``model`` holds directly, once they have storage."""
-    return Initialiser(model, world.case.seed) if _on_meta(model) else None
+    if not _on_meta(model):
+        return None
+    return Initialiser(model, world.case.seed) if isinstance(model, Llama) else _write_buffers
 
 
-def storage_and_values(model: Llama, world: World) -> Callable[[nn.Module], None] | None:
+def storage_and_values(model: nn.Module, world: World) -> Callable[[nn.Module], None] | None:
     """As :func:`values`, and gives them storage first. The parameter objects stay the same, so that ties hold."""
     initial = values(model, world)
     if initial is None:
@@ -35,10 +39,19 @@ def storage_and_values(model: Llama, world: World) -> Callable[[nn.Module], None
             if parameter.is_meta:
                 real = nn.Parameter(torch.empty_like(parameter, device=world.device), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, real)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=world.device)
         initial(module)
 
     return fill_module
 
 
-def _on_meta(model: Llama) -> bool:
+def _write_buffers(module: nn.Module) -> None:
+    """The engine refuses a buffer that nobody wrote to."""
+    for buffer in module.buffers(recurse=False):
+        buffer.zero_()
+
+
+def _on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())

@@ -1,9 +1,10 @@
 """torch's FSDP2 with its defaults: ``fully_shard`` on every block, then on the whole model; or with a knob turned."""
 
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from refshard.models.llama import Llama
@@ -33,7 +34,7 @@ class FSDP2(Strategy):
     def __init__(self, **knobs: Any) -> None:
         self._knobs = Knobs(**knobs)
 
-    def wrap(self, model: Llama, world: World) -> Loop:
+    def wrap(self, model: nn.Module, world: World) -> Loop:
         """See :meth:`Strategy.wrap`.
 
         Several microbatches are FSDP2's own way to accumulate at the memory of one (pytorch/pytorch#126166), which is
@@ -41,12 +42,11 @@ class FSDP2(Strategy):
         would spare that and keep the whole model's gradients on every rank.
         """
         if world.tensor is not None:
-            split(model, world.tensor)
-        options = fully_shard_options(world)
-        for layer in model.model.layers:
-            fully_shard(layer, **options)
+            split(cast(Llama, model), world.tensor)
+        options, blocks = fully_shard_options(world), [model.get_submodule(name) for name in world.blocks]
+        for block in blocks:
+            fully_shard(block, **options)
         fully_shard(model, **options)
-        blocks = list(model.model.layers)
         turn(model, self._knobs, [model, *blocks], [model, *reversed(blocks)])
         communicate_through(world.case.comm_memory, model, world)
         fill(model, world)
@@ -72,7 +72,7 @@ class FSDP2(Strategy):
             issued += unit.gathers(self._world, gathers)
         issued *= self._world.case.microbatches
         if self._world.tensor is not None:
-            issued += announce_split(self._model, self._world, self._world.computed)
+            issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)
         issued += announce_muon(self._model, self._world.case)
         return count_collectives(issued)
 

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import nn
 
-from refshard.models.llama import next_token_loss
+from refshard.models.batch import Batch
 from refshard.strategies.base import Loop
 from refshard.strategies.muon import MakeMuon
 from refshard.strategies.optimizer import make_optimizer
@@ -45,13 +45,13 @@ class PlainLoop(Loop):
         else:
             module.eval()
 
-    def train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def train(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.train`. Microbatches are of one size: the mean of their means is the mean over the batch."""
         assert self._optimizer is not None
         losses, parts = [], self._parts
-        for index, (inputs, targets) in enumerate(zip(inputs_BT.chunk(parts), targets_BT.chunk(parts))):
+        for index, part in enumerate(batch.split(parts)):
             with nullcontext() if index == parts - 1 else self._unsynced():
-                loss = self._loss(inputs, targets)
+                loss = self._loss(part)
                 (loss / parts if parts > 1 else loss).backward()
             losses.append(loss.detach())
         mean = torch.stack(losses).mean()
@@ -60,17 +60,17 @@ class PlainLoop(Loop):
         self._optimizer.zero_grad()
         return mean
 
-    def infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def infer(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.infer`."""
         with torch.no_grad():
-            return self._loss(inputs_BT, targets_BT)
+            return self._loss(batch)
 
     def _stepping(self) -> AbstractContextManager[object]:
         return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
 
-    def _loss(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def _loss(self, batch: Batch) -> torch.Tensor:
         with self._computing():
-            return next_token_loss(self._module(inputs_BT), targets_BT)
+            return batch.loss(self._module)
 
 
 def autocast(world: World) -> Context:

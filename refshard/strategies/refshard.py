@@ -1,8 +1,8 @@
 """This project's own engine, in any of its modes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import nn
@@ -30,24 +30,24 @@ from refshard.strategies.world import World
 class Refshard(Strategy):
     """``refshard.shard`` with its defaults, in the mode of the given name."""
 
-    _model: Llama
+    _model: nn.Module
 
     def __init__(self, mode: str) -> None:
         self._mode = find_mode(mode)
         self._muon: WholeTensors | None = None
 
-    def wrap(self, model: Llama, world: World) -> Loop:
+    def wrap(self, model: nn.Module, world: World) -> Loop:
         """See :meth:`Strategy.wrap`: modes that shard gradients reduce every microbatch all the same."""
         self._model, self._world = model, world
         self._gloo = library_of(world.group, world.device) == "gloo"
         if world.tensor is not None:
             if world.case.optimizer == "muon":
                 raise UnsupportedError("the engine brings Muon whole matrices, but none that tensor parallelism splits")
-            split(model, world.tensor)
+            split(cast(Llama, model), world.tensor)
         precision = Precision(parameters=world.computed) if world.mixed else None
         shard(
-            model, world.data, mode=self._mode.name, precision=precision, offload=world.case.offload,
-            initialise=values(model, world), comm_memory=world.case.comm_memory,
+            model, world.data, mode=self._mode.name, blocks=world.blocks, precision=precision,
+            offload=world.case.offload, initialise=values(model, world), comm_memory=world.case.comm_memory,
         )  # fmt: skip
         return PlainLoop(model, world, unsynced=partial(no_sync, model), muon=self._make_muon)
 
@@ -64,7 +64,7 @@ class Refshard(Strategy):
         """See :meth:`Strategy.announced`: what the plan of a chain of these units says, not what was executed."""
         units = engine_of(self._model).units
         facts = [unit.facts for unit in units]
-        markers = chain_markers(len(units), enclosing=self._model.spec.tied)
+        markers = chain_markers(len(units), enclosing=_encloses(self._model, units))
         slots = assign_slots(markers, facts, self._mode)
         kept, microbatches = self._mode.parameters == "replicate", self._world.case.microbatches
         if self._world.case.workload == "training":
@@ -79,7 +79,7 @@ class Refshard(Strategy):
         streams = [build(markers, slots, self._mode, facts, kind) for kind in kinds]
         issued = [c for stream in streams for op in stream for c in self._issued(op.kind, units[op.unit])]
         if self._world.tensor is not None:
-            issued += announce_split(self._model, self._world, self._world.computed)
+            issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)
         if self._muon is not None:
             issued += announce_owners(self._muon, units, self._world.case)
         return count_collectives(issued)
@@ -110,3 +110,11 @@ class Refshard(Strategy):
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`Strategy.full_parameters`."""
         yield from full_parameters(self._model)
+
+
+def _encloses(model: nn.Module, units: Sequence[Unit]) -> bool:
+    """Whether the first unit computes around the others: it holds them, or by a tie also what comes after them."""
+    if len(units) < 2:
+        return False
+    place, second = {module: i for i, module in enumerate(model.modules())}, units[1].modules[0]
+    return any(second in set(one.modules()) or place[one] > place[second] for one in units[0].modules)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import final
 
 import torch
+from torch import nn
 
-from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy
 from refshard.strategies.loop import PlainLoop, autocast
@@ -16,9 +16,9 @@ from refshard.strategies.world import World
 class Single(Strategy):
     """Leaves the model as it is."""
 
-    _model: Llama
+    _model: nn.Module
 
-    def wrap(self, model: Llama, world: World) -> Loop:
+    def wrap(self, model: nn.Module, world: World) -> Loop:
         """See :meth:`Strategy.wrap`."""
         self._model = model
         return PlainLoop(model, world, computing=autocast(world))

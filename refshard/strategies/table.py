@@ -9,10 +9,11 @@ import msgspec
 from refshard.plan.placement import MODES
 from refshard.resources import install_extra
 from refshard.specs.case import CaseSpec
+from refshard.specs.model import is_factory
 
 Axis = Literal[
     "inference", "microbatches", "checkpointing", "bf16", "lora", "qlora", "adamw-8bit", "muon", "offload",
-    "replicas", "tensor parallel", "comm memory",
+    "replicas", "tensor parallel", "comm memory", "own model",
 ]  # fmt: skip
 """What a case may ask for beside plain training."""
 PLAIN: frozenset[Axis] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon"})
@@ -20,6 +21,8 @@ ANY: frozenset[Axis] = PLAIN | {"lora", "qlora"}
 SHARDED: frozenset[Axis] = ANY | {"offload", "replicas"}
 COMPOSED: frozenset[Axis] = SHARDED | {"tensor parallel"}
 TUNABLE: frozenset[Axis] = frozenset({"comm memory"})
+OWN: frozenset[Axis] = frozenset({"own model"})
+EVERY: frozenset[Axis] = COMPOSED | TUNABLE | OWN
 
 _TAKES: dict[Axis, tuple[str, ...]] = {
     "lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "adamw-8bit": ("torchao",),
@@ -92,6 +95,21 @@ def not_dry_run(case: CaseSpec) -> str:
     return ""
 
 
+def not_with_own(case: CaseSpec) -> str:
+    """Why a case whose model is a factory's cannot have what it asks for, in words; empty if it can."""
+    if not is_factory(case.model):
+        return ""
+    of_llama = {
+        "tuning": case.tuning != "full",
+        "optimizer": case.optimizer == "muon",
+        "tensor_parallel": case.tensor_parallel > 1,
+        "checkpointing": case.checkpointing == "selective",
+    }
+    if field := next((name for name, asked_for in of_llama.items() if asked_for), None):
+        return f"{field} {getattr(case, field)!r} needs the names of a Llama's modules, and '{case.model}' is a factory"
+    return ""
+
+
 def axes_unavailable(axes: Iterable[Axis]) -> tuple[str, ...]:
     """Of these axes, those that no strategy can have here, each with why, in words."""
     found = ((axis, _missing(_TAKES.get(axis, ()), "peers")) for axis in axes)
@@ -121,6 +139,7 @@ def asked(case: CaseSpec) -> frozenset[Axis]:
         "replicas": case.replicas > 1,
         "tensor parallel": case.tensor_parallel > 1,
         "comm memory": case.comm_memory != "default",
+        "own model": is_factory(case.model),
     }
     return frozenset(axis for axis, departing in departs.items() if departing)
 
@@ -133,37 +152,38 @@ ONE: dict[Axis, str] = {"muon": "it takes one optimizer, and torch's Muon takes 
 
 ROWS: dict[str, Row] = {
     "single": Row(
-        module="single", class_name="Single", about="one unsharded rank, which all others are held against", axes=ANY,
+        module="single", class_name="Single", about="one unsharded rank, which all others are held against",
+        axes=ANY | OWN,
         by_block=False,
     ),
-    "ddp": Row(module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY, by_block=False),
+    "ddp": Row(module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY | OWN, by_block=False),
     "fsdp1": Row(
         module="peers.fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD",
-        axes=SHARDED - {"muon"}, why_not=FLAT, deferred=True,
+        axes=SHARDED - {"muon"} | OWN, why_not=FLAT, deferred=True,
     ),
     "fsdp1-post": Row(
         module="peers.fsdp1", class_name="FSDP1", about="... that prefetches after a unit's backward, not before it",
-        axes=SHARDED - {"muon"}, why_not=FLAT, arguments={"prefetch": "BACKWARD_POST"}, deferred=True,
+        axes=SHARDED - {"muon"} | OWN, why_not=FLAT, arguments={"prefetch": "BACKWARD_POST"}, deferred=True,
     ),
     "fsdp1-no-prefetch": Row(
         module="peers.fsdp1", class_name="FSDP1", about="... that does not prefetch in backward",
-        axes=SHARDED - {"muon"}, why_not=FLAT, arguments={"prefetch": None}, deferred=True,
+        axes=SHARDED - {"muon"} | OWN, why_not=FLAT, arguments={"prefetch": None}, deferred=True,
     ),
     "fsdp1-grad-op": Row(
         module="peers.fsdp1", class_name="FSDP1", about="... SHARD_GRAD_OP: parameters stay gathered until backward",
-        axes=SHARDED - {"muon"}, why_not=FLAT, arguments={"sharding": "SHARD_GRAD_OP"}, deferred=True,
+        axes=SHARDED - {"muon"} | OWN, why_not=FLAT, arguments={"sharding": "SHARD_GRAD_OP"}, deferred=True,
     ),
     "fsdp1-no-shard": Row(
-        module="peers.fsdp1", class_name="FSDP1", about="... NO_SHARD: everything replicated", axes=PLAIN,
+        module="peers.fsdp1", class_name="FSDP1", about="... NO_SHARD: everything replicated", axes=PLAIN | OWN,
         arguments={"sharding": "NO_SHARD"}, deferred=True,
     ),
     "fsdp2": Row(
-        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSED | TUNABLE,
+        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=EVERY,
         labels=True, deferred=True,
     ),
     **{
         name: Row(
-            module="fsdp2", class_name="FSDP2", about=about, axes=COMPOSED | TUNABLE, arguments=knobs, labels=True,
+            module="fsdp2", class_name="FSDP2", about=about, axes=EVERY, arguments=knobs, labels=True,
             deferred=True,
         )
         for name, about, knobs in (
@@ -248,7 +268,7 @@ ROWS: dict[str, Row] = {
     **{
         f"refshard-{mode}": Row(
             module="refshard", class_name="Refshard", about=about, arguments={"mode": mode}, labels=True,
-            axes=(COMPOSED | TUNABLE) - ({"replicas"} if mode == "replicate" else set()), deferred=True,
+            axes=EVERY - ({"replicas"} if mode == "replicate" else set()), deferred=True,
         )
         for mode, about in {
             "replicate": "this project's engine, nothing sharded",

@@ -1,4 +1,4 @@
-"""The ranks that a strategy is given, and how a case divides them."""
+"""The ranks that a strategy is given, how a case divides them, and the model's blocks."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -16,7 +16,7 @@ class World:
 
     ``data`` is the mesh that batches are divided over and that a strategy shards over: of one axis, ``"shard"``; with
     replicas of two, ``"replicate"`` and ``"shard"``. ``tensor`` is the mesh of the ranks that split each matrix with
-    this one, if the case asks for that.
+    this one, if the case asks for that. ``blocks`` are the names of the modules that become units.
     """
 
     case: CaseSpec
@@ -24,9 +24,10 @@ class World:
     device: torch.device
     data: DeviceMesh
     tensor: DeviceMesh | None
+    blocks: tuple[str, ...]
 
     @classmethod
-    def of(cls, case: CaseSpec, group: dist.ProcessGroup, device: torch.device) -> Self:
+    def of(cls, case: CaseSpec, group: dist.ProcessGroup, device: torch.device, blocks: tuple[str, ...]) -> Self:
         """Divide the ranks of ``group``, which are all that there are; each of them must call this."""
         if case.replicas * case.tensor_parallel == 1:
             data, tensor = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",)), None
@@ -41,7 +42,7 @@ class World:
             axes = tuple(name for name in sizes if name != "tensor")
             data = mesh[axes] if "tensor" in sizes else mesh
             tensor = mesh["tensor"] if "tensor" in sizes else None
-        return cls(case=case, group=group, device=device, data=data, tensor=tensor)
+        return cls(case=case, group=group, device=device, data=data, tensor=tensor, blocks=blocks)
 
     @property
     def data_rank(self) -> int:

@@ -9,9 +9,10 @@ import msgspec
 from refshard.flops import flops_per_token
 from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.machine import check_fits_machine
-from refshard.harness.measure import CONVENTION, RankResult
+from refshard.harness.measure import RankResult
 from refshard.harness.rank import CASE_FILE, SERIES_FILE, rank_file, series_folder, trace_file
 from refshard.harness.run import Observer
+from refshard.harness.subject import CONVENTION
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, Environment, LaunchRecord
 from refshard.specs.case import CaseSpec
@@ -27,6 +28,7 @@ CENSUS = Census(operators=10, allocations=4, allocated_bytes=640, order_sha256="
 def rank_result(case: CaseSpec, rank: int, **changes: Any) -> RankResult:
     """A plausible result: step times 0.1, 0.2, ... s (0.05 s more on each further rank), the same losses everywhere."""
     alone = case.strategy == "single"
+    blocks = tuple(f"model.layers.{i}" for i in range(load_model(case.model).n_layers))
     fields: dict[str, Any] = {
         "rank": rank,
         "state": "ok",
@@ -37,7 +39,8 @@ def rank_result(case: CaseSpec, rank: int, **changes: Any) -> RankResult:
         "losses": tuple(5.0 - 0.1 * i for i in range(case.total_steps)),
         "peak_memory_bytes": 1000 * (rank + 1),
         "rss_bytes": 5000,
-        "wrapped_units": () if alone else tuple(f"model.layers.{i}" for i in range(load_model(case.model).n_layers)),
+        "blocks": blocks,
+        "wrapped_units": () if alone else blocks,
         "announced": () if alone else ANNOUNCED,
         "parameters_sha256": "same",
         "census": CENSUS,

@@ -282,7 +282,8 @@ STEP = StepResult(
 BLOCKS = tuple(f"model.layers.{index}" for index in range(6))
 GOOD = DryResult(
     state="ok", usable_bytes=8 * GIB, peak=Pool(allocated=3 * GIB, active=4 * GIB, reserved=5 * GIB, requested=GIB),
-    wrapped_units=("root", *BLOCKS), announced=(GATHERS, REDUCES), stepped=13, trained=100, steps=(STEP,),
+    blocks=BLOCKS, wrapped_units=("root", *BLOCKS), announced=(GATHERS, REDUCES), stepped=13, trained=100,
+    steps=(STEP,),
 )  # fmt: skip
 OUT = DryResult(
     state="oom", usable_bytes=2 * GIB, peak=Pool(allocated=GIB, active=GIB, reserved=GIB, requested=GIB),
@@ -350,6 +351,11 @@ def test_what_is_not_as_announced_fails_the_case(changes: dict[str, Any], failur
     record = record_of(Leaves(lambda _: result), tmp_path)
     assert (record.state, record.metrics) == ("failed", {})
     assert str(record.error).startswith("proof of run: ")
+
+
+def test_a_rank_that_holds_more_padding_steps_all_that_it_holds() -> None:
+    assert not prove_dry(CASE, [msgspec.structs.replace(GOOD, stepped=12, held=12)]).failures
+    assert prove_dry(CASE, [msgspec.structs.replace(GOOD, stepped=11, held=12)]).failures
 
 
 def test_out_of_memory_is_run_again_without_a_limit(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from typing import Any
 
 import msgspec
 
-from refshard import flops
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ModelSpec, parameter_count
 
 
 def small_spec(**changes: Any) -> ModelSpec:
@@ -24,4 +23,4 @@ def small_spec(**changes: Any) -> ModelSpec:
         "source": "tests",
     }
     spec = ModelSpec(**{**fields, **changes})
-    return msgspec.structs.replace(spec, params=flops.parameter_count(spec))
+    return msgspec.structs.replace(spec, params=parameter_count(spec))

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from refshard import flops, resources
+from refshard import resources
 from refshard.errors import SpecError
 from refshard.models.llama import Llama, initialise, next_token_loss, rotary_tables, rotate
-from refshard.specs.model import ModelSpec, RopeScaling, load_model
+from refshard.specs.model import ModelSpec, RopeScaling, load_model, parameter_count
 from tests.models import small_spec
 
 PRESETS = sorted(resources.model_profiles())
@@ -39,7 +39,7 @@ def test_a_preset_has_the_parameters_of_its_closed_form(name: str) -> None:
     spec = load_model(name)
     with torch.device("meta"):
         model = Llama(spec)
-    assert sum(p.numel() for p in model.parameters()) == spec.params == flops.parameter_count(spec)
+    assert sum(p.numel() for p in model.parameters()) == spec.params == parameter_count(spec)
 
 
 @pytest.mark.parametrize("spec", PARITY.values(), ids=PARITY.keys())

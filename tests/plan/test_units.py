@@ -5,12 +5,11 @@ import torch
 
 from refshard.engine.grouping import group_units
 from refshard.errors import SpecError
-from refshard.flops import parameter_count
 from refshard.models.llama import Llama
 from refshard.plan.placement import MODES
 from refshard.plan.recipe import RECIPES, find_recipe
 from refshard.plan.units import model_units
-from refshard.specs.model import load_model
+from refshard.specs.model import load_model, parameter_count
 from refshard.strategies import names
 
 TIED, APART = "llama3.2-1b", "llama-mini"

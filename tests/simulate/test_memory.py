@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from refshard.errors import SpecError
-from refshard.flops import parameter_count
 from refshard.plan.checkpointing import Checkpointing, checkpointing_of
 from refshard.plan.recipe import RECIPES
 from refshard.plan.units import model_units
@@ -24,7 +23,7 @@ from refshard.simulate.of_case import memory_of
 from refshard.simulate.published import recipe_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
-from refshard.specs.model import ModelSpec, load_model
+from refshard.specs.model import ModelSpec, load_model, parameter_count
 from refshard.specs.published import load_published
 from tests.simulate.made import hardware
 from tests.simulate.pretended import levels_of_a_step

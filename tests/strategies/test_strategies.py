@@ -164,7 +164,7 @@ def cells() -> list[Key]:
 CELLS = cells()
 
 
-def observe(strategy: Strategy, case: CaseSpec, spec: ModelSpec) -> dict[str, Any]:
+def observe(strategy: Strategy, case: CaseSpec, spec: ModelSpec | None) -> dict[str, Any]:
     """What a strategy says of some steps, and the last one's collectives as the dispatcher counts them."""
     group = dist.group.WORLD
     assert group is not None

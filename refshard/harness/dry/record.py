@@ -12,17 +12,17 @@ from refshard.flops import flops_per_token
 from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, rank_folder, ranks_of, result_file
 from refshard.harness.failure import timeout_text, without_home
 from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
-from refshard.harness.measure import CONVENTION
 from refshard.harness.metrics import complete, flops_words, rates, recompute_words, traced_parts
 from refshard.harness.proof import counts, failed_announcement, failed_units
 from refshard.harness.rank import trace_file
+from refshard.harness.subject import CONVENTION
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, LaunchRecord, Proof
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.hardware import Dtype
-from refshard.specs.model import load_model
+from refshard.specs.model import known_dimensions
 
 NOT_CLAIMED = "not claimed: a dry run computes no values"
 
@@ -100,7 +100,7 @@ def _launch(
 def record_dry(blank: LaunchRecord, launched: DryOutcome) -> LaunchRecord:
     """Complete ``blank``, which starts in state ok, with the results of its ranks."""
     case, launch, results = blank.case, launched.launch, launched.results
-    named = _named(blank, results)
+    named = _named(blank, (*results, *launched.unlimited))
     log_tail = tuple(map(without_home, launch.log_tail))
     if launch.timed_out:
         return msgspec.structs.replace(named, state="timeout", error=timeout_text(case, launch), log_tail=log_tail)
@@ -135,7 +135,10 @@ def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
     """Compare what the strategy announced with what its steps asked the device for. Values are not checked."""
     issued = [step.issued for step in results[-1].steps]
     differing = next((rank for rank, result in enumerate(results) if issued[rank] != result.announced), None)
-    failures = [*failed_announcement(case, results[0].announced), *failed_units(case, results[0].wrapped_units)]
+    failures = [
+        *failed_announcement(case, results[0].announced),
+        *failed_units(case, results[0].blocks, results[0].wrapped_units),
+    ]
     failures += _failed_elements(case, results)
     if differing is not None:
         announced, found = counts(results[differing].announced), counts(issued[differing])
@@ -154,16 +157,24 @@ def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
 
 
 def _failed_elements(case: CaseSpec, results: Sequence[DryResult]) -> Iterator[str]:
-    """Check that the ranks together step all trained elements; if only one rank ran, it stands for all."""
+    """Check that the ranks together step all trained elements; if only one rank ran, it stands for all. A rank whose
+    part is smaller, because there is more padding in it, steps all that it holds.
+    """
     stands_for = case.world_size // len(results)
     stepped, trained = sum(result.stepped for result in results) * stands_for, results[0].trained
-    if case.workload == "training" and stepped < trained:
+    part = any(0 < result.held < result.trained and result.stepped >= result.held for result in results)
+    if case.workload == "training" and stepped < trained and not part:
         yield f"the optimizers of all ranks together step {stepped:,} of {trained:,} trained elements"
 
 
 def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
     """Add what is known about a case regardless of how it ended."""
-    case, model = blank.case, load_model(blank.case.model)
+    case, spec = blank.case, known_dimensions(blank.case.model)
+    built = next((result for result in results if result.blocks), None)  # none if building it failed
+    n_layers = spec.n_layers if spec is not None else len(built.blocks) if built is not None else 0
+    flops = built.flops_per_token if built is not None else None
+    if spec is not None:
+        flops = float(flops_per_token(spec, case.seq_len, CONVENTION, case.workload, case.tuning))
     hardware = load_cluster(case.cluster).accelerator
     planned = memory_of(case, "cuda")
     return msgspec.structs.replace(
@@ -171,8 +182,8 @@ def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
         device=hardware.device_name,
         backend="nccl",
         flops_convention=flops_words(case),
-        flops_per_token=float(flops_per_token(model, case.seq_len, CONVENTION, case.workload, case.tuning)),
-        recompute=recompute_words(case, model),
+        flops_per_token=flops,
+        recompute=recompute_words(case, n_layers) if n_layers else "",
         peak_flops_per_s=hardware.matmul[_dtype(case)].peak,
         peak_source=hardware.sources["matmul"],
         planned_peak_bytes=None if planned is None else planned.peak,

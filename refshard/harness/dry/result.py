@@ -44,7 +44,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 class DryResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank reports. ``peak`` is that of the caching allocator over all steps, ``usable_bytes`` what it may
     reserve. ``refused`` is how much was asked for when there was no more, in torch's words. The optimizer of this rank
-    steps ``stepped`` elements of those ``trained`` by all. The last rank has the ``steps`` of all.
+    steps ``stepped`` elements of those ``trained`` by all, of which it holds ``held``. The last rank has the ``steps``
+    of all.
 
     If a rank held memory back by ``record_stream()``, the replay decides, and the last rank tells of all: whether the
     case ``fits`` into the GPU's memory; if not, ``limited`` is the result within it.
@@ -55,10 +56,13 @@ class DryResult(msgspec.Struct, frozen=True, kw_only=True):
     usable_bytes: int = 0
     peak: Pool = NOTHING
     refused: str = ""
+    blocks: tuple[str, ...] = ()
+    flops_per_token: float | None = None
     wrapped_units: tuple[str, ...] = ()
     announced: tuple[CollectiveCount, ...] = ()
     stepped: int = 0
     trained: int = 0
+    held: int = 0
     steps: tuple[StepResult, ...] = ()
     warnings: tuple[str, ...] = ()
     fits: bool = False

@@ -23,7 +23,7 @@ from refshard.harness.trainer import Trainer
 from refshard.records import State
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.model import load_model
+from refshard.specs.model import known_dimensions
 from refshard.strategies import strategy_for
 from refshard.strategies.base import Strategy
 
@@ -40,11 +40,14 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
     dist.init_process_group("nccl")
     try:
         strategy = strategy_for(asked.case, cuda=True)
-        stepped, trained = _train(asked.case, strategy, device, ext, folder)
+        stepped, trainer = _train(asked.case, strategy, device, ext, folder)
         result = DryResult(
             state="ok",
             stepped=stepped,
-            trained=trained,
+            trained=trainer.trained,
+            held=trainer.held,
+            blocks=trainer.blocks,
+            flops_per_token=trainer.flops_per_token,
             peak=pool(device.index, "peak"),
             wrapped_units=strategy.wrapped_units(),
             announced=strategy.announced(),
@@ -63,28 +66,30 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
     return read_ranks(asked, result, [*recordings, recording], cluster, ext, folder.parent)
 
 
-def _train(case: CaseSpec, strategy: Strategy, device: torch.device, ext: ModuleType, folder: Path) -> tuple[int, int]:
-    """How many elements this rank's optimizer steps, and how many all ranks train."""
+def _train(
+    case: CaseSpec, strategy: Strategy, device: torch.device, ext: ModuleType, folder: Path
+) -> tuple[int, Trainer]:
+    """How many elements this rank's optimizer steps, and what trained."""
     ext.record(True)
     observer = Observer(ext, sys.maxsize)  # which would end a script after that many steps
     observer.install()
     _tell(folder, "build")
     group = dist.group.WORLD
     assert group is not None
-    trainer = Trainer(case, load_model(case.model), strategy, group, device)
+    trainer = Trainer(case, known_dimensions(case.model), strategy, group, device)
     if trainer.drops:
         trainer.begin_dropout()
-    inputs, targets = trainer.batch(0)
+    batch = trainer.batch(0)
     torch.cuda.empty_cache()  # what building took is not the steps'
     torch.cuda.reset_peak_memory_stats(device)
     ext.mark(BUILT)
     for step in range(STEPS):
         _tell(folder, f"step {step + 1}/{STEPS}")
-        trainer.step(inputs, targets)
+        trainer.step(batch)
         if case.workload == "inference":  # else the optimizer's step is marked
             ext.mark("step")
     ext.record(False)
-    return observer.stepped, trainer.trained
+    return observer.stepped, trainer
 
 
 def _tell(folder: Path, what: str) -> None:

@@ -14,6 +14,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from refshard.errors import UnsupportedError
+from refshard.models.batch import Batch, Tokens
 from refshard.models.llama import Llama, next_token_loss
 from refshard.models.transformers_llama import BLOCK, bare_name, llama_for_causal_lm
 from refshard.records import CollectiveCount
@@ -84,22 +85,26 @@ class _AccelerateLoop(Loop):
         if case.workload == "inference":
             model.eval()
 
-    def train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def train(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.train`."""
         losses = []
-        for inputs, targets in zip(inputs_BT.chunk(self._parts), targets_BT.chunk(self._parts)):
+        for part in batch.split(self._parts):
             with self._accelerator.accumulate(self._model):
-                loss = next_token_loss(self._model(input_ids=inputs).logits, targets)
+                loss = self._loss(part)
                 self._accelerator.backward(loss)  # which divides it by the number of microbatches
                 self._optimizer.step()  # which does nothing before the last microbatch, as zero_grad
                 self._optimizer.zero_grad()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
-    def infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def infer(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.infer`."""
         with torch.no_grad():
-            return next_token_loss(self._model(input_ids=inputs_BT).logits, targets_BT)
+            return self._loss(batch)
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        assert isinstance(batch, Tokens)
+        return next_token_loss(self._model(input_ids=batch.inputs).logits, batch.targets)
 
 
 def _check(case: CaseSpec) -> None:

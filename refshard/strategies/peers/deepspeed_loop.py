@@ -4,7 +4,7 @@ from typing import Any, final
 
 import torch
 
-from refshard.models.llama import next_token_loss
+from refshard.models.batch import Batch
 from refshard.strategies.base import Loop
 
 
@@ -15,16 +15,16 @@ class EngineLoop(Loop):
     def __init__(self, engine: Any, parts: int) -> None:
         self._engine, self._parts = engine, parts
 
-    def train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def train(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.train`."""
         losses: list[torch.Tensor] = []
-        for inputs, targets in zip(inputs_BT.chunk(self._parts), targets_BT.chunk(self._parts)):
-            losses.append(next_token_loss(self._engine(inputs), targets))
+        for part in batch.split(self._parts):
+            losses.append(part.loss(self._engine))
             (losses[-1] / self._parts).backward()
         self._engine.step()  # which also clears the gradients
         return torch.stack(losses).mean().detach()
 
-    def infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def infer(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.infer`."""
         with torch.no_grad():
-            return next_token_loss(self._engine(inputs_BT), targets_BT)
+            return batch.loss(self._engine)

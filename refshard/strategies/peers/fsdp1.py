@@ -1,6 +1,7 @@
 """torch's first FSDP, ``FullyShardedDataParallel``: the baseline of YaFSDP's own comparison."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -13,10 +14,10 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp._traversal_utils import _get_fsdp_handles, _get_fsdp_states_with_modules
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from refshard.errors import UnsupportedError
-from refshard.models.llama import Block, Llama
+from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import storage_and_values
@@ -25,13 +26,15 @@ from refshard.strategies.world import World
 
 _HYBRID = {"FULL_SHARD": ShardingStrategy.HYBRID_SHARD, "SHARD_GRAD_OP": ShardingStrategy._HYBRID_SHARD_ZERO2}
 EMBEDDING = "model.embed_tokens"
+ROOT = "root"
 _PREFIX = "_fsdp_wrapped_module."
 
 
 @final
 class FSDP1(Strategy):
-    """Blocks and the embedding are units; the final norm and the head, and a tied embedding, are the root's. Each
-    microbatch is reduced into the shard; without sharding, only the last one.
+    """Blocks and the embedding are units; the final norm and the head, and a tied embedding, are the root's. Of what is
+    no Llama, all but blocks is the root's. Each microbatch is reduced into the shard; without sharding, only the last
+    one.
     """
 
     _module: FullyShardedDataParallel
@@ -44,7 +47,7 @@ class FSDP1(Strategy):
         self._sharding = sharding
         self._prefetch = None if prefetch is None else BackwardPrefetch[prefetch]
 
-    def wrap(self, model: Llama, world: World) -> Loop:
+    def wrap(self, model: nn.Module, world: World) -> Loop:
         """See :meth:`Strategy.wrap`."""
         self._world = world
         if world.shards == 1:
@@ -58,7 +61,7 @@ class FSDP1(Strategy):
             options["mixed_precision"] = MixedPrecision(param_dtype=world.computed, reduce_dtype=world.reduced)
         self._module = FullyShardedDataParallel(
             model,
-            auto_wrap_policy=ModuleWrapPolicy({Block} if model.spec.tied else {Block, nn.Embedding}),
+            auto_wrap_policy=partial(lambda_auto_wrap_policy, lambda_fn=_units(model, world).__contains__),
             backward_prefetch=self._prefetch,
             cpu_offload=CPUOffload(offload_params=world.case.offload),
             device_id=world.device,
@@ -72,9 +75,9 @@ class FSDP1(Strategy):
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`."""
-        _, modules = _get_fsdp_states_with_modules(self._module)
+        found = zip(*_get_fsdp_states_with_modules(self._module))
         names = {module: name for name, module in self._module.named_modules()}
-        return tuple(names[module].replace(_PREFIX, "") or "root" for module in modules)
+        return tuple(names[module].replace(_PREFIX, "") or ROOT for state, module in found if state._handle is not None)
 
     def announced(self) -> tuple[CollectiveCount, ...]:
         """See :meth:`Strategy.announced`: a unit is gathered for forward, and again for backward if forward gave it up
@@ -91,10 +94,10 @@ class FSDP1(Strategy):
             if not sharded:
                 issued += [("all_reduce", flat.numel() * world.reduced.itemsize)] * reduced
                 continue
-            numel, kept = flat._padded_unsharded_size.numel(), index == 0 or self._sharding == "SHARD_GRAD_OP"
+            numel, kept = flat._padded_unsharded_size.numel(), names[index] == ROOT or self._sharding == "SHARD_GRAD_OP"
             again = not kept and training and (reduced or names[index] != EMBEDDING)
             gathers = again + (training or not kept)
-            issued += [("all_gather", numel * world.computed.itemsize)] * gathers
+            issued += [("all_gather", numel * handle._fwd_bwd_param_dtype.itemsize)] * gathers  # fp32 for a BatchNorm
             if reduced:
                 issued.append(("reduce_scatter", numel * world.reduced.itemsize))
                 issued += [("all_reduce", numel // world.shards * world.reduced.itemsize)] * (world.case.replicas > 1)
@@ -105,6 +108,12 @@ class FSDP1(Strategy):
         with FullyShardedDataParallel.summon_full_params(self._module, writeback=False):
             for name, parameter in self._module.named_parameters():
                 yield name.replace(_PREFIX, ""), parameter.detach().clone()
+
+
+def _units(model: nn.Module, world: World) -> set[nn.Module]:
+    """The blocks, and of an untied Llama the embedding."""
+    embedding = {model.model.embed_tokens} if isinstance(model, Llama) and not model.spec.tied else set()
+    return {model.get_submodule(name) for name in world.blocks} | embedding
 
 
 def _try_to_pin() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from refshard.errors import UnsupportedError
+from refshard.models.batch import Batch, Tokens
 from refshard.strategies.base import Loop
 from refshard.strategies.optimizer import make_optimizer
 from refshard.strategies.world import World
@@ -33,14 +34,14 @@ class HFTrainerLoop(Loop):
         self._running = greenlet(self.trainer.train)
         self._running.switch()  # until it asks for its first batch, with all prepared
 
-    def train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def train(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.train`: until the next batch is asked for, which is after the optimizer's step."""
         self.trainer.losses.clear()
-        self._running.switch((inputs_BT, targets_BT))
+        self._running.switch(batch)
         # Each is divided by the tokens of all microbatches.
         return torch.stack(self.trainer.losses).sum()
 
-    def infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def infer(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.infer`."""
         raise UnsupportedError("transformers' Trainer has no step that is forward and loss alone")
 
@@ -48,9 +49,9 @@ class HFTrainerLoop(Loop):
         """This rank's own batches, in parts; ``shift_labels`` says that targets are next tokens already."""
         parts = self.trainer.args.gradient_accumulation_steps
         while True:
-            inputs_BT, targets_BT = self._caller.switch()
-            for inputs, targets in zip(inputs_BT.chunk(parts), targets_BT.chunk(parts)):
-                yield {"input_ids": inputs, "labels": targets, "shift_labels": targets}
+            batch: Tokens = self._caller.switch()
+            for part in batch.split(parts):
+                yield {"input_ids": part.inputs, "labels": part.targets, "shift_labels": part.targets}
 
 
 def _arguments(world: World, folder: str) -> TrainingArguments:

@@ -10,7 +10,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from refshard.errors import UnsupportedError
-from refshard.models.llama import Block, Llama, next_token_loss
+from refshard.models.batch import Batch
+from refshard.models.llama import Block, Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.optimizer import make_optimizer
@@ -99,15 +100,15 @@ class _SyncedLoop(Loop):
         self._module, self._parts = module, world.case.microbatches
         self._optimizer: torch.optim.Optimizer = fully_shard_optimizer(make_optimizer(module, world.case))
 
-    def train(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def train(self, batch: Batch) -> torch.Tensor:
         losses = []
-        for inputs, targets in zip(inputs_BT.chunk(self._parts), targets_BT.chunk(self._parts)):
-            loss: torch.Tensor = next_token_loss(self._module(inputs), targets)
+        for part in batch.split(self._parts):
+            loss = part.loss(self._module)
             (loss / self._parts).backward()
             losses.append(loss.detach())
         self._optimizer.step()
         self._optimizer.zero_grad()
         return torch.stack(losses).mean()
 
-    def infer(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+    def infer(self, batch: Batch) -> torch.Tensor:
         raise UnsupportedError("Megatron-FSDP's row has no inference: what a forward alone gathers was never counted")

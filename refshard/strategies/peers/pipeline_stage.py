@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from refshard.models.batch import Batch, Tokens
 from refshard.models.llama import Llama, next_token_loss, rotary_tables
 from refshard.strategies.base import Loop
 from refshard.strategies.optimizer import make_optimizer
@@ -77,21 +78,23 @@ class PipelineLoop(Loop):
         schedule = Schedule1F1B if world.case.microbatches >= ranks else ScheduleGPipe
         self._schedule = schedule(pipelined, world.case.microbatches, loss_fn=next_token_loss)
 
-    def train(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def train(self, batch: Batch) -> Tensor:
         """See :meth:`Loop.train`."""
-        loss = self._run(self._schedule.step, inputs_BT, targets_BT)
+        loss = self._run(self._schedule.step, batch)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
 
-    def infer(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def infer(self, batch: Batch) -> Tensor:
         """See :meth:`Loop.infer`."""
         with torch.no_grad():
-            return self._run(self._schedule.eval, inputs_BT, targets_BT)
+            return self._run(self._schedule.eval, batch)
 
-    def _run(self, run: object, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def _run(self, run: object, batch: Batch) -> Tensor:
         losses: list[Tensor] = []
         assert callable(run)
+        assert isinstance(batch, Tokens)
+        inputs_BT, targets_BT = batch.inputs, batch.targets
         run(*[inputs_BT] * self._first, target=targets_BT if self._last else None, losses=losses)
         mean = torch.stack(losses).mean().detach() if self._last else inputs_BT.new_zeros((), dtype=torch.float32)
         dist.broadcast(mean, group_src=self._source, group=self._group)
