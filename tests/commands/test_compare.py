@@ -117,7 +117,7 @@ def test_two_runs_are_compared_case_by_case_b_over_a(tmp_path: Path) -> None:
     assert (ddp["case"], ddp["A"], ddp["B"], ddp["time"]) == ("ddp, 2 ranks", "50.0 ms", "75.0 ms", "slower")
     assert ddp["B / A (95 % interval)"].startswith("1.500 (")
     assert (ddp["peak memory A"], ddp["peak memory B"], ddp["exact metrics"]) == ("440 MiB", "440 MiB", "the same")
-    assert verdict(found)[0].startswith("Against made, slower: ")
+    assert verdict(found)[0].startswith("Slower than in made: ")
     assert "Both runs have the same machine and software." in notes(found)
     (told, *_) = as_json(found)["cases"]
     assert (as_json(found)["a"], as_json(found)["b"]) == (["made"], ["slower"])
@@ -140,7 +140,7 @@ def test_runs_of_machines_that_differ_say_in_what_and_compare_no_times(tmp_path:
 
 def test_runs_without_a_common_case_say_so(tmp_path: Path) -> None:
     found = compare(*two(tmp_path, run(CASES[:1], failed=False), run(CASES[1:2], failed=False)), None)
-    assert verdict(found) == ["Nothing here is in made too, so there is no change to tell."]
+    assert verdict(found) == ["No case is in made too, so there is nothing to compare."]
     assert (tables(found), as_csv(found)) == ([], [])
 
 

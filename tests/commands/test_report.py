@@ -117,7 +117,7 @@ def test_a_place_that_does_not_exist_is_a_mistake_in_one_line(folder: Path, tmp_
 
 
 def test_a_folder_without_a_run_is_a_mistake_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="holds no run"):
+    with pytest.raises(StoreError, match="there is no run in this folder"):
         report([tmp_path], None)
 
 

@@ -183,11 +183,3 @@ def test_names_cannot_steer_the_terminal(folder: Path) -> None:
     changed = text(trace([path], against=folder / "rank1.json"))
     assert "\x1b" not in text(trace([path]), verbose=True) + changed
     assert "aten::m\N{REPLACEMENT CHARACTER}[2Jm" in changed
-
-
-def test_the_readme_shows_what_is_printed() -> None:
-    root = Path(__file__).parents[2]
-    readme = (root / "README.md").read_text()
-    command = "refshard trace profiles/recorded/epyc-2-cores/engine_network\n```\n\n```text\n"
-    shown = readme[readme.index(command) + len(command) :].partition("```")[0]
-    assert shown.strip() in text(trace([root / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"]))
