@@ -68,6 +68,8 @@ def test_console_blocks_name_what_exists(language: str, code: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for line in code.splitlines():
         program, command, *rest = line.split()
+        if program == "pip":
+            continue
         if program == "make":
             assert re.search(rf"^{command}:", makefile, re.M)
             continue

@@ -61,7 +61,11 @@ def folder(tmp_path: Path) -> Path:
 def test_show_prints_the_table_and_the_verdict_last(folder: Path) -> None:
     found = text(show(folder))
     assert found.startswith("llama-mini, global batch")
-    assert found.index("refshard-yafsdp") < found.index("state failed") < found.index("refshard-yafsdp is fastest at")
+    assert (
+        found.index("refshard-yafsdp")
+        < found.index("failed in 1 of 3 rounds")
+        < found.index("refshard-yafsdp is fastest at")
+    )
     assert verdict(show(folder))[0].startswith("refshard-yafsdp is fastest at 40.0 ms per step.")
     assert words(show(folder)).endswith(verdict(show(folder))[-1])
 
@@ -134,7 +138,7 @@ def test_what_the_model_cannot_tell_apart_is_no_order(tmp_path: Path) -> None:
     folder = write(msgspec.structs.replace(made, launches=(*made.launches[:-2], other, fastest)), tmp_path / "run")
     (told,) = verdict(show(folder))
     assert told.startswith("refshard-yafsdp and refshard-fsdp tie for fastest: ")
-    assert "refshard-fsdp takes 1.020 times as long as the first, and under 1.03 times the model " in told
+    assert "Differences under 3 % are within the model's error." in told
 
 
 def test_one_launch_of_each_ranks_nobody(tmp_path: Path) -> None:
