@@ -9,7 +9,7 @@ import pytest
 
 from refshard.errors import SpecError
 from refshard.harness.launchers.local import LocalLauncher
-from refshard.harness.metrics import COUNTED, recompute_words
+from refshard.harness.metrics import COUNTED, rates, recompute_words
 from refshard.harness.run import check_suite, named_files, resume_run, run_suite
 from refshard.records import Run
 from refshard.specs.model import load_model
@@ -62,8 +62,7 @@ def test_the_pages_example_is_measured_and_proven(suite: SuiteSpec, tmp_path: Pa
 @needs_device
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_pages_example_is_dry_run_on_gpus_that_are_not_here(suite: SuiteSpec, tmp_path: Path) -> None:
-    dry = msgspec.structs.replace(suite, case={**suite.case, "precision": "bf16", "device": "auto"})
-    launches = run(dry.as_dry_run("dgx-h100"), tmp_path / "run").launches
+    launches = run(suite.as_dry_run("dgx-h100"), tmp_path / "run").launches
     assert {record.case.strategy: (record.state, record.error) for record in launches} == dict.fromkeys(
         ["ddp", "fsdp2", "refshard-yafsdp"], ("ok", None)
     )
@@ -113,3 +112,10 @@ def test_a_run_keeps_the_dimensions_of_a_file_and_is_not_resumed_without_it(tmp_
 def test_recomputed_layers_are_told_of_as_many_as_the_module_has() -> None:
     case = msgspec.structs.replace(own_suite(OWN).cases()[-1], checkpointing="every-2")
     assert recompute_words(case, 5) == "forward of 2 of 5 layers, not counted"
+
+
+def test_flops_that_are_not_known_are_absent_not_zero(tmp_path: Path) -> None:
+    record = run_suite(make_suite(), tmp_path / "run", FakeLauncher(), Silent(), ENVIRONMENT).launches[-1]
+    unknown = rates(msgspec.structs.replace(record, flops_per_token=None), 0.5)
+    assert (unknown["tflops"], unknown["mfu"]) == (None, None)
+    assert unknown["tokens_per_s_gpu"]
