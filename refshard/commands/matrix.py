@@ -18,6 +18,8 @@ from refshard.specs.writing import to_toml
 
 _CASE_KEYS = (*CaseSpec.__struct_fields__, "batch_per_rank")
 _SUITE_KEYS = ("name", "about", "rounds", "launcher", "dry_run_first")
+_TEXTS = ("name", "about")
+"""Keys whose values may hold commas."""
 _DEFAULTS: dict[str, Any] = {"model": "llama-tiny", "world_size": 2, "batch_per_rank": 1}
 """What options alone leave open."""
 
@@ -102,9 +104,11 @@ def _changes(options: Options) -> dict[str, Any]:
 def _values(key: str, given: str) -> Any:
     """One value, or a list of those between commas.
 
-    >>> _values("seq_len", "512,1024"), _values("strategy", "ddp"), _values("checkpointing", "[0, 5]")
-    ([512, 1024], 'ddp', [[0, 5]])
+    >>> _values("seq_len", "512,1024"), _values("checkpointing", "[0, 5]"), _values("about", "small, fast")
+    ([512, 1024], [[0, 5]], 'small, fast')
     """
+    if key in _TEXTS:
+        return given
     if given.strip().startswith("["):
         return [_value(given)]
     words = [word.strip() for word in given.split(",")]

@@ -11,10 +11,8 @@ import pytest
 from refshard import resources
 from refshard.commands.report import report
 from refshard.errors import SpecError, StoreError
-from refshard.harness.store import RunWriter
-from refshard.records import Run
 from tests.analysis.test_evidence import later, quicker
-from tests.report.runs import CASES, over_network, run
+from tests.report.runs import CASES, over_network, run, write
 
 RECORDED = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"
 (NOISE,) = (resources.root() / resources.BASELINES).glob("*/gate.noise.json")
@@ -26,16 +24,6 @@ def chdir() -> Iterator[Callable[[Path], None]]:
     before = Path.cwd()
     yield os.chdir
     os.chdir(before)
-
-
-def write(made: Run, folder: Path) -> Path:
-    with RunWriter(folder) as writer:
-        writer.append(made.header)
-        for record in made.launches:
-            writer.append(record)
-        if made.end is not None:
-            writer.close(made.header.run_id, interrupted=made.end.interrupted)
-    return folder
 
 
 @pytest.fixture

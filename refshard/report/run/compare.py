@@ -67,7 +67,7 @@ def _check_strategy(evidence: Evidence, name: str) -> None:
 def _ratio_table(setting: Setting, found: Sequence[Ratio], a: str) -> Table:
     timed = [ratio.step_time for ratio in found if ratio.step_time]
     paired = ", paired by round" if all(time.paired for time in timed) else ""
-    interval = f" (95 % interval{paired})" if timed else ""
+    interval = f"\n(95 % interval{paired})" if timed else ""
     return Table(
         title=plain(setting.label),
         columns=[
@@ -96,24 +96,28 @@ def _time(ratio: Ratio) -> Cell:
 
 
 def _sentence(ratio: Ratio, a: str) -> str:
-    who, time = f"{ratio.case.label} against {a}", ratio.step_time
-    memory = ""
-    if ratio.peak_memory is not None:
-        memory = f"; peak memory {_more(ratio.peak_memory, 'more', 'less')}"
-    if time is None and ratio.calculated is not None:
-        how = f"{spelled(ratio.case.fidelity)}, so there is no interval"
-        return f"{who}: step time {_more(ratio.calculated, 'longer', 'shorter')} ({how}){memory}."
+    memory = "" if ratio.peak_memory is None else f"; peak memory {_more(ratio.peak_memory, 'more', 'less')}"
+    return f"{ratio.case.label} against {a}: {_time_words(ratio)}{memory}."
+
+
+def _time_words(ratio: Ratio) -> str:
+    time = ratio.step_time
     if time is None:
-        return f"{who}: step time not compared{memory}."
-    if not time.bounded:
-        return f"{who}: step time {_more(time.ratio, 'longer', 'shorter')} ({no_interval(time)}){memory}."
-    if not time.significant:
-        return f"{who}: a tie, since the interval of the step time's ratio includes 1{memory}."
-    return f"{who}: step time {_more(time.ratio, 'longer', 'shorter')} (significant){memory}."
+        if ratio.calculated is None:
+            return "step time not compared"
+        found, how = ratio.calculated, f"{spelled(ratio.case.fidelity)}, so there is no interval"
+    elif not time.bounded:
+        found, how = time.ratio, no_interval(time)
+    elif not time.significant:
+        return "a tie, since the interval of the step time's ratio includes 1"
+    else:
+        found, how = time.ratio, "significant"
+    return f"step time {_more(found, 'longer', 'shorter')} ({how})"
 
 
 def _more(ratio: float, up: str, down: str) -> str:
-    return f"{format_percent(abs(ratio - 1))} {up if ratio >= 1 else down}"
+    part = format_percent(abs(ratio - 1))
+    return "the same" if part == format_percent(0) else f"{part} {up if ratio > 1 else down}"
 
 
 def compare_runs(a: Evidence, b: Evidence, machines: Sequence[str]) -> Answer:
