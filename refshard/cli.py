@@ -57,6 +57,29 @@ _Cluster = Annotated[
 ]
 _Oversubscribe = Annotated[bool, typer.Option(help="Allow more ranks than the machine has cores.")]
 _Launcher = Annotated[str | None, typer.Option(help="What starts ranks: local, torchrun or slurm.")]
+_Strategies = Annotated[
+    str | None, typer.Option(help="Strategies, separated by commas.", autocompletion=_some_strategies)
+]
+_Models = Annotated[str | None, typer.Option(help="Models, separated by commas.", autocompletion=_model_names)]
+_Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the suite's cases; may be repeated."),
+]
+_Only = Annotated[list[str] | None, typer.Option(help="Measure only this case, by name or hash; may be repeated.")]
+_DryRunOn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CLUSTER", help="Dry-run the cases on this cluster; needs no GPU.", autocompletion=_cluster_names
+    ),
+]
+_DryRunFirst = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CLUSTER",
+        help="Dry-run the cases on this cluster first and skip those that will not fit. 'auto': the first cluster "
+        "with this machine's GPUs; 'no': none (default: what the suite says).",
+    ),
+]
 _Sbatch = Annotated[str | None, typer.Option(help="Options for sbatch, with --launcher slurm.")]
 
 
@@ -105,48 +128,22 @@ def run(
             autocompletion=_suite_names,
         ),
     ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="Strategies, separated by commas.", autocompletion=_some_strategies)
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model presets or files, separated by commas.", autocompletion=_model_names),
-    ] = None,
+    strategy: _Strategies = None,
+    model: _Models = None,
     world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, separated by commas.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Launches of each case; 3 or more give intervals.")] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set any key of the suite's cases; may be repeated."),
-    ] = None,
+    changes: _Changes = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run (default: a new one).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Measure only what is missing in this run's folder.")] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Measure only this case, by name or hash; may be repeated.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the cases and the expected duration; launch nothing.")
-    ] = False,
+    only: _Only = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cases and the expected duration.")] = False,
     write: Annotated[Path | None, typer.Option(help="Write the suite to this TOML file.")] = None,
     oversubscribe: _Oversubscribe = False,
     launcher: _Launcher = None,
     sbatch: _Sbatch = None,
-    dry_run_on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CLUSTER", help="Dry-run the cases on this cluster; needs no GPU.", autocompletion=_cluster_names
-        ),
-    ] = None,
-    dry_run_first: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CLUSTER",
-            help="Dry-run the cases on this cluster first and skip those that will not fit. 'auto': the first cluster "
-            "with this machine's GPUs; 'no': none (default: what the suite says).",
-        ),
-    ] = None,
-    launch_all: Annotated[
-        bool, typer.Option("--launch-all", help="Launch cases even if their dry run says that they will not fit.")
-    ] = False,
+    dry_run_on: _DryRunOn = None,
+    dry_run_first: _DryRunFirst = None,
+    launch_all: Annotated[bool, typer.Option("--launch-all", help="Launch cases that will not fit too.")] = False,
 ) -> Answer:
     """Measure every case of a suite and compare them.
 
@@ -167,8 +164,8 @@ def run(
         launcher=launcher, sbatch=sbatch, only=tuple(only or ()), dry_run_on=dry_run_on, dry_run_first=dry_run_first,
         launch_all=launch_all,
     )  # fmt: skip
-    if write is not None and asked.suite is not None:
-        matrix.keep(asked.suite, write)
+    if write is not None and (suite_asked := command.chosen(asked)) is not None:
+        matrix.keep(suite_asked, write)
     if dry_run:
         return command.listed(asked)
     with _interruptible("finished launches are saved. Resume with: refshard run --resume FOLDER"):

@@ -45,7 +45,7 @@ def _table(suite: SuiteSpec, cases: Sequence[CaseSpec]) -> Table:
 
 def _sentence(suite: SuiteSpec, launches: int, seen_before: int, unknown: int, seconds: float) -> str:
     rounds = f" in {suite.most_rounds} rounds" if suite.most_rounds > 1 else ""
-    told = f"{launches} launches{rounds}"
+    told = f"{launches} {'launch' if launches == 1 else 'launches'}{rounds}"
     if unknown:
         return f"{told}; the time of {unknown} is not known, since no launch like them is recorded."
     basis = "estimated from earlier launches" if seen_before == launches else "a rough estimate"
