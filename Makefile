@@ -19,7 +19,8 @@ quickstart: $(VENV)/.run
 	@echo "Takes about 3 minutes on two fast cores, 6 on slow ones. First: six strategies measured on this machine."
 	$(BIN)/refshard run quickstart
 	@echo; echo "Second: a dry run of Llama 3 8B with FSDP2 on 8 H100s (the first builds the fake GPU, about 30 s)."
-	$(BIN)/refshard dryrun --cluster dgx-h100 -- docs/examples/train_fsdp2.py || { test $$? -eq 2 && \
+	@echo "$(BIN)/refshard dryrun --cluster dgx-h100 -- docs/examples/train_fsdp2.py"
+	@$(BIN)/refshard dryrun --cluster dgx-h100 -- docs/examples/train_fsdp2.py || { test $$? -eq 2 && \
 		echo "The measured half is done; the line above says what the dry run needs."; }
 
 check: lint types test
