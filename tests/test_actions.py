@@ -122,8 +122,10 @@ def test_a_baseline_and_a_suite_of_another_repository(tmp_path: Path, stubs: str
 def test_the_action_installs_the_refshard_that_it_comes_with(tmp_path: Path, stubs: str) -> None:
     done = run_step("Install refshard", tmp_path, path=stubs)
     assert done.returncode == 0, done.stderr
-    (call,) = calls(tmp_path)
-    assert call[:3] == ["-m", "pip", "install"]
+    uv, call = calls(tmp_path)
+    assert uv[:3] == ["-m", "pip", "install"]
+    assert uv[-1] == "uv"
+    assert call[:4] == ["-m", "uv", "pip", "install"]
     assert call[call.index("--constraint") + 1] == str(ROOT / "constraints.txt")
     assert call[call.index("--editable") + 1] == str(ROOT)
 
