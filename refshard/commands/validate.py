@@ -69,7 +69,7 @@ def _of_run(folder: Path) -> Answer:
     pairs = validated(gather(*([read_run(dry)] if holds_run(dry) else []), read_run(find_run(folder))))
     if not pairs:
         raise SpecError(
-            f"{folder}: holds no case that was measured and predicted too; run a suite whose fidelity lists 'measured' "
-            "beside 'emulated' or 'simulated', or that dry-runs its cases first"
+            f"{folder}: holds no case that was both measured and predicted; run a suite with fidelity = ['measured', "
+            "'simulated'] (or 'emulated'), or with dry_run_first = true"
         )
     return validation_answer(pairs)

@@ -28,7 +28,7 @@ def require_memory(memory: CommMemory, group: dist.ProcessGroup | None, device: 
     if memory in ("default", "allocator"):
         return
     if group is None or group.size() == 1:
-        raise UnsupportedError(f"comm_memory: must be 'default' where one rank has nobody to talk to, got '{memory}'")
+        raise UnsupportedError(f"comm_memory: must be 'default' for a single rank, got '{memory}'")
     backend = _nccl(group, device)
     if backend is None:
         raise UnsupportedError(

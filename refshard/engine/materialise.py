@@ -121,7 +121,7 @@ def materialise_buffers(model: nn.Module, device: torch.device, initialise: Init
             continue
         if any(p is not None for p in module._parameters.values()):
             raise EngineError(
-                f"buffer '{f'{name}.{buffer}' if name else buffer}' is on the meta device and the parameters beside it "
+                f"buffer '{f'{name}.{buffer}' if name else buffer}' is on the meta device and its module's parameters "
                 "are not; give it a value before refshard.shard"
             )
         _fill(module, device, initialise, f"{type(module).__name__} '{name}'")

@@ -83,7 +83,7 @@ def _ambiguity(key: Key, of_rank: dict[int, list[CollectiveFigures]]) -> TraceWa
     return TraceWarning(
         code="groups_alike",
         message=f"{_group(key)} is of {min(sizes)} ranks but appears on {len(of_rank)}: several groups share the name, "
-        "so nobody's waits in them are told",
+        "so waits in them are not attributed to ranks",
         count=sum(map(len, of_rank.values())),
     )
 

@@ -155,5 +155,5 @@ def test_validate_of_a_run_without_predictions_says_what_to_do() -> None:
     from refshard import resources
 
     folder = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine"
-    with pytest.raises(SpecError, match="holds no case that was measured and predicted too; run a suite"):
+    with pytest.raises(SpecError, match="holds no case that was both measured and predicted; run a suite"):
         validate(folder)

@@ -153,7 +153,7 @@ def test_memory_that_is_not_there_ends_unsupported_and_symmetric_memory_has_nccl
     assert done.stdout.split()[-1] == policy
     result = msgspec.json.decode(rank_file(tmp_path, 0).read_bytes(), type=RankResult)
     assert result.state == "unsupported"
-    assert result.error == f"comm_memory: must be 'default' where one rank has nobody to talk to, got '{memory}'"
+    assert result.error == f"comm_memory: must be 'default' for a single rank, got '{memory}'"
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_memory_that_gloo_does_not_have_is_unsupported_and_torchs_own_is_had() -
 def test_one_rank_has_nobody_to_share_memory_with() -> None:
     for name in ("fsdp2", "refshard-yafsdp"):
         (said,) = run_ranks(1, refused_alone, name)
-        assert said == "comm_memory: must be 'default' where one rank has nobody to talk to, got 'group'"
+        assert said == "comm_memory: must be 'default' for a single rank, got 'group'"
 
 
 def refused_alone(name: str) -> str:

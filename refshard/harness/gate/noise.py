@@ -76,7 +76,7 @@ def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios
         SpecError: they are not of one suite and one machine.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise SpecError("from: a folder is named twice; its launches count once, so name others beside it")
+        raise SpecError("from: a folder is named twice, and its launches count once; name other folders")
     rounds: dict[str, list[LogRatios]] = {}
     launches = 0
     headers = [read_run(folder / A).header for folder in folders]
