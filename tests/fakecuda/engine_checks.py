@@ -156,7 +156,7 @@ def _fail(_: torch.Tensor) -> None:
 
 
 def left_over(before: int) -> int:
-    """Bytes allocated beyond ``before``, once autograd's threads, which may still hold a backward that raised, let go."""
+    """Bytes allocated beyond ``before`` once autograd's threads, which may hold a backward that raised, let go."""
     for _ in range(100):
         gc.collect()
         if (left := torch.cuda.memory_allocated() - before) == 0:
