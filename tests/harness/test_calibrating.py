@@ -138,7 +138,7 @@ def test_an_interrupted_calibration_keeps_its_samples_for_a_profile(tmp_path: Pa
     _, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert f"samples: {folder}\n" in err
-    assert err.endswith("what was measured is kept; refshard calibrate --from FOLDER makes a profile of it\n")
+    assert err.endswith("samples are saved. Make a profile of them with: refshard calibrate --from FOLDER\n")
     assert not processes_of(tmp_path)
     assert not path.exists()
     done = refshard("calibrate", "--from", folder)
