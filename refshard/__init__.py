@@ -1,4 +1,4 @@
-"""refshard: which way of sharding a training run is fastest and leanest on your cluster, by how much, and why."""
+"""refshard: which way of sharding is fastest and needs the least memory on your cluster, by how much, and why."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,1 +1,1 @@
-"""Records become results: cases, settings that may be compared, contests, ratios. Values only, no words."""
+"""Records become results: cases, settings that may be compared, rankings, ratios. Values only, no words."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from refshard.analysis.cases import CaseResult
-from refshard.analysis.contests import RELEVANT
+from refshard.analysis.rankings import RELEVANT
 from refshard.records import Load
 
 Kind = Literal["within a launch", "between the sides", "other processes"]
@@ -31,7 +31,7 @@ class Drift:
 
 def drift_over(a: CaseResult, b: CaseResult, effect: float) -> Drift | None:
     """The largest drift of the machine between ``a`` and ``b``, or within a launch of either, if it exceeds ``effect``,
-    the relative difference of their step times, and is :data:`~refshard.analysis.contests.RELEVANT`; else None.
+    the relative difference of their step times, and is :data:`~refshard.analysis.rankings.RELEVANT`; else None.
     """
     found = [drift for case in (a, b) if (drift := within_launch(case))]
     if sides := _sides(a, b, probe_s):

@@ -2,7 +2,7 @@
 
 A *setting* is what cases must share before their numbers may stand in one table: everything but the strategy and the
 world size, the fidelity and the machine included. Of a case that several runs hold, the latest counts; but a suite that
-fixes the batch per rank asks another question than one that fixes the global one, and takes no case from its contests.
+fixes the batch per rank asks another question than one that fixes the global one, and takes no case from its rankings.
 """
 
 from collections import Counter
@@ -70,7 +70,7 @@ class Evidence:
         return self.runs[-1]
 
     @property
-    def contested(self) -> tuple[Setting, ...]:
+    def ranked(self) -> tuple[Setting, ...]:
         """The settings in which strategies compete: those that hold more than references, or all if none does."""
         return tuple(s for s in self.settings if set(s.strategies) != {REFERENCE_STRATEGY}) or self.settings
 

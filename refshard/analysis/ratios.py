@@ -48,7 +48,7 @@ Pair = tuple[int, int, float | None, float | None, float | None, float | None]
 def pairs(evidence: Evidence) -> list[Pair]:
     """Every two cases that may be compared, once; what does not exist is None."""
     found: list[Pair] = []
-    for setting in evidence.contested:
+    for setting in evidence.ranked:
         by_size: dict[int, list[CaseResult]] = {}
         for case in setting.cases:
             if case.ok:

@@ -133,14 +133,14 @@ def test_a_batch_per_rank_is_compared_across_world_sizes() -> None:
     made = with_spec(run(failed=False), {"ddp": 4}, global_batch=16)
     suite = msgspec.structs.replace(made.header.suite, case={"model": "llama-mini", "batch_per_rank": 4})
     made = msgspec.structs.replace(made, header=msgspec.structs.replace(made.header, suite=suite))
-    (setting,) = gather(made).contested
+    (setting,) = gather(made).ranked
     assert setting.label == "llama-mini, 4 sequences of 256 tokens per rank"
     assert setting.world_sizes == (2, 4)
     assert {s.strategies for s in gather(made).settings} - {setting.strategies} == {("single",)}
 
 
 def test_a_run_of_references_alone_is_its_own_setting() -> None:
-    assert [s.strategies for s in gather(run(CASES[:1], failed=False)).contested] == [("single",)]
+    assert [s.strategies for s in gather(run(CASES[:1], failed=False)).ranked] == [("single",)]
 
 
 def test_what_varies_besides_the_usual_is_named() -> None:
@@ -243,7 +243,7 @@ def test_a_run_without_cases_has_no_settings() -> None:
     empty = msgspec.structs.replace(run(), launches=())
     assert not gather(empty).cases
     assert not gather(empty).settings
-    assert not gather(empty).contested
+    assert not gather(empty).ranked
 
 
 def test_plain_text_keeps_lines_and_drops_what_terminals_obey() -> None:

@@ -64,7 +64,7 @@ def test_settings_keep_the_order_in_which_the_suite_gives_their_axes() -> None:
     ]
 
 
-def test_a_longer_time_limit_keeps_nobody_out_of_a_contest() -> None:
+def test_a_longer_time_limit_keeps_nobody_out_of_a_ranking() -> None:
     made = run(failed=False)
     patient = msgspec.structs.replace(made.launches[-1].case, time_limit_s=900.0)
     cases = (*made.launches[:-1], msgspec.structs.replace(made.launches[-1], case=patient))
@@ -117,8 +117,8 @@ def test_batches_per_rank_and_global_ones_do_not_mix() -> None:
     ]  # fmt: skip
 
 
-def test_a_suite_at_a_batch_per_rank_takes_no_case_from_a_contest_at_a_global_one() -> None:
-    """The same spec in both: each contest keeps its own."""
+def test_a_suite_at_a_batch_per_rank_takes_no_case_from_a_ranking_at_a_global_one() -> None:
+    """The same spec in both: each ranking keeps its own."""
     whole, fixed = run(failed=False), later(run(CASES[1:2], failed=False), "fixed")
     suite = msgspec.structs.replace(fixed.header.suite, name="weak", case={"model": "llama-mini", "batch_per_rank": 4})
     fixed = msgspec.structs.replace(fixed, header=msgspec.structs.replace(fixed.header, suite=suite))
@@ -134,7 +134,7 @@ def test_a_copy_of_a_run_is_no_second_run() -> None:
     assert len(gather(run(), run()).runs) == 1
 
 
-def test_contenders_of_several_runs_are_doubted() -> None:
+def test_candidates_of_several_runs_are_doubted() -> None:
     one, other = run(CASES[1:2], rounds=3, failed=False), later(run(CASES[2:3], rounds=3, failed=False), "other")
     (found,) = findings(gather(one, other))
     assert found.caveats[0].startswith("the cases come from several runs")

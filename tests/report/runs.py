@@ -61,7 +61,7 @@ CASES = (
     Made(strategy="refshard-yafsdp", step_time=0.0400, peak_mib=240, compute=0.038, comm=0.020, exposed=0.001,
          idle=0.002, parity=2.0e-7, identical=True, gathers=13),
 )  # fmt: skip
-"""Five cases that finish; ``refshard-yafsdp`` is fastest (0.0400 s) and leanest (240 MiB)."""
+"""Five cases that finish; ``refshard-yafsdp`` is fastest (0.0400 s) and needs the least memory (240 MiB)."""
 FAILED = "fsdp2-tuned"
 STRATEGIES = ("single", "ddp", "fsdp2", FAILED, "refshard-fsdp", "refshard-yafsdp")
 

@@ -6,7 +6,7 @@ from typing import Literal
 import pandas as pd
 import plotly.graph_objects as go
 
-from refshard.analysis.contests import ALIKE
+from refshard.analysis.rankings import ALIKE
 from refshard.quantities import axis_unit, format_bytes, format_seconds
 from refshard.report.draw.charts import Bar, Chart, Row, chart, label_text, stacked, theme
 from refshard.report.draw.palette import MEMORY, RED, Look, look

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from refshard.analysis.contests import ALIKE
+from refshard.analysis.rankings import ALIKE
 from refshard.plan.recipe import no_closed_form
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.simulate.account import Account

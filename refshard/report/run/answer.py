@@ -33,7 +33,7 @@ def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer
         rows=rows,
         columns=names(),
         blocks=[
-            *(case_table(setting, detail=setting not in evidence.contested) for setting in evidence.settings),
+            *(case_table(setting, detail=setting not in evidence.ranked) for setting in evidence.settings),
             Notes(sentences=_each(found), title="Each comparison", detail=True),
             Notes(sentences=[words for one in found for words in (one.busy, one.why) if words], detail=True),
             Notes(sentences=_notes(evidence)),

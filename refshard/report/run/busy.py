@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from refshard.analysis.busy import Drift, drift_over
 from refshard.analysis.cases import CaseResult
-from refshard.analysis.contests import Contest, step_time
+from refshard.analysis.rankings import Ranking, step_time
 from refshard.quantities import format_percent, format_seconds
 from refshard.specs.case import REPEATING
 
@@ -23,11 +23,11 @@ def busy_between(pairs: Iterable[tuple[CaseResult, CaseResult, float]]) -> str:
     )
 
 
-def busy_in(contest: Contest) -> str:
+def busy_in(ranking: Ranking) -> str:
     """A sentence if the machine drifted by more than a difference to the fastest, or the range of unranked cases."""
-    if contest.winner is not None:
-        return busy_between((contest.winner, rival.case, rival.ratio - 1) for rival in contest.rivals)
-    return busy_between(_ends(contest.contenders))
+    if ranking.winner is not None:
+        return busy_between((ranking.winner, rival.case, rival.ratio - 1) for rival in ranking.rivals)
+    return busy_between(_ends(ranking.candidates))
 
 
 def _ends(cases: Sequence[CaseResult]) -> Iterable[tuple[CaseResult, CaseResult, float]]:

@@ -44,7 +44,7 @@ class Crossover:
 def crossovers(evidence: Evidence) -> tuple[Crossover, ...]:
     """One for each group of settings in which DDP and another ran at two sequence lengths or more."""
     groups: dict[tuple[object, ...], list[tuple[Setting, Ratio]]] = {}
-    for setting in evidence.contested:
+    for setting in evidence.ranked:
         for ratio in ratios(setting, BASELINE):
             if ratio.step_time is not None:
                 groups.setdefault(_group(ratio.case), []).append((setting, ratio))

@@ -7,8 +7,8 @@ import pandas as pd
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.compared import metric_ratio
-from refshard.analysis.contests import Contest
 from refshard.analysis.evidence import Setting
+from refshard.analysis.rankings import Ranking
 from refshard.analysis.ratios import Ratio, ratios
 from refshard.quantities import format_bytes, format_percent
 from refshard.report.run import views
@@ -27,23 +27,23 @@ class Headline:
     base: CaseResult | None
 
 
-def headline(contest: Contest, setting: Setting) -> Headline:
+def headline(ranking: Ranking, setting: Setting) -> Headline:
     """``setting`` holds the comparison's cases and its references."""
-    base = _base(contest)
+    base = _base(ranking)
     cases = tuple(sorted(setting.cases, key=_place))
     compared = {ratio.case: ratio for ratio in ratios(setting, base.strategy)} if base else {}
     interval = not all(case.fidelity in REPEATING for case in cases)
     time = "step time (95 % interval)" if interval else "step time"
-    reserved = contest.memory_metric == "peak_reserved_bytes"
+    reserved = ranking.memory_metric == "peak_reserved_bytes"
     memory = "reserved memory" if reserved else "peak memory"
     rows = []
     for case in cases:
         step = views.step_time_text(views.sampled(case), case.metrics["step_time_s"])
         row = {
-            "strategy": case.strategy if case.spec.world_size == contest.world_size else case.label,
+            "strategy": case.strategy if case.spec.world_size == ranking.world_size else case.label,
             time: step if case.ok else STATES[case.state],
             "vs": "1" if case is base else _ratio(compared.get(case), base),
-            memory: _memory(case, contest.memory_metric),
+            memory: _memory(case, ranking.memory_metric),
             "tokens/s/GPU": views.format_metric("tokens_per_s_gpu", case.metrics["tokens_per_s_gpu"]),
             "MFU": views.format_metric("mfu", case.metrics["mfu"]),
             "exposed comm.": format_percent(case.exposed_share) if case.metrics["comm_s"] else views.MISSING,
@@ -54,7 +54,7 @@ def headline(contest: Contest, setting: Setting) -> Headline:
     return Headline(
         table=table,
         cases=cases,
-        columns={"step_time_s": time, "tokens_per_s_gpu": "tokens/s/GPU", "mfu": "MFU", contest.memory_metric: memory},
+        columns={"step_time_s": time, "tokens_per_s_gpu": "tokens/s/GPU", "mfu": "MFU", ranking.memory_metric: memory},
         base=base,
     )
 
@@ -68,9 +68,9 @@ def _ratio(ratio: Ratio | None, base: CaseResult | None) -> str:
     return views.MISSING if plain is None else f"{plain:.2f}"
 
 
-def _base(contest: Contest) -> CaseResult | None:
+def _base(ranking: Ranking) -> CaseResult | None:
     """The fastest; if nothing is ranked, the first that finished."""
-    return contest.winner or next(iter(contest.contenders), None)
+    return ranking.winner or next(iter(ranking.candidates), None)
 
 
 def _place(case: CaseResult) -> tuple[bool, bool, float]:

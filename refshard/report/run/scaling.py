@@ -73,7 +73,7 @@ class Scaling:
 def scalings(evidence: Evidence) -> tuple[Scaling, ...]:
     """One for each group of settings in which a strategy ran in two worlds or more."""
     groups: dict[tuple[object, ...], list[Curve]] = {}
-    for setting in evidence.contested:
+    for setting in evidence.ranked:
         curves = [curve for strategy in setting.strategies if (curve := _curve(setting, strategy))]
         groups.setdefault(_group(setting), []).extend(curves)
     return tuple(_scaling(curves, f"g{place}") for place, curves in enumerate(groups.values()) if curves)

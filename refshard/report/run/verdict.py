@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refshard.analysis.cases import FIDELITY, CaseResult, plain, ranks
-from refshard.analysis.contests import ALIKE, RELEVANT, Contest, Rival, contests, step_time
 from refshard.analysis.evidence import Evidence
+from refshard.analysis.rankings import ALIKE, RELEVANT, Ranking, Rival, rankings, step_time
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run, State
 from refshard.report.run.busy import busy_in
@@ -61,7 +61,7 @@ class Finding:
 
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """The outcome of every comparison."""
-    return tuple(map(finding_of, contests(evidence)))
+    return tuple(map(finding_of, rankings(evidence)))
 
 
 def overview(found: Sequence[Finding]) -> tuple[str, ...]:
@@ -166,45 +166,45 @@ def caveats(evidence: Evidence) -> list[str]:
     return told
 
 
-def finding_of(contest: Contest) -> Finding:
+def finding_of(ranking: Ranking) -> Finding:
     """The outcome of one comparison."""
     return Finding(
-        title=f"{contest.setting.label}, {ranks(contest.world_size)}",
-        cases=contest.cases,
-        fastest=tuple(case.strategy for case in contest.fastest),
-        lowest_memory=tuple(case.strategy for case in contest.leanest),
-        lead=_lead(contest),
-        speed=_speed(contest),
-        margin=_margin(contest),
-        memory=_memory(contest),
-        why=_why(contest),
-        busy=busy_in(contest),
-        caveats=tuple(dict.fromkeys((*_apart(contest.contenders), *_doubts(contest.rivals)))),
+        title=f"{ranking.setting.label}, {ranks(ranking.world_size)}",
+        cases=ranking.cases,
+        fastest=tuple(case.strategy for case in ranking.fastest),
+        lowest_memory=tuple(case.strategy for case in ranking.lowest_memory),
+        lead=_lead(ranking),
+        speed=_speed(ranking),
+        margin=_margin(ranking),
+        memory=_memory(ranking),
+        why=_why(ranking),
+        busy=busy_in(ranking),
+        caveats=tuple(dict.fromkeys((*_apart(ranking.candidates), *_doubts(ranking.rivals)))),
     )
 
 
-def _lead(contest: Contest) -> str:
+def _lead(ranking: Ranking) -> str:
     """Speed and memory in one sentence."""
-    peaks, least = contest.peaks, [case.strategy for case in contest.leanest]
-    if contest.winner is None or len(contest.contenders) < 2:
-        return _speed(contest)
-    times = _between([step_time(case) for case in contest.fastest])
-    fastest = [case.strategy for case in contest.fastest]
+    peaks, least = ranking.peaks, [case.strategy for case in ranking.lowest_memory]
+    if ranking.winner is None or len(ranking.candidates) < 2:
+        return _speed(ranking)
+    times = _between([step_time(case) for case in ranking.fastest])
+    fastest = [case.strategy for case in ranking.fastest]
     if len(peaks) < 2 or len(least) == len(peaks):
         need = ""
     elif fastest == least and len(least) == 1:
-        least_memory = format_bytes(_least_memory(contest))
+        least_memory = format_bytes(_least_memory(ranking))
         return f"{listed(fastest)} is fastest ({times} per step) and needs the least memory ({least_memory})."
     else:
         verb = "needs" if len(least) == 1 else "need"
-        need = f"; {_counted(least)} {verb} the least memory ({format_bytes(_least_memory(contest))})"
+        need = f"; {_counted(least)} {verb} the least memory ({format_bytes(_least_memory(ranking))})"
     verb = "is fastest" if len(fastest) == 1 else "tie for fastest"
     return f"{_counted(fastest)} {verb} ({times} per step){need}."
 
 
-def _least_memory(contest: Contest) -> float:
+def _least_memory(ranking: Ranking) -> float:
     """The least memory of a comparison, B."""
-    return min(contest.peaks.values())
+    return min(ranking.peaks.values())
 
 
 def _counted(names: Sequence[str]) -> str:
@@ -218,9 +218,9 @@ def _between(seconds: Sequence[float]) -> str:
     return high if low == high else f"{low.removesuffix(unit)} to {high}"
 
 
-def _apart(contenders: Sequence[CaseResult]) -> tuple[str, ...]:
+def _apart(candidates: Sequence[CaseResult]) -> tuple[str, ...]:
     """A doubt if the cases come from several runs."""
-    if len({id(case.header) for case in contenders if case.fidelity not in REPEATING}) < 2:
+    if len({id(case.header) for case in candidates if case.fidelity not in REPEATING}) < 2:
         return ()
     return ("the cases come from several runs, so a drift of the machine between them looks like a difference",)
 
@@ -229,31 +229,31 @@ def _doubts(rivals: Sequence[Rival]) -> tuple[str, ...]:
     return tuple(doubt for rival in rivals if rival.comparison for doubt in rival.comparison.warnings)
 
 
-def _speed(contest: Contest) -> str:
-    if not contest.contenders:
+def _speed(ranking: Ranking) -> str:
+    if not ranking.candidates:
         return "No strategy finished, so there is nothing to rank."
-    if len(contest.contenders) == 1:
-        (alone,) = contest.contenders
+    if len(ranking.candidates) == 1:
+        (alone,) = ranking.candidates
         time = format_seconds(step_time(alone))
         return f"{alone.strategy} is the only strategy here that finished: {time} per step{_few((alone,))}."
-    if contest.winner is None:
-        return _by_time(contest.contenders)
-    if not contest.tied:
-        return f"{contest.winner.strategy} is fastest at {format_seconds(step_time(contest.winner))} per step."
-    names = listed([case.strategy for case in contest.fastest])
-    return f"{names} tie for fastest: {_between([step_time(case) for case in contest.fastest])} per step."
+    if ranking.winner is None:
+        return _by_time(ranking.candidates)
+    if not ranking.tied:
+        return f"{ranking.winner.strategy} is fastest at {format_seconds(step_time(ranking.winner))} per step."
+    names = listed([case.strategy for case in ranking.fastest])
+    return f"{names} tie for fastest: {_between([step_time(case) for case in ranking.fastest])} per step."
 
 
-def _margin(contest: Contest) -> str:
+def _margin(ranking: Ranking) -> str:
     """Why the tied ones are tied, how much slower the next one is, and which cases are not ranked."""
     told = []
-    if contest.tied:
-        assert contest.winner is not None
-        told.append(_tied(contest.winner, contest.tied[-1]))
-    if contest.runner_up:
-        told.append(_behind(contest.runner_up))
-    if contest.winner and len(contest.ranked) < len(contest.contenders):
-        told.append(_by_time([case for case in contest.contenders if case not in contest.ranked]))
+    if ranking.tied:
+        assert ranking.winner is not None
+        told.append(_tied(ranking.winner, ranking.tied[-1]))
+    if ranking.runner_up:
+        told.append(_behind(ranking.runner_up))
+    if ranking.winner and len(ranking.ranked) < len(ranking.candidates):
+        told.append(_by_time([case for case in ranking.candidates if case not in ranking.ranked]))
     return " ".join(told)
 
 
@@ -305,14 +305,14 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _memory(contest: Contest) -> str:
-    peaks = contest.peaks
+def _memory(ranking: Ranking) -> str:
+    peaks = ranking.peaks
     if len(peaks) < 2:
         return ""
-    equal = [case.strategy for case in contest.leanest]
+    equal = [case.strategy for case in ranking.lowest_memory]
     rest = list(peaks)[len(equal) :]
-    least = _least_memory(contest)
-    what = "reserved" if contest.memory_metric == "peak_reserved_bytes" else "peak"
+    least = _least_memory(ranking)
+    what = "reserved" if ranking.memory_metric == "peak_reserved_bytes" else "peak"
     verb = "needs" if len(equal) == 1 else "need"
     told = f"{listed(equal)} {verb} the least memory: {format_bytes(least)} per rank ({what})."
     if not rest:
@@ -324,11 +324,11 @@ def _memory(contest: Contest) -> str:
 _PARTS = {"compute": "compute_s", "exposed communication": "exposed_comm_s", "idle time": "idle_s"}
 
 
-def _why(contest: Contest) -> str:
+def _why(ranking: Ranking) -> str:
     """Where the next slower strategy loses most, from the traced pass of both; empty if the traced steps of the two
     overlap in that part.
     """
-    winner, beaten = contest.winner, contest.runner_up
+    winner, beaten = ranking.winner, ranking.runner_up
     if winner is None or beaten is None or winner.breakdown is None or beaten.case.breakdown is None:
         return ""
     parts, others = (

@@ -8,9 +8,9 @@ from typing import TypeVar
 import pandas as pd
 
 from refshard.analysis.cases import CaseResult, ranks
-from refshard.analysis.contests import Contest, contests, leaders
 from refshard.analysis.evidence import Evidence
 from refshard.analysis.gpu_memory import gpu_memory_of
+from refshard.analysis.rankings import Ranking, leaders, rankings
 from refshard.report.draw.charts import Chart
 from refshard.report.run import charts, views
 from refshard.report.run.crossover import Crossover, crossovers
@@ -66,7 +66,7 @@ class View:
 def views_of(evidence: Evidence, traced: Mapping[CaseResult, Traced]) -> tuple[View, ...]:
     """Every comparison, in the order of the settings; world sizes ascend."""
     shared = _Shared(evidence)
-    return tuple(_view(contest, shared, traced, place) for place, contest in enumerate(contests(evidence)))
+    return tuple(_view(ranking, shared, traced, place) for place, ranking in enumerate(rankings(evidence)))
 
 
 class _Shared:
@@ -93,25 +93,25 @@ class _Shared:
         return tuple(one for one in found if one)
 
 
-def _view(contest: Contest, shared: _Shared, traced: Mapping[CaseResult, Traced], place: int) -> View:
+def _view(ranking: Ranking, shared: _Shared, traced: Mapping[CaseResult, Traced], place: int) -> View:
     prefix = f"v{place}"
-    references = (case for case in contest.setting.cases if case.strategy == REFERENCE_STRATEGY)
-    together = tuple(dict.fromkeys((*contest.cases, *references)))
-    setting = replace(contest.setting, cases=together)
-    top = headline(contest, setting)
+    references = (case for case in ranking.setting.cases if case.strategy == REFERENCE_STRATEGY)
+    together = tuple(dict.fromkeys((*ranking.cases, *references)))
+    setting = replace(ranking.setting, cases=together)
+    top = headline(ranking, setting)
     setting = replace(setting, cases=top.cases)
     broken_down = tuple(case for case in setting.cases if case.ok and case.breakdown)
-    alone = replace(contest.setting, cases=contest.cases)
+    alone = replace(ranking.setting, cases=ranking.cases)
     led = {metric: cases for metric, cases in leaders(alone).items() if metric in top.columns}
     return View(
         id=prefix,
-        setting_label=contest.setting.label,
-        size=ranks(contest.world_size),
-        finding=finding_of(contest),
+        setting_label=ranking.setting.label,
+        size=ranks(ranking.world_size),
+        finding=finding_of(ranking),
         cases=setting.cases,
         headline=top,
         best=frozenset((case.number, top.columns[metric]) for metric, cases in led.items() for case in cases),
-        tradeoff=tradeoff(contest, device_limit(contest.cases), f"{prefix}-tradeoff", shared.dry_runs),
+        tradeoff=tradeoff(ranking, device_limit(ranking.cases), f"{prefix}-tradeoff", shared.dry_runs),
         failed=failures(setting.cases),
         full=views.summary_table(setting.cases),
         breakdown=views.breakdown_table(setting),
@@ -121,10 +121,10 @@ def _view(contest: Contest, shared: _Shared, traced: Mapping[CaseResult, Traced]
         power=power_table(setting.cases),
         gpu_memory=views.gpu_memory_table(setting.cases),
         on_gpus=tuple(case for case in setting.cases if gpu_memory_of(case)),
-        memory=memory(replace(setting, cases=tuple(c for c in top.cases if c in contest.cases)), prefix),
-        scalings=_about(shared.scalings, contest.cases),
-        crossovers=_about(shared.crossovers, contest.cases),
-        losses=_about(shared.losses, contest.cases),
+        memory=memory(replace(setting, cases=tuple(c for c in top.cases if c in ranking.cases)), prefix),
+        scalings=_about(shared.scalings, ranking.cases),
+        crossovers=_about(shared.crossovers, ranking.cases),
+        losses=_about(shared.losses, ranking.cases),
     )
 
 

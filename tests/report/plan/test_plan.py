@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from refshard.analysis.contests import ALIKE
+from refshard.analysis.rankings import ALIKE
 from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
 from refshard.plan.recipe import find_recipe
 from refshard.quantities import format_bytes, format_seconds

@@ -17,7 +17,7 @@ from tests.report.printed import text
 from tests.report.runs import CASES, CLUSTER, both, run
 
 RESERVED = {"ddp": 700, "fsdp2": 400, "refshard-fsdp": 410, "refshard-yafsdp": 300}
-"""MiB; ``refshard-yafsdp`` is leanest by this too, fsdp2 second."""
+"""MiB; ``refshard-yafsdp`` needs the least by this too, fsdp2 second to least."""
 
 
 def dry(*, out_of_memory: str = "") -> Run:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from refshard.analysis.contests import contests
 from refshard.analysis.evidence import Evidence, gather
 from refshard.analysis.gpu_memory import gpu_memory_of
+from refshard.analysis.rankings import rankings
 from refshard.quantities import GIB
 from refshard.records import GpuMemory, Run
 from refshard.report.run import views
@@ -51,11 +51,11 @@ def test_a_gpus_memory_is_what_is_reserved_of_the_device(evidence: Evidence) -> 
     assert {row["peak reserved"] for row in printed.rows(shown)} == {"71.2 of 79.2 GiB"}
     place = [column.head for column in shown.columns].index("peak reserved")
     assert place <= 4, "one of the first columns, which narrow terminals show"
-    (contest,) = contests(evidence)
-    limit = device_limit(contest.cases)
+    (ranking,) = rankings(evidence)
+    limit = device_limit(ranking.cases)
     assert limit is not None
     assert limit.text == "79.2 GiB on the GPU"
-    drawn = tradeoff(contest, limit, "t")
+    drawn = tradeoff(ranking, limit, "t")
     assert drawn is not None
     assert "limit: 79.2 GiB on the GPU" in [note["text"] for note in drawn.figure["layout"]["annotations"]]
 

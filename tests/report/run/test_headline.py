@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from refshard.analysis.contests import contests
 from refshard.analysis.evidence import Evidence, gather
+from refshard.analysis.rankings import rankings
 from refshard.report.run.device_limit import device_limit
 from refshard.report.run.headline import Headline, failures, headline
 from refshard.report.run.tips import tip
@@ -12,8 +12,8 @@ from tests.report.runs import CASES, run, with_record
 
 
 def of(evidence: Evidence) -> Headline:
-    (contest,) = contests(evidence)
-    return headline(contest, contest.setting)
+    (ranking,) = rankings(evidence)
+    return headline(ranking, ranking.setting)
 
 
 def test_the_fastest_comes_first_then_what_failed_then_references() -> None:
@@ -59,17 +59,17 @@ def test_names_cannot_smuggle_markup_into_a_tip() -> None:
 
 
 def test_the_chart_in_words() -> None:
-    (contest,) = contests(gather(run()))
-    drawn = tradeoff(contest, None, "t")
+    (ranking,) = rankings(gather(run()))
+    drawn = tradeoff(ranking, None, "t")
     assert drawn is not None
     assert drawn.alternative == (
         "Lower left is better. Dotted, the strategies that no other beats in both: refshard-yafsdp (40.0 ms, 240 MiB)."
     )
-    (contest,) = contests(gather(run(rounds=1, failed=False, fidelity="dryrun")))
-    limit = device_limit(contest.cases)
+    (ranking,) = rankings(gather(run(rounds=1, failed=False, fidelity="dryrun")))
+    limit = device_limit(ranking.cases)
     assert limit is not None
     assert limit.text == "78.1 GiB usable"
-    drawn = tradeoff(contest, limit, "t")
+    drawn = tradeoff(ranking, limit, "t")
     assert drawn is not None
     assert drawn.alternative.endswith(" The limit, 78.1 GiB usable, lies outside the chart.")
 

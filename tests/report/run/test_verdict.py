@@ -96,7 +96,7 @@ def test_the_reference_does_not_compete() -> None:
 
 
 def test_the_reference_does_not_compete_on_one_rank_either() -> None:
-    """Where nothing ran on more, one rank is contested, by the strategies alone."""
+    """Where nothing ran on more, the strategies are ranked at one rank."""
     alone = [replace(made, world_size=1) for made in (CASES[1], CASES[3])]
     fast = replace(BY_NAME["single"], step_time=0.001)
     assert told(only(fast, *alone))[:2] == (
@@ -147,7 +147,7 @@ def test_equal_memory_is_called_equal() -> None:
     assert sentences[-1] == "ddp and fsdp2 need the least memory: 440 MiB per rank (peak)."
 
 
-def test_a_single_contender_is_named_as_such() -> None:
+def test_a_single_candidate_is_named_as_such() -> None:
     sentences = told(only(BY_NAME["single"], BY_NAME["ddp"]))
     assert sentences == ("ddp is the only strategy here that finished: 50.0 ms per step.",)
 

@@ -49,7 +49,7 @@ def test_parts_of_a_step_add_up_to_its_length(traced: list[Traced]) -> None:
 
 def test_copies_are_drawn_where_a_trace_has_them(traced: list[Traced], evidence: Evidence, tmp_path: Path) -> None:
     """Preparatory kernels of a GPU; gloo's traces count them to compute or to communication."""
-    (setting,) = [setting for setting in evidence.contested if traced[0].case in setting.cases]
+    (setting,) = [setting for setting in evidence.ranked if traced[0].case in setting.cases]
     found = why(setting, {one.case: one for one in traced}, "s")
     assert found is not None
     assert found.parts is None
@@ -65,7 +65,7 @@ def test_copies_are_drawn_where_a_trace_has_them(traced: list[Traced], evidence:
 
 
 def test_a_row_for_each_trace(evidence: Evidence, traced: list[Traced]) -> None:
-    (setting,) = [setting for setting in evidence.contested if traced[0].case in setting.cases]
+    (setting,) = [setting for setting in evidence.ranked if traced[0].case in setting.cases]
     found = why(setting, {one.case: one for one in traced}, "s")
     assert found is not None
     assert list(found.table["give-way index"]) == ["-", "-"], "a CPU trace has none"

@@ -1,8 +1,8 @@
 """Who is fastest and who needs the least memory, per setting and world size: one decision, for sentences and tables.
 
-A *contest* is held among the strategies whose every launch ended ok. The unsharded reference does not compete: it
-answers another question, on another number of GPUs. A strategy is ranked by time from three launches on; what is
-calculated takes the same time always, so one launch ranks it.
+A *ranking* compares the strategies whose launches all ended ok. It leaves out the unsharded reference, which answers
+another question on another number of GPUs. A measured strategy needs three launches to be ranked by time; a calculated
+one always takes the same time, so one is enough.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ the figure varies by about 3 % on a CPU."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """A ranked contender that lost: its step time over the winner's, with an interval where it was measured."""
+    """A ranked candidate other than the winner: its step time over the winner's, with an interval if measured."""
 
     case: CaseResult
     comparison: Comparison | None
@@ -43,18 +43,18 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
-    """One setting at one world size: ``cases`` are all that are there, ``contenders`` those that compete.
+class Ranking:
+    """One setting at one world size: ``cases`` are all of its cases, ``candidates`` those that compete.
 
-    ``ranked`` are the contenders that may be ranked by time, none where that is one of several. ``rivals`` are those
-    but for the ``winner``, fastest first. ``peaks`` has the memory of each contender, B, least first: reserved memory
-    if that is known of all, since that is what must fit, else the peak of what is in use.
+    ``ranked`` are the candidates that may be ranked by time; it is empty if only one of several may. ``rivals`` are the
+    ranked ones without the ``winner``, fastest first. ``peaks`` has the memory of each candidate, B, least first:
+    reserved memory if it is known for all, since that is what must fit, else the peak of memory in use.
     """
 
     setting: Setting
     world_size: int
     cases: tuple[CaseResult, ...]
-    contenders: tuple[CaseResult, ...]
+    candidates: tuple[CaseResult, ...]
     ranked: tuple[CaseResult, ...]
     winner: CaseResult | None
     rivals: tuple[Rival, ...]
@@ -76,49 +76,49 @@ class Contest:
         return () if self.winner is None else (self.winner, *(rival.case for rival in self.tied))
 
     @property
-    def leanest(self) -> tuple[CaseResult, ...]:
-        """Those with the least memory, as far as launches tell them apart."""
+    def lowest_memory(self) -> tuple[CaseResult, ...]:
+        """The candidates that need the least memory, ties included."""
         least = min(self.peaks.values(), default=0.0)
         return tuple(case for case, peak in self.peaks.items() if peak <= least * (1 + EQUAL_MEMORY))
 
     @property
     def memory_metric(self) -> str:
         """The metric of :attr:`peaks`."""
-        return _memory_metric(self.contenders)
+        return _memory_metric(self.candidates)
 
 
-def contests(evidence: Evidence) -> tuple[Contest, ...]:
-    """Every contest, in the order of the settings; world sizes ascend."""
-    return tuple(contest_of(setting, size) for setting in evidence.contested for size in _contested_sizes(setting))
+def rankings(evidence: Evidence) -> tuple[Ranking, ...]:
+    """One ranking per setting and world size, in the order of the settings; world sizes ascend."""
+    return tuple(ranking_of(setting, size) for setting in evidence.ranked for size in _ranked_sizes(setting))
 
 
-def contest_of(setting: Setting, world_size: int) -> Contest:
-    """The contest of the setting's cases of this world size."""
+def ranking_of(setting: Setting, world_size: int) -> Ranking:
+    """The ranking of the setting's cases of this world size."""
     here = [case for case in setting.cases if case.spec.world_size == world_size]
     entered = [case for case in here if case.strategy != REFERENCE_STRATEGY] or here
-    contenders = tuple(case for case in entered if case.ok and case.metrics["step_time_s"] is not None)
-    ranked = tuple(filter(_has_interval, contenders))
-    if len(contenders) > 1 == len(ranked):  # nobody to be ranked against
+    candidates = tuple(case for case in entered if case.ok and case.metrics["step_time_s"] is not None)
+    ranked = tuple(filter(_has_interval, candidates))
+    if len(candidates) > 1 == len(ranked):  # nobody to be ranked against
         ranked = ()
     winner = _winner(ranked) if ranked else None
-    return Contest(
-        setting=setting, world_size=world_size, cases=tuple(here), contenders=contenders, ranked=ranked, winner=winner,
-        rivals=_behind(winner, ranked), peaks=_peaks(contenders),
+    return Ranking(
+        setting=setting, world_size=world_size, cases=tuple(here), candidates=candidates, ranked=ranked, winner=winner,
+        rivals=_behind(winner, ranked), peaks=_peaks(candidates),
     )  # fmt: skip
 
 
 def leaders(setting: Setting) -> dict[str, frozenset[CaseResult]]:
     """By metric, the cases that lead it at their world size, those tied included; one that is alone does not lead."""
-    held = [contest for size in setting.world_sizes if len((contest := contest_of(setting, size)).contenders) > 1]
-    found: dict[str, frozenset[CaseResult]] = {}
-    for contest in held:
-        led = dict.fromkeys(_SPEED, contest.fastest) | {contest.memory_metric: contest.leanest}
-        found |= {metric: found.get(metric, frozenset()) | set(cases) for metric, cases in led.items()}
-    return found
+    found = [ranking for size in setting.world_sizes if len((ranking := ranking_of(setting, size)).candidates) > 1]
+    led_by: dict[str, frozenset[CaseResult]] = {}
+    for ranking in found:
+        led = dict.fromkeys(_SPEED, ranking.fastest) | {ranking.memory_metric: ranking.lowest_memory}
+        led_by |= {metric: led_by.get(metric, frozenset()) | set(cases) for metric, cases in led.items()}
+    return led_by
 
 
 def step_time(case: CaseResult) -> float:
-    """A contender's step time, s."""
+    """A candidate's step time, s."""
     seconds = case.metrics["step_time_s"]
     assert seconds is not None, "only cases with a step time contend"
     return seconds
@@ -128,7 +128,7 @@ def _has_interval(case: CaseResult) -> bool:
     return case.fidelity in REPEATING or len(case.samples) >= MIN_LAUNCHES
 
 
-def _contested_sizes(setting: Setting) -> tuple[int, ...]:
+def _ranked_sizes(setting: Setting) -> tuple[int, ...]:
     sharded = tuple(n for n in setting.world_sizes if n > 1)
     return sharded or setting.world_sizes
 
@@ -153,12 +153,12 @@ def _behind(winner: CaseResult | None, ranked: Sequence[CaseResult]) -> tuple[Ri
     return tuple(sorted(rivals, key=lambda rival: rival.ratio))
 
 
-def _memory_metric(contenders: Sequence[CaseResult]) -> str:
-    knows_reserved = all(case.metrics["peak_reserved_bytes"] for case in contenders)
+def _memory_metric(candidates: Sequence[CaseResult]) -> str:
+    knows_reserved = all(case.metrics["peak_reserved_bytes"] for case in candidates)
     return "peak_reserved_bytes" if knows_reserved else "peak_memory_bytes"
 
 
-def _peaks(contenders: Sequence[CaseResult]) -> dict[CaseResult, float]:
-    metric = _memory_metric(contenders)
-    found = {case: peak for case in contenders if (peak := case.metrics[metric])}
+def _peaks(candidates: Sequence[CaseResult]) -> dict[CaseResult, float]:
+    metric = _memory_metric(candidates)
+    found = {case: peak for case in candidates if (peak := case.metrics[metric])}
     return dict(sorted(found.items(), key=lambda item: item[1]))
