@@ -120,7 +120,7 @@ const tables = (() => {
   const link = document.getElementById("link");
   link.addEventListener("click", () => {
     const done = (text) => { link.textContent = text; setTimeout(() => { link.textContent = "Copy link"; }, 1500); };
-    navigator.clipboard?.writeText(location.href).then(() => done("Copied"), () => done("The address bar has it"));
+    navigator.clipboard?.writeText(location.href).then(() => done("Copied"), () => done("Copy it from the address bar"));
   });
   for (const element of document.querySelectorAll(".scripted")) element.hidden = false;
   if (!document.getElementById("view")) tables.add(document, "");

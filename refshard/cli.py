@@ -49,7 +49,7 @@ _some_strategies = _starting_with(_strategy_names)
 _Baselines = Annotated[Path, typer.Option(help="Folder of accepted baselines and of machines' noise.")]
 _Html = Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network ('-': stdout).")]
 _Suite = Annotated[
-    str, typer.Option(help="A suite's TOML file, or the name of one that ships.", autocompletion=_suite_names)
+    str, typer.Option(help="A suite's TOML file, or a name (`refshard list suites`).", autocompletion=_suite_names)
 ]
 _Cluster = Annotated[
     str,
@@ -143,7 +143,7 @@ def run(
     sbatch: _Sbatch = None,
     dry_run_on: _DryRunOn = None,
     dry_run_first: _DryRunFirst = None,
-    launch_all: Annotated[bool, typer.Option("--launch-all", help="Launch cases that will not fit too.")] = False,
+    launch_all: Annotated[bool, typer.Option("--launch-all", help="Also launch cases that will not fit.")] = False,
 ) -> Answer:
     """Measure every case of a suite and compare them.
 
@@ -177,7 +177,7 @@ def run(
 def show(
     run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of runs.")] = Path("runs/latest"),
 ) -> Answer:
-    """Print a run's tables and verdict; of a folder of runs, list them."""
+    """Print a run's tables and verdict, or list the runs in a folder."""
     from refshard.commands import show as command
 
     return command.show(run)
@@ -191,7 +191,7 @@ def compare(
         list[str] | None,
         typer.Argument(metavar="[B]...", help="Another run, or strategies (default: all of the run)."),
     ] = None,
-    run: Annotated[Path | None, typer.Option(help="The run whose strategies are compared (default: latest).")] = None,
+    run: Annotated[Path | None, typer.Option(help="With strategies: the run to take (default: latest).")] = None,
 ) -> Answer:
     """Compare two runs, or strategies of one run: ratios with their intervals.
 
@@ -233,7 +233,7 @@ def trace(
         Path | None, typer.Option(help="A trace taken with CUDA_LAUNCH_BLOCKING=1, for the give-way index.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="An earlier trace B: say what accounts for the change in step time.")
+        Path | None, typer.Option(help="Another trace B: show what accounts for B - A in step time.")
     ] = None,
     cross_check: Annotated[
         str | None, typer.Option(help="Show another analyser's figures too: hta (Holistic Trace Analysis).")
@@ -270,13 +270,13 @@ def plan(
         ),
     ] = "auto",
     checkpoint_layers: Annotated[int | None, typer.Option(help="Checkpoint this many layers, from the first.")] = None,
-    replicas: Annotated[int, typer.Option(help="Replica groups, each of which holds the whole model (HSDP).")] = 1,
+    replicas: Annotated[int, typer.Option(help="Number of model replicas, each sharded (HSDP).")] = 1,
     dtype: Annotated[
         str | None, typer.Option(help="Compute dtype: bf16 or fp32 (default: the fastest the hardware has).")
     ] = None,
     reduction: Annotated[str, typer.Option(help="Gradient reduction dtype: bf16 or fp32.")] = "fp32",
     compiled: Annotated[bool, typer.Option("--compiled", help="Assume blocks under torch.compile.")] = False,
-    price: Annotated[float, typer.Option(help="USD per GPU and hour.")] = 2.5,
+    price: Annotated[float, typer.Option(help="USD per GPU-hour.")] = 2.5,
     html: _Html = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write each simulated step to this folder as a Kineto trace.")
@@ -341,7 +341,7 @@ def dryrun(
         from refshard.commands.dryrun_model import Training, training_command
 
         if words:
-            raise SpecError("dryrun: --model trains the model itself, and a script was given too; leave one out")
+            raise SpecError("dryrun: --model and a script exclude each other, got both; leave one out")
         training = Training(
             model=model, strategy=strategy, seq_len=seq_len, microbatch=microbatch, dtype=dtype, checkpoint=checkpoint
         )
@@ -364,20 +364,20 @@ def calibrate(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(help="Number of ranks (default: all GPUs, or one per core; under torchrun all of its)."),
+        typer.Option(help="Number of ranks (default: all GPUs, or one per core; under torchrun, its ranks)."),
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads per rank, on a CPU.")] = 1,
     launcher: _Launcher = None,
     sbatch: _Sbatch = None,
     network: Annotated[
-        str | None, typer.Option(help="Connect ranks by real links of a limited rate: HOSTSxRATE, such as 2x2gbit.")
+        str | None, typer.Option(help="Connect ranks over rate-limited links: HOSTSxRATE, such as 2x2gbit.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure a few shapes and sizes only: seconds, coarse.")
     ] = False,
     sweeps: Annotated[
-        int | None, typer.Option(help="Number of passes (default: 3, or more where the machine's speed drifts).")
+        int | None, typer.Option(help="Number of passes (default: 3; with --quick 1). Use more if clocks drift.")
     ] = None,
     earlier: Annotated[
         Path | None, typer.Option("--from", help="Launch nothing: make the profile from samples in this folder.")
@@ -411,7 +411,7 @@ def _given(context: typer.Context) -> set[str]:
 def noise(
     suite: _Suite = "gate",
     launches: Annotated[int, typer.Option(help="Number of launches, each of all cases.", min=2)] = 300,
-    permutations: Annotated[int, typer.Option(help="Number of gates to rehearse on them.", min=1)] = 1000,
+    permutations: Annotated[int, typer.Option(help="Number of gates to simulate from them.", min=1)] = 1000,
     earlier: Annotated[
         list[Path] | None,
         typer.Option("--from", help="Launch nothing: use the rounds in this earlier run's folder; may be repeated."),
@@ -443,7 +443,7 @@ def gate(
     portable: Annotated[
         bool,
         typer.Option(
-            "--portable", help="If this machine has no baseline, use another's metrics that hold on any machine."
+            "--portable", help="If this machine has no baseline, compare machine-independent metrics with another's."
         ),
     ] = False,
     oversubscribe: _Oversubscribe = False,
@@ -454,7 +454,7 @@ def gate(
         bool, typer.Option("--annotate", help="Print GitHub workflow commands that annotate the job.")
     ] = False,
 ) -> Answer:
-    """Compare two revisions, or one with what was accepted. Exit status: 0 pass, 1 regression, 2 harness error,
+    """Compare two revisions, or one with its baseline. Exit status: 0 pass, 1 regression, 2 harness error,
     3 inconclusive, 4 no comparable baseline.
     """
     with mortal():
@@ -472,10 +472,10 @@ def gate(
 @app.command()
 def accept(
     run: Annotated[Path, typer.Argument(help="A run's folder, such as runs/latest.")],
-    reason: Annotated[str, typer.Option(help="Why the metrics are right now.")],
+    reason: Annotated[str, typer.Option(help="Why the new metrics are correct.")],
     baselines: _Baselines = resources.BASELINES,
 ) -> None:
-    """Make a run's exact metrics the baseline that `refshard gate` compares changes with."""
+    """Make a run's exact metrics the baseline for `refshard gate`."""
     from refshard.commands import gate as command
 
     print(command.accept(run, reason, baselines))
@@ -499,7 +499,7 @@ def history(
 def validate(
     run: Annotated[Path | None, typer.Argument(help="A run's folder (default: published results).")] = None,
     fidelity: Annotated[str, typer.Option(help="What predicts published results: simulated or dryrun.")] = "simulated",
-    only: Annotated[str | None, typer.Option(help="With dryrun: published runs with this in their names.")] = None,
+    only: Annotated[str | None, typer.Option(help="With dryrun: only published runs with this in their name.")] = None,
 ) -> Answer:
     """Compare predictions with measurements, or with published results."""
     from refshard.commands import validate as command

@@ -30,5 +30,5 @@ def check_gated(suite: SuiteSpec, *, oversubscribe: bool) -> tuple[CaseSpec, ...
         raise SpecError("suite: all cases are simulated, so there is nothing to launch; add measured ones")
     names = [case.name for case in cases]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise SpecError(f"suite: two cases are called {twice}, and a gate tells them by name; put one in another suite")
+        raise SpecError(f"suite: two cases are named {twice}, but a gate needs unique names; move one to another suite")
     return cases

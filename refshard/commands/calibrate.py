@@ -52,7 +52,7 @@ def calibrate(output: Path | None, asked: Asked) -> Answer:
     """
     check_launcher(asked.launcher, asked.sbatch)
     if asked.network is not None and asked.launcher is not None:
-        raise SpecError("network: it makes its own hosts on this machine; leave out --network, or --launcher")
+        raise SpecError("network: --network brings its own launcher; leave out --network or --launcher")
     network = None if asked.network is None else _network(asked.network)
     plan = plan_calibration(
         ranks=asked.ranks, threads=asked.threads, network=network, device=asked.device, quick=asked.quick,
@@ -83,7 +83,7 @@ def from_samples(folder: Path, output: Path | None) -> Answer:
         RefshardError: there are none, or too few.
     """
     if output is None and folder.suffix != _SAMPLES:
-        raise SpecError(f"out: none given, and the folder is not called NAME.toml{_SAMPLES}, got {folder}; add --out")
+        raise SpecError(f"out: must be given unless the folder is NAME.toml{_SAMPLES}, got {folder}; add --out")
     return _write(read_profile(folder), output or folder.with_suffix(""), None)
 
 
@@ -105,7 +105,7 @@ def _samples_folder(target: Path) -> Path:
             "delete them, or name another file"
         ) from None
     except OSError as error:
-        raise SpecError(f"out: {target} cannot be written ({error.strerror}); name a file that can") from None
+        raise SpecError(f"out: {target} cannot be written ({error.strerror}); name a writable file") from None
     return folder
 
 
@@ -139,5 +139,5 @@ def _network(given: str) -> NetworkSpec:
         SpecError: it is nothing of the kind.
     """
     if not (parts := re.fullmatch(r"(\d{1,4})x(\w+)", given)):
-        raise SpecError(f"network must be hosts, 'x' and what each can send, such as 2x2gbit, got '{given}'")
+        raise SpecError(f"network must be HOSTSxRATE, such as 2x2gbit, got '{given}'")
     return convert({"hosts": int(parts[1]), "rate": parts[2]}, NetworkSpec, where="network")

@@ -79,7 +79,7 @@ def machine(facts: Facts) -> list[tuple[str, str]]:
 
 def _unseen(facts: Facts) -> str:
     there = max(facts.pci_gpus, len(facts.gpus))
-    return f"torch sees none; NVIDIA's here: {there}" if there else "none"
+    return f"torch sees none; NVIDIA GPUs present: {there}" if there else "none"
 
 
 def _each(facts: Facts, setting: str, unit: str) -> str:

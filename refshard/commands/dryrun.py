@@ -92,7 +92,7 @@ def _write_page(found: Analysis, path: Path) -> None:
     try:
         replace_file(path, page(found, shlex.join(["refshard", *sys.argv[1:]])))
     except OSError as error:
-        raise SpecError(f"html: {path} cannot be written ({error.strerror}); name a file that can") from None
+        raise SpecError(f"html: {path} cannot be written ({error.strerror}); name a writable file") from None
 
 
 def as_object(found: Analysis) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def find_run(folder: Path) -> Path:
     if inside := runs_in(folder):
         names = ", ".join(str(path) for path in inside[-3:])
         more = f" (of {len(inside)})" if len(inside) > 3 else ""
-        raise StoreError(f"{folder}: holds no run itself, but folders of runs; name one of them: {names}{more}")
+        raise StoreError(f"{folder}: is not a run but contains runs; name one of them: {names}{more}")
     if folder.exists():
         raise StoreError(f"{folder}: there is no run in this folder; give the folder of a run, such as runs/latest")
     known = [path.name for path in _folders(folder.parent) if holds_run(path)]

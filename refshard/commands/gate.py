@@ -59,13 +59,13 @@ class Asked:
             if (given := getattr(self, field)) is not None and not given.strip():
                 raise SpecError(f"{field}: '{given}' given; name a revision or a folder (is a variable empty?)")
         if self.strategies is not None and self.baseline is not None:
-            raise SpecError("strategies: two of them are compared in one revision; leave out --baseline")
+            raise SpecError("strategies: compares two strategies of one revision; leave out --baseline")
         if self.portable and (self.baseline or self.strategies):
-            raise SpecError("portable is for what was accepted; leave it out, since both sides are launched here")
+            raise SpecError("portable applies to accepted baselines only; leave it out: both sides are launched here")
         for strategy in self.strategies or ():
             check_name(strategy)
             if strategy == REFERENCE_STRATEGY:
-                raise SpecError(f"strategies: all are held against '{strategy}'; name two others")
+                raise SpecError(f"strategies: '{strategy}' is the reference for all; name two others")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def two_strategies(given: str | None) -> tuple[str, str] | None:
         return None
     names = given.split(",")
     if len(names) != 2 or names[0] == names[1]:
-        raise SpecError(f"strategies must be two with a comma between them, the baseline first, got '{given}'")
+        raise SpecError(f"strategies must be BASELINE,CANDIDATE, two different names, got '{given}'")
     return names[0], names[1]
 
 
@@ -178,7 +178,7 @@ def _beside_accepted(asked: Asked) -> GateReport:
         if any(map(peak_alone, found)):
             _, again = launched(f"gate-{suite.name}-again")
             found = held({name: [*mine, *again.get(name, [])] for name, mine in records.items()})
-    whose = f"that of {accepted.machine['cpu']}, for this machine has none: only what no machine changes is compared"
+    whose = f"no baseline for this machine: compared with {accepted.machine['cpu']}, machine-independent metrics only"
     made = GateReport(
         baseline=f"accepted {accepted.fingerprint}",
         candidate=asked.candidate,
@@ -223,7 +223,7 @@ def beside(
     """
     bad = next((record for record in records if record.state != "ok"), None)
     if bad is not None:
-        return GateCase(name=name, trouble=f"the candidate ended {bad.state}: {bad.error}")
+        return GateCase(name=name, trouble=f"the candidate ended in state {bad.state}: {bad.error}")
     before: dict[str, Exact] = {} if accepted is None else {name: accepted if own else portable(accepted)}
     found: dict[str, Change] = {}
     exact = [exact_metrics(record) for record in records]
@@ -243,7 +243,7 @@ def find_accepted(asked: Asked, suite: SuiteSpec, environment: Environment) -> B
     others = read_others(asked.baselines, suite.name)
     remedy = f"`refshard run {suite.name}` here and `refshard accept` it"
     if not others:
-        return f"nothing was accepted for this suite ({path} is not there); {remedy}"
+        return f"no baseline for this suite ({path} does not exist); {remedy}"
     here = machine_of(environment)
     differing = {o.fingerprint: [field for field in here if o.machine.get(field) != here[field]] for o in others}
     closest = min(others, key=lambda other: len(differing[other.fingerprint]))
@@ -251,4 +251,4 @@ def find_accepted(asked: Asked, suite: SuiteSpec, environment: Environment) -> B
     if asked.portable and alike:
         return min(alike, key=lambda other: len(differing[other.fingerprint]))
     told = "; ".join(f"{f} was {closest.machine.get(f)} and is {here[f]}" for f in differing[closest.fingerprint])
-    return f"nothing was accepted for this machine ({environment.id}); of {closest.fingerprint}, {told}; {remedy}"
+    return f"no baseline for this machine ({environment.id}); the closest is {closest.fingerprint}: {told}; {remedy}"

@@ -18,7 +18,7 @@ def history(folder: Path, *, metric: str, suite: str | None) -> Answer:
         SpecError: there is no such metric, or no run of which it is known.
     """
     if metric not in METRICS:
-        raise SpecError(f"metric: none is called '{metric}'; {nearest(metric, list(METRICS))}")
+        raise SpecError(f"metric: unknown '{metric}'; {nearest(metric, list(METRICS))}")
     runs: list[Run] = []
     for path in sorted(folder.glob(f"*/{RECORDS}")):
         if path.parent.is_symlink():  # latest

@@ -31,10 +31,10 @@ def check_launcher(name: str | None, sbatch: str | None, otherwise: str = "local
         SpecError: there is no such launcher, or options are for another.
     """
     if name is not None and name not in LAUNCHERS:
-        raise SpecError(f"launcher: none is called '{name}'; {nearest(name, list(LAUNCHERS))}")
+        raise SpecError(f"launcher: unknown '{name}'; {nearest(name, list(LAUNCHERS))}")
     if sbatch is not None and name != "slurm":
         raise SpecError(
-            f"sbatch: options for launcher 'slurm', got launcher '{name or otherwise}'; add --launcher slurm"
+            f"sbatch needs launcher 'slurm', got launcher '{name or otherwise}'; add --launcher slurm"
         )
 
 

@@ -36,7 +36,7 @@ def listing(kind: str) -> Answer:
         SpecError: there is no such kind.
     """
     if kind not in KINDS:
-        raise SpecError(f"list: nothing is called '{kind}'; {nearest(kind, list(KINDS))}")
+        raise SpecError(f"list: unknown '{kind}'; {nearest(kind, list(KINDS))}")
     rows, blocks = KINDS[kind]()
     return Answer(data={kind: rows}, rows=rows, blocks=blocks)
 
@@ -44,7 +44,7 @@ def listing(kind: str) -> Answer:
 def strategies(*, cuda: bool) -> tuple[Rows, Sequence[Block]]:
     """Every strategy: what it is, whether it can run where there are GPUs or none, and which options it supports."""
     why = {name: row.unavailable(cuda=cuda) for name, row in ROWS.items()}
-    columns = [Column("strategy", "left"), Column("here", "left"), Column("is", "left", wraps=True)]
+    columns = [Column("strategy", "left"), Column("here", "left"), Column("description", "left", wraps=True)]
     cells: list[list[Cell]] = [[name, _here(why[name]), row.about] for name, row in ROWS.items()]
     marks = [Column("strategy", "left"), Column(" ".join(_HEADS.values()), "left")]
     marked = [[name, _marks(row.axes)] for name, row in ROWS.items()]
@@ -132,7 +132,7 @@ def _clusters() -> tuple[Rows, Sequence[Block]]:
             ]
         )  # fmt: skip
     columns = [
-        Column("cluster", "left"), Column("GPUs of a node", "left"), Column("memory"), Column("GB/s within a node"),
+        Column("cluster", "left"), Column("GPUs per node", "left"), Column("memory"), Column("GB/s within a node"),
         Column("GB/s between nodes"), Column("collectives", "left"),
     ]  # fmt: skip
     more = "For N nodes, append xN: dgx-h100x32 has 256 GPUs. `refshard calibrate` measures a cluster of your own."
@@ -186,7 +186,7 @@ def _suites() -> tuple[Rows, Sequence[Block]]:
     ]  # fmt: skip
     cells = [[row["suite"], f"{row['launches']:,}", _takes(row), row["about"]] for row in rows]
     note = (
-        "The time is that of recorded runs on two cores, else an estimate from this machine's speed. `refshard run "
+        "Times: recorded runs on two cores, or estimated from this machine's speed. `refshard run "
         "SUITE --dry-run` lists a suite's cases."
     )
     return rows, [Table(columns=columns, rows=cells), Notes(sentences=[note])]

@@ -72,7 +72,7 @@ def keep(suite: SuiteSpec, path: Path) -> None:
     try:
         replace_file(path, [to_toml(suite)])
     except OSError as error:
-        raise SpecError(f"write: {path} cannot be written ({error.strerror}); name a file that can") from None
+        raise SpecError(f"write: {path} cannot be written ({error.strerror}); name a writable file") from None
 
 
 def _read(name: str) -> SuiteSpec:

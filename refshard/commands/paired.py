@@ -83,7 +83,7 @@ def shared(specs: tuple[SuiteSpec, SuiteSpec], cases: Sequence[CaseSpec]) -> tup
     references = [case for case in cases if case == case.reference() and case.name in known]
     compared = [case for case in cases if case not in references and case.name in known]
     if not (references or compared):
-        raise SpecError(f"suite: both revisions have '{specs[0].name}', and no case in common; compare others")
+        raise SpecError(f"suite '{specs[0].name}': the revisions have no case in common; compare others")
     return references, compared
 
 
@@ -104,7 +104,7 @@ def _noise(path: Path, spec: GateSpec) -> tuple[Noise | None, tuple[str, ...]]:
     if recorded is None:
         return None, ("this machine's noise is not known; `refshard noise` measures it",)
     if recorded.limits != spec.times:
-        return None, ("this machine's noise is known for other limits only; `refshard noise` measures it anew",)
+        return None, ("this machine's noise was measured with other limits; run `refshard noise` again",)
     return recorded.noise, ()
 
 
@@ -144,7 +144,7 @@ class Comparison:
         if any(change.metric in (ORDER, OPERATORS) for change in found):
             remark = first_difference(*held.operators(case))
         elif not serial(case):
-            remark = "not timed: a round takes measured cases without a memory limit"
+            remark = "not timed: rounds need measured cases without a memory limit"
         return GateCase(name=case.name, changes=found, remark=remark)
 
     def _with_times(self, held: PairedRounds, timed: Sequence[CaseSpec]) -> list[GateCase]:
@@ -180,4 +180,4 @@ class Comparison:
 
 
 def _trouble(side: str, record: LaunchRecord) -> str:
-    return f"{side} ended {record.state}: {record.error}"
+    return f"{side} ended in state {record.state}: {record.error}"

@@ -57,7 +57,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError as error:
             raise SpecError(str(error)) from None
         if not 0 <= self.price_usd < float("inf"):
-            raise SpecError(f"price must be >= 0 USD per GPU and hour, and finite, got {self.price_usd}")
+            raise SpecError(f"price must be >= 0 USD per GPU-hour, and finite, got {self.price_usd}")
 
 
 def plan(asked: Asked, *, page: Path | None = None, traces: Path | None = None) -> Answer:
@@ -108,7 +108,7 @@ def _chosen(given: str | None) -> tuple[list[Recipe], tuple[str, ...]]:
         return list(RECIPES.values()), ()
     names = dict.fromkeys(name.strip() for name in given.split(",") if name.strip())
     if not names:
-        raise SpecError(f"strategy: none is named in {given!r}; name some, by commas, or leave the option out")
+        raise SpecError(f"strategy: no name in {given!r}; separate names by commas, or leave the option out")
     for name in names:
         check_name(name)
     without = tuple(name for name in names if name not in RECIPES)
@@ -176,4 +176,4 @@ def _write_traces(job: Job, found: Plan, folder: Path, asked: Asked) -> None:
             text = as_kineto(run.items, run.times, job.cluster)
             replace_file(folder / f"{row.strategy}-{_name_of(asked.model)}.json", [text])
     except OSError as error:
-        raise SpecError(f"trace: {folder} cannot hold traces ({error.strerror}); name a folder that can") from None
+        raise SpecError(f"trace: {folder} cannot be written ({error.strerror}); name a writable folder") from None

@@ -147,7 +147,7 @@ def _to_skip(suite: SuiteSpec, asked: Asked, environment: Environment, folder: P
     cluster = asked.dry_run_first or ("auto" if suite.dry_run_first else "no")
     found = {} if cluster == "no" else cases_to_skip(suite, cluster, environment, folder, tell)
     if found:
-        tell("they are launched all the same" if asked.launch_all else "they are skipped; --launch-all launches them")
+        tell("they are launched anyway" if asked.launch_all else "they are skipped; --launch-all launches them")
     return {} if asked.launch_all else found
 
 
@@ -171,7 +171,7 @@ def launcher_of(suite: SuiteSpec, asked: Asked) -> AbstractContextManager[Launch
     name = asked.launcher or suite.launcher
     if suite.network is not None and asked.launcher in LAUNCHERS:
         raise SpecError(
-            f"launcher: '{name}' asked for, but this suite makes its own hosts (launcher = \"netlab\"); leave out "
+            f"launcher: got '{name}', but this suite creates its own hosts (launcher = \"netlab\"); leave out "
             "--launcher, or measure a suite without [network]"
         )
     check_launcher(asked.launcher, asked.sbatch, suite.launcher)

@@ -43,7 +43,7 @@ def trace(
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
     if against is not None and (page is not None or cross_check is not None):
         option = "--html" if page is not None else "--cross-check"
-        raise SpecError(f"against: a comparison has no {option}; run the command twice")
+        raise SpecError(f"against: cannot be combined with {option}; run the command twice")
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
     keep = page is not None or against is not None or cross_check is not None
     analyses = join(_analyse_all(paths, undisturbed, keep_timelines=keep), one_job=one_job)
@@ -105,7 +105,7 @@ def _write(analyses: Sequence[Analysis], page: Path) -> None:
     try:
         write_trace_page(traces, page)
     except OSError as error:
-        raise SpecError(f"html: {page} cannot be written ({error.strerror}); name a file that can") from None
+        raise SpecError(f"html: {page} cannot be written ({error.strerror}); name a writable file") from None
 
 
 def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Answer:

@@ -35,7 +35,7 @@ def validate(run: Path | None, *, fidelity: str = "simulated", only: str | None 
     if fidelity == "dryrun":
         return _by_dry_runs(run, only)
     if only is not None:
-        raise SpecError("only: names published runs of dry runs; add --fidelity dryrun")
+        raise SpecError("only: selects published runs to dry-run; add --fidelity dryrun")
     if run is not None:
         return _of_run(run)
     tables = {name: (table, predict(table)) for name, table in load_published().items()}

@@ -128,7 +128,7 @@ def why_not(run: PublishedRun) -> str:
     if "attention" in run.compiled or run.attention not in _KERNELS:
         return "attention is a Triton kernel that torch.compile makes (FlexAttention)"
     if run.expert > 1 or run.depends_on_data:
-        return "a mixture of experts: memory and time follow the router's choices, which no dry run knows"
+        return "mixture of experts: memory and time depend on routing, which a dry run does not compute"
     if run.compiled:
         return f"torch.compile of {', '.join(run.compiled)}: kernels that only its backend knows"
     if run.pipeline > 1 or run.context > 1:
@@ -142,11 +142,11 @@ def caveats(run: PublishedRun) -> tuple[str, ...]:
     """What the run's torch did with memory that the installed one does not do."""
     found = []
     if run.record_streams and (run.strategy == "fsdp2" or run.tensor > 1):
-        found.append("its torch held what collectives touch by record_stream; the installed one does not")
+        found.append("its torch kept collective buffers alive with record_stream; the installed one does not")
     if run.record_streams and run.strategy == "fsdp1":
         found.append(
-            "what FSDP1 holds back by record_stream comes free when the GPU is done with it; when that is, the dry run "
-            "takes from its replay, so memory depends on modelled times"
+            "FSDP1 frees record_stream memory when the GPU is done with it; the dry run takes that time from its "
+            "replay, so memory depends on modelled times"
         )
     if run.strategy == "fsdp2" and run.run_date < FSDP2_OF_TODAY:
         found.append("its FSDP2 is that of torch 2.4 or older, which allocates reduce-scatter inputs on another stream")

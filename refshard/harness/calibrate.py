@@ -65,7 +65,7 @@ def plan_calibration(
     on_host = min(asked, place.local_world_size) if place else asked
     gpus = torch.cuda.device_count()
     if chosen == "cuda" and on_host > gpus and not elsewhere:
-        raise SpecError(f"ranks: {on_host} ranks need as many GPUs, here are {gpus}; lower it")
+        raise SpecError(f"ranks: {on_host} ranks need {on_host} GPUs, found {gpus}; lower it")
     if asked % hosts:
         raise SpecError(f"ranks must be a multiple of the network's {hosts} hosts, got {asked}; change either")
     return Calibration(
@@ -116,7 +116,7 @@ def read_profile(folder: Path, ended: str | None = None) -> ClusterSpec:
     try:
         calibration = msgspec.json.decode((folder / CALIBRATION_FILE).read_bytes(), type=Calibration)
     except (OSError, msgspec.DecodeError) as error:
-        raise SpecError(f"from: {folder} holds no calibration ({error}); name a folder that one left") from None
+        raise SpecError(f"from: {folder} has no calibration ({error}); name a NAME.toml.samples folder") from None
     paths = [samples_file(folder, rank) for rank in range(calibration.ranks)]
     if lost := [rank for rank, path in enumerate(paths) if not path.exists()]:
         ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost[:8]))}"
@@ -138,7 +138,7 @@ def _ranks_here(device: Literal["cpu", "cuda"], threads: int, hosts: int) -> int
 def _failure(launch: LaunchOutcome, limit_s: float) -> str:
     if launch.timed_out:
         stood = f" ({launch.error})" if launch.error else ""
-        return f"the ranks did not end within {limit_s:g} s and were ended{stood}"
+        return f"the ranks did not finish within {limit_s:g} s and were killed{stood}"
     last = next((line.strip() for line in reversed(launch.log_tail) if line.strip()), "it wrote nothing")
     return f"{launch.error} ({last})"
 
@@ -149,6 +149,6 @@ def _device(wanted: Device, network: NetworkSpec | None) -> Literal["cpu", "cuda
         raise SpecError("device: 'cuda' asked for, but torch sees no GPU; ask for 'cpu' or 'auto'")
     if network is not None:
         if wanted == "cuda":
-            raise SpecError("device must be 'cpu' over a network of this machine: NCCL would go around it, got 'cuda'")
+            raise SpecError("device must be 'cpu' with --network, got 'cuda': NCCL would bypass it; use --device cpu")
         return "cpu"
     return "cuda" if wanted == "cuda" or (wanted == "auto" and gpus) else "cpu"

@@ -20,7 +20,7 @@ def failure_of(
     recorders held when its time was over.
     """
     if launch.out_of_memory:
-        return "oom", f"{launch.error}: the kernel's out-of-memory killer chose it"
+        return "oom", f"{launch.error}: killed by the kernel's OOM killer"
     if launch.timed_out:
         waiting = waited_for(flights)
         return "timeout", timeout_text(case, launch) + (f"; {waiting}" if waiting else "")
@@ -39,7 +39,7 @@ def failure_of(
 def timeout_text(case: CaseSpec, launch: LaunchOutcome) -> str:
     """How long a launch had that was ended, and where its ranks stood."""
     stood = f": {launch.error}" if launch.error else ""
-    return f"did not end within time_limit_s = {case.time_limit_s:g}; the ranks were ended{stood}"
+    return f"did not finish within time_limit_s = {case.time_limit_s:g}; the ranks were killed{stood}"
 
 
 def without_home(line: str) -> str:

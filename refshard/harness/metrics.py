@@ -84,7 +84,7 @@ def recompute_words(case: CaseSpec, n_layers: int) -> str:
     policy = checkpointing_of(case.checkpointing, n_layers)
     if not policy.layers:
         return "none"
-    but = " but attention and every second product" if policy.by_op else ""
+    but = " except attention and every other matmul" if policy.by_op else ""
     return f"forward of {len(policy.layers)} of {n_layers} layers{but}, not counted"
 
 

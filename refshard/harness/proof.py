@@ -13,7 +13,7 @@ from refshard.records import CollectiveCount, LaunchRecord, Proof, parity_tolera
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
 from refshard.strategies.table import ROWS
 
-NOT_COMPARABLE = "emulated: what the other ranks send is made up, so losses and parameters compare with nothing"
+NOT_COMPARABLE = "emulated: data from other ranks is made up, so losses and parameters are not comparable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +81,13 @@ def failed_units(case: CaseSpec, blocks: Sequence[str], units: Sequence[str]) ->
     elif ROWS[case.strategy].by_block:
         inside = [block for block in blocks if any(unit == block or unit.startswith(f"{block}.") for unit in units)]
         if bare := [block for block in blocks if block not in inside]:
-            yield f"no unit is, or lies in, {', '.join(bare)}"
+            yield f"blocks outside any unit: {', '.join(bare)}"
 
 
 def failed_announcement(case: CaseSpec, announced: Sequence[CollectiveCount]) -> Iterator[str]:
     """What a strategy should have announced, and has not."""
     if case.world_size > 1 and case.workload == "training" and not announced:
-        yield "no collective was announced: several ranks train together only by communicating"
+        yield "no collective was announced, but training on several ranks needs them"
 
 
 def _failed_collectives(
@@ -119,7 +119,7 @@ def _parity_of(case: CaseSpec, ranks: Sequence[RankResult], losses: Sequence[flo
     if case == case.reference():
         return _Parity(value=0.0, tolerance=parity_tolerance(case))
     if peers.reference is None or peers.reference.state != "ok":
-        return _Parity(value=None, note=f"not held, because {_missing(peers.reference)}")
+        return _Parity(value=None, note=f"not compared, because {_missing(peers.reference)}")
     value = _difference(losses[: case.warmup_steps], peers.reference.losses)
     return _Parity(value=value, tolerance=parity_tolerance(case))
 
@@ -134,7 +134,7 @@ def _reduced_parity(reduced: Reduced, ranks: Sequence[RankResult]) -> _Parity:
     held = [rank.reduced for rank in ranks if rank.reduced is not None]
     if len(held) < len(ranks) or not held[0].reference:
         why = held[0].error if held else "the ranks left no losses of the reduced case"
-        return _Parity(value=None, note=f"not held, because {why}; {reduced.why}", of=reduced.words)
+        return _Parity(value=None, note=f"not compared, because {why}; {reduced.why}", of=reduced.words)
     losses = [fmean(step) for step in zip(*(rank.losses for rank in held))]
     value = _difference(losses, held[0].reference)
     return _Parity(value=value, note=reduced.why, of=reduced.words, tolerance=parity_tolerance(reduced.case))
@@ -162,10 +162,10 @@ def _compare_bits(
     if case.precision == "bf16" and case.tuning == "full":
         return False, f"{where}: DDP computes under autocast, which keeps norms and the residual stream in fp32"
     if case.microbatches > 1:
-        return False, f"{where}: DDP sums the microbatches before the ranks, one that reduces each of them after"
+        return False, f"{where}: DDP sums microbatches before reducing; reducing each microbatch changes the order"
     if case.world_size > 2:
         return False, f"{where}: with more than two ranks the order of summation differs from DDP's all-reduce"
-    return False, f"{where}, although two terms have but one sum: the arithmetic elsewhere must differ"
+    return False, f"{where}, although the order cannot matter with two ranks: other arithmetic differs"
 
 
 def _of_all(issued: Sequence[CollectiveCount]) -> list[CollectiveCount]:

@@ -168,7 +168,7 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
     if header.files:
         now = named_files(header.suite)
         changed += [
-            f"{name} is another file than it was" if name in now else f"the file of {name} is missing"
+            f"{name} has changed" if name in now else f"the file of {name} is missing"
             for name, was in header.files.items()
             if now.get(name) != was
         ]

@@ -30,13 +30,13 @@ def job_of(case: CaseSpec) -> Job:
     """
     if case.workload != "training":
         raise SpecError(
-            f"workload must be 'training' for simulated cases, got '{case.workload}'; take fidelity 'dryrun', or "
+            f"workload must be 'training' for simulated cases, got '{case.workload}'; use fidelity 'dryrun', or "
             "measure it"
         )
     if case.unmodelled:
         field = case.unmodelled[0]
         raise SpecError(
-            f"{field} is not simulated, got {getattr(case, field)!r}; take fidelity 'dryrun', or measure the case"
+            f"{field} is not simulated, got {getattr(case, field)!r}; use fidelity 'dryrun', or measure the case"
         )
     return Job(
         model=load_model(case.model),

@@ -36,7 +36,7 @@ def check_unused(folder: Path) -> None:
     try:
         used = folder.exists() and any(folder.iterdir())
     except OSError as error:
-        raise StoreError(f"{folder}: cannot hold a run ({error.strerror}); name a folder that can") from None
+        raise StoreError(f"{folder}: not usable for a run ({error.strerror}); name a writable folder") from None
     if used:
         raise StoreError(f"{folder}: the folder is not empty; name a new one, or resume the run in it")
 
@@ -62,7 +62,7 @@ class RunWriter:
                 check_unused(folder)
             self._file: FileIO = (folder / RECORDS).open("r+b" if reopen else "x+b", buffering=0)
         except OSError as error:
-            raise StoreError(f"{folder}: cannot hold a run ({error.strerror}); name a folder that can") from None
+            raise StoreError(f"{folder}: not usable for a run ({error.strerror}); name a writable folder") from None
         try:
             self._lock()
             found = read_run(folder).launches if reopen else ()
@@ -78,10 +78,10 @@ class RunWriter:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(f"{self.folder}: another process writes this run; wait for its end, or end it") from None
+            raise StoreError(f"{self.folder}: another process is writing this run; wait for it or stop it") from None
         except OSError as error:
             raise StoreError(
-                f"{self.folder}: cannot be locked ({error.strerror}); put runs where files can be, or mount with flock"
+                f"{self.folder}: cannot be locked ({error.strerror}); use a file system that supports flock"
             ) from None
 
     def append(self, record: RunRecord | LaunchRecord) -> None:
@@ -156,7 +156,7 @@ def read_run(folder: Path) -> Run:
     headers = [r for r in records if isinstance(r, RunRecord)]
     if len(headers) != 1 or records[0] is not headers[0]:
         raise StoreError(
-            f"{path}: does not begin with one run record; it is no run, or was cut before anything was measured: "
+            f"{path}: does not begin with a run record: it is not a run, or was cut before the first launch; "
             "remove the folder and start a new one"
         )
     _check_digests(path, lines, records)
@@ -174,7 +174,7 @@ def _check_digests(path: Path, lines: list[bytes], records: list[Record]) -> Non
     for number, (line, record) in enumerate(zip(lines, records), start=1):
         if isinstance(record, EndRecord) and record.sha256 and record.sha256 != digest.hexdigest():
             raise StoreError(
-                f"{path}:{number}: the lines before this closing record are not those that it closed (SHA-256); "
+                f"{path}:{number}: SHA-256 of the lines before this closing record does not match; "
                 "restore the file"
             )
         digest.update(line + b"\n")

@@ -65,10 +65,10 @@ def _others(cluster: ClusterSpec) -> Table:
     ]
     if hardware.transcendental_per_s:
         rows.append(("exponentials", f"{hardware.transcendental_per_s / 1e9:.4g} G/s", ""))
-    rows.append(("an operation", format_seconds(hardware.kernel_s), "however small"))
+    rows.append(("per operation", format_seconds(hardware.kernel_s), "minimum"))
     if cluster.sources.keys() & {"compute_beside_communication", "communication_beside_compute"}:
         both = f"{cluster.compute_beside_communication:.0%} and {cluster.communication_beside_compute:.0%}"
-        rows.append(("compute with a collective", both, "of their own rates when they overlap"))
+        rows.append(("compute, collective overlapped", both, "of their rates alone"))
     for label, link in (("link within a node", cluster.within), ("link between nodes", cluster.between)):
         if link is not None and cluster.world_size > 1:
             rows.append((label, f"{link.bytes_per_s / 1e9:.4g} GB/s", f"{format_seconds(link.latency_s)} per hop"))

@@ -117,7 +117,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         within("resident_ranks", self.resident_ranks, 1, most=self.world_size)
         if self.fidelity != "emulated" and self.resident_ranks != 1:
-            raise ValueError(f"resident_ranks is for emulated cases, got {self.resident_ranks} for {self.fidelity}")
+            raise ValueError(f"resident_ranks must be 1 unless emulated, got {self.resident_ranks} for {self.fidelity}")
         if self.fidelity == "dryrun" and self.device == "cpu":
             raise ValueError("device must be 'auto' or 'cuda' for dryrun cases, whose device is a GPU, got 'cpu'")
 
@@ -132,8 +132,8 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if self.replicas > 1 and self.replicas * self.tensor_parallel == self.world_size:
             raise ValueError(
-                f"replicas must leave several ranks to shard over, got {self.replicas} of {self.world_size} ranks; to "
-                "shard nothing, take 'ddp' or 'refshard-replicate'"
+                f"replicas must leave 2 or more ranks to shard over, got {self.replicas} of {self.world_size}; to "
+                "shard nothing, use 'ddp' or 'refshard-replicate'"
             )
         if self.strategy in WHOLE_BATCH and self.replicas * self.tensor_parallel > 1:
             raise ValueError(
@@ -146,7 +146,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         ranks, parts = self.data_ranks, self.microbatches
         if self.global_batch % (ranks * parts):
-            words = "world_size" if ranks == self.world_size else "the ranks that divide it"
+            words = "world_size" if ranks == self.world_size else "data-parallel ranks"
             by = (
                 f"{words} * microbatches = {ranks} * {parts}"
                 if self.global_batch % ranks == 0
@@ -162,7 +162,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             )
         if isinstance(policy, tuple) and (not policy or min(policy) < 0 or len(set(policy)) < len(policy)):
             raise ValueError(
-                f"checkpointing must list different layers, counted from 0, at least one of them, got {list(policy)}; "
+                f"checkpointing must list one or more distinct layers, counted from 0, got {list(policy)}; "
                 "write 'none' for no layer"
             )
         if self.workload == "inference":
@@ -174,7 +174,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.optimizer == "muon" and self.tuning != "full":
             raise ValueError(
                 f"optimizer must not be 'muon' for tuning '{self.tuning}': Muon orthogonalises updates of whole weight "
-                "matrices, and adapters are factors of an update"
+                "matrices, not of adapters; use 'adamw'"
             )
 
     @property

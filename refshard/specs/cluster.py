@@ -104,7 +104,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         within("ranks_per_node", self.ranks_per_node, 1)
         within("nodes", self.nodes, 1)
         if self.nodes > 1 and self.between is None:
-            raise ValueError(f"between must say what joins the {self.nodes} nodes, got none; add the table [between]")
+            raise ValueError(f"between must link the {self.nodes} nodes, got none; add the table [between]")
         if "ring" not in self.algorithms:
             raise ValueError(f"algorithms must hold 'ring', which runs every collective, got {list(self.algorithms)}")
         for field in _BESIDE:
@@ -152,7 +152,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             SpecError: nothing joins the nodes.
         """
         if nodes > 1 and self.between is None:
-            raise SpecError(f"cluster: the profile joins no nodes, but {nodes} are asked for; add its table [between]")
+            raise SpecError(f"cluster: {nodes} nodes need the table [between], which the profile lacks; add it")
         within("nodes", nodes, 1)
         return msgspec.structs.replace(self, nodes=nodes)
 
@@ -170,7 +170,7 @@ def load_cluster(given: str) -> ClusterSpec:
     path = profiles.get(base) or Path(base)
     if base not in profiles and not _is_file(base):
         raise SpecError(
-            f"cluster: no profile and no file '{base[:80]}'; {nearest(base, list(profiles))} (xN after it for N nodes)"
+            f"cluster: no profile and no file '{base[:80]}'; {nearest(base, list(profiles))} (append xN for N nodes)"
         )
     if nodes == 0:
         raise SpecError(f"cluster: must have at least one node, got '{given}'; write x1 for one")
@@ -190,7 +190,7 @@ def cluster_of_device(device_name: str) -> str:
         if device_name in (hardware.device_name, *hardware.also_named):
             return name
     raise SpecError(
-        f"cluster: no profile has the GPU '{device_name}'; name another one or a file of your own with "
+        f"cluster: no profile has the GPU '{device_name}'; choose a profile or your own file with "
         "--dry-run-first (docs/how-to/clusters.md)"
     )
 

@@ -89,7 +89,7 @@ class GateSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in self.metrics:
             if name not in known and not name.endswith(("count", "bytes")):
                 raise ValueError(
-                    f"metrics: none is called '{name}'; {nearest(name, known)}, or of a collective's count"
+                    f"metrics: unknown '{name}'; {nearest(name, known)}, or a name that ends in count or bytes"
                 )
 
     @property

@@ -100,7 +100,7 @@ def _check(config: _Config, data: Mapping[str, Any], path: Path) -> None:
             raise SpecError(f"{path}: {field} must be {words}, got {given!r}; {_REMEDY}")
     for name in config.architectures or ():
         if not name.endswith("ForCausalLM"):
-            raise SpecError(f"{path}: architectures must name a model ForCausalLM, got '{name}'; {_REMEDY}")
+            raise SpecError(f"{path}: architectures must end in ForCausalLM, got '{name}'; {_REMEDY}")
 
 
 def _rope(config: _Config, path: Path) -> tuple[float, dict[str, Any] | None]:

@@ -95,7 +95,7 @@ class SuiteSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("launcher 'netlab' needs the table [network], got none; add it, with hosts and rate")
         if self.launcher != "netlab" and self.network is not None:
             raise ValueError(
-                f"network is for launcher 'netlab', got launcher '{self.launcher}'; set launcher = \"netlab\", or drop "
+                f"network needs launcher 'netlab', got launcher '{self.launcher}'; set launcher = \"netlab\", or drop "
                 "the table [network]"
             )
         known = [*CaseSpec.__struct_fields__, "batch_per_rank"]
@@ -207,7 +207,7 @@ def _check_networked(case: CaseSpec, network: NetworkSpec) -> None:
     network.ranks_per_host(max(case.processes, 1))
     if case.device != "cpu":
         raise SpecError(
-            f"device must be 'cpu' with launcher 'netlab', got '{case.device}': NCCL would go from GPU to GPU, around "
+            f"device must be 'cpu' with launcher 'netlab', got '{case.device}': NCCL would bypass "
             'the network; set device = "cpu"'
         )
 
@@ -255,7 +255,7 @@ def find_suite(given: str) -> Path:
     shipped = resources.suites()
     if path.parent.name in ("", "suites") and path.stem in shipped and path.suffix in ("", ".toml"):
         return shipped[path.stem]
-    raise SpecError(f"suite: no file '{given}'; {nearest(path.stem, list(shipped))}")
+    raise SpecError(f"suite: no such file or suite '{given}'; {nearest(path.stem, list(shipped))}")
 
 
 def load_suite(path: Path) -> SuiteSpec:

@@ -99,7 +99,7 @@ def _missing(calibration: Calibration, nodes: int, pieces: Pieces, ended: str) -
         if piece is None:
             found[name] = ended or "the calibration ended before"
         elif piece.failure:
-            found[name] = f"{f'only {len(piece.samples)} of it; ' if piece.samples else ''}{piece.failure}"
+            found[name] = f"{f'only {len(piece.samples)} measured; ' if piece.samples else ''}{piece.failure}"
     return found
 
 
@@ -117,8 +117,8 @@ def _doubt(calibration: Calibration, ranks: Sequence[RankSamples]) -> str:
     busy = min(rank.busy for rank in ranks)
     if calibration.threads > 1 or busy >= _IDLE:
         return several
-    counted = "left out of computation, not of communication" if calibration.cpu_clock else "which counts"
-    return f"{several}; a rank had its core for {busy:.0%} of the time only: other work, {counted}"
+    counted = "excluded from compute times only" if calibration.cpu_clock else "included in the times"
+    return f"{several}; a rank got its core only {busy:.0%} of the time (other processes; {counted})"
 
 
 def _hardware(

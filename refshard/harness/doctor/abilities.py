@@ -45,7 +45,7 @@ def abilities(facts: Facts) -> tuple[Ability, ...]:
         Ability(
             name="Slurm",
             possible=slurm,
-            about='launcher = "slurm"' if slurm else "lacks the program sbatch; run it where jobs are submitted",
+            about='launcher = "slurm"' if slurm else "sbatch not found; run refshard on a login node",
         ),
         Ability(
             name="cross-check of traces",

@@ -199,7 +199,7 @@ def _busy(facts: Facts) -> Iterator[Finding]:
                 severity="error",
                 says=f"GPU {gpu} is in use: {processes} process{'' if processes == 1 else 'es'}, {format_bytes(used)}, "
                 f"{percent} % busy",
-                remedy="end what runs there (nvidia-smi shows it), or choose other GPUs by CUDA_VISIBLE_DEVICES",
+                remedy="stop those processes (see nvidia-smi), or choose other GPUs with CUDA_VISIBLE_DEVICES",
             )
 
 
@@ -224,7 +224,7 @@ def _mig(facts: Facts) -> Iterator[Finding]:
     if on := [gpu for gpu, one in enumerate(facts.gpus) if one.settings.mig]:
         yield Finding(
             severity="error",
-            says=f"{_which(on)} divided by MIG: a run would measure one part, and hold it against the whole GPU's peak",
+            says=f"{_which(on)} split by MIG: a run would measure one slice and compute MFU from the whole GPU's peak",
             remedy="nvidia-smi -mig 0, or take other GPUs",
         )
 
@@ -237,7 +237,7 @@ def _nvlinks(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             says=f"no NVLink between the {len(links)} GPUs: they communicate over PCIe",
-            remedy="none if the cards have none; else check nvidia-smi nvlink -s, and that the fabric manager runs",
+            remedy="ignore if the cards have no NVLink; else check nvidia-smi nvlink -s and the fabric manager",
         )
     elif len(set(links)) > 1:
         counts = ", ".join(map(str, links))
@@ -260,7 +260,7 @@ def _pcie(facts: Facts) -> Iterator[Finding]:
         if now and own and now < own:
             yield Finding(
                 severity="warning",
-                says=f"{_which(gpus)} on PCIe {now}, and the card has PCIe {own}",
+                says=f"{_which(gpus)} on PCIe {now}, but the card supports PCIe {own}",
                 remedy="check the slot, the riser and the firmware's settings",
             )
 
@@ -318,8 +318,8 @@ def _variables(facts: Facts) -> Iterator[Finding]:
     if facts.torch.tf32 and facts.torch.gpus:
         yield Finding(
             severity="note",
-            says="fp32 products may be rounded to TF32: they are fast, and losses differ from those without",
-            remedy="unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, if that should not be",
+            says="fp32 matrix products may use TF32: faster, but losses differ from those in full fp32",
+            remedy="for full fp32, unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
         )
 
 

@@ -37,7 +37,7 @@ def read_ranks(
     try:
         result, settled = _settled(asked, result, recordings, cluster, ext)
     except NotReproducedError as doubt:
-        warning = f"memory that record_stream() holds back is held until the host has waited, an upper bound: {doubt}"
+        warning = f"upper bound: memory kept by record_stream() counts until the host waits for the GPU: {doubt}"
         result = msgspec.structs.replace(result, warnings=(*result.warnings, warning))
         return msgspec.structs.replace(result, steps=_steps(recordings, cluster, folder))
     steps = _steps([one.recording for one in settled], cluster, folder)

@@ -77,7 +77,7 @@ def remarks(recording: Recording, retries: int) -> Iterator[str]:
 def retried(retries: int) -> Iterator[str]:
     """A warning if the allocator emptied its cache."""
     if retries:
-        yield f"the allocator emptied its cache {format_times(retries)} to serve an allocation: a host wait each time"
+        yield f"the allocator emptied its cache {format_times(retries)} for an allocation; the host waits each time"
 
 
 def _rows(recording: Recording, step: Step, *kinds: Kind) -> npt.NDArray[np.int64]:

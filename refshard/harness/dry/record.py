@@ -164,7 +164,7 @@ def _failed_elements(case: CaseSpec, results: Sequence[DryResult]) -> Iterator[s
     stepped, trained = sum(result.stepped for result in results) * stands_for, results[0].trained
     part = any(0 < result.held < result.trained and result.stepped >= result.held for result in results)
     if case.workload == "training" and stepped < trained and not part:
-        yield f"the optimizers of all ranks together step {stepped:,} of {trained:,} trained elements"
+        yield f"the optimizers of all ranks together update {stepped:,} of {trained:,} trained elements"
 
 
 def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:

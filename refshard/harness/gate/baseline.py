@@ -49,11 +49,11 @@ def accept(run: Run, folder: Path, reason: str) -> tuple[Path, Baseline | None]:
         StoreError: the file cannot be written.
     """
     if not reason.strip():
-        raise SpecError("reason: none given; say in a few words why these metrics are what they should be")
+        raise SpecError("reason: none given; say briefly why these metrics are correct")
     if run.end is None or run.end.interrupted:
-        raise SpecError(f"run {run.header.run_id} did not end, so it is no baseline; finish it with --resume")
+        raise SpecError(f"run {run.header.run_id} did not finish, so it cannot be a baseline; finish it with --resume")
     if bad := [record for record in run.launches if record.state != "ok"]:
-        raise SpecError(f"run {run.header.run_id}: {bad[0].case.name} ended {bad[0].state}; all must end ok")
+        raise SpecError(f"run {run.header.run_id}: {bad[0].case.name} ended in state {bad[0].state}; all must be ok")
     environment = run.header.environment
     cases: dict[str, dict[str, Value]] = {}
     for record in run.launches:

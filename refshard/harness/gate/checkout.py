@@ -73,4 +73,4 @@ def _check_importable(revision: str, source: Path) -> None:
     )
     if not Path(found.stdout.strip() or "/").is_relative_to(source):
         last = found.stderr.strip().rpartition("\n")[2] or f"it is imported from {found.stdout.strip()}"
-        raise SpecError(f"'{revision}' holds no refshard that can be run ({last}); name a checkout of it")
+        raise SpecError(f"'{revision}' has no refshard that can run ({last}); name a refshard checkout")

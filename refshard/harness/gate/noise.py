@@ -76,14 +76,14 @@ def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios
         SpecError: they are not of one suite and one machine.
     """
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise SpecError("from: a folder is named twice, and its launches count once; name other folders")
+        raise SpecError("from: a folder is given twice; give each folder once")
     rounds: dict[str, list[LogRatios]] = {}
     launches = 0
     headers = [read_run(folder / A).header for folder in folders]
     for folder, header in zip(folders, headers):
         if (header.suite, header.environment.id) != (headers[-1].suite, headers[-1].environment.id):
             raise SpecError(
-                f"from: {folder} and {folders[-1]} are not of one suite on one machine; name folders that are"
+                f"from: {folder} and {folders[-1]} differ in suite or machine; give folders that match"
             )
         sides = [
             [record for record in read_run(folder / side).launches if record.case != record.case.reference()]

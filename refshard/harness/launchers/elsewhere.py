@@ -33,11 +33,11 @@ def environment_elsewhere(
     try:
         found = _found(launcher, processes, Asked(threads=threads, network=network), beside, on_progress)
     except OSError as error:  # of this process
-        raise LaunchError(f"the ranks cannot describe their machines beside {beside} ({error}); correct that") from None
+        raise LaunchError(f"ranks cannot write machine data next to {beside} ({error}); fix the cause") from None
     for rank, other in found.items():
         if differing := differences(found[0], other):
             raise LaunchError(
-                f"hosts must be of one kind for one run: from {found[0].hostname} (rank 0) to {other.hostname} "
+                f"all hosts of a run must be alike: from {found[0].hostname} (rank 0) to {other.hostname} "
                 f"(rank {rank}), {'; '.join(differing)}; choose hosts that are alike"
             )
     return msgspec.structs.replace(found[0], argv=("refshard", *sys.argv[1:]))

@@ -22,7 +22,7 @@ def check_fits_machine(case: CaseSpec, processes: int, *, oversubscribe: bool) -
         )
     if gpus and case.device != "cpu":
         if processes > gpus:
-            raise SpecError(f"{field}: {processes} ranks need as many GPUs, here are {gpus}; lower it")
+            raise SpecError(f"{field}: {processes} ranks need {processes} GPUs, found {gpus}; lower it")
         return
     wanted, cores = processes * case.threads_per_rank, available_cores()
     if wanted > cores and not oversubscribe:

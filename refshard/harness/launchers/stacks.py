@@ -83,10 +83,10 @@ def _place(stack: tuple[str, ...]) -> tuple[int, str]:
     """How surely the others are not being waited for here, and the place in words."""
     innermost = _FRAME.fullmatch(stack[0]) if stack else None
     if innermost is None:
-        return 0, "without an answer, stopped or at its very end"
+        return 0, "not answering (stopped or exiting)"
     file, words = innermost["file"], f"{innermost['function']} ({Path(innermost['file']).name}:{innermost['line']})"
     if any(place in file for place in _COLLECTIVES):
         return 2, f"waiting in {words}"
     if file.endswith(_BACKWARD):  # torch's own code, which waits there for DDP's all-reduces
-        return 1, "in backward, or waiting for a collective of it"
+        return 1, "in backward or waiting for its collective"
     return 0, f"in {words}"

@@ -239,14 +239,14 @@ def _held_back(found: Analysis) -> Iterator[str]:
     answer = found.run.answer
     if answer.held_until == "host":
         yield (
-            "Reserved memory is an upper bound: record_stream() holds freed memory back, here until the host has "
+            "Reserved memory is an upper bound: memory kept by record_stream() counts until the host has "
             f"waited for the GPU ({answer.doubt})."
         )
     as_run = answer.peak_as_run
     if as_run is not None and as_run.reserved != answer.peak.reserved:
         yield (
-            "record_stream() holds freed memory back until the GPU is done with it, here by the replay. The script "
-            "itself cannot know that: while it ran, such memory stayed held until the host had waited for the GPU, and "
+            "record_stream() keeps freed memory until the GPU is done with it; the figures use the replay's times. "
+            "While the script ran, such memory was kept until the host waited for the GPU, and "
             f"the peak was {format_bytes(as_run.reserved)} reserved."
         )
 

@@ -55,7 +55,7 @@ def tradeoff(plan: Plan) -> Chart | None:
     )  # fmt: skip
     best = ", ".join(f"{one.name} ({format_seconds(one.time)}, {format_bytes(one.memory)})" for one in front(points))
     sentence = (
-        f"Lower left is better. Dotted, the strategies that no other beats in both: {best}. Shaded: within "
+        f"Lower left is better. Dotted, the Pareto front: {best}. Shaded: within "
         f"{100 * ALIKE:.0f} % of the fastest, the model's error."
     )
     return chart("tradeoff", "Step time against memory", tradeoff_figure(points, frame), sentence)
@@ -93,7 +93,7 @@ def memory_chart(plan: Plan) -> Chart:
     figure.add_vline(x=usable, line={"color": RED, "dash": "dash", "width": 2})
     figure.update_xaxes(range=[0, min(max(1.05 * highest / size, 1.05 * usable), _CUT * usable)])
     sentence = (
-        f"Memory at the peak: {_listed(totals)}. Dashed: {format_bytes(plan.usable_bytes)}, which tensors can fill."
+        f"Memory at the peak: {_listed(totals)}. Dashed: usable memory, {format_bytes(plan.usable_bytes)}."
     )
     return chart("memory", "Memory at the peak", figure, sentence)
 

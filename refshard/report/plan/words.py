@@ -49,9 +49,9 @@ def assumptions(plan: Plan, job: Job) -> list[str]:
         f"The model leaves out: {'; '.join(LEFT_OUT)}.",
         f"It assumes parameters in {job.dtype}, gradients reduced in {job.reduction}, fp32 masters, fused AdamW, flash "
         f"attention, and {'compiled blocks and loss' if job.compiled else 'eager blocks'}.",
-        f"Tensors can fill {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}: the rest holds "
-        "the CUDA context and NCCL's buffers, and allows for fragmentation.",
-        f"USD are at {plan.price_usd:g} per GPU and hour (--price).",
+        f"Tensors can use {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}; the rest is for "
+        "the CUDA context, NCCL's buffers and fragmentation.",
+        f"Price: {plan.price_usd:g} USD per GPU-hour (--price).",
         "The order of strategies is less certain than their times: see docs/explanation/validation.md.",
     ]
 
@@ -125,7 +125,7 @@ def parts(account: Account) -> dict[str, float]:
     return {
         "compute": account.compute_s,
         "copies": account.copies_s,
-        "compute slowed down by collectives": account.contention_s,
+        "contention between compute and collectives": account.contention_s,
         "the optimizer": account.optimizer_s,
         **waits,
     }

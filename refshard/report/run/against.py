@@ -127,7 +127,7 @@ def _is_worse(one: Changed) -> bool:
 
 def _sentences(found: Sequence[Changed], baseline: str) -> list[str]:
     if not found:
-        return [f"No case is in {baseline} too, so there is nothing to compare."]
+        return [f"Nothing to compare: no case is also in {baseline}."]
     counts: Counter[str] = Counter(one.outcome for one in found)
     sentences = []
     for outcome in ("slower", "faster"):
@@ -183,7 +183,7 @@ def _doubts(found: Sequence[Changed], evidence: Evidence, baseline: Evidence) ->
     doubts = []
     if any(one.interval for one in found):
         doubts.append(
-            "The two runs were not measured in turns, so a drift of the machine looks like a change; `refshard gate` "
+            "The two runs were not interleaved, so machine drift looks like a change; `refshard gate` "
             "measures both in paired rounds"
         )
     warnings = dict.fromkeys(w for one in found if one.interval and not one.why_not for w in one.interval.warnings)

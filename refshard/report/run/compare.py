@@ -37,7 +37,7 @@ def compare_strategies(evidence: Evidence, a: str, others: Sequence[str]) -> Ans
     compared = {ratio.case.number for _, ratio in found}
     rows = [row for row, case in zip(rows, evidence.cases) if case.number in compared]
     told = [_sentence(ratio, a) for _, ratio in found] or [
-        f"Nothing to compare: no other case ended ok with as many ranks as one of {a}."
+        f"Nothing to compare: no other case with the same number of ranks as {a} ended ok."
     ]
     intervals = [ratio.step_time for _, ratio in found if ratio.step_time and ratio.step_time.bounded]
     doubts = dict.fromkeys(doubt for interval in intervals for doubt in interval.warnings)

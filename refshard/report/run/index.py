@@ -31,7 +31,7 @@ def card(evidence: Evidence, href: str) -> Card:
     """The card of one run, whose page is at ``href``."""
     found, header = findings(evidence), evidence.latest.header
     told = overview(found) or tuple(finding.lead for finding in found[:1]) or ("No case finished yet.",)
-    more = f" And {len(found) - 1} more comparisons." if len(found) > 1 and not overview(found) else ""
+    more = f" More comparisons: {len(found) - 1}." if len(found) > 1 and not overview(found) else ""
     kinds = ", ".join(dict.fromkeys(spelled(case.fidelity) for case in evidence.cases))
     missing = len(unranked(evidence))
     failed = f"{missing} of {len(evidence.cases)} cases did not end ok." if missing else ""

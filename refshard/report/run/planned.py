@@ -47,6 +47,6 @@ def _sentence(suite: SuiteSpec, launches: int, seen_before: int, unknown: int, s
     rounds = f" in {suite.most_rounds} rounds" if suite.most_rounds > 1 else ""
     told = f"{launches} {'launch' if launches == 1 else 'launches'}{rounds}"
     if unknown:
-        return f"{told}; the time of {unknown} is not known, since no launch like them is recorded."
+        return f"{told}; duration unknown for {unknown}: no similar launch is recorded."
     basis = "estimated from earlier launches" if seen_before == launches else "a rough estimate"
     return f"{told}, about {format_duration(seconds)} ({basis})."

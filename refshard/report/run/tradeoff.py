@@ -57,7 +57,7 @@ def _point(ranking: Ranking, case: CaseResult, shown: CaseResult, limit: Limit |
 def _sentence(points: Sequence[Point], frame: Frame) -> str:
     """The chart in words."""
     best = [f"{one.name} ({format_seconds(one.time)}, {format_bytes(one.memory)})" for one in front(points)]
-    told = f"Lower left is better. Dotted, the strategies that no other beats in both: {listed(best)}."
+    told = f"Lower left is better. Dotted, the Pareto front: {listed(best)}."
     if frame.tie is not None:
         told += f" Shaded: within {ALIKE:.0%} of the fastest, the model's error.".replace("%", " %")
     if frame.limit is not None and not shows_limit(points, frame):

@@ -102,12 +102,12 @@ def findings(pairs: Sequence[Validated]) -> list[str]:
         least = "" if alone else f" (of each case's quickest launch {format_percent(median(quickest))})"
         factor, left = scaled(pairs, fidelity)
         common = (
-            f"; one factor on all, {factor:.2f}, leaves {format_percent(median(left))}, at most "
+            f"; after scaling all by {factor:.2f}: {format_percent(median(left))}, at most "
             f"{format_percent(max(left))}"
         )
-        sizes = f"; of peak memory at most {format_percent(max(memory))}" if memory else ""
-        sizes += f", of what is reserved {format_percent(max(reserved))}" if reserved else ""
-        ordered = f"; {agreed} of {all_} pairs that measurement tells apart are in its order" if all_ else ""
+        sizes = f"; peak memory: at most {format_percent(max(memory))}" if memory else ""
+        sizes += f"; reserved memory: at most {format_percent(max(reserved))}" if reserved else ""
+        ordered = f"; {agreed} of {all_} pairs with a measured difference are in the right order" if all_ else ""
         told.append(
             f"{spelled(fidelity).capitalize()}: median error of the step time {format_percent(median(times))}{least}, "
             f"at most {format_percent(max(times))}{common if len(times) > 2 else ''}{ordered}{sizes}."

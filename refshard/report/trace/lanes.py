@@ -78,7 +78,7 @@ def drawn_windows(figures: TraceFigures, timeline: Timeline) -> tuple[Window, ..
         return (_window(middle, "the only one"),)
     words = ("the faster of two", "the slower of two") if len(ordered) == 2 else ("of median length", "the slowest")
     if middle.breakdown.span_ns == slowest.breakdown.span_ns:
-        return (_window(middle, "of median length, which is the longest too"),)
+        return (_window(middle, "median and slowest"),)
     return tuple(_window(step, why) for step, why in zip((middle, slowest), words))
 
 

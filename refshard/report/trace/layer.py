@@ -114,7 +114,7 @@ def _alternative(view: View) -> str:
     noun = "kernel" if view.timeline.on_device else "operator"
     told = [f"{view.unit}: {hull.phase or 'compute'} takes {format_ns(hull.end - hull.start)}."]
     if gather is None:
-        told.append("No all-gather of it leads to this.")
+        told.append("No all-gather precedes it.")
     else:
         told.append(
             f"Its all-gather takes {format_ns(gather.end - gather.start)} and ends "
@@ -138,7 +138,7 @@ def _undrawn(view: View, ran: Ran) -> str:
         return ""
     if drawn <= 0:
         return ", too far away to be drawn"
-    return f"; {format_ns(ran.end - ran.start - drawn)} of it lie beyond the drawing"
+    return f"; {format_ns(ran.end - ran.start - drawn)} of it are not drawn"
 
 
 def _relative(ns: int, event: str) -> str:

@@ -184,11 +184,11 @@ def overheads(one: TraceFigures) -> list[tuple[str, str]]:
     def mean(ns: int | None) -> str:
         return format_ns(None if ns is None else ns / steps)
 
-    device = "" if wait.device_ns is None else f", the compute stream stood still for {mean(wait.device_ns)} of it"
+    device = "" if wait.device_ns is None else f"; compute stream idle for {mean(wait.device_ns)} of it"
     found = [
         ("copy-in and copy-out", f"{mean(copies.copy_in_ns)} in, {mean(copies.copy_out_ns)} out; "
-         f"{mean(copies.exposed_ns)} exposed, {mean(copies.hidden_ns)} beside compute"),
-        ("waits for an earlier reduction", f"{_number(wait.count, steps)}, in which the host stood {mean(wait.host_ns)}"
+         f"{mean(copies.exposed_ns)} exposed, {mean(copies.hidden_ns)} overlapped"),
+        ("waits for an earlier reduction", f"{_number(wait.count, steps)}, host waiting {mean(wait.host_ns)}"
          f"{device}" if wait.count else "none"),
     ]  # fmt: skip
     if give.index is None:

@@ -142,7 +142,7 @@ def check_block(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFail
     if isinstance(theirs, HtaFailure):
         return Notes(sentences=[f"{name}: HTA {theirs.version} fails: {theirs.error}"])
     if ours is None:
-        return Notes(sentences=[f"{name}: a CPU trace, which HTA {theirs.version} cannot be compared on"])
+        return Notes(sentences=[f"{name}: a CPU trace; HTA {theirs.version} handles GPU traces only"])
     rows = [
         {
             "whole trace": label,
@@ -185,7 +185,7 @@ def difference_answer(
     details = [_change_row(_label(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in shown]
     if rest := changes[_SHOWN_CHANGES:]:
         details.append(_sum_row(f"{len(rest)} others", rest, ""))
-    title = "Per step; each moment has one owner, and communication and idle time are what nothing else covers"
+    title = "Per step; overlapping time counts once: as compute if any runs, as communication only if exposed"
     most = shown[0]
     return Answer(
         data=data,
@@ -197,7 +197,7 @@ def difference_answer(
             Notes(sentences=doubts),
             Verdict(
                 sentences=[
-                    f"B takes {format_ns(abs(after - before))} {'more' if after > before else 'less'} a step than A; "
+                    f"B takes {format_ns(abs(after - before))} {'more' if after > before else 'less'} per step than A; "
                     f"the largest change is {_printable(_label(most))}, {_signed(most.delta_ns)}."
                 ]
             ),

@@ -46,7 +46,7 @@ _EXPOSED = _Loss(
     of=lambda step: step.breakdown.exposed_ns,
 )
 _HOST = _Loss(
-    name="idle time that waits for the host",
+    name="host-bound idle time",
     remedy="fewer and larger kernels, CUDA graphs, no synchronisation within the step",
     of=lambda step: step.breakdown.idle_host_ns,
 )
@@ -59,7 +59,7 @@ _LOSSES = (
     _EXPOSED,
     _HOST,
     _Loss(
-        name="idle time that waits for dependencies",
+        name="dependency-bound idle time",
         remedy="look in the timeline at what the next kernel waited for",
         of=lambda step: step.breakdown.idle_dependency_ns,
     ),
@@ -69,7 +69,7 @@ _LOSSES = (
         of=lambda step: step.breakdown.idle_ns if step.breakdown.idle_host_ns is None else 0,
     ),
     _Loss(
-        name="exposed copies of what collectives send and receive",
+        name="exposed copies into and out of collective buffers",
         remedy="keep shards and gradients where the collective reads and writes them, or overlap the copies",
         of=lambda step: step.copies.exposed_ns,
     ),
@@ -264,7 +264,7 @@ def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: floa
 def _for_whom(waits: Sequence[RankWait], last: RankWait, steps: int) -> str:
     if len(waits) == 1:
         return f"rank {last.rank}"
-    return f"the last rank, longest for rank {last.rank} ({format_ns(last.waited_ns / steps)})"
+    return f"the last rank (longest for rank {last.rank}: {format_ns(last.waited_ns / steps)})"
 
 
 def _capital(text: str) -> str:

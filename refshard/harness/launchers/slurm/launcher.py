@@ -75,7 +75,7 @@ class SlurmLauncher(Launcher):
                 return launch_of_job(status, submitted.number, folder)
             lost.append(f"job {submitted.number}: {status.state}")
         return LaunchOutcome(
-            error=f"Slurm ended the job each of {len(lost)} times ({', '.join(lost)}); ask --sbatch for nodes that last"
+            error=f"Slurm ended the job all {len(lost)} times ({', '.join(lost)}); choose other nodes with --sbatch"
         )
 
     def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
@@ -137,7 +137,7 @@ class _Submitted:
                 break
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"launcher 'slurm': job {self.number} does not end when cancelled ({trouble}); see to it"
+                    f"launcher 'slurm': job {self.number} did not end after scancel ({trouble}); end it by hand"
                 )
             time.sleep(POLL_S)
         if interruption.received:

@@ -83,7 +83,7 @@ def submit(
 
 def _check_passing(said: str) -> None:
     if not _PASSING.search(said):
-        raise LaunchError(f"launcher 'slurm': sbatch did not take the job ({said}); correct --sbatch")
+        raise LaunchError(f"launcher 'slurm': sbatch rejected the job ({said}); correct --sbatch")
 
 
 def cancel_named(folder: Path, ask: Ask) -> None:

@@ -54,7 +54,7 @@ class TorchrunLauncher(Launcher):
                 self._store.wait([Key.beat(rank)], timedelta(seconds=_COME_S))
             except DistError:
                 raise LaunchError(
-                    f"rank {rank} of torchrun did not come within {_COME_S:g} s; start all with the same command"
+                    f"rank {rank} of torchrun did not connect in {_COME_S:g} s; run the same command on all nodes"
                 ) from None
         return self
 
@@ -160,7 +160,7 @@ class _Everywhere(Ranks):
         self._ends += ends
         if lost & self._running:
             rank = min(lost & self._running)
-            raise LaunchError(f"rank {rank} of torchrun is gone; see what torchrun says of it, and --resume the run")
+            raise LaunchError(f"rank {rank} of torchrun exited; check torchrun's output and --resume the run")
 
     def _lost(self) -> set[int]:
         """Servers that left, or say nothing any more, of those whose ranks run."""

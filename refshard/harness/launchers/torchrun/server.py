@@ -59,7 +59,7 @@ def place_of(variables: Mapping[str, str]) -> Place:
     if "TORCHELASTIC_RUN_ID" not in variables:
         command = shlex.join(["refshard", *sys.argv[1:]])
         raise SpecError(
-            "launcher 'torchrun' needs processes that torchrun started, this is none; start it as: torchrun "
+            "launcher 'torchrun' needs torchrun, which did not start this process; run: torchrun "
             f"--nproc-per-node G --no-python {command}"
         )
     return Place(
@@ -216,7 +216,7 @@ class Server:
                 return ""
             if time.monotonic() > deadline:
                 return (
-                    f"rank {self._place.rank} on {os.uname().nodename} does not see {asked}; let --out name a folder "
+                    f"rank {self._place.rank} on {os.uname().nodename} does not see {asked}; set --out to a folder "
                     "that all nodes share"
                 )
             self._beat()
