@@ -61,7 +61,7 @@ METRICS: dict[str, Metric] = {
                "maximum over ranks of the allocator's peak: on a CPU within a step, on a GPU over the measured steps, "
                "in a dry run over all steps"),
         Metric("peak_active_bytes", "peak active memory", "B", "lower", "noisy",
-               "as the peak memory, with blocks that were freed while another stream still needed them; none on a CPU"),
+               "peak memory, plus blocks that were freed while another stream still needed them; none on a CPU"),
         Metric("peak_reserved_bytes", "peak reserved memory", "B", "lower", "noisy",
                "maximum over ranks of what the caching allocator had taken from the device, over the same steps as the "
                "peak memory; decides whether a case fits; none on a CPU"),
@@ -83,7 +83,7 @@ METRICS: dict[str, Metric] = {
         Metric("perturbation", "perturbation", "ratio", "lower", "noisy",
                "traced step time / untraced step time"),
         Metric("synchronisation", "synchronised / free-running", "ratio", "lower", "noisy",
-               "step time / step time of steps that follow each other without a wait of the host; on GPUs only"),
+               "step time / step time without host synchronisation between steps; on GPUs only"),
         Metric("loss_parity", "loss parity", "ratio", "lower", "exact",
                "largest relative difference of a step's loss from one unsharded rank on the same tokens; where the "
                "model is too large for one rank, of the same case with a reduced model"),

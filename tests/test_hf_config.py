@@ -109,7 +109,7 @@ def test_a_folder_stands_for_the_config_in_it_and_a_preset_comes_first(
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
         ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0, got 0.5"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config must be absent"),
-        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "must name a model ForCausalLM"),
+        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "must end in ForCausalLM"),
         ({**MISTRAL, "sliding_window": 4096}, "sliding_window must be null, got 4096"),
     ],
 )

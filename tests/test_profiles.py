@@ -158,7 +158,7 @@ def test_wrong_hardware_is_refused_by_name(changes: dict[str, Any], message: str
     ("changes", "message"),
     [
         ({"ranks_per_node": 0}, "ranks_per_node must be >= 1, got 0"),
-        ({"between": None, "nodes": 2}, "between must say what joins the 2 nodes, got none; add the table [between]"),
+        ({"between": None, "nodes": 2}, "between must link the 2 nodes, got none; add the table [between]"),
         ({"algorithms": ["tree"]}, "algorithms must hold 'ring', which runs every collective, got ['tree']"),
         ({"within": {"bytes_per_s": 0, "latency_s": 0}}, "bytes_per_s must be > 0 and finite, got 0"),
         ({"compute_beside_communication": 0.0}, "compute_beside_communication must lie in (0, 1], got 0.0"),
@@ -179,7 +179,7 @@ def test_wrong_clusters_are_refused_by_name(changes: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("given_name", "message"),
     [
-        ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (xN after it for N nodes)"),
+        ("dgx-a10", "cluster: no profile and no file 'dgx-a10'; did you mean 'dgx-a100'? (append xN for N nodes)"),
         ("dgx-a100x0", "cluster: must have at least one node, got 'dgx-a100x0'; write x1 for one"),
         ("x" * 5000, f"cluster: no profile and no file '{'x' * 80}'; "),
     ],
@@ -207,7 +207,7 @@ def test_a_world_fills_nodes_or_a_part_of_one() -> None:
     with pytest.raises(SpecError, match="world_size: must be at most 8, or a multiple of it"):
         made.of_world_size(12)
     alone = convert(plain_cluster(between=None), ClusterSpec, where="cluster")
-    with pytest.raises(SpecError, match="the profile joins no nodes, but 2 are asked for"):
+    with pytest.raises(SpecError, match=r"2 nodes need the table \[between\], which the profile lacks"):
         alone.of_world_size(16)
 
 

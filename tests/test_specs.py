@@ -175,7 +175,7 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
         ),
         ({"microbatches": 0}, r"case: microbatches must be >= 1, got 0"),
         ({"replicas": 3}, r"world_size must be a multiple of replicas \* tensor_parallel = 3 \* 1, got 2"),
-        ({"replicas": 2}, r"replicas must leave several ranks to shard over, got 2 of 2 ranks; to shard nothing, take"),
+        ({"replicas": 2}, r"replicas must leave 2 or more ranks to shard over, got 2 of 2; to shard nothing, use"),
         (
             {"strategy": "pipeline", "tensor_parallel": 2},
             r"replicas and tensor_parallel must be 1 for strategy 'pipeline', .* got 1 and 2",
@@ -194,11 +194,11 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
         ),
         (
             {"fidelity": "dryrun", "cluster": "a", "resident_ranks": 2},
-            r"resident_ranks is for emulated cases, got 2 for dryrun",
+            r"resident_ranks must be 1 unless emulated, got 2 for dryrun",
         ),
         (
             {"world_size": 4, "tensor_parallel": 2, "global_batch": 3},
-            r"global_batch must be a multiple of the ranks that divide it = 2, got 3",
+            r"global_batch must be a multiple of data-parallel ranks = 2, got 3",
         ),
         ({"precision": "fp8"}, r"precision: invalid enum value 'fp8'; known: fp32, bf16"),
         (
@@ -215,9 +215,15 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
             {"checkpointing": "every-0"},
             r"checkpointing must be 'none', 'full', 'selective', 'every-K' .*, got 'every-0'",
         ),
-        ({"checkpointing": [1, 1]}, r"checkpointing must list different layers, .* got \[1, 1\]; write 'none' for no"),
-        ({"checkpointing": [-1]}, r"checkpointing must list different layers, counted from 0, .* got \[-1\]"),
-        ({"checkpointing": []}, r"checkpointing must list different layers, .* at least one of them, got \[\]"),
+        (
+            {"checkpointing": [1, 1]},
+            r"checkpointing must list one or more distinct layers, .* got \[1, 1\]; write 'none' for no",
+        ),
+        (
+            {"checkpointing": [-1]},
+            r"checkpointing must list one or more distinct layers, counted from 0, .* got \[-1\]",
+        ),
+        ({"checkpointing": []}, r"checkpointing must list one or more distinct layers, .* got \[\]"),
         ({"checkpointing": 3}, r"case: checkpointing: expected `str \| array`, got `int` \(got 3\)"),
         ({"workload": "serving"}, r"case: workload: invalid enum value 'serving'; known: training, inference"),
         (
@@ -284,7 +290,7 @@ def test_a_suite_names_its_launcher_and_network() -> None:
         ),
         (
             {"launcher": "local"},
-            r"suite: network is for launcher 'netlab', got launcher 'local'; set launcher = \"netlab\"",
+            r"suite: network needs launcher 'netlab', got launcher 'local'; set launcher = \"netlab\"",
         ),
         ({"launcher": "netlba"}, r"suite: launcher: invalid enum value 'netlba'; known: local, netlab"),
         ({"network": {"hosts": 2}}, r"suite: network.rate is missing; add it"),
@@ -364,7 +370,7 @@ def test_suites_are_found_by_path_and_by_name(tmp_path: Path) -> None:
     assert find_suite(str(own)) == own
     assert find_suite("quickstart") == resources.suites()["quickstart"]
     assert find_suite("suites/quickstart.toml").name == "quickstart.toml"
-    with pytest.raises(SpecError, match=r"suite: no file 'quickstrat'; did you mean 'quickstart'\?"):
+    with pytest.raises(SpecError, match=r"suite: no such file or suite 'quickstrat'; did you mean 'quickstart'\?"):
         find_suite("quickstrat")
 
 

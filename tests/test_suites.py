@@ -152,7 +152,7 @@ def test_selected_cases_are_launched_and_their_steps_are_the_benchmarks_rounds(t
 def test_a_suite_that_is_none_is_a_mistake_in_one_line(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, ROOT / "suites" / "bench_cases.py", "--suite", "gat", "--benchmark-disable")
     assert done.returncode == 2
-    assert "\nsuite: no file 'gat'; did you mean 'gate'?\n" in done.stdout
+    assert "\nsuite: no such file or suite 'gat'; did you mean 'gate'?\n" in done.stdout
 
 
 @pytest.mark.full

@@ -29,10 +29,10 @@ BREAKDOWN = ("compute alone", "overlapped communication", "exposed communication
 """Parts of a traced step; they add up to it."""
 
 FIDELITY: dict[Fidelity, str] = {
-    "measured": "real processes, kernels and wire",
+    "measured": "real processes, kernels and network",
     "emulated": "one real rank; the other ranks are modelled",
-    "dryrun": "the strategy's own code on GPUs that are not there; every duration is modelled",
-    "simulated": "every duration is modelled",
+    "dryrun": "the strategy's own code on simulated GPUs; all times are modelled",
+    "simulated": "all times are modelled",
 }
 """What is real in a case of each fidelity."""
 

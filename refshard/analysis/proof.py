@@ -20,7 +20,7 @@ def proof_summary(case: CaseResult) -> str:
     if len(proofs) < len(case.launches):
         return "incomplete" if proofs else "none"
     unheld = case.fidelity == "measured" and any(proof.loss_parity is None for proof in proofs)
-    return "losses not held" if unheld else "proved" if proofs else "none"
+    return "losses not checked" if unheld else "proved" if proofs else "none"
 
 
 def bit_identical(case: CaseResult) -> bool | None:

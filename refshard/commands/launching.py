@@ -33,9 +33,7 @@ def check_launcher(name: str | None, sbatch: str | None, otherwise: str = "local
     if name is not None and name not in LAUNCHERS:
         raise SpecError(f"launcher: unknown '{name}'; {nearest(name, list(LAUNCHERS))}")
     if sbatch is not None and name != "slurm":
-        raise SpecError(
-            f"sbatch needs launcher 'slurm', got launcher '{name or otherwise}'; add --launcher slurm"
-        )
+        raise SpecError(f"sbatch needs launcher 'slurm', got launcher '{name or otherwise}'; add --launcher slurm")
 
 
 def make_launcher(

@@ -95,9 +95,9 @@ def _check(recording: Recording, ext: ModuleType, make: MakeAllocator) -> None:
     try:
         found = reallocate(recording, AsHostKnew(recording, ext), make)
     except (UnknownBlockError, ValueError) as error:
-        raise NotReproducedError(f"the recording does not tell all that the allocator did ({error})") from None
+        raise NotReproducedError(f"the recording misses some allocator calls ({error})") from None
     if not same_calls(recording, found):
-        raise NotReproducedError("the recording does not tell all that the allocator did")
+        raise NotReproducedError("the recording misses some allocator calls")
 
 
 def _row_of(recording: Recording, says: str) -> int:

@@ -195,7 +195,7 @@ class _Pricing:
         if not self._hardware.host_link_bytes_per_s:
             raise SpecError(
                 "hardware: host_link_bytes_per_s must be known where a step copies to or from the host, got 0; add "
-                "what a copy of pinned memory reaches to the profile"
+                "the bandwidth of copies from pinned memory to the profile"
             )
         return self._hardware.kernel_s + nbytes / self._hardware.host_link_bytes_per_s
 
@@ -246,8 +246,8 @@ class _Pricing:
     def _check_joined(self, shape: GroupShape) -> None:
         if shape.nodes > 1 and self._cluster.between is None:
             raise SpecError(
-                f"cluster: the profile must join nodes, since a group lies on {shape.nodes} of them "
-                f"({self._cluster.ranks_per_node} ranks each); add its table [between]"
+                f"cluster: the profile needs a [between] table, since a group spans {shape.nodes} nodes "
+                f"({self._cluster.ranks_per_node} ranks each); add it"
             )
 
 

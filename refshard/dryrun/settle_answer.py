@@ -20,7 +20,7 @@ def settle_answer(answer: Answer, recording: Recording, request: Request, ext: M
     if not holds_back(recording):
         return answer, recording
     if answer.outcome not in ("stepped", "ended"):
-        doubt = "a script that does not take its steps is not replayed"
+        doubt = "the script did not take all its steps, so it is not replayed"
         return msgspec.structs.replace(answer, held_until="host", doubt=doubt), recording
     memory_bytes = load_cluster(request.cluster).accelerator.memory_bytes
     try:

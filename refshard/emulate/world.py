@@ -80,8 +80,8 @@ class EmulatedWorld:
         if not total.late:
             return ""
         return (
-            f"local memory traffic outlasted the modelled wire in {total.late} of {total.collectives} collectives, "
-            f"together by {format_seconds(total.late_ns * 1e-9)}"
+            f"local copies took longer than the modelled network in {total.late} of {total.collectives} collectives, "
+            f"by {format_seconds(total.late_ns * 1e-9)} in total"
         )
 
     def close(self) -> None:

@@ -36,16 +36,16 @@ def unshard(module: nn.Module) -> Unsharding:
     call it for the same modules at the same place, as they must call the modules themselves; ``shard(debug=True)``
     checks it.
 
-    The storage limits how far ahead this works. In ``zero2`` and ``fsdp`` each unit has its own storage, and what is
-    gathered ahead adds to the peak. In ``yafsdp`` blocks share a ring of two slots: if the slot of a block is taken,
-    nothing happens here, and the pass gathers the block as always. Nothing happens either for a unit that is gathered
-    already, and in backward for one whose backward has ended: so a forward pre-hook may call this, which activation
+    How far ahead this works depends on the mode. In ``zero2`` and ``fsdp`` each unit has its own storage, so gathering
+    ahead adds to the peak. In ``yafsdp`` blocks share two buffers: if a block's buffer is in use, the call does nothing
+    and the block is gathered as usual. The call also does nothing for a unit that is already gathered, or, in backward,
+    for a unit that has finished its backward. It is therefore safe in a forward pre-hook, which activation
     checkpointing calls again in backward.
 
-    Modules do not see the gathered parameters before they compute. What is gathered in a pass and not used is
-    given up when the pass ends. What is gathered between passes is for the next one, which gathers it again if weights
-    have changed since, or where they are plain (with one rank to shard over), since a write through ``.data`` leaves no
-    trace there.
+    Modules see the gathered parameters only while they compute. Units gathered in a pass but not used are freed
+    when the pass ends. Units gathered between passes are for the next pass, which gathers them again if weights have
+    changed since. With a single shard rank it always gathers again, because a write through ``.data`` cannot be
+    detected.
 
     Raises:
         EngineError: ``module`` is no part of a sharded model.

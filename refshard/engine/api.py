@@ -64,42 +64,42 @@ def shard(
 ) -> nn.Module:
     """Shard ``model`` over ``mesh`` in place, and return it.
 
-    Afterwards ``model.parameters()`` yields this rank's part of every parameter, under the parameter's own name and
-    with its shape (the very objects that were there before): a :class:`~refshard.engine.local_part.LocalPart`, on which
-    an operator is right for the whole tensor or raises. Where nothing is sharded it is a plain parameter. Elementwise
+    Afterwards ``model.parameters()`` yields this rank's part of every parameter, with the parameter's name and shape
+    (and the same object identity): a :class:`~refshard.engine.local_part.LocalPart`. An operator on it is correct for
+    the whole tensor, or raises. In modes that shard nothing it is a plain parameter. Elementwise
     optimizers (AdamW, SGD, ...) over them just work, and so do ``backward``, ``torch.nn.utils.clip_grad_norm_``,
     ``torch.amp.GradScaler``, torch's distributed checkpoints and evaluation under ``no_grad``. All ranks start from the
     first rank's weights, and must call the same modules and use the same parameters in each step, in the same order. A
-    parameter that took no part in a step has no gradient. Where nothing is sharded, the storage of a ``.grad`` is
-    written again by the next step; clone what must last.
+    parameter that took no part in a step has no gradient. In modes that shard nothing, the next step overwrites the
+    storage of each ``.grad``; clone a gradient to keep it.
 
     Args:
         model: a module; frozen parameters stay frozen, those on the meta device are materialised a unit at a time. One
             that ``parallelize_module`` has split over another mesh is sharded as this rank has it; make the optimizer
             of such a model afterwards.
-        mesh: a device mesh of one axis to shard over, or of two: replicate, then shard. In a mode that shards nothing
-            every axis is one to replicate over. By default all ranks, on the device type of the parameters.
+        mesh: a device mesh with one axis (shard) or two (replicate, shard). A mode that shards nothing
+            replicates over every axis. By default all ranks, on the device type of the parameters.
         mode: a row of :data:`refshard.plan.placement.MODES`: ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fsdp"`` or
             ``"yafsdp"``.
         blocks: the modules that become units, by name, by name of a list of them, or by class; by default the members
-            of the outermost ``nn.ModuleList``. What lies before and after them forms a unit each.
-        ignored: parameters, or their names, that are left alone: each rank has the whole of them, and their gradients
-            are its own, not reduced. They must be the same on all ranks, and where the model computes.
+            of the outermost ``nn.ModuleList``. The modules before them form one unit, and those after them another.
+        ignored: parameters, or their names, to leave unsharded: each rank has them whole, and their gradients
+            are not reduced. They must be the same on all ranks, and on the device that the model computes on.
         precision: the dtypes of parameters in compute and of gradients in reduction; by default the model's own.
         accumulation: where gradients of several microbatches add up, ``"shard"`` or ``"unsharded"``; by default the
             mode's own way. See :func:`no_sync`.
         gradient_divide_factor: what the sum of the ranks' gradients is divided by; by default the number of ranks of
             the mesh, so that gradients are means. Use 1 if each rank divides its loss by a number counted over all
             ranks, such as that of tokens.
-        initialise: fills in place the parameters and buffers that a module from the meta device holds directly; by
-            default its own ``reset_parameters``.
+        initialise: a function that fills a meta-device module's own parameters and buffers in place; by
+            default the module's ``reset_parameters``.
         offload: keep masters, their gradients and so the optimizer's state in (pinned) CPU memory.
-        communication_streams: 1, or 2 to let reductions and gathers run beside each other: on CUDA streams of their own
-            (a third where shards are replicated too), and in two process groups of the same ranks.
-        comm_memory: what slots that last (rings, whole parameters and gradients) are allocated in: the process group's
-            memory where there is some (``"default"``), torch's caching allocator (``"allocator"``), the process group's
-            memory (``"group"``) or symmetric memory (``"symmetric"``). With the last, NCCL gathers by copy engines if
-            its communicator has the zero-CTA policy (``NCCL_CTA_POLICY=2``).
+        communication_streams: 1, or 2 to overlap reductions with gathers: on separate CUDA streams
+            (a third if shards are also replicated), and in two process groups of the same ranks.
+        comm_memory: the memory of persistent buffers (rings, whole parameters and gradients): the process group's
+            if it has some, else torch's (``"default"``), torch's caching allocator (``"allocator"``), the process
+            group's (``"group"``) or symmetric memory (``"symmetric"``). With symmetric memory, NCCL gathers with copy
+            engines if its communicator has the zero-CTA policy (``NCCL_CTA_POLICY=2``).
         collectives: what to communicate with; by default the mesh's process groups.
         lanes: what orders compute, gathers and reductions; by default the device's streams.
         debug: fill freed storage with NaN, so that a read of it shows, and check after each backward that all ranks
@@ -161,10 +161,10 @@ def engine_of(model: nn.Module) -> Engine:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Passes within are of microbatches that are not the step's last (forward and backward both within).
+    """Run microbatches other than the step's last one in this context (both forward and backward).
 
-    Where gradients add up unsharded they are then left unreduced, until a backward outside. Where they add up in the
-    shard, as in the modes that shard them, every microbatch is reduced all the same: the unsharded buffers are needed.
+    If gradients accumulate unsharded (``replicate`` and ``zero1`` by default), they are not reduced until a backward
+    outside the context. If they accumulate in the shard, every microbatch is still reduced: its buffers are needed.
     """
     executor = engine_of(model).executor
     before, executor.accumulating = executor.accumulating, True
@@ -177,8 +177,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients of a sharded model in place so that their total norm is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` over the model's parameters, which is right too and takes a collective for
-    each parameter where this takes one. Returns the total norm before clipping, a 0-d tensor, the same on all ranks.
+    Same result as ``torch.nn.utils.clip_grad_norm_`` over the model's parameters, with one collective instead of one
+    per parameter. Returns the total norm before clipping, a 0-d tensor, the same on all ranks.
 
     Raises:
         EngineError: the model was not sharded, or ``max_norm`` or ``norm_type`` is not positive.
@@ -193,10 +193,10 @@ def whole_tensors(
 ) -> WholeTensors:
     """An optimizer that needs whole tensors (Muon, Adafactor, Shampoo, ...) for a sharded model.
 
-    Each tensor has one owner among the ranks of the shard axis. In a step the owner gets the whole gradient and the
-    whole parameter, steps them with an optimizer of the class given, unchanged, whose state it alone keeps, and sends
-    every rank its part. It is equal to the bit to that optimizer on an unsharded model. Parameters that are not sharded
-    (``mode="replicate"``, ``ignored``) are stepped on every rank. With ``offload``, steps are taken and state is kept
+    Each tensor has one owner among the ranks of the shard axis. In a step the owner receives the whole gradient and
+    parameter, steps them with the given optimizer class, and sends every rank its part. Only the owner keeps the
+    tensor's state. The result is bit-identical to that optimizer on an unsharded model. Parameters that are not sharded
+    (``mode="replicate"``, ``ignored``) are stepped on every rank. With ``offload``, steps and state are
     on the device that the model computes on.
 
     What an optimizer does to a tensor must depend on that tensor, its gradient and the options of its group alone.
@@ -204,9 +204,9 @@ def whole_tensors(
     Args:
         optimizer: a class of optimizers, such as ``torch.optim.Muon``.
         model: a model that :func:`shard` has sharded.
-        parameters: what to step, parameters of ``model`` or groups of them, as for any optimizer of torch's; by default
-            all that are trained.
-        options: what else the optimizer takes.
+        parameters: parameters of ``model`` or groups of them, as for any torch optimizer; by default
+            all trained parameters.
+        options: other arguments of the optimizer.
 
     Raises:
         EngineError: the model is not sharded, a parameter is not of it or is split by tensor parallelism, or the
@@ -234,7 +234,7 @@ def whole_tensors(
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter's name and full master value, a unit at a time; all ranks must iterate to the end.
 
-    The tensors are the caller's own. A tied parameter comes once, under its first name.
+    The tensors are copies. A tied parameter appears once, under its first name.
     """
     engine = engine_of(model)
     for unit in engine.units:
@@ -291,11 +291,11 @@ def _check_comm_memory(memory: CommMemory, mode: Mode, collectives: Collectives 
         raise SpecError(f"comm_memory: must be one of {', '.join(get_args(CommMemory))}, got {memory!r}")
     if collectives is not None and memory != "default":
         raise SpecError(
-            f"comm_memory: must be 'default' with collectives of your own, got '{memory}'; have their allocate choose"
+            f"comm_memory: must be 'default' with custom collectives, got '{memory}'; override their allocate()"
         )
     if memory in ("group", "symmetric") and mode.storage == mode.gradient_storage == "transient":
         raise UnsupportedError(
-            f"comm_memory: '{memory}' is for slots that last, and mode '{mode.name}' gives each back to torch's "
+            f"comm_memory: '{memory}' needs persistent buffers, but mode '{mode.name}' gives each back to torch's "
             "allocator after use; shard with mode='yafsdp', or use 'default'"
         )
 

@@ -49,11 +49,11 @@ def save(
 
     Collective over all ranks, between steps. ``optimizer`` may be several that share the model's parameters between
     them, such as Muon and AdamW. ``folder`` must be on a file system that all ranks share. Buffers and
-    ``extra`` (what else the run must know to go on, made of what JSON knows) are rank 0's.
+    ``extra`` (any other JSON values that the run needs to resume) come from rank 0.
 
     Raises:
-        CheckpointError: a rank could not write, or something cannot be saved; all ranks raise, and what ``folder``
-            held is still there.
+        CheckpointError: a rank could not write, or something cannot be saved; all ranks raise, and the old checkpoint
+            in ``folder`` stays.
         EngineError: the model is not sharded.
     """
     entries = _together(lambda: _collect(model, optimizer, extra))
@@ -102,10 +102,10 @@ def load(folder: str | Path, model: nn.Module, optimizer: Optimizers = None) -> 
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """On rank 0 what the bare model's ``state_dict()`` would hold, on the CPU; on other ranks an empty dictionary.
+    """The ``state_dict()`` of the unsharded model, on rank 0's CPU; an empty dictionary on other ranks.
 
-    Collective over all ranks, between steps. One unit at a time is gathered, so that other ranks need room for that
-    only. All names of a tied weight hold one tensor, as in the bare model.
+    Collective over all ranks, between steps. It gathers one unit at a time, so other ranks need memory for one unit
+    only. All names of a tied weight refer to one tensor, as in the unsharded model.
 
     Raises:
         EngineError: the model is not sharded.
@@ -187,7 +187,7 @@ def _wanted(saved: Saved, model: nn.Module) -> tuple[dict[str, torch.Tensor], li
         name = key.removeprefix(f"{MODEL}.")
         if name not in known:
             raise CheckpointError(
-                f"checkpoint {saved.folder} holds '{name}', which the model has not ({nearest(name, known)}); "
+                f"checkpoint {saved.folder} holds '{name}', which the model lacks ({nearest(name, known)}); "
                 "build the model that was saved"
             )
     tensors, ties = {}, []

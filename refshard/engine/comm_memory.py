@@ -97,6 +97,6 @@ def _make_symmetric_ready(group: dist.ProcessGroup) -> None:
     except RuntimeError as error:
         said = (str(error) or "nothing").splitlines()[0]
         raise UnsupportedError(
-            f"comm_memory: 'symmetric' needs a torch that was built with NCCL >= 2.27, and this one says: {said}"
+            f"comm_memory: 'symmetric' needs torch built with NCCL >= 2.27, and this one says: {said}"
         ) from None
     dist.barrier(group=group)  # the communicator must be there before memory is registered with it

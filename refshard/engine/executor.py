@@ -159,8 +159,8 @@ class Executor:
         self.abandon_pass()
         if fruitless:
             warnings.warn(
-                "refshard: a backward brought no parameter a gradient; one for inputs alone (torch.autograd.grad, or a "
-                "pipeline schedule that computes gradients of inputs and weights apart) gives sharded parameters none",
+                "refshard: a backward gave no parameter a gradient; torch.autograd.grad, or a pipeline schedule that "
+                "computes input and weight gradients apart, gives sharded parameters none: compute both by backward()",
                 stacklevel=2,
             )
 
@@ -198,7 +198,7 @@ class Executor:
         """
         if unit.computing:
             raise EngineError(
-                f"unit '{unit.name}' is computing, and cannot be resharded; its parameters go when it has ended"
+                f"unit '{unit.name}' is computing, and cannot be resharded; call reshard after its forward or backward"
             )
         if unit.ahead:
             self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
@@ -389,8 +389,8 @@ class Executor:
             return
         which = "training" if kind.training else "evaluation"
         warnings.warn(
-            f"refshard: the order of execution changed ({came} came where step 0 had {due}); nothing is prefetched in "
-            f"{which} from now on",
+            f"refshard: the order of execution changed ({came} came where step 0 had {due}), so nothing is prefetched "
+            f"in {which} from now on; call the modules in the same order in every step",
             stacklevel=2,
         )
         # An evaluation that takes another way (an early exit, say) leaves training's order alone.

@@ -79,7 +79,7 @@ def find_blocks(model: nn.Module, blocks: Sequence[str | type[nn.Module]] | None
     outermost = {n: m for n, m in named.items() if n in wanted and not any(n.startswith(f"{o}.") for o in wanted)}
     if not outermost:
         raise SpecError(
-            "blocks: the model holds no nn.ModuleList; name the modules that become units, by name or class"
+            "blocks: none found (default: members of nn.ModuleLists); give modules that become units, by name or class"
         )
     return outermost
 
@@ -139,7 +139,7 @@ def find_ignored(model: nn.Module, ignored: Sequence[str | nn.Parameter]) -> tup
     for wanted in ignored:
         member = names.get(wanted) if isinstance(wanted, str) else of_parameter.get(wanted)
         if member is None:
-            what = f"'{wanted}'; {nearest(wanted, list(names))}" if isinstance(wanted, str) else "the given one"
+            what = f"'{wanted}'; {nearest(wanted, list(names))}" if isinstance(wanted, str) else "that is this tensor"
             raise SpecError(f"ignored: the model has no parameter {what}")
         found[member.name] = member
     return tuple(found.values())

@@ -308,8 +308,8 @@ class Hooks:
         def begin_backward(_: torch.Tensor) -> None:
             if torch.is_grad_enabled():
                 raise EngineError(
-                    "backward with create_graph=True needs the weights after backward has given them up; "
-                    "gradients of gradients cannot be had of a sharded model"
+                    "backward with create_graph=True needs the weights, which a sharded model frees during backward; "
+                    "compute gradients of gradients on an unsharded model"
                 )
             unit.check_version(version)
             if watched:
@@ -409,7 +409,7 @@ class _Hook:
         """
         raise EngineError(
             "a sharded model cannot be copied or pickled; copy it before refshard.shard, or save it with "
-            "torch.distributed.checkpoint, or what refshard.checkpoint.full_state_dict returns"
+            "refshard.checkpoint.save or torch.distributed.checkpoint"
         )
 
 
@@ -457,6 +457,6 @@ def _refuse_parameters(unit: Unit, outputs: list[torch.Tensor]) -> None:
     storages = {flat.untyped_storage().data_ptr() for flat in unit.slot.flats}
     if any(address(output) in storages for output in outputs if output.numel()):
         raise EngineError(
-            f"unit '{unit.name}' returns a parameter of its own, or a view of it, which lives no longer than the "
-            "unit's forward; return a clone, or name the module around it among the blocks"
+            f"unit '{unit.name}' returns a parameter of its own, or a view of it, which is freed after the "
+            "unit's forward; return a clone, or make the module around it a block"
         )

@@ -204,7 +204,7 @@ class UnreducedPart(LocalPart):
             part = next(p for p in _flat(args) if isinstance(p, UnreducedPart))
             raise EngineError(
                 f"{func._schema.name.removeprefix('aten::')} of the gradient of {part._whole.label}, which is not "
-                "reduced over ranks yet; leave no_sync first, or clear it"
+                "reduced over ranks yet; run a backward outside no_sync first, or clear it"
             )
         for gradient in _flat(args):
             if isinstance(gradient, UnreducedPart):

@@ -80,8 +80,8 @@ def check_parameters(group: UnitGroup) -> None:
         kind, dtype = type(member.parameter), member.parameter.dtype
         if kind is not nn.Parameter and not isinstance(member.parameter, DTensor):
             raise EngineError(
-                f"parameter '{member.name}' is a {kind.__name__}, a subclass whose class and operators flattening "
-                "would lose; shard the model before it is converted, or with plain parameters"
+                f"parameter '{member.name}' must be a plain nn.Parameter, got {kind.__name__}: flattening would drop "
+                "the subclass; shard the model before converting it"
             )
         if dtype not in COMMUNICATED:
             raise EngineError(
@@ -227,8 +227,8 @@ def _put_in_place(member: Member, sharded: nn.Parameter, rescale: float) -> nn.P
             torch.utils.swap_tensors(parameter, sharded)
         except RuntimeError as error:
             raise EngineError(
-                f"parameter '{member.name}' cannot be put in place: a weak reference to it exists, or a graph that it "
-                "is part of (an output that was kept, torch.nn.utils.weight_norm); let go of those, use "
+                f"parameter '{member.name}' cannot be put in place: a weak reference to it exists, or a live graph "
+                "(a kept output, torch.nn.utils.weight_norm); delete those, use "
                 f"torch.nn.utils.parametrizations, or shard before the first forward ({error})"
             ) from error
         kept = parameter

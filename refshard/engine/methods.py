@@ -11,9 +11,9 @@ from refshard.errors import EngineError, SpecError, nearest
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Treat each call of the method ``name`` of ``module``, a part of a sharded model, as a forward of that module.
 
-    For a method that reads its module's own weights, which are local parts outside of forward. A method that only calls
-    modules does not need it. If ``module`` lies within a block, its whole block is gathered. A call from within the
-    block's forward, or from another registered method, is a plain call.
+    Use it for a method that reads its module's own weights: outside of forward they are local parts. A method that only
+    calls modules does not need it. If ``module`` is inside a block, the whole block is gathered. Calls from the
+    block's forward, or from another registered method, are not affected.
 
     Raises:
         EngineError: ``module`` is no part of a sharded model, or the method is a generator or a coroutine.
@@ -26,7 +26,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise SpecError(f"register_forward_method: {kind} has no method '{name}'; {nearest(name, known)}")
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise EngineError(
-            f"method '{name}' of {kind} is a generator or a coroutine, whose code runs after the call has ended; "
+            f"method '{name}' of {kind} is a generator or a coroutine, which runs after the call has returned; "
             "register a method that returns tensors"
         )
     setattr(module, name, hooks.as_forward(module, method))

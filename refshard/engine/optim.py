@@ -98,8 +98,8 @@ class _Elements(nn.Parameter):
 def local_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """This rank's elements of each parameter of a sharded model as a plain 1-D parameter over the same memory.
 
-    For elementwise optimizers that take plain tensors only, such as those of bitsandbytes and torchao: they may count
-    elements and cut them into blocks, and have state of other shapes, which :mod:`refshard.checkpoint` cannot save.
+    Use it for elementwise optimizers that only take plain tensors, such as those of bitsandbytes and torchao.
+    :mod:`refshard.checkpoint` cannot save optimizer state that has other shapes than the parameters, such as blocks.
     A parameter that is not sharded is returned as it is.
     """
     made: list[nn.Parameter] = []
@@ -192,8 +192,8 @@ def _check_own(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if hasattr(parameter, UNSHARDED_IN):
                 raise EngineError(
-                    f"{type(optimizer).__name__} was built while unit '{getattr(parameter, UNSHARDED_IN)}' showed the "
-                    "parameters that it computes with, in a forward or after one that was interrupted; build it "
+                    f"{type(optimizer).__name__} was built over the gathered parameters of unit "
+                    f"'{getattr(parameter, UNSHARDED_IN)}', during a forward or after an interrupted one; build it "
                     "between steps, when model.parameters() yields this rank's parts"
                 )
 
@@ -204,9 +204,9 @@ def _check_answered(optimizer: torch.optim.Optimizer) -> None:
     for forwards in {getattr(p, _MARK) for p in _watched(optimizer)}:
         if (found := forwards()) is not None and found.unanswered:
             raise EngineError(
-                f"{type(optimizer).__name__} finds no gradient, and none has come to the sharded model since its last "
-                "forward: backward(inputs=...) and torch.autograd.grad do not know the parameters that it computed "
-                "with; call backward() without inputs, or run what is not trained under torch.no_grad()"
+                f"{type(optimizer).__name__} found no gradients since the sharded model's last forward: "
+                "backward(inputs=...) and torch.autograd.grad do not reach sharded parameters; call backward() without "
+                "inputs, or run forwards that are not trained under torch.no_grad()"
             )
 
 

@@ -87,13 +87,13 @@ def _part_of_parameter(
         for parameter, where in {**dict.fromkeys(optimizer.state, "state"), **held}.items():
             if parameter not in part_of:
                 raise CheckpointError(
-                    f"{kind_of(optimizer)}: {where} holds a parameter that is none of the sharded model's; build the "
+                    f"{kind_of(optimizer)}: {where} holds a parameter that is not the sharded model's; build the "
                     "optimizer over model.parameters() after refshard.shard"
                 )
             if seen.setdefault(parameter, optimizer) is not optimizer:
                 raise CheckpointError(
                     f"{kind_of(seen[parameter])} and {kind_of(optimizer)} both hold parameter "
-                    f"'{part_of[parameter].name}', whose state has one place in a checkpoint; give it to one of them"
+                    f"'{part_of[parameter].name}', but a checkpoint has one state per parameter; give it to one of them"
                 )
     return part_of
 
@@ -164,7 +164,7 @@ def plan_restore(
     """
     if not groups:
         raise CheckpointError(
-            "the checkpoint holds no optimizer state; load with optimizer=None, and let the optimizer start afresh"
+            "the checkpoint holds no optimizer state; load with optimizer=None to start with a fresh optimizer"
         )
     part_of = _part_of_parameter(optimizers, parts)
     matched = iter(_match_groups(optimizers, part_of, _nest_groups(metadata, groups), kinds))
@@ -176,7 +176,7 @@ def plan_restore(
     for key, name, attribute in _saved_state(metadata):
         if name not in known or known[name].name not in holder:
             raise CheckpointError(
-                f"the checkpoint holds '{attribute}' of parameter '{name}', which is in no group; it is damaged"
+                f"the checkpoint holds '{attribute}' of parameter '{name}', which is in no group; load another one"
             )
         part, entry = known[name], metadata.state_dict_metadata[key]
         one = holder[part.name]
@@ -301,6 +301,6 @@ def _one_setting(index: int, sources: Mapping[int, str], saved: Sequence[dict[st
                 first = next(iter(sources.values()))
                 raise CheckpointError(
                     f"the checkpoint was saved with {key} = {settings[0].get(key)} for parameter '{first}' and {value} "
-                    f"for '{name}', which group {index} of the optimizer joins; group them as they were saved"
+                    f"for '{name}', but group {index} of the optimizer has both; group them as they were saved"
                 )
     return settings[0] if settings else {}

@@ -80,8 +80,8 @@ def _seen(key: str, told: Any, member: Owned, own: Any, collectives: Collectives
     if isinstance(told, _Unknown):
         assert member.whole is not None
         raise EngineError(
-            f"the optimizer's state '{key}' of {member.whole.label} is a {told.kind} of tensors, which cannot be put "
-            "together from its owner; keep each tensor under a key of its own"
+            f"the optimizer's state '{key}' of {member.whole.label} is a {told.kind} of tensors, which cannot be "
+            "gathered from its owner; store each tensor under its own key"
         )
     if not isinstance(told, _Tensor):
         return told if own is None else own

@@ -45,7 +45,7 @@ def members_of(groups: Sequence[Group], places: Sequence[Place]) -> list[Flat]:
     if unknown:
         shape = tuple(next(p for p in group_of if p in unknown).shape)
         raise EngineError(
-            f"whole_tensors: a parameter of shape {shape} is none of the sharded model's; give parameters of "
+            f"whole_tensors: a parameter of shape {shape} is not the sharded model's; give parameters of "
             "model.parameters(), taken after refshard.shard and between steps"
         )
     flats = []

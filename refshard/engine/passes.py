@@ -167,7 +167,7 @@ class OnDemand(Pass):
     def _check_free(self, unit: Unit, other: Unit) -> None:
         if other.computing:
             raise EngineError(
-                f"unit '{unit.name}' needs the slot that unit '{other.name}' still holds: when the order was observed "
-                "one ended before the other began, and now they ran nested in each other; shard with mode='fsdp', or "
+                f"unit '{unit.name}' needs the slot that unit '{other.name}' still holds: in step 0 one ended before "
+                "the other began, but now they run nested in each other; shard with mode='fsdp', or "
                 "make them one block"
             )

@@ -10,15 +10,15 @@ from refshard.errors import SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Mixed precision, as data.
+    """The dtypes of mixed precision.
 
-    ``parameters`` is the dtype that forward and backward see and that is gathered; None keeps the model's own, and then
-    nothing is cast. ``reduction`` is the dtype in which gradients are summed over ranks (and over microbatches, where
-    they add up unsharded); None takes the masters'. The masters that the optimizer updates, and their gradients, keep
-    the dtype that the model had when it was sharded: fp32 as a rule.
+    ``parameters`` is the dtype that is gathered and that forward and backward compute in; None keeps the model's own,
+    without casts. ``reduction`` is the dtype in which gradients are summed over ranks (and over microbatches, if they
+    accumulate unsharded); None uses the masters' dtype. The masters that the optimizer updates, and their gradients,
+    keep the model's dtype from before sharding, usually fp32.
 
     ``output`` is the dtype that floating-point outputs of the model's own forward are cast to; None leaves them as they
-    are. Without ``cast_inputs``, what units are given is not cast to the dtype that they compute in.
+    are. With ``cast_inputs=False``, inputs of units are not cast to the dtype that they compute in.
 
     Frozen parameters have no master; only their cast is kept.
 

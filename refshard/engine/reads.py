@@ -46,7 +46,7 @@ def watched_reads(unit: Unit, on_read: Callable[[], None]) -> saved_tensors_hook
             return outer[1](saved.kept)
         if saved.kept._version != saved.version:
             what = f"a weight of unit '{unit.name}'" if saved.weight else f"a tensor that unit '{unit.name}' saved"
-            raise EngineError(f"{what} was changed between forward and backward, which needs it as it was")
+            raise EngineError(f"{what} was changed between forward and backward; change it after backward")
         return saved.kept
 
     return saved_tensors_hooks(pack, unpack)

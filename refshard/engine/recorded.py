@@ -57,7 +57,7 @@ def check_alike(name: str, part: torch.Tensor, whole: Whole) -> None:
     if digest and not whole.collectives.agree(digest):
         raise EngineError(
             f"{name} of a tensor computed from {whole.label} with numbers or plain tensors that differ between ranks: "
-            f"each rank would apply its own to the elements that it holds (here {whole.held}) only; compute from "
+            f"each rank would apply its own values to its part (here {whole.held}); compute from "
             "full_tensor() instead"
         )
 

@@ -44,6 +44,6 @@ def _refuse_module(module: nn.Module, name: str, submodule: nn.Module | None) ->
 
 def _refused(what: str, module: nn.Module) -> EngineError:
     return EngineError(
-        f"{what} is put into a {type(module).__name__} of a model that is sharded already, and the engine would not "
-        "know of it; replace, prune, parametrize and adapt modules before refshard.shard"
+        f"{what} is put into a {type(module).__name__} of a sharded model, where the engine cannot shard "
+        "it; replace, prune, parametrize or adapt modules before refshard.shard"
     )

@@ -400,8 +400,8 @@ class Unit:
             written = next(p.layout.name for p in self.parameters if p.unsharded._version != number)
             self._set_versions()
             raise EngineError(
-                f"parameter '{written}' was written to in place while unit '{self.name}' computed; the next gather "
-                "would undo it: write to it between steps, under torch.no_grad(), where it is this rank's part"
+                f"parameter '{written}' was written to in place while unit '{self.name}' computed, and the next gather "
+                "would undo it; write to it between steps, under torch.no_grad()"
             )
 
     def doubt(self) -> None:

@@ -72,8 +72,8 @@ class WholeTensors(torch.optim.Optimizer):
         """
         if self._complete:
             raise EngineError(
-                f"whole_tensors({self.made.__name__}): a parameter group cannot be added, since each tensor has its "
-                "owner already; build the optimizer anew, over all groups"
+                f"whole_tensors({self.made.__name__}): a parameter group cannot be added, because tensors are "
+                "assigned to ranks when it is built; rebuild it over all groups"
             )
         super().add_param_group(param_group)
 
@@ -222,8 +222,8 @@ class _Bucket:
         self._inner.step()
         if self._first and _issued() != issued:
             raise EngineError(
-                f"whole_tensors: {outer.made.__name__} communicates in a step, as if every rank stepped all tensors; "
-                "use its form for one device"
+                f"whole_tensors: {outer.made.__name__} communicates in a step, but each rank steps only its tensors; "
+                "use its single-device version"
             )
         self._first = False
         for member in present:
@@ -237,7 +237,7 @@ def _check_unchanged(outer: WholeTensors, group: Group, ours: Group) -> None:
         if value is not ours.get(key):
             raise EngineError(
                 f"whole_tensors: {outer.made.__name__} changes '{key}' of its parameter groups in a step (from "
-                f"{ours.get(key)} to {value}), where each owner would have its own; use one that keeps state by tensor"
+                f"{ours.get(key)} to {value}), so ranks would diverge; use an optimizer with per-tensor state"
             )
 
 

@@ -352,6 +352,6 @@ def _snapshot(ext: ModuleType) -> list[dict[str, Any]]:
 
 def _refuse(what: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"the fake CUDA device has no {what}")
+        raise NotImplementedError(f"the fake CUDA device does not support {what}")
 
     return refuse

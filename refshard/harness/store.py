@@ -174,8 +174,7 @@ def _check_digests(path: Path, lines: list[bytes], records: list[Record]) -> Non
     for number, (line, record) in enumerate(zip(lines, records), start=1):
         if isinstance(record, EndRecord) and record.sha256 and record.sha256 != digest.hexdigest():
             raise StoreError(
-                f"{path}:{number}: SHA-256 of the lines before this closing record does not match; "
-                "restore the file"
+                f"{path}:{number}: SHA-256 of the lines before this closing record does not match; restore the file"
             )
         digest.update(line + b"\n")
 

@@ -93,7 +93,7 @@ def find_mode(name: str, accumulation: Accumulation | None = None) -> Mode:
         raise SpecError(f"accumulation: must be 'shard' or 'unsharded', got {accumulation!r}")
     if mode.gradient_storage == "ring":
         raise SpecError(
-            f"accumulation: mode '{name}' keeps gradients in a ring, whose slots the next units need; reduce every "
+            f"accumulation: mode '{name}' reuses its gradient buffers within a backward; reduce every "
             "microbatch (accumulation='shard'), or shard with mode='fsdp'"
         )
     return msgspec.structs.replace(mode, gradients="replicate", gradient_storage="persistent")

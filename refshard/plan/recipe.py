@@ -113,6 +113,6 @@ def find_recipe(name: str) -> Recipe:
 def no_closed_form(name: str) -> str:
     """What to do about a strategy without a recipe, in words."""
     return (
-        f"'{name}' has no closed form to plan or simulate it by; dry-run it: `refshard dryrun` your script, or "
+        f"'{name}' cannot be planned or simulated (no closed form); dry-run it: `refshard dryrun` your script, or "
         '`refshard run` a suite with fidelity = "dryrun"'
     )

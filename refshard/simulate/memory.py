@@ -174,7 +174,7 @@ def _warnings(job: RankJob) -> tuple[str, ...]:
     if job.device == "cuda" and job.batch.dtype == "fp32":
         warnings.append("attention in fp32 is counted as CUDA's flash kernel, which takes bf16 only")
     if job.batch.compiled:
-        warnings.append("compiled blocks are counted as eager ones, which keep more")
+        warnings.append("compiled blocks are counted as eager ones, which keep more activations")
     return tuple(warnings)
 
 

@@ -87,4 +87,4 @@ def _comparison(log_ratio: float, half: float, launches: int, left_out: int | No
 def _unpaired(launches: int) -> tuple[str, ...]:
     if not launches:
         return ()
-    return (f"{launches} {'launch' if launches == 1 else 'launches'} left out, without a partner in its round",)
+    return (f"{launches} {'launch' if launches == 1 else 'launches'} left out: no partner in the same round",)

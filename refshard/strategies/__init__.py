@@ -62,7 +62,7 @@ def check_case(case: CaseSpec, *, cuda: bool) -> None:
         raise UnsupportedError(f"{case.strategy} {why}")
     if lacking := row.lacking(case):
         raise UnsupportedError(
-            f"refshard's row of {case.strategy} does not cover {lacking}; see refshard list strategies"
+            f"refshard does not support {case.strategy} with {lacking}; see refshard list strategies"
         )
     if why := not_with_own(case):
         raise UnsupportedError(why)

@@ -39,7 +39,7 @@ def check_method(method: str) -> None:
     """
     if not hasattr(FSDPModule, method):
         raise UnsupportedError(
-            f"FSDP2 must have {method}, which torch 2.13 has, got torch {torch.__version__}; install torch >= 2.13"
+            f"FSDP2's {method} needs torch >= 2.13, got torch {torch.__version__}; install torch >= 2.13"
         )
 
 

@@ -36,7 +36,7 @@ def muon_over_dtensors(matrices: Sequence[nn.Parameter], **options: Any) -> torc
     for matrix in matrices:
         assert isinstance(matrix, DTensor)
         if (device := matrix.to_local().device.type) != (meshs := matrix.device_mesh.device_type):
-            raise UnsupportedError(f"torch's Muon over DTensors on {device}, whose collectives are for {meshs}")
+            raise UnsupportedError(f"torch's Muon needs DTensors on the mesh's device ({meshs}), got {device}")
     try:
         _issued(matrices, options)
     except RuntimeError as error:

@@ -43,7 +43,7 @@ def warn_of_absent_owners(muon: WholeTensors, units: Sequence[Unit], case: CaseS
     if own < busiest:
         warnings.warn(
             f"refshard: Muon's work on rank {rank} is {100 * own / busiest:.0f} % of what the ranks wait for, summed "
-            "over buckets; other ranks do not run here, so the step time lacks the rest of it",
+            "over buckets; the other ranks do not run here, so the step time is too low by the rest",
             stacklevel=1,
         )
 

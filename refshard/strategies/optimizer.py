@@ -45,15 +45,15 @@ def _adamw(trained: Sequence[nn.Parameter], case: CaseSpec) -> torch.optim.Optim
 def _adamw_8bit(trained: Sequence[nn.Parameter], case: CaseSpec) -> torch.optim.Optimizer:
     if any(isinstance(p, DTensor) and p.dtype == torch.bfloat16 and _has_8_bits(p) for p in trained):
         raise UnsupportedError(
-            "torchao's AdamW8bit cannot take bf16 DTensors whose state it quantises; it says: RuntimeError: expected "
+            "torchao's AdamW8bit does not support bf16 DTensors with quantised state: RuntimeError: expected "
             "dtype torch.bfloat16 for `end`, but got dtype torch.float32"
         )
     whole = sum(_local(p).numel() for p in trained if not _has_8_bits(p))
     if whole:
         part = whole / sum(_local(p).numel() for p in trained)
         warnings.warn(
-            f"refshard: AdamW's state of {100 * part:.0f} % of the elements on a rank is in fp32, not in 8 bits: "
-            "torchao quantises what a rank has of a parameter if that is 4,096 elements or more, and a multiple of 256",
+            f"refshard: AdamW's state is fp32, not 8-bit, for {100 * part:.0f} % of this rank's elements: torchao only "
+            "quantises parameters with at least 4,096 elements on a rank, and a multiple of 256",
             stacklevel=1,
         )
     given = [{"params": local_parameters(group["params"])} for group in _groups(trained)]

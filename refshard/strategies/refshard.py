@@ -42,7 +42,7 @@ class Refshard(Strategy):
         self._gloo = library_of(world.group, world.device) == "gloo"
         if world.tensor is not None:
             if world.case.optimizer == "muon":
-                raise UnsupportedError("the engine brings Muon whole matrices, but none that tensor parallelism splits")
+                raise UnsupportedError("the engine does not support Muon on matrices split by tensor parallelism")
             split(cast(Llama, model), world.tensor)
         precision = Precision(parameters=world.computed) if world.mixed else None
         shard(

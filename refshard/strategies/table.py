@@ -80,17 +80,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def not_dry_run(case: CaseSpec) -> str:
     """Why a case cannot be dry-run, though it could be measured on GPUs, in words; empty if it can."""
     if ROWS[case.strategy].compiles:
-        return "compiled cases are not dry-run: torch.compile makes kernels for a GPU that is there"
+        return "compiled cases are not dry-run: torch.compile's kernels need a real GPU"
     if case.optimizer == "adamw-8bit":
-        return "adamw-8bit is not dry-run: torchao compiles its step for a GPU that is there"
+        return "adamw-8bit is not dry-run: torchao compiles its step, which needs a real GPU"
     if case.offload:
-        return "offload is not dry-run: the host would compute the optimizer's step, which nothing here times"
+        return "offload is not dry-run: the optimizer steps on the host, which a dry run does not time"
     if case.comm_memory == "group":
-        return "comm_memory 'group' is not dry-run: NCCL allocates it, in a pool that the simulated allocator lacks"
+        return "comm_memory 'group' is not dry-run: NCCL allocates it, in a pool that is not simulated"
     if case.comm_memory == "symmetric":
         return (
             "comm_memory 'symmetric' is not dry-run: its copy engines leave the GPU's multiprocessors to compute, and "
-            "no profile says how fast both then are"
+            "no hardware profile gives speeds for that"
         )
     return ""
 
@@ -106,7 +106,7 @@ def not_with_own(case: CaseSpec) -> str:
         "checkpointing": case.checkpointing == "selective",
     }
     if field := next((name for name, asked_for in of_llama.items() if asked_for), None):
-        return f"{field} {getattr(case, field)!r} needs the names of a Llama's modules, and '{case.model}' is a factory"
+        return f"{field} = {getattr(case, field)!r} needs one of refshard's Llamas, got the factory '{case.model}'"
     return ""
 
 
@@ -145,14 +145,12 @@ def asked(case: CaseSpec) -> frozenset[Axis]:
 
 
 FLAT: dict[Axis, str] = {"muon": "each rank steps a 1-D part of a flattened matrix, and Muon needs matrices"}
-UNEVEN: dict[Axis, str] = {
-    "muon": "ranks hold uneven parts of a matrix, and torch's operators on DTensors count on even ones"
-}
+UNEVEN: dict[Axis, str] = {"muon": "ranks have uneven parts of a matrix, and torch's DTensor operators need even ones"}
 ONE: dict[Axis, str] = {"muon": "it takes one optimizer, and torch's Muon takes matrices alone"}
 
 ROWS: dict[str, Row] = {
     "single": Row(
-        module="single", class_name="Single", about="one unsharded rank, which all others are held against",
+        module="single", class_name="Single", about="one unsharded rank, the reference for all others",
         axes=ANY | OWN,
         by_block=False,
     ),
@@ -207,11 +205,11 @@ ROWS: dict[str, Row] = {
             axes=frozenset({"inference", "microbatches", "checkpointing", "bf16", "muon"}),
         )
         for name, about, knobs in (
-            ("simplefsdp", "torch.compile of DTensors that are gathered where used (SimpleFSDP)", {}),
-            ("simplefsdp-bucket", "... its collectives merged", {"bucketing": "automatic"}),
-            ("simplefsdp-bucket-reorder", "... and started early, where a model takes several of 2000 MiB",
+            ("simplefsdp", "SimpleFSDP: DTensors gathered where used, under torch.compile", {}),
+            ("simplefsdp-bucket", "... collectives bucketed", {"bucketing": "automatic"}),
+            ("simplefsdp-bucket-reorder", "... and reordered (no effect below two buckets of 2000 MiB)",
              {"bucketing": "automatic", "reorder": True}),
-            ("simplefsdp-by-block", "... merged by blocks, each a block early", {"bucketing": "by-block"}),
+            ("simplefsdp-by-block", "... bucketed by block, each one block early", {"bucketing": "by-block"}),
         )
     },
     **{

@@ -101,7 +101,7 @@ def _check_ranks(identities: Sequence[Identity]) -> None:
         if rank is not None and rank in seen:
             raise TraceError(
                 f"--job takes each rank once, but {seen[rank]} and {one.path} are both rank {rank}; leave one out, or "
-                "leave --job away to analyse them as jobs of their own"
+                "omit --job to analyse them as separate jobs"
             )
         if rank is not None:
             seen[rank] = one.path

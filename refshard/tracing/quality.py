@@ -15,13 +15,13 @@ from refshard.tracing.steps import left_out
 _LAUNCHES_KERNEL = re.compile(r"LaunchKernel|GraphLaunch|LaunchCooperativeKernel")
 _NOTABLE_OVERHEAD = 0.01
 _SKIPPED = {
-    "not_numbers": "{} times NaN or infinity stands where a number should; read as null",
+    "not_numbers": "{} numbers are NaN or infinity; read as null",
     "without_times": "{} events have no usable time or duration and are left out",
     "negative_durations": "{} events end before they start and are left out",
-    "unusable_events": "{} events are not as the format has them and are left out",
-    "begin_and_end_pairs": "{} events are written as begin and end, which Kineto does not do, and are left out",
-    "unusable_metadata": "what the file says of itself is not as the format has it; read as absent",
-    "unusable_arguments": "{} arguments of events are not as the format has them; read as absent",
+    "unusable_events": "{} events are malformed and are left out",
+    "begin_and_end_pairs": "{} begin/end events, which Kineto does not write, are left out",
+    "unusable_metadata": "the file's metadata is malformed; read as absent",
+    "unusable_arguments": "{} event arguments are malformed; read as absent",
 }
 
 
@@ -78,7 +78,7 @@ def _collectives(timeline: Timeline) -> Iterator[TraceWarning]:
     if unseen := sum(one.start is None for one in timeline.collectives):
         yield TraceWarning(
             code="collectives_without_execution",
-            message=f"{unseen} collectives were announced and nothing ran for them: dropped, or after the trace's end",
+            message=f"{unseen} collectives were issued but did not run in the trace: dropped, or after its end",
             count=unseen,
         )
 
@@ -119,9 +119,9 @@ def _dropped(trace: TraceFile) -> Iterator[TraceWarning]:
     times, lost = host.starts[calls], ~seen
     first, last = times[seen].min(), times[seen].max()
     for code, where, rows in (
-        ("kernels_dropped_at_start", "before the first kernel of the trace: the session's start missed them",
+        ("kernels_dropped_at_start", "before the first kernel of the trace: the profiler started too late for them",
          lost & (times < first)),
-        ("kernels_dropped", "in the midst of the trace: the recorder's buffers lost them, and figures are too low",
+        ("kernels_dropped", "in the middle of the trace: the profiler dropped them, so figures are too low",
          lost & (times >= first) & (times <= last)),
         ("kernels_cut_off", "after the last one of the trace: the trace ended before they ran", lost & (times > last)),
     ):  # fmt: skip
@@ -141,8 +141,8 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
     if count:
         yield TraceWarning(
             code="overlap_on_stream",
-            message=f"{count} events begin before the one before them on their stream has ended, "
-            f"{format_ns(overlap)} in all: programmatic dependent launch, or the recorder's error",
+            message=f"{count} events start before the previous one on their stream ends, "
+            f"{format_ns(overlap)} in all: programmatic dependent launch, or a profiler error",
             count=count,
             ns=overlap,
         )
@@ -166,7 +166,7 @@ def _steps(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
         )
     if renumbered:
         yield TraceWarning(
-            code="steps_repeat", message="step numbers come twice; steps are numbered from 0 in order of time"
+            code="steps_repeat", message="step numbers repeat; steps are renumbered from 0 in order of time"
         )
     lived = {window.step for window in timeline.windows}
     if empty := [window.step for window in timeline.host_windows if window.step not in lived]:
@@ -205,7 +205,7 @@ def _perturbation(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
     if trace.metadata.get("with_stack"):
         yield TraceWarning(
             code="recorded_with_stacks",
-            message="recorded with_stack=True, which slows the host: idle time that is bound by the host is overstated",
+            message="recorded with with_stack=True, which slows the host: host-bound idle time is overstated",
         )
 
 

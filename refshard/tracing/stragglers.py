@@ -97,8 +97,8 @@ def _common(key: Key, of_rank: dict[int, list[CollectiveFigures]]) -> tuple[int,
         return common, None
     return common, TraceWarning(
         code="collectives_differ",
-        message=f"the ranks' collectives in {_group(key)} differ from number {common} on: are the traces of the same "
-        "steps? Waits are told of those before",
+        message=f"the ranks' collectives in {_group(key)} differ from number {common} on; waits are counted up to "
+        "there. Check that the traces are of the same steps",
         count=longest - common,
     )
 

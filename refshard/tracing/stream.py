@@ -117,7 +117,7 @@ class EventStream(Generic[T]):
         if self._packed and self.size > limit:
             raise TraceError(
                 f"{self._path}: {format_bytes(self._compressed_size)} of gzip expand to more than "
-                f"{format_bytes(limit)}, as no trace does; if it is one, decompress it yourself and analyse that"
+                f"{format_bytes(limit)}, too much for a trace; if it is a trace, decompress it first"
             )
         return found
 

@@ -93,7 +93,7 @@ def test_calculated_times_have_a_ratio_and_no_interval(tmp_path: Path) -> None:
 
 def test_a_strategy_that_is_alone_has_nothing_to_be_compared_with(folder: Path) -> None:
     found = compare("single", [], folder)
-    assert text(found) == "Nothing to compare: no other case ended ok with as many ranks as one of single."
+    assert text(found) == "Nothing to compare: no other case with the same number of ranks as single ended ok."
     assert as_json(found)["cases"] == as_csv(found) == []
 
 
@@ -140,7 +140,7 @@ def test_runs_of_machines_that_differ_say_in_what_and_compare_no_times(tmp_path:
 
 def test_runs_without_a_common_case_say_so(tmp_path: Path) -> None:
     found = compare(*two(tmp_path, run(CASES[:1], failed=False), run(CASES[1:2], failed=False)), None)
-    assert verdict(found) == ["No case is in made too, so there is nothing to compare."]
+    assert verdict(found) == ["Nothing to compare: no case is also in made."]
     assert (tables(found), as_csv(found)) == ([], [])
 
 

@@ -82,7 +82,7 @@ def test_every_command_that_takes_a_run_suggests_the_nearest(runs: Path, words: 
 
 
 def test_a_folder_of_runs_where_one_is_needed_names_some(runs: Path) -> None:
-    with pytest.raises(StoreError, match=r"holds no run itself, but folders of runs; name one of them: .* \(of 4\)"):
+    with pytest.raises(StoreError, match=r"is not a run but contains runs; name one of them: .* \(of 4\)"):
         find_run(runs)
 
 

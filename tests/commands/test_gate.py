@@ -163,7 +163,7 @@ def test_noise_is_measured_kept_and_told(tmp_path: Path) -> None:
     assert (both["launches"], more["rounds"]) == (48, 24)
     twice = refshard(tmp_path, *aa, "--from", recorded, "--from", recorded)
     assert (twice.returncode, twice.stdout) == (2, "")
-    assert "a folder is named twice" in twice.stderr
+    assert "a folder is given twice" in twice.stderr
     few = refshard(tmp_path, *aa, "--launches", "2")
     assert few.returncode == 2
     assert "launches must be >= 24, got 2: a gate needs 12 rounds" in few.stderr
@@ -184,7 +184,7 @@ def test_what_cannot_be_meant_is_refused(asked: dict[str, Any], message: str) ->
 
 @pytest.mark.parametrize("given", ["ddp", "ddp,ddp", "a,b,c"])
 def test_strategies_are_two(given: str) -> None:
-    with pytest.raises(SpecError, match="strategies must be two"):
+    with pytest.raises(SpecError, match="strategies must be BASELINE,CANDIDATE"):
         two_strategies(given)
 
 
@@ -193,7 +193,7 @@ def test_without_a_baseline_nothing_is_launched_and_the_status_is_4(tmp_path: Pa
     suite = write_suite(tmp_path, "ddp", ranks=2)
     found, status = held(suite, tmp_path / "none", tmp_path)
     assert status == 4
-    assert "nothing was accepted for this suite" in found["mismatch"]
+    assert "no baseline for this suite" in found["mismatch"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -204,7 +204,9 @@ def test_a_baseline_of_another_machine_serves_for_what_no_machine_changes(tmp_pa
     asked = Asked(suite="fake", baselines=tmp_path / "baselines")
     found = find_accepted(asked, suite, ENVIRONMENT)
     assert isinstance(found, str)
-    assert "nothing was accepted for this machine (e); of f, cpu was other and is c; `refshard run fake` here" in found
+    assert (
+        "no baseline for this machine (e); the closest is f: cpu was other and is c; `refshard run fake` here" in found
+    )
     found = find_accepted(replace(asked, portable=True), suite, ENVIRONMENT)
     assert isinstance(found, Baseline)
     assert found.fingerprint == "f"

@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_left_out_and_told(
 
 
 def test_no_such_metric_and_no_run_are_one_line(runs: Path, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="metric: none is called 'step_time'; did you mean 'step_time_s'"):
+    with pytest.raises(SpecError, match="metric: unknown 'step_time'; did you mean 'step_time_s'"):
         history(runs, metric="step_time", suite=None)
     with pytest.raises(SpecError, match="no run there has a case with step_time_s"):
         history(tmp_path, metric="step_time_s", suite=None)

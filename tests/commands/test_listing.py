@@ -120,7 +120,7 @@ def test_models_have_parameters_and_shape_smallest_first() -> None:
 
 def test_clusters_have_their_gpus_and_links() -> None:
     (dgx,) = (row for row in rows(tables(listing.listing("clusters"))[0]) if row["cluster"] == "dgx-h100")
-    assert dgx["GPUs of a node"].startswith("8 x NVIDIA H100")
+    assert dgx["GPUs per node"].startswith("8 x NVIDIA H100")
     assert dgx["collectives"] == "nccl"
 
 
@@ -136,5 +136,5 @@ def test_suites_have_a_line_each_and_how_long_they_take() -> None:
 
 
 def test_a_kind_that_does_not_exist_suggests_the_nearest() -> None:
-    with pytest.raises(SpecError, match="list: nothing is called 'model'; did you mean 'models'"):
+    with pytest.raises(SpecError, match="list: unknown 'model'; did you mean 'models'"):
         listing.listing("model")

@@ -244,7 +244,7 @@ class TestDryRun:
         words = ["run", "--strategy", "ddp", "--world-size", "4096", "--set", "device=cuda", "--dry-run"]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
-        told = "2 launches; the time of 2 is not known, since no launch like them is recorded."
+        told = "2 launches; duration unknown for 2: no similar launch is recorded."
         assert done.stdout.splitlines()[-1] == told
         found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
         assert found["expected_s"] is None

@@ -81,7 +81,7 @@ def test_an_extra_operator_is_told_with_its_place(tmp_path: Path) -> None:
 def test_a_candidate_that_fails_in_rounds_has_regressed(tmp_path: Path) -> None:
     found = compared(tmp_path, Side_(), Side_(dies_in=range(3, 5)))
     assert found[YAFSDP].verdict == "regressed"
-    assert found[YAFSDP].trouble == "in 2 of 6 rounds the candidate ended failed: rank 0: ValueError: no"
+    assert found[YAFSDP].trouble == "in 2 of 6 rounds the candidate ended in state failed: rank 0: ValueError: no"
 
 
 def test_rounds_that_fail_on_both_sides_are_inconclusive(tmp_path: Path) -> None:

@@ -69,7 +69,9 @@ def test_each_strategy_comes_once_and_one_without_a_closed_form_is_told() -> Non
     told = as_json(plan(asked(strategies="refshard-yafsdp, yafsdp,ddp,ddp")))
     assert sorted(row["strategy"] for row in told["strategies"]) == ["ddp", "refshard-yafsdp"]
     assert told["unplanned"] == ["yafsdp"]
-    assert told["warnings"][0].startswith("Not planned: 'yafsdp' has no closed form to plan or simulate it by; dry-run")
+    assert told["warnings"][0].startswith(
+        "Not planned: 'yafsdp' cannot be planned or simulated (no closed form); dry-run"
+    )
 
 
 def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
@@ -120,12 +122,12 @@ def test_the_status_says_whether_anything_fits() -> None:
         ({"strategies": "ddp,refshard-yafspd"}, "no strategy 'refshard-yafspd'; did you mean 'refshard-yafsdp'"),
         (
             {"strategies": "yafsdp"},
-            "'yafsdp' has no closed form to plan or simulate it by; dry-run it: `refshard dryrun`",
+            "'yafsdp' cannot be planned or simulated (no closed form); dry-run it: `refshard dryrun`",
         ),
-        ({"strategies": " , "}, "none is named in ' , '"),
+        ({"strategies": " , "}, "no name in ' , '"),
         ({"seq_len": 0}, "seq_len must be >= 1, got 0"),
         ({"microbatch": -1}, "microbatch must be >= 1, got -1"),
-        ({"price_usd": -1.0}, "price must be >= 0 USD per GPU and hour, and finite, got -1.0"),
+        ({"price_usd": -1.0}, "price must be >= 0 USD per GPU-hour, and finite, got -1.0"),
         ({"replicas": 3}, "replicas must divide the 16 ranks of the cluster, got 3"),
         ({"dtype": "fp8"}, "dtype must be fp32 or bf16, got 'fp8'"),
         ({"reduction": "int8"}, "reduction must be fp32 or bf16, got 'int8'"),

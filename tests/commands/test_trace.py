@@ -131,7 +131,7 @@ def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
         (["rank0.json", "--cross-check", "hat"], "cross-check must be 'hta', got 'hat'"),
         (
             ["rank0.json", "--against", "rank1.json", "--html", "t.html"],
-            "against: a comparison has no --html; run the command twice",
+            "against: cannot be combined with --html; run the command twice",
         ),
         (["rank0.json", "--calibration", "notes.txt"], "not a Kineto trace (it is no JSON object)"),
     ],

@@ -305,7 +305,7 @@ MISUSES = {
     "not reduced": "gradient of 'embed.weight' .*, which is not reduced over ranks yet",
     "takes matrices only": r"only supports 2D(.|\n)*parameters=\[p for p in model\.parameters\(\) if p\.ndim == 2\]",
     "calls its closure": "LBFGS calls its closure",
-    "another's parameter": r"of shape \(2, 2\) is none of the sharded model's",
+    "another's parameter": r"of shape \(2, 2\) is not the sharded model's",
     "one more group": r"whole_tensors\(Muon\): a parameter group cannot be added",
     "not sharded": "the model is not sharded",
     "counts in its groups": r"changes 'steps' of its parameter groups in a step \(from None to 1\)",

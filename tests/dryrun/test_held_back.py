@@ -234,7 +234,7 @@ class TestSegments:
         kinds = recording.kinds.copy()
         kinds[np.flatnonzero(kinds == kind)[which]] = Kind.MARK
         lacking = replace(recording, kinds=kinds)
-        with pytest.raises(NotReproducedError, match="does not tell all that the allocator did"):
+        with pytest.raises(NotReproducedError, match="misses some allocator calls"):
             settle((lacking,), load_cluster("dgx-h100"), ext, 0, as_run_bytes=0, total_bytes=0)
 
 
@@ -428,14 +428,14 @@ class TestPrograms:
         assert found["answer"]["peak_as_run"] is None
         assert found["answer"]["peak"]["reserved"] > 24 * BATCH
         assert any(
-            told.startswith("Reserved memory is an upper bound: record_stream() holds freed memory back, here until")
+            told.startswith("Reserved memory is an upper bound: memory kept by record_stream() counts until")
             for told in found["says"]
         )
 
     @pytest.mark.full
     def test_the_report_tells_what_the_script_saw(self, tmp_path: Path) -> None:
         done = run_command(tmp_path, FAST)
-        assert "holds freed memory back until the GPU is done with it, here by the replay" in done.stdout
+        assert "keeps freed memory until the GPU is done with it; the figures use the replay's times" in done.stdout
 
     @pytest.mark.full
     def test_a_script_without_record_stream_is_not_replayed(self, tmp_path: Path) -> None:

@@ -346,5 +346,7 @@ def test_what_cannot_be_priced_is_refused() -> None:
         priced(made)
     wide = Made()
     wide.collective("all_gather", wide.group(range(8)), nbytes=1, stream=9)
-    with pytest.raises(SpecError, match=r"must join nodes, since a group lies on 2 of them \(4 ranks each\); add"):
+    with pytest.raises(
+        SpecError, match=r"needs a \[between\] table, since a group spans 2 nodes \(4 ranks each\); add"
+    ):
         priced(wide, cluster(hardware()))

@@ -83,7 +83,7 @@ def test_the_request_names_the_machine_and_the_allocators_mode() -> None:
     ("changes", "told"),
     [
         ({"attention": "flex"}, "attention is a Triton kernel"),
-        ({"expert": 8}, "a mixture of experts"),
+        ({"expert": 8}, "mixture of experts"),
         ({"compiled": ("blocks",)}, "torch.compile of blocks"),
         ({"context": 2, "shard": 4}, "pipeline and context parallelism"),
         ({"strategy": "single"}, "the script does not wrap a model this way"),

@@ -306,7 +306,7 @@ def test_what_outlasted_its_time_is_remarked_on() -> None:
         assert world.remark() == ""
         dist.all_reduce(torch.ones(500))
         assert world.remark() == (
-            "local memory traffic outlasted the modelled wire in 1 of 2 collectives, together by 1.00 us"
+            "local copies took longer than the modelled network in 1 of 2 collectives, by 1.00 us in total"
         )
 
 

@@ -47,7 +47,7 @@ def test_a_case_ends_ok_and_proves_what_can_be_proved(finished: tuple[Run, Path]
     assert proof.announced == proof.traced
     assert {one.op for one in proof.announced} == {"all_gather", "reduce_scatter"}
     assert proof.loss_parity is None
-    assert proof.parity_note.startswith("emulated: what the other ranks send is made up")
+    assert proof.parity_note.startswith("emulated: data from other ranks is made up")
     assert proof.parameters_sha256 == ""
     assert len(record.losses) >= record.case.total_steps
     assert {read_timeline(folder / trace).rank for trace in record.traces} == {0, 1}

@@ -296,8 +296,8 @@ def wider() -> nn.Module:
     [
         (lambda: Net(dim=8), r"holds parameter 'embed\.weight' with shape \(11, 6\), but the model's has \(11, 8\)"),
         (lambda: Net(n_blocks=5), r"lacks parameter 'layers\.4\.norm\.weight' of shape \(6,\), which the model has"),
-        (lambda: Net(n_blocks=3), r"holds 'layers\.3\.down\.weight', which the model has not"),
-        (wider, r"holds 'layers\.2\.up\.bias', which the model has not"),
+        (lambda: Net(n_blocks=3), r"holds 'layers\.3\.down\.weight', which the model lacks"),
+        (wider, r"holds 'layers\.2\.up\.bias', which the model lacks"),
     ],
 )
 def test_another_models_checkpoint_is_refused_and_nothing_changed(tmp_path: Path, make: Any, message: str) -> None:
@@ -352,7 +352,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     refused = {
         r"holds the state of AdamW, not of SGD": torch.optim.SGD(parameters, lr=1.0),
         r"state of parameter 'embed\.weight', which the optimizer does not have": torch.optim.AdamW(parameters[1:]),
-        r"group 0 holds a parameter that is none of the sharded model's": adamw(make_net()),
+        r"group 0 holds a parameter that is not the sharded model's": adamw(make_net()),
     }
     for message, wrong in refused.items():
         with pytest.raises(CheckpointError, match=message):

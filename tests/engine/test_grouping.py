@@ -64,7 +64,7 @@ def test_unknown_blocks_are_refused() -> None:
         group_units(make_net(), ["layer"])
     with pytest.raises(SpecError, match="blocks: the model holds no module of class LSTM"):
         group_units(make_net(), [nn.LSTM])
-    with pytest.raises(SpecError, match=r"blocks: the model holds no nn.ModuleList; name the modules"):
+    with pytest.raises(SpecError, match=r"blocks: none found \(default: members of nn.ModuleLists\); give modules"):
         group_units(nn.Sequential(nn.Linear(2, 2)), None)
 
 

@@ -134,7 +134,7 @@ CASES: dict[str, tuple[dict[str, Any], int | str]] = {
     "nested tensors": (call(nested=True), MATH),
     "on the host": (call(on_device=False), MATH),
     # dropout
-    "cuDNN's dropout": (call(dropout=0.125, settings=CUDNN_FIRST), CUDNN),
+    "the dropout": (call(dropout=0.125, settings=CUDNN_FIRST), CUDNN),
     "a dropout that cuDNN does not have": (call(dropout=0.1, settings=CUDNN_FIRST), FLASH),
     "dropout with cuDNN 9.12": (
         call(dropout=0.125, settings=CUDNN_FIRST, gpu={**H100, "cudnn_version": 91200}),

@@ -344,7 +344,7 @@ def test_a_link_that_lets_bursts_pass_has_the_bandwidth_of_what_is_large() -> No
 
 def test_a_profile_says_that_other_work_disturbed_it() -> None:
     profile = build_profile(calibration(), [rank_samples(0), rank_samples(1, busy=0.5)])
-    assert "had its core for 50% of the time only" in profile.about
+    assert "got its core only 50% of the time" in profile.about
 
 
 def test_a_profile_says_that_ranks_ran_on_different_machines() -> None:
@@ -446,7 +446,7 @@ KILLED = LaunchOutcome(failed_rank=1, error="rank 1 ended with exit status 1", l
     [
         (
             LaunchOutcome(timed_out=True, error="rank 0 in f"),
-            "the ranks did not end within 2400 s and were ended (rank 0 in f)",
+            "the ranks did not finish within 2400 s and were killed (rank 0 in f)",
         ),
         (KILLED, "rank 1 ended with exit status 1 (ValueError: no)"),
         (LaunchError("rank 1 of torchrun is gone"), "rank 1 of torchrun is gone"),
@@ -485,7 +485,7 @@ def test_too_little_for_a_profile_is_told_in_a_line(
 
 
 def test_a_folder_without_a_calibration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"^from: .* holds no calibration \(.*\); name a folder that one left$"):
+    with pytest.raises(SpecError, match=r"^from: .* has no calibration \(.*\); name a NAME\.toml\.samples folder$"):
         read_profile(tmp_path)
 
 
@@ -617,13 +617,13 @@ def test_shapes_are_those_that_training_meets() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"network": "2gbit"}, "network must be hosts, 'x' and what each can send, such as 2x2gbit, got '2gbit'"),
+        ({"network": "2gbit"}, "network must be HOSTSxRATE, such as 2x2gbit, got '2gbit'"),
         ({"network": "2x2gb"}, "network: rate must be a whole number from 1 to 9999 and 'mbit' or 'gbit'"),
-        ({"network": "2x2gbit", "launcher": "slurm"}, "network: it makes its own hosts on this machine; leave out"),
-        ({"launcher": "slrum"}, "launcher: none is called 'slrum'; did you mean 'slurm'?"),
-        ({"sbatch": "-p main"}, "sbatch: options for launcher 'slurm', got launcher 'local'; add --launcher slurm"),
+        ({"network": "2x2gbit", "launcher": "slurm"}, "network: --network brings its own launcher; leave out"),
+        ({"launcher": "slrum"}, "launcher: unknown 'slrum'; did you mean 'slurm'?"),
+        ({"sbatch": "-p main"}, "sbatch needs launcher 'slurm', got launcher 'local'; add --launcher slurm"),
         ({"launcher": "slurm"}, "launcher 'slurm' starts ranks on nodes that are unknown here; give --ranks, and"),
-        ({"launcher": "torchrun"}, "launcher 'torchrun' needs processes that torchrun started, this is none; start it"),
+        ({"launcher": "torchrun"}, "launcher 'torchrun' needs torchrun, which did not start this process; run"),
         ({"output": Path("/proc/no/such.toml")}, "out: /proc/no/such.toml cannot be written"),
         ({"output": Path("/tmp")}, "out: /tmp is a folder; name the file to write"),
         ({"output": Path()}, "out: . is a folder; name the file to write"),
@@ -657,9 +657,7 @@ def test_samples_that_were_left_become_a_profile(tmp_path: Path) -> None:
     assert "all_gather of 2 ranks on 1 node" in missing
     assert missing.endswith(": the calibration ended before")
     assert as_json(made)["profile"]["hardware"]["matmul"].keys() == {"bf16"}
-    with pytest.raises(
-        SpecError, match=r"out: none given, and the folder is not called NAME\.toml\.samples, got .*; add"
-    ):
+    with pytest.raises(SpecError, match=r"out: must be given unless the folder is NAME\.toml\.samples, got .*; add"):
         command.from_samples(folder.rename(tmp_path / "moved"), None)
 
 

@@ -338,10 +338,10 @@ def test_what_a_rank_leaves_becomes_the_record(tmp_path: Path) -> None:
         ({"steps": (msgspec.structs.replace(STEP, issued=(REDUCES,)),)}, "the recording shows 7 reduce_scatter of"),
         ({"stepped": 12}, "the optimizers of all ranks together step 96 of 100 trained elements"),
         ({"wrapped_units": ()}, "the model was not wrapped: it has no unit"),
-        ({"wrapped_units": BLOCKS[1:]}, "no unit is, or lies in, model.layers.0"),
+        ({"wrapped_units": BLOCKS[1:]}, "blocks outside any unit: model.layers.0"),
         (
             {"announced": (), "steps": (msgspec.structs.replace(STEP, issued=()),)},
-            "no collective was announced: several ranks train together only by communicating",
+            "no collective was announced, but training on several ranks needs them",
         ),
     ],
 )  # fmt: skip
@@ -420,7 +420,12 @@ def test_what_would_be_needed_may_stay_unknown(tmp_path: Path) -> None:
             "failed",
             "rank 0 ended with signal 11",
         ),
-        (LaunchOutcome(timed_out=True), None, "timeout", "did not end within time_limit_s = 600; the ranks were ended"),
+        (
+            LaunchOutcome(timed_out=True),
+            None,
+            "timeout",
+            "did not finish within time_limit_s = 600; the ranks were killed",
+        ),
         (
             LaunchOutcome(),
             DryResult(state="failed", error="aten::odd: no meta kernel"),

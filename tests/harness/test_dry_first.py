@@ -93,8 +93,8 @@ def test_what_keeps_dry_runs_from_starting_is_told_and_skips_nothing(tmp_path: P
     unknown = msgspec.structs.replace(NODE, gpus=("NVIDIA H900",))
     assert cases_to_skip(SUITE, "auto", unknown, tmp_path / "run", told.append) == {}
     assert told == [
-        "no dry runs, so every case is launched: cluster: no profile has the GPU 'NVIDIA H900'; name another one or a "
-        "file of your own with --dry-run-first (docs/how-to/clusters.md)"
+        "no dry runs, so every case is launched: cluster: no profile has the GPU 'NVIDIA H900'; choose a profile or "
+        "your file of your own with --dry-run-first (docs/how-to/clusters.md)"
     ]
 
 

@@ -133,7 +133,7 @@ def test_a_simulated_case_is_a_record_like_any_other(tmp_path: Path) -> None:
         assert record.metrics["exposed_comm_s"] == pytest.approx(step.exposed_ns * 1e-9)
         assert record.metrics["mfu"] is not None
         assert record.metrics["tokens_per_s_gpu"] == pytest.approx(64 / record.metrics["step_time_s"])  # type: ignore[operator]
-    assert any(": every duration is modelled" in note for note in notes(show(tmp_path / "run")))
+    assert any(": all times are modelled" in note for note in notes(show(tmp_path / "run")))
     told = validate(tmp_path / "run")
     assert "refshard-yafsdp, 4 ranks, checkpointing full" in {row["case"] for row in rows(tables(told)[0])}
     assert verdict(told)[0].startswith("Simulated: median error of the step time ")

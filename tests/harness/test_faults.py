@@ -121,7 +121,7 @@ def test_out_of_time_says_where_each_rank_stood(beaten: Run) -> None:
     record = record_of(beaten, "refshard-zero2")
     assert record.state == "timeout"
     assert record.error is not None
-    told = f"did not end within time_limit_s = {LIMIT_S:g}; the ranks were ended: rank 1 in hang (sitecustomize.py:"
+    told = f"did not finish within time_limit_s = {LIMIT_S:g}; the ranks were killed: rank 1 in hang (sitecustomize.py:"
     assert record.error.startswith(told)
     assert ", rank 0 waiting in wait (collectives.py:" in record.error
     heads = [line for line in record.log_tail if line.endswith("most recent call first:")]
@@ -196,7 +196,7 @@ def test_a_killed_run_is_resumed_and_has_one_writer(tmp_path: Path, refused: Cal
         wait_for(lambda: list(run.glob(f"cases/ddp-*/{HANGING}")), 120)
         ranks = ranks_of(run, "ddp")
         assert "the folder is not empty; name a new one, or resume the run in it" in refused("run", suite, "--out", run)
-        assert "another process writes this run; wait for its end, or end it" in refused("run", "--resume", run)
+        assert "another process is writing this run; wait for it or stop it" in refused("run", "--resume", run)
         assert process.poll() is None
         assert ranks_of(run, "ddp") == ranks
         process.kill()
@@ -216,7 +216,7 @@ def test_without_a_header_there_is_nothing_to_resume(
     (tmp_path / RECORDS).write_bytes(content)
     assert status_of(["run", "--resume", str(tmp_path)], capsys) == (
         2,
-        f"refshard: {tmp_path / RECORDS}: does not begin with one run record; it is no run, or was cut before anything "
+        f"refshard: {tmp_path / RECORDS}: does not begin with a run record: it is not a run, or was cut before "
         "was measured: remove the folder and start a new one\n",
     )
 

@@ -75,5 +75,5 @@ def test_what_is_not_simulated_is_refused_with_the_remedy() -> None:
         strategy="fsdp2", world_size=8, model="llama3.2-1b", global_batch=8, fidelity="simulated", cluster="dgx-h100",
         replicas=2,
     )  # fmt: skip
-    with pytest.raises(SpecError, match="replicas is not simulated, got 2; take fidelity 'dryrun', or measure"):
+    with pytest.raises(SpecError, match="replicas is not simulated, got 2; use fidelity 'dryrun', or measure"):
         job_of(case)

@@ -116,7 +116,9 @@ def test_a_reduced_reference_that_fails_leaves_the_timing_valid(tmp_path: Path) 
     ddp = by_strategy(_suite("ddp"), tmp_path, leaving(reference=(), error="OutOfMemoryError: 2 GiB"))["ddp"]
     assert (ddp.state, ddp.metrics["loss_parity"]) == ("ok", None)
     assert ddp.proof is not None
-    assert ddp.proof.parity_note.startswith("not held, because OutOfMemoryError: 2 GiB; one unsharded rank would need")
+    assert ddp.proof.parity_note.startswith(
+        "not compared, because OutOfMemoryError: 2 GiB; one unsharded rank would need"
+    )
 
 
 def test_a_reference_that_the_suite_asks_for_is_launched_whatever_it_needs(tmp_path: Path) -> None:

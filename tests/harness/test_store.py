@@ -160,7 +160,9 @@ def test_a_line_that_is_missing_is_noticed_once_the_run_is_closed(folder: Path) 
     path, whole = folder / RECORDS, read_run(folder)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], *lines[2:]]))
-    with pytest.raises(StoreError, match=r"not those that it closed \(SHA-256\); restore the file"):
+    with pytest.raises(
+        StoreError, match=r"SHA-256 of the lines before this closing record does not match; restore the file"
+    ):
         read_run(folder)
     path.write_bytes(b"".join([lines[0], *lines[2:-1]]))
     assert read_run(folder) == msgspec.structs.replace(whole, launches=whole.launches[1:], end=None)
@@ -175,7 +177,7 @@ def test_fields_of_a_newer_refshard_do_not_disturb(folder: Path) -> None:
 
 
 def test_a_run_has_one_writer(folder: Path) -> None:
-    with RunWriter(folder, reopen=True), pytest.raises(StoreError, match="another process writes this run"):
+    with RunWriter(folder, reopen=True), pytest.raises(StoreError, match="another process is writing this run"):
         RunWriter(folder, reopen=True)
     with RunWriter(folder, reopen=True):
         pass  # the lock went with the first one
@@ -227,7 +229,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="holds no run"):
         read_run(tmp_path)
     (tmp_path / RECORDS).write_text('{"type":"end","run_id":"x","ended_at":"","cases":0,"states":{}}\n')
-    with pytest.raises(StoreError, match="does not begin with one run record"):
+    with pytest.raises(StoreError, match="does not begin with a run record"):
         read_run(tmp_path)
 
 

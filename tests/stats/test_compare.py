@@ -71,14 +71,14 @@ def test_two_rounds_are_paired_too() -> None:
 def test_launches_without_a_partner_are_left_out_and_counted() -> None:
     found = compare(constant(1.0, 1.0, 1.0, 7.0, 7.0), constant(2.0, 2.0, 2.0))
     assert found.ratio == pytest.approx(2.0)
-    assert found.warnings == ("2 launches left out, without a partner in its round",)
+    assert found.warnings == ("2 launches left out: no partner in the same round",)
     assert found.launches == 3
 
 
 def test_rounds_that_hardly_meet_have_no_interval() -> None:
     early, late = constant(1.0, 1.0, 1.0), {key + 2: steps for key, steps in constant(2.0, 2.0, 2.0).items()}
     found = compare(early, late)
-    assert found.warnings == ("n = 1: no interval", "4 launches left out, without a partner in its round")
+    assert found.warnings == ("n = 1: no interval", "4 launches left out: no partner in the same round")
     assert not found.bounded
 
 

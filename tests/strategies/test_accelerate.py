@@ -250,6 +250,6 @@ def refusal(name: str, fields: dict[str, Any], group: dist.ProcessGroup) -> str:
 
 def test_what_they_cannot_do_is_refused(on_ranks: list[Any]) -> None:
     some, recomputing, alone = on_ranks[0][2]
-    assert some == "Accelerate's activation_checkpointing is for all blocks or none, not 'selective'"
-    assert "adapters' dropout would drop other elements than forward did" in recomputing
+    assert some == "Accelerate's checkpointing must be 'none' or 'full', got 'selective'"
+    assert "would draw a different dropout mask" in recomputing
     assert alone == "transformers' DistributedConfig shards nothing over one rank"

@@ -99,4 +99,4 @@ def test_tables_pages_and_lists_show_it(checkout: Path, told: str) -> None:
 def test_a_plan_goes_on_without_it_and_says_so(checkout: Path) -> None:
     words = ("plan", "--model", "llama3.2-1b", "--cluster", "dgx-h100", "--strategy", "late,ddp")
     told = " ".join(refshard(checkout, *words).stdout.split())
-    assert "Not planned: 'late' has no closed form to plan or simulate it by; dry-run it: `refshard dryrun`" in told
+    assert "Not planned: 'late' cannot be planned or simulated (no closed form); dry-run it: `refshard dryrun`" in told

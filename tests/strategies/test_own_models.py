@@ -127,10 +127,10 @@ def test_the_rows_that_take_any_module() -> None:
 @pytest.mark.parametrize(
     ("strategy", "changes", "words"),
     [
-        ("fsdp2-tuned", {}, "refshard's row of fsdp2-tuned does not cover own model"),
-        ("fsdp2", {"tuning": "lora"}, "tuning 'lora' needs the names of a Llama's modules"),
-        ("fsdp2", {"optimizer": "muon"}, "optimizer 'muon' needs the names of a Llama's modules"),
-        ("fsdp2", {"checkpointing": "selective"}, "checkpointing 'selective' needs"),
+        ("fsdp2-tuned", {}, "refshard does not support fsdp2-tuned with own model"),
+        ("fsdp2", {"tuning": "lora"}, "tuning = 'lora' needs one of refshard's Llamas"),
+        ("fsdp2", {"optimizer": "muon"}, "optimizer = 'muon' needs one of refshard's Llamas"),
+        ("fsdp2", {"checkpointing": "selective"}, "checkpointing = 'selective' needs"),
         ("fsdp2", {"world_size": 4, "tensor_parallel": 2}, "tensor_parallel 2 needs"),
     ],
 )

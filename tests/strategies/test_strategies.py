@@ -341,7 +341,7 @@ def test_what_muon_cannot_step_is_unsupported_in_the_peers_own_words() -> None:
     for said in run_ranks(4, refused, "fsdp2", {}, two):  # keys have two rows
         assert said.startswith("torch's Muon over DTensors says: RuntimeError: aten.add_.Tensor: in-place operations")
     for said in run_ranks(2, refused, "refshard-fsdp", {"tensor_parallel": 2, "global_batch": 8}, small_spec()):
-        assert said == "the engine brings Muon whole matrices, but none that tensor parallelism splits"
+        assert said == "the engine does not support Muon on matrices split by tensor parallelism"
 
 
 def test_an_unknown_strategy_is_refused() -> None:
@@ -353,10 +353,11 @@ def test_what_a_strategy_lacks_is_named() -> None:
     case = case_of("tensor-parallel", "plain")
     lacking = msgspec.structs.replace(case, tuning="qlora", offload=True)
     with pytest.raises(
-        UnsupportedError, match="row of tensor-parallel does not cover offload, qlora; see refshard list strategies"
+        UnsupportedError,
+        match="refshard does not support tensor-parallel with offload, qlora; see refshard list strategies",
     ):
         strategy_for(lacking, cuda=False)
     assert isinstance(strategy_for(case, cuda=False), Strategy)
-    flat = "row of fsdp1 does not cover muon; muon: each rank steps a 1-D part of a flattened matrix, and Muon needs"
+    flat = "refshard does not support fsdp1 with muon; muon: each rank steps a 1-D part of a flattened matrix, and"
     with pytest.raises(UnsupportedError, match=flat):
         strategy_for(case_of("fsdp1", "muon"), cuda=False)

@@ -94,7 +94,7 @@ Refusal mask_shape(const AttentionCall& call) {
   const bool fitting = (dims == 2 || dims == 4) && fits(sizes[dims - 2], sequence(call.query)) &&
                        fits(sizes[dims - 1], sequence(call.key)) &&
                        (dims == 2 || (fits(sizes[0], batch(call.query)) && fits(sizes[1], heads(call.query))));
-  return unless(fitting, "the mask must be (queries, keys) or (batch, heads, queries, keys), each of them or 1");
+  return unless(fitting, "the mask must expand to (queries, keys) or (batch, heads, queries, keys)");
 }
 
 // check_head_dim_size_flash
@@ -218,7 +218,7 @@ Refusal refuse_flash(const AttentionCall& call, const AttentionSettings& setting
   return first_of([&] { return unless(settings.flash, "flash attention is disabled"); }, [&] { return placed(call); },
                   [&] { return unless(!call.mask, "flash attention takes no mask"); },
                   [&] { return flash_head_dim(call); },
-                  [&] { return unless(capability.between(80, 121), "flash attention needs compute capability 8.0"); },
+                  [&] { return unless(capability.between(80, 121), "the compute capability is not in 8.0 to 12.1"); },
                   [&] { return flash_backward(call, capability); },
                   [&] {
                     return unless(!call.causal || sequence(call.query) == sequence(call.key),
@@ -247,10 +247,10 @@ Refusal refuse_cudnn(const AttentionCall& call, const AttentionSettings& setting
   using namespace attention_rules;
   return first_of([&] { return cudnn_allowed(call, settings, capability); }, [&] { return placed(call); },
                   [&] { return low_precision(call, capability); }, [&] { return mask_shape(call); },
-                  [&] { return unless(capability.between(80, 121), "cuDNN attention needs compute capability 8.0"); },
+                  [&] { return unless(capability.between(80, 121), "the compute capability is not in 8.0 to 12.1"); },
                   [&] {
                     return unless(call.dropout * 16 == std::floor(call.dropout * 16),
-                                  "cuDNN's dropout is a multiple of 1/16");
+                                  "the dropout must be a multiple of 1/16");
                   },
                   [&] { return nonempty(call); }, [&] { return dense_rows(call, true); },
                   [&] { return matching_heads(call, true, false); }, [&] { return cudnn_shapes(call, capability); });

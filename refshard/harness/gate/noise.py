@@ -82,9 +82,7 @@ def read_rounds(folders: Sequence[Path]) -> tuple[RunRecord, dict[str, LogRatios
     headers = [read_run(folder / A).header for folder in folders]
     for folder, header in zip(folders, headers):
         if (header.suite, header.environment.id) != (headers[-1].suite, headers[-1].environment.id):
-            raise SpecError(
-                f"from: {folder} and {folders[-1]} differ in suite or machine; give folders that match"
-            )
+            raise SpecError(f"from: {folder} and {folders[-1]} differ in suite or machine; give folders that match")
         sides = [
             [record for record in read_run(folder / side).launches if record.case != record.case.reference()]
             for side in (A, B)

@@ -92,9 +92,7 @@ def memory_chart(plan: Plan) -> Chart:
     usable = plan.usable_bytes / size
     figure.add_vline(x=usable, line={"color": RED, "dash": "dash", "width": 2})
     figure.update_xaxes(range=[0, min(max(1.05 * highest / size, 1.05 * usable), _CUT * usable)])
-    sentence = (
-        f"Memory at the peak: {_listed(totals)}. Dashed: usable memory, {format_bytes(plan.usable_bytes)}."
-    )
+    sentence = f"Memory at the peak: {_listed(totals)}. Dashed: usable memory, {format_bytes(plan.usable_bytes)}."
     return chart("memory", "Memory at the peak", figure, sentence)
 
 

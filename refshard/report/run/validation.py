@@ -102,8 +102,7 @@ def findings(pairs: Sequence[Validated]) -> list[str]:
         least = "" if alone else f" (of each case's quickest launch {format_percent(median(quickest))})"
         factor, left = scaled(pairs, fidelity)
         common = (
-            f"; after scaling all by {factor:.2f}: {format_percent(median(left))}, at most "
-            f"{format_percent(max(left))}"
+            f"; after scaling all by {factor:.2f}: {format_percent(median(left))}, at most {format_percent(max(left))}"
         )
         sizes = f"; peak memory: at most {format_percent(max(memory))}" if memory else ""
         sizes += f"; reserved memory: at most {format_percent(max(reserved))}" if reserved else ""

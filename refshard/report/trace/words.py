@@ -70,7 +70,7 @@ _LOSSES = (
     ),
     _Loss(
         name="exposed copies into and out of collective buffers",
-        remedy="keep shards and gradients where the collective reads and writes them, or overlap the copies",
+        remedy="let collectives read and write parameters and gradients in place, or overlap the copies",
         of=lambda step: step.copies.exposed_ns,
     ),
     _Loss(
@@ -239,7 +239,7 @@ def _where(one: TraceFigures) -> list[str]:
     at_once = most > sum(part.breakdown.exposed_ns for part in parts(one))
     return [
         f"Most exposed on {who(one)}: {op}{place}, {format_ns(most / len(parts(one)))} a {each(one)}"
-        f"{' (concurrent ones add up)' if at_once else ''}."
+        f"{' (sum over concurrent collectives)' if at_once else ''}."
     ]
 
 

@@ -109,11 +109,9 @@ class _AccelerateLoop(Loop):
 
 def _check(case: CaseSpec) -> None:
     if case.checkpointing not in ("none", "full"):
-        raise UnsupportedError(
-            f"Accelerate's activation_checkpointing is for all blocks or none, not {case.checkpointing!r}"
-        )
+        raise UnsupportedError(f"Accelerate's checkpointing must be 'none' or 'full', got {case.checkpointing!r}")
     if case.checkpointing == "full" and case.tuning != "full":
         raise UnsupportedError(
-            "Accelerate recomputes by checkpoint_wrapper(layer, preserve_rng_state=False): adapters' dropout would "
-            "drop other elements than forward did"
+            "Accelerate checkpoints with preserve_rng_state=False, so recomputation would draw a different dropout "
+            "mask for the adapters than forward"
         )

@@ -41,8 +41,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
     """
     if not accelerator.is_fsdp2:
         raise RefshardError(
-            f"Accelerate takes this for {accelerator.distributed_type}, not for FSDP2; the distributed type must be "
-            "set on PartialState and on AcceleratorState"
+            f"Accelerate must see FSDP2, got the distributed type {accelerator.distributed_type}; set the type on "
+            "PartialState and on AcceleratorState"
         )
 
 

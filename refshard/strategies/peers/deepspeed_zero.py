@@ -32,7 +32,7 @@ class DeepSpeedZero(Strategy):
         if case.fidelity == "emulated":
             raise UnsupportedError("DeepSpeed trains over a copy of the process's default group, of real ranks only")
         if self._stage == 3 and case.tuning == "lora" and case.checkpointing != "none":
-            raise UnsupportedError("what ZeRO-3 gathers of frozen parameters to recompute layers has no closed form")
+            raise UnsupportedError("ZeRO-3 with LoRA and checkpointing: what recomputation gathers has no closed form")
         if world.shards == 1:
             raise UnsupportedError("ZeRO over a single rank shards nothing")
         if self._stage == 3:
@@ -64,8 +64,8 @@ class DeepSpeedZero(Strategy):
         ):
             if numel > (most := self._zero.get(limit, most)):
                 raise UnsupportedError(
-                    f"ZeRO-3's collectives are known in closed form for models within {limit} = {most:,.0f} elements, "
-                    f"and {what} {numel:,}; a row of its own in table.py may raise it"
+                    f"refshard predicts ZeRO-3's collectives only for models within {limit} = {most:,.0f} elements, "
+                    f"and {what} {numel:,}; to raise it, add a row to refshard/strategies/table.py"
                 )
 
     def wrapped_units(self) -> tuple[str, ...]:

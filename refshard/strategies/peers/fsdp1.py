@@ -51,7 +51,7 @@ class FSDP1(Strategy):
         """See :meth:`Strategy.wrap`."""
         self._world = world
         if world.shards == 1:
-            raise UnsupportedError("FSDP1 over a single rank makes NO_SHARD of every sharding strategy")
+            raise UnsupportedError("FSDP1 on a single rank turns every sharding strategy into NO_SHARD")
         if world.case.offload and world.device.type == "cpu":
             _try_to_pin()
         options: dict[str, Any] = {"process_group": world.group, "sharding_strategy": ShardingStrategy[self._sharding]}

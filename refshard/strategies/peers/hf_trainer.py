@@ -83,10 +83,10 @@ def _check(world: World) -> None:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type != world.device.type:
-        raise UnsupportedError(f"transformers shards on {accelerator.type} where there is one, not on {world.device}")
+        raise UnsupportedError(f"transformers always shards on the {accelerator.type} device, got {world.device}")
     if world.shards == 1:
         raise UnsupportedError("transformers' DistributedConfig shards nothing over one rank")
     if world.case.checkpointing not in ("none", "full"):
         raise UnsupportedError(
-            f"Trainer's activation_checkpointing is for all blocks or none here, not {world.case.checkpointing!r}"
+            f"Trainer's checkpointing must be 'none' or 'full' here, got {world.case.checkpointing!r}"
         )

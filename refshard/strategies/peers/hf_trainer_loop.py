@@ -43,7 +43,7 @@ class HFTrainerLoop(Loop):
 
     def infer(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.infer`."""
-        raise UnsupportedError("transformers' Trainer has no step that is forward and loss alone")
+        raise UnsupportedError("transformers' Trainer has no forward-only step, so it cannot run inference")
 
     def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """This rank's own batches, in parts; ``shift_labels`` says that targets are next tokens already."""

@@ -111,4 +111,4 @@ class _SyncedLoop(Loop):
         return torch.stack(losses).mean()
 
     def infer(self, batch: Batch) -> torch.Tensor:
-        raise UnsupportedError("Megatron-FSDP's row has no inference: what a forward alone gathers was never counted")
+        raise UnsupportedError("refshard does not support inference with Megatron-FSDP")

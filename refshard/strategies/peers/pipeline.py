@@ -34,7 +34,7 @@ class Pipeline(Strategy):
         if model.spec.tied:
             raise UnsupportedError("a pipeline needs an untied model: the first rank embeds, the last has the head")
         if layers < ranks:
-            raise UnsupportedError(f"a pipeline of {ranks} ranks needs as many blocks, the model has {layers}")
+            raise UnsupportedError(f"a pipeline of {ranks} ranks needs at least {ranks} blocks, the model has {layers}")
         self._model, self._world, self._rank = model, world, world.group.rank()
         self._owners = [index * ranks // layers for index in range(layers)]
         stage = Stage(model, [i for i, owner in enumerate(self._owners) if owner == self._rank], world)

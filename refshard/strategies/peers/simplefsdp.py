@@ -64,7 +64,7 @@ class SimpleFSDP(Strategy):
         for rows in (spec.dim, spec.ffn_dim, spec.head_dim * spec.n_kv_heads):
             if rows % shards:
                 raise UnsupportedError(
-                    f"SimpleFSDP's row pads matrices of {rows} rows for {shards} ranks, and Muon's rate depends on rows"
+                    f"refshard's SimpleFSDP needs rows divisible by {shards} ranks for Muon, got a matrix of {rows}"
                 )
         return muon_over_dtensors(matrices, **options)
 

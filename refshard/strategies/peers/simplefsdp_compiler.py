@@ -56,7 +56,7 @@ def check_compiler(device: torch.device) -> None:
         if device.type == "cpu":
             get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        raise UnsupportedError(f"torch.compile needs g++, or what CXX names: {error}") from None
+        raise UnsupportedError(f"torch.compile needs a C++ compiler (g++, or set CXX): {error}") from None
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _collect() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for theme in THEMES:
         for case in _cases_of(theme):
-            assert case.name not in found, f"two cases are called {case.name}"
+            assert case.name not in found, f"two cases are named {case.name}"
             found[case.name] = case
     return found
 

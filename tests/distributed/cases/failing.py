@@ -111,7 +111,7 @@ def forward_interrupted(side: Side) -> None:
     side.log("hooks left on saved tensors", float(left is not None))
 
 
-@case(variants=EVALUATED, refuses="was built while unit")
+@case(variants=EVALUATED, refuses="was built over the gathered parameters")
 def optimizer_made_after_an_interruption(side: Side) -> None:
     model = side.shard(Stack([Interruptible() for _ in range(3)]), side.x())
     train(side, model, steps=1)

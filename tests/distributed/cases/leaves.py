@@ -127,7 +127,7 @@ def gradients_for_inputs_of_backward(side: Side) -> None:
         train(side, model, start=step, steps=1)
 
 
-@case(variants=EVALUATED, refuses="SGD finds no gradient, and none has come to the sharded model")
+@case(variants=EVALUATED, refuses="SGD found no gradients since the sharded model's last forward")
 def gradients_for_some_parameters(side: Side) -> None:
     """``backward(inputs=...)`` with the head's parameters alone."""
     model = side.shard(Stack(), side.x())

@@ -40,10 +40,10 @@ def test_what_is_no_baseline_is_refused(tmp_path: Path) -> None:
     whole = run(tmp_path)
     with pytest.raises(SpecError, match="reason: none given"):
         accept(whole, tmp_path, "  ")
-    with pytest.raises(SpecError, match="run run did not end, so it is no baseline; finish it with --resume"):
+    with pytest.raises(SpecError, match="run run did not finish, so it cannot be a baseline; finish it with --resume"):
         accept(Run(header=whole.header, launches=whole.launches), tmp_path, "why")
     failing = run(tmp_path / "failing", FakeLauncher(timing_out))
-    with pytest.raises(SpecError, match="ended timeout; all must end ok"):
+    with pytest.raises(SpecError, match="ended in state timeout; all must be ok"):
         accept(failing, tmp_path, "why")
     assert not list(tmp_path.glob("**/fake.json"))
 

@@ -50,7 +50,7 @@ def test_what_was_recorded_apart_is_read_together(tmp_path: Path) -> None:
 
 def test_folders_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     first = recorded(tmp_path / "1", 1, seed=1)
-    with pytest.raises(SpecError, match="a folder is named twice"):
+    with pytest.raises(SpecError, match="a folder is given twice"):
         read_rounds([first, tmp_path / "." / "1"])
     with pytest.raises(StoreError, match="holds no run"):
         read_rounds([tmp_path / "none"])

@@ -53,7 +53,7 @@ def test_what_is_unsupported_is_told_and_is_no_failure(tmp_path: Path) -> None:
     suite = write_suite(tmp_path, "tensor-parallel", ranks=2, more="offload = true")
     done = refshard("run", suite, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    assert "row of tensor-parallel does not cover offload; see refshard list strategies" in done.stderr
+    assert "refshard does not support tensor-parallel with offload; see refshard list strategies" in done.stderr
     states = {r.case.strategy: r.state for r in read_run(tmp_path / "run").launches}
     assert states == {"single": "ok", "tensor-parallel": "unsupported"}
 
@@ -112,7 +112,7 @@ def test_a_case_that_hangs_is_ended_at_its_time_limit(trouble: Run) -> None:
     (record,) = (r for r in trouble.launches if r.case.time_limit_s == 4)
     assert record.state == "timeout"
     assert record.error is not None
-    assert record.error.startswith("did not end within time_limit_s = 4; the ranks were ended: rank 0 ")
+    assert record.error.startswith("did not finish within time_limit_s = 4; the ranks were killed: rank 0 ")
 
 
 @pytest.mark.full
@@ -164,11 +164,11 @@ def test_wrong_input_is_one_line_and_writes_nothing(
     [
         (
             ["run", "no-such-suite"],
-            "suite: no file 'no-such-suite'; known: emulated, emulated_gpu, ",
+            "suite: no such file or suite 'no-such-suite'; known: emulated, emulated_gpu, ",
         ),
         (["show", "/no/such/run"], "/no/such/run: there is no such run; `refshard run` makes one"),
         (["report", "/no/such/run"], "/no/such/run: there is no such run; `refshard run` makes one"),
-        (["list", "strategy"], "list: nothing is called 'strategy'; did you mean 'strategies'?"),
+        (["list", "strategy"], "list: unknown 'strategy'; did you mean 'strategies'?"),
     ],
 )
 def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -184,5 +184,5 @@ def test_a_mistake_is_one_line_of_a_real_process_too() -> None:
     done = refshard("run", "no-such-suite")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith("refshard: suite: no file 'no-such-suite'")
+    assert done.stderr.startswith("refshard: suite: no such file or suite 'no-such-suite'")
     assert len(done.stderr.splitlines()) == 1

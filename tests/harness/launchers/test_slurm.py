@@ -248,7 +248,7 @@ def test_ranks_tell_where_they_stand_before_their_job_is_cancelled(tmp_path: Pat
 def test_a_folder_that_cannot_be_made_beside_the_runs_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     slurm = FakeSlurm(tmp_path)
-    with pytest.raises(LaunchError, match=r"cannot describe their machines beside .*file/run \(.*\); correct that"):
+    with pytest.raises(LaunchError, match=r"cannot write machine data next to .*file/run \(.*\); fix the cause"):
         SlurmLauncher("", slurm).environment(1, tmp_path / "file" / "run", lambda _: None)
     assert not slurm.asked
 
@@ -266,7 +266,7 @@ def test_what_can_be_refused_at_once_waits_for_no_job(tmp_path: Path, capsys: py
     assert (status, "run run cannot be resumed: the suite's name was" in said) == (2, True)
     with RunWriter(run, reopen=True):
         status, said = status_of(["run", *slurm, "--resume", str(run)], capsys)
-    assert (status, "another process writes this run" in said) == (2, True)
+    assert (status, "another process is writing this run" in said) == (2, True)
 
 
 @pytest.fixture(scope="module")
@@ -371,8 +371,8 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
     state, error, log_tail = only_case(read_run(run), "single")
     assert state == "timeout"
     assert error is not None
-    assert error.startswith("did not end within time_limit_s = 60; the ranks were ended: rank 0 ")
-    assert "without an answer" not in error
+    assert error.startswith("did not finish within time_limit_s = 60; the ranks were killed: rank 0 ")
+    assert "not answering" not in error
     assert "rank 0, most recent call first:" in log_tail
     assert not cluster.jobs()
     assert not processes_of(run)
@@ -436,7 +436,7 @@ def test_what_sbatch_refuses_is_one_line(tmp_path: Path, cluster: Slurm) -> None
     assert (process.returncode, out) == (2, "")
     first, last = err.splitlines()
     assert first == f"run folder: {tmp_path / 'run'}"
-    assert last.startswith("refshard: launcher 'slurm': sbatch did not take the job (sbatch: error: ")
+    assert last.startswith("refshard: launcher 'slurm': sbatch rejected the job (sbatch: error: ")
     assert last.endswith("correct --sbatch")
     assert "invalid partition specified: nope" in last
     assert not (tmp_path / "run").exists()

@@ -182,7 +182,7 @@ def test_a_folder_that_a_node_does_not_share_is_told(tmp_path: Path) -> None:
         agents = [ended.enter_context(torchrun(options, suite, run, before=before)) for before in ([], hide)]
         said = "".join(err for agent in agents for err in (agent.communicate(timeout=240)[1],))
     assert f"refshard: rank 1 on {socket.gethostname()} does not see {run.parent}/." in said
-    assert "let --out name a folder that all nodes share" in said
+    assert "set --out to a folder that all nodes share" in said
     assert not processes_of(run)
 
 
@@ -196,8 +196,8 @@ def test_a_time_limit_asks_all_ranks_before_it_ends_one(tmp_path: Path) -> None:
     state, error, log_tail = only_case(read_run(run), "ddp")
     assert state == "timeout"
     assert error is not None
-    assert error.startswith("did not end within time_limit_s = 40; the ranks were ended: rank")
-    assert "without an answer" not in error
+    assert error.startswith("did not finish within time_limit_s = 40; the ranks were killed: rank")
+    assert "not answering" not in error
     assert [line for line in log_tail if line.endswith("most recent call first:")] == [
         "rank 0, most recent call first:",
         "rank 1, most recent call first:",
@@ -260,7 +260,7 @@ def test_more_ranks_than_torchrun_started_are_refused() -> None:
 
 
 def test_a_process_that_torchrun_did_not_start_is_told_how() -> None:
-    with pytest.raises(SpecError, match=r"needs processes that torchrun started, this is none; start it as: torchrun "):
+    with pytest.raises(SpecError, match=r"needs torchrun, which did not start this process; run: torchrun "):
         place_of({"RANK": "0"})
 
 
@@ -280,13 +280,13 @@ NETLAB = 'launcher = "netlab"\nnetwork = { hosts = 2, rate = "1gbit" }'
 @pytest.mark.parametrize(
     ("head", "arguments", "message"),
     [
-        ("", ["--launcher", "slrum"], "launcher: none is called 'slrum'; did you mean 'slurm'?"),
+        ("", ["--launcher", "slrum"], "launcher: unknown 'slrum'; did you mean 'slurm'?"),
         (
             "",
             ["--sbatch", "-p main"],
-            "sbatch: options for launcher 'slurm', got launcher 'local'; add --launcher slurm",
+            "sbatch needs launcher 'slurm', got launcher 'local'; add --launcher slurm",
         ),
-        (NETLAB, ["--launcher", "slurm"], "launcher: 'slurm' asked for, but this suite makes its own hosts"),
+        (NETLAB, ["--launcher", "slurm"], "launcher: got 'slurm', but this suite creates its own hosts"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(

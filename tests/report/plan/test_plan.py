@@ -70,8 +70,8 @@ def test_what_does_not_fit_is_said_and_where_nothing_does_what_would_help() -> N
 def test_warnings_say_what_the_figures_rest_on() -> None:
     plan, job = made("refshard-fsdp", memory=20 * GIB)
     told = plan_words.assumptions(plan, job)
-    assert "USD are at 2 per GPU and hour (--price)." in told
-    assert any(sentence.startswith("Tensors can fill 17.3 GiB of 20.0 GiB: ") for sentence in told)
+    assert "Price: 2 USD per GPU-hour (--price)." in told
+    assert any(sentence.startswith("Tensors can use 17.3 GiB of 20.0 GiB; ") for sentence in told)
     assert any("see docs/explanation/validation.md" in sentence for sentence in told)
 
 
@@ -145,7 +145,7 @@ def test_the_charts_hold_what_the_tables_do() -> None:
     for place, row in enumerate(plan.rows):
         total = sum(bar["x"][place] for bar in chart.figure["data"])
         assert total == pytest.approx(row.memory.peak / GIB, rel=1e-4)
-    assert chart.alternative.endswith(f"Dashed: {format_bytes(plan.usable_bytes)}, which tensors can fill.")
+    assert chart.alternative.endswith(f"Dashed: usable memory, {format_bytes(plan.usable_bytes)}.")
 
 
 def test_memory_that_dwarfs_the_limit_is_cut() -> None:

@@ -117,7 +117,7 @@ def test_what_one_side_alone_holds_is_counted() -> None:
     found = compared(later(run(CASES[:3], rounds=3, failed=False), "now"), BEFORE)
     assert found.doubts[-1] == "2 cases are only in the earlier run"
     strangers = compared(later(run(CASES[3:], rounds=3, failed=False), "now"), run(CASES[:2], rounds=3, failed=False))
-    assert strangers.sentences == ("No case is in made too, so there is nothing to compare.",)
+    assert strangers.sentences == ("Nothing to compare: no case is also in made.",)
     assert strangers.table.empty
 
 

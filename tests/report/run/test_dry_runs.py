@@ -49,7 +49,7 @@ def test_dry_runs_never_share_a_setting_with_measurements() -> None:
 
 def test_a_dry_run_says_what_it_is(evidence: Evidence) -> None:
     assert modelled(evidence) == (
-        f"Not measured, but dry-run on {CLUSTER}: the strategy's own code on GPUs that are not there; every duration "
+        f"Not measured, but dry-run on {CLUSTER}: the strategy's own code on simulated GPUs; all times are "
         "is modelled.",
     )
     facts = {fact.label: fact for fact in trust(evidence)}

@@ -62,9 +62,7 @@ def test_the_chart_in_words() -> None:
     (ranking,) = rankings(gather(run()))
     drawn = tradeoff(ranking, None, "t")
     assert drawn is not None
-    assert drawn.alternative == (
-        "Lower left is better. Dotted, the strategies that no other beats in both: refshard-yafsdp (40.0 ms, 240 MiB)."
-    )
+    assert drawn.alternative == ("Lower left is better. Dotted, the Pareto front: refshard-yafsdp (40.0 ms, 240 MiB).")
     (ranking,) = rankings(gather(run(rounds=1, failed=False, fidelity="dryrun")))
     limit = device_limit(ranking.cases)
     assert limit is not None

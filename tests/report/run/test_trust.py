@@ -75,7 +75,7 @@ def test_fidelities_are_never_mixed_silently() -> None:
     found = facts(both("simulated"))["Fidelity"]
     assert found.value == "measured and simulated"
     assert found.detail == (
-        "measured: real processes, kernels and wire; simulated: every duration is modelled "
+        "measured: real processes, kernels and network; simulated: every duration is modelled "
         "(cpu with gloo, cpu with gloo on dgx-h100)"
     )
 
@@ -109,7 +109,7 @@ def test_a_network_is_named_wherever_a_reader_looks() -> None:
     words = "2 hosts joined at 2 Gbit/s (network namespaces)"
     found = over_network(made, words)
     assert dict(environment(found))["network"] == words
-    assert facts(found)["Fidelity"].detail == f"real processes, kernels and wire (cpu with gloo, {words})"
+    assert facts(found)["Fidelity"].detail == f"real processes, kernels and network (cpu with gloo, {words})"
     assert words not in facts(made)["Fidelity"].detail
 
 

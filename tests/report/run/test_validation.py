@@ -114,4 +114,4 @@ def test_one_factor_on_all_is_told_from_what_is_wrong_with_each() -> None:
     factor, left = scaled(pairs, "simulated")
     assert factor == pytest.approx(1.25, rel=1e-3)
     assert sorted(left) == pytest.approx([0, 0, 0.1], abs=1e-3)
-    assert "; one factor on all, 1.25, leaves 0.0 %, at most 10.0 %;" in findings(pairs)[0]
+    assert "; after scaling all by 1.25: 0.0 %, at most 10.0 %;" in findings(pairs)[0]

@@ -87,7 +87,7 @@ def test_rows_are_the_json_as_a_table() -> None:
     ("parity", "failures", "expected"),
     [
         (1e-7, (), "proved"),
-        (None, (), "losses not held"),
+        (None, (), "losses not checked"),
         (1e-7, ("the model was not wrapped",), "failed: the model was not wrapped"),
     ],
 )

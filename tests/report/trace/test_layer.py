@@ -87,9 +87,9 @@ def one_layer(*, gather: tuple[int, int], reduce: tuple[int, int]) -> Chart:
     ("gather", "reduce", "sentence", "drawn"),
     [
         ((850, 900), (1150, 1350), "starts 50.0 us after its last kernel ends and ends 250 us after that.", 2),
-        ((850, 900), (1150, 1500), "ends 400 us after that; 77.1 us of it lie beyond the drawing.", 2),
+        ((850, 900), (1150, 1500), "ends 400 us after that; 77.1 us of it are not drawn.", 2),
         ((650, 680), (1150, 1350), "ends 320 us before its first kernel starts, too far away to be drawn.", 1),
-        ((300, 950), (1150, 1350), "before its first kernel starts; 373 us of it lie beyond the drawing.", 2),
+        ((300, 950), (1150, 1350), "before its first kernel starts; 373 us of it are not drawn.", 2),
         ((300, 310), (5000, 5010), "ends 3.91 ms after that, too far away to be drawn.", 0),
     ],
 )
@@ -122,7 +122,7 @@ def test_without_units_there_is_nothing_to_draw() -> None:
 
 def test_a_unit_that_stays_gathered_has_no_gather_before_its_backward() -> None:
     layer = layer_of(traces.cpu())
-    assert "No all-gather of it leads to this." in layer.alternative
+    assert "No all-gather precedes it." in layer.alternative
     assert "Its reduction takes " in layer.alternative
 
 

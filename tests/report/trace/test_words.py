@@ -51,11 +51,11 @@ def lead(figures: Sequence[TraceFigures]) -> str:
     ("figures", "loss"),
     [
         (made(), "exposed communication: 20.0 %"),
-        (made(exposed=3, dependency=10, host=5), "idle time that waits for dependencies: 10.0 %"),
-        (made(exposed=3, dependency=5, host=10), "idle time that waits for the host: 10.0 %"),
+        (made(exposed=3, dependency=10, host=5), "dependency-bound idle time: 10.0 %"),
+        (made(exposed=3, dependency=5, host=10), "host-bound idle time: 10.0 %"),
         (made(exposed=3, dependency=None, host=None), "idle time of unknown cause: 15.0 %"),
         (made(exposed=3, lost=30), "give-way of preparatory kernels: 30.0 %"),
-        (made(exposed=3, copies=30), "exposed copies of what collectives send and receive: 30.0 %"),
+        (made(exposed=3, copies=30), "exposed copies into and out of collectives' buffers: 30.0 %"),
     ],
 )
 def test_the_largest_loss_leads(figures: TraceFigures, loss: str) -> None:
@@ -101,7 +101,7 @@ def test_exposed_communication_that_is_waiting_asks_for_balance(compute: int, ad
 
 def test_of_several_late_ranks_the_one_waited_for_longest_is_named() -> None:
     (finding,) = trace_words.findings([made(rank=1, exposed=30, waits_for=(wait(5, 30), wait(3, 10)))])
-    assert "waits 20.0 ms a step in collectives for the last rank, longest for rank 5 (15.0 ms) to enter" in str(
+    assert "waits 20.0 ms a step in collectives for the last rank (longest for rank 5: 15.0 ms) to enter" in str(
         finding.more
     )
     assert "Balance the work, or look at the host of rank 5." in str(finding.more)
