@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,10 +62,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the longest tests come first, so that none of them is what the others wait for at the end."""
+    """Files with the longest tests come first, and of these the largest, so that none runs alone at the end."""
     rank = {marker: place for place, marker in enumerate(TIERS)}
     first: dict[Path, int] = {}
+    number: Counter[Path] = Counter(item.path for item in items)
     for item in items:
         place = min((rank[mark.name] for mark in item.iter_markers() if mark.name in rank), default=len(rank))
         first[item.path] = min(place, first.get(item.path, place))
-    items.sort(key=lambda item: first[item.path])
+    items.sort(key=lambda item: (first[item.path], -number[item.path]))

@@ -221,7 +221,7 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
         ),
         (
             {"checkpointing": [-1]},
-            r"checkpointing must list one or more distinct layers, counted from 0, .* got \[-1\]",
+            r"checkpointing must list one or more distinct layers, counted from 0, got \[-1\]",
         ),
         ({"checkpointing": []}, r"checkpointing must list one or more distinct layers, .* got \[\]"),
         ({"checkpointing": 3}, r"case: checkpointing: expected `str \| array`, got `int` \(got 3\)"),

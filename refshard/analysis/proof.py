@@ -11,7 +11,7 @@ def proof_failures(case: CaseResult) -> tuple[str, ...]:
 
 
 def proof_summary(case: CaseResult) -> str:
-    """``proved`` by every launch, ``losses not held`` if all but their parity is, ``incomplete`` (proved by some),
+    """``proved`` by every launch, ``losses not checked`` if all but their parity is, ``incomplete`` (proved by some),
     ``none``, or ``failed: ...``.
     """
     if failures := proof_failures(case):

@@ -105,7 +105,7 @@ class Prediction:
         """How it differs from the run, and what is doubtful of its memory."""
         if not any(figure.is_memory for figure in self.compared):
             return ()
-        bound = (f"memory that record_stream() holds back is an upper bound: {self.doubt}",) if self.doubt else ()
+        bound = (f"memory kept by record_stream() is an upper bound: {self.doubt}",) if self.doubt else ()
         return (*caveats(self.run), *bound)
 
 

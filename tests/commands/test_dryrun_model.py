@@ -34,7 +34,7 @@ def test_the_command_describes_the_case_and_is_read_back() -> None:
     [
         ({"model": "llama-tinyy"}, "model: no preset 'llama-tinyy'; did you mean 'llama-tiny'?"),
         ({"strategy": "fsdp3"}, "strategy: no strategy 'fsdp3'; did you mean"),
-        ({"model": OWN, "strategy": "pipeline"}, "strategy: refshard's row of pipeline does not cover"),
+        ({"model": OWN, "strategy": "pipeline"}, "strategy: refshard does not support pipeline with"),
         ({"model": "no_such.models:build"}, "needs the module 'no_such'"),
         ({"strategy": "simplefsdp"}, "strategy: compiled cases are not dry-run"),
         ({"dtype": "fp16"}, "precision"),

@@ -122,7 +122,7 @@ def test_the_status_says_whether_anything_fits() -> None:
         ({"strategies": "ddp,refshard-yafspd"}, "no strategy 'refshard-yafspd'; did you mean 'refshard-yafsdp'"),
         (
             {"strategies": "yafsdp"},
-            "'yafsdp' cannot be planned or simulated (no closed form); dry-run it: `refshard dryrun`",
+            "'yafsdp' cannot be planned or simulated \\(no closed form\\); dry-run it: `refshard dryrun`",
         ),
         ({"strategies": " , "}, "no name in ' , '"),
         ({"seq_len": 0}, "seq_len must be >= 1, got 0"),

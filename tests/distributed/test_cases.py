@@ -1,8 +1,9 @@
 """What people do to models: every mode trains like one unsharded process, or says in one sentence why it cannot.
 
 ``make test`` runs the cases that stand for rows of the table that the corpus was written for, in every mode, with the
-variants (an evaluation first, blocks checkpointed) spread over modes. ``make full`` runs these in every variant, and
-all others in two modes each. ``python -m tests.distributed.cases`` runs all in all modes, and prints how each ends.
+variants (an evaluation first, blocks checkpointed) spread over modes. ``make full`` runs these on three ranks too, in
+another variant, and all other cases in two modes each. ``python -m tests.distributed.cases`` runs every case in every
+mode and variant, and prints how each ends.
 """
 
 import functools
@@ -33,12 +34,10 @@ def _spread(cases: Sequence[Case], world_size: int) -> list[Run]:
 
 
 def _every(world_size: int) -> list[Run]:
-    """On two ranks the table's cases in every mode and variant, the others in two modes each, by turns; on three the
-    table's cases as in the cover.
-    """
+    """The table's cases as in the cover; on two ranks the others too, in two modes each, by turns."""
+    table = _spread(TABLE, world_size)
     if world_size > 2:
-        return _spread(TABLE, world_size)
-    table = [Run(case.name, mode, variant) for case in TABLE for variant in case.variants for mode in case.modes]
+        return table
     others = _spread([case for case in CASES.values() if not case.table], world_size)
     return table + [run for place, run in enumerate(others) if place % 5 in (place // 5 % 5, (place // 5 + 2) % 5)]
 

@@ -371,7 +371,7 @@ def test_a_group_cannot_join_what_was_saved_with_different_settings(tmp_path: Pa
     model = shard(make_net())
     checkpoint.save(tmp_path / "c", model, grouped(model))
     with pytest.raises(
-        CheckpointError, match=r"weight_decay = 0\.01 for parameter '.*' and 0\.3 for '.*', which group 0"
+        CheckpointError, match=r"weight_decay = 0\.01 for parameter '.*' and 0\.3 for '.*', but group 0"
     ):
         checkpoint.load(tmp_path / "c", model, adamw(model))
 

@@ -230,7 +230,7 @@ def test_ignored_parameters_are_left_alone_and_saved_with_the_rest(tmp_path: Pat
 def test_an_ignored_parameter_must_be_the_models() -> None:
     for wanted, message in (
         ("layers.1.up.bios", "did you mean 'layers.1.up.bias'"),
-        (nn.Parameter(torch.ones(1)), "given"),
+        (nn.Parameter(torch.ones(1)), "that is this tensor"),
     ):
         with pytest.raises(SpecError, match=f"ignored: the model has no parameter .*{message}"):
             refshard.shard(make_net(), ignored=[wanted], collectives=LateCollectives())

@@ -262,7 +262,7 @@ def test_a_piece_that_failed_is_named_with_its_reason_and_the_others_make_the_pr
     profile = build_profile(calibration(), [rank_samples(0), rank_samples(1, failed)])
     assert profile.not_measured == {
         "optimizer": "RuntimeError: no such kernel",
-        "fp32 products": "only 4 of it; 8192 tokens: no room",
+        "fp32 products": "only 4 measured; 8192 tokens: no room",
     }
     assert profile.accelerator.optimizer_bytes_per_s == 0
     assert profile.accelerator.matmul["bf16"].flops_per_s == pytest.approx(RATE, rel=2e-3)
@@ -270,7 +270,7 @@ def test_a_piece_that_failed_is_named_with_its_reason_and_the_others_make_the_pr
     assert text(profile_answer(profile, "profile: mine.toml")).endswith(
         "\n\nNot measured:\n\n"
         "* optimizer: RuntimeError: no such kernel\n"
-        "* fp32 products: only 4 of it; 8192 tokens: no room\n\nprofile: mine.toml"
+        "* fp32 products: only 4 measured; 8192 tokens: no room\n\nprofile: mine.toml"
     )
 
 

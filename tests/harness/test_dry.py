@@ -336,7 +336,7 @@ def test_what_a_rank_leaves_becomes_the_record(tmp_path: Path) -> None:
     [
         ({"announced": (GATHERS,)}, "the plan announced 13 all_gather of 1000 B, the recording shows 13 all_gather"),
         ({"steps": (msgspec.structs.replace(STEP, issued=(REDUCES,)),)}, "the recording shows 7 reduce_scatter of"),
-        ({"stepped": 12}, "the optimizers of all ranks together step 96 of 100 trained elements"),
+        ({"stepped": 12}, "the optimizers of all ranks together update 96 of 100 trained elements"),
         ({"wrapped_units": ()}, "the model was not wrapped: it has no unit"),
         ({"wrapped_units": BLOCKS[1:]}, "blocks outside any unit: model.layers.0"),
         (

@@ -131,7 +131,7 @@ def test_the_rows_that_take_any_module() -> None:
         ("fsdp2", {"tuning": "lora"}, "tuning = 'lora' needs one of refshard's Llamas"),
         ("fsdp2", {"optimizer": "muon"}, "optimizer = 'muon' needs one of refshard's Llamas"),
         ("fsdp2", {"checkpointing": "selective"}, "checkpointing = 'selective' needs"),
-        ("fsdp2", {"world_size": 4, "tensor_parallel": 2}, "tensor_parallel 2 needs"),
+        ("fsdp2", {"world_size": 4, "tensor_parallel": 2}, "tensor_parallel = 2 needs"),
     ],
 )
 def test_what_needs_a_llama_is_unsupported_with_the_reason(strategy: str, changes: dict[str, Any], words: str) -> None:

@@ -67,7 +67,7 @@ def test_what_makes_measurements_wrong_is_an_error(facts: Facts, says: str, reme
         (with_gpu(1, "settings", application_sm_clock_mhz=1200), "GPU 1 is set to 1200 of 1980 MHz", "nvidia-smi -rac"),
         (with_readings(1, CAPPED, CAPPED), "GPU 1 is held at locked clocks", "nvidia-smi -rgc"),
         (with_gpu(1, "condition", corrected_ecc_errors=1), "GPU 1 had 1 corrected ECC error", "watch it"),
-        (with_all("settings", nvlinks={}), "no NVLink between the 4 GPUs: they communicate over PCIe", "none if"),
+        (with_all("settings", nvlinks={}), "no NVLink between the 4 GPUs: they communicate over PCIe", "ignore if"),
         (with_gpu(3, "settings", nvlinks={"switch": 17}),
          "the GPUs have unequal numbers of active NVLinks (18, 18, 18, 17): the worst pair decides", "check nvidia"),
         (with_gpu(3, "condition", pcie_width=8), "GPU 3 is on PCIe x8", "put the card into a slot with 16 lanes"),

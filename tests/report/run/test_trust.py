@@ -75,7 +75,7 @@ def test_fidelities_are_never_mixed_silently() -> None:
     found = facts(both("simulated"))["Fidelity"]
     assert found.value == "measured and simulated"
     assert found.detail == (
-        "measured: real processes, kernels and network; simulated: every duration is modelled "
+        "measured: real processes, kernels and network; simulated: all times are modelled "
         "(cpu with gloo, cpu with gloo on dgx-h100)"
     )
 

@@ -74,7 +74,7 @@ def test_the_findings_name_median_and_worst_of_each_fidelity() -> None:
     assert told.startswith(
         "Emulated: median error of the step time 10.0 % (of each case's quickest launch 10.0 %), at most 20.0 %;"
     )
-    assert told.endswith("; of peak memory at most 2.0 %.")
+    assert told.endswith("; peak memory: at most 2.0 %.")
     found = validation_answer(pairs)
     (table,) = tables(found)
     errors = {row["case"]: row["error"] for row in rows(table)}

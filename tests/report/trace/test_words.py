@@ -55,7 +55,7 @@ def lead(figures: Sequence[TraceFigures]) -> str:
         (made(exposed=3, dependency=5, host=10), "host-bound idle time: 10.0 %"),
         (made(exposed=3, dependency=None, host=None), "idle time of unknown cause: 15.0 %"),
         (made(exposed=3, lost=30), "give-way of preparatory kernels: 30.0 %"),
-        (made(exposed=3, copies=30), "exposed copies into and out of collectives' buffers: 30.0 %"),
+        (made(exposed=3, copies=30), "exposed copies into and out of collective buffers: 30.0 %"),
     ],
 )
 def test_the_largest_loss_leads(figures: TraceFigures, loss: str) -> None:
