@@ -57,8 +57,8 @@ def test_what_has_no_room_on_a_gpu_is_named_and_all_else_is_measured(tmp_path: P
         "bf16 products", "bf16 products in bursts"
     }  # fmt: skip
     for kind, reason in (
-        ("products", "only 3 of it; 64 tokens, 128 x 128: OutOfMemoryError: CUDA out of memory."),
-        ("attention", "only 1 of it; 1024 tokens, head dimension 16: OutOfMemoryError: CUDA out of memory."),
+        ("products", "only 3 measured; 64 tokens, 128 x 128: OutOfMemoryError: CUDA out of memory."),
+        ("attention", "only 1 measured; 1024 tokens, head dimension 16: OutOfMemoryError: CUDA out of memory."),
     ):
         assert profile.not_measured[f"fp32 {kind}"].startswith(reason)
     (sweep,) = samples(tmp_path, 1).sweeps

@@ -23,7 +23,7 @@ CASE = CaseSpec(strategy="single", world_size=1, model="small", global_batch=1, 
 ELEMENTS = (4096, 4352, 4097, 4095, 3840)
 TOLD = (
     "refshard: AdamW's state is fp32, not 8-bit, for 59 % of this rank's elements: torchao only "
-    "rank has of a parameter if that is 4,096 elements or more, and a multiple of 256"
+    "quantises parameters with at least 4,096 elements on a rank, and a multiple of 256"
 )
 
 
