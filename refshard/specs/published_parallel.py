@@ -1,0 +1,145 @@
+"""Published training runs with their layout: data, tensor, pipeline and context parallelism.
+
+One file per source in ``profiles/published_parallel/``. Figures stand as printed; a field that the source does not give
+is absent, never filled in.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from refshard import resources
+from refshard.specs.reading import convert, finite, read_toml, within
+
+Precision = Literal["bf16", "fp8", "nvfp4"]
+_AGREEMENT = 0.02
+"""Relative difference up to which two printed figures of a run agree: sources round, and average steps differently."""
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The dimensions of a model that has no preset; a ``gated`` feed-forward has three products, another two."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab: int
+    tied: bool = False
+    gated: bool = True
+
+
+class ParallelRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run: the ranks of each mesh axis, the batch, and what was measured.
+
+    ``fsdp`` is the number of ranks that parameters are sharded over, 1 where only data parallelism (with a distributed
+    optimizer or without) is named. ``layers`` is the depth where the model was cut. ``microbatch`` is in sequences per
+    data-parallel rank, ``global_batch`` in sequences. ``checkpointing`` is none, full, selective (by operator), or as
+    the source describes it. ``seconds`` is the step time, ``tokens_per_s`` of all GPUs, ``mfu`` a fraction by the
+    table's convention, memory that of torch's allocator. ``predicted_*`` are the source's own predictions. ``where``
+    tells apart runs of one table.
+    """
+
+    model: str
+    gpus: int
+    hardware: str
+    precision: Precision
+    seq_len: int | None = None
+    layers: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    interleave: int | None = None
+    context: int | None = None
+    fsdp: int | None = None
+    microbatch: int | None = None
+    microbatches: int | None = None
+    global_batch: int | None = None
+    checkpointing: str | None = None
+    compiled: bool | None = None
+    schedule: str = ""
+    strategy: str = ""
+    seconds: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    allocated_gib: float | None = None
+    reserved_gib: float | None = None
+    predicted_seconds: float | None = None
+    predicted_allocated_gib: float | None = None
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("gpus", "seq_len", "layers", *_AXES, "interleave", "microbatch", "microbatches", "global_batch"):
+            if getattr(self, field) is not None:
+                within(field, getattr(self, field), 1)
+        figures = [(name, getattr(self, name)) for name in _FIGURES if getattr(self, name) is not None]
+        if not figures:
+            raise ValueError(f"a run must have a figure, one of {', '.join(_FIGURES)}, got none; leave the run out")
+        for name, value in figures:
+            finite(name, value, above=0)
+        if self.gpus % self.model_parallel:
+            raise ValueError(
+                f"tensor x pipeline x context must divide the {self.gpus} GPUs, got {self.model_parallel}; correct the "
+                "layout"
+            )
+        self._check_figures()
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that hold one replica of the model together, where the source names the axes."""
+        return (self.tensor or 1) * (self.pipeline or 1) * (self.context or 1)
+
+    def _check_figures(self) -> None:
+        """Printed figures of one step must agree with each other."""
+        if self.tokens_per_s is not None and self.tokens_per_s_gpu is not None:
+            _agree("tokens_per_s", self.tokens_per_s, self.tokens_per_s_gpu * self.gpus)
+        if self.seconds is None or self.global_batch is None or self.seq_len is None:
+            return
+        tokens = self.global_batch * self.seq_len
+        if self.tokens_per_s is not None:
+            _agree("tokens_per_s", self.tokens_per_s, tokens / self.seconds)
+        if self.tokens_per_s_gpu is not None:
+            _agree("tokens_per_s_gpu", self.tokens_per_s_gpu, tokens / self.seconds / self.gpus)
+
+
+_AXES = ("tensor", "pipeline", "context", "fsdp")
+_FIGURES = ("seconds", "tokens_per_s", "tokens_per_s_gpu", "tflops_per_gpu", "mfu")
+
+
+class ParallelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Runs of one source (repository, path and commit, or paper and table), and what holds for all of them.
+
+    ``flops_convention`` says how TFLOPS and MFU were counted there. ``not_stated`` lists settings that the source does
+    not give, ``caution`` where it contradicts itself. ``shapes`` are the dimensions of models without a preset.
+    """
+
+    title: str
+    source: str
+    settings: str = ""
+    flops_convention: str = ""
+    not_stated: tuple[str, ...] = ()
+    caution: str = ""
+    shapes: dict[str, Shape] = {}
+    runs: tuple[ParallelRun, ...]
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("runs must hold at least one, got none; leave the file out")
+
+
+def load_parallel() -> dict[str, ParallelTable]:
+    """Every table, by name.
+
+    Raises:
+        SpecError: a file breaks the schema, or figures of one run contradict each other.
+    """
+    found = resources.published_parallel()
+    return {name: convert(read_toml(path), ParallelTable, where=f"published {name}") for name, path in found.items()}
+
+
+def _agree(name: str, printed: float, computed: float) -> None:
+    if abs(printed / computed - 1) > _AGREEMENT:
+        raise ValueError(
+            f"{name} must be what the run's other figures give, {computed:.6g}, got {printed:.6g}; check the source"
+        )
