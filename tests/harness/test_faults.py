@@ -217,7 +217,7 @@ def test_without_a_header_there_is_nothing_to_resume(
     assert status_of(["run", "--resume", str(tmp_path)], capsys) == (
         2,
         f"refshard: {tmp_path / RECORDS}: does not begin with a run record: it is not a run, or was cut before "
-        "was measured: remove the folder and start a new one\n",
+        "the first launch; remove the folder and start a new one\n",
     )
 
 
