@@ -41,7 +41,7 @@ TIED = ("plain", "lora")
 TRAPS = {
     "replicated": "the model was replicated: it is a DistributedDataParallel",
     "unwrapped": "the model was left as it was: LlamaForCausalLM is no FSDPModule",
-    "half": "Accelerate takes this for DistributedType.MULTI_CPU, not for FSDP2",
+    "half": "Accelerate must see FSDP2, got the distributed type DistributedType.MULTI_CPU",
     "root only": "no unit was made of model.layers.0",
     "others stepped": "the optimizer does not hold the sharded parameters that are trained",
 }
