@@ -283,7 +283,7 @@ def switched_on_and_off(side: Side) -> None:
     train(side, model, loss)
 
 
-@case(variants=EVALUATED, refuses="ran nested")
+@case(variants=EVALUATED, refuses="nested in each other")
 def all_blocks_at_once_from_the_third_step_on(side: Side) -> None:
     """By then two blocks share a slot that each of them needs until its backward is over."""
 
