@@ -31,7 +31,7 @@ BREAKDOWN = ("compute alone", "overlapped communication", "exposed communication
 FIDELITY: dict[Fidelity, str] = {
     "measured": "real processes, kernels and network",
     "emulated": "one real rank; the other ranks are modelled",
-    "dryrun": "the strategy's own code on simulated GPUs; all times are modelled",
+    "dryrun": "the strategy's own code on fake GPUs; all times are modelled",
     "simulated": "all times are modelled",
 }
 """What is real in a case of each fidelity."""

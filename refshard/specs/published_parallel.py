@@ -1,7 +1,7 @@
 """Published training runs with their layout: data, tensor, pipeline and context parallelism.
 
-One file per source in ``profiles/published_parallel/``. Figures stand as printed; a field that the source does not give
-is absent, never filled in.
+One file per source in ``profiles/published_parallel/``. Figures stand as printed. A field that the source does not give
+is absent, unless other fields imply it: the table's ``settings`` then say so.
 """
 
 from typing import Literal
@@ -36,14 +36,14 @@ class ParallelRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     optimizer or without) is named. ``layers`` is the depth where the model was cut. ``microbatch`` is in sequences per
     data-parallel rank, ``global_batch`` in sequences. ``checkpointing`` is none, full, selective (by operator), or as
     the source describes it. ``seconds`` is the step time, ``tokens_per_s`` of all GPUs, ``mfu`` a fraction by the
-    table's convention, memory that of torch's allocator. ``predicted_*`` are the source's own predictions. ``where``
-    tells apart runs of one table.
+    table's convention, memory that of torch's allocator. ``predicted_*`` are the source's own predictions.
+    ``hardware`` is a profile's name, or what a profile would be called. ``where`` tells apart runs of one table.
     """
 
     model: str
     gpus: int
     hardware: str
-    precision: Precision
+    precision: Precision | None = None
     seq_len: int | None = None
     layers: int | None = None
     tensor: int | None = None

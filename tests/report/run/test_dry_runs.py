@@ -49,7 +49,7 @@ def test_dry_runs_never_share_a_setting_with_measurements() -> None:
 
 def test_a_dry_run_says_what_it_is(evidence: Evidence) -> None:
     assert modelled(evidence) == (
-        f"Not measured, but dry-run on {CLUSTER}: the strategy's own code on simulated GPUs; all times are modelled.",
+        f"Not measured, but dry-run on {CLUSTER}: the strategy's own code on fake GPUs; all times are modelled.",
     )
     facts = {fact.label: fact for fact in trust(evidence)}
     assert facts["Fidelity"].value == "dry run"
