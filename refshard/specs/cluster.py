@@ -78,7 +78,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     beside compute, compute goes at ``compute_beside_communication`` of its rate (the collective's kernels hold
     multiprocessors; on a CPU its threads hold cores) and the collective at ``communication_beside_compute`` of its own.
     Kernels that prepare a reduction beside compute get ``preparation_beside_compute`` of the device, and compute the
-    rest (YaFSDP's give-way effect). ``measured`` are collectives timed on this very cluster, which go before what
+    rest (YaFSDP's give-way effect). With each doubling of the nodes a step takes longer by the part ``straggling`` of
+    itself, for the slowest of more ranks. ``measured`` are collectives timed on this very cluster, which go before what
     ``within`` and ``between`` would say. ``not_measured`` names the pieces that a calibration could not measure, and
     why.
     """
@@ -95,6 +96,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     compute_beside_communication: float = 1.0
     communication_beside_compute: float = 1.0
     preparation_beside_compute: float = 0.5
+    straggling: float = 0.0
     measured: tuple[MeasuredCollective, ...] = ()
     not_measured: dict[str, str] = {}
     about: str = ""
@@ -113,6 +115,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.preparation_beside_compute == 1:
             raise ValueError("preparation_beside_compute must be < 1, since compute gets the rest, got 1")
         finite("launch_s", self.launch_s)
+        finite("straggling", self.straggling)
         sourced(self, exempt=_UNSOURCED)
 
     @property

@@ -28,8 +28,14 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
       number: that many of a stage's layers.
     - ``precision`` is that of products, over fp32 masters; gradients are reduced in ``reduction``, after each
       microbatch or, unless ``reduce_each``, once a step.
-    - ``reshard`` frees gathered parameters between forward and backward. ``compiled`` blocks have their elementwise
-      kernels fused. ``offload`` keeps masters, gradients and the optimizer's state in the host's memory.
+    - ``reshard`` frees gathered parameters between forward and backward. ``offload`` keeps masters, gradients and the
+      optimizer's state in the host's memory.
+    - ``compiled`` blocks have their elementwise kernels fused; eager norms are one kernel each if they are
+      ``fused_norms``. ``overlap_tensor`` runs tensor parallelism's collectives beside its products, in pieces.
+      ``context_by`` says whether ranks that share sequences pass keys and values round a ring, or exchange heads for
+      tokens.
+    - ``overlap_reduction`` runs the reductions and gathers of a whole step beside compute, ``overlap_pipeline`` its
+      messages.
     """
 
     strategy: str
@@ -49,6 +55,11 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     reduce_each: bool = True
     reshard: bool = True
     compiled: bool = False
+    fused_norms: bool = True
+    overlap_tensor: bool = False
+    overlap_reduction: bool = True
+    overlap_pipeline: bool = True
+    context_by: Literal["ring", "exchange"] = "ring"
     offload: bool = False
 
     def __post_init__(self) -> None:

@@ -1,0 +1,213 @@
+"""Step time and memory of many configurations of one model on one cluster, one entry a row."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from refshard.costs import ADAMW_BYTES
+from refshard.estimate.activations import kept_by_layer, loss_bytes
+from refshard.estimate.candidates import Candidates, Floats, Integers, by_distinct
+from refshard.estimate.exchange import Exchanges
+from refshard.estimate.groups import group_of
+from refshard.estimate.kernels import Share
+from refshard.estimate.layers import LayerCosts, LayerTimes, Within
+from refshard.estimate.memory import Held, Memory, memory_of
+from refshard.estimate.sizes import sizes_of
+from refshard.estimate.stages import Stages, deal, step_seconds
+from refshard.plan.checkpointing import checkpointing_of
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.hardware import ELEMENT_BYTES
+from refshard.specs.model import ModelSpec
+
+CLIPPED_BYTES = 12
+"""Bytes that clipping reads and writes of each fp32 gradient: once for its norm, once more to scale it."""
+_TIMES = tuple(field.name for field in fields(LayerTimes))
+_SHARE = ("microbatch", "tensor", "context", "expert", "precision", "compiled", "fused_norms", "overlap_tensor", "context_by")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Estimates:
+    """Columns in the order of ``candidates``. Seconds are of a step: ``compute_s`` of the slowest rank's kernels and of
+    the communication within its layers, ``exchange_s`` of data parallelism's exposed communication and copies,
+    ``waiting_s`` for other ranks of the pipeline, ``optimizer_s``, and ``straggling_s`` for the slowest rank of all.
+    """
+
+    candidates: Candidates
+    step_s: Floats
+    compute_s: Floats
+    exchange_s: Floats
+    waiting_s: Floats
+    optimizer_s: Floats
+    straggling_s: Floats
+    memory: Memory
+
+
+def estimate(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> Estimates:
+    """Estimate all rows; those of different world sizes lie on as many of the cluster's nodes as they fill."""
+    return _Estimate(model, cluster, seq_len, candidates).all()
+
+
+class _Estimate:
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> None:
+        self._model, self._cluster, self._seq_len, self._rows = model, cluster, seq_len, candidates
+        self._stages = deal(model.n_layers, candidates)
+        self._reduction = candidates.mapped("reduction", lambda word: float(ELEMENT_BYTES[word]))  # type: ignore[index]
+        self._element = np.where(candidates.where("precision", "fp32"), 4.0, 2.0)
+        self._sizes()
+        self._layer_times()
+
+    def all(self) -> Estimates:
+        rows, stages = self._rows, self._stages
+        exchange = Exchanges(self._cluster, rows, self._reduction).of(
+            self._unit, self._embedding + self._head, self._parameters, self._forward, self._backward, self._layers
+        )
+        forward, backward = self._forward + exchange.layer_forward_s, self._backward + exchange.layer_backward_s
+        layer, ends = forward + backward, self._embedding_s + self._head_s
+        alone = rows["pipeline"] == 1
+        middle = stages.middle * layer
+        first, last = stages.first * layer + self._embedding_s, stages.last * layer + self._head_s
+        slowest = np.where(alone, self._model.n_layers * layer + ends, np.maximum(middle, np.maximum(first, last)))
+        everyone = self._model.n_layers * layer + ends
+        slowest = slowest + self._messages(exposed=True)
+        pipelined, waiting = step_seconds(rows, slowest, np.maximum(everyone, slowest), self._weight * self._layers)
+        optimizer, messages = self._optimizer(), self._messages(exposed=False)
+        compute = rows["microbatches"] * np.where(
+            alone, self._model.n_layers * (self._forward + self._backward) + ends,
+            slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
+        )  # fmt: skip
+        steady = pipelined + exchange.step_s + optimizer + messages
+        straggling = steady * self._cluster.straggling * np.log2(np.maximum(1, rows.world_size / self._cluster.ranks_per_node))
+        return Estimates(
+            candidates=rows, step_s=steady + straggling, compute_s=compute, waiting_s=waiting + messages,
+            exchange_s=pipelined - waiting - compute + exchange.step_s, optimizer_s=optimizer,
+            straggling_s=straggling, memory=self._memory(),
+        )  # fmt: skip
+
+    def _share(self, microbatch: int, tensor: int, context: int, expert: int, precision: int, compiled: int,
+               fused_norms: int, *_: int) -> Share:  # fmt: skip
+        return Share(
+            sequences=microbatch, seq_len=self._seq_len, tensor=tensor, context=context, expert=expert,
+            precision=self._rows.words["precision"][precision],  # type: ignore[arg-type]
+            fused=bool(compiled), fused_norms=bool(fused_norms) and self._cluster.accelerator.device == "cuda",
+        )  # fmt: skip
+
+    def _layer_times(self) -> None:
+        """Of the average layer: a model may have some dense ones and a mixture in the others."""
+        rows, model, cluster = self._rows, self._model, self._cluster
+        routed = routed_layers(model) / model.n_layers
+
+        def times(*key: int) -> tuple[float, ...]:
+            share, overlaps, by = self._share(*key), bool(key[-2]), rows.words["context_by"][key[-1]]
+            within = Within(
+                tensor_shape=group_of(cluster, share.tensor, 1),
+                context_shape=group_of(cluster, share.context, share.tensor),
+                expert_shape=group_of(cluster, share.expert, share.tensor),
+                overlaps=overlaps, exchanges=by == "exchange",
+            )  # fmt: skip
+            costs = LayerCosts(model, cluster, share, within)
+            dense = costs.layer(dense=True)
+            mixed = costs.layer(dense=False) if routed else dense
+            layer = [getattr(dense, t) * (1 - routed) + getattr(mixed, t) * routed for t in _TIMES]
+            ends = [part.forward_s + part.backward_s for part in (costs.embedding(), costs.head())]
+            return (*layer, *ends)
+
+        found = by_distinct([rows[field] for field in _SHARE], times)
+        of = dict(zip(_TIMES, found))
+        full, some = self._checkpointed()
+        recomputed = full * of["full_s"] + some * of["selective_s"]
+        self._forward = of["forward_s"]
+        self._weight = of["weight_s"]
+        self._backward = of["input_s"] + of["weight_s"] + recomputed
+        self._embedding_s, self._head_s = found[-2], found[-1]
+
+    def _checkpointed(self) -> tuple[Floats, Floats]:
+        """The part of a rank's layers that recompute everything, and the part that recompute by operator."""
+        rows = self._rows
+        some = rows.where("checkpointing", "selective").astype(np.float64)
+        numbers = rows.mapped("checkpointing", lambda word: float(word) if word.isdecimal() else 0.0)
+        every = rows.mapped("checkpointing", lambda word: 1 / float(word[6:]) if word.startswith("every-") else 0.0)
+        full = np.where(rows.where("checkpointing", "full"), 1.0, every)
+        return np.minimum(1.0, np.maximum(full, numbers / self._layers)), some
+
+    def _sizes(self) -> None:
+        rows, model = self._rows, self._model
+        routed = routed_layers(model) / model.n_layers
+
+        def sizes(tensor: int, expert: int) -> tuple[float, ...]:
+            found = sizes_of(model, tensor, expert)
+            layer = found.dense * (1 - routed) + (found.routed + found.experts) * routed
+            return layer, max(found.dense, found.routed + found.experts), found.embedding, found.head
+
+        layer, unit, self._embedding, self._head = by_distinct([rows["tensor"], rows["expert"]], sizes)
+        stages = self._stages
+        alone = rows["pipeline"] == 1
+        self._unit = unit
+        self._layers = np.where(alone, model.n_layers, np.maximum(stages.middle, np.maximum(stages.first, stages.last)))
+        most = np.maximum(stages.first * layer + self._embedding, stages.last * layer + self._head)
+        most = np.where(rows["pipeline"] > 2, np.maximum(most, stages.middle * layer), most)
+        self._parameters = np.where(alone, model.n_layers * layer + self._embedding + self._head, most)
+
+    def _messages(self, *, exposed: bool) -> Floats:
+        """Seconds of a pipeline's messages: for each microbatch where they are waited for, or of filling and draining."""
+        rows, cluster = self._rows, self._cluster
+        ranks, tensor = rows["pipeline"], rows["tensor"]
+        nbytes = rows["microbatch"] * self._seq_len / rows["context"] / tensor * self._model.dim * self._element
+        inner = rows.world_size // ranks
+        apart = inner >= cluster.ranks_per_node
+        outer = cluster.between.bytes_per_s / cluster.ranks_per_node if cluster.between else cluster.within.bytes_per_s
+        hop = cluster.launch_s + nbytes / np.where(apart, outer, cluster.within.bytes_per_s)
+        waits = ~rows.flag("overlap_pipeline")
+        times = 2 * np.where(waits, 1, 0) if exposed else 2 * (ranks - 1) * np.where(waits, 1, rows["interleave"])
+        return np.where(ranks > 1, times * hop, 0.0)
+
+    def _optimizer(self) -> Floats:
+        """AdamW over the rank's part, and the clipping of its gradients."""
+        hardware = self._cluster.accelerator
+        own = self._parameters / np.where(self._shards_optimizer(), self._rows.shards, 1)
+        reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s
+        return ADAMW_BYTES * own / reached + CLIPPED_BYTES * own / hardware.memory_bytes_per_s
+
+    def _shards_optimizer(self) -> Floats:
+        from refshard.estimate.ways import find_way
+
+        return self._rows.mapped("strategy", lambda word: float(find_way(word).shards_optimizer)) > 0
+
+    def _memory(self) -> Memory:
+        rows, model = self._rows, self._model
+        routed = routed_layers(model) / model.n_layers
+        megatron = rows.where("strategy", "megatron")
+
+        def kept(again: int, *key: int) -> tuple[float, ...]:
+            share = self._share(*key)
+            dense = kept_by_layer(model, share, dense=True, gathers_again=bool(again))
+            mixed = kept_by_layer(model, share, dense=False, gathers_again=bool(again)) if routed else dense
+            names = ("nothing", "selective", "full", "workspace")
+            layer = [getattr(dense, n) * (1 - routed) + getattr(mixed, n) * routed for n in names]
+            return (*layer, loss_bytes(model, share))
+
+        nothing, selective, full, workspace, loss = by_distinct(
+            [megatron.astype(np.int64), *(rows[field] for field in _SHARE)], kept
+        )
+        part, some = self._checkpointed()
+        layer = (1 - part - some) * nothing + part * full + some * selective
+        last = rows["pipeline"] == 1
+        held = Held(
+            parameters=self._parameters, unit=self._unit, end=np.maximum(self._embedding, self._head), kept=layer,
+            recomputed=np.where(part > 0, nothing, np.where(some > 0, nothing - selective, 0)), workspace=workspace,
+            loss=np.where(last, loss, 0), layers=self._layers,
+        )  # fmt: skip
+        return memory_of(rows, held, self._element, self._reduction)
+
+
+def routed_layers(model: ModelSpec) -> int:
+    """Layers that are mixtures of experts."""
+    return model.n_layers - model.experts.dense_layers if model.experts else 0
+
+
+def checkpointed_layers(policy: str, n_layers: int) -> int:
+    """How many of so many layers a policy checkpoints."""
+    chosen = int(policy) if policy.isdecimal() else policy
+    return len(checkpointing_of(chosen, n_layers).layers)
+
+
+__all__ = ["Estimates", "Integers", "Stages", "checkpointed_layers", "estimate", "routed_layers"]

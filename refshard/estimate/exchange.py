@@ -1,0 +1,99 @@
+"""What data parallelism adds to a step: gathers, reductions, and the copies around them; one entry a row.
+
+A strategy that shards parameters gathers each unit before its forward and its backward, and reduces its gradients after
+that, beside the compute of its neighbours; what comes before the first and after the last unit has nothing beside it.
+Others reduce once a step, beside the last microbatch's backward, and gather what the optimizer changed beside the next
+forward.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from refshard.estimate.candidates import Candidates, Floats
+from refshard.estimate.groups import Groups
+from refshard.estimate.overlap import hidden
+from refshard.estimate.ways import MASTER_BYTES, NO_RESHARD, find_way
+from refshard.specs.cluster import ClusterSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exchange:
+    """Seconds that one microbatch's forward and backward of one layer take longer, ``layer_forward_s`` and
+    ``layer_backward_s``, and that a step does beside its layers, ``step_s``. ``comm_s`` is all communication of a step.
+    """
+
+    layer_forward_s: Floats
+    layer_backward_s: Floats
+    step_s: Floats
+
+
+class Exchanges:
+    """Data parallelism's share of the time of many configurations on one cluster."""
+
+    def __init__(self, cluster: ClusterSpec, candidates: Candidates, reduction: Floats) -> None:
+        self._cluster, self._candidates, self._reduction = cluster, candidates, reduction
+        self._groups = Groups(cluster, candidates)
+        self._element = np.where(candidates.where("precision", "fp32"), MASTER_BYTES, 2)
+        facts = ("shards_parameters", "shards_optimizer", "copies_out", "copies_in", "divides")
+        self._way = {
+            name: candidates.mapped("strategy", lambda word, name=name: float(getattr(find_way(word), name))) > 0
+            for name in facts
+        }
+
+    @property
+    def by_unit(self) -> Floats:
+        """Rows that gather and reduce each unit in each microbatch; a pipeline's stage keeps its parameters."""
+        return self._way["shards_parameters"] & (self._candidates["pipeline"] == 1)
+
+    def of(self, unit: Floats, ends: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats, layers: Floats) -> Exchange:
+        """What it adds to layers of ``unit`` elements; ``ends`` are the embedding's and the head's, ``parameters`` all
+        of the rank's. ``forward_s`` and ``backward_s`` are a layer's.
+        """
+        each = self._by_unit(unit, ends, forward_s, backward_s)
+        once = self._by_step(unit, parameters, layers * forward_s, layers * backward_s)
+        forward, backward, step = (np.where(self.by_unit, a, b) for a, b in zip(each, once))
+        return Exchange(layer_forward_s=forward, layer_backward_s=backward, step_s=step)
+
+    def _by_unit(self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats) -> tuple[Floats, Floats, Floats]:
+        candidates, groups = self._candidates, self._groups
+        gather, reduce = self._gather(unit), self._reduce(unit)
+        reshards = candidates.flag("reshard") & ~candidates.where("strategy", *NO_RESHARD)
+        out = np.where(self._way["copies_out"], self._move(2 * self._element * unit), 0)
+        into = np.where(self._way["copies_in"], self._move((self._element + self._reduction) * unit), 0)
+        divided = np.where(self._way["divides"], self._move((self._element + 3 * self._reduction) * unit), 0)
+        cast = self._move((MASTER_BYTES + self._element) * unit / candidates.shards)
+        each = candidates.flag("reduce_each") | (candidates["microbatches"] == 1)
+        forward = out + cast + hidden(self._cluster, forward_s, gather)
+        backward = np.where(reshards, out + cast, 0) + np.where(each, into + divided, 0)
+        backward = backward + hidden(self._cluster, backward_s, np.where(reshards, gather, 0) + np.where(each, reduce, 0))
+        alone = self._gather(ends) + self._gather(unit) + self._reduce(ends)
+        late = np.where(each, 0, self._late(unit))
+        return forward, backward, alone * np.where(each, candidates["microbatches"], 1) + late
+
+    def _late(self, unit: Floats) -> Floats:
+        return self._reduce(unit)
+
+    def _by_step(self, unit: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats) -> tuple[Floats, Floats, Floats]:
+        zero = np.zeros_like(unit)
+        reduce, gather = self._reduce(parameters), self._gather(parameters)
+        overlaps = self._candidates.flag("overlap_reduction")
+        first, last = self._gather(unit), self._reduce(unit)
+        beside = np.minimum(last, reduce) + hidden(self._cluster, backward_s, reduce - np.minimum(last, reduce))
+        before = np.minimum(first, gather) + hidden(self._cluster, forward_s, gather - np.minimum(first, gather))
+        return zero, zero, np.where(overlaps, beside + before, reduce + gather)
+
+    def _gather(self, numel: Floats) -> Floats:
+        sharded = self._way["shards_optimizer"]
+        return np.where(sharded, self._groups.over_shards("all_gather", self._element * numel), 0)
+
+    def _reduce(self, numel: Floats) -> Floats:
+        """Over shards and then over replicas; where nothing is sharded, over all at once, in the masters' dtype."""
+        scattered = self._groups.over_shards("reduce_scatter", self._reduction * numel)
+        summed = self._groups.over_replicas("all_reduce", self._reduction * numel / self._candidates.shards)
+        whole = self._groups.over_all("all_reduce", MASTER_BYTES * numel)
+        return np.where(self._way["shards_optimizer"], scattered + summed, whole)
+
+    def _move(self, nbytes: Floats) -> Floats:
+        hardware = self._cluster.accelerator
+        return hardware.kernel_s + nbytes / hardware.memory_bytes_per_s

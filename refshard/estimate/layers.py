@@ -1,0 +1,233 @@
+"""What one layer takes for one microbatch on one rank: its kernels, and the communication within the layer.
+
+Tensor parallelism gathers a sublayer's input and scatters its sum, twice a layer; backward the other way round. Ranks
+that share sequences pass keys and values round a ring beside attention, or exchange heads for tokens before and after
+it. Masks are causal, and halves of sequences are dealt so that all ranks have as much to do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from refshard.costs import GroupShape, attention_seconds, collective_cost, move_seconds, product_seconds
+from refshard.estimate.kernels import (
+    Move,
+    Product,
+    Share,
+    attention_linears,
+    attention_width,
+    backward_moves,
+    feed_forward_linears,
+    forward_moves,
+    inner_tokens_width,
+    product_of,
+    projected_width,
+    quantising_moves,
+)
+from refshard.estimate.overlap import hidden
+from refshard.specs.cluster import ClusterSpec, CollectiveOp
+from refshard.specs.hardware import HardwareSpec
+from refshard.specs.model import ModelSpec
+
+CHUNKS = 4
+"""Pieces that a product and a collective beside it are cut into; the first or the last of them runs alone."""
+RING_PART = 0.75
+"""Of attention's rate, what its kernels reach on the pieces that a ring brings: each is short, and what they made is
+corrected in fp32."""
+HOST_LAUNCHES = 1.5
+"""Launches of the host for each kernel that runs (views, allocations, autograd's own)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Within:
+    """How the ranks of one layer communicate.
+
+    ``tensor_shape`` and ``context_shape`` are their groups' places on nodes. ``overlaps`` cuts products so that tensor
+    parallelism's collectives run beside them; ``exchanges`` heads for tokens instead of a ring.
+    """
+
+    tensor_shape: GroupShape
+    context_shape: GroupShape
+    expert_shape: GroupShape
+    overlaps: bool = False
+    exchanges: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Seconds of one layer and microbatch on one rank, exposed communication within it included.
+
+    Backward is what leads to the input's gradient, ``input_s``, and to the weights', ``weight_s``. ``full_s`` and
+    ``selective_s`` are what backward computes again if the layer is checkpointed, fully or by operator.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    full_s: float = 0.0
+    selective_s: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """Without what is computed again."""
+        return self.input_s + self.weight_s
+
+
+class LayerCosts:
+    """Times of the layers of one model on one cluster, for one rank's share of a microbatch."""
+
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, share: Share, within: Within) -> None:
+        self._model, self._cluster, self._share, self._within = model, cluster, share, within
+        self._hardware = cluster.accelerator
+
+    def layer(self, *, dense: bool) -> LayerTimes:
+        """A decoder block; a mixture of experts unless ``dense``."""
+        model, share = self._model, self._share
+        linears = [*attention_linears(model), *feed_forward_linears(model, dense=dense)]
+        products = [product_of(model, linear, share) for linear in linears]
+        product_s = [self._product(product) for product in products]
+        forward = [*forward_moves(model, share, dense=dense)]
+        backward = [*backward_moves(model, share, dense=dense)]
+        if share.precision == "fp8":
+            forward += quantising_moves([p.m * p.k * p.count for p in products])
+            backward += quantising_moves([p.m * p.n * p.count for p in products])
+        attention, attention_back = (self._attention(backward=b) for b in (False, True))
+        sent, returned = self._context(attention), self._context(attention_back, backward=True)
+        around = self._tensor(sum(product_s))
+        experts = 0.0 if dense else self._experts()
+        forward_s = self._at_least_launched(
+            sum(product_s) + attention + self._moves(forward), len(products) + len(forward) + 1
+        )
+        input_s = self._at_least_launched(
+            sum(product_s) + attention_back + self._moves(backward), len(products) + len(backward) + 1
+        )
+        comm = around + sent + experts
+        last = product_s[-1]
+        return LayerTimes(
+            forward_s=forward_s + comm,
+            input_s=input_s + around + returned + experts,
+            weight_s=sum(product_s),
+            full_s=forward_s - last + comm - around / 4,
+            selective_s=sum(product_s[1::2]) - last * (len(product_s) % 2 == 0)
+            + self._moves(forward) + around / 2 + experts,
+        )  # fmt: skip
+
+    def embedding(self) -> LayerTimes:
+        """Looking up the tokens; its gradient is dense."""
+        width = self._share.tokens * self._model.dim * self._share.element
+        cleared = self._share.element * self._model.vocab * self._model.dim / self._share.tensor
+        comm = self._collective("reduce_scatter", width)
+        return LayerTimes(
+            forward_s=self._moves([Move(2 * width)]) + comm, input_s=0.0,
+            weight_s=self._moves([Move(cleared), Move(3 * width)]),
+        )  # fmt: skip
+
+    def head(self) -> LayerTimes:
+        """Final norm, head and loss, the vocabulary divided by tensor-parallel ranks."""
+        share, model = self._share, self._model
+        logits = share.tokens * model.vocab / share.tensor
+        product = self._product(Product(share.tokens, model.dim, model.vocab / share.tensor), plain=True)
+        e = share.element
+        if share.fused:
+            loss, gradient = [Move(e * logits, logits)], [Move(2 * e * logits, logits)]
+        else:
+            loss = [Move((e + 4) * logits), Move(8 * logits, 2 * logits)]
+            gradient = [Move(4 * logits), Move(12 * logits, 1.5 * logits), Move((e + 4) * logits)]
+        gather = self._collective("all_gather", share.tokens * model.dim * e)
+        return LayerTimes(
+            forward_s=product + self._moves(loss) + gather, input_s=product + self._moves(gradient) + gather,
+            weight_s=product,
+        )  # fmt: skip
+
+    @cached_property
+    def _scores(self) -> float:
+        """Scores of one call of attention on this rank, of the causal half, as if all layers were alike."""
+        share, model = self._share, self._model
+        return share.sequences * model.n_heads / share.tensor * share.seq_len**2 / 2 / share.context
+
+    def _attention(self, *, backward: bool) -> float:
+        """Layers whose attention sees a window are averaged with those that see everything."""
+        share, model = self._share, self._model
+        length = share.seq_len
+        heads = share.sequences * model.n_heads / share.tensor / share.context
+        seconds = attention_seconds(
+            self._hardware, share.dtype, heads=heads, seq_len=length, head_dim=round(attention_width(model)),
+            backward=backward, kernel=self._kernel,
+        )  # fmt: skip
+        if share.context > 1 and not self._within.exchanges:
+            seconds /= RING_PART
+        return seconds * seen_part(model, length)
+
+    @property
+    def _kernel(self) -> str:
+        return "cudnn" if self._share.fused else "flash"
+
+    def _context(self, attention_s: float, *, backward: bool = False) -> float:
+        """What context parallelism adds that attention does not hide."""
+        share, shape = self._share, self._within.context_shape
+        if share.context == 1:
+            return 0.0
+        width = projected_width(self._model) / share.tensor
+        values = self._model.n_heads * attention_width(self._model) / share.tensor
+        if self._within.exchanges:
+            moved = share.tokens * (width + values) * share.element * share.context
+            return collective_cost(self._cluster, "all_to_all", round(moved), shape).seconds
+        hop = (2 if backward else 1) * share.tokens * (width - values) * share.element
+        hop_s = self._message(hop, shape)
+        corrected = 10 * share.tokens * values * share.context
+        exposed = max(0.0, hop_s - attention_s / share.context) * (share.context - 1)
+        return exposed + self._moves([Move(corrected)])
+
+    def _message(self, nbytes: float, shape: GroupShape) -> float:
+        """A message to the next rank of a group."""
+        cluster = self._cluster
+        if shape.nodes == 1:
+            return cluster.launch_s + cluster.within.latency_s + nbytes / cluster.within.bytes_per_s
+        assert cluster.between is not None
+        share = cluster.between.bytes_per_s * shape.per_node / cluster.ranks_per_node
+        return cluster.launch_s + cluster.between.latency_s + nbytes / share
+
+    def _tensor(self, products_s: float) -> float:
+        """Exposed gathers and scatters of one pass through a layer: two of each."""
+        nbytes = self._share.tokens * self._model.dim * self._share.element
+        both = 2 * (self._collective("all_gather", nbytes) + self._collective("reduce_scatter", nbytes))
+        if not self._within.overlaps or not both:
+            return both
+        beside = both * (1 - 1 / CHUNKS)
+        return both / CHUNKS + hidden(self._cluster, products_s, beside)
+
+    def _collective(self, op: CollectiveOp, nbytes: float) -> float:
+        return collective_cost(self._cluster, op, round(nbytes), self._within.tensor_shape).seconds
+
+    def _experts(self) -> float:
+        """Tokens to their experts, and back."""
+        share, model = self._share, self._model
+        if share.expert == 1 or model.experts is None:
+            return 0.0
+        sent = share.tokens / share.tensor * model.experts.active * model.dim * share.element * share.expert
+        return 2 * collective_cost(self._cluster, "all_to_all", round(sent), self._within.expert_shape).seconds
+
+    def _product(self, product: Product, *, plain: bool = False) -> float:
+        low = self._share.precision == "fp8" and not plain
+        operand = 1 if low else self._share.element
+        return product_seconds(
+            self._hardware, "fp8" if low else self._share.dtype, product.flops,
+            product.nbytes(operand, self._share.element),
+        )  # fmt: skip
+
+    def _moves(self, moves: Sequence[Move]) -> float:
+        return sum(move_seconds(self._hardware, move.nbytes, move.transcendentals) for move in moves)
+
+    def _at_least_launched(self, device_s: float, kernels: int) -> float:
+        """The host may take longer to launch the kernels than the device to run them."""
+        hardware: HardwareSpec = self._hardware
+        return max(device_s, HOST_LAUNCHES * kernels * hardware.host_s) if hardware.asynchronous else device_s
+
+
+def seen_part(model: ModelSpec, length: int) -> float:
+    """The part of the causal half's scores that layers compute, which see a window or everything, on average."""
+    if not model.window or model.window >= length:
+        return 1.0
+    windowed = 1 - (1 - model.window / length) ** 2
+    whole = 1 / model.global_every if model.global_every else 0.0
+    return whole + (1 - whole) * windowed

@@ -1,0 +1,144 @@
+"""Published runs as configurations, and what is predicted of them."""
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from refshard.errors import SpecError
+from refshard.estimate.candidates import Candidates
+from refshard.estimate.estimate import estimate
+from refshard.quantities import GIB
+from refshard.specs.cluster import ClusterSpec, load_cluster
+from refshard.specs.configuration import Configuration
+from refshard.specs.model import ModelSpec, load_model
+from refshard.specs.published_parallel import ParallelRun, ParallelTable
+
+_STRATEGIES = {
+    "fsdp1": "fsdp1", "fsdp1, SHARD_GRAD_OP": "fsdp1-grad-op", "fsdp2": "fsdp2", "zero0": "ddp", "zero1": "megatron",
+    "fsdp2, asynchronous tensor parallelism": "fsdp2",
+}  # fmt: skip
+_POLICIES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A published run as a configuration of a model on a cluster; ``seconds`` is its step time."""
+
+    table: str
+    run: ParallelRun
+    model: ModelSpec
+    cluster: ClusterSpec
+    seq_len: int
+    configuration: Configuration
+    seconds: float
+
+
+def published_of(name: str, table: ParallelTable, run: ParallelRun) -> Published | str:
+    """The run as a configuration, or why it is none: what its source does not say."""
+    assumed = table.assumed
+    seq_len = run.seq_len or assumed.get("seq_len")
+    if run.hardware not in table.clusters:
+        return f"no cluster profile for {run.hardware}"
+    if not isinstance(seq_len, int):
+        return "the sequence length is not stated"
+    policy = run.checkpointing or assumed.get("checkpointing")
+    if policy not in _POLICIES:
+        return f"checkpointing: {policy or 'not stated'}"
+    precision = run.precision or assumed.get("precision")
+    if precision not in ("bf16", "fp8"):
+        return f"precision: {precision or 'not stated'}"
+    strategy = _STRATEGIES.get(run.strategy) if run.strategy else assumed.get("strategy")
+    if strategy is None:
+        return f"no closed form of {run.strategy or 'a strategy that is not stated'}"
+    try:
+        model = model_of(table, run)
+    except SpecError as error:
+        return str(error)
+    return _configured(name, table, run, model, seq_len, str(policy), str(precision), str(strategy))
+
+
+def _configured(
+    name: str, table: ParallelTable, run: ParallelRun, model: ModelSpec, seq_len: int, policy: str, precision: str,
+    strategy: str,
+) -> Published | str:  # fmt: skip
+    data = run.gpus // run.model_parallel
+    shard = data if strategy == "megatron" or run.fsdp is None else run.fsdp
+    if strategy == "ddp":
+        shard = 1
+    if data % shard:
+        return f"{shard} shards do not divide {data} data-parallel ranks"
+    batch = _batch(run, data)
+    if batch is None:
+        return "the batch is not stated"
+    microbatch, microbatches = batch
+    seconds = _seconds(run, data * microbatch * microbatches * seq_len)
+    if seconds is None:
+        return "no speed in tokens or seconds"
+    interleave = run.interleave or 1
+    fields = {key: value for key, value in table.assumed.items() if key not in ("seq_len", "strategy", "checkpointing", "precision")}
+    fields |= {"compiled": run.compiled} if run.compiled is not None else {}
+    fields |= {"overlap_tensor": True} if "asynchronous" in run.strategy else {}
+    try:
+        configuration = Configuration(
+            **{
+                **fields, "strategy": strategy, "shard": shard, "replicate": data // shard, "tensor": run.tensor or 1,
+                "context": run.context or 1, "pipeline": run.pipeline or 1, "interleave": interleave,
+                "schedule": "interleaved" if interleave > 1 else "1f1b", "microbatch": microbatch,
+                "microbatches": microbatches, "checkpointing": policy, "precision": precision,
+            }
+        )  # fmt: skip
+    except ValueError as error:
+        return str(error)
+    cluster = _filled(load_cluster(table.clusters[run.hardware]), run.gpus)
+    return Published(
+        table=name, run=run, model=model, cluster=cluster, seq_len=seq_len,
+        configuration=configuration, seconds=seconds,
+    )  # fmt: skip
+
+
+def _filled(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
+    """As many nodes as the run fills; of racks whose GPUs do not divide it, as many GPUs of each as do (64 of 72)."""
+    used = min(gpus, cluster.ranks_per_node)
+    while gpus % used:
+        used -= 1
+    return msgspec.structs.replace(cluster, ranks_per_node=used, nodes=gpus // used)
+
+
+def _batch(run: ParallelRun, data: int) -> tuple[int, int] | None:
+    """Sequences of a microbatch, and microbatches; under torchtitan's pipelines the printed batch is of single ones."""
+    if run.strategy.startswith("fsdp") and (run.pipeline or 1) > 1:
+        return (1, run.microbatch * (run.microbatches or 1)) if run.microbatch else None
+    if run.microbatch and run.microbatches:
+        return run.microbatch, run.microbatches
+    if run.microbatch and run.global_batch:
+        count, rest = divmod(run.global_batch, data * run.microbatch)
+        return (run.microbatch, count) if count and not rest else None
+    return (run.microbatch, 1) if run.microbatch and run.tokens_per_s_gpu else None
+
+
+def _seconds(run: ParallelRun, tokens: int) -> float | None:
+    if run.seconds:
+        return run.seconds
+    if run.tokens_per_s:
+        return tokens / run.tokens_per_s
+    return tokens / run.tokens_per_s_gpu / run.gpus if run.tokens_per_s_gpu else None
+
+
+def model_of(table: ParallelTable, run: ParallelRun) -> ModelSpec:
+    """The model of a run: a preset, or one of the table's shapes; cut to the run's depth.
+
+    Raises:
+        SpecError: nothing gives its dimensions.
+    """
+    model = load_model(run.model)
+    return msgspec.structs.replace(model, n_layers=run.layers) if run.layers else model
+
+
+def predicted(runs: list[Published]) -> np.ndarray:
+    """Predicted step times and peaks (seconds, GiB), one column a run."""
+    found = []
+    for one in runs:
+        estimates = estimate(one.model, one.cluster, one.seq_len, Candidates.of([one.configuration]))
+        found.append((float(estimates.step_s[0]), float(estimates.memory.peak[0]) / GIB))
+    return np.array(found).T

@@ -1,0 +1,98 @@
+"""How each data-parallel strategy keeps and communicates a model's state, as rows of numbers.
+
+The engine's modes and torch's strategies follow from their recipes; other rows say here what their code does.
+"""
+
+from dataclasses import dataclass
+
+from refshard.errors import SpecError, nearest
+from refshard.plan.recipe import MASTER_BYTES, RECIPES, Recipe
+
+ADAM_BYTES = 8
+"""AdamW's two averages, in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One strategy. Bytes are of one element.
+
+    ``shards_parameters``, ``shards_gradients`` and ``shards_optimizer`` say what is divided over the shard axis.
+    ``kept_bytes`` are of parameters in the dtype of compute that every rank keeps beside their masters, ``summed_bytes``
+    of gradients that it keeps unsharded. Where parameters are gathered for each use, as many units as
+    ``parameter_slots`` are there at once, and ``gradient_slots`` units of unsharded gradients. ``copies_out`` of a
+    gathered buffer and ``copies_in`` to one that is reduced are kernels of their own; one that ``divides`` casts and
+    scales that buffer before it is reduced. ``casts`` says that autocast casts each weight once a step.
+    """
+
+    name: str
+    shards_parameters: bool
+    shards_gradients: bool
+    shards_optimizer: bool
+    kept_bytes: int = 0
+    summed_bytes: int = 0
+    parameter_slots: int = 2
+    gradient_slots: int = 2
+    copies_out: bool = False
+    copies_in: bool = True
+    divides: bool = False
+    casts: bool = False
+
+    @property
+    def by_unit(self) -> bool:
+        """Whether parameters are gathered and gradients reduced unit by unit, in every microbatch."""
+        return self.shards_parameters
+
+
+def _of_recipe(recipe: Recipe) -> Way:
+    mode = recipe.mode
+    replicated = mode.optimizer == "replicate"
+    keeps = mode.parameters == "replicate"
+    return Way(
+        name=recipe.name,
+        shards_parameters=not keeps,
+        shards_gradients=mode.gradients == "shard",
+        shards_optimizer=not replicated,
+        kept_bytes=2 if keeps and recipe.grouping != "buckets" else 0,
+        summed_bytes=4 if mode.gradients == "replicate" else 0,
+        copies_out=recipe.copies_out,
+        copies_in=recipe.copies_in,
+        divides=recipe.divides,
+        casts=recipe.grouping == "buckets",
+    )
+
+
+WAYS: dict[str, Way] = {
+    **{name: _of_recipe(recipe) for name, recipe in RECIPES.items()},
+    **{
+        way.name: way
+        for way in (
+            # Megatron-LM's distributed optimizer: bf16 parameters and fp32 gradients whole, all else divided.
+            Way(
+                name="megatron", shards_parameters=False, shards_gradients=False, shards_optimizer=True, kept_bytes=2,
+                summed_bytes=4, copies_in=False,
+            ),
+            Way(
+                name="fsdp1-grad-op", shards_parameters=True, shards_gradients=True, shards_optimizer=True,
+                divides=True,
+            ),
+            Way(name="simplefsdp", shards_parameters=True, shards_gradients=True, shards_optimizer=True),
+        )
+    },
+}  # fmt: skip
+"""Rows by name."""
+NO_RESHARD = frozenset({"fsdp1-grad-op", "refshard-zero2"})
+"""Strategies that keep gathered parameters from forward to backward whatever else is asked for."""
+
+
+def find_way(name: str) -> Way:
+    """The row of a strategy.
+
+    Raises:
+        SpecError: it has none.
+    """
+    if name not in WAYS:
+        raise SpecError(f"strategy: '{name}' has no closed form; {nearest(name, list(WAYS))}")
+    return WAYS[name]
+
+
+__all__ = ["ADAM_BYTES", "MASTER_BYTES", "NO_RESHARD", "WAYS", "Way", "find_way"]
