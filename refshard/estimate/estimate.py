@@ -22,7 +22,8 @@ from refshard.specs.model import ModelSpec
 CLIPPED_BYTES = 12
 """Bytes that clipping reads and writes of each fp32 gradient: once for its norm, once more to scale it."""
 _TIMES = tuple(field.name for field in fields(LayerTimes))
-_SHARE = ("microbatch", "tensor", "context", "expert", "precision", "compiled", "fused_norms", "overlap_tensor", "context_by")
+_SHARE = ("microbatch", "tensor", "context", "expert", "precision", "compiled", "fused_norms", "attention",
+          "overlap_tensor", "context_by")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,11 +85,12 @@ class _Estimate:
         )  # fmt: skip
 
     def _share(self, microbatch: int, tensor: int, context: int, expert: int, precision: int, compiled: int,
-               fused_norms: int, *_: int) -> Share:  # fmt: skip
+               fused_norms: int, attention: int, *_: int) -> Share:  # fmt: skip
         return Share(
             sequences=microbatch, seq_len=self._seq_len, tensor=tensor, context=context, expert=expert,
             precision=self._rows.words["precision"][precision],  # type: ignore[arg-type]
             fused=bool(compiled), fused_norms=bool(fused_norms) and self._cluster.accelerator.device == "cuda",
+            attention=self._rows.words["attention"][attention],  # type: ignore[arg-type]
         )  # fmt: skip
 
     def _layer_times(self) -> None:
@@ -183,18 +185,19 @@ class _Estimate:
             mixed = kept_by_layer(model, share, dense=False, gathers_again=bool(again)) if routed else dense
             names = ("nothing", "selective", "full", "workspace")
             layer = [getattr(dense, n) * (1 - routed) + getattr(mixed, n) * routed for n in names]
-            return (*layer, loss_bytes(model, share))
+            return (*layer, loss_bytes(model, share), share.element * share.tokens * model.vocab / share.tensor)
 
-        nothing, selective, full, workspace, loss = by_distinct(
+        nothing, selective, full, workspace, loss, logits = by_distinct(
             [megatron.astype(np.int64), *(rows[field] for field in _SHARE)], kept
         )
         part, some = self._checkpointed()
         layer = (1 - part - some) * nothing + part * full + some * selective
         last = rows["pipeline"] == 1
         held = Held(
-            parameters=self._parameters, unit=self._unit, end=np.maximum(self._embedding, self._head), kept=layer,
+            parameters=self._parameters, unit=self._unit, end=np.maximum(self._embedding, self._head),
+            ends=self._embedding + self._head, kept=layer,
             recomputed=np.where(part > 0, nothing, np.where(some > 0, nothing - selective, 0)), workspace=workspace,
-            loss=np.where(last, loss, 0), layers=self._layers,
+            loss=np.where(last, loss, 0), logits=np.where(last, logits, 0), layers=self._layers,
         )  # fmt: skip
         return memory_of(rows, held, self._element, self._reduction)
 

@@ -13,7 +13,7 @@ import numpy as np
 from refshard.estimate.candidates import Candidates, Floats
 from refshard.estimate.groups import Groups
 from refshard.estimate.overlap import hidden
-from refshard.estimate.ways import MASTER_BYTES, NO_RESHARD, find_way
+from refshard.estimate.ways import MASTER_BYTES, find_way
 from refshard.specs.cluster import ClusterSpec
 
 
@@ -35,7 +35,7 @@ class Exchanges:
         self._cluster, self._candidates, self._reduction = cluster, candidates, reduction
         self._groups = Groups(cluster, candidates)
         self._element = np.where(candidates.where("precision", "fp32"), MASTER_BYTES, 2)
-        facts = ("shards_parameters", "shards_optimizer", "copies_out", "copies_in", "divides")
+        facts = ("shards_parameters", "shards_optimizer", "keeps", "copies_out", "copies_in", "divides")
         self._way = {
             name: candidates.mapped("strategy", lambda word, name=name: float(getattr(find_way(word), name))) > 0
             for name in facts
@@ -58,7 +58,7 @@ class Exchanges:
     def _by_unit(self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats) -> tuple[Floats, Floats, Floats]:
         candidates, groups = self._candidates, self._groups
         gather, reduce = self._gather(unit), self._reduce(unit)
-        reshards = candidates.flag("reshard") & ~candidates.where("strategy", *NO_RESHARD)
+        reshards = candidates.flag("reshard") & ~self._way["keeps"]
         out = np.where(self._way["copies_out"], self._move(2 * self._element * unit), 0)
         into = np.where(self._way["copies_in"], self._move((self._element + self._reduction) * unit), 0)
         divided = np.where(self._way["divides"], self._move((self._element + 3 * self._reduction) * unit), 0)

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from refshard.specs.configuration import Precision
-from refshard.specs.hardware import Dtype
+from refshard.specs.hardware import AttentionKernel, Dtype
 from refshard.specs.model import ModelSpec
 
 Split = Literal["columns", "rows", "whole"]
@@ -80,6 +80,7 @@ class Share:
     precision: Precision = "bf16"
     fused: bool = False
     fused_norms: bool = True
+    attention: AttentionKernel = "flash"
 
     @cached_property
     def tokens(self) -> float:

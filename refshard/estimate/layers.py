@@ -6,8 +6,7 @@ it. Masks are causal, and halves of sequences are dealt so that all ranks have a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from refshard.costs import GroupShape, attention_seconds, collective_cost, move_seconds, product_seconds
 from refshard.estimate.kernels import (
@@ -19,7 +18,6 @@ from refshard.estimate.kernels import (
     backward_moves,
     feed_forward_linears,
     forward_moves,
-    inner_tokens_width,
     product_of,
     projected_width,
     quantising_moves,
@@ -34,6 +32,8 @@ CHUNKS = 4
 RING_PART = 0.75
 """Of attention's rate, what its kernels reach on the pieces that a ring brings: each is short, and what they made is
 corrected in fp32."""
+EAGER_PART = 0.7
+"""Of the memory's rate, what torch's eager elementwise kernels reach, which also cast, broadcast and reduce."""
 HOST_LAUNCHES = 1.5
 """Launches of the host for each kernel that runs (views, allocations, autograd's own)."""
 
@@ -139,12 +139,6 @@ class LayerCosts:
             weight_s=product,
         )  # fmt: skip
 
-    @cached_property
-    def _scores(self) -> float:
-        """Scores of one call of attention on this rank, of the causal half, as if all layers were alike."""
-        share, model = self._share, self._model
-        return share.sequences * model.n_heads / share.tensor * share.seq_len**2 / 2 / share.context
-
     def _attention(self, *, backward: bool) -> float:
         """Layers whose attention sees a window are averaged with those that see everything."""
         share, model = self._share, self._model
@@ -152,15 +146,11 @@ class LayerCosts:
         heads = share.sequences * model.n_heads / share.tensor / share.context
         seconds = attention_seconds(
             self._hardware, share.dtype, heads=heads, seq_len=length, head_dim=round(attention_width(model)),
-            backward=backward, kernel=self._kernel,
+            backward=backward, kernel=share.attention,
         )  # fmt: skip
         if share.context > 1 and not self._within.exchanges:
             seconds /= RING_PART
         return seconds * seen_part(model, length)
-
-    @property
-    def _kernel(self) -> str:
-        return "cudnn" if self._share.fused else "flash"
 
     def _context(self, attention_s: float, *, backward: bool = False) -> float:
         """What context parallelism adds that attention does not hide."""
@@ -216,7 +206,8 @@ class LayerCosts:
         )  # fmt: skip
 
     def _moves(self, moves: Sequence[Move]) -> float:
-        return sum(move_seconds(self._hardware, move.nbytes, move.transcendentals) for move in moves)
+        part = 1.0 if self._share.fused else EAGER_PART
+        return sum(move_seconds(self._hardware, move.nbytes / part, move.transcendentals) for move in moves)
 
     def _at_least_launched(self, device_s: float, kernels: int) -> float:
         """The host may take longer to launch the kernels than the device to run them."""

@@ -31,47 +31,69 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """Elements and bytes of the parts of a rank, one entry a row: its parameters, its largest unit's, and one of the
-    ends; what a layer keeps by its checkpointing, and what the loss needs.
+    """Elements of the parts of a rank, one entry a row: all parameters, its largest unit's, the larger end's and both
+    ends'; and bytes: what a layer ``kept`` and what is ``recomputed`` by its checkpointing, its ``workspace``, what the
+    ``loss`` needs and the ``logits`` alone.
     """
 
     parameters: Floats
     unit: Floats
     end: Floats
+    ends: Floats
     kept: Floats
     recomputed: Floats
     workspace: Floats
     loss: Floats
+    logits: Floats
     layers: Floats
 
 
 def memory_of(candidates: Candidates, held: Held, element: Floats, reduction: Floats) -> Memory:
-    """Each category at the peak. ``element`` and ``reduction`` are bytes of a parameter in compute and of a gradient as
-    it is reduced.
+    """Each category at the peak, the higher of two: the loss, and the backward of the last layer, when all activations
+    are there. ``element`` and ``reduction`` are bytes of a parameter in compute and of a gradient as it is reduced.
     """
-    way = {name: candidates.mapped("strategy", lambda word, name=name: float(getattr(find_way(word), name)))
-           for name in ("shards_parameters", "shards_gradients", "shards_optimizer", "kept_bytes", "summed_bytes",
-                        "parameter_slots", "copies_out", "casts")}  # fmt: skip
-    shards = np.where(way["shards_optimizer"] > 0, candidates.shards, 1)
-    own = held.parameters / shards
-    by_unit = way["shards_parameters"] > 0
-    stays = by_unit & ((candidates["pipeline"] > 1) | ~candidates.flag("reshard"))
-    adds_up = by_unit & (candidates["microbatches"] > 1) & ((candidates["pipeline"] > 1) | ~candidates.flag("reduce_each"))
+    way = _Facts(candidates)
+    own = held.parameters / np.where(way["shards_optimizer"] > 0, candidates.shards, 1)
+    by_unit, ring, around = way["shards_parameters"] > 0, way["ring"] > 0, way["around"] > 0
+    pipelined = candidates["pipeline"] > 1
+    stays = by_unit & (pipelined | ~candidates.flag("reshard") | (way["keeps"] > 0))
+    adds_up = by_unit & (candidates["microbatches"] > 1) & (pipelined | ~candidates.flag("reduce_each"))
     offloaded = candidates.flag("offload")
-    kept = way["kept_bytes"] * held.parameters + way["casts"] * np.where(element < MASTER_BYTES, element, 0) * held.parameters
-    units = (way["parameter_slots"] + way["copies_out"]) * element * held.unit
-    unsharded = np.where(by_unit, np.where(stays, element * held.parameters, units), kept)
+    autocast = np.where((way["casts"] > 0) & (element < MASTER_BYTES), element, 0) * held.parameters
+    ends = np.where(around & ~stays, element * held.ends, 0)
+    slots = way["parameter_slots"] * (element + np.where(ring, reduction, 0)) + np.where(ring, 0, way["copies_out"] * element)
+    whole = np.where(stays, element * held.parameters, way["kept_bytes"] * held.parameters + autocast) + ends
     gradients = np.where(by_unit, MASTER_BYTES * own, way["summed_bytes"] * held.parameters)
     gradients = gradients + np.where(adds_up, MASTER_BYTES * held.parameters, 0)
-    in_reduction = np.where(by_unit, (element + reduction) * held.unit, element * held.unit * (way["casts"] > 0))
     activations = held.layers * held.kept * in_flight(candidates)
-    of_layer = held.recomputed + held.workspace + in_reduction
-    of_loss = held.loss + np.where(by_unit, element * held.end, 0)
+    # While the layer computes, its activations are there, and parameters of the next; at its end, its gradients as they
+    # came and as they are reduced.
+    slotted = way["gradient_slots"] > 0
+    added = np.where(ring, element, np.where(slotted, way["gradient_slots"] * reduction, element + reduction))
+    reduced = np.where(by_unit, added, element * (way["casts"] > 0)) * held.unit
+    gathered = np.where(by_unit & (~stays | ring), slots, 0) * held.unit
+    computing = held.recomputed + held.workspace + gathered + np.where(ring, 0, element * held.unit)
+    ending = reduced + np.where(ring, gathered, np.where(stays, 0, 2 * element * held.unit)) + held.workspace / 3
+    of_layer = np.maximum(computing, ending)
+    end = np.where(by_unit & ~stays & ~around, element * held.end, 0) + np.where(ring, slots * held.unit, 0)
+    end = end + np.where(slotted, element * held.unit, 0)
+    of_head = held.logits + element * held.end + np.where(by_unit, reduction * held.end, 0)
+    of_loss = end + np.maximum(held.loss, np.where(held.loss > 0, of_head, 0))
     return Memory(
         masters=np.where(offloaded, 0, MASTER_BYTES * own),
         optimizer=np.where(offloaded, 0, ADAM_BYTES * own),
         gradients=np.where(offloaded & by_unit, 0, gradients),
-        unsharded=unsharded,
+        unsharded=whole,
         activations=activations,
         workspace=np.maximum(of_layer, of_loss),
     )
+
+
+class _Facts:
+    """A strategy's numbers, one a row."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
+
+    def __getitem__(self, name: str) -> Floats:
+        return self._candidates.mapped("strategy", lambda word: float(getattr(find_way(word), name)))

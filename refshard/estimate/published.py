@@ -18,6 +18,8 @@ _STRATEGIES = {
     "fsdp1": "fsdp1", "fsdp1, SHARD_GRAD_OP": "fsdp1-grad-op", "fsdp2": "fsdp2", "zero0": "ddp", "zero1": "megatron",
     "fsdp2, asynchronous tensor parallelism": "fsdp2",
 }  # fmt: skip
+_BY_RUN = ("seq_len", "strategy", "checkpointing", "precision", "interleave")
+"""Assumptions that stand for what a run does not say; others hold for all."""
 _POLICIES = ("none", "selective", "full")
 
 
@@ -75,8 +77,10 @@ def _configured(
     seconds = _seconds(run, data * microbatch * microbatches * seq_len)
     if seconds is None:
         return "no speed in tokens or seconds"
-    interleave = run.interleave or 1
-    fields = {key: value for key, value in table.assumed.items() if key not in ("seq_len", "strategy", "checkpointing", "precision")}
+    interleave = run.interleave or (1 if (run.pipeline or 1) == 1 else table.assumed.get("interleave"))
+    if not isinstance(interleave, int):
+        return "the pipeline's interleaving is not stated"
+    fields = {key: value for key, value in table.assumed.items() if key not in _BY_RUN}
     fields |= {"compiled": run.compiled} if run.compiled is not None else {}
     fields |= {"overlap_tensor": True} if "asynchronous" in run.strategy else {}
     try:

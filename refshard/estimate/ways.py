@@ -19,7 +19,10 @@ class Way:
     ``shards_parameters``, ``shards_gradients`` and ``shards_optimizer`` say what is divided over the shard axis.
     ``kept_bytes`` are of parameters in the dtype of compute that every rank keeps beside their masters, ``summed_bytes``
     of gradients that it keeps unsharded. Where parameters are gathered for each use, as many units as
-    ``parameter_slots`` are there at once, and ``gradient_slots`` units of unsharded gradients. ``copies_out`` of a
+    ``parameter_slots`` are there at once; slots of a ``ring`` are there all the time. With ``gradient_slots``, so many
+    units' gradients are there in the dtype of the reduction, and the last unit stays gathered from forward to backward;
+    without, one unit's in that dtype beside those in the dtype of compute. One unit lies ``around`` the blocks with both ends of the model, or each end is a unit. A strategy that
+    ``keeps`` what it gathered frees it at the end of a pass. ``copies_out`` of a
     gathered buffer and ``copies_in`` to one that is reduced are kernels of their own; one that ``divides`` casts and
     scales that buffer before it is reduced. ``casts`` says that autocast casts each weight once a step.
     """
@@ -31,7 +34,10 @@ class Way:
     kept_bytes: int = 0
     summed_bytes: int = 0
     parameter_slots: int = 2
-    gradient_slots: int = 2
+    gradient_slots: int = 0
+    ring: bool = False
+    around: bool = False
+    keeps: bool = False
     copies_out: bool = False
     copies_in: bool = True
     divides: bool = False
@@ -53,7 +59,12 @@ def _of_recipe(recipe: Recipe) -> Way:
         shards_gradients=mode.gradients == "shard",
         shards_optimizer=not replicated,
         kept_bytes=2 if keeps and recipe.grouping != "buckets" else 0,
-        summed_bytes=4 if mode.gradients == "replicate" else 0,
+        # DDP has its buckets beside the gradients.
+        summed_bytes=(8 if recipe.grouping == "buckets" else 4) if mode.gradients == "replicate" else 0,
+        ring=mode.storage == "ring",
+        around=recipe.grouping == "root",
+        keeps=mode.parameters == "shard" and mode.storage == "persistent",
+        gradient_slots=mode.gradient_slots if recipe.exchanges_gathers and mode.storage == "transient" else 0,
         copies_out=recipe.copies_out,
         copies_in=recipe.copies_in,
         divides=recipe.divides,
@@ -73,17 +84,13 @@ WAYS: dict[str, Way] = {
             ),
             Way(
                 name="fsdp1-grad-op", shards_parameters=True, shards_gradients=True, shards_optimizer=True,
-                divides=True,
+                divides=True, keeps=True,
             ),
             Way(name="simplefsdp", shards_parameters=True, shards_gradients=True, shards_optimizer=True),
         )
     },
 }  # fmt: skip
 """Rows by name."""
-NO_RESHARD = frozenset({"fsdp1-grad-op", "refshard-zero2"})
-"""Strategies that keep gathered parameters from forward to backward whatever else is asked for."""
-
-
 def find_way(name: str) -> Way:
     """The row of a strategy.
 
@@ -95,4 +102,4 @@ def find_way(name: str) -> Way:
     return WAYS[name]
 
 
-__all__ = ["ADAM_BYTES", "MASTER_BYTES", "NO_RESHARD", "WAYS", "Way", "find_way"]
+__all__ = ["ADAM_BYTES", "MASTER_BYTES", "WAYS", "Way", "find_way"]

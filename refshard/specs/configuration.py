@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from refshard.specs.hardware import AttentionKernel
 from refshard.specs.reading import within
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -31,7 +32,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     - ``reshard`` frees gathered parameters between forward and backward. ``offload`` keeps masters, gradients and the
       optimizer's state in the host's memory.
     - ``compiled`` blocks have their elementwise kernels fused; eager norms are one kernel each if they are
-      ``fused_norms``. ``overlap_tensor`` runs tensor parallelism's collectives beside its products, in pieces.
+      ``fused_norms``. ``attention`` is the kernel that computes it. ``overlap_tensor`` runs tensor parallelism's collectives beside its products, in pieces.
       ``context_by`` says whether ranks that share sequences pass keys and values round a ring, or exchange heads for
       tokens.
     - ``overlap_reduction`` runs the reductions and gathers of a whole step beside compute, ``overlap_pipeline`` its
@@ -56,6 +57,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     reshard: bool = True
     compiled: bool = False
     fused_norms: bool = True
+    attention: AttentionKernel = "flash"
     overlap_tensor: bool = False
     overlap_reduction: bool = True
     overlap_pipeline: bool = True

@@ -9,7 +9,7 @@ from refshard.errors import SpecError, nearest
 from refshard.specs.reading import convert, finite, read_toml, sourced, within
 
 Dtype = Literal["fp32", "bf16"]
-AttentionKernel = Literal["flash", "efficient", "cudnn"]
+AttentionKernel = Literal["flash", "efficient", "cudnn", "triton"]
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
 
@@ -110,7 +110,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for field in ("kernel_s", "host_s", "tf32_peak", *optional):
             finite(field, getattr(self, field))
         within("multiprocessors", self.multiprocessors, 0)
-        if self.matmul.keys() != self.attention.keys() or not self.matmul:
+        if self.matmul.keys() - {"fp8"} != self.attention.keys() or not self.matmul:
             raise ValueError(
                 f"matmul and attention must give the same dtypes, at least one, got {sorted(self.matmul)} and "
                 f"{sorted(self.attention)}"
