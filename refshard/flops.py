@@ -10,12 +10,22 @@ backward, recompute not counted:
 
 A forward pass alone is a third of it: each matrix product of forward has two of its size in backward. Frozen weights
 have no gradient of their own, so that of a fine-tuning by adapters, which have R parameters, 6N becomes 4N + 6R.
+
+Models beyond Llama:
+
+- With experts, N counts those that one token uses (``active_parameter_count``), the shared one and the router. So does
+  torchtitan (``get_moe_model_nparams_and_flops``). Megatron (``num_floating_point_operations``) counts the same
+  experts but not the router, which is under 0.4 % of N in the presets.
+- With latent attention, 2 Q is the width of a query plus that of a value, as both count it.
+- With a window of W < T tokens, T of a layer becomes W in A and B; in C, T / 2 becomes W (1 - W / 2T), the mean over a
+  sequence. Neither source counts windows: there such layers have T.
+- Rows of learned positions are looked up, so they belong to E, tied or not. B counts them in N (llm-foundry does).
 """
 
 from typing import Literal
 
 from refshard.specs.case import Tuning, Workload
-from refshard.specs.model import ModelSpec, parameter_count
+from refshard.specs.model import ModelSpec, active_parameter_count, check_trainable, position_parameters
 from refshard.specs.tuning import LORA
 
 Convention = Literal["A", "B", "C"]
@@ -48,10 +58,29 @@ def formula(convention: Convention, workload: Workload, tuning: Tuning = "full")
 
 
 def adapter_count(model: ModelSpec) -> int:
-    """Number of parameters of LoRA's adapters: of a product with an (o, i) matrix, rank * (o + i)."""
-    kv_dim = model.n_kv_heads * model.head_dim
-    sides = 2 * (model.dim + model.dim) + 2 * (model.dim + kv_dim) + 3 * (model.dim + model.ffn_dim)
+    """Number of parameters of LoRA's adapters: of a product with an (o, i) matrix, rank * (o + i).
+
+    Raises:
+        SpecError: the model is not one that refshard trains.
+    """
+    check_trainable(model)
+    q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    sides = 2 * (model.dim + q_dim) + 2 * (model.dim + kv_dim) + 3 * (model.dim + model.ffn_dim)
     return model.n_layers * LORA.rank * sides
+
+
+def attention_flops_per_token(model: ModelSpec, seq_len: int, *, causal_half: bool = False) -> int:
+    """FLOPs per token, forward and backward, of all layers' scores and of the sums of values that these weight.
+
+    ``causal_half`` counts only the pairs that the causal mask leaves.
+    """
+    widths = 2 * model.head_dim if model.latent is None else model.latent.query_dim + model.latent.value_dim
+    window = min(model.window or seq_len, seq_len)
+    windowed = model.n_layers - model.global_layers
+    if causal_half:
+        twice_keys_T = model.global_layers * seq_len**2 + windowed * window * (2 * seq_len - window)
+        return 3 * model.n_heads * widths * twice_keys_T // seq_len
+    return 6 * model.n_heads * widths * (model.global_layers * seq_len + windowed * window)
 
 
 def flops_per_token(
@@ -61,11 +90,16 @@ def flops_per_token(
     workload: Workload = "training",
     tuning: Tuning = "full",
 ) -> int:
-    """Model FLOPs per token, forward and in training backward too, by one of the conventions above."""
-    n = parameter_count(model)
-    embedding = 0 if model.tied or convention == "B" else model.vocab * model.dim
-    attention = (6 if convention == "C" else 12) * model.n_layers * model.n_heads * model.head_dim * seq_len
+    """Model FLOPs per token, forward and in training backward too, by one of the conventions above.
+
+    Raises:
+        SpecError: the model is tuned by adapters, and not one that refshard trains.
+    """
+    n = active_parameter_count(model)
+    embedding = (0 if model.tied else model.vocab * model.dim) + position_parameters(model)
+    n -= 0 if convention == "B" else embedding
+    attention = attention_flops_per_token(model, seq_len, causal_half=convention == "C")
     adapters = 0 if tuning == "full" else adapter_count(model)
     if workload == "inference":
-        return (6 * (n - embedding) + attention) // 3 + 2 * adapters
-    return (6 if tuning == "full" else 4) * (n - embedding) + 6 * adapters + attention
+        return (6 * n + attention) // 3 + 2 * adapters
+    return (6 if tuning == "full" else 4) * n + 6 * adapters + attention

@@ -10,7 +10,7 @@ import torch
 
 from refshard.errors import SpecError
 from refshard.models.llama import Llama
-from refshard.specs.model import load_model, model_file
+from refshard.specs.model import Experts, LatentAttention, known_dimensions, load_model, model_file
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
@@ -21,6 +21,27 @@ LLAMA: dict[str, Any] = {
 STRETCHED = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}  # fmt: skip
+QWEN3 = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+QWEN3_MOE = {
+    **QWEN3, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+MIXTRAL = {
+    **LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "sliding_window": None,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "vocab_size": 257, "rms_norm_eps": 1e-6, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 7, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 257,
+    "sliding_window": 16,
 }  # fmt: skip
 MISTRAL = {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 
@@ -62,6 +83,69 @@ def test_what_transformers_saves_is_read_as_the_model_that_transformers_builds(
     assert (spec.rope_theta, spec.norm_eps, spec.tied) == (5e5, 1e-5, fields["tie_word_embeddings"])
 
 
+@pytest.mark.parametrize(
+    "published",
+    [
+        QWEN3, {**QWEN3, "tie_word_embeddings": True}, QWEN3_MOE, MIXTRAL, DEEPSEEK, {**DEEPSEEK, "q_lora_rank": None},
+        GEMMA3,
+    ],
+    ids=["qwen3", "qwen3 tied", "qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3 whole queries", "gemma3_text"],
+)  # fmt: skip
+def test_a_family_has_the_parameters_that_transformers_builds(published: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'peers'")
+    config = transformers.AutoConfig.for_model(**without(published, "architectures"))
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    saved, as_published = load_model(f"hf:{tmp_path}"), load_model(write(tmp_path, published))
+    assert msgspec.structs.replace(saved, source="") == msgspec.structs.replace(as_published, source="")
+    assert saved.params == sum(parameter.numel() for parameter in theirs.parameters())
+    if published["model_type"] == "qwen3":
+        with torch.device("meta"):
+            ours = Llama(saved)
+        assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+
+
+def test_fields_of_each_family_become_those_of_the_spec(tmp_path: Path) -> None:
+    qwen = load_model(write(tmp_path, QWEN3_MOE))
+    assert (qwen.head_dim, qwen.query_norm, qwen.rope_theta) == (32, True, 5e5)
+    assert qwen.experts == Experts(count=8, active=2, ffn_dim=32)
+    mixtral = load_model(write(tmp_path, MIXTRAL))
+    assert mixtral.experts == Experts(count=4, active=2, ffn_dim=96)
+    deepseek = load_model(write(tmp_path, {**DEEPSEEK, "quantization_config": {"quant_method": "fp8"}}))
+    assert deepseek.experts == Experts(count=8, active=2, ffn_dim=32, shared_ffn_dim=64, dense_layers=1)
+    assert deepseek.latent == LatentAttention(query_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=12)
+    assert deepseek.head_dim == 12
+    gemma = load_model(write(tmp_path, {"model_type": "gemma3", "text_config": without(GEMMA3, "model_type")}))
+    assert (gemma.window, gemma.global_every, gemma.global_layers, gemma.tied) == (16, 6, 1, True)
+    assert gemma == load_model(write(tmp_path, {**GEMMA3, "sliding_window_pattern": 6}))
+    whole = load_model(write(tmp_path, {**GEMMA3, "layer_types": ["sliding_attention"] * 7}))
+    assert (whole.global_every, whole.global_layers) == (0, 0)
+
+
+def test_gemma3_4b_leaves_out_what_is_its_default(tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    published = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    read = load_model(write(tmp_path, published))
+    assert msgspec.structs.replace(read, source="") == msgspec.structs.replace(load_model("gemma3-4b"), source="")
+
+
+def test_a_prefix_makes_any_name_a_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("llama-tiny").mkdir()
+    write(Path("llama-tiny"), LLAMA)
+    Path("llama-tiny/config.json").rename("llama-tiny/odd")
+    assert load_model("hf:llama-tiny/odd").dim == 64
+    assert model_file("hf:llama-tiny/odd") == Path("llama-tiny/odd")
+    write(Path("llama-tiny"), QWEN3)
+    assert known_dimensions("hf:llama-tiny") == load_model("llama-tiny/config.json")
+    with pytest.raises(SpecError, match=r"none: cannot be read"):
+        load_model("hf:none")
+
+
 def test_files_of_older_versions_name_the_base_and_the_scaling_apart_or_leave_them_out(tmp_path: Path) -> None:
     new = load_model(write(tmp_path, {**LLAMA, "rope_parameters": {**STRETCHED, "rope_theta": 5e5}}))
     assert new.rope_scaling is not None
@@ -98,12 +182,11 @@ def test_a_folder_stands_for_the_config_in_it_and_a_preset_comes_first(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({**LLAMA, "model_type": "qwen2"}, "model_type must be 'llama' or 'mistral', got 'qwen2'"),
+        ({**LLAMA, "model_type": "qwen2"}, "'qwen3', 'qwen3_moe', got 'qwen2'"),
         ({**LLAMA, "attention_bias": True}, "attention_bias must be false, got True"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias must be false, got True"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({**LLAMA, "attention_dropout": 0.1}, "attention_dropout must be 0.0, got 0.1"),
-        ({**LLAMA, "head_dim": 32}, "head_dim must be hidden_size / num_attention_heads = 16, got 32"),
         ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "got 'linear'"),
         ({**LLAMA, "rope_parameters": {**STRETCHED, "rope_type": "yarn"}}, "rope_type must be 'default' or 'llama3'"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
@@ -111,6 +194,18 @@ def test_a_folder_stands_for_the_config_in_it_and_a_preset_comes_first(
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config must be absent"),
         ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "must end in ForCausalLM"),
         ({**MISTRAL, "sliding_window": 4096}, "sliding_window must be null, got 4096"),
+        ({**QWEN3, "use_sliding_window": True}, "use_sliding_window must be false, got True"),
+        ({**QWEN3, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type must be 'default' or 'llama3'"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers must be [], got [0]"),
+        ({**MIXTRAL, "sliding_window": 4096}, "sliding_window must be null, got 4096"),
+        ({**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+        ({**DEEPSEEK, "quantization_config": {"quant_method": "gptq"}}, "quantization_config must be absent"),
+        ({**GEMMA3, "hidden_activation": "silu"}, "hidden_activation must be 'gelu_pytorch_tanh', got 'silu'"),
+        ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping must be null, got 30.0"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention must be false, got True"),
+        ({**GEMMA3, "layer_types": ["full_attention", *["sliding_attention"] * 6]}, "in [1] of 7"),
+        ({**GEMMA3, "architectures": ["Gemma3ForConditionalGeneration"]}, "must end in ForCausalLM, got"),
     ],
 )
 def test_another_architecture_is_refused_by_the_field_and_the_remedy(
@@ -132,6 +227,11 @@ def test_another_architecture_is_refused_by_the_field_and_the_remedy(
         ({**LLAMA, "num_key_value_heads": 0}, "n_kv_heads must be >= 1, got 0"),
         (without(MISTRAL, "sliding_window"), "sliding_window must be given for mistral"),
         (without(MISTRAL, "num_key_value_heads"), "num_key_value_heads must be given for mistral"),
+        (without(QWEN3, "head_dim"), "head_dim must be given for qwen3"),
+        (without(QWEN3_MOE, "num_experts"), "num_experts is missing; add it"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 9}, "active must be at most count = 8, got 9"),
+        ({**DEEPSEEK, "num_key_value_heads": 2}, "n_kv_heads must be n_heads = 4 with latent, got 2"),
+        ({"model_type": "gemma3"}, "text_config must be given for gemma3, got None"),
         ({**LLAMA, "rope_parameters": without(STRETCHED, "factor")}, "factor must be given for rope_type 'llama3'"),
     ],
 )

@@ -5,7 +5,7 @@ import msgspec
 from refshard.errors import SpecError, UnsupportedError
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
-from refshard.specs.model import known_dimensions
+from refshard.specs.model import check_trainable, known_dimensions
 from refshard.specs.reading import convert
 from refshard.strategies import check_case
 
@@ -42,7 +42,9 @@ def training_command(training: Training, cluster: str, world_size: int | None) -
         check_case(case, cuda=True)
     except UnsupportedError as error:
         raise SpecError(f"strategy: {error}") from None
-    if known_dimensions(case.model) is None:
+    if (model := known_dimensions(case.model)) is not None:
+        check_trainable(model)
+    else:
         from refshard.models.own import find_factory  # torch takes seconds to import
 
         find_factory(case.model)

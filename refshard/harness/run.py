@@ -31,7 +31,7 @@ from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import Environment, LaunchRecord, Run, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
-from refshard.specs.model import is_factory, known_dimensions, load_model, model_file
+from refshard.specs.model import check_trainable, is_factory, known_dimensions, load_model, model_file
 from refshard.specs.suite import SuiteSpec
 from refshard.strategies import check_name
 
@@ -392,6 +392,7 @@ def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[s
 
 def _check_model(case: CaseSpec) -> None:
     if (model := known_dimensions(case.model)) is not None:
+        check_trainable(model)
         open_source(case.data, model.vocab, case.seed)
         checkpointing_of(case.checkpointing, model.n_layers)
         return

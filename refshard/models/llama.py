@@ -1,4 +1,4 @@
-"""The Llama family, written to be read and to be sharded.
+"""The Llama family, and Qwen 3's dense models, written to be read and to be sharded.
 
 Modules carry Hugging Face's names, so a ``state_dict`` loads into ``transformers.LlamaForCausalLM`` and back
 without a mapping. Every weight is used by the module that owns it and by no other, so an engine that hooks
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from refshard.errors import SpecError
-from refshard.specs.model import ModelSpec, RopeScaling
+from refshard.specs.model import ModelSpec, RopeScaling, check_trainable
 
 INIT_STD = 0.02
 """Standard deviation of a fresh weight (GPT-2's, and Hugging Face's default for Llama)."""
@@ -35,7 +35,13 @@ class Llama(nn.Module):
     """
 
     def __init__(self, spec: ModelSpec) -> None:
+        """Make the modules of ``spec``.
+
+        Raises:
+            SpecError: the spec has a field that no Llama has, such as experts; the message names it.
+        """
         super().__init__()
+        check_trainable(spec)
         self.spec = spec
         self.model = Backbone(spec)
         self.lm_head = nn.Linear(spec.dim, spec.vocab, bias=False)
@@ -90,22 +96,27 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; K key-value heads each serve H / K query heads."""
+    """Causal self-attention with rotary positions; K key-value heads each serve H / K query heads.
+
+    With ``spec.query_norm``, each head's queries and keys are normed before they are rotated.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         self.grouped = spec.n_kv_heads < spec.n_heads
-        kv_dim = spec.n_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(spec.dim, spec.dim, bias=False)
+        q_dim, kv_dim = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.dim, q_dim, bias=False)
         self.k_proj = nn.Linear(spec.dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(spec.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(spec.dim, spec.dim, bias=False)
+        self.o_proj = nn.Linear(q_dim, spec.dim, bias=False)
+        self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.query_norm else None
+        self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps) if spec.query_norm else None
 
     def forward(self, x_BTD: Tensor, cos_T1Q: Tensor, sin_T1Q: Tensor) -> Tensor:
         """Map hidden states (B, T, D) to the same shape; position t attends to positions up to t."""
-        q_BTHQ = rotate(self._split_heads(self.q_proj(x_BTD)), cos_T1Q, sin_T1Q)
-        k_BTKQ = rotate(self._split_heads(self.k_proj(x_BTD)), cos_T1Q, sin_T1Q)
+        q_BTHQ = rotate(self._split_heads(self.q_proj(x_BTD), self.q_norm), cos_T1Q, sin_T1Q)
+        k_BTKQ = rotate(self._split_heads(self.k_proj(x_BTD), self.k_norm), cos_T1Q, sin_T1Q)
         v_BTKQ = self._split_heads(self.v_proj(x_BTD))
         mixed_BHTQ = F.scaled_dot_product_attention(
             q_BTHQ.transpose(1, 2),
@@ -117,8 +128,9 @@ class Attention(nn.Module):
         out_BTD: Tensor = self.o_proj(mixed_BHTQ.transpose(1, 2).flatten(2))
         return out_BTD
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_dim)
+    def _split_heads(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        heads = x.view(*x.shape[:-1], -1, self.head_dim)
+        return heads if norm is None else norm(heads)
 
 
 class FeedForward(nn.Module):

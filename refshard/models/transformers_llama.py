@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from refshard.models.llama import Llama
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ModelSpec, check_llama
 
 BLOCK = "LlamaDecoderLayer"
 """The class of transformers' blocks."""
@@ -25,7 +25,11 @@ def llama_for_causal_lm(model: Llama) -> nn.Module:
     """Make a Llama of transformers' that computes with the parameters, and but for norms the modules, of ``model``.
 
     ``model`` is not to be called any more. Modules keep the mode, training or not, that they are in.
+
+    Raises:
+        SpecError: the model norms queries and keys, which transformers' Llama does not.
     """
+    check_llama(model.spec, "transformers' Llama", ("head_dim",), remedy="choose another strategy")
     config = LlamaConfig(**_config_of(model.spec))
     with torch.device("meta"):
         theirs: nn.Module = LlamaForCausalLM(config)

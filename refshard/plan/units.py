@@ -1,4 +1,4 @@
-"""A Llama's parameters by unit: names and shapes in registration order, without a tensor."""
+"""A Llama's parameters by unit, or a dense Qwen 3's: names and shapes in registration order, without a tensor."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 from refshard.plan.layout import lay_out
 from refshard.plan.recipe import Grouping, Recipe
 from refshard.plan.schedule import UnitFacts
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ModelSpec, check_trainable
 
 Role = Literal["embedding", "block", "head", "around"]
 """What a unit computes: before the blocks, one of them, after them, or both ends of a unit around them."""
@@ -58,13 +58,21 @@ def model_units(model: ModelSpec, grouping: Grouping) -> tuple[ModelUnit, ...]:
 
 
 def block_parameters(model: ModelSpec, layer: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Names and shapes of one block's parameters in registration order."""
-    dim, ffn, kv_dim = model.dim, model.ffn_dim, model.n_kv_heads * model.head_dim
+    """Names and shapes of one block's parameters in registration order.
+
+    Raises:
+        SpecError: the model is not one that refshard trains.
+    """
+    check_trainable(model)
+    dim, ffn = model.dim, model.ffn_dim
+    q_dim, kv_dim = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
+    norms = {"self_attn.q_norm": (model.head_dim,), "self_attn.k_norm": (model.head_dim,)} if model.query_norm else {}
     shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.q_proj": (dim, dim),
+        "self_attn.q_proj": (q_dim, dim),
         "self_attn.k_proj": (kv_dim, dim),
         "self_attn.v_proj": (kv_dim, dim),
-        "self_attn.o_proj": (dim, dim),
+        "self_attn.o_proj": (dim, q_dim),
+        **norms,
         "mlp.gate_proj": (ffn, dim),
         "mlp.up_proj": (ffn, dim),
         "mlp.down_proj": (dim, ffn),

@@ -17,7 +17,7 @@ from refshard.simulate.program import Item, StepShape, step_program
 from refshard.simulate.trace import as_timeline
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import Dtype
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ELSEWHERE, ModelSpec, check_llama
 from refshard.timeline import Kind
 
 CONVENTION: Convention = "A"
@@ -48,8 +48,10 @@ class Job:
         """Check what no field can tell by itself.
 
         Raises:
-            SpecError: the hardware's profile does not know the dtype, or the replicas do not divide the ranks.
+            SpecError: the model is no Llama, the hardware's profile does not know the dtype, or the replicas do not
+                divide the ranks.
         """
+        check_llama(self.model, "simulations", remedy=ELSEWHERE)
         known = self.cluster.accelerator.matmul
         if self.dtype not in known:
             raise SpecError(

@@ -30,7 +30,7 @@ from refshard.simulate.tensors import Device, Tensors
 from refshard.simulate.whole import Whole
 from refshard.specs.cluster import Library
 from refshard.specs.hardware import Dtype, HardwareSpec
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ELSEWHERE, ModelSpec, check_llama
 
 ALONE = Recipe(name="single", mode=MODES["replicate"], grouping="buckets")
 """One unsharded rank that communicates nothing: no strategy, but what all are held against."""
@@ -45,7 +45,8 @@ class RankJob:
     rank's parts are never smaller than another's.
 
     Raises:
-        SpecError: the replicas do not divide the ranks, or a layer is checkpointed that the model does not have.
+        SpecError: the model is no Llama, the replicas do not divide the ranks, or a layer is checkpointed that the
+            model does not have.
     """
 
     model: ModelSpec
@@ -60,6 +61,7 @@ class RankJob:
     rank: int = 0
 
     def __post_init__(self) -> None:
+        check_llama(self.model, "the memory model", remedy=ELSEWHERE)
         if self.replicas < 1 or self.world_size % self.replicas:
             raise SpecError(
                 f"replicas must divide the {self.world_size} ranks, got {self.replicas}; choose a number that does"

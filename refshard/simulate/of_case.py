@@ -6,12 +6,12 @@ from refshard.simulate.kernels import Batch
 from refshard.simulate.memory import MemoryForecast, RankJob, predict_memory
 from refshard.simulate.tensors import Device
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
-from refshard.specs.model import known_dimensions
+from refshard.specs.model import beyond_llama, known_dimensions
 
 
 def memory_of(case: CaseSpec, device: Device) -> MemoryForecast | None:
     """One rank of ``case`` over NCCL on CUDA and gloo on a CPU; None where the model knows no such case: bf16 on a CPU
-    is one, a factory's module another.
+    is one, a factory's module another, and so is what is no Llama.
 
     Raises:
         SpecError: the case's model cannot be read.
@@ -20,7 +20,8 @@ def memory_of(case: CaseSpec, device: Device) -> MemoryForecast | None:
         return None
     if case.precision != "fp32" and device == "cpu":
         return None
-    if (model := known_dimensions(case.model)) is None:
+    model = known_dimensions(case.model)
+    if model is None or beyond_llama(model) is not None:
         return None
     sequences = case.global_batch // case.world_size // case.microbatches
     job = RankJob(

@@ -1,12 +1,15 @@
-"""A Hugging Face ``config.json`` as a model's dimensions, if the architecture is exactly this project's Llama.
+"""A Hugging Face ``config.json`` as a model's dimensions, if the architecture is exactly one that a model's spec has.
 
 A field that would change what is computed, and that a model's spec does not have, is refused by name: a model that is
 almost a Llama has other parameters, FLOPs or memory.
+
+A spec of a family that refshard does not train says nothing of how positions are rotated (DeepSeek's YaRN, Gemma's
+second base), which changes neither parameters nor FLOPs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -16,12 +19,12 @@ from refshard.specs.reading import convert, read_json
 CONFIG = "config.json"
 """The name that Hugging Face gives the file."""
 _REMEDY = "use a model of your own instead: model = 'package.module:factory' (docs/how-to/own-model.md)"
+_TANH_GELU = "gelu_pytorch_tanh"
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that matter. Those with a default are missing in files that older versions of transformers wrote."""
 
-    model_type: Literal["llama", "mistral"]
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -36,6 +39,7 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     attention_dropout: float = 0.0
     sliding_window: int | None = None
+    use_sliding_window: bool = False
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -44,66 +48,263 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
     architectures: list[str] | None = None
 
 
-def read_config(path: Path) -> dict[str, Any]:
+class _Qwen3Moe(_Config, frozen=True, kw_only=True):
+    """Qwen 3 with experts in every layer."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+
+
+class _Mixtral(_Config, frozen=True, kw_only=True):
+    """Mixtral, whose experts are of the width ``intermediate_size``."""
+
+    num_local_experts: int
+    num_experts_per_tok: int
+
+
+class _DeepseekV3(_Config, frozen=True, kw_only=True):
+    """DeepSeek V3 and R1."""
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_routed_experts: int
+    n_shared_experts: int | None = None
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    first_k_dense_replace: int = 0
+    moe_layer_freq: int = 1
+
+
+class _Gemma3(_Config, frozen=True, kw_only=True):
+    """Gemma 3's text. Published files leave out what is transformers' default, which these are."""
+
+    vocab_size: int = 262_208
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = True
+    hidden_activation: str = _TANH_GELU
+    sliding_window: int | None = 4096
+    sliding_window_pattern: int | None = None
+    layer_types: list[str] | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool = False
+
+
+Fields = dict[str, Any]
+Rules = dict[str, tuple[object, str]]
+"""By field: the value that it must have, and that value in words."""
+_PLAIN: Rules = {
+    "hidden_act": ("silu", "'silu'"),
+    "attention_bias": (False, "false"),
+    "mlp_bias": (False, "false"),
+    "attention_dropout": (0.0, "0.0"),
+    "partial_rotary_factor": (1.0, "1.0"),
+    "quantization_config": (None, "absent"),
+}
+
+
+def read_config(path: Path) -> Fields:
     """The fields of a :class:`~refshard.specs.model.ModelSpec`, but for ``params``, as a ``config.json`` has them.
 
     Raises:
         SpecError: it cannot be read, lacks a field, or is of another architecture.
     """
-    data = read_json(path)
-    if (found := data.get("model_type")) not in ("llama", "mistral"):
-        raise SpecError(f"{path}: model_type must be 'llama' or 'mistral', got {found!r}; {_REMEDY}")
+    data: Mapping[str, Any] = read_json(path)
+    family = data.get("model_type")
+    read = _FAMILIES.get(family) if isinstance(family, str) else None
+    if read is None:
+        known = "', '".join(sorted(_FAMILIES))
+        raise SpecError(f"{path}: model_type must be one of '{known}', got {family!r}; {_REMEDY}")
+    _check_architecture(data, path)
+    return {**read(data, path), "source": str(path)}
+
+
+def _llama(data: Mapping[str, Any], path: Path) -> Fields:
     config = convert(data, _Config, where=str(path))
-    _check(config, data, path)
-    theta, scaling = _rope(config, path)
+    _check(config, _PLAIN, path)
+    return {**_common(config), **_rope(config, path)}
+
+
+def _mistral(data: Mapping[str, Any], path: Path) -> Fields:
+    _check_given(data, ("sliding_window", "num_key_value_heads"), "mistral", path)
+    config = convert(data, _Config, where=str(path))
+    _check(config, {**_PLAIN, "sliding_window": (None, "null")}, path)
+    return {**_common(config), **_rope(config, path)}
+
+
+def _qwen3(data: Mapping[str, Any], path: Path) -> Fields:
+    _check_given(data, ("head_dim", "num_key_value_heads"), "qwen3", path)
+    config = convert(data, _Config, where=str(path))
+    _check(config, {**_PLAIN, "use_sliding_window": (False, "false")}, path)
+    return {**_common(config), "query_norm": True, **_rope(config, path)}
+
+
+def _qwen3_moe(data: Mapping[str, Any], path: Path) -> Fields:
+    _check_given(data, ("head_dim", "num_key_value_heads"), "qwen3_moe", path)
+    if "num_local_experts" in data:  # the name in version 5 of transformers
+        data = {"num_experts": data["num_local_experts"], **data}
+    config = convert(data, _Qwen3Moe, where=str(path))
+    rules = {
+        **_PLAIN,
+        "use_sliding_window": (False, "false"),
+        "decoder_sparse_step": (1, "1"),
+        "mlp_only_layers": ([], "[]"),
+    }
+    _check(msgspec.structs.replace(config, mlp_only_layers=config.mlp_only_layers or []), rules, path)
+    experts = {
+        "count": config.num_experts,
+        "active": config.num_experts_per_tok,
+        "ffn_dim": config.moe_intermediate_size,
+    }
+    return {**_common(config), "query_norm": True, "experts": experts, **_rope(config, path)}
+
+
+def _mixtral(data: Mapping[str, Any], path: Path) -> Fields:
+    _check_given(data, ("sliding_window", "num_key_value_heads"), "mixtral", path)
+    config = convert(data, _Mixtral, where=str(path))
+    _check(config, {**_PLAIN, "sliding_window": (None, "null")}, path)
+    experts = {
+        "count": config.num_local_experts,
+        "active": config.num_experts_per_tok,
+        "ffn_dim": config.intermediate_size,
+    }
+    return {**_common(config), "experts": experts, **_rope(config, path)}
+
+
+def _deepseek_v3(data: Mapping[str, Any], path: Path) -> Fields:
+    """Its own file is of weights kept in fp8, which a plan's precision is not taken from."""
+    config = convert(data, _DeepseekV3, where=str(path))
+    kept = (config.quantization_config or {}).get("quant_method")
+    plain = msgspec.structs.replace(config, quantization_config=None) if kept == "fp8" else config
+    _check(plain, {**_PLAIN, "moe_layer_freq": (1, "1")}, path)
+    experts = {
+        "count": config.n_routed_experts,
+        "active": config.num_experts_per_tok,
+        "ffn_dim": config.moe_intermediate_size,
+        "shared_ffn_dim": (config.n_shared_experts or 0) * config.moe_intermediate_size,
+        "dense_layers": config.first_k_dense_replace,
+    }
+    latent = {
+        "query_rank": config.q_lora_rank or 0,
+        "kv_rank": config.kv_lora_rank,
+        "nope_dim": config.qk_nope_head_dim,
+        "rope_dim": config.qk_rope_head_dim,
+        "value_dim": config.v_head_dim,
+    }
+    # Its head_dim is that of the rotated part, or that of nothing.
+    fields = {**_common(msgspec.structs.replace(config, head_dim=None)), "experts": experts, "latent": latent}
+    return {**fields, "rope_theta": _rope_base(config)}
+
+
+def _gemma3_text(data: Mapping[str, Any], path: Path) -> Fields:
+    config = convert(data, _Gemma3, where=str(path))
+    rules = {
+        **_PLAIN,
+        "hidden_activation": (_TANH_GELU, f"'{_TANH_GELU}'"),
+        "attn_logit_softcapping": (None, "null"),
+        "final_logit_softcapping": (None, "null"),
+        "use_bidirectional_attention": (False, "false"),
+    }
+    _check(config, rules, path)
+    window = {"window": config.sliding_window or 0, "global_every": _global_every(config, path)}
+    return {
+        **_common(config), "query_norm": True, "extra_norms": True, **window,
+        "rope_theta": _rope_base(config, default=1e6),
+    }  # fmt: skip
+
+
+def _gemma3(data: Mapping[str, Any], path: Path) -> Fields:
+    """The text of a model that sees images too."""
+    inner = data.get("text_config")
+    if not isinstance(inner, dict):
+        raise SpecError(f"{path}: text_config must be given for gemma3, got {inner!r}; add it")
+    return _gemma3_text(inner, path)
+
+
+_FAMILIES: dict[str, Callable[[Mapping[str, Any], Path], Fields]] = {
+    "llama": _llama, "mistral": _mistral, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "mixtral": _mixtral,
+    "deepseek_v3": _deepseek_v3, "gemma3": _gemma3, "gemma3_text": _gemma3_text,
+}  # fmt: skip
+"""By ``model_type``."""
+
+
+def _common(config: _Config) -> Fields:
     heads = config.num_attention_heads
     return {
         "dim": config.hidden_size,
         "n_layers": config.num_hidden_layers,
         "n_heads": heads,
         "n_kv_heads": heads if config.num_key_value_heads is None else config.num_key_value_heads,
+        "head_dim": config.head_dim or 0,
         "ffn_dim": config.intermediate_size,
         "vocab": config.vocab_size,
         "norm_eps": config.rms_norm_eps,
-        "rope_theta": theta,
         "tied": config.tie_word_embeddings,
-        "source": str(path),
-        "rope_scaling": scaling,
     }
 
 
-def _check(config: _Config, data: Mapping[str, Any], path: Path) -> None:
+def _check_given(data: Mapping[str, Any], fields: tuple[str, ...], family: str, path: Path) -> None:
+    """Check that fields are there for which transformers has a default of its own, such as a window of 4,096."""
+    for field in fields:
+        if field not in data:
+            or_null = "set it to null, or " + _REMEDY if field == "sliding_window" else "add it"
+            raise SpecError(f"{path}: {field} must be given for {family}, got nothing; {or_null}")
+
+
+def _check(config: _Config, rules: Rules, path: Path) -> None:
     """Check every field that changes what is computed.
 
     Raises:
-        SpecError: one has a value that this project's Llama does not implement.
+        SpecError: one has a value that a model's spec cannot express.
     """
-    mistral = config.model_type == "mistral"
-    if mistral and "sliding_window" not in data:  # transformers' own default is 4096
-        raise SpecError(f"{path}: sliding_window must be given for mistral, got nothing; set it to null, or {_REMEDY}")
-    if mistral and config.num_key_value_heads is None:
-        raise SpecError(f"{path}: num_key_value_heads must be given for mistral, got nothing; add it")
-    width = config.hidden_size // max(config.num_attention_heads, 1)
-    rules: dict[str, tuple[object, str]] = {
-        "hidden_act": ("silu", "'silu'"),
-        "attention_bias": (False, "false"),
-        "mlp_bias": (False, "false"),
-        "attention_dropout": (0.0, "0.0"),
-        "partial_rotary_factor": (1.0, "1.0"),
-        "quantization_config": (None, "absent"),
-        **({"sliding_window": (None, "null")} if mistral else {}),
-    }
-    if config.head_dim not in (None, width):
-        rules["head_dim"] = (width, f"hidden_size / num_attention_heads = {width}")
     for field, (wanted, words) in rules.items():
         if (given := getattr(config, field)) != wanted:
             raise SpecError(f"{path}: {field} must be {words}, got {given!r}; {_REMEDY}")
-    for name in config.architectures or ():
-        if not name.endswith("ForCausalLM"):
-            raise SpecError(f"{path}: architectures must end in ForCausalLM, got '{name}'; {_REMEDY}")
 
 
-def _rope(config: _Config, path: Path) -> tuple[float, dict[str, Any] | None]:
+def _check_architecture(data: Mapping[str, Any], path: Path) -> None:
+    allowed = ("ForCausalLM", "ForConditionalGeneration") if data["model_type"] == "gemma3" else ("ForCausalLM",)
+    names = data.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if not str(name).endswith(allowed):
+            raise SpecError(f"{path}: architectures must end in {' or '.join(allowed)}, got '{name}'; {_REMEDY}")
+
+
+def _global_every(config: _Gemma3, path: Path) -> int:
+    """Which layers attend to everything: in older files by ``sliding_window_pattern``, in newer by ``layer_types``."""
+    if config.layer_types is None:
+        return config.sliding_window_pattern or 6
+    whole = [index for index, kind in enumerate(config.layer_types, 1) if kind == "full_attention"]
+    every = whole[0] if whole else 0
+    if len(config.layer_types) != config.num_hidden_layers or whole != _multiples(every, config.num_hidden_layers):
+        raise SpecError(
+            f"{path}: layer_types must have 'full_attention' in each K-th of {config.num_hidden_layers} layers, got it "
+            f"in {whole} of {len(config.layer_types)}; {_REMEDY}"
+        )
+    return every
+
+
+def _multiples(number: int, most: int) -> list[int]:
+    return list(range(number, most + 1, number)) if number else []
+
+
+def _rope_base(config: _Config, default: float = 10000.0) -> float:
+    given = config.rope_parameters or {}
+    given = given.get("full_attention", given)  # version 5 of transformers, of layers that differ
+    theta = given.get("rope_theta", config.rope_theta)
+    return default if theta is None else float(theta)
+
+
+def _rope(config: _Config, path: Path) -> Fields:
     """The base of the rotations, and their scaling. Version 5 of transformers writes both as ``rope_parameters``."""
     given = {**(config.rope_scaling or {}), **(config.rope_parameters or {})}
     theta = given.get("rope_theta", config.rope_theta)
@@ -114,11 +315,11 @@ def _rope(config: _Config, path: Path) -> tuple[float, dict[str, Any] | None]:
         )  # fmt: skip
     base = 10000.0 if theta is None else theta
     if kind == "default":
-        return base, None
+        return {"rope_theta": base, "rope_scaling": None}
     if kind != "llama3":
         raise SpecError(f"{path}: rope_type must be 'default' or 'llama3', got {kind!r}; {_REMEDY}")
     names = {"original_context": "original_max_position_embeddings"}
     fields = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
     if missing := next((names.get(f, f) for f in fields if names.get(f, f) not in given), None):
         raise SpecError(f"{path}: {missing} must be given for rope_type 'llama3', got nothing; add it")
-    return base, {field: given[names.get(field, field)] for field in fields}
+    return {"rope_theta": base, "rope_scaling": {field: given[names.get(field, field)] for field in fields}}

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from refshard import resources
 from refshard.errors import SpecError
 from refshard.models.llama import Llama, initialise, next_token_loss, rotary_tables, rotate
-from refshard.specs.model import ModelSpec, RopeScaling, load_model, parameter_count
+from refshard.specs.model import TRAINED, ModelSpec, RopeScaling, beyond_llama, load_model, parameter_count
 from tests.models import small_spec
 
-PRESETS = sorted(resources.model_profiles())
+PRESETS = sorted(name for name in resources.model_profiles() if beyond_llama(load_model(name), TRAINED) is None)
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64)
 """With heads of 16 and theta 10,000, some frequencies are kept, some interpolated and some divided."""
@@ -26,6 +26,8 @@ PARITY = {
     "one key-value head": small_spec(n_kv_heads=1),
     "tied": small_spec(n_kv_heads=2, tied=True),
     "scaled rope": small_spec(n_kv_heads=2, rope_scaling=SCALING),
+    "wide heads": small_spec(n_kv_heads=2, head_dim=32),
+    "qwen 3": small_spec(n_kv_heads=2, head_dim=32, query_norm=True),
 }
 
 
@@ -176,7 +178,10 @@ def _twins(spec: ModelSpec) -> tuple[Llama, Any]:
             parameter.normal_(std=0.15, generator=generator)
             if parameter.ndim == 1:
                 parameter.add_(1.0)
-    theirs = transformers.LlamaForCausalLM(_hugging_face_config(spec, transformers.LlamaConfig))
+    if spec.query_norm:
+        theirs = transformers.Qwen3ForCausalLM(_hugging_face_config(spec, transformers.Qwen3Config))
+    else:
+        theirs = transformers.LlamaForCausalLM(_hugging_face_config(spec, transformers.LlamaConfig))
     theirs.load_state_dict(ours.state_dict(), strict=True)
     ours.load_state_dict(theirs.state_dict(), strict=True)
     return ours, theirs
@@ -195,6 +200,7 @@ def _hugging_face_config(spec: ModelSpec, config: Any) -> Any:
         num_hidden_layers=spec.n_layers,
         num_attention_heads=spec.n_heads,
         num_key_value_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
         intermediate_size=spec.ffn_dim,
         vocab_size=spec.vocab,
         rms_norm_eps=spec.norm_eps,

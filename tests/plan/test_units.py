@@ -12,7 +12,7 @@ from refshard.plan.units import model_units
 from refshard.specs.model import load_model, parameter_count
 from refshard.strategies import names
 
-TIED, APART = "llama3.2-1b", "llama-mini"
+TIED, APART, NORMED = "llama3.2-1b", "llama-mini", "qwen3-0.6b"
 
 
 def on_meta(model: str) -> Llama:
@@ -20,7 +20,7 @@ def on_meta(model: str) -> Llama:
         return Llama(load_model(model))
 
 
-@pytest.mark.parametrize("model", [APART, TIED])
+@pytest.mark.parametrize("model", [APART, TIED, NORMED])
 @pytest.mark.parametrize("grouping", ["ends", "root", "buckets"])
 def test_units_hold_every_parameter_once_under_its_own_name(model: str, grouping: str) -> None:
     units = model_units(load_model(model), grouping)  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ def test_units_hold_every_parameter_once_under_its_own_name(model: str, grouping
     assert sum(unit.numel for unit in units) == parameter_count(load_model(model))
 
 
-@pytest.mark.parametrize("model", [APART, TIED])
+@pytest.mark.parametrize("model", [APART, TIED, NORMED])
 def test_the_engines_units_are_those_that_it_makes(model: str) -> None:
     made = group_units(on_meta(model), None)
     units = model_units(load_model(model), "ends")

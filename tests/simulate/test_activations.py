@@ -117,6 +117,6 @@ def test_a_pass_rises_and_falls_as_torch_has_it(
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_a_pass_with_cudas_kernels_rises_and_falls_as_they_make_and_save(kv_heads: int, policy: str) -> None:
     """Sizes are multiples of what CUDA's allocator rounds to, and of what its kernels do."""
-    model = msgspec.structs.replace(spec(kv_heads=kv_heads), dim=256, ffn_dim=640)
+    model = msgspec.structs.replace(spec(kv_heads=kv_heads), dim=256, ffn_dim=640, head_dim=0)
     t = Tensors(model, Batch(sequences=2, seq_len=128, dtype="bf16"), "cuda")
     assert turns(predicted(t, policy)) == turns(measured(model, 2, 128, torch.bfloat16, policy, cuda=True))

@@ -61,7 +61,7 @@ class SimpleFSDP(Strategy):
 
     def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
         spec, shards = self._model.spec, self._world.shards
-        for rows in (spec.dim, spec.ffn_dim, spec.head_dim * spec.n_kv_heads):
+        for rows in (spec.dim, spec.ffn_dim, spec.head_dim * spec.n_heads, spec.head_dim * spec.n_kv_heads):
             if rows % shards:
                 raise UnsupportedError(
                     f"refshard's SimpleFSDP needs rows divisible by {shards} ranks for Muon, got a matrix of {rows}"

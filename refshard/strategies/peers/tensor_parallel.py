@@ -62,6 +62,11 @@ def split(model: Llama, mesh: DeviceMesh) -> None:
     spec, ranks = model.spec, mesh.size()
     if not all(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedError("torch's parallelize_module splits plain linear layers, not adapted ones")
+    if spec.query_norm:
+        raise UnsupportedError(
+            "norms of queries and keys see one rank's heads only, and nothing here sums their gradients, got "
+            "query_norm = true"
+        )
     for what in ("n_kv_heads", "ffn_dim", "vocab"):
         if getattr(spec, what) % ranks:
             raise UnsupportedError(f"{ranks} ranks cannot split {what} = {getattr(spec, what)} evenly")

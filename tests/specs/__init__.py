@@ -1,0 +1,1 @@
+"""Tests of what specs say and refuse."""
