@@ -1,0 +1,68 @@
+"""Among many configurations, those that fit and are fastest: closed forms, with as few layers checkpointed as fit."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from refshard.estimate.candidates import Candidates, Floats, Integers, Mask
+from refshard.estimate.estimate import Estimates, estimate
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.model import ModelSpec
+
+AUTO = "auto"
+"""For checkpointing: as few layers as fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """Estimates of all configurations, ``fits`` those within ``usable_bytes``; ``order`` has the rows that fit, those
+    with most tokens a second and GPU first.
+    """
+
+    estimates: Estimates
+    usable_bytes: int
+    fits: Mask
+    tokens_per_s_gpu: Floats
+    order: Integers
+
+
+def search(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates, usable_bytes: int) -> Found:
+    """Estimate and rank all. Where checkpointing is :data:`AUTO` it is replaced by the fewest layers that fit."""
+    resolved = _fewest(model, cluster, seq_len, candidates, usable_bytes)
+    found = estimate(model, cluster, seq_len, resolved)
+    fits = found.memory.peak <= usable_bytes
+    batch = resolved.data_ranks * resolved["microbatch"] * resolved["microbatches"]
+    speed = batch * seq_len / found.step_s / resolved.world_size
+    rows = np.flatnonzero(fits)
+    # The order of enumeration decides between equals: less splitting comes first.
+    order = rows[np.argsort(-speed[rows], kind="stable")]
+    return Found(estimates=found, usable_bytes=usable_bytes, fits=fits, tokens_per_s_gpu=speed, order=order)
+
+
+def _fewest(model: ModelSpec, cluster: ClusterSpec, seq_len: int, rows: Candidates, usable_bytes: int) -> Candidates:
+    """Memory falls by as much for each layer more that is checkpointed, so two points tell how many it takes."""
+    automatic = rows.where("checkpointing", AUTO)
+    if not automatic.any():
+        return rows
+    words = tuple(word for word in rows.words["checkpointing"] if word != AUTO)
+    counts = tuple(map(str, range(1, model.n_layers + 1)))
+    words = tuple(dict.fromkeys((*words, "none", *counts)))
+    place = {word: index for index, word in enumerate(words)}
+    old = rows.words["checkpointing"]
+    codes = np.array([place.get(word, 0) for word in old], np.int64)[rows["checkpointing"]]
+    chosen = rows.take(automatic)
+
+    def peak(word: str) -> Floats:
+        fixed = replace(
+            chosen,
+            columns={**chosen.columns, "checkpointing": np.zeros(len(chosen), np.int64)},
+            words={**chosen.words, "checkpointing": (word,)},
+        )
+        return estimate(model, cluster, seq_len, fixed).memory.peak
+
+    most = -(-model.n_layers // chosen["pipeline"])
+    none, one, all_of = peak("none"), peak("1"), peak("full")
+    each = np.maximum((one - all_of) / np.maximum(most - 1, 1), 1.0)
+    needed = np.clip(1 + np.ceil((one - usable_bytes) / each), 1, most).astype(np.int64)
+    codes[automatic] = np.where(none <= usable_bytes, place["none"], place["1"] + needed - 1)
+    return Candidates({**rows.columns, "checkpointing": codes}, {**rows.words, "checkpointing": words})

@@ -1,0 +1,181 @@
+"""The configurations among which a search looks: every way to divide the ranks and the batch that can run.
+
+Rules that keep a configuration out: an axis does not divide what it splits; a group that talks within a layer would span
+nodes (tensor parallelism); a stage has no layer; an interleaved schedule's microbatches do not divide among its ranks; a
+strategy has no code for an axis.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from refshard.estimate.candidates import FIELDS, Candidates
+from refshard.estimate.ways import WAYS, find_way
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.configuration import Configuration, Precision, Schedule
+from refshard.specs.hardware import AttentionKernel
+from refshard.specs.model import ModelSpec
+
+LEAST_TOKENS = 1024
+"""Tokens that context parallelism leaves each rank of a sequence at least."""
+MOST_CONTEXT = 64
+MOST_STRETCHES = 12
+_N_DIMENSIONAL = ("ddp", "fsdp2", "megatron")
+"""Strategies whose code here, or in the tool of their name, composes with pipelines and context parallelism."""
+_TENSOR = (*_N_DIMENSIONAL, *(name for name in WAYS if name.startswith("refshard-")))
+ALL = (0,)
+"""For an axis: every size that can run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What a search may choose, each a list of values; :data:`ALL` for every one that can run.
+
+    ``global_batch`` is in sequences. Fields below it are as in a configuration, and hold for all.
+    """
+
+    strategies: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    global_batch: int
+    tensor: tuple[int, ...] = (1,)
+    pipeline: tuple[int, ...] = (1,)
+    interleave: tuple[int, ...] = (1,)
+    schedules: tuple[Schedule, ...] = ("1f1b", "interleaved")
+    context: tuple[int, ...] = (1,)
+    expert: tuple[int, ...] = (1,)
+    replicas: tuple[int, ...] = (1,)
+    microbatch: tuple[int, ...] = (1,)
+    checkpointing: tuple[str, ...] = ("none",)
+    precision: Precision = "bf16"
+    reduction: str = "fp32"
+    compiled: bool = False
+    attention: AttentionKernel = "flash"
+    offload: bool = False
+
+
+def configurations(space: Space, model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Candidates:
+    """All configurations of the space that can run, as columns; checkpointing is the innermost axis."""
+    rows: list[tuple[object, ...]] = []
+    for world in space.world_sizes:
+        for meshed in _meshes(space, model, cluster, seq_len, world):
+            rows += [(*meshed, policy) for policy in space.checkpointing]
+    return _columns(space, rows)
+
+
+_VARYING = (
+    "strategy", "tensor", "context", "pipeline", "interleave", "schedule", "expert", "shard", "replicate", "microbatch",
+    "microbatches", "reduce_each", "checkpointing",
+)  # fmt: skip
+
+
+def _meshes(
+    space: Space, model: ModelSpec, cluster: ClusterSpec, seq_len: int, world: int
+) -> Iterator[tuple[object, ...]]:
+    inner = [
+        (tensor, context)
+        for tensor in _sizes(space.tensor, min(world, cluster.ranks_per_node), _splits(model))
+        for context in _sizes(space.context, min(world // tensor, MOST_CONTEXT), (seq_len,))
+        if context == 1 or seq_len // context >= LEAST_TOKENS
+    ]
+    for tensor, context in inner:
+        if world % (tensor * context):
+            continue
+        for pipeline in _sizes(space.pipeline, min(model.n_layers, world), (world // tensor // context,)):
+            data = world // tensor // context // pipeline
+            if space.global_batch % data:
+                continue
+            for interleave, schedule in _schedules(space, model.n_layers, pipeline):
+                yield from _batches(space, model, data, tensor, context, pipeline, interleave, schedule)
+
+
+def _batches(
+    space: Space, model: ModelSpec, data: int, tensor: int, context: int, pipeline: int, interleave: int, schedule: str
+) -> Iterator[tuple[object, ...]]:
+    local = space.global_batch // data
+    for microbatch in _sizes(space.microbatch, min(local, 32), (local,)):
+        microbatches = local // microbatch
+        if pipeline > 1 and (microbatches < pipeline or (interleave > 1 and microbatches % pipeline)):
+            continue
+        for expert in _sizes(space.expert, data * context, _experts(model, data * context)):
+            for strategy in space.strategies:
+                if not _composes(strategy, tensor, context, pipeline):
+                    continue
+                for replicate in _replicas(space, strategy, data):
+                    shard = data // replicate
+                    head = (strategy, tensor, context, pipeline, interleave, schedule, expert, shard, replicate)
+                    yield (*head, microbatch, microbatches, True)
+                    if microbatches > 1 and pipeline == 1 and find_way(strategy).by_unit:
+                        yield (*head, microbatch, microbatches, False)
+
+
+def _columns(space: Space, rows: Sequence[tuple[object, ...]]) -> Candidates:
+    plain = Configuration(
+        strategy=space.strategies[0], precision=space.precision, reduction=space.reduction,  # type: ignore[arg-type]
+        compiled=space.compiled, attention=space.attention, offload=space.offload,
+    )  # fmt: skip
+    columns, words = {}, {}
+    of_rows = dict(zip(_VARYING, zip(*rows))) if rows else dict.fromkeys(_VARYING, ())
+    for field in FIELDS:
+        values = of_rows.get(field, ())
+        fixed = getattr(plain, field)
+        if isinstance(fixed, str):
+            words[field] = tuple(dict.fromkeys(values)) if field in of_rows else (fixed,)
+            places = {word: place for place, word in enumerate(words[field])}
+            values = [places[word] for word in values]  # type: ignore[index]
+            fixed = 0
+        columns[field] = np.array(values, np.int64) if field in of_rows else np.full(len(rows), int(fixed), np.int64)
+    return Candidates(columns, words)  # type: ignore[arg-type]
+
+
+def _sizes(asked: tuple[int, ...], most: int, divides: Sequence[int]) -> list[int]:
+    """The sizes asked for, or all up to ``most``, that divide each of the numbers."""
+    chosen = range(1, most + 1) if asked == ALL else [size for size in asked if size <= most]
+    return [size for size in chosen if all(number % size == 0 for number in divides)]
+
+
+def _splits(model: ModelSpec) -> tuple[int, ...]:
+    widths = (model.n_heads, model.n_kv_heads, model.ffn_dim)
+    return (*widths, model.experts.ffn_dim) if model.experts else widths
+
+
+def _experts(model: ModelSpec, ranks: int) -> tuple[int, ...]:
+    return (model.experts.count, ranks) if model.experts else (1,)
+
+
+def _schedules(space: Space, n_layers: int, pipeline: int) -> Iterator[tuple[int, Schedule]]:
+    if pipeline == 1:
+        yield 1, "1f1b"
+        return
+    for schedule in space.schedules:
+        if schedule == "1f1b" and (space.interleave == ALL or 1 in space.interleave):
+            yield 1, "1f1b"
+        asked = space.interleave if space.interleave != ALL else tuple(range(1, MOST_STRETCHES + 1))
+        if schedule == "zero-bubble":
+            yield from ((stretches, schedule) for stretches in (1, 2) if stretches in asked and _even(n_layers, pipeline * stretches))
+        if schedule == "interleaved":
+            yield from ((stretches, schedule) for stretches in asked if stretches > 1 and _even(n_layers, pipeline * stretches))
+
+
+def _even(n_layers: int, stretches: int) -> bool:
+    """Whether layers can be dealt evenly, the ends counted as layers or not."""
+    return n_layers % stretches == 0 or (n_layers + 2) % stretches == 0
+
+
+def _composes(strategy: str, tensor: int, context: int, pipeline: int) -> bool:
+    if pipeline > 1 or context > 1:
+        return strategy in _N_DIMENSIONAL
+    return tensor == 1 or strategy in _TENSOR
+
+
+def _replicas(space: Space, strategy: str, data: int) -> list[int]:
+    """Replicate axes: all of it for what shards nothing; for hybrid sharding only with parameters sharded."""
+    way = find_way(strategy)
+    if not way.shards_optimizer:
+        return [data]
+    if not way.by_unit:
+        return [1]
+    powers = [size for size in (2**i for i in range(20)) if data % size == 0 and data // size > 1]
+    chosen = powers if space.replicas == ALL else [size for size in space.replicas if data % size == 0]
+    return chosen or [1]
