@@ -81,7 +81,7 @@ def _fsdp1(asked: Configuration) -> dict[str, Value]:
     sharded, kept = ("FULL_SHARD", "SHARD_GRAD_OP") if asked.replicate == 1 else ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
     return {
         "fsdp_version": 1,
-        "fsdp_reshard_after_forward": sharded if asked.reshard else kept,
+        "fsdp_sharding_strategy": sharded if asked.reshard else kept,
         "fsdp_backward_prefetch": "BACKWARD_PRE",
         "fsdp_use_orig_params": True,
         **_wrapping(asked),

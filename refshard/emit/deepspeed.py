@@ -102,9 +102,7 @@ def _notes(job: Job) -> tuple[str, ...]:
         what = f"ZeRO-{stage} shards what {asked.strategy} shards" if stage else "Stage 0 replicates as ddp does"
         notes.append(f"{what}, with DeepSpeed's own code: the plan's time and memory are those of {asked.strategy}.")
     if asked.checkpointing != "none":
-        notes.append(
-            f"The file does not checkpoint by itself: your script must, with the policy '{asked.checkpointing}'."
-        )
+        notes.append(f"Your script must checkpoint, with the policy '{asked.checkpointing}': the file does not.")
     if stage == 3 and asked.replicate > 1:
         notes.append("hpZ gathers parameters within a node, but shards gradients and optimizer state over all ranks.")
     if stage == 3 and not asked.reshard:

@@ -108,9 +108,7 @@ def refuse_checkpointing(tool: str, job: Job, can: tuple[str, ...]) -> None:
     """
     if (policy := job.configuration.checkpointing) not in can:
         allowed = ", ".join(f"'{name}'" for name in can)
-        raise SpecError(
-            f"{tool}: checkpointing must be one of {allowed}, got '{policy}'; choose a row with one of them"
-        )
+        raise SpecError(f"{tool}: checkpointing must be one of {allowed}, got '{policy}'; choose such a row")
 
 
 def refuse_uneven(tool: str, job: Job) -> None:

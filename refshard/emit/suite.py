@@ -30,9 +30,12 @@ def emit(job: Job) -> Emitted:
     _check(job)
     suite = SuiteSpec(name="emitted", about=f"{job.title}: a dry run", matrix=_case(job))
     suite.cases()
-    number = version("refshard")
-    text = f"# Written by refshard {number}.\n{to_toml(suite)}"
-    return Emitted(files={FILE: text}, command=f"refshard run {FILE}", version=number, notes=_notes(job.configuration))
+    return Emitted(
+        files={FILE: to_toml(suite)},
+        command=f"refshard run {FILE}",
+        version=version("refshard"),
+        notes=_notes(job.configuration),
+    )
 
 
 def _check(job: Job) -> None:

@@ -21,6 +21,7 @@ from refshard.specs.model import ModelSpec
 
 VERSION = "0.3.0"
 MODULE = "refshard_torchtitan"
+FUNCTION = "configuration"
 STRATEGIES = ("ddp", "fsdp2", "fsdp2-tuned", "fsdp2-compiled", "simplefsdp")
 FLAVORS: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     #       dim   layers heads kv  ffn    vocabulary tied
@@ -51,13 +52,13 @@ def emit(job: Job) -> Emitted:
         *_imports(job.configuration, graph),
         "",
         "",
-        f"def {_function(job.model)}() -> Trainer.Config:",
+        f"def {FUNCTION}() -> Trainer.Config:",
         '    """The job. Data, learning rate and number of steps are those of torchtitan\'s llama3_8b."""',
         "    config = llama3_8b()",
         *(f"    config.{line}" for line in settings),
         *(_as_graph() if graph else ["    return config"]),
     ]
-    command = f"{job.torchrun} -m torchtitan.train --module {MODULE} --config {_function(job.model)}"
+    command = f"{job.torchrun} -m torchtitan.train --module {MODULE} --config {FUNCTION}"
     text = "\n".join(lines) + "\n"
     return Emitted(files={f"{MODULE}.py": text}, command=command, version=VERSION, notes=_notes(job))
 
@@ -100,17 +101,11 @@ def _check(job: Job) -> None:
             "torchtitan: interleave must be at least 2 for schedule 'zero-bubble', got 1; choose such a row, or '1f1b'"
         )
     if asked.precision == "fp8" and not _compiles(asked):
-        raise SpecError(
-            "torchtitan: precision 'fp8' needs compiled blocks, got compiled = false; choose a compiled row"
-        )
+        raise SpecError("torchtitan: compiled must be true for precision 'fp8', got false; choose such a row")
 
 
 def _compiles(asked: Configuration) -> bool:
     return asked.compiled or asked.strategy in ("fsdp2-compiled", "simplefsdp")
-
-
-def _function(model: ModelSpec) -> str:
-    return f"llama3_{flavor_of(model).lower()}"
 
 
 def _imports(asked: Configuration, graph: bool) -> list[str]:
