@@ -67,6 +67,7 @@ def test_megatron_gets_arguments_that_it_has(name: str) -> None:
             takes(words.pop(0))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", sorted(MEGATRON))
 def test_megatrons_script_is_a_shells(name: str) -> None:
     (script,) = emit("megatron", MEGATRON[name]).files.values()
