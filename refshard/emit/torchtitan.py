@@ -199,6 +199,8 @@ def _notes(job: Job) -> tuple[str, ...]:
         notes.append("torchtitan replicates with FSDP2, unit by unit, not with DDP's buckets.")
     if asked.strategy == "fsdp2-tuned":
         notes.append("torchtitan has units for the embedding and the head, but not the other settings of fsdp2-tuned.")
+    if asked.strategy == "simplefsdp":
+        notes.append("SimpleFSDP is in torchtitan's experiment graph_trainer, which compiles the whole model.")
     if asked.reduction == "bf16":
         notes.append("torchtitan reduces gradients in fp32; the plan reduces them in bf16.")
     if asked.precision == "fp8":

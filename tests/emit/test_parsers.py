@@ -1,10 +1,10 @@
 """Each tool's own parser reads what is emitted for it: those that are installed.
 
-The extra ``peers`` has Accelerate and ``deepspeed`` has DeepSpeed. torchtitan 0.3.0 needs an environment of its own, and
-so does Megatron-LM: a checkout of the tag core_v0.16.1 on PYTHONPATH.
+Accelerate is in the extra ``peers``, DeepSpeed in ``deepspeed``. torchtitan is installed into an environment of its own.
+Megatron-LM's parser needs a checkout of the tag core_v0.16.1 on PYTHONPATH.
 """
 
-import importlib
+import importlib.metadata
 import json
 import os
 import shlex
@@ -91,8 +91,8 @@ def test_accelerate_parses_its_yaml(name: str, tmp_path: Path, monkeypatch: pyte
     for key, value in environment.items():
         if key.startswith("FSDP"):
             monkeypatch.setenv(key, value)
-    plugin = FullyShardedDataParallelPlugin()
-    check_plugin(plugin, name)
+    monkeypatch.setenv("FSDP_SYNC_MODULE_STATES", "false")  # it would look for a device
+    check_plugin(FullyShardedDataParallelPlugin(), name)
     if (mesh := check_mesh(environment, monkeypatch)) is not None:
         assert (mesh.dp_replicate_size, mesh.dp_shard_size) == (asked.replicate, asked.shard)
         assert (mesh.tp_size, mesh.cp_size, mesh.total_size) == (asked.tensor, asked.context, asked.world_size)
