@@ -1,6 +1,6 @@
 """Each tool's own parser reads what is emitted for it: those that are installed.
 
-Accelerate is in the extra ``peers``, DeepSpeed in ``deepspeed``. torchtitan is installed into an environment of its own.
+Accelerate is in the extra ``peers``, DeepSpeed in ``deepspeed``; torchtitan gets an environment of its own.
 Megatron-LM's parser needs a checkout of the tag core_v0.16.1 on PYTHONPATH.
 """
 
