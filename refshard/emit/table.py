@@ -1,0 +1,26 @@
+"""The tools for which a configuration can be emitted."""
+
+from collections.abc import Callable
+
+from refshard.emit import accelerate, deepspeed, megatron, suite, torchtitan
+from refshard.emit.job import Emitted, Job
+from refshard.errors import SpecError, nearest
+
+TOOLS: dict[str, Callable[[Job], Emitted]] = {
+    "torchtitan": torchtitan.emit,
+    "accelerate": accelerate.emit,
+    "megatron": megatron.emit,
+    "deepspeed": deepspeed.emit,
+    "refshard": suite.emit,
+}
+
+
+def emit(tool: str, job: Job) -> Emitted:
+    """The files and the command with which ``tool`` runs the job.
+
+    Raises:
+        SpecError: there is no such tool, or it cannot run the job.
+    """
+    if tool not in TOOLS:
+        raise SpecError(f"emit: no tool '{tool}'; {nearest(tool, list(TOOLS))}")
+    return TOOLS[tool](job)

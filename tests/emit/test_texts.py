@@ -1,0 +1,132 @@
+"""The texts, command by command and note by note, as they were accepted (``golden/``), and the refusals.
+
+    EMIT_GOLDEN=write python -m pytest tests/emit/test_texts.py
+
+writes them anew.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refshard.emit.job import Emitted, Job
+from refshard.emit.suite import COMPILED, PLANNED_ONLY
+from refshard.emit.table import TOOLS, emit
+from refshard.errors import SpecError
+from refshard.plan.recipe import RECIPES
+from refshard.specs.suite import parse_suite
+from refshard.strategies.table import ROWS
+from tests.emit.jobs import EVERY, REFSHARD, job
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = [(tool, name) for tool, jobs in EVERY.items() for name in jobs]
+
+
+def as_text(emitted: Emitted) -> str:
+    """Everything that was emitted, in one text."""
+    files = "".join(f"==> {name} <==\n{text}\n" for name, text in emitted.files.items())
+    notes = "".join(f"- {note}\n" for note in emitted.notes)
+    return f"{files}$ {emitted.command}\n\n{notes}"
+
+
+@pytest.mark.parametrize(("tool", "name"), CASES)
+def test_what_is_emitted_is_as_accepted(tool: str, name: str) -> None:
+    path, text = GOLDEN / f"{tool}-{name}.txt", as_text(emit(tool, EVERY[tool][name]))
+    if os.environ.get("EMIT_GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_every_accepted_text_has_a_job() -> None:
+    assert {path.stem for path in GOLDEN.iterdir()} == {f"{tool}-{name}" for tool, name in CASES}
+
+
+@pytest.mark.parametrize(("tool", "name"), CASES)
+def test_notes_are_sentences(tool: str, name: str) -> None:
+    emitted = emit(tool, EVERY[tool][name])
+    assert emitted.version
+    for note in emitted.notes:
+        assert note.endswith(".")
+        assert len(note) < 200
+
+
+@pytest.mark.parametrize(
+    ("tool", "fields", "message"),
+    [
+        ("torchtitan", {"strategy": "fsdp1", "shard": 8}, "strategy must be one that it runs .*, got 'fsdp1'; choose"),
+        ("torchtitan", {"model": "llama2-7b", "shard": 8}, "dimensions of a Llama 3 flavor .*, got 32 layers of width"),
+        ("torchtitan", {"shard": 8, "checkpointing": "every-2"}, "checkpointing must be one of .*, got 'every-2'"),
+        ("torchtitan", {"shard": 8, "precision": "fp8"}, "compiled must be true for precision 'fp8', got false"),
+        ("torchtitan", {"shard": 8, "pipeline": 5}, r"pipeline \* interleave must divide the 32 layers, got 5"),
+        ("torchtitan", {"shard": 1, "tensor": 16}, "tensor must divide the 8 key-value heads, got 16"),
+        ("torchtitan", {"shard": 8, "expert": 2}, "expert must be 1 for llama3-8b, which has no experts, got 2"),
+        (
+            "torchtitan", {"shard": 2, "pipeline": 4, "schedule": "zero-bubble"},
+            "interleave must be at least 2 for schedule 'zero-bubble', got 1",
+        ),
+        ("torchtitan", {"strategy": "ddp", "shard": 2, "context": 4}, "context must be 1, got 4; its context ranks"),
+        ("torchtitan", {"strategy": "simplefsdp", "shard": 8, "pipeline": 2}, "pipeline must be 1, got 2; choose"),
+        ("accelerate", {"shard": 8, "pipeline": 2}, "pipeline must be 1, got 2; emit for torchtitan or megatron"),
+        ("accelerate", {"strategy": "fsdp1", "shard": 2, "tensor": 4}, "tensor must be 1, got 4; choose fsdp2"),
+        ("accelerate", {"shard": 1, "replicate": 2, "context": 4}, "shard must be at least 2 where replicate = 2"),
+        ("accelerate", {"strategy": "fsdp1", "shard": 4, "replicate": 2}, "shard must be a node's 8 ranks .*, got 4"),
+        ("accelerate", {"shard": 8, "checkpointing": "3"}, "checkpointing must be one of 'none', 'full', got '3'"),
+        ("megatron", {"strategy": "fsdp2", "shard": 8}, "got 'fsdp2'; choose a row with one of these, or emit"),
+        ("megatron", {"strategy": "megatron", "shard": 8, "checkpointing": "selective"}, "got 'selective': its own"),
+        (
+            "megatron", {"strategy": "megatron", "shard": 2, "pipeline": 4, "interleave": 2, "schedule": "interleaved",
+                         "microbatches": 6}, "microbatches must be a multiple of pipeline = 4 .*, got 6",
+        ),
+        (
+            "megatron", {"strategy": "megatron", "shard": 2, "pipeline": 4, "interleave": 2, "schedule": "interleaved",
+                         "microbatches": 8, "checkpointing": "3"}, "must be a multiple of interleave = 2 layers, got 3",
+        ),
+        ("megatron", {"strategy": "megatron", "shard": 2, "pipeline": 4, "schedule": "zero-bubble"}, "'zero-bubble'"),
+        ("deepspeed", {"shard": 8, "tensor": 2}, "tensor must be 1, got 2; emit for torchtitan or megatron"),
+        ("deepspeed", {"strategy": "refshard-yafsdp", "shard": 8}, "got 'refshard-yafsdp'"),
+        ("deepspeed", {"strategy": "deepspeed-zero2", "shard": 4, "replicate": 2}, "replicate must be 1 for ZeRO-2"),
+        ("deepspeed", {"shard": 8, "precision": "fp8"}, "precision must be 'bf16' or 'fp32', got 'fp8'"),
+        ("refshard", {"shard": 8, "context": 2}, "context must be 1, got 2"),
+        ("refshard", {"strategy": "megatron", "shard": 8}, "strategy must be one that it runs, got 'megatron'"),
+        ("refshard", {"shard": 8, "compiled": True}, "measure the strategy 'fsdp2-compiled' on GPUs instead"),
+        ("refshard", {"shard": 8, "offload": True}, "offload must be false, got true"),
+        ("fairscale", {"shard": 8}, "no tool 'fairscale'; known: accelerate, deepspeed, megatron, "),
+        ("torchtitan", {"shard": 12}, "world_size: must be at most 8, or a multiple of it"),
+    ],
+)  # fmt: skip
+def test_refusals_say_rule_value_and_remedy(tool: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message) as raised:
+        emit(tool, job(**fields))
+    assert "; " in str(raised.value)
+
+
+@pytest.mark.parametrize("strategy", sorted(RECIPES))
+def test_every_strategy_of_plans_has_a_tool(strategy: str) -> None:
+    asked = job(strategy=strategy, shard=8)
+    assert emit("refshard", asked).files
+    assert [tool for tool in TOOLS if _runs(tool, asked)]
+
+
+def _runs(tool: str, asked: Job) -> bool:
+    try:
+        return bool(emit(tool, asked).files)
+    except SpecError:
+        return False
+
+
+def test_suites_name_strategies_that_exist() -> None:
+    assert not PLANNED_ONLY & ROWS.keys()
+    assert {*COMPILED, *COMPILED.values()} <= ROWS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(REFSHARD))
+def test_a_suite_is_one_case_as_asked(name: str) -> None:
+    asked = REFSHARD[name].configuration
+    (text,) = emit("refshard", REFSHARD[name]).files.values()
+    (case,) = parse_suite(text, "emitted").cases()
+    assert (case.strategy, case.world_size, case.global_batch) == (asked.strategy, asked.world_size, asked.global_batch)
+    assert (case.fidelity, case.cluster, case.tensor_parallel) == ("dryrun", "dgx-h100x32", asked.tensor)
+    assert case.data_ranks == asked.data_ranks
+    assert ROWS[case.strategy].lacks(case) == ()
