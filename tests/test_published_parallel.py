@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from refshard.errors import SpecError
-from refshard.specs.model import load_model
-from refshard.specs.published_parallel import ParallelRun, ParallelTable, load_parallel
+from refshard.flops import flops_per_token
+from refshard.specs.model import load_model, parameter_count
+from refshard.specs.published_parallel import ParallelRun, ParallelTable, load_parallel, model_of
 from refshard.specs.reading import convert
 
 TABLES = load_parallel()
@@ -21,11 +22,81 @@ def runs() -> Iterator[tuple[ParallelTable, ParallelRun]]:
     return ((table, run) for table in TABLES.values() for run in table.runs)
 
 
-def test_every_model_has_dimensions_or_is_one_that_its_source_does_not_describe() -> None:
-    presets = {"llama2-7b", "llama2-13b", "llama2-34b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405b"}
-    unknown = {run.model for table, run in runs() if run.model not in {*presets, *table.shapes}}
-    assert not {name for name in unknown if name.startswith(("llama", "mpt"))}
-    assert [load_model(name).dim for name in sorted(presets)] == [5120, 8192, 8192, 4096, 8192, 4096, 16384]
+def test_every_runs_model_has_dimensions() -> None:
+    for table, run in runs():
+        model = model_of(table, run)
+        assert model.n_layers == (run.layers or model.n_layers)
+        assert model.params == parameter_count(model)
+
+
+def test_a_model_is_a_shape_before_a_preset_and_is_cut_to_its_layers() -> None:
+    shape = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96, "vocab": 256}
+    given = {"title": "t", "source": "s", "shapes": {"llama3-8b": shape}, "runs": [{**RUN, "layers": 2}]}
+    table = convert(given, ParallelTable, where="published x")
+    model = model_of(table, table.runs[0])
+    assert (model.dim, model.n_layers, model.source) == (64, 2, "2 layers of: s")
+    assert model.params == parameter_count(model)
+    preset = convert({**given, "shapes": {}}, ParallelTable, where="published x")
+    cut = model_of(preset, preset.runs[0])
+    assert (cut.dim, cut.n_layers) == (4096, 2)
+    assert cut.params < load_model("llama3-8b").params
+
+
+def test_a_model_that_nobody_describes_is_refused_with_what_is_missing() -> None:
+    unknown = {"title": "t", "source": "s", "runs": [{**RUN, "model": "gpt-9"}]}
+    table = convert(unknown, ParallelTable, where="published x")
+    with pytest.raises(SpecError) as refused:
+        model_of(table, table.runs[0])
+    assert str(refused.value) == (
+        "model 'gpt-9' of 't' must have a preset or a shape, got neither: its dim, n_layers, n_heads, n_kv_heads, "
+        "ffn_dim, vocab are missing; add [shapes.'gpt-9'] to the table"
+    )
+    shape = {
+        "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96, "vocab": 256, "learned_positions": True,
+    }  # fmt: skip
+    learned = {**unknown, "shapes": {"gpt-9": shape}}
+    assert model_of(convert(learned, ParallelTable, where="published x"), table.runs[0]).positions == 8192
+    learned["runs"] = [{**RUN, "model": "gpt-9", "seq_len": None}]
+    table = convert(learned, ParallelTable, where="published x")
+    with pytest.raises(SpecError, match="seq_len must be given where positions are learned, got none; add it"):
+        model_of(table, table.runs[0])
+
+
+def test_names_of_megatrons_models_are_their_parameters() -> None:
+    """All but the smallest's, 1.754 B, which is rounded down."""
+    table = TABLES["megatron-lm"]
+    named = {run.model: model_of(table, run).params / 1e9 for run in table.runs if run.model.startswith("gpt-")}
+    assert len(named) == 9
+    for name, billions in named.items():
+        printed = name.removeprefix("gpt-").removesuffix("b")
+        assert f"{billions:.{len(printed.partition('.')[2])}f}" == printed or name == "gpt-1.7b"
+    assert named["gpt-1.7b"] == pytest.approx(1.75, abs=0.01)
+
+
+def test_nemo_counts_by_convention_a() -> None:
+    """So that its figures confirm the dimensions of its models."""
+    table = TABLES["nemo"]
+    found = [run for run in table.runs if run.tokens_per_s_gpu is not None]
+    assert len(found) == 12
+    for run in found:
+        assert run.seq_len is not None
+        assert run.tokens_per_s_gpu is not None
+        counted = run.tokens_per_s_gpu * flops_per_token(model_of(table, run), run.seq_len) / 1e12
+        assert counted == pytest.approx(run.tflops_per_gpu, rel=2e-3)
+
+
+def test_llm_foundry_counts_by_convention_b() -> None:
+    table, peaks = TABLES["llm-foundry"], {"a100": {"bf16": 312}, "h100": {"bf16": 989.4, "fp8": 1979}}
+    ratios = []
+    for run in table.runs:
+        assert run.seq_len is not None
+        assert run.precision is not None
+        assert run.mfu is not None
+        tokens_per_s_gpu = run.tokens_per_s_gpu or (run.tokens_per_s or 0) / run.gpus
+        flops = tokens_per_s_gpu * flops_per_token(model_of(table, run), run.seq_len, "B")
+        ratios.append(flops / 1e12 / peaks[run.hardware[:4]][run.precision] / run.mfu)
+    assert len(ratios) == 242
+    assert 0.995 < min(ratios) <= max(ratios) < 1.005
 
 
 def test_each_run_stands_once() -> None:

@@ -9,6 +9,8 @@ from typing import Literal
 import msgspec
 
 from refshard import resources
+from refshard.errors import SpecError
+from refshard.specs.model import ModelSpec, load_model, parameter_count
 from refshard.specs.reading import convert, finite, read_toml, within
 
 Precision = Literal["bf16", "fp8", "nvfp4"]
@@ -17,7 +19,11 @@ _AGREEMENT = 0.02
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The dimensions of a model that has no preset; a ``gated`` feed-forward has three products, another two."""
+    """The dimensions of a model that has no preset; a ``gated`` feed-forward has three products, another two.
+
+    ``biased``, ``norm_biases`` and ``query_norm`` are those of :class:`~refshard.specs.model.ModelSpec`. A model with
+    ``learned_positions`` has as many as a sequence of its run has tokens.
+    """
 
     dim: int
     n_layers: int
@@ -27,6 +33,10 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     vocab: int
     tied: bool = False
     gated: bool = True
+    biased: bool = False
+    norm_biases: bool = False
+    query_norm: bool = False
+    learned_positions: bool = False
 
 
 class ParallelRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,6 +150,45 @@ def load_parallel() -> dict[str, ParallelTable]:
     """
     found = resources.published_parallel()
     return {name: convert(read_toml(path), ParallelTable, where=f"published {name}") for name, path in found.items()}
+
+
+def model_of(table: ParallelTable, run: ParallelRun) -> ModelSpec:
+    """The dimensions of a run's model: of the table's shapes, or a preset; as deep as the run's ``layers`` say.
+
+    Raises:
+        SpecError: the model is neither, or its learned positions are as many as the sequence's tokens, which the run
+            does not give.
+    """
+    shape, presets = table.shapes.get(run.model), resources.model_profiles()
+    if shape is not None:
+        model = _of_shape(shape, run, table.source)
+    elif run.model in presets:
+        model = load_model(run.model)
+    else:
+        fields = ", ".join(field.name for field in msgspec.structs.fields(Shape) if field.required)
+        raise SpecError(
+            f"model '{run.model}' of '{table.title}' must have a preset or a shape, got neither: its {fields} are "
+            f"missing; add [shapes.{run.model!r}] to the table"
+        )
+    n_layers = model.n_layers if run.layers is None else run.layers
+    if n_layers == model.n_layers:
+        return model
+    cut = msgspec.structs.replace(model, n_layers=n_layers, source=f"{n_layers} layers of: {model.source}")
+    return msgspec.structs.replace(cut, params=parameter_count(cut))
+
+
+def _of_shape(shape: Shape, run: ParallelRun, source: str) -> ModelSpec:
+    if shape.learned_positions and run.seq_len is None:
+        raise SpecError(
+            f"model '{run.model}': seq_len must be given where positions are learned, got none; add it to the run"
+        )
+    fields = {name: getattr(shape, name) for name in shape.__struct_fields__ if name != "learned_positions"}
+    # No count reads the last two.
+    made = ModelSpec(
+        **fields, positions=(run.seq_len or 0) if shape.learned_positions else 0, params=1, source=source,
+        norm_eps=1e-5, rope_theta=0.0 if shape.learned_positions else 10000.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(made, params=parameter_count(made))
 
 
 def _agree(name: str, printed: float, computed: float) -> None:
