@@ -70,3 +70,8 @@ def suites() -> dict[str, Path]:
 def dashboards() -> Path:
     """Folder of the dashboard's templates and styles."""
     return root() / "dashboards"
+
+
+def spread() -> Path:
+    """How far published step times lie from their predictions."""
+    return root() / "profiles" / "spread.toml"

@@ -1,0 +1,191 @@
+"""A plan: the best configurations for each size of a cluster, what they cost, and what does not fit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import msgspec
+import numpy as np
+
+from refshard.estimate.candidates import Candidates
+from refshard.estimate.estimate import checkpointed_layers
+from refshard.estimate.memory import PARTS
+from refshard.estimate.search import Found
+from refshard.estimate.spread import Spread, kind_of
+from refshard.flops import Convention, flops_per_token
+from refshard.specs.cluster import ClusterSpec
+from refshard.specs.configuration import Configuration
+from refshard.specs.model import ModelSpec
+
+CONVENTION: Convention = "A"
+TRILLION = 10**12
+HOUR = 3600.0
+TIME_PARTS = ("compute", "exchange", "waiting", "optimizer", "straggling")
+_FAMILY = ("strategy", "tensor", "context", "pipeline")
+"""Configurations that differ in none of these are variants; a plan lists the best of them."""
+
+
+class Failures(msgspec.Struct, frozen=True, kw_only=True):
+    """How often GPUs fail and what that costs: ``mtbf_hours`` of one GPU, and seconds to save a checkpoint and to
+    restart a job.
+
+    By default as in the training of Llama 3 405B: 419 unexpected interruptions in 54 days of 16,384 GPUs (Grattafiori
+    et al., "The Llama 3 Herd of Models", 2024, section 3.3.4). The two times are estimates.
+    """
+
+    mtbf_hours: float = 50_700.0
+    save_s: float = 60.0
+    restart_s: float = 600.0
+
+    def goodput(self, ranks: int) -> float:
+        """The part of the time that goes into steps which count, with checkpoints as often as is best: every
+        ``sqrt(2 * save * mtbf)`` seconds (Young, "A first order approximation to the optimum checkpoint interval",
+        1974). 0 where failures are too frequent for any progress.
+        """
+        between_s = self.mtbf_hours * HOUR / ranks
+        interval_s = sqrt(2 * self.save_s * between_s)
+        lost = self.save_s / interval_s + (interval_s / 2 + self.restart_s) / between_s
+        return max(0.0, 1 - lost)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One configuration on one cluster size.
+
+    ``low_s`` and ``high_s`` bound 8 of 10 published step times of this ``kind`` around their predictions. ``parts`` are
+    the step's seconds, ``memory`` the peak's bytes on the rank that needs most. ``checkpointed`` of its ``layers``
+    layers recompute. ``gpu_hours`` and ``cost_usd`` are those of a trillion tokens, at ``goodput``.
+    """
+
+    configuration: Configuration
+    fits: bool
+    kind: str
+    step_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s_gpu: float
+    tflops: float
+    mfu: float
+    parts: dict[str, float]
+    peak_bytes: int
+    memory: dict[str, int]
+    checkpointed: int
+    layers: int
+    goodput: float
+    gpu_hours: float
+    cost_usd: float
+    flops_convention: Convention = CONVENTION
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome for one number of ranks: how many configurations were ``considered`` and how many are ``fitting``; the
+    best rows, the Pareto front of step time and memory, and those that come closest to fitting.
+    """
+
+    world_size: int
+    considered: int
+    fitting: int
+    rows: tuple[Row, ...]
+    front: tuple[Row, ...]
+    unfit: tuple[Row, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found for each size, in ascending order; memory is in bytes of one rank, the price in USD per GPU-hour."""
+
+    sizes: tuple[Size, ...]
+    global_batch: int
+    seq_len: int
+    available_bytes: int
+    usable_bytes: int
+    price_usd: float
+    failures: Failures
+
+    @property
+    def largest(self) -> Size:
+        """The size with most ranks."""
+        return self.sizes[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Makes rows of a search's columns."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    seq_len: int
+    price_usd: float
+    failures: Failures
+    spread: Spread
+
+    def size(self, found: Found, most: int) -> Size:
+        """Read the best ``most`` families, the front, and the closest that do not fit."""
+        candidates = found.estimates.candidates
+        best = _families(candidates, found.order)
+        left = np.flatnonzero(~found.fits)
+        closest = _families(candidates, left[np.argsort(found.estimates.memory.peak[left], kind="stable")])
+        front = _front(found, best)
+        return Size(
+            world_size=int(candidates.world_size[0]) if len(candidates) else self.cluster.world_size,
+            considered=len(candidates), fitting=int(found.fits.sum()),
+            rows=tuple(self.row(found, place) for place in best[:most]),
+            front=tuple(self.row(found, place) for place in front),
+            unfit=tuple(self.row(found, place) for place in closest[:most]),
+        )  # fmt: skip
+
+    def row(self, found: Found, place: int) -> Row:
+        """One configuration's row."""
+        estimates = found.estimates
+        configuration, step_s = estimates.candidates.configuration(place), float(estimates.step_s[place])
+        speed = float(found.tokens_per_s_gpu[place])
+        flops = speed * flops_per_token(self.model, self.seq_len, CONVENTION)
+        low, high = self.spread.bounds(kind_of(configuration))
+        goodput = self.failures.goodput(configuration.world_size)
+        hours = TRILLION / speed / HOUR / goodput if goodput else float("inf")
+        precision = configuration.precision if configuration.precision in self.cluster.accelerator.matmul else "bf16"
+        layers = -(-self.model.n_layers // configuration.pipeline)
+        return Row(
+            configuration=configuration, fits=bool(found.fits[place]), kind=kind_of(configuration), step_s=step_s,
+            low_s=step_s * low, high_s=step_s * high, tokens_per_s_gpu=speed, tflops=flops / 1e12,
+            mfu=flops / self.cluster.accelerator.matmul[precision].peak,
+            parts={part: float(getattr(estimates, f"{part}_s")[place]) for part in TIME_PARTS},
+            peak_bytes=int(estimates.memory.peak[place]),
+            memory={part: int(getattr(estimates.memory, part)[place]) for part in PARTS},
+            checkpointed=checkpointed_layers(configuration.checkpointing, layers), layers=layers, goodput=goodput,
+            gpu_hours=hours, cost_usd=hours * self.price_usd,
+        )  # fmt: skip
+
+
+def _families(candidates: Candidates, order: Sequence[int]) -> list[int]:
+    """The first of each family, in order."""
+    columns = [candidates[field].tolist() for field in _FAMILY]
+    seen: set[tuple[int, ...]] = set()
+    firsts = []
+    for place in map(int, order):
+        family = tuple(column[place] for column in columns)
+        if family not in seen:
+            seen.add(family)
+            firsts.append(place)
+    return firsts
+
+
+def _front(found: Found, best: Sequence[int]) -> list[int]:
+    """Rows of which none is both faster and smaller, fastest first; among all that fit."""
+    least = np.inf
+    front = []
+    for place in map(int, found.order):
+        peak = found.estimates.memory.peak[place]
+        if peak < 0.98 * least:
+            front.append(place)
+            least = peak
+    return front
+
+
+def fastest(plan: Plan) -> Row | None:
+    """The row with the shortest step on the largest size that has one."""
+    return next((size.rows[0] for size in reversed(plan.sizes) if size.rows), None)
+
+
+def cheapest(plan: Plan) -> Row | None:
+    """The row whose tokens cost least, of all sizes."""
+    rows = [size.rows[0] for size in plan.sizes if size.rows]
+    return min(rows, key=lambda row: row.gpu_hours) if rows else None
