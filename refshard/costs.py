@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from refshard.specs.cluster import Algorithm, ClusterSpec, CollectiveOp, LinkSpec, MeasuredCollective
-from refshard.specs.hardware import AttentionKernel, Dtype, HardwareSpec
+from refshard.specs.hardware import AttentionKernel, Dtype, HardwareSpec, ProductDtype
 
 Link = Literal["within", "between"]
 _ROUNDS: dict[CollectiveOp, int] = {
@@ -67,7 +67,7 @@ class CollectiveCost:
         return self.transfer_s + self.latency_s
 
 
-def product_seconds(hardware: HardwareSpec, dtype: Dtype, flops: float, nbytes: float) -> float:
+def product_seconds(hardware: HardwareSpec, dtype: ProductDtype, flops: float, nbytes: float) -> float:
     """What a matrix product takes whose operands and result are of ``nbytes`` in all."""
     rate = hardware.matmul[dtype]
     brought_in = nbytes / rate.bytes_per_s if rate.bytes_per_s else 0.0

@@ -21,7 +21,7 @@ HARDWARE = sorted(resources.hardware_profiles())
 CLUSTERS = sorted(resources.cluster_profiles())
 WANTED = {
     "dgx-a100", "dgx-h100", "hgx-h200", "gb200-nvl72", "mi300x", "h100-roce", "h100-eth100", "torchtitan-h100",
-    "yafsdp-a100", "lab-2x2gbit",
+    "yafsdp-a100", "lab-2x2gbit", "gb300-nvl72", "hgx-b200", "h100-pcie", "l40s", "mi325x",
 }  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def test_an_accelerators_numbers_are_of_a_plausible_order(name: str) -> None:
     assert 100e12 < found.matmul["bf16"].flops_per_s < 2000e12
     assert 15e12 < found.matmul["fp32"].flops_per_s < 100e12
     # Attention is slower than a product, and not by an order of magnitude.
+    assert found.attention.keys() == {"bf16", "fp32"}
     for dtype, rate in found.attention.items():
         assert 0.2 < rate.flops_per_s / found.matmul[dtype].flops_per_s < 1
     assert 1e-6 < found.kernel_s <= found.host_s < 2e-5
@@ -63,6 +64,7 @@ def test_an_accelerators_numbers_are_of_a_plausible_order(name: str) -> None:
         ("NVIDIA A100 80GB PCIe", "a100-sxm-80gb", 312, 19.5, 156),
         ("NVIDIA B200", "b200", 2250, 75, 1125),
         ("NVIDIA GB200", "gb200", 2500, 80, 1250),
+        ("NVIDIA GB300", "gb300", 2500, 80, 1250),
         ("NVIDIA L40S", "l40s", 362, 91.6, 183),
         ("NVIDIA GeForce RTX 4090", "rtx-4090", 165.2, 82.6, 82.6),
         ("NVIDIA GeForce RTX 5090", "rtx-5090", 209.5, 104.8, 104.8),
@@ -77,6 +79,26 @@ def test_a_devices_name_leads_to_its_dense_peaks(device: str, name: str, bf16: f
     assert (found.matmul["bf16"].peak, found.matmul["fp32"].peak, found.tf32_peak) == (
         bf16 * 1e12, fp32 * 1e12, tf32 * 1e12,
     )  # fmt: skip
+
+
+# TFLOPS of the vendors' data sheets, dense, with fp32 accumulation. An A100 has no fp8.
+FP8 = {
+    "h100-sxm-80gb": 1979, "h100-pcie": 1513, "h100-nvl": 1671, "h100-96gb-500w": 1979, "h200-sxm": 1979, "b200": 4500,
+    "gb200": 5000, "gb300": 5000, "mi300x": 2614.9, "mi325x": 2614.9, "l40s": 733, "rtx-4090": 330.3, "rtx-5090": 419,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_fp8_is_for_products_only_at_the_data_sheets_rate(name: str) -> None:
+    found = load_hardware(name)
+    if name not in FP8:
+        assert "fp8" not in found.matmul
+        return
+    fp8, bf16 = found.matmul["fp8"], found.matmul["bf16"]
+    assert fp8.peak == FP8[name] * 1e12
+    assert fp8.peak == pytest.approx(2 * bf16.peak, rel=0.02)
+    assert 1.5 < fp8.flops_per_s / bf16.flops_per_s <= 2.03
+    assert "fp8" in found.sources["matmul"]
 
 
 def test_no_two_profiles_claim_one_device() -> None:
@@ -102,8 +124,9 @@ def test_a_clusters_numbers_are_of_a_plausible_order(name: str) -> None:
         assert 1e-4 < cost.seconds < 20 or made.world_size == 1
     if found.library == "gloo":
         return
-    assert 200e9 < found.within.bytes_per_s < 900e9
-    assert 1e9 < found.between.bytes_per_s / found.ranks_per_node < 50e9
+    over_pcie = name in ("h100-pcie", "l40s")
+    assert (15e9 if over_pcie else 200e9) < found.within.bytes_per_s < (60e9 if over_pcie else 900e9)
+    assert 1e9 < found.between.bytes_per_s / found.ranks_per_node < (100e9 if name == "gb300-nvl72" else 50e9)
     assert 0.5 < min(found.compute_beside_communication, found.communication_beside_compute) <= 1
 
 
@@ -141,8 +164,13 @@ def plain_cluster(**changes: Any) -> dict[str, Any]:
         ({"transcendental_per_s": -1.0}, "transcendental_per_s must be >= 0 and finite, got -1"),
         ({"matmul": {"bf16": {"peak": 1e12, "efficiency": 1.5}}}, "efficiency must lie in (0, 1], got 1.5"),
         ({"matmul": {"bf16": {"peak": -1, "efficiency": 0.5}}}, "peak must be > 0 and finite, got -1"),
-        ({"matmul": {"fp8": {"peak": 1, "efficiency": 0.5}}}, "fp8"),
-        ({"attention": {}}, "matmul and attention must give the same dtypes, at least one, got ['bf16'] and []"),
+        ({"matmul": {"fp4": {"peak": 1, "efficiency": 0.5}}}, "fp4"),
+        ({"attention": {"fp8": {"peak": 1, "efficiency": 0.5}}}, "fp8"),
+        (
+            {"attention": {}},
+            "matmul and attention must give the same dtypes, at least one, and matmul fp8 beside, got ['bf16'] and []",
+        ),
+        ({"matmul": {"fp8": {"peak": 1, "efficiency": 0.5}}, "attention": {}}, "got ['fp8'] and []"),
         ({"memory_byte": 1}, "unknown key 'memory_byte'; did you mean 'memory_bytes'?"),
         ({"sources": {}}, "sources must say where memory_bytes comes from, got nothing; add it"),
     ],

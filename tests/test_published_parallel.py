@@ -86,7 +86,8 @@ def test_nemo_counts_by_convention_a() -> None:
 
 
 def test_llm_foundry_counts_by_convention_b() -> None:
-    table, peaks = TABLES["llm-foundry"], {"a100": {"bf16": 312}, "h100": {"bf16": 989.4, "fp8": 1979}}
+    table = TABLES["llm-foundry"]
+    peaks: dict[str, dict[str, float]] = {"a100": {"bf16": 312}, "h100": {"bf16": 989.4, "fp8": 1979}}
     ratios = []
     for run in table.runs:
         assert run.seq_len is not None

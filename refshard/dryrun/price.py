@@ -1,8 +1,9 @@
 """What each event of a recording takes on a cluster, by the laws of ``costs.py`` and the cluster's profile.
 
 Matrix products, convolutions and attention go by their FLOPs and bytes, fused optimizers and everything else by bytes.
-fp16 counts as bf16, fp64 as fp32 (data sheets give the same peak for both on the accelerators that have profiles), fp8
-and int8 run at twice bf16's peak. TF32 is not assumed. Copies to and from the host go by the profile's host link.
+fp16 counts as bf16, fp64 as fp32 (data sheets give the same peak for both on the accelerators that have profiles). fp8
+products run at the profile's rate for fp8; without one, and in int8, at twice bf16's. TF32 is not assumed. Copies to
+and from the host go by the profile's host link.
 
 Collectives are those of ``costs.collective_cost``. What it does not know is priced as what moves the same bytes the
 same way: a reduce as a broadcast (the same ring, the other way round), a gather and a scatter as an all-gather (the
@@ -48,7 +49,9 @@ _COMPUTED_AS: dict[str, tuple[Dtype, float]] = {
     "fp32": ("fp32", 1.0), "bf16": ("bf16", 1.0), "fp16": ("bf16", 1.0), "fp64": ("fp32", 1.0),
     "fp8e4m3": ("bf16", 2.0), "fp8e5m2": ("bf16", 2.0), "int8": ("bf16", 2.0), "complex64": ("fp32", 0.25),
 }  # fmt: skip
-"""By dtype of a product's operands: the profile's rate, and how many times that fast. A complex product is four."""
+"""By dtype of a product's operands: the profile's rate, and how many times that fast, unless the profile has a rate for
+fp8. A complex product is four.
+"""
 _TOUCHED_PER_READ = {"_fused_adam": 7 / 4, "_fused_sgd": 5 / 3, "_fused_adagrad": 5 / 3}
 """Bytes that a fused optimizer reads and writes per byte that it reads: it writes all but the gradients."""
 
@@ -169,8 +172,10 @@ class _Pricing:
         return seconds, work.flops, work.doubt
 
     def _product(self, operator: str, work: Work, nbytes: float) -> float:
-        dtype, times = self._rate(operator, work.dtype)
-        return product_seconds(self._hardware, dtype, work.flops / times, nbytes)
+        rate, times = self._rate(operator, work.dtype)
+        if _is_fp8(work.dtype) and "fp8" in self._hardware.matmul:
+            return product_seconds(self._hardware, "fp8", work.flops, nbytes)
+        return product_seconds(self._hardware, rate, work.flops / times, nbytes)
 
     def _attention(self, operator: str, work: Work) -> float:
         """By the law of the causal half, which T tokens and H heads have H T^2 / 2 scores of.
@@ -201,12 +206,11 @@ class _Pricing:
 
     def _rate(self, operator: str, dtype: str) -> tuple[Dtype, float]:
         """The profile's dtype, and how many times its rate."""
-        # Names of rarer forms of fp8 are torch's own (Float8_e4m3fnuz).
-        rate, times = _COMPUTED_AS.get(dtype) or (("bf16", 2.0) if "loat8" in dtype else ("fp32", 1.0))
-        if rate not in self._hardware.matmul:
+        rate, times = _COMPUTED_AS.get(dtype) or (("bf16", 2.0) if _is_fp8(dtype) else ("fp32", 1.0))
+        if rate not in self._hardware.attention:
             raise SpecError(
                 f"hardware: the profile must have a rate for {operator} of {dtype}, got rates for "
-                f"{', '.join(sorted(self._hardware.matmul))}; add [matmul.{rate}] and [attention.{rate}]"
+                f"{', '.join(sorted(self._hardware.attention))}; add [matmul.{rate}] and [attention.{rate}]"
             )
         return rate, times
 
@@ -262,6 +266,11 @@ def is_message(recording: Recording) -> npt.NDArray[np.bool_]:
     names = [code for code, name in enumerate(recording.name_table) if name in _PEERS]
     found: npt.NDArray[np.bool_] = (recording.kinds == Kind.COLLECTIVE) & np.isin(recording.names, names)
     return found
+
+
+def _is_fp8(dtype: str) -> bool:
+    """Whether a dtype is a form of fp8; names of rarer forms are torch's own (Float8_e4m3fnuz)."""
+    return dtype.startswith("fp8") or "loat8" in dtype
 
 
 def _moved(operator: str, reads: int, writes: int) -> float:

@@ -1,5 +1,6 @@
 """A calibrated profile as an answer."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ from refshard.costs import bus_bandwidth
 from refshard.quantities import format_bytes, format_seconds
 from refshard.report.answer import Answer, Notes, Table, Text, table
 from refshard.specs.cluster import ClusterSpec
-from refshard.specs.hardware import Dtype, Rate
+from refshard.specs.hardware import ProductDtype, Rate
 
 
 def profile_answer(cluster: ClusterSpec, more: str, status: int = 0) -> Answer:
@@ -27,7 +28,7 @@ def profile_answer(cluster: ClusterSpec, more: str, status: int = 0) -> Answer:
 
 def _rates(cluster: ClusterSpec) -> Table:
     hardware = cluster.accelerator
-    kinds = (
+    kinds: tuple[tuple[str, Mapping[Any, Rate], Mapping[Any, Rate]], ...] = (
         ("matrix products", hardware.matmul, hardware.matmul_burst),
         ("attention, the longest", hardware.attention, hardware.attention_burst),
     )
@@ -48,7 +49,7 @@ def _tflops(rate: Rate | None) -> str:
     return "-" if rate is None else f"{rate.flops_per_s / 1e12:.4g}"
 
 
-def _part(dtype: Dtype, sustained: dict[Dtype, Rate], burst: dict[Dtype, Rate]) -> str:
+def _part(dtype: ProductDtype, sustained: Mapping[ProductDtype, Rate], burst: Mapping[ProductDtype, Rate]) -> str:
     return f"{sustained[dtype].flops_per_s / burst[dtype].flops_per_s:.0%}" if dtype in burst else "-"
 
 

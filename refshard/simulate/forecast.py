@@ -52,7 +52,7 @@ class Job:
                 divide the ranks.
         """
         check_llama(self.model, "simulations", remedy=ELSEWHERE)
-        known = self.cluster.accelerator.matmul
+        known = self.cluster.accelerator.attention
         if self.dtype not in known:
             raise SpecError(
                 f"dtype: the hardware's profile knows {', '.join(known)}, got {self.dtype}; choose one of them"

@@ -9,6 +9,8 @@ from refshard.errors import SpecError, nearest
 from refshard.specs.reading import convert, finite, read_toml, sourced, within
 
 Dtype = Literal["fp32", "bf16"]
+ProductDtype = Literal["fp32", "bf16", "fp8"]
+"""Of a matrix product's operands. Only products are in fp8: activations, attention and masters are not."""
 AttentionKernel = Literal["flash", "efficient", "cudnn", "triton"]
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
 
@@ -62,19 +64,20 @@ class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accelerator, or one rank's share of a CPU. ``sources`` says of each field where its value comes from.
 
-    ``matmul`` and ``attention`` are by dtype (fp32, bf16); attention's FLOPs are those of the causal half, backward
-    2.5 times forward, and ``attention_points`` go before its rate. That rate is FlashAttention's; ``attention_kernels``
-    says how many times as fast another of torch's kernels runs (1 where it is not listed). ``memory_bytes_per_s`` is
-    what elementwise kernels reach, bytes read and written, on tensors that no cache holds. ``transcendental_per_s`` is
-    how many exponentials a second such a kernel gets done (0: memory is slower), ``optimizer_bytes_per_s`` what a fused
-    AdamW reaches (0: as any elementwise kernel), ``first_touch_bytes_per_s`` how fast the system provides memory that
-    the process did not have (0: at once, as a caching allocator does), ``host_link_bytes_per_s`` what a copy between
-    pinned memory of the host and the device reaches (0: unknown). ``kernel_s`` is what any kernel takes however little
-    it does, ``host_s`` what the host needs to launch one. On hardware that is ``asynchronous`` the host runs ahead of
-    the device (CUDA); elsewhere it is the device, and both are the cost of one eager operation. ``multiprocessors`` is
-    0 where there is no such thing. ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it;
-    ``also_named`` are further names of devices with the same peaks. ``tf32_peak`` is the dense rate of fp32 products
-    whose operands tensor cores round to TF32, which torch does only if allowed (0: unknown).
+    ``matmul`` and ``attention`` are by dtype (fp32, bf16), ``matmul`` also fp8 where that is known; attention's FLOPs
+    are those of the causal half, backward 2.5 times forward, and ``attention_points`` go before its rate. That rate is
+    FlashAttention's; ``attention_kernels`` says how many times as fast another of torch's kernels runs (1 where it is
+    not listed). ``memory_bytes_per_s`` is what elementwise kernels reach, bytes read and written, on tensors that no
+    cache holds. ``transcendental_per_s`` is how many exponentials a second such a kernel gets done (0: memory is
+    slower), ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as any elementwise kernel),
+    ``first_touch_bytes_per_s`` how fast the system provides memory that the process did not have (0: at once, as a
+    caching allocator does), ``host_link_bytes_per_s`` what a copy between pinned memory of the host and the device
+    reaches (0: unknown). ``kernel_s`` is what any kernel takes however little it does, ``host_s`` what the host needs
+    to launch one. On hardware that is ``asynchronous`` the host runs ahead of the device (CUDA); elsewhere it is the
+    device, and both are the cost of one eager operation. ``multiprocessors`` is 0 where there is no such thing.
+    ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it; ``also_named`` are further
+    names of devices with the same peaks. ``tf32_peak`` is the dense rate of fp32 products whose operands tensor cores
+    round to TF32, which torch does only if allowed (0: unknown).
 
     ``matmul`` and ``attention`` are what a device sustains. ``matmul_burst`` and ``attention_burst`` are what it
     reached in short bursts, before power and temperature brought its clocks down; nothing is predicted from these.
@@ -83,7 +86,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Literal["cuda", "cpu"]
     memory_bytes: int
     memory_bytes_per_s: float
-    matmul: dict[Dtype, Rate]
+    matmul: dict[ProductDtype, Rate]
     attention: dict[Dtype, Rate]
     kernel_s: float
     host_s: float
@@ -95,7 +98,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention_points: tuple[AttentionPoint, ...] = ()
     attention_kernels: dict[AttentionKernel, float] = {}
     tf32_peak: float = 0.0
-    matmul_burst: dict[Dtype, Rate] = {}
+    matmul_burst: dict[ProductDtype, Rate] = {}
     attention_burst: dict[Dtype, Rate] = {}
     device_name: str = ""
     also_named: tuple[str, ...] = ()
@@ -110,10 +113,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for field in ("kernel_s", "host_s", "tf32_peak", *optional):
             finite(field, getattr(self, field))
         within("multiprocessors", self.multiprocessors, 0)
-        if self.matmul.keys() - {"fp8"} != self.attention.keys() or not self.matmul:
+        if self.matmul.keys() - {"fp8"} != self.attention.keys() or not self.attention:
             raise ValueError(
-                f"matmul and attention must give the same dtypes, at least one, got {sorted(self.matmul)} and "
-                f"{sorted(self.attention)}"
+                "matmul and attention must give the same dtypes, at least one, and matmul fp8 beside, got "
+                f"{sorted(self.matmul)} and {sorted(self.attention)}"
             )
         for kernel, times in self.attention_kernels.items():
             finite(f"attention_kernels.{kernel}", times, above=0)

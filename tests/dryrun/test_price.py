@@ -209,7 +209,11 @@ def test_a_product_takes_what_its_law_says_in_each_dtype() -> None:
     device = H100.accelerator
     assert product("bf16") == product_seconds(device, "bf16", flops, nbytes)
     assert product("fp16") == product("bf16")
-    assert product("fp8e4m3") == product("int8") == product_seconds(device, "bf16", flops / 2, nbytes)
+    assert product("int8") == product_seconds(device, "bf16", flops / 2, nbytes)
+    assert product("fp8e4m3") == product("fp8e5m2") == product("Float8_e4m3fnuz")
+    assert product("fp8e4m3") == product_seconds(device, "fp8", flops, nbytes) != product("int8")
+    older = cluster(hardware(matmul={"bf16": device.matmul["bf16"]}, attention={"bf16": device.attention["bf16"]}))
+    assert product("fp8e4m3", older) == product("int8", older)
     assert product("fp32") == product("fp64") == product_seconds(device, "fp32", flops, nbytes)
     only = cluster(
         hardware(matmul={"fp32": Rate(peak=1e12, efficiency=1)}, attention={"fp32": Rate(peak=1, efficiency=1)})
@@ -229,6 +233,8 @@ def test_attention_takes_what_its_law_says_and_twice_the_scores_without_a_mask()
     device = H100.accelerator
     expected = attention_seconds(device, "bf16", heads=64, seq_len=8192, head_dim=128)
     assert seconds_of(forward, f"{q} {kv} {kv} -> {q}", flags=Flag.CAUSAL) == expected
+    low = forward, f"{q} {kv} {kv} -> {q}".replace("bf16", "fp8e4m3")
+    assert seconds_of(*low, flags=Flag.CAUSAL) == expected, "attention stays bf16"
     doubled = attention_seconds(device, "bf16", heads=128, seq_len=8192, head_dim=128)
     assert seconds_of(forward, f"{q} {kv} {kv} -> {q}") == doubled
     back = attention_seconds(device, "bf16", heads=64, seq_len=8192, head_dim=128, backward=True)

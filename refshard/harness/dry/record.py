@@ -52,10 +52,10 @@ def check_dry(case: CaseSpec) -> None:
             f"cluster must have CUDA GPUs for dryrun cases, but '{case.cluster}' has none with device_name and "
             "capability in its profile; choose another from profiles/clusters/"
         )
-    if (dtype := _dtype(case)) not in hardware.matmul:
+    if (dtype := _dtype(case)) not in hardware.attention:
         raise SpecError(
             f"precision: the profile of '{case.cluster}' must have a rate for {dtype}, got rates for "
-            f"{', '.join(sorted(hardware.matmul))}; choose a precision with a rate"
+            f"{', '.join(sorted(hardware.attention))}; choose a precision with a rate"
         )
     extension()
 
