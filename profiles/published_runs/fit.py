@@ -50,7 +50,7 @@ class Constant:
 
 
 MEASURED, ESTIMATED, UNKNOWN = 0.08, 0.15, 1.0
-"""Widths of constants: Azure's products are within 8 % of the A100's law; nothing is known of torchtitan's fabric."""
+"""Widths of constants: Azure's products are within 8 % of the A100's law; nothing is known of Yandex's adapters."""
 CONSTANTS = {
     "torchtitan-h100": (
         # H100 SXM's 0.67, at 500 W in place of 700.
@@ -58,8 +58,6 @@ CONSTANTS = {
         Constant(path="hardware.attention.bf16.efficiency", said=0.26, width=ESTIMATED),
         # What a copy reaches (BabelStream); torch's elementwise kernels also cast, broadcast and reduce.
         Constant(path="hardware.memory_bytes_per_s", said=2.1e12, width=ESTIMATED),
-        # One adapter of 400 Gbit/s for each GPU.
-        Constant(path="between.bytes_per_s", said=320e9, width=UNKNOWN),
     ),
     "dgx-a100": (
         Constant(path="hardware.matmul.bf16.efficiency", said=0.78, width=MEASURED),

@@ -18,6 +18,8 @@ Split = Literal["columns", "rows", "whole"]
 """How tensor-parallel ranks divide a matrix; one that is whole is on each of them."""
 _WIDE = 4
 """Bytes of an fp32 element."""
+QUANTISED_BYTES = 7.1
+"""Bytes that turning an operand's element into fp8 moves: two are read, and one is written twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ def backward_moves(model: ModelSpec, share: Share, *, dense: bool) -> Iterator[M
 def quantising_moves(elements: Iterator[float] | list[float]) -> Iterator[Move]:
     """fp8: each operand is read in bf16 and written twice in fp8, as it is and transposed."""
     for count in elements:
-        yield Move((2 + 1 + 1) * count)
+        yield Move(QUANTISED_BYTES * count)
 
 
 def _rotated_width(model: ModelSpec) -> float:

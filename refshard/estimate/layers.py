@@ -29,10 +29,10 @@ from refshard.specs.model import ModelSpec
 
 CHUNKS = 4
 """Pieces that a product and a collective beside it are cut into; the first or the last of them runs alone."""
-RING_PART = 0.75
+RING_PART = 0.66
 """Of attention's rate, what its kernels reach on the pieces that a ring brings: each is short, and what they made is
 corrected in fp32."""
-EAGER_PART = 0.7
+EAGER_PART = 0.86
 """Of the memory's rate, what torch's eager elementwise kernels reach, which also cast, broadcast and reduce."""
 HOST_LAUNCHES = 1.5
 """Launches of the host for each kernel that runs (views, allocations, autograd's own)."""

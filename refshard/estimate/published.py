@@ -1,9 +1,12 @@
 """Published runs as configurations, and what is predicted of them."""
 
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
 
 import msgspec
-import numpy as np
 
 from refshard.errors import SpecError
 from refshard.estimate.candidates import Candidates
@@ -11,9 +14,10 @@ from refshard.estimate.estimate import estimate
 from refshard.quantities import GIB
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.configuration import Configuration
-from refshard.specs.model import ModelSpec, load_model
-from refshard.specs.published_parallel import ParallelRun, ParallelTable
+from refshard.specs.model import ModelSpec
+from refshard.specs.published_parallel import ParallelRun, ParallelTable, load_parallel, model_of
 
+Half = Literal["fit", "held out"]
 _STRATEGIES = {
     "fsdp1": "fsdp1", "fsdp1, SHARD_GRAD_OP": "fsdp1-grad-op", "fsdp2": "fsdp2", "zero0": "ddp", "zero1": "megatron",
     "fsdp2, asynchronous tensor parallelism": "fsdp2",
@@ -31,9 +35,20 @@ class Published:
     run: ParallelRun
     model: ModelSpec
     cluster: ClusterSpec
+    cluster_name: str
     seq_len: int
     configuration: Configuration
     seconds: float
+    half: Half = "held out"
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """What a run shares with those that differ only in their number of GPUs, their release or their file."""
+        r = self.run
+        return (
+            self.table, r.hardware, r.model, r.layers, r.precision, self.seq_len, r.tensor, r.pipeline, r.interleave,
+            r.context, None if r.fsdp == r.gpus else r.fsdp, r.microbatch, r.checkpointing, r.compiled, r.strategy,
+        )  # fmt: skip
 
 
 def published_of(name: str, table: ParallelTable, run: ParallelRun) -> Published | str:
@@ -94,15 +109,18 @@ def _configured(
         )  # fmt: skip
     except ValueError as error:
         return str(error)
-    cluster = _filled(load_cluster(table.clusters[run.hardware]), run.gpus)
+    cluster_name = table.clusters[run.hardware]
+    cluster = _filled(cluster_name, run.gpus)
     return Published(
-        table=name, run=run, model=model, cluster=cluster, seq_len=seq_len,
+        table=name, run=run, model=model, cluster=cluster, cluster_name=cluster_name, seq_len=seq_len,
         configuration=configuration, seconds=seconds,
     )  # fmt: skip
 
 
-def _filled(cluster: ClusterSpec, gpus: int) -> ClusterSpec:
+@cache
+def _filled(name: str, gpus: int) -> ClusterSpec:
     """As many nodes as the run fills; of racks whose GPUs do not divide it, as many GPUs of each as do (64 of 72)."""
+    cluster = load_cluster(name)
     used = min(gpus, cluster.ranks_per_node)
     while gpus % used:
         used -= 1
@@ -129,20 +147,46 @@ def _seconds(run: ParallelRun, tokens: int) -> float | None:
     return tokens / run.tokens_per_s_gpu / run.gpus if run.tokens_per_s_gpu else None
 
 
-def model_of(table: ParallelTable, run: ParallelRun) -> ModelSpec:
-    """The model of a run: a preset, or one of the table's shapes; cut to the run's depth.
+def load_runs() -> tuple[list[Published], Counter[tuple[str, str]]]:
+    """All published runs that are configurations, and how many are none, by table and reason.
+
+    Of each table and accelerator, every other setting is marked "fit", in the order of the file.
 
     Raises:
-        SpecError: nothing gives its dimensions.
+        SpecError: a table breaks its schema.
     """
-    model = load_model(run.model)
-    return msgspec.structs.replace(model, n_layers=run.layers) if run.layers else model
+    found: list[Published] = []
+    left: Counter[tuple[str, str]] = Counter()
+    for name, table in load_parallel().items():
+        halves: dict[tuple[object, ...], Half] = {}
+        counts: Counter[str] = Counter()
+        for run in table.runs:
+            one = published_of(name, table, run)
+            if isinstance(one, str):
+                left[name, one] += 1
+                continue
+            if one.setting not in halves:
+                halves[one.setting] = "fit" if counts[run.hardware] % 2 == 0 else "held out"
+                counts[run.hardware] += 1
+            found.append(replace(one, half=halves[one.setting]))
+    return found, left
 
 
-def predicted(runs: list[Published]) -> np.ndarray:
-    """Predicted step times and peaks (seconds, GiB), one column a run."""
-    found = []
-    for one in runs:
-        estimates = estimate(one.model, one.cluster, one.seq_len, Candidates.of([one.configuration]))
-        found.append((float(estimates.step_s[0]), float(estimates.memory.peak[0]) / GIB))
-    return np.array(found).T
+def half_of(run: Published) -> Half:
+    """Whether constants may be fitted to the run."""
+    return run.half
+
+
+def predicted(runs: Sequence[Published]) -> list[tuple[float, float]]:
+    """Predicted step time (seconds) and peak of allocated memory (GiB) of each run."""
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for place, run in enumerate(runs):
+        groups[id(run.cluster), run.model, run.seq_len].append(place)
+    found = [(0.0, 0.0)] * len(runs)
+    for places in groups.values():
+        first = runs[places[0]]
+        rows = Candidates.of([runs[place].configuration for place in places])
+        estimates = estimate(first.model, first.cluster, first.seq_len, rows)
+        for place, seconds, peak in zip(places, estimates.step_s.tolist(), estimates.memory.peak.tolist()):
+            found[place] = (seconds, peak / GIB)
+    return found
