@@ -47,6 +47,7 @@ _model_names = _starting_with(lambda: list(resources.model_profiles()))
 _some_strategies = _starting_with(_strategy_names)
 
 _Baselines = Annotated[Path, typer.Option(help="Folder of accepted baselines and of machines' noise.")]
+_Axis = Annotated[str | None, typer.Option(help="Ranks of this axis: numbers separated by commas, or all.")]
 _Html = Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network ('-': stdout).")]
 _Suite = Annotated[
     str, typer.Option(help="A suite's TOML file, or a name (`refshard list suites`).", autocompletion=_suite_names)
@@ -254,46 +255,88 @@ def plan(
         str, typer.Option(help="A model preset (see `refshard list models`) or file.", autocompletion=_model_names)
     ],
     cluster: _Cluster,
+    nodes: Annotated[
+        str | None, typer.Option(help="Numbers of nodes: 1,2,4 or 64..2048, doubling (default: the profile's).")
+    ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
-    microbatch: Annotated[int, typer.Option(help="Sequences per rank and microbatch.")] = 1,
-    accumulate: Annotated[int, typer.Option(help="Microbatches per rank and step.")] = 1,
+    tokens_per_step: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a step over all ranks; K is 2^10, M is 2^20 (default: microbatch x accumulate x ranks x "
+            "seq-len; with --search 4M, 16M from 100 B parameters on)."
+        ),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Try every size of every axis that is not given, and every microbatch.")
+    ] = False,
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Strategies, separated by commas (default: all with a closed form).", autocompletion=_some_strategies
+            help="Data-parallel strategies, separated by commas (default: all with a closed form).",
+            autocompletion=_some_strategies,
         ),
     ] = None,
+    tensor: _Axis = None,
+    context: _Axis = None,
+    pipeline: _Axis = None,
+    interleave: Annotated[
+        str | None, typer.Option(help="Stretches of layers that each pipeline rank holds: numbers or all.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Pipeline schedules: 1f1b, interleaved, zero-bubble (default: all).")
+    ] = None,
+    expert: _Axis = None,
+    replicas: Annotated[
+        str | None, typer.Option(help="Number of model replicas, each sharded (HSDP): numbers or all.")
+    ] = None,
+    microbatch: Annotated[str | None, typer.Option(help="Sequences per rank and microbatch: numbers or all.")] = None,
+    accumulate: Annotated[
+        int, typer.Option(help="Microbatches per rank and step, unless --tokens-per-step decides.")
+    ] = 1,
     checkpoint: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Activation checkpointing: auto (as few layers as fit), none, full, every-K or selective (by operator)"
+            help="Activation checkpointing: auto (as few layers as fit), none, full, selective (by operator), every-K or "
+            "a number of layers; several are separated by commas (default: auto; with --search also selective)."
         ),
-    ] = "auto",
-    checkpoint_layers: Annotated[int | None, typer.Option(help="Checkpoint this many layers, from the first.")] = None,
-    replicas: Annotated[int, typer.Option(help="Number of model replicas, each sharded (HSDP).")] = 1,
+    ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype: bf16 or fp32 (default: the fastest the hardware has).")
+        str | None, typer.Option(help="Precision of matrix products: bf16, fp8 or fp32 (default: bf16; fp32 on a CPU).")
     ] = None,
     reduction: Annotated[str, typer.Option(help="Gradient reduction dtype: bf16 or fp32.")] = "fp32",
     compiled: Annotated[bool, typer.Option("--compiled", help="Assume blocks under torch.compile.")] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Keep masters, gradients and optimizer state in the host's memory.")
+    ] = False,
     price: Annotated[float, typer.Option(help="USD per GPU-hour.")] = 2.5,
-    html: _Html = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write each simulated step to this folder as a Kineto trace.")
+    mtbf: Annotated[float, typer.Option(help="Hours between failures of one GPU, for goodput and cost.")] = 50_700.0,
+    top: Annotated[int, typer.Option(help="Number of configurations to list.")] = 8,
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            help="Write the first configuration for a tool: torchtitan, accelerate, megatron, deepspeed or refshard."
+        ),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --emit: the folder to write to (default: runs/emitted/TOOL).")
+    ] = None,
+    html: _Html = None,
 ) -> Answer:
-    """Forecast memory, step time and cost of strategies on a cluster in closed form, without running anything.
+    """Find the fastest way to train a model on a cluster, in closed form, without running anything.
 
-    Exit status: 0 if a strategy fits, 1 if none does.
+    Options of axes take numbers separated by commas, or `all`. Without --search, an axis that is not given is 1.
+
+    Exit status: 0 if a configuration fits, 1 if none does.
     """
     from refshard.commands import plan as command
 
     asked = command.Asked(
-        model=model, cluster=cluster, seq_len=seq_len, microbatch=microbatch, accumulate=accumulate,
-        strategies=strategy, checkpoint=checkpoint, checkpoint_layers=checkpoint_layers, replicas=replicas,
-        dtype=dtype, reduction=reduction, compiled=compiled, price_usd=price,
+        model=model, cluster=cluster, nodes=nodes, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
+        strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpoint=checkpoint, replicas=replicas,
+        tensor=tensor, context=context, pipeline=pipeline, interleave=interleave, schedule=schedule, expert=expert,
+        dtype=dtype, reduction=reduction, compiled=compiled, offload=offload, price_usd=price, mtbf_hours=mtbf, top=top,
     )  # fmt: skip
-    return command.plan(asked, page=html, traces=trace)
+    return command.plan(asked, page=html, tool=emit, out=out)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

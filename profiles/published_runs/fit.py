@@ -7,7 +7,8 @@ records it; recordings are kept, and priced anew for other constants. Then, on t
 come the rows of YaFSDP's table that are marked "fitted", by the closed forms: what joins its nodes, and what runs
 beside what.
 
-The fit makes the sum over the results of (log(predicted / published) / NOISE)^2 least, plus one term
+The fit makes the sum over the results of (log(predicted / published) / NOISE)^2 least, where large errors count less
+(one run on a busy network says little of the machine), plus one term
 (log(constant / said) / width)^2 for each constant: what its source says counts as one more observation. So a constant
 about which the results say nothing stays where its source has it.
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from math import exp, log
+from math import atan, exp, log
 from pathlib import Path
 from statistics import median
 
@@ -122,7 +123,7 @@ def fit(cluster: str, names: Sequence[str], errors: Callable[[Values], Sequence[
         return {one.path: one.said * exp(x) for one, x in zip(constants, logs)}
 
     def residuals(logs: npt.NDArray[np.float64]) -> list[float]:
-        of_results = [log(1 + each) / NOISE for each in errors(values(logs))]
+        of_results = [3 * atan(log(1 + each) / NOISE / 3) for each in errors(values(logs))]
         return of_results + [x / one.width for one, x in zip(constants, logs)]
 
     start = np.zeros(len(constants))

@@ -1,48 +1,76 @@
-"""``refshard plan``: what every strategy would take on a cluster, simulated."""
+"""``refshard plan``: the best ways to train a model on a cluster, found by closed forms."""
 
 import re
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TypeVar, get_args
 
 import msgspec
 
-from refshard.errors import SpecError
+from refshard.emit.job import Emitted
+from refshard.emit.job import Job as EmitJob
+from refshard.emit.table import RUNS, TOOLS, emit
+from refshard.errors import SpecError, nearest
+from refshard.estimate.limits import usable
+from refshard.estimate.plan import Failures, Plan, Reader, Row, Size
+from refshard.estimate.search import AUTO, search
+from refshard.estimate.space import ALL, Space, configurations
+from refshard.estimate.spread import load_spread
+from refshard.estimate.ways import find_way
 from refshard.folders import replace_file
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import RECIPES, Recipe, find_recipe, no_closed_form
-from refshard.report.answer import Answer
+from refshard.plan.recipe import RECIPES
+from refshard.report.answer import Answer, Text
 from refshard.report.plan.table import plan_answer
-from refshard.simulate.forecast import Job, simulate
-from refshard.simulate.ranking import Checkpoint, Plan, rank_strategies
-from refshard.simulate.trace import as_kineto
+from refshard.report.plan.words import short_words
 from refshard.specs.cluster import ClusterSpec, load_cluster
-from refshard.specs.hardware import Dtype
+from refshard.specs.configuration import Precision, Schedule
+from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.model import ModelSpec, load_model
 from refshard.specs.reading import within
-from refshard.strategies import check_name
 
-MOST_MICROBATCHES = 256
-"""Each is simulated."""
+SEARCHED = ("ddp", "fsdp1", "fsdp2", "megatron", "refshard-zero1", "refshard-zero2", "refshard-fsdp", "refshard-yafsdp")
+"""Strategies of ``--search``, unless some are named."""
+LARGE_MODEL, TOKENS, LARGE_TOKENS = 100 * 10**9, 4 * 2**20, 16 * 2**20
+"""Tokens of a step of ``--search`` where none are given, and those of a model of 100 B parameters and more: the batch
+that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
+Word = TypeVar("Word", bound=str)
+MOST_EMITTED = 2000
+"""Configurations, the best first, of which one is sought that a tool can run."""
+_FACTORS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for, as the command line has it."""
+    """What was asked for, as the command line has it: lists are separated by commas, ``all`` is every size that can run;
+    an axis that is None is 1, or ``all`` with ``search``.
+    """
 
     model: str
     cluster: str
-    seq_len: int
-    microbatch: int
-    accumulate: int
-    strategies: str | None
-    checkpoint: str
-    checkpoint_layers: int | None
-    replicas: int
-    dtype: str | None
-    reduction: str
-    compiled: bool
-    price_usd: float
+    nodes: str | None = None
+    seq_len: int = 8192
+    tokens_per_step: str | None = None
+    search: bool = False
+    strategies: str | None = None
+    microbatch: str | None = None
+    accumulate: int = 1
+    checkpoint: str | None = None
+    replicas: str | None = None
+    tensor: str | None = None
+    context: str | None = None
+    pipeline: str | None = None
+    interleave: str | None = None
+    schedule: str | None = None
+    expert: str | None = None
+    dtype: str | None = None
+    reduction: str = "fp32"
+    compiled: bool = False
+    offload: bool = False
+    price_usd: float = 2.5
+    mtbf_hours: float = Failures().mtbf_hours
+    top: int = 8
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -51,129 +79,269 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
             SpecError: one is out of range.
         """
         try:
-            for field in ("seq_len", "microbatch", "replicas"):
+            for field in ("seq_len", "accumulate", "top"):
                 within(field, getattr(self, field), 1)
-            within("accumulate", self.accumulate, 1, most=MOST_MICROBATCHES)
         except ValueError as error:
             raise SpecError(str(error)) from None
         if not 0 <= self.price_usd < float("inf"):
             raise SpecError(f"price must be >= 0 USD per GPU-hour, and finite, got {self.price_usd}")
+        if not 0 < self.mtbf_hours < float("inf"):
+            raise SpecError(f"mtbf must be > 0 hours, and finite, got {self.mtbf_hours}")
 
 
-def plan(asked: Asked, *, page: Path | None = None, traces: Path | None = None) -> Answer:
-    """Forecast the strategies asked for; the status is 1 if none fits.
+def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out: Path | None = None) -> Answer:
+    """Search for each size of the cluster; the status is 1 if nothing fits.
 
-    ``page`` is an HTML file to write, ``traces`` a folder to write a trace of each simulated step to.
+    ``page`` is an HTML file to write. ``tool`` is whose configuration to write to the folder ``out`` for the first row.
 
     Raises:
         SpecError: the model, the cluster, a strategy or another value does not exist, or they do not fit each other.
     """
     if page is not None and page.is_dir():
         raise SpecError(f"html: {page} is a folder; name the file to write")
-    model, cluster = load_model(asked.model), load_cluster(asked.cluster)
-    job = Job(
-        model=model,
-        cluster=cluster,
-        seq_len=asked.seq_len,
-        sequences=asked.microbatch,
-        microbatches=asked.accumulate,
-        dtype=_dtype_of(asked, cluster),
-        reduction=_known_dtype("reduction", asked.reduction),
-        replicas=asked.replicas,
-        compiled=asked.compiled,
-    )
-    recipes, unplanned = _chosen(asked.strategies)
-    found = rank_strategies(job, recipes, _checkpoint(asked, model), asked.price_usd)
-    found = msgspec.structs.replace(found, unplanned=unplanned)
-    if traces is not None:
-        _write_traces(job, found, traces, asked)
-    title = _title(asked, job)
+    model, cluster, spread = load_model(asked.model), load_cluster(asked.cluster), load_spread()
+    sizes = _sizes(asked.nodes, cluster)
+    failures = Failures(mtbf_hours=asked.mtbf_hours)
+    asked = _for_tool(asked, tool)
+    most = MOST_EMITTED if tool else asked.top
+    made = [_size(asked, model, on, failures, most) for on in sizes]
+    found = Plan(
+        sizes=tuple(msgspec.structs.replace(size, rows=size.rows[: asked.top]) for size in made),
+        global_batch=_global_batch(asked, model, sizes[-1]), seq_len=asked.seq_len,
+        available_bytes=cluster.accelerator.memory_bytes, usable_bytes=usable(cluster.accelerator),
+        price_usd=asked.price_usd, failures=failures,
+    )  # fmt: skip
+    title = _title(asked, found)
     if page is not None:
-        _write_page(found, job, title, page)
-    return plan_answer(found, job, title, model=asked.model, cluster=asked.cluster)
+        _write_page(found, title, page)
+    answer = plan_answer(found, spread, title, model=asked.model, cluster=asked.cluster)
+    if tool is not None:
+        rows = [row for size in reversed(made) for row in size.rows]
+        text = _emitted(tool, asked, model, cluster, rows, out or Path("runs") / "emitted" / tool)
+        answer = replace(answer, blocks=[*answer.blocks, Text(text=text)])
+    return answer
 
 
-def _name_of(model: str) -> str:
-    """A preset's own name, or a file's without its folder and ending."""
-    return Path(model).stem if model.endswith((".toml", ".json")) else Path(model).name
-
-
-def _chosen(given: str | None) -> tuple[list[Recipe], tuple[str, ...]]:
-    """The recipes of the strategies asked for, and the names of those that have none.
+def _for_tool(asked: Asked, tool: str | None) -> Asked:
+    """Unless strategies are named, those that the tool runs.
 
     Raises:
-        SpecError: a strategy does not exist, or none of them has a recipe.
+        SpecError: there is no such tool.
     """
+    if tool is None:
+        return asked
+    if tool not in TOOLS:
+        raise SpecError(f"emit: no tool '{tool}'; {nearest(tool, list(TOOLS))}")
+    runs = [name for name in _strategies(asked) if name in RUNS.get(tool, (name,))]
+    if asked.strategies is not None or not runs:
+        return asked
+    return msgspec.structs.replace(asked, strategies=",".join(runs))
+
+
+def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failures, most: int) -> Size:
+    space = _space(asked, model, cluster)
+    candidates = configurations(space, model, cluster, asked.seq_len)
+    found = search(model, cluster, asked.seq_len, candidates, usable(cluster.accelerator))
+    reader = Reader(
+        model=model, cluster=cluster, seq_len=asked.seq_len, price_usd=asked.price_usd, failures=failures,
+        spread=load_spread(),
+    )  # fmt: skip
+    return reader.size(found, most)
+
+
+def _space(asked: Asked, model: ModelSpec, cluster: ClusterSpec) -> Space:
+    axes = {
+        name: _axis(name, getattr(asked, name), searched=asked.search)
+        for name in ("tensor", "context", "pipeline", "interleave", "expert", "replicas", "microbatch")
+    }
+    return Space(
+        strategies=_strategies(asked), world_sizes=(cluster.world_size,),
+        global_batch=_global_batch(asked, model, cluster),
+        schedules=_schedules(asked), checkpointing=_checkpointing(asked), precision=_precision(asked, cluster),
+        reduction=_known("reduction", asked.reduction, tuple(ELEMENT_BYTES)), compiled=asked.compiled,
+        offload=asked.offload, **axes,
+    )  # fmt: skip
+
+
+def _sizes(nodes: str | None, cluster: ClusterSpec) -> list[ClusterSpec]:
+    """The cluster with each number of nodes asked for, ascending: ``"1,2,4"``, or ``"64..2048"``, doubling.
+
+    Raises:
+        SpecError: it is neither.
+    """
+    if nodes is None:
+        return [cluster]
+    if doubled := re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", nodes.strip()):
+        count, most = int(doubled[1]), int(doubled[2])
+        if not 1 <= count <= most:
+            raise SpecError(f"nodes must ascend from 1 or more, got {nodes!r}; write, for example, 64..2048")
+        counts = []
+        while count <= most:
+            counts.append(count)
+            count *= 2
+    else:
+        counts = sorted(set(_numbers("nodes", nodes)))
+    return [cluster.of_nodes(count) for count in counts]
+
+
+def _numbers(name: str, given: str) -> list[int]:
+    words = [word.strip() for word in given.split(",") if word.strip()]
+    if not words or any(not re.fullmatch(r"[1-9]\d{0,6}", word) for word in words):
+        raise SpecError(f"{name} must be numbers from 1, separated by commas, got {given!r}; write, for example, 1,2,4")
+    return [int(word) for word in words]
+
+
+def _axis(name: str, given: str | None, *, searched: bool) -> tuple[int, ...]:
     if given is None:
-        return list(RECIPES.values()), ()
-    names = dict.fromkeys(name.strip() for name in given.split(",") if name.strip())
-    if not names:
-        raise SpecError(f"strategy: no name in {given!r}; separate names by commas, or leave the option out")
-    for name in names:
-        check_name(name)
-    without = tuple(name for name in names if name not in RECIPES)
-    known = [RECIPES[name] for name in names if name in RECIPES]
-    if not known:
-        raise SpecError(f"strategy: {no_closed_form(without[0])}")
-    return known, without
+        return ALL if searched else (1,)
+    return ALL if given.strip() == "all" else tuple(dict.fromkeys(_numbers(name, given)))
 
 
-def _checkpoint(asked: Asked, model: ModelSpec) -> Checkpoint:
-    layers, policy = asked.checkpoint_layers, asked.checkpoint
-    if layers is not None and policy != "auto":
-        raise SpecError(f"checkpoint-layers and checkpoint both name layers, got {layers} and '{policy}'; give one")
-    if layers is None and policy == "auto":
-        return "auto"
-    if layers is None and not re.fullmatch(r"none|full|selective|every-\d+", policy):
+def _global_batch(asked: Asked, model: ModelSpec, cluster: ClusterSpec) -> int:
+    """Sequences of a step.
+
+    Raises:
+        SpecError: the tokens are no whole number of sequences.
+    """
+    if asked.tokens_per_step is None and not asked.search:
+        microbatch = max(_axis("microbatch", asked.microbatch, searched=False))
+        return cluster.world_size * max(microbatch, 1) * asked.accumulate
+    if asked.tokens_per_step is None:
+        tokens = LARGE_TOKENS if model.params >= LARGE_MODEL else TOKENS
+    else:
+        tokens = tokens_of(asked.tokens_per_step)
+    sequences, rest = divmod(tokens, asked.seq_len)
+    if rest or not sequences:
         raise SpecError(
-            f"checkpoint must be auto, none, full, selective or every-K, got '{policy}'; for a number of layers give "
-            "--checkpoint-layers"
+            f"tokens-per-step must be a multiple of seq-len = {asked.seq_len:,}, got {tokens:,}; change either"
         )
-    return checkpointing_of(policy if layers is None else layers, model.n_layers)
+    return sequences
 
 
-def _dtype_of(asked: Asked, cluster: ClusterSpec) -> Dtype:
-    """The dtype asked for; else bf16 on an accelerator, fp32 on a CPU."""
-    if asked.dtype is not None:
-        return _known_dtype("dtype", asked.dtype)
-    return "bf16" if cluster.accelerator.device == "cuda" else "fp32"
+def tokens_of(given: str) -> int:
+    """A number of tokens, with K for 2^10 and M for 2^20.
+
+    >>> tokens_of("4M"), tokens_of("512k"), tokens_of("1000")
+    (4194304, 524288, 1000)
+
+    Raises:
+        SpecError: it is no such number.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,11})([KM]?)", given.strip().upper())
+    if not found:
+        raise SpecError(f"tokens-per-step must be a number, with K for 2^10 or M for 2^20, got {given!r}; write 4M")
+    return int(found[1]) * _FACTORS[found[2]]
 
 
-def _known_dtype(field: str, given: str) -> Dtype:
-    known: tuple[Dtype, ...] = get_args(Dtype)
-    for dtype in known:
-        if dtype == given:
-            return dtype
-    raise SpecError(f"{field} must be {' or '.join(known)}, got '{given}'; choose one of them")
+def _strategies(asked: Asked) -> tuple[str, ...]:
+    """The strategies asked for.
+
+    Raises:
+        SpecError: one has no closed form.
+    """
+    if asked.strategies is None:
+        return SEARCHED if asked.search else tuple(RECIPES)
+    names = tuple(dict.fromkeys(name.strip() for name in asked.strategies.split(",") if name.strip()))
+    if not names:
+        raise SpecError(f"strategy: no name in {asked.strategies!r}; separate names by commas, or leave the option out")
+    for name in names:
+        find_way(name)
+    return names
 
 
-def _title(asked: Asked, job: Job) -> str:
-    ranks = job.cluster.world_size
-    tokens: Any = f"{job.microbatches} x {job.sequences}" if job.microbatches > 1 else job.sequences
-    hybrid = f", {job.replicas} replicas of {ranks // job.replicas} shards" if job.replicas > 1 else ""
-    sequences = "sequence" if tokens == 1 else "sequences"
+def _schedules(asked: Asked) -> tuple[Schedule, ...]:
+    known: tuple[Schedule, ...] = get_args(Schedule)
+    if asked.schedule is None:
+        return known
+    names = [name.strip() for name in asked.schedule.split(",") if name.strip()]
+    return tuple(_known("schedule", name, known) for name in names)
+
+
+def _checkpointing(asked: Asked) -> tuple[str, ...]:
+    if asked.checkpoint is None:
+        return (AUTO, "selective") if asked.search else (AUTO,)
+    names = [name.strip() for name in asked.checkpoint.split(",") if name.strip()]
+    for name in names:
+        if not re.fullmatch(r"auto|none|selective|full|every-[1-9]\d{0,5}|[1-9]\d{0,5}", name):
+            raise SpecError(
+                "checkpoint must be auto, none, selective, full, every-K or a number of layers, separated by commas, "
+                f"got '{name}'"
+            )
+    return tuple(names)
+
+
+def _precision(asked: Asked, cluster: ClusterSpec) -> Precision:
+    """The precision asked for; else bf16 on an accelerator, fp32 on a CPU.
+
+    Raises:
+        SpecError: it does not exist, or the hardware's profile has no rate for it.
+    """
+    hardware = cluster.accelerator
+    precision = asked.dtype or ("bf16" if hardware.device == "cuda" else "fp32")
+    chosen: Precision = _known("dtype", precision, get_args(Precision))
+    if chosen not in hardware.matmul:
+        raise SpecError(
+            f"dtype: the hardware's profile knows {', '.join(hardware.matmul)}, got {chosen}; choose one of them"
+        )
+    return chosen
+
+
+def _known(field: str, given: str, known: tuple[Word, ...]) -> Word:
+    for word in known:
+        if word == given:
+            return word
+    raise SpecError(f"{field} must be {', '.join(known[:-1])} or {known[-1]}, got '{given}'; choose one of them")
+
+
+def _title(asked: Asked, found: Plan) -> str:
+    tokens = found.global_batch * found.seq_len
     return (
-        f"{asked.model} on {asked.cluster}: {ranks:,} ranks, {tokens} {sequences} of {job.seq_len} tokens each{hybrid}"
+        f"{asked.model} on {asked.cluster}: {found.global_batch:,} sequences of {found.seq_len:,} tokens a step "
+        f"({tokens:,} tokens)"
     )
 
 
-def _write_page(found: Plan, job: Job, title: str, path: Path) -> None:
+def _emitted(tool: str, asked: Asked, model: ModelSpec, cluster: ClusterSpec, rows: Sequence[Row], folder: Path) -> str:
+    """Write the first configuration that the tool can run; returns what to do with it, in words.
+
+    Raises:
+        SpecError: the tool can run none of them; the message is about the first.
+    """
+    refused: SpecError | None = None
+    for row in rows:
+        job = EmitJob(
+            configuration=row.configuration, model=model, model_name=asked.model, cluster=cluster,
+            cluster_name=asked.cluster, seq_len=asked.seq_len,
+        )  # fmt: skip
+        try:
+            return _written(emit(tool, job), row, folder)
+        except SpecError as error:
+            refused = refused or error
+    raise refused or SpecError(f"emit: no configuration fits, so there is nothing to write for {tool}; change the plan")
+
+
+def _written(emitted: Emitted, best: Row, folder: Path) -> str:
+    """Write the files; returns what to do with them, in words."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in emitted.files.items():
+            replace_file(folder / name, [text])
+    except OSError as error:
+        raise SpecError(f"out: {folder} cannot be written ({error.strerror}); name a writable folder") from None
+    files = ", ".join(str(folder / name) for name in emitted.files)
+    notes = "".join(f"\n* {note}" for note in emitted.notes)
+    return (
+        f"Written for {emitted.version}: {files} ({short_words(best.configuration)}). Start it with:\n"
+        f"{emitted.command}{notes}"
+    )
+
+
+def _write_page(found: Plan, title: str, path: Path) -> None:
     from refshard.report.plan.page import page  # pandas takes longer to import than a plan takes
 
     try:
-        replace_file(path, page(found, job, title, shlex.join(["refshard", *sys.argv[1:]])))
+        replace_file(path, page(found, load_spread(), title, shlex.join(["refshard", *sys.argv[1:]])))
     except OSError as error:
         raise SpecError(
             f"html: {path} cannot be written ({error.strerror}); name a file in a folder that exists"
         ) from None
-
-
-def _write_traces(job: Job, found: Plan, folder: Path, asked: Asked) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for row in found.rows:
-            run = simulate(job, find_recipe(row.strategy), row.checkpointing)
-            text = as_kineto(run.items, run.times, job.cluster)
-            replace_file(folder / f"{row.strategy}-{_name_of(asked.model)}.json", [text])
-    except OSError as error:
-        raise SpecError(f"trace: {folder} cannot be written ({error.strerror}); name a writable folder") from None

@@ -14,6 +14,14 @@ TOOLS: dict[str, Callable[[Job], Emitted]] = {
     "refshard": suite.emit,
 }
 
+RUNS: dict[str, tuple[str, ...]] = {
+    "torchtitan": torchtitan.STRATEGIES,
+    "accelerate": accelerate.STRATEGIES,
+    "megatron": megatron.STRATEGIES,
+    "deepspeed": tuple(deepspeed.STAGES),
+}
+"""The data-parallel strategies that a tool has; one that is not listed has all."""
+
 
 def emit(tool: str, job: Job) -> Emitted:
     """The files and the command with which ``tool`` runs the job.

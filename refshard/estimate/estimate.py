@@ -22,8 +22,18 @@ from refshard.specs.model import ModelSpec
 CLIPPED_BYTES = 12
 """Bytes that clipping reads and writes of each fp32 gradient: once for its norm, once more to scale it."""
 _TIMES = tuple(field.name for field in fields(LayerTimes))
-_SHARE = ("microbatch", "tensor", "context", "expert", "precision", "compiled", "fused_norms", "attention",
-          "overlap_tensor", "context_by")
+_SHARE = (
+    "microbatch",
+    "tensor",
+    "context",
+    "expert",
+    "precision",
+    "compiled",
+    "fused_norms",
+    "attention",
+    "overlap_tensor",
+    "context_by",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,7 +87,9 @@ class _Estimate:
             slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
         )  # fmt: skip
         steady = pipelined + exchange.step_s + optimizer + messages
-        straggling = steady * self._cluster.straggling * np.log2(np.maximum(1, rows.world_size / self._cluster.ranks_per_node))
+        straggling = (
+            steady * self._cluster.straggling * np.log2(np.maximum(1, rows.world_size / self._cluster.ranks_per_node))
+        )
         return Estimates(
             candidates=rows, step_s=steady + straggling, compute_s=compute, waiting_s=waiting + messages,
             exchange_s=pipelined - waiting - compute + exchange.step_s, optimizer_s=optimizer,

@@ -46,7 +46,9 @@ class Exchanges:
         """Rows that gather and reduce each unit in each microbatch; a pipeline's stage keeps its parameters."""
         return self._way["shards_parameters"] & (self._candidates["pipeline"] == 1)
 
-    def of(self, unit: Floats, ends: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats, layers: Floats) -> Exchange:
+    def of(
+        self, unit: Floats, ends: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats, layers: Floats
+    ) -> Exchange:
         """What it adds to layers of ``unit`` elements; ``ends`` are the embedding's and the head's, ``parameters`` all
         of the rank's. ``forward_s`` and ``backward_s`` are a layer's.
         """
@@ -55,7 +57,9 @@ class Exchanges:
         forward, backward, step = (np.where(self.by_unit, a, b) for a, b in zip(each, once))
         return Exchange(layer_forward_s=forward, layer_backward_s=backward, step_s=step)
 
-    def _by_unit(self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats) -> tuple[Floats, Floats, Floats]:
+    def _by_unit(
+        self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats
+    ) -> tuple[Floats, Floats, Floats]:
         candidates, groups = self._candidates, self._groups
         gather, reduce = self._gather(unit), self._reduce(unit)
         reshards = candidates.flag("reshard") & ~self._way["keeps"]
@@ -66,7 +70,9 @@ class Exchanges:
         each = candidates.flag("reduce_each") | (candidates["microbatches"] == 1)
         forward = out + cast + hidden(self._cluster, forward_s, gather)
         backward = np.where(reshards, out + cast, 0) + np.where(each, into + divided, 0)
-        backward = backward + hidden(self._cluster, backward_s, np.where(reshards, gather, 0) + np.where(each, reduce, 0))
+        backward = backward + hidden(
+            self._cluster, backward_s, np.where(reshards, gather, 0) + np.where(each, reduce, 0)
+        )
         alone = self._gather(ends) + self._gather(unit) + self._reduce(ends)
         late = np.where(each, 0, self._late(unit))
         return forward, backward, alone * np.where(each, candidates["microbatches"], 1) + late
@@ -74,7 +80,9 @@ class Exchanges:
     def _late(self, unit: Floats) -> Floats:
         return self._reduce(unit)
 
-    def _by_step(self, unit: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats) -> tuple[Floats, Floats, Floats]:
+    def _by_step(
+        self, unit: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats
+    ) -> tuple[Floats, Floats, Floats]:
         zero = np.zeros_like(unit)
         reduce, gather = self._reduce(parameters), self._gather(parameters)
         overlaps = self._candidates.flag("overlap_reduction")

@@ -61,7 +61,9 @@ def memory_of(candidates: Candidates, held: Held, element: Floats, reduction: Fl
     offloaded = candidates.flag("offload")
     autocast = np.where((way["casts"] > 0) & (element < MASTER_BYTES), element, 0) * held.parameters
     ends = np.where(around & ~stays, element * held.ends, 0)
-    slots = way["parameter_slots"] * (element + np.where(ring, reduction, 0)) + np.where(ring, 0, way["copies_out"] * element)
+    slots = way["parameter_slots"] * (element + np.where(ring, reduction, 0)) + np.where(
+        ring, 0, way["copies_out"] * element
+    )
     whole = np.where(stays, element * held.parameters, way["kept_bytes"] * held.parameters + autocast) + ends
     gradients = np.where(by_unit, MASTER_BYTES * own, way["summed_bytes"] * held.parameters)
     gradients = gradients + np.where(adds_up, MASTER_BYTES * held.parameters, 0)

@@ -21,6 +21,9 @@ CONVENTION: Convention = "A"
 TRILLION = 10**12
 HOUR = 3600.0
 TIME_PARTS = ("compute", "exchange", "waiting", "optimizer", "straggling")
+SLOW, LESS = 1.5, 0.9
+"""The Pareto front ends at this many times the shortest step; each point needs at most this part of the last one's
+memory."""
 _FAMILY = ("strategy", "tensor", "context", "pipeline")
 """Configurations that differ in none of these are variants; a plan lists the best of them."""
 
@@ -123,7 +126,7 @@ class Reader:
         best = _families(candidates, found.order)
         left = np.flatnonzero(~found.fits)
         closest = _families(candidates, left[np.argsort(found.estimates.memory.peak[left], kind="stable")])
-        front = _front(found, best)
+        front = _front(found)
         return Size(
             world_size=int(candidates.world_size[0]) if len(candidates) else self.cluster.world_size,
             considered=len(candidates), fitting=int(found.fits.sum()),
@@ -168,13 +171,15 @@ def _families(candidates: Candidates, order: Sequence[int]) -> list[int]:
     return firsts
 
 
-def _front(found: Found, best: Sequence[int]) -> list[int]:
-    """Rows of which none is both faster and smaller, fastest first; among all that fit."""
-    least = np.inf
-    front = []
+def _front(found: Found) -> list[int]:
+    """Rows of which none is both faster and smaller, fastest first, each with relevantly less memory than the last."""
+    least, step_s = np.inf, found.estimates.step_s
+    front: list[int] = []
     for place in map(int, found.order):
         peak = found.estimates.memory.peak[place]
-        if peak < 0.98 * least:
+        if step_s[place] > SLOW * step_s[found.order[0]]:
+            break
+        if peak < LESS * least:
             front.append(place)
             least = peak
     return front

@@ -126,7 +126,23 @@ def _columns(space: Space, rows: Sequence[tuple[object, ...]]) -> Candidates:
             values = [places[word] for word in values]  # type: ignore[index]
             fixed = 0
         columns[field] = np.array(values, np.int64) if field in of_rows else np.full(len(rows), int(fixed), np.int64)
-    return Candidates(columns, words)  # type: ignore[arg-type]
+    found = Candidates(columns, words)  # type: ignore[arg-type]
+    return _with_own_kernels(found) if "megatron" in found.words["strategy"] else found
+
+
+def _with_own_kernels(rows: Candidates) -> Candidates:
+    """Megatron's layers are Transformer Engine's: fused kernels, cuDNN's attention, and products that overlap tensor
+    parallelism's collectives.
+    """
+    own = rows.where("strategy", "megatron")
+    kernels = tuple(dict.fromkeys((*rows.words["attention"], "cudnn")))
+    columns = {
+        **rows.columns,
+        "compiled": np.where(own, 1, rows["compiled"]),
+        "overlap_tensor": np.where(own, 1, rows["overlap_tensor"]),
+        "attention": np.where(own, kernels.index("cudnn"), rows["attention"]),
+    }
+    return Candidates(columns, {**rows.words, "attention": kernels})
 
 
 def _sizes(asked: tuple[int, ...], most: int, divides: Sequence[int]) -> list[int]:
@@ -153,9 +169,15 @@ def _schedules(space: Space, n_layers: int, pipeline: int) -> Iterator[tuple[int
             yield 1, "1f1b"
         asked = space.interleave if space.interleave != ALL else tuple(range(1, MOST_STRETCHES + 1))
         if schedule == "zero-bubble":
-            yield from ((stretches, schedule) for stretches in (1, 2) if stretches in asked and _even(n_layers, pipeline * stretches))
+            yield from (
+                (stretches, schedule)
+                for stretches in (1, 2)
+                if stretches in asked and _even(n_layers, pipeline * stretches)
+            )
         if schedule == "interleaved":
-            yield from ((stretches, schedule) for stretches in asked if stretches > 1 and _even(n_layers, pipeline * stretches))
+            yield from (
+                (stretches, schedule) for stretches in asked if stretches > 1 and _even(n_layers, pipeline * stretches)
+            )
 
 
 def _even(n_layers: int, stretches: int) -> bool:

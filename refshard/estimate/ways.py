@@ -91,6 +91,8 @@ WAYS: dict[str, Way] = {
     },
 }  # fmt: skip
 """Rows by name."""
+
+
 def find_way(name: str) -> Way:
     """The row of a strategy.
 

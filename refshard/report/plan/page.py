@@ -1,40 +1,45 @@
 """A plan as one self-contained HTML page."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from refshard.analysis.rankings import ALIKE
-from refshard.quantities import axis_unit, format_bytes, format_seconds
-from refshard.report.draw.charts import Bar, Chart, Row, chart, label_text, stacked, theme
-from refshard.report.draw.palette import MEMORY, RED, Look, look
+from refshard.estimate.plan import Plan, Row, Size
+from refshard.estimate.spread import Spread
+from refshard.quantities import axis_unit, format_bytes, format_percent, format_seconds
+from refshard.report.draw.charts import THEME, Bar, Chart, chart, label_text, stacked, theme
+from refshard.report.draw.charts import Row as Line
+from refshard.report.draw.palette import BLUE, INK, RED, Look, look
 from refshard.report.draw.render import fill, resource, script
-from refshard.report.draw.tradeoff import Frame, Point, front, tradeoff_figure
+from refshard.report.draw.tradeoff import Frame, Point, tradeoff_figure
 from refshard.report.plan import table as plan_table
-from refshard.report.plan import words as plan_words
-from refshard.simulate.forecast import Job
-from refshard.simulate.ranking import Plan, PlanRow
+from refshard.report.plan import words
 
 _CUT = 1.6
 """The axis of memory ends at this many times what tensors can fill."""
 
 
-def page(plan: Plan, job: Job, title: str, command: str) -> Iterable[str]:
+def page(plan: Plan, spread: Spread, title: str, command: str) -> Iterable[str]:
     """The page's HTML in pieces; ``command`` is what prints the same plan."""
-    lead, *more = plan_words.verdict(plan, job)
+    lead, *more = words.verdict(plan, spread)
+    shown = next((size for size in reversed(plan.sizes) if size.rows), plan.largest)
+    charts = []
+    if shown.rows:
+        charts.append((time_chart(shown.rows), pd.DataFrame(plan_table.time_by_part(shown.rows))))
+        charts.append((memory_chart(shown.rows, plan), pd.DataFrame(plan_table.memory_by_part(shown.rows))))
+    if sum(bool(size.rows) for size in plan.sizes) > 1:
+        charts.insert(0, (scaling_chart(plan), pd.DataFrame(plan_table.scaling(plan))))
     content = {
         "title": title,
         "lead": lead,
         "more": more,
-        "warnings": [*plan_words.warnings(plan), *plan_words.assumptions(plan, job)],
-        "summary": pd.DataFrame(plan_table.summary(plan)),
-        "charts": [
-            (time_chart(plan), pd.DataFrame(plan_table.time_by_part(plan))),
-            (memory_chart(plan), pd.DataFrame(plan_table.memory_by_part(plan))),
-        ],
-        "tradeoff": tradeoff(plan),
+        "warnings": [*words.warnings(plan, spread), *words.assumptions(plan)],
+        "summary": pd.DataFrame(plan_table.summary(shown.rows)),
+        "unfit": pd.DataFrame(plan_table.unfit(shown.unfit)),
+        "charts": charts,
+        "tradeoff": tradeoff(shown, plan, spread),
         "data": {"theme": theme()},
         "command": command,
     }
@@ -43,51 +48,85 @@ def page(plan: Plan, job: Job, title: str, command: str) -> Iterable[str]:
     return fill("plan.html.j2", content, style=style, scripts=scripts)
 
 
-def tradeoff(plan: Plan) -> Chart | None:
-    """Step time against memory, of the strategies that fit."""
-    rows = [(place, row) for place, row in enumerate(plan.rows) if row.fits]
+def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart | None:
+    """Step time against memory, of the best configurations and the Pareto front."""
+    rows = [*size.rows, *(row for row in size.front if row not in size.rows)]
     if not rows:
         return None
-    points = [_point(row, place) for place, row in rows]
+    points = [_point(row, place) for place, row in enumerate(rows)]
+    tie = spread.of(rows[0].kind).median
     frame = Frame(
         memory="peak memory", limit=plan.usable_bytes, limit_text=f"{format_bytes(plan.usable_bytes)} usable",
-        tie=(1 + ALIKE) * points[0].time,
+        tie=(1 + tie) * points[0].time,
     )  # fmt: skip
-    best = ", ".join(f"{one.name} ({format_seconds(one.time)}, {format_bytes(one.memory)})" for one in front(points))
+    front = "; ".join(
+        f"{words.short_words(row.configuration)} ({format_seconds(row.step_s)}, {format_bytes(row.peak_bytes)})"
+        for row in size.front
+    )
     sentence = (
-        f"Lower left is better. Dotted, the Pareto front: {best}. Shaded: within "
-        f"{100 * ALIKE:.0f} % of the fastest, the model's error."
+        f"Lower left is better. Dotted, the Pareto front: {front}. Shaded: within {format_percent(tie)} of the fastest, "
+        "the model's median error."
     )
     return chart("tradeoff", "Step time against memory", tradeoff_figure(points, frame), sentence)
 
 
-def _point(row: PlanRow, place: int) -> Point:
+def _point(row: Row, place: int) -> Point:
     lines = [
-        f"<b>{label_text(row.strategy)}</b>", f"step time {format_seconds(row.step.step_time_s)}, calculated",
-        f"peak memory {format_bytes(row.memory.peak)}", f"{row.step.tokens_per_s_gpu:,.0f} tokens/s/GPU",
-        f"{row.checkpointed} of {row.layers} layers recompute",
+        f"<b>{label_text(row.configuration.strategy)}</b>", label_text(words.layout_words(row.configuration)),
+        label_text(f"{words.batch_words(row.configuration)}, {words.checkpoint_words(row)}"),
+        f"step time {format_seconds(row.step_s)}, calculated", f"peak memory {format_bytes(row.peak_bytes)}",
+        f"{row.tokens_per_s_gpu:,.0f} tokens/s/GPU",
     ]  # fmt: skip
     return Point(
-        name=row.strategy, time=row.step.step_time_s, memory=row.memory.peak, tip="<br>".join(lines),
+        name=_name(row, place), time=row.step_s, memory=row.peak_bytes, tip="<br>".join(lines),
         colour=look(place).colour, place=place, number=place,
     )  # fmt: skip
 
 
-def time_chart(plan: Plan) -> Chart:
-    """What each strategy's step is spent on."""
-    parts = {row.strategy: plan_words.parts(row.step.account) for row in plan.rows}
-    totals = {name: format_seconds(sum(of.values())) for name, of in parts.items()}
-    looks = {name: look(place) for place, name in enumerate(next(iter(parts.values())))}
+def _name(row: Row, place: int) -> str:
+    """Rows may share a strategy, so each has its place in the table before its name."""
+    return f"{place + 1} {row.configuration.strategy}"
+
+
+def scaling_chart(plan: Plan) -> Chart:
+    """Tokens a second of one GPU against the number of ranks, best configuration of each size, with its range."""
+    best = [(size.world_size, size.rows[0]) for size in plan.sizes if size.rows]
+    figure = go.Figure()
+    ranks = [count for count, _ in best]
+    speeds = [row.tokens_per_s_gpu for _, row in best]
+    above = [row.tokens_per_s_gpu * (row.step_s / row.low_s - 1) for _, row in best]
+    below = [row.tokens_per_s_gpu * (1 - row.step_s / row.high_s) for _, row in best]
+    tips = [
+        f"<b>{count:,} ranks</b><br>{label_text(words.short_words(row.configuration))}<br>"
+        f"{row.tokens_per_s_gpu:,.0f} tokens/s/GPU" for count, row in best
+    ]  # fmt: skip
+    figure.add_scatter(
+        x=ranks, y=speeds, mode="lines+markers", line={"color": BLUE}, text=tips, hovertemplate="%{text}<extra></extra>",
+        error_y={"type": "data", "symmetric": False, "array": above, "arrayminus": below, "color": INK},
+    )  # fmt: skip
+    figure.update_layout(template=THEME, height=340, showlegend=False)
+    figure.update_xaxes(title="ranks", type="log", tickvals=ranks, ticktext=[f"{count:,}" for count in ranks])
+    figure.update_yaxes(title="tokens/s/GPU", rangemode="tozero")
+    told = ", ".join(f"{count:,} ranks {row.tokens_per_s_gpu:,.0f}" for count, row in best)
+    return chart("scaling", "Tokens/s/GPU by number of ranks", figure, f"Tokens/s/GPU: {told}. Bars: 8 of 10 runs.")
+
+
+def time_chart(rows: Sequence[Row]) -> Chart:
+    """What each configuration's step is spent on."""
+    parts = {_name(row, place): row.parts for place, row in enumerate(rows)}
+    totals = {_name(row, place): format_seconds(row.step_s) for place, row in enumerate(rows)}
+    looks = {name: look(place) for place, name in enumerate(rows[0].parts)}
     figure = _bars(parts, totals, looks, "s", "per step")
     return chart("time", "Time of a step", figure, f"Time of a step: {_listed(totals)}.")
 
 
-def memory_chart(plan: Plan) -> Chart:
-    """What each strategy's peak is made of, beside what tensors can fill; far above that, bars are cut."""
-    parts = {row.strategy: {str(name): float(of) for name, of in row.memory.at_peak.items()} for row in plan.rows}
-    totals = {row.strategy: format_bytes(row.memory.peak) for row in plan.rows}
-    figure = _bars(parts, totals, MEMORY, "B", "per rank")
-    highest = max(row.memory.peak for row in plan.rows)
+def memory_chart(rows: Sequence[Row], plan: Plan) -> Chart:
+    """What each peak is made of, beside what tensors can fill."""
+    parts = {_name(row, place): {key: float(of) for key, of in row.memory.items()} for place, row in enumerate(rows)}
+    totals = {_name(row, place): format_bytes(row.peak_bytes) for place, row in enumerate(rows)}
+    looks = {name: look(place) for place, name in enumerate(rows[0].memory)}
+    figure = _bars(parts, totals, looks, "B", "per rank")
+    highest = max(row.peak_bytes for row in rows)
     _, size = axis_unit("B", highest)
     usable = plan.usable_bytes / size
     figure.add_vline(x=usable, line={"color": RED, "dash": "dash", "width": 2})
@@ -100,10 +139,10 @@ def _bars(
     parts: Mapping[str, Mapping[str, float]], totals: Mapping[str, str], looks: Mapping[str, Look],
     unit: Literal["s", "B"], axis: str,
 ) -> go.Figure:  # fmt: skip
-    """A bar for each strategy, its total beside its name."""
-    rows = [Row(text=label_text(f"{strategy} {total}")) for strategy, total in totals.items()]
-    bars = [Bar(place=place, name=strategy, parts=of) for place, (strategy, of) in enumerate(parts.items())]
-    return stacked(rows, bars, looks, unit, axis)
+    """A bar for each configuration, its total beside its name."""
+    lines = [Line(text=label_text(f"{name} {total}")) for name, total in totals.items()]
+    bars = [Bar(place=place, name=name, parts=of) for place, (name, of) in enumerate(parts.items())]
+    return stacked(lines, bars, looks, unit, axis)
 
 
 def _listed(totals: Mapping[str, str]) -> str:

@@ -1,137 +1,174 @@
 """What a plan looks like in a terminal, and as JSON."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from refshard.estimate.plan import Plan, Row, Size
+from refshard.estimate.spread import Spread
 from refshard.quantities import format_bytes, format_percent, format_rate, format_seconds
-from refshard.report.answer import Answer, Marked, Notes, Table, Verdict, table
-from refshard.report.plan import words as plan_words
-from refshard.simulate.forecast import Job
-from refshard.simulate.ranking import Plan, PlanRow
+from refshard.report.answer import Answer, Notes, Verdict, table
+from refshard.report.plan import words
 
 
-def as_object(plan: Plan, job: Job, *, model: str, cluster: str) -> dict[str, Any]:
-    """The whole plan: seconds, bytes and fractions; ``strategies`` in the order of the ranking."""
-    return {
-        "model": model,
-        "cluster": cluster,
-        "fidelity": "simulated",
-        "world_size": plan.world_size,
-        "available_bytes": plan.available_bytes,
-        "usable_bytes": plan.usable_bytes,
-        "job": {
-            "seq_len": job.seq_len,
-            "microbatch": job.sequences,
-            "accumulate": job.microbatches,
-            "replicas": job.replicas,
-            "dtype": job.dtype,
-            "reduction": job.reduction,
-            "compiled": job.compiled,
-        },
-        "tokens_per_step": job.tokens_per_rank * plan.world_size,
-        "price_usd_per_gpu_hour": plan.price_usd,
-        "strategies": [_as_object(row) for row in plan.rows],
-        "unplanned": plan.unplanned,
-        "verdict": plan_words.verdict(plan, job),
-        "warnings": [*plan_words.warnings(plan), *plan_words.assumptions(plan, job)],
-    }
-
-
-def _as_object(row: PlanRow) -> dict[str, Any]:
-    step = msgspec.to_builtins(row.step)
-    account = step.pop("account")
-    return {
-        "strategy": row.strategy,
-        "fits": row.fits,
-        "checkpointed_layers": row.checkpointed,
-        "checkpointed": sorted(row.checkpointing.layers),
-        "checkpointed_by_op": row.checkpointing.by_op,
-        **step,
-        **account,
-        "waits_s": row.step.account.waits_s,
-        "peak_memory_bytes": row.memory.peak,
-        "memory_bytes": msgspec.to_builtins(row.memory.at_peak),
-        "gpu_hours_per_trillion_tokens": row.gpu_hours,
-        "cost_usd_per_trillion_tokens": row.cost_usd,
-    }
-
-
-def plan_answer(plan: Plan, job: Job, title: str, *, model: str, cluster: str) -> Answer:
-    """Tables of the strategies, of their time and their memory by part, and the verdict; status 1 if nothing fits."""
-    data = as_object(plan, job, model=model, cluster=cluster)
-    fits = any(row.fits for row in plan.rows)
+def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: str) -> Answer:
+    """The answer first, then tables of configurations, sizes, the Pareto front and what does not fit; status 1 if
+    nothing fits.
+    """
+    fits = any(size.rows for size in plan.sizes)
+    shown = next((size for size in reversed(plan.sizes) if size.rows), plan.largest)
+    blocks: list[Any] = []
+    if shown.rows:
+        blocks.append(table(summary(shown.rows), left=2, title=f"{title}, {_ranks(shown)} (simulated)"))
+    if len(plan.sizes) > 1 and fits:
+        blocks.append(table(scaling(plan), title="By number of ranks"))
+    if len(shown.front) > 1:
+        blocks.append(table(front(shown.front), left=2, title="Step time against memory (Pareto front)"))
+    if shown.rows:
+        blocks += [
+            table(time_by_part(shown.rows), left=2, detail=True),
+            table(memory_by_part(shown.rows), left=2, detail=True),
+        ]
+    if shown.unfit:
+        blocks.append(table(unfit(shown.unfit), left=2, title="Out of memory, smallest first", detail=bool(shown.rows)))
     return Answer(
-        data=data,
-        rows=[_flat(row) for row in data["strategies"]],
+        data=as_object(plan, spread, model=model, cluster=cluster),
+        rows=[flat(row) for size in plan.sizes for row in size.rows],
+        columns=COLUMNS,
         blocks=[
-            _summary_table(plan, f"{title} (simulated)"),
-            table(time_by_part(plan), detail=True),
-            table(memory_by_part(plan), detail=True),
-            Notes(sentences=plan_words.assumptions(plan, job), detail=True),
-            Notes(sentences=plan_words.warnings(plan)),
-            Verdict(sentences=plan_words.verdict(plan, job), style="strong" if fits else "bad"),
+            Verdict(sentences=words.verdict(plan, spread), style="strong" if fits else "bad"),
+            *blocks,
+            Notes(sentences=words.assumptions(plan), detail=True),
+            Notes(sentences=[_considered(shown), *words.warnings(plan, spread)]),
         ],
         status=0 if fits else 1,
     )
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without what is nested in it; memory by part gets a column each."""
-    parts = {f"memory_{part.replace(' ', '_')}_bytes": size for part, size in row["memory_bytes"].items()}
-    return {key: value for key, value in row.items() if not isinstance(value, dict)} | parts
+def as_object(plan: Plan, spread: Spread, *, model: str, cluster: str) -> dict[str, Any]:
+    """The whole plan: seconds, bytes and fractions; rows in the order of the ranking."""
+    return {
+        "model": model,
+        "cluster": cluster,
+        "fidelity": "simulated",
+        "seq_len": plan.seq_len,
+        "global_batch": plan.global_batch,
+        "tokens_per_step": plan.global_batch * plan.seq_len,
+        "available_bytes": plan.available_bytes,
+        "usable_bytes": plan.usable_bytes,
+        "price_usd_per_gpu_hour": plan.price_usd,
+        "failures": msgspec.to_builtins(plan.failures),
+        "sizes": [msgspec.to_builtins(size) for size in plan.sizes],
+        "verdict": words.verdict(plan, spread),
+        "warnings": [*words.warnings(plan, spread), *words.assumptions(plan)],
+    }
 
 
-def _summary_table(plan: Plan, title: str) -> Table:
-    found = table(summary(plan), title=title)
-    rows = [[row[0], Marked(str(row[1]), "good" if row[1] == "yes" else "bad"), *row[2:]] for row in found.rows]
-    return replace(found, rows=rows)
+def flat(row: Row) -> dict[str, Any]:
+    """A row for CSV: the configuration's fields, and the figures."""
+    found: dict[str, Any] = msgspec.structs.asdict(row)
+    configuration, parts, memory = found.pop("configuration"), found.pop("parts"), found.pop("memory")
+    return {
+        "world_size": configuration.world_size, "global_batch": configuration.global_batch,
+        **msgspec.structs.asdict(configuration), **found,
+        **{f"{part}_s": seconds for part, seconds in parts.items()},
+        **{f"{part}_bytes": size for part, size in memory.items()},
+    }  # fmt: skip
 
 
-def summary(plan: Plan) -> list[dict[str, str]]:
-    """A row for each strategy, best first; text for people."""
+COLUMNS = ("world_size", "global_batch", "strategy")
+"""Of CSV without a row."""
+
+
+def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A row for each configuration, best first; text for people."""
     return [
         {
-            "strategy": row.strategy,
-            "fits": "yes" if row.fits else "no",
-            "step time": format_seconds(row.step.step_time_s),
-            "peak memory": format_bytes(row.memory.peak),
-            "checkpointed layers": str(row.checkpointed),
-            "MFU": format_percent(row.step.mfu),
-            "exposed comm. (of step)": _share(row.step.exposed_comm_s, row.step.step_time_s),
-            "tokens/s/GPU": format_rate(row.step.tokens_per_s_gpu),
-            "TFLOPS": format_rate(row.step.tflops),
-            "GPU hours of 10^12 tokens": f"{row.gpu_hours:,.0f}",
-            "USD": f"{row.cost_usd:,.0f}",
+            "strategy": row.configuration.strategy,
+            "mesh": words.layout_words(row.configuration),
+            "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
+            "checkpointed": _checkpointed(row),
+            "step time": format_seconds(row.step_s),
+            "8 of 10 within": f"{format_seconds(row.low_s)} to {format_seconds(row.high_s)}",
+            "MFU": format_percent(row.mfu),
+            "peak memory": format_bytes(row.peak_bytes),
+            "tokens/s/GPU": format_rate(row.tokens_per_s_gpu),
+            "TFLOPS": format_rate(row.tflops),
+            "USD for 10^12 tokens": f"{row.cost_usd:,.0f}",
         }
-        for row in plan.rows
+        for row in rows
     ]
 
 
-def time_by_part(plan: Plan) -> list[dict[str, str]]:
-    """What each strategy's step is spent on; parts that no strategy has are left out."""
-    by_row = [plan_words.parts(row.step.account) for row in plan.rows]
-    shown = [part for part in by_row[0] if any(parts[part] > 0 for parts in by_row)]
-    prepares = any(row.step.preparation_s > 0 for row in plan.rows)
+def _checkpointed(row: Row) -> str:
+    return "selective" if row.configuration.checkpointing == "selective" else f"{row.checkpointed} of {row.layers}"
+
+
+def scaling(plan: Plan) -> list[dict[str, Any]]:
+    """The best configuration of each size, and how much of the smallest one's speed each GPU keeps."""
+    best = [(size, size.rows[0]) for size in plan.sizes if size.rows]
+    first = best[0][1]
+    found = []
+    for size, row in best:
+        found.append({
+            "ranks": f"{size.world_size:,}", "strategy": row.configuration.strategy,
+            "mesh": words.layout_words(row.configuration), "step time": format_seconds(row.step_s),
+            "tokens/s": format_rate(row.tokens_per_s_gpu * size.world_size),
+            "scaling efficiency": format_percent(row.tokens_per_s_gpu / first.tokens_per_s_gpu),
+            "goodput": format_percent(row.goodput), "days for 10^12 tokens": f"{row.gpu_hours / size.world_size / 24:,.1f}",
+            "USD for 10^12 tokens": f"{row.cost_usd:,.0f}",
+        })  # fmt: skip
+    return found
+
+
+def front(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Configurations of which none is both faster and smaller."""
     return [
         {
-            "seconds of a step": row.strategy,
-            **{part: format_seconds(parts[part]) for part in shown},
-            **({"lost to preparation": format_seconds(row.step.preparation_s)} if prepares else {}),
+            "strategy": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
+            "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
+            "checkpointed": _checkpointed(row), "step time": format_seconds(row.step_s),
+            "peak memory": format_bytes(row.peak_bytes),
         }
-        for row, parts in zip(plan.rows, by_row)
-    ]
+        for row in rows
+    ]  # fmt: skip
 
 
-def memory_by_part(plan: Plan) -> list[dict[str, str]]:
-    """What each strategy's peak is made of."""
-    shown = dict.fromkeys(name for row in plan.rows for name, size in row.memory.at_peak.items() if size)
+def unfit(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Configurations that do not fit: what they need."""
     return [
-        {"memory at the peak": row.strategy, **{name: format_bytes(row.memory.at_peak.get(name, 0)) for name in shown}}
-        for row in plan.rows
-    ]
+        {
+            "strategy": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
+            "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
+            "checkpointed": _checkpointed(row), "needs": format_bytes(row.peak_bytes),
+        }
+        for row in rows
+    ]  # fmt: skip
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{format_seconds(part)} ({format_percent(part / whole, 0)})"
+def time_by_part(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What each step is spent on."""
+    return [
+        {"seconds of a step": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
+         **{part: format_seconds(seconds) for part, seconds in row.parts.items()}}
+        for row in rows
+    ]  # fmt: skip
+
+
+def memory_by_part(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What each peak is made of; parts that no row has are left out."""
+    shown = dict.fromkeys(name for row in rows for name, size in row.memory.items() if size)
+    return [
+        {"memory at the peak": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
+         **{name: format_bytes(row.memory[name]) for name in shown}}
+        for row in rows
+    ]  # fmt: skip
+
+
+def _ranks(size: Size) -> str:
+    return f"{size.world_size:,} rank{'s' if size.world_size > 1 else ''}"
+
+
+def _considered(size: Size) -> str:
+    return f"{size.considered:,} configurations considered for {_ranks(size)}; {size.fitting:,} fit."

@@ -1,140 +1,166 @@
-"""What a plan says in sentences: which strategy to take, why, and what the model behind it leaves out."""
+"""What a plan says in sentences: which configuration to take, what ties with it, what is next, and what does not fit."""
 
 from collections.abc import Sequence
 
-from refshard.analysis.rankings import ALIKE
-from refshard.plan.recipe import no_closed_form
+from refshard.estimate.plan import Plan, Row, cheapest, fastest
+from refshard.estimate.spread import Spread
+from refshard.estimate.ways import find_way
 from refshard.quantities import format_bytes, format_percent, format_seconds
-from refshard.simulate.account import Account
-from refshard.simulate.forecast import Job
-from refshard.simulate.ranking import Plan, PlanRow
+from refshard.specs.configuration import Configuration
 
-_SHOWN = 0.2
-"""Part of the difference that a cause must make up to be named."""
+_SCHEDULES = {"1f1b": "1F1B", "interleaved": "interleaved", "zero-bubble": "zero bubble"}
+_MOST_TIES = 3
 LEFT_OUT = (
-    "ranks that straggle, and other jobs on the network",
-    "reading data, clipping gradients and saving checkpoints",
+    "other jobs on the network",
+    "reading data and saving checkpoints",
     "fragmentation of the allocator, beyond a fixed allowance",
-    "tensor, pipeline and context parallelism",
+    "a mixture's tokens that go unevenly to its experts",
 )
 
 
-def verdict(plan: Plan, job: Job) -> list[str]:
-    """Sentences: the recommendation, why it is ahead, and what does not fit."""
-    fitting = [row for row in plan.rows if row.fits]
-    told = [_first(fitting), *_ahead(fitting)] if fitting else [_too_large(plan, job)]
-    left = [row for row in plan.rows if not row.fits]
-    if fitting and left:
-        needs = ", ".join(
-            f"{row.strategy} {'needs ' if not place else ''}{format_bytes(row.memory.peak)}"
-            for place, row in enumerate(left)
+def layout_words(configuration: Configuration) -> str:
+    """The mesh in the field's shorthand, innermost axis first.
+
+    >>> layout_words(Configuration(strategy="fsdp2", tensor=8, pipeline=16, shard=64, replicate=2))
+    'TP 8 x HSDP 2 x 64 x PP 16 (1F1B)'
+    """
+    one = configuration
+    parts = [f"TP {one.tensor}"] * (one.tensor > 1) + [f"CP {one.context}"] * (one.context > 1)
+    parts.append(_data_words(one))
+    parts += [f"EP {one.expert}"] * (one.expert > 1)
+    if one.pipeline > 1:
+        stages = f", {one.interleave} stages each" if one.interleave > 1 else ""
+        parts.append(f"PP {one.pipeline} ({_SCHEDULES[one.schedule]}{stages})")
+    return " x ".join(part for part in parts if part)
+
+
+def _data_words(one: Configuration) -> str:
+    way = find_way(one.strategy)
+    if not way.shards_optimizer:
+        return f"DP {one.data_ranks}"
+    name = "FSDP" if way.by_unit else "ZeRO-1"
+    return (
+        f"H{'SDP' if way.by_unit else name} {one.replicate} x {one.shard}"
+        if one.replicate > 1
+        else f"{name} {one.shard}"
+    )
+
+
+def batch_words(configuration: Configuration) -> str:
+    """The batch of one data-parallel rank: microbatches of so many sequences."""
+    one = configuration
+    count, size = one.microbatches, one.microbatch
+    each = "sequence" if size == 1 else "sequences"
+    once = "" if one.reduce_each or count == 1 else ", reduced once"
+    return f"{count} {'microbatch' if count == 1 else 'microbatches'} of {size} {each}{once}"
+
+
+def checkpoint_words(row: Row) -> str:
+    """How many of a rank's layers recompute."""
+    if row.configuration.checkpointing == "selective":
+        return "selective checkpointing"
+    if row.checkpointed == row.layers:
+        return "full checkpointing"
+    return f"{row.checkpointed} of {row.layers} layers checkpointed" if row.checkpointed else "no checkpointing"
+
+
+def range_words(row: Row) -> str:
+    """A step time with its bounds.
+
+    >>> from refshard.quantities import format_seconds
+    >>> f"{format_seconds(8.9)} ({format_seconds(8.4)} to {format_seconds(9.6)})"
+    '8.90 s (8.40 s to 9.60 s)'
+    """
+    return f"{format_seconds(row.step_s)} ({format_seconds(row.low_s)} to {format_seconds(row.high_s)})"
+
+
+def verdict(plan: Plan, spread: Spread) -> list[str]:
+    """Sentences: the recommendation first, then what ties with it, what is next, and what does not fit."""
+    best = fastest(plan)
+    if best is None:
+        return _nothing_fits(plan)
+    size = next(size for size in plan.sizes if size.rows and size.rows[0] is best)
+    told = [_use(best, plan), *_others(size.rows, spread)]
+    cheap = cheapest(plan)
+    if cheap is not None and cheap is not best:
+        told.append(
+            f"Cheapest: {cheap.configuration.world_size:,} ranks, {cheap.cost_usd:,.0f} USD per 10^12 tokens "
+            f"(here {best.cost_usd:,.0f})."
         )
-        told.append(f"Out of memory ({_room(plan)}): {needs}.")
     return told
 
 
-def warnings(plan: Plan) -> list[str]:
+def _use(row: Row, plan: Plan) -> str:
+    on = f" on {row.configuration.world_size:,} ranks" if len(plan.sizes) > 1 else ""
+    return (
+        f"Use {row.configuration.strategy}{on} with {layout_words(row.configuration)}, "
+        f"{batch_words(row.configuration)}, {checkpoint_words(row)}: {range_words(row)} per step, "
+        f"{format_percent(row.mfu, 0)} MFU, {format_bytes(row.peak_bytes)} of {format_bytes(plan.usable_bytes)} usable."
+    )
+
+
+def _others(rows: Sequence[Row], spread: Spread) -> list[str]:
+    """What ties with the first within the median error of its kind, and the first that does not."""
+    best = rows[0]
+    tied = [row for row in rows[1:] if row.step_s <= best.step_s * (1 + spread.of(best.kind).median)]
+    told = []
+    if tied:
+        names = "; ".join(short_words(row.configuration) for row in tied[:_MOST_TIES])
+        more = f"; and {len(tied) - _MOST_TIES} more" if len(tied) > _MOST_TIES else ""
+        told.append(f"Tied within the model's error: {names}{more}.")
+    after = next((row for row in rows[1:] if row not in tied), None)
+    if after is not None:
+        slower = after.step_s / best.step_s - 1
+        told.append(f"Next: {short_words(after.configuration)}, {format_percent(slower, 0)} slower.")
+    return told
+
+
+def short_words(configuration: Configuration) -> str:
+    """Strategy and mesh."""
+    return f"{configuration.strategy} with {layout_words(configuration)}"
+
+
+def _nothing_fits(plan: Plan) -> list[str]:
+    size = plan.largest
+    if not size.considered:
+        return [
+            "No configuration can run: no choice of axes divides the ranks and the global batch of "
+            f"{plan.global_batch:,} sequences; change --tokens-per-step or the axes."
+        ]
+    told = [f"Nothing fits: {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)} are usable."]
+    if size.unfit:
+        least = size.unfit[0]
+        told.append(
+            f"Closest: {short_words(least.configuration)}, {checkpoint_words(least)}, needs "
+            f"{format_bytes(least.peak_bytes)}. Use more nodes, a smaller microbatch, or --search."
+        )
+    return told
+
+
+def warnings(plan: Plan, spread: Spread) -> list[str]:
     """What limits the figures, in short."""
-    doubts = dict.fromkeys(doubt for row in plan.rows for doubt in row.memory.warnings)
-    return [
-        *(f"Not planned: {no_closed_form(name)}." for name in plan.unplanned),
-        *(f"Memory: {doubt}." for doubt in doubts),
-        "Median error of the step time on published results: 6 %; -v lists what the model assumes and leaves out.",
-    ]
+    rows = [row for size in plan.sizes for row in size.rows[:1]]
+    kinds = dict.fromkeys(row.kind for row in rows)
+    told = []
+    for kind in kinds:
+        found = spread.of(kind)
+        told.append(
+            f"Step times of this kind ({kind}): median error {format_percent(found.median)} on {found.count} published "
+            "runs that were not fitted; 8 of 10 lie in the range in brackets."
+        )
+    return [*told, "Closed form only: nothing was run. -v lists what the model assumes and leaves out."]
 
 
-def assumptions(plan: Plan, job: Job) -> list[str]:
-    """What the model leaves out and assumes of this job."""
+def assumptions(plan: Plan) -> list[str]:
+    """What the model leaves out and assumes."""
+    failures = plan.failures
     return [
         f"The model leaves out: {'; '.join(LEFT_OUT)}.",
-        f"It assumes parameters in {job.dtype}, gradients reduced in {job.reduction}, fp32 masters, fused AdamW, flash "
-        f"attention, and {'compiled blocks and loss' if job.compiled else 'eager blocks'}.",
+        "It assumes fp32 masters, fused AdamW, clipped gradients, and synthetic data; Megatron with Transformer Engine's "
+        "fused kernels and cuDNN's attention, other strategies with eager blocks and FlashAttention-2, unless --compiled.",
         f"Tensors can use {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}; the rest is for "
         "the CUDA context, NCCL's buffers and fragmentation.",
-        f"Price: {plan.price_usd:g} USD per GPU-hour (--price).",
-        "The order of strategies is less certain than their times: see docs/explanation/validation.md.",
+        f"Cost: {plan.price_usd:g} USD per GPU-hour (--price), at the goodput with one failure per GPU every "
+        f"{failures.mtbf_hours:,.0f} hours (--mtbf), {failures.save_s:g} s to save a checkpoint and "
+        f"{failures.restart_s:g} s to restart.",
     ]
-
-
-def _room(plan: Plan) -> str:
-    usable = format_bytes(plan.usable_bytes).removesuffix(" GiB")
-    return f"{usable} of {format_bytes(plan.available_bytes)} usable"
-
-
-def _too_large(plan: Plan, job: Job) -> str:
-    """What is missing where nothing fits, and what would help the strategy that needs least."""
-    least = min(plan.rows, key=lambda row: row.memory.peak)
-    remedies = ["shorter sequences", "tensor parallelism"]
-    if least.sharded:
-        remedies.insert(0, "more ranks")
-    if job.replicas > 1:
-        remedies.insert(0, "fewer replicas")
-    if job.sequences > 1:
-        remedies.insert(0, "a smaller microbatch, accumulated")
-    if least.checkpointed < least.layers:
-        remedies.insert(0, "more checkpointed layers")
-    elif least.checkpointing.by_op:
-        remedies.insert(0, "whole layers checkpointed")
-    return (
-        f"Nothing fits ({_room(plan)}): {least.strategy} needs least, {format_bytes(least.memory.peak)} with "
-        f"{least.checkpointed} of {least.layers} layers checkpointed. "
-        f"Try: {', '.join(remedies[:-1])} or {remedies[-1]}."
-    )
-
-
-def _first(fitting: Sequence[PlanRow]) -> str:
-    best = fitting[0]
-    layers = f" with {best.checkpointed} of {best.layers} layers checkpointed" if best.checkpointed else ""
-    return (
-        f"Fastest: {best.strategy}, {format_seconds(best.step.step_time_s)} per step{layers}; MFU "
-        f"{format_percent(best.step.mfu)}, peak memory {format_bytes(best.memory.peak)}."
-    )
-
-
-def _ahead(fitting: Sequence[PlanRow]) -> list[str]:
-    best = fitting[0]
-    alike = [r for r in fitting[1:] if r.step.step_time_s / best.step.step_time_s - 1 < ALIKE]
-    told = []
-    if alike:
-        names = ", ".join(row.strategy for row in alike)
-        smallest = min((best, *alike), key=lambda row: row.memory.peak)
-        told.append(
-            f"Within the model's error of: {names}. Lowest memory among them: {smallest.strategy}, "
-            f"{format_bytes(smallest.memory.peak)}."
-        )
-    if rest := [row for row in fitting[1:] if row not in alike]:
-        slower = rest[0].step.step_time_s / best.step.step_time_s - 1
-        told.append(f"Next: {rest[0].strategy}, {format_percent(slower)} slower{_because(best, rest[0])}.")
-    return told
-
-
-def _because(best: PlanRow, other: PlanRow) -> str:
-    more = other.step.step_time_s - best.step.step_time_s
-    mine, theirs = parts(best.step.account), parts(other.step.account)
-    if best.checkpointed != other.checkpointed:
-        theirs["compute"], theirs["recomputation in more layers"] = mine["compute"], theirs["compute"]
-        mine["recomputation in more layers"] = mine["compute"]
-    differences = sorted(((theirs[name] - mine[name], name) for name in mine), reverse=True)
-    named = [f"{name} (+{format_seconds(d)})" for d, name in differences if d >= _SHOWN * more]
-    return f", because of {' and '.join(named[:2])}" if named else ""
-
-
-def parts(account: Account) -> dict[str, float]:
-    """Seconds of a step by what they are spent on; they add up to the step."""
-    waits = {f"waiting for {_WAITS[cause]}": seconds for cause, seconds in account.waits_by_cause_s.items()}
-    return {
-        "compute": account.compute_s,
-        "copies": account.copies_s,
-        "contention between compute and collectives": account.contention_s,
-        "the optimizer": account.optimizer_s,
-        **waits,
-    }
-
-
-_WAITS = {
-    "first gather": "the first gathers",
-    "gather in forward": "gathers in forward",
-    "gather in backward": "gathers in backward",
-    "reduction in backward": "reductions in backward",
-    "last reductions": "the last reductions",
-}
