@@ -85,6 +85,38 @@ def test_nemo_counts_by_convention_a() -> None:
         assert counted == pytest.approx(run.tflops_per_gpu, rel=2e-3)
 
 
+def test_megatron_bridge_counts_by_convention_c() -> None:
+    table = TABLES["megatron-bridge"]
+    found = [run for run in table.runs if run.tokens_per_s_gpu is not None]
+    assert len(found) == 85
+    for run in found:
+        assert run.seq_len is not None
+        assert run.tokens_per_s_gpu is not None
+        counted = run.tokens_per_s_gpu * flops_per_token(model_of(table, run), run.seq_len, "C") / 1e12
+        assert counted == pytest.approx(run.tflops_per_gpu, rel=0.025)
+
+
+def test_nvidias_recipes_count_llama_and_gpt_by_convention_a() -> None:
+    """And Nemotron-4 15B since release 25.05: 3.85e14 a sequence."""
+    table, peaks = TABLES["dgxc-benchmarking"], {"h100-sxm-80gb": 989, "gb200": 2450}
+    seen = set()
+    for run in table.runs:
+        if run.model.startswith("nemotron") or run.mfu is None:
+            continue
+        assert run.seq_len is not None
+        tokens_per_s_gpu = run.tokens_per_s_gpu or (run.tokens_per_s or 0) / run.gpus
+        if not tokens_per_s_gpu:
+            assert run.seconds is not None
+            assert run.global_batch is not None
+            tokens_per_s_gpu = run.global_batch * run.seq_len / run.seconds / run.gpus
+        flops = tokens_per_s_gpu * flops_per_token(model_of(table, run), run.seq_len) / 1e12
+        peak = peaks[run.hardware] * (2 if run.precision == "fp8" else 1)
+        assert flops / peak == pytest.approx(run.mfu, rel=0.02)
+        seen.add(run.model)
+    assert seen == {"gpt3-175b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405b", "llama3.1-405b-16kv"}
+    assert flops_per_token(load_model("nemotron4-15b"), 4096) * 4096 == pytest.approx(3.85e14, rel=1e-3)
+
+
 def test_llm_foundry_counts_by_convention_b() -> None:
     table = TABLES["llm-foundry"]
     peaks: dict[str, dict[str, float]] = {"a100": {"bf16": 312}, "h100": {"bf16": 989.4, "fp8": 1979}}

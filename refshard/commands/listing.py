@@ -11,7 +11,7 @@ from refshard.quantities import format_bytes, format_duration, format_rate
 from refshard.report.answer import Answer, Block, Cell, Column, Marked, Notes, Table
 from refshard.specs.cluster import load_cluster
 from refshard.specs.hardware import HardwareSpec, load_hardware
-from refshard.specs.model import load_model
+from refshard.specs.model import active_parameter_count, load_model
 from refshard.specs.suite import SuiteSpec, load_suite
 from refshard.strategies.table import ROWS, Axis, axes_unavailable
 
@@ -79,18 +79,20 @@ def _models() -> tuple[Rows, Sequence[Block]]:
     specs = {name: load_model(name) for name in resources.model_profiles()}
     rows: list[dict[str, Any]] = [
         {
-            "model": name, "parameters": m.params, "layers": m.n_layers, "dim": m.dim, "heads": m.n_heads,
-            "kv_heads": m.n_kv_heads, "ffn_dim": m.ffn_dim, "vocab": m.vocab, "tied": m.tied, "source": m.source,
+            "model": name, "parameters": m.params, "active_parameters": active_parameter_count(m),
+            "layers": m.n_layers, "dim": m.dim, "heads": m.n_heads, "kv_heads": m.n_kv_heads,
+            "ffn_dim": m.ffn_dim, "vocab": m.vocab, "tied": m.tied, "source": m.source,
         }
         for name, m in sorted(specs.items(), key=lambda item: item[1].params)
     ]  # fmt: skip
     columns = [
-        Column("model", "left"), Column("parameters"), Column("layers"), Column("dim"), Column("heads"),
-        Column("KV heads"), Column("FFN dim"), Column("vocabulary"), Column("embedding", "left"),
+        Column("model", "left"), Column("parameters"), Column("active"), Column("layers"), Column("dim"),
+        Column("heads"), Column("KV heads"), Column("FFN dim"), Column("vocabulary"), Column("embedding", "left"),
     ]  # fmt: skip
     cells = [
         [
             str(row["model"]), _parameters(row["parameters"]),
+            _parameters(row["active_parameters"]) if row["active_parameters"] < row["parameters"] else "",
             *(f"{row[key]:,}" for key in ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab")),
             "tied" if row["tied"] else "",
         ]
@@ -105,8 +107,10 @@ def _parameters(count: int) -> str:
 
     >>> _parameters(8_030_261_248), _parameters(29_885_952)
     ('8.03 B', '29.9 M')
+    >>> _parameters(999_885_952)
+    '1 B'
     """
-    unit, name = (1e9, "B") if count >= 1e9 else (1e6, "M")
+    unit, name = (1e9, "B") if count >= 999_500_000 else (1e6, "M")
     return f"{count / unit:.3g} {name}"
 
 

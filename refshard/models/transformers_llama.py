@@ -11,8 +11,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
-from refshard.specs.model import ModelSpec, check_llama
+from refshard.specs.model import ModelSpec
 
 BLOCK = "LlamaDecoderLayer"
 """The class of transformers' blocks."""
@@ -27,9 +28,10 @@ def llama_for_causal_lm(model: Llama) -> nn.Module:
     ``model`` is not to be called any more. Modules keep the mode, training or not, that they are in.
 
     Raises:
-        SpecError: the model norms queries and keys, which transformers' Llama does not.
+        UnsupportedError: the model norms queries and keys, which transformers' Llama does not.
     """
-    check_llama(model.spec, "transformers' Llama", ("head_dim",), remedy="choose another strategy")
+    if model.spec.query_norm:
+        raise UnsupportedError("transformers' Llama has no norms of queries and keys, got query_norm = true")
     config = LlamaConfig(**_config_of(model.spec))
     with torch.device("meta"):
         theirs: nn.Module = LlamaForCausalLM(config)

@@ -245,9 +245,9 @@ def _feed_forward_parameters(model: ModelSpec, width: int) -> int:
 
 
 _BEYOND_LLAMA = {
-    "head_dim": "dim / n_heads", "query_norm": "false", "extra_norms": "false", "gated": "true",
-    "norm_biases": "false", "biased": "false", "positions": "0 (rotary)", "window": "0", "global_every": "0",
-    "experts": "absent", "latent": "absent",
+    "experts": "absent", "latent": "absent", "extra_norms": "false", "gated": "true", "norm_biases": "false",
+    "biased": "false", "positions": "0 (rotary)", "window": "0", "global_every": "0", "query_norm": "false",
+    "head_dim": "dim / n_heads",
 }  # fmt: skip
 """What a Llama has in each optional field, in words."""
 TRAINED = ("head_dim", "query_norm")

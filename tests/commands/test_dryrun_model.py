@@ -33,6 +33,8 @@ def test_the_command_describes_the_case_and_is_read_back() -> None:
     ("fields", "words"),
     [
         ({"model": "llama-tinyy"}, "model: no preset 'llama-tinyy'; did you mean 'llama-tiny'?"),
+        ({"model": "deepseek-v3"}, "model: experts must be absent for training, got a table; closed form only:"),
+        ({"model": "gpt3-175b"}, "model: gated must be true for training, got false; closed form only:"),
         ({"strategy": "fsdp3"}, "strategy: no strategy 'fsdp3'; did you mean"),
         ({"model": OWN, "strategy": "pipeline"}, "strategy: refshard does not support pipeline with"),
         ({"model": "no_such.models:build"}, "needs the module 'no_such'"),

@@ -115,6 +115,7 @@ def test_models_have_parameters_and_shape_smallest_first() -> None:
     assert sizes == sorted(sizes)
     shown = {row["model"]: row for row in rows(tables(listing.listing("models"))[0])}
     assert (shown["llama3-8b"]["parameters"], shown["llama3-8b"]["FFN dim"]) == ("8.03 B", "14,336")
+    assert (shown["llama3-8b"]["active"], shown["deepseek-v3"]["active"]) == ("", "37.6 B")
     assert (shown["llama3.2-1b"]["embedding"], shown["llama3-8b"]["embedding"]) == ("tied", "")
 
 

@@ -27,7 +27,7 @@ LARGE = CaseSpec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "llama3.2-1b", "llama3.1-405b", "llama2-7b", "llama-tiny"])
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3.2-1b", "llama3.1-405b", "llama2-7b", "llama-tiny", "qwen3-32b"])
 @pytest.mark.parametrize("layers", [2, 8])
 def test_a_reduced_model_is_small_and_counts_its_parameters(name: str, layers: int) -> None:
     whole = load_model(name)
@@ -53,6 +53,15 @@ def test_a_reference_that_does_not_fit_is_reduced_in_fp32_on_the_same_ranks() ->
     assert reduced.model == load_model("llama3-8b").reduced(2)
     assert reduced.why == "one unsharded rank would need about 842 GiB, and has 80.0 GiB"
     assert reduced.words.startswith("the same case reduced to 2 layers of width 512, a vocabulary of 2,048, 128 tokens")
+
+
+def test_what_the_memory_model_does_not_know_is_reduced_by_an_estimate() -> None:
+    """Qwen 3 8B, whose AdamW alone takes 122 GiB; the smallest fits an H100."""
+    qwen = msgspec.structs.replace(LARGE, model="qwen3-8b", seq_len=1024, checkpointing="none")
+    reduced = reduced_for(qwen, H100S)
+    assert reduced is not None
+    assert reduced.model == load_model("qwen3-8b").reduced(2)
+    assert reduced_for(msgspec.structs.replace(qwen, model="qwen3-0.6b"), H100S) is None
 
 
 def test_a_pipeline_keeps_a_layer_for_each_rank() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from refshard import resources
-from refshard.errors import SpecError
+from refshard.errors import SpecError, UnsupportedError
 from refshard.models.llama import Llama, initialise, next_token_loss, rotary_tables, rotate
 from refshard.specs.model import TRAINED, ModelSpec, RopeScaling, beyond_llama, load_model, parameter_count
 from tests.models import small_spec
@@ -157,6 +157,14 @@ def test_initialise_refuses_the_meta_device() -> None:
         model = Llama(small_spec())
     with pytest.raises(SpecError, match=r"needs storage.*embed_tokens.*to_empty"):
         initialise(model, seed=0)
+
+
+def test_transformers_llama_has_no_norms_of_queries_and_keys() -> None:
+    pytest.importorskip("transformers", reason="the parity tests need refshard[test]")
+    from refshard.models.transformers_llama import llama_for_causal_lm
+
+    with pytest.raises(UnsupportedError, match="has no norms of queries and keys, got query_norm = true"):
+        llama_for_causal_lm(Llama(small_spec(query_norm=True)))
 
 
 def test_loss_is_the_mean_cross_entropy_in_fp32() -> None:

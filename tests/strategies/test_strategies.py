@@ -344,6 +344,12 @@ def test_what_muon_cannot_step_is_unsupported_in_the_peers_own_words() -> None:
         assert said == "the engine does not support Muon on matrices split by tensor parallelism"
 
 
+def test_heads_that_are_normed_are_not_split() -> None:
+    """Each rank would have the gradient of its own heads only."""
+    for said in run_ranks(2, refused, "tensor-parallel", {"optimizer": "adamw"}, small_spec(query_norm=True)):
+        assert said.endswith("nothing here sums their gradients, got query_norm = true")
+
+
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(SpecError, match=r"strategy: no strategy 'fsdp3'; did you mean 'fsdp2'\?"):
         check_name("fsdp3")
