@@ -296,8 +296,8 @@ def plan(
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            help="Activation checkpointing: auto (as few layers as fit), none, full, selective (by operator), every-K or "
-            "a number of layers; several are separated by commas (default: auto; with --search also selective)."
+            help="Activation checkpointing: auto (as few layers as fit), none, full, selective (by operator), every-K "
+            "or a number of layers; several are separated by commas (default: auto; with --search also selective)."
         ),
     ] = None,
     dtype: Annotated[

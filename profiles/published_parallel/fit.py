@@ -6,13 +6,13 @@ Runs that differ only in their number of GPUs, their release or their file are o
 accelerator, every other setting is fitted, in the order of the file, and the others are held out. Each setting counts
 once, however many runs it has.
 
-The fit makes the sum over the fitted settings of log(predicted / published)^2 / NOISE^2 least, with large errors counted
-less (a run whose source leaves something out says little), plus one term (log(constant / said) / width)^2 for each
-constant: what its source says counts as one more observation. Constants that dry runs are fitted on
+The fit makes the sum over the fitted settings of log(predicted / published)^2 / NOISE^2 least, with large errors
+counted less (a run whose source leaves something out says little), plus one term (log(constant / said) / width)^2 for
+each constant: what its source says counts as one more observation. Constants that dry runs are fitted on
 (``profiles/published_runs/fit.py``) are left alone.
 
-``--write-spread`` writes the errors of the held-out half by kind of configuration to ``profiles/spread.toml``, from which
-plans take their error bars.
+``--write-spread`` writes the errors of the held-out half by kind of configuration to ``profiles/spread.toml``, from
+which plans take their error bars.
 """
 
 import argparse
@@ -61,7 +61,11 @@ CONSTANTS: dict[str, tuple[Constant, ...]] = {
         Constant(path=_TRITON, said=0.6, width=UNKNOWN), Constant(path=_MEMORY, said=2.93e12, width=ESTIMATED),
     ),
     "dgx-a100": (Constant(path=_TRITON, said=0.6, width=UNKNOWN),),
-    "dgx-a100-40gb": (Constant(path=_TRITON, said=0.6, width=UNKNOWN), Constant(path=_BF16, said=0.70, width=ESTIMATED)),
+    "dgx-a100-40gb": (
+        Constant(path=_TRITON, said=0.6, width=UNKNOWN), Constant(path=_BF16, said=0.70, width=ESTIMATED),
+    ),
+    # DGX A100's; the adapters of this cluster are not published.
+    "yafsdp-a100": (Constant(path="between.bytes_per_s", said=185e9, width=UNKNOWN),),
     "torchtitan-h100": (
         Constant(path=_FP8, said=0.5, width=ESTIMATED),
         # One adapter of 400 Gbit/s for each GPU, at 80 %.
@@ -173,9 +177,10 @@ def _by_half(runs: Sequence[Published], errors: npt.NDArray[np.float64]) -> Iter
 
 def _figures(errors: Sequence[float]) -> str:
     sizes = sorted(map(abs, errors))
+    most = sizes[int(0.9 * (len(sizes) - 1))]
     return (
-        f"{len(sizes):3d} runs, median error {median(sizes):.1%}, 90th percentile {sizes[int(0.9 * (len(sizes) - 1))]:.1%}, "
-        f"worst {sizes[-1]:.1%}, bias {median(errors):+.1%}"
+        f"{len(sizes):3d} runs, median error {median(sizes):.1%}, 90th percentile {most:.1%}, worst {sizes[-1]:.1%}, "
+        f"bias {median(errors):+.1%}"
     )
 
 
@@ -197,6 +202,7 @@ def spread_text(pairs: Sequence[tuple[Published, float]]) -> str:
 
 
 def main() -> None:
+    """Fit, or write the spread of the profiles as they are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-spread", action="store_true")
     options = parser.parse_args()

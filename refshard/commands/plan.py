@@ -43,8 +43,10 @@ _FACTORS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for, as the command line has it: lists are separated by commas, ``all`` is every size that can run;
-    an axis that is None is 1, or ``all`` with ``search``.
+    """What was asked for, as the command line has it.
+
+    Lists are separated by commas; ``all`` is every size that can run. An axis that is None is 1, or ``all`` with
+    ``search``.
     """
 
     model: str

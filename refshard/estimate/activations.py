@@ -1,8 +1,8 @@
 """Bytes that one layer keeps from forward to backward, and needs besides, on one rank for one microbatch.
 
-Tensors are those that autograd saves of a decoder block: the inputs of its norms and products, queries, keys, values and
-the output of attention with its sums, and what the feed-forward multiplies. Under tensor parallelism the residual stream
-is divided by sequence; torch keeps the gathered input of a product, Megatron its part, and gathers again.
+Tensors are those that autograd saves of a decoder block: the inputs of its norms and products, queries, keys, values
+and the output of attention with its sums, and what the feed-forward multiplies. Under tensor parallelism the residual
+stream is divided by sequence; torch keeps the gathered input of a product, Megatron its part, and gathers again.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def kept_by_layer(model: ModelSpec, share: Share, *, dense: bool, gathers_again:
     mixed = e * n * model.n_heads * attention_width(model) / t
     sums = SUMS_BYTES * n * model.n_heads / t
     inner = e * inner_tokens_width(model, share, dense=dense)
-    # Of a gated feed-forward: gate, its activation, the other factor, and the product; a fused kernel keeps no activation.
+    # Of a gated feed-forward: gate, its activation, the other factor, the product; a fused kernel keeps no activation.
     times = (3 if share.fused else 4) if model.gated else 2
     routed = 0.0 if dense or model.experts is None else e * n * model.experts.active * model.dim / t * 2
     norms = 2 * hidden + 2 * given + 2 * SUMS_BYTES * n / t
@@ -48,6 +48,6 @@ def kept_by_layer(model: ModelSpec, share: Share, *, dense: bool, gathers_again:
 
 
 def loss_bytes(model: ModelSpec, share: Share) -> float:
-    """Bytes at the loss: the logits, and what their softmax and its gradient need, in fp32 unless a compiler fuses it."""
+    """Bytes at the loss: the logits, and what their softmax and its gradient need, in fp32 unless it is fused."""
     logits = share.tokens * model.vocab / share.tensor
     return logits * ((share.element * 2 + 4) if share.fused else 12)

@@ -18,7 +18,9 @@ FIELDS = tuple(field.name for field in msgspec.structs.fields(Configuration))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Configurations, one a row. Columns are int64: numbers and flags as they are, words by their place in ``words``."""
+    """Configurations, one a row. Columns are int64: numbers and flags as they are, words by their place in
+    ``words``.
+    """
 
     columns: Mapping[str, Integers]
     words: Mapping[str, tuple[str, ...]]

@@ -162,7 +162,7 @@ class _Estimate:
         self._parameters = np.where(alone, model.n_layers * layer + self._embedding + self._head, most)
 
     def _messages(self, *, exposed: bool) -> Floats:
-        """Seconds of a pipeline's messages: for each microbatch where they are waited for, or of filling and draining."""
+        """Seconds of a pipeline's messages: of a microbatch where they are waited for, else of filling and draining."""
         rows, cluster = self._rows, self._cluster
         ranks, tensor = rows["pipeline"], rows["tensor"]
         nbytes = rows["microbatch"] * self._seq_len / rows["context"] / tensor * self._model.dim * self._element

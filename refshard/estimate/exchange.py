@@ -60,7 +60,7 @@ class Exchanges:
     def _by_unit(
         self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats
     ) -> tuple[Floats, Floats, Floats]:
-        candidates, groups = self._candidates, self._groups
+        candidates = self._candidates
         gather, reduce = self._gather(unit), self._reduce(unit)
         reshards = candidates.flag("reshard") & ~self._way["keeps"]
         out = np.where(self._way["copies_out"], self._move(2 * self._element * unit), 0)

@@ -18,7 +18,7 @@ Split = Literal["columns", "rows", "whole"]
 """How tensor-parallel ranks divide a matrix; one that is whole is on each of them."""
 _WIDE = 4
 """Bytes of an fp32 element."""
-QUANTISED_BYTES = 7.1
+QUANTISED_BYTES = 6.9
 """Bytes that turning an operand's element into fp8 moves: two are read, and one is written twice."""
 
 
@@ -67,7 +67,8 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one rank has of a microbatch: ``sequences`` of ``seq_len`` tokens, which ``context`` ranks divide, and of each
+    """What one rank has of a microbatch: ``sequences`` of ``seq_len`` tokens, which ``context`` ranks divide, and of
+    each
     matrix a part of ``tensor``.
 
     ``expert`` ranks divide a mixture's experts. ``fused`` elementwise kernels are a compiler's; norms alone are one

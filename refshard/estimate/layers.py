@@ -29,7 +29,7 @@ from refshard.specs.model import ModelSpec
 
 CHUNKS = 4
 """Pieces that a product and a collective beside it are cut into; the first or the last of them runs alone."""
-RING_PART = 0.66
+RING_PART = 0.69
 """Of attention's rate, what its kernels reach on the pieces that a ring brings: each is short, and what they made is
 corrected in fp32."""
 EAGER_PART = 0.86

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refshard.estimate.candidates import Candidates, Floats, by_distinct
-from refshard.estimate.stages import Stages, in_flight
+from refshard.estimate.candidates import Candidates, Floats
+from refshard.estimate.stages import in_flight
 from refshard.estimate.ways import ADAM_BYTES, MASTER_BYTES, find_way
 
 PARTS = ("masters", "optimizer", "gradients", "unsharded", "activations", "workspace")

@@ -80,7 +80,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome for one number of ranks: how many configurations were ``considered`` and how many are ``fitting``; the
+    """The outcome for one number of ranks: how many configurations were ``considered`` and how many are ``fitting``;
+    the
     best rows, the Pareto front of step time and memory, and those that come closest to fitting.
     """
 
@@ -93,7 +94,9 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found for each size, in ascending order; memory is in bytes of one rank, the price in USD per GPU-hour."""
+    """What was found for each size, in ascending order; memory is in bytes of one rank, the price in USD per
+    GPU-hour.
+    """
 
     sizes: tuple[Size, ...]
     global_batch: int

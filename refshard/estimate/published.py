@@ -20,7 +20,7 @@ from refshard.specs.published_parallel import ParallelRun, ParallelTable, load_p
 Half = Literal["fit", "held out"]
 _STRATEGIES = {
     "fsdp1": "fsdp1", "fsdp1, SHARD_GRAD_OP": "fsdp1-grad-op", "fsdp2": "fsdp2", "zero0": "ddp", "zero1": "megatron",
-    "fsdp2, asynchronous tensor parallelism": "fsdp2",
+    "fsdp2, asynchronous tensor parallelism": "fsdp2", "yafsdp": "refshard-yafsdp",
 }  # fmt: skip
 _BY_RUN = ("seq_len", "strategy", "checkpointing", "precision", "interleave")
 """Assumptions that stand for what a run does not say; others hold for all."""
@@ -60,7 +60,7 @@ def published_of(name: str, table: ParallelTable, run: ParallelRun) -> Published
     if not isinstance(seq_len, int):
         return "the sequence length is not stated"
     policy = run.checkpointing or assumed.get("checkpointing")
-    if policy not in _POLICIES:
+    if policy not in _POLICIES and not str(policy).isdecimal():
         return f"checkpointing: {policy or 'not stated'}"
     precision = run.precision or assumed.get("precision")
     if precision not in ("bf16", "fp8"):

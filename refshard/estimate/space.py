@@ -1,13 +1,12 @@
 """The configurations among which a search looks: every way to divide the ranks and the batch that can run.
 
-Rules that keep a configuration out: an axis does not divide what it splits; a group that talks within a layer would span
-nodes (tensor parallelism); a stage has no layer; an interleaved schedule's microbatches do not divide among its ranks; a
-strategy has no code for an axis.
+Rules that keep a configuration out: an axis does not divide what it splits; a group that talks within a layer would
+span nodes (tensor parallelism); a stage has no layer; an interleaved schedule's microbatches do not divide among its
+ranks; a strategy has no code for an axis.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 

@@ -17,14 +17,15 @@ class Way:
     """One strategy. Bytes are of one element.
 
     ``shards_parameters``, ``shards_gradients`` and ``shards_optimizer`` say what is divided over the shard axis.
-    ``kept_bytes`` are of parameters in the dtype of compute that every rank keeps beside their masters, ``summed_bytes``
-    of gradients that it keeps unsharded. Where parameters are gathered for each use, as many units as
+    ``kept_bytes`` are of parameters in the dtype of compute that every rank keeps beside their masters,
+    ``summed_bytes`` of gradients that it keeps unsharded. Where parameters are gathered for each use, as many units as
     ``parameter_slots`` are there at once; slots of a ``ring`` are there all the time. With ``gradient_slots``, so many
     units' gradients are there in the dtype of the reduction, and the last unit stays gathered from forward to backward;
-    without, one unit's in that dtype beside those in the dtype of compute. One unit lies ``around`` the blocks with both ends of the model, or each end is a unit. A strategy that
-    ``keeps`` what it gathered frees it at the end of a pass. ``copies_out`` of a
-    gathered buffer and ``copies_in`` to one that is reduced are kernels of their own; one that ``divides`` casts and
-    scales that buffer before it is reduced. ``casts`` says that autocast casts each weight once a step.
+    without, one unit's in that dtype beside those in the dtype of compute. One unit lies ``around`` the blocks with
+    both ends of the model, or each end is a unit. A strategy that ``keeps`` what it gathered frees it at the end of a
+    pass. ``copies_out`` of a gathered buffer and ``copies_in`` to one that is reduced are kernels of their own; one
+    that ``divides`` casts and scales that buffer before it is reduced. ``casts`` says that autocast casts each weight
+    once a step.
     """
 
     name: str

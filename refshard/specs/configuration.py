@@ -32,9 +32,9 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     - ``reshard`` frees gathered parameters between forward and backward. ``offload`` keeps masters, gradients and the
       optimizer's state in the host's memory.
     - ``compiled`` blocks have their elementwise kernels fused; eager norms are one kernel each if they are
-      ``fused_norms``. ``attention`` is the kernel that computes it. ``overlap_tensor`` runs tensor parallelism's collectives beside its products, in pieces.
-      ``context_by`` says whether ranks that share sequences pass keys and values round a ring, or exchange heads for
-      tokens.
+      ``fused_norms``. ``attention`` is the kernel that computes it. ``overlap_tensor`` runs tensor parallelism's
+      collectives beside its products, in pieces. ``context_by`` says whether ranks that share sequences pass keys and
+      values round a ring, or exchange heads for tokens.
     - ``overlap_reduction`` runs the reductions and gathers of a whole step beside compute, ``overlap_pipeline`` its
       messages.
     """

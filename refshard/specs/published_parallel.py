@@ -121,9 +121,9 @@ class ParallelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Runs of one source (repository, path and commit, or paper and table), and what holds for all of them.
 
     ``flops_convention`` says how TFLOPS and MFU were counted there. ``not_stated`` lists settings that the source does
-    not give, ``caution`` where it contradicts itself. ``shapes`` are the dimensions of models without a preset. ``clusters``
-    names the cluster profile that stands for each hardware. ``assumed`` are fields of a configuration, for runs that do
-    not say: from ``settings``, or what the tool does by default.
+    not give, ``caution`` where it contradicts itself. ``shapes`` are the dimensions of models without a preset.
+    ``clusters`` names the cluster profile that stands for each hardware. ``assumed`` are fields of a configuration, for
+    runs that do not say: from ``settings``, or what the tool does by default.
     """
 
     title: str

@@ -64,8 +64,8 @@ def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart | None:
         for row in size.front
     )
     sentence = (
-        f"Lower left is better. Dotted, the Pareto front: {front}. Shaded: within {format_percent(tie)} of the fastest, "
-        "the model's median error."
+        f"Lower left is better. Dotted, the Pareto front: {front}. Shaded: within {format_percent(tie)} of the "
+        "fastest, the model's median error."
     )
     return chart("tradeoff", "Step time against memory", tradeoff_figure(points, frame), sentence)
 

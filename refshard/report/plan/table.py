@@ -116,7 +116,8 @@ def scaling(plan: Plan) -> list[dict[str, Any]]:
             "mesh": words.layout_words(row.configuration), "step time": format_seconds(row.step_s),
             "tokens/s": format_rate(row.tokens_per_s_gpu * size.world_size),
             "scaling efficiency": format_percent(row.tokens_per_s_gpu / first.tokens_per_s_gpu),
-            "goodput": format_percent(row.goodput), "days for 10^12 tokens": f"{row.gpu_hours / size.world_size / 24:,.1f}",
+            "goodput": format_percent(row.goodput),
+            "days for 10^12 tokens": f"{row.gpu_hours / size.world_size / 24:,.1f}",
             "USD for 10^12 tokens": f"{row.cost_usd:,.0f}",
         })  # fmt: skip
     return found

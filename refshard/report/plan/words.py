@@ -1,4 +1,6 @@
-"""What a plan says in sentences: which configuration to take, what ties with it, what is next, and what does not fit."""
+"""What a plan says in sentences: which configuration to take, what ties with it, what is next, and what does not
+fit.
+"""
 
 from collections.abc import Sequence
 
@@ -156,8 +158,9 @@ def assumptions(plan: Plan) -> list[str]:
     failures = plan.failures
     return [
         f"The model leaves out: {'; '.join(LEFT_OUT)}.",
-        "It assumes fp32 masters, fused AdamW, clipped gradients, and synthetic data; Megatron with Transformer Engine's "
-        "fused kernels and cuDNN's attention, other strategies with eager blocks and FlashAttention-2, unless --compiled.",
+        "It assumes fp32 masters, fused AdamW, clipped gradients, and synthetic data. Megatron has Transformer Engine's "
+        "fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compiled, and "
+        "FlashAttention-2.",
         f"Tensors can use {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}; the rest is for "
         "the CUDA context, NCCL's buffers and fragmentation.",
         f"Cost: {plan.price_usd:g} USD per GPU-hour (--price), at the goodput with one failure per GPU every "
