@@ -543,12 +543,15 @@ def validate(
     run: Annotated[Path | None, typer.Argument(help="A run's folder (default: published results).")] = None,
     fidelity: Annotated[str, typer.Option(help="What predicts published results: simulated or dryrun.")] = "simulated",
     only: Annotated[str | None, typer.Option(help="With dryrun: only published runs with this in their name.")] = None,
+    published: Annotated[
+        Path | None, typer.Option(help="A table of your own, in TOML (default: those that ship with refshard).")
+    ] = None,
 ) -> Answer:
     """Compare predictions with measurements, or with published results."""
     from refshard.commands import validate as command
 
     with _interruptible("nothing is written"):
-        return command.validate(run, fidelity=fidelity, only=only)
+        return command.validate(run, fidelity=fidelity, only=only, published=published)
 
 
 @app.command()

@@ -47,11 +47,6 @@ def cluster_profiles() -> dict[str, Path]:
     return {p.stem: p for p in sorted((root() / "profiles" / "clusters").glob("*.toml"))}
 
 
-def published() -> dict[str, Path]:
-    """Tables of published results, by name."""
-    return {p.stem: p for p in sorted((root() / "profiles" / "published").glob("*.toml"))}
-
-
 def published_parallel() -> dict[str, Path]:
     """Tables of published runs with their layout, by name."""
     return {p.stem: p for p in sorted((root() / "profiles" / "published_parallel").glob("*.toml"))}

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from refshard import resources
-from refshard.estimate import kernels, layers
+from refshard.estimate import exchange, kernels, layers
 from refshard.estimate.published import Published, half_of, load_runs, predicted
 from refshard.estimate.spread import kind_of
 from refshard.folders import replace_file
@@ -89,6 +89,7 @@ EVERYWHERE = {
     "EAGER_PART": Constant(path="EAGER_PART", said=0.8, width=ESTIMATED),
     "RING_PART": Constant(path="RING_PART", said=0.8, width=ESTIMATED),
     "QUANTISED_BYTES": Constant(path="QUANTISED_BYTES", said=4.0, width=UNKNOWN),
+    "SKEW": Constant(path="SKEW", said=1.0, width=UNKNOWN),
     "straggling": Constant(path="straggling", said=0.004, width=UNKNOWN),
 }
 """Constants of the closed forms, and of all clusters alike."""
@@ -135,6 +136,7 @@ class Fit:
         if key not in self._known:
             layers.EAGER_PART = common.pop("EAGER_PART", layers.EAGER_PART)
             layers.RING_PART = common.pop("RING_PART", layers.RING_PART)
+            exchange.SKEW = common.pop("SKEW", exchange.SKEW)
             kernels.QUANTISED_BYTES = common.pop("QUANTISED_BYTES", kernels.QUANTISED_BYTES)
             clusters = {id(run.cluster): with_constants(run.cluster, {**common, **own}) for run in self.of[name]}
             runs = [replace(run, cluster=clusters[id(run.cluster)]) for run in self.of[name]]

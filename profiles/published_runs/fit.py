@@ -31,9 +31,7 @@ from refshard.dryrun.collect import load, save
 from refshard.dryrun.published import request_of, speed_of, why_not
 from refshard.dryrun.request import Answer
 from refshard.dryrun.run import DryRun, dry_run
-from refshard.simulate.published import predict
 from refshard.specs.cluster import ClusterSpec, load_cluster
-from refshard.specs.published import load_published
 from refshard.specs.published_run import PublishedRun, load_published_runs
 
 NOISE = 0.05
@@ -64,15 +62,6 @@ CONSTANTS = {
         Constant(path="hardware.matmul.bf16.efficiency", said=0.78, width=MEASURED),
         Constant(path="hardware.attention.bf16.efficiency", said=0.53, width=ESTIMATED),
         Constant(path="hardware.memory_bytes_per_s", said=1.65e12, width=ESTIMATED),
-    ),
-    "yafsdp-a100": (
-        # DGX A100's; the adapters of this cluster are not published.
-        Constant(path="between.bytes_per_s", said=185e9, width=UNKNOWN),
-        # Lee et al., on four GPUs of one node.
-        Constant(path="compute_beside_communication", said=0.84, width=ESTIMATED),
-        Constant(path="communication_beside_compute", said=0.9, width=ESTIMATED),
-        # Half each.
-        Constant(path="preparation_beside_compute", said=0.5, width=UNKNOWN),
     ),
 }
 
@@ -157,15 +146,6 @@ def fit_runs(folder: Path, pool: Executor) -> None:
         )
 
 
-def fit_table(name: str) -> None:
-    """The rows of a published table, by the closed forms."""
-    table = load_published()[name]
-    cluster = load_cluster(table.cluster)
-    table = msgspec.structs.replace(table, rows=tuple(row for row in table.rows if row.fitted))
-    names = [f"{one.row.model} {one.row.seq_len} {one.strategy} on {one.ranks}" for one in predict(table)]
-    fit(table.cluster, names, lambda values: [one.error for one in predict(table, with_constants(cluster, values))])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, default=Path("runs/published_fit"))
@@ -173,7 +153,6 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(2) as pool:
         fit_runs(folder, pool)
-    fit_table("yafsdp")
 
 
 if __name__ == "__main__":

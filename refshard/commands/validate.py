@@ -11,19 +11,22 @@ from refshard.dryrun.published import predict as predict_by_dry_run
 from refshard.errors import SpecError
 from refshard.report.answer import Answer
 from refshard.report.dryrun.validation import dryrun_validation_answer
-from refshard.report.plan.published import published_answer
-from refshard.simulate.published import predict
-from refshard.specs.published import load_published
+from refshard.estimate.published import load_runs, predicted
+from refshard.report.plan.published import Compared, published_answer
+from refshard.specs.published_parallel import load_parallel, read_parallel
 from refshard.specs.published_run import PublishedRun, load_published_runs
 
 _AT_ONCE = min(4, os.cpu_count() or 1)
 """Dry runs at a time: each takes one core and about half a GiB of memory."""
 
 
-def validate(run: Path | None, *, fidelity: str = "simulated", only: str | None = None) -> Answer:
+def validate(
+    run: Path | None, *, fidelity: str = "simulated", only: str | None = None, published: Path | None = None
+) -> Answer:
     """Predictions beside the measured cases of a run, or without one beside every published table.
 
-    With the fidelity "dryrun", published runs beside dry runs, of those whose names hold ``only``.
+    ``published`` is a table of one's own, instead of those that ship. With the fidelity "dryrun", published runs beside
+    dry runs, of those whose names hold ``only``.
 
     Raises:
         StoreError: there is no run in the folder, or it is damaged.
@@ -32,14 +35,26 @@ def validate(run: Path | None, *, fidelity: str = "simulated", only: str | None 
     """
     if fidelity not in ("simulated", "dryrun"):
         raise SpecError(f"fidelity must be simulated or dryrun, got '{fidelity}'")
+    if fidelity == "dryrun" and published is not None:
+        raise SpecError(f"published: tables are predicted in closed form, got fidelity dryrun and {published}; drop one")
     if fidelity == "dryrun":
         return _by_dry_runs(run, only)
     if only is not None:
         raise SpecError("only: selects published runs to dry-run; add --fidelity dryrun")
+    if run is not None and published is not None:
+        raise SpecError(f"published: compares a table, but a run is given too: {run}; leave out one of them")
     if run is not None:
         return _of_run(run)
-    tables = {name: (table, predict(table)) for name, table in load_published().items()}
-    return published_answer(tables)
+    tables = load_parallel() if published is None else {published.stem: read_parallel(published)}
+    runs, left = load_runs(tables)
+    if not runs:
+        reasons = "; ".join(dict.fromkeys(reason for _, reason in left))
+        raise SpecError(f"published: no run of {published} can be predicted: {reasons}; complete the table")
+    found = [
+        Compared(published=one, seconds=seconds, allocated_gib=peak)
+        for one, (seconds, peak) in zip(runs, predicted(runs))
+    ]
+    return published_answer(found, left)
 
 
 def _by_dry_runs(run: Path | None, only: str | None) -> Answer:

@@ -14,7 +14,12 @@ from refshard.estimate.candidates import Candidates, Floats
 from refshard.estimate.groups import Groups
 from refshard.estimate.overlap import hidden
 from refshard.estimate.ways import MASTER_BYTES, find_way
-from refshard.specs.cluster import ClusterSpec
+from refshard.specs.cluster import ClusterSpec, CollectiveOp
+
+
+SKEW = 0.87
+"""Of a collective's latency, what compute waits for though it runs beside it: all ranks must reach each unit's
+collectives before it goes on, and the more there are, the later the last of them does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +80,14 @@ class Exchanges:
         )
         alone = self._gather(ends) + self._gather(unit) + self._reduce(ends)
         late = np.where(each, 0, self._late(unit))
+        waits = self._skew("all_gather", self._element * unit)
+        forward = forward + waits
+        backward = backward + np.where(reshards, waits, 0)
+        backward = backward + np.where(each, self._skew("reduce_scatter", self._reduction * unit), 0)
         return forward, backward, alone * np.where(each, candidates["microbatches"], 1) + late
+
+    def _skew(self, op: CollectiveOp, nbytes: Floats) -> Floats:
+        return SKEW * self._groups.latency_over_shards(op, nbytes)
 
     def _late(self, unit: Floats) -> Floats:
         return self._reduce(unit)

@@ -37,12 +37,22 @@ class Groups:
         """... over those that hold the same part."""
         return self._seconds(op, nbytes, self._replicas, self._inner * self._shards)
 
+    def latency_over_shards(self, op: CollectiveOp, nbytes: Floats) -> Floats:
+        """What of :meth:`over_shards` passes from rank to rank before the first byte is where it belongs."""
+        return self._costs(op, nbytes, self._shards, self._inner)[1]
+
     def over_all(self, op: CollectiveOp, nbytes: Floats) -> Floats:
         """... over all that hold the same layers."""
         return self._seconds(op, nbytes, self._replicas * self._shards, self._inner)
 
     def _seconds(self, op: CollectiveOp, nbytes: Floats, size: Integers, stride: Integers) -> Floats:
-        def cost(count: int, ranks: int, step: int) -> tuple[float]:
-            return (collective_cost(self._cluster, op, count, group_of(self._cluster, ranks, step)).seconds,)
+        return self._costs(op, nbytes, size, stride)[0]
 
-        return by_distinct([np.rint(nbytes).astype(np.int64), size, stride], cost)[0]
+    def _costs(self, op: CollectiveOp, nbytes: Floats, size: Integers, stride: Integers) -> Floats:
+        """Seconds, and the latency in them."""
+
+        def cost(count: int, ranks: int, step: int) -> tuple[float, float]:
+            found = collective_cost(self._cluster, op, count, group_of(self._cluster, ranks, step))
+            return found.seconds, found.latency_s
+
+        return by_distinct([np.rint(nbytes).astype(np.int64), size, stride], cost)

@@ -1,7 +1,7 @@
 """Published runs as configurations, and what is predicted of them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -147,17 +147,20 @@ def _seconds(run: ParallelRun, tokens: int) -> float | None:
     return tokens / run.tokens_per_s_gpu / run.gpus if run.tokens_per_s_gpu else None
 
 
-def load_runs() -> tuple[list[Published], Counter[tuple[str, str]]]:
-    """All published runs that are configurations, and how many are none, by table and reason.
+def load_runs(
+    tables: Mapping[str, ParallelTable] | None = None,
+) -> tuple[list[Published], Counter[tuple[str, str]]]:
+    """The runs of tables (by default of all that ship) that are configurations, and how many are none, by table and
+    reason.
 
-    Of each table and accelerator, every other setting is marked "fit", in the order of the file.
+    Of each table and accelerator that ships, every other setting is marked "fit", in the order of the file.
 
     Raises:
         SpecError: a table breaks its schema.
     """
     found: list[Published] = []
     left: Counter[tuple[str, str]] = Counter()
-    for name, table in load_parallel().items():
+    for name, table in (load_parallel() if tables is None else tables).items():
         halves: dict[tuple[object, ...], Half] = {}
         counts: Counter[str] = Counter()
         for run in table.runs:

@@ -4,6 +4,7 @@ One file per source in ``profiles/published_parallel/``. Figures stand as printe
 is absent, unless other fields imply it: the table's ``settings`` then say so.
 """
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -148,8 +149,16 @@ def load_parallel() -> dict[str, ParallelTable]:
     Raises:
         SpecError: a file breaks the schema, or figures of one run contradict each other.
     """
-    found = resources.published_parallel()
-    return {name: convert(read_toml(path), ParallelTable, where=f"published {name}") for name, path in found.items()}
+    return {name: read_parallel(path) for name, path in resources.published_parallel().items()}
+
+
+def read_parallel(path: Path) -> ParallelTable:
+    """One table.
+
+    Raises:
+        SpecError: it breaks the schema, or figures of one run contradict each other.
+    """
+    return convert(read_toml(path), ParallelTable, where=f"published {path.stem}")
 
 
 def model_of(table: ParallelTable, run: ParallelRun) -> ModelSpec:

@@ -1,114 +1,229 @@
-"""Published results beside their predictions, for a terminal and as JSON."""
+"""Predictions of published runs beside their figures: by source, by setting, scaling, and speed-ups."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import combinations, pairwise
+from dataclasses import dataclass
+from itertools import combinations
 from statistics import median
 from typing import Any
 
-from refshard.quantities import format_percent
-from refshard.report.answer import Answer, Block, Notes, Verdict, table
-from refshard.simulate.published import STANDS_FOR, Prediction
-from refshard.specs.published import PublishedTable
+from refshard.estimate.published import Half, Published
+from refshard.quantities import format_percent, format_seconds
+from refshard.report.answer import Answer, Notes, Table, Verdict, table
+
+HALVES: tuple[Half, ...] = ("fit", "held out")
 
 
-def as_objects(tables: Mapping[str, tuple[PublishedTable, Sequence[Prediction]]]) -> list[dict[str, Any]]:
-    """One object a table: errors as fractions, results in the table's unit."""
-    return [
-        {
-            "table": name,
-            "title": table.title,
-            "source": table.source,
-            "assumed": table.assumed,
-            "cluster": table.cluster,
-            "unit": table.unit,
-            "median_error": typical_error(found),
-            "median_error_of_rows_not_fitted": typical_error([one for one in found if not one.row.fitted]),
-            "speedups_in_order": in_order(found),
-            "rows": [_row(one) for one in found],
-        }
-        for name, (table, found) in tables.items()
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A published run and its prediction: step time in seconds, peak of allocated memory in GiB."""
+
+    published: Published
+    seconds: float
+    allocated_gib: float
+
+    @property
+    def error(self) -> float:
+        """Of the step time, as a fraction: above 0 where the prediction is longer."""
+        return self.seconds / self.published.seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Of the allocated memory; None where none is published."""
+        published = self.published.run.allocated_gib
+        return self.allocated_gib / published - 1 if published else None
+
+    @property
+    def source_error(self) -> float | None:
+        """Of the source's own prediction; None where it has none."""
+        predicted = self.published.run.predicted_seconds
+        return predicted / self.published.seconds - 1 if predicted else None
 
 
-def _row(one: Prediction) -> dict[str, Any]:
-    return {
-        "model": one.row.model, "ranks": one.ranks, "seq_len": one.row.seq_len, "sequences": one.row.sequences,
-        "checkpointing": one.row.checkpointing, "compiled": one.row.compiled, "strategy": one.strategy,
-        "fitted": one.row.fitted, "published": one.published, "predicted": one.predicted, "error": one.error,
-        "published_mfu": one.mfu, "replayed_mfu": one.replayed_mfu,
-    }  # fmt: skip
-
-
-def published_answer(tables: Mapping[str, tuple[PublishedTable, Sequence[Prediction]]]) -> Answer:
-    """A table each, and what it comes to."""
-    objects = as_objects(tables)
-    blocks = [block for table_, found in tables.values() for block in _blocks(table_, found)]
-    everything = [one for _, found in tables.values() for one in found if not one.row.fitted]
-    told = f"Median error on rows that no constant was fitted to: {format_percent(typical_error(everything))}."
+def published_answer(found: Sequence[Compared], left: Mapping[tuple[str, str], int]) -> Answer:
+    """Tables by source, scaling and speed-ups; each run with ``--verbose``. ``left`` counts runs that are not predicted,
+    by table and reason.
+    """
+    blocks: list[Any] = [by_source(found), *_optional(scaling(found)), *_optional(own_predictions(found))]
+    blocks.append(_runs(found))
     return Answer(
-        data={"tables": objects},
-        rows=[{"table": one["table"], "unit": one["unit"], **row} for one in objects for row in one["rows"]],
-        blocks=[*blocks, Verdict(sentences=[told])],
+        data={"runs": [as_object(one) for one in found], "not_predicted": _left(left), **_sums(found)},
+        rows=[as_object(one) for one in found],
+        columns=("table",),
+        blocks=[
+            *blocks,
+            Notes(sentences=[f"Not predicted: {count} of {name}: {reason}" for (name, reason), count in sorted(left.items())],
+                  detail=True),
+            Notes(sentences=notes(found, left)),
+            Verdict(sentences=[verdict(found)], style="plain"),
+        ],
+    )  # fmt: skip
+
+
+def verdict(found: Sequence[Compared]) -> str:
+    """The errors of the half that constants were not fitted on."""
+    errors = sorted(abs(one.error) for one in found if one.published.half == "held out")
+    if not errors:
+        return f"No run was held out; median error of all {len(found)}: {_median(found)}."
+    ninth = errors[int(0.9 * (len(errors) - 1))]
+    return (
+        f"Step time, {len(errors)} held-out runs: median error {format_percent(median(errors))}, 9 of 10 within "
+        f"{format_percent(ninth)}, worst {format_percent(errors[-1])}."
     )
 
 
-def _blocks(published: PublishedTable, found: Sequence[Prediction]) -> list[Block]:
+def by_source(found: Sequence[Compared]) -> Table:
+    """How far each source's runs are off, on each accelerator, in either half."""
+    groups: dict[tuple[str, str, str], list[Compared]] = defaultdict(list)
+    for one in found:
+        groups[one.published.table, one.published.run.hardware, one.published.configuration.precision].append(one)
     rows = [
         {
-            "model": one.row.model, "strategy": one.strategy, "ranks": f"{one.ranks:,}",
-            "published": _number(one.published), "predicted": _number(one.predicted),
-            "error": f"{100 * one.error:+.1f} %", "batch": f"{one.row.sequences} x {one.row.seq_len}",
-            "checkpointed": str(one.row.checkpointing), "compiled": "yes" if one.row.compiled else "no",
-            "fitted": "yes" if one.row.fitted else "no",
+            "source": name, "hardware": hardware, "precision": precision, "runs": str(len(members)),
+            **{f"median error, {half}": _median([m for m in members if m.published.half == half]) for half in HALVES},
+            "bias": _signed(median(m.error for m in members)),
+            "worst": format_percent(max(abs(m.error) for m in members)),
+            "memory": _memory(members),
         }
-        for one in found
+        for (name, hardware, precision), members in groups.items()
     ]  # fmt: skip
-    assumed = [f"Assumed: {published.assumed}"] if published.assumed else []
-    stands = [
-        f"{name} is predicted by the closed form of {recipe}."
-        for name, recipe in STANDS_FOR.items()
-        if any(one.strategy == name for one in found)
-    ]
-    title = f"{published.title}, {published.unit}, on {published.cluster}"
-    return [table(rows, left=2, title=title), Notes(sentences=[*_sums(found), *assumed, *stands])]
+    return table(rows, left=3, title="Predicted step times against published ones")
 
 
-def _sums(found: Sequence[Prediction]) -> list[str]:
-    others = [one for one in found if not one.row.fitted]
-    told = [
-        f"Median error {format_percent(typical_error(found))}; of rows not fitted "
-        f"{format_percent(typical_error(others))}."
+def scaling(found: Sequence[Compared]) -> Table | None:
+    """What a GPU loses from the smallest to the largest run of a setting that was published at several sizes."""
+    groups: dict[tuple[object, ...], list[Compared]] = defaultdict(list)
+    for one in found:
+        groups[(*one.published.setting, one.published.run.where)].append(one)
+    rows = []
+    for members in groups.values():
+        first, last = (pick(members, key=lambda one: one.published.run.gpus) for pick in (min, max))
+        if last.published.run.gpus < 4 * first.published.run.gpus or last.published.run.gpus < 64:
+            continue
+        run = first.published.run
+        published, predicted = (_loss(first, last, of) for of in ("published", "predicted"))
+        rows.append({
+            "source": first.published.table, "model": run.model, "precision": first.published.configuration.precision,
+            "GPUs": f"{run.gpus:,} to {last.published.run.gpus:,}", "published loss": format_percent(published),
+            "predicted loss": format_percent(predicted), "difference": f"{100 * (predicted - published):+.1f} points",
+        })  # fmt: skip
+    return table(rows, left=3, title="Speed that each GPU loses with scale") if rows else None
+
+
+def _loss(first: Compared, last: Compared, of: str) -> float:
+    def speed(one: Compared) -> float:
+        seconds = one.published.seconds if of == "published" else one.seconds
+        return one.published.configuration.global_batch / seconds / one.published.run.gpus
+
+    return 1 - speed(last) / speed(first)
+
+
+def own_predictions(found: Sequence[Compared]) -> Table | None:
+    """Sources that predict their runs themselves, beside this project's predictions of the same runs."""
+    groups: dict[str, list[Compared]] = defaultdict(list)
+    for one in found:
+        if one.source_error is not None:
+            groups[one.published.table].append(one)
+    rows = []
+    for name, members in groups.items():
+        for whose, errors in (
+            ("its own", [abs(m.source_error) for m in members if m.source_error is not None]),
+            ("refshard", [abs(m.error) for m in members]),
+            ("refshard, held out", [abs(m.error) for m in members if m.published.half == "held out"]),
+        ):
+            rows.append({"source": name, "prediction": whose, "runs": str(len(errors)),
+                         "median error": format_percent(median(errors)), "worst": format_percent(max(errors))})  # fmt: skip
+    return table(rows, left=2, title="Beside the predictions of others") if rows else None
+
+
+def speed_ups(found: Sequence[Compared]) -> tuple[int, int]:
+    """Of all pairs of settings that were published with both YaFSDP and FSDP1, how many have their speed-ups predicted
+    in the published order, and how many there are.
+    """
+    pairs: dict[tuple[object, ...], dict[str, Compared]] = defaultdict(dict)
+    for one in found:
+        run = one.published.run
+        if one.published.table == "yafsdp":
+            pairs[run.model, run.gpus, run.seq_len][run.strategy] = one
+    gains = [
+        (of["fsdp1"].published.seconds / of["yafsdp"].published.seconds, of["fsdp1"].seconds / of["yafsdp"].seconds)
+        for of in pairs.values()
     ]
-    agreed = in_order(found)
-    if agreed is not None:
-        told.append(f"Speed-ups in the published order: {agreed[0]} of {agreed[1]} pairs of rows.")
-    told += [
-        f"MFU of {_number(one.published)}: published {format_percent(one.mfu)}, replayed "
-        f"{format_percent(one.replayed_mfu)}."
-        for one in found
-        if one.mfu is not None
-    ]
+    decided = [(a, b) for a, b in combinations(gains, 2) if a[0] != b[0]]
+    return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in decided), len(decided)
+
+
+def notes(found: Sequence[Compared], left: Mapping[tuple[str, str], int]) -> list[str]:
+    """What the tables do not say."""
+    told = [f"{sum(left.values())} more runs are not predicted, since their sources leave something out (-v: what)."]
+    agreed, decided = speed_ups(found)
+    if decided:
+        told.append(
+            f"YaFSDP's speed-ups over FSDP1 are predicted in the published order in {agreed} of {decided} pairs of "
+            "settings: strategies that differ by less than the error bars are tied."
+        )
+    told.append("Constants were fitted on half of the settings (python profiles/published_parallel/fit.py).")
     return told
 
 
-def typical_error(found: Sequence[Prediction]) -> float | None:
-    """Median of the absolute errors; None of nothing."""
-    return median(abs(one.error) for one in found) if found else None
+def as_object(one: Compared) -> dict[str, Any]:
+    """One run, flat."""
+    run, configuration = one.published.run, one.published.configuration
+    return {
+        "table": one.published.table, "model": run.model, "hardware": run.hardware, "gpus": run.gpus,
+        "seq_len": one.published.seq_len, "half": one.published.half, "strategy": configuration.strategy,
+        "precision": configuration.precision, "tensor": configuration.tensor, "context": configuration.context,
+        "pipeline": configuration.pipeline, "interleave": configuration.interleave, "shard": configuration.shard,
+        "replicate": configuration.replicate, "microbatch": configuration.microbatch,
+        "microbatches": configuration.microbatches, "checkpointing": configuration.checkpointing, "where": run.where,
+        "published_s": one.published.seconds, "predicted_s": one.seconds, "error": one.error,
+        "published_allocated_gib": run.allocated_gib, "predicted_allocated_gib": one.allocated_gib,
+        "source_predicted_s": run.predicted_seconds,
+    }  # fmt: skip
 
 
-def in_order(found: Sequence[Prediction]) -> tuple[int, int] | None:
-    """Of all pairs of rows with two strategies whose published speed-ups differ, how many are predicted in that order.
+def _runs(found: Sequence[Compared]) -> Table:
+    rows = [
+        {
+            "source": one.published.table, "model": one.published.run.model, "GPUs": f"{one.published.run.gpus:,}",
+            "tokens": f"{one.published.seq_len:,}", "strategy": one.published.configuration.strategy,
+            "TP": str(one.published.configuration.tensor), "PP": str(one.published.configuration.pipeline),
+            "CP": str(one.published.configuration.context), "published": format_seconds(one.published.seconds),
+            "predicted": format_seconds(one.seconds), "error": _signed(one.error), "half": one.published.half,
+            "release": one.published.run.where[:24],
+        }
+        for one in found
+    ]  # fmt: skip
+    return table(rows, left=2, title="Every run", detail=True)
 
-    None where no two rows have two strategies.
-    """
-    speedups: list[tuple[float, float]] = []
-    for first, second in pairwise(found):
-        if first.row is second.row:
-            speedups.append((second.published / first.published, second.predicted / first.predicted))
-    pairs = [(a, b) for a, b in combinations(speedups, 2) if a[0] != b[0]]
-    agreed = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
-    return (agreed, len(pairs)) if pairs else None
+
+def _sums(found: Sequence[Compared]) -> dict[str, Any]:
+    agreed, decided = speed_ups(found)
+    held = [abs(one.error) for one in found if one.published.half == "held out"]
+    return {
+        "held_out": {"runs": len(held), "median_error": median(held) if held else None, "worst_error": max(held, default=None)},
+        "speed_ups_in_order": {"agreed": agreed, "pairs": decided},
+    }  # fmt: skip
 
 
-def _number(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.2f}"
+def _left(left: Mapping[tuple[str, str], int]) -> list[dict[str, Any]]:
+    return [{"table": name, "reason": reason, "runs": count} for (name, reason), count in sorted(left.items())]
+
+
+def _median(members: Sequence[Compared]) -> str:
+    return format_percent(median(abs(one.error) for one in members)) if members else ""
+
+
+def _memory(members: Sequence[Compared]) -> str:
+    errors = [abs(error) for one in members if (error := one.memory_error) is not None]
+    return f"{format_percent(median(errors))}, worst {format_percent(max(errors))}" if errors else ""
+
+
+def _signed(error: float) -> str:
+    return f"{100 * error:+.1f} %"
+
+
+def _optional(found: Table | None) -> list[Table]:
+    return [] if found is None else [found]
+
+
