@@ -53,7 +53,12 @@ class Llama(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and final norm: all but the head."""
+    """Embedding, blocks and final norm: all but the head.
+
+    ``positions`` are those of its tokens in their sequence, int64 (T); by default all from 0 on.
+    """
+
+    positions: Tensor | int | None = None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -65,7 +70,8 @@ class Backbone(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Map token ids (B, T) int64 to normalised hidden states (B, T, D)."""
         x_BTD: Tensor = self.embed_tokens(tokens_BT)
-        cos_T1Q, sin_T1Q = rotary_tables(self.spec, tokens_BT.shape[1], x_BTD)
+        positions = tokens_BT.shape[1] if self.positions is None else self.positions
+        cos_T1Q, sin_T1Q = rotary_tables(self.spec, positions, x_BTD)
         for layer in self.layers:
             x_BTD = layer(x_BTD, cos_T1Q, sin_T1Q)
         normed_BTD: Tensor = self.norm(x_BTD)
@@ -137,12 +143,16 @@ class FeedForward(nn.Module):
         return out_BTD
 
 
-def rotary_tables(spec: ModelSpec, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (T, 1, Q) for :func:`rotate`, on the device and in the dtype of ``like``.
+def rotary_tables(spec: ModelSpec, positions: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (T, 1, Q) for :func:`rotate`, on the device and in the dtype of ``like``, of these
+    positions (T) or of as many from 0 on.
 
     Angles are taken in fp32 whatever the dtype: bf16 cannot tell position 256 from 257.
     """
-    positions_T = torch.arange(seq_len, dtype=torch.float32, device=like.device)
+    if isinstance(positions, int):
+        positions_T = torch.arange(positions, dtype=torch.float32, device=like.device)
+    else:
+        positions_T = positions.to(torch.float32)
     angles = positions_T[:, None, None] * _rotary_frequencies(spec, like.device)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1).to(like.dtype), torch.cat((-sin, sin), dim=-1).to(like.dtype)

@@ -13,7 +13,7 @@ from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, rank_fol
 from refshard.harness.failure import timeout_text, without_home
 from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.metrics import complete, flops_words, rates, recompute_words, traced_parts
-from refshard.harness.proof import counts, failed_announcement, failed_units
+from refshard.harness.proof import counts, failed_announcement, failed_units, units_of_all
 from refshard.harness.rank import trace_file
 from refshard.harness.subject import CONVENTION
 from refshard.quantities import format_bytes
@@ -134,17 +134,18 @@ def record_dry(blank: LaunchRecord, launched: DryOutcome) -> LaunchRecord:
 def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
     """Compare what the strategy announced with what its steps asked the device for. Values are not checked."""
     issued = [step.issued for step in results[-1].steps]
+    units = units_of_all(result.wrapped_units for result in results)
     differing = next((rank for rank, result in enumerate(results) if issued[rank] != result.announced), None)
     failures = [
         *failed_announcement(case, results[0].announced),
-        *failed_units(case, results[0].blocks, results[0].wrapped_units),
+        *failed_units(case, results[0].blocks, units),
     ]
     failures += _failed_elements(case, results)
     if differing is not None:
         announced, found = counts(results[differing].announced), counts(issued[differing])
         failures.insert(0, f"the plan announced {announced}, the recording shows {found}")
     return Proof(
-        wrapped_units=results[0].wrapped_units,
+        wrapped_units=units,
         announced=results[0].announced,
         traced=issued[differing or 0],
         parity_steps=0,

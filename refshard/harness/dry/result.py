@@ -7,7 +7,6 @@ import msgspec
 from refshard.dryrun.request import Pool
 from refshard.records import Census, CollectiveCount, State, StepTrace
 from refshard.specs.case import CaseSpec
-from refshard.strategies.table import ROWS
 
 ASKED_FILE = "dryrun.json"
 RECORDING_FILE = "recording.npz"
@@ -70,8 +69,8 @@ class DryResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranks_of(case: CaseSpec) -> tuple[int, ...]:
-    """The ranks that a dry run follows: all where they differ in what they compute, else one that tells of all."""
-    return tuple(range(case.world_size)) if ROWS[case.strategy].staged else (0,)
+    """The ranks that a dry run follows: one of each pipeline rank's, since the others compute alike."""
+    return case.stage_ranks
 
 
 def rank_folder(folder: Path, rank: int) -> Path:

@@ -3,10 +3,11 @@
 By :func:`split` also in composition: FSDP2 and the engine then shard what each rank has.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
@@ -15,10 +16,12 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import CollectiveCount
+from refshard.specs.case import CaseSpec
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import fill
 from refshard.strategies.loop import PlainLoop, autocast
 from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
+from refshard.strategies.stages import Stage
 from refshard.strategies.world import World
 
 
@@ -31,7 +34,7 @@ class TensorParallel(Strategy):
     def wrap(self, model: Llama, world: World) -> Loop:
         """See :meth:`Strategy.wrap`."""
         self._model, self._world = model, world
-        split(model, world.data)
+        split(model, world.data, by_sequence=world.case.sequence_parallel)
         fill(model, world)
         return PlainLoop(model, world, computing=autocast(world), muon=muon_over_dtensors)
 
@@ -52,15 +55,15 @@ class TensorParallel(Strategy):
             yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def split(model: Llama, mesh: DeviceMesh) -> None:
-    """Split ``model`` in place over the ranks of ``mesh``, as Megatron does: heads and feed-forward by columns, what
-    follows them by rows, embedding and head by vocabulary. Norms are whole on every rank.
+def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -> None:
+    """Split a model, or a stage of it, in place over the ranks of ``mesh``, as Megatron does: heads and feed-forward by
+    columns, what follows them by rows, embedding and head by vocabulary. Norms are whole on every rank.
 
     Raises:
         UnsupportedError: the ranks do not divide the model.
     """
-    spec, ranks = model.spec, mesh.size()
-    if not all(parameter.requires_grad for parameter in model.parameters()):
+    spec, ranks = part.spec, mesh.size()
+    if not all(parameter.requires_grad for parameter in part.parameters()):
         raise UnsupportedError("torch's parallelize_module splits plain linear layers, not adapted ones")
     for what in ("n_kv_heads", "ffn_dim", "vocab"):
         if getattr(spec, what) % ranks:
@@ -76,30 +79,45 @@ def split(model: Llama, mesh: DeviceMesh) -> None:
         **{f"mlp.{name}_proj": columns for name in ("gate", "up")},
         "mlp.down_proj": rows,
     }
-    for block in model.model.layers:
+    for block in _layers(part):
         parallelize_module(block, mesh, styles)
     ends = {
         "model.embed_tokens": RowwiseParallel(input_layouts=whole),
         "lm_head": ColwiseParallel(output_layouts=whole),
     }
-    parallelize_module(model, mesh, ends)
-    model.tie_weights()
+    named = dict(part.named_modules())
+    parallelize_module(part, mesh, {name: style for name, style in ends.items() if name in named})
+    if isinstance(part, Llama):
+        part.tie_weights()
 
 
-def announce_split(model: Llama, world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
+def _layers(part: Llama | Stage) -> Sequence[nn.Module]:
+    return list(part.model.layers) if isinstance(part, Llama) else part.layers
+
+
+def announce_split(part: Llama | Stage, world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
     """``(op, bytes)`` of what :func:`split` communicates in a step, where the residual stream is of dtype ``residual``.
 
     Hidden states are summed after the embedding and after each product by rows, and in backward their gradients before
     each product by columns; logits are gathered. What is recomputed is summed again, but for a layer's last sum, which
     nothing in its backward needs.
     """
-    case, layers = world.case, model.spec.n_layers
-    tokens = case.global_batch // case.data_ranks // case.microbatches * case.seq_len
-    products, residuals = 2 * layers, 1
+    case, layers = world.case, len(_layers(part))
+    first, last = (True, True) if isinstance(part, Llama) else (part.first, part.last)
+    tokens = world.microbatch * world.tokens
+    products, residuals = 2 * layers, int(first)
     if case.workload == "training":
-        products += len(checkpointing_of(case.checkpointing, layers).layers)
-        residuals += 2 * layers + 1
+        products += _recomputed(part, case)
+        residuals += 2 * layers + last
     for _ in range(case.microbatches):
-        yield from [("all_reduce", tokens * model.spec.dim * world.computed.itemsize)] * products
-        yield from [("all_reduce", tokens * model.spec.dim * residual.itemsize)] * residuals
-        yield "all_gather", tokens * model.spec.vocab * world.computed.itemsize
+        yield from [("all_reduce", tokens * part.spec.dim * world.computed.itemsize)] * products
+        yield from [("all_reduce", tokens * part.spec.dim * residual.itemsize)] * residuals
+        if last:
+            yield "all_gather", tokens * part.spec.vocab * world.computed.itemsize
+
+
+def _recomputed(part: Llama | Stage, case: CaseSpec) -> int:
+    """How many of the part's layers are computed again in backward."""
+    chosen = checkpointing_of(case.checkpointing, part.spec.n_layers).layers
+    held = range(part.spec.n_layers) if isinstance(part, Llama) else part.held
+    return len(chosen & set(held))
