@@ -255,5 +255,9 @@ def parameter_seed(name: str, seed: int) -> int:
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy (nats, scalar fp32) of target ids (B, T) int64 under logits (B, T, V)."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+    """Mean cross entropy (nats, scalar fp32) of target ids (B, T) int64 under logits (B, T, V), which may be a DTensor
+    within torch's ``loss_parallel()``.
+    """
+    loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+    # No view: torch's zero-bubble schedules detach it in place.
+    return loss.to_local().clone() if isinstance(loss, DTensor) else loss

@@ -1,7 +1,6 @@
 """torch's DistributedDataParallel: everything replicated, gradients all-reduced in buckets during backward."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import cast, final
 
 import torch
@@ -46,7 +45,7 @@ class DDP(Strategy):
         self._stages = stages_of(model, world, computing)
         fill_stages(self._stages, model, world)
         self._modules = [self._replicate(stage, world) for stage in self._stages]
-        return PipelineLoop(self._stages, self._modules, world, residual=torch.float32, computing=nullcontext)
+        return PipelineLoop(self._stages, self._modules, world, residual=torch.float32)
 
     def _replicate(self, part: nn.Module, world: World) -> DistributedDataParallel:
         return DistributedDataParallel(part, process_group=world.data.get_group(), gradient_as_bucket_view=True)
@@ -91,6 +90,9 @@ def _reductions(module: DistributedDataParallel) -> Iterator[tuple[str, int]]:
 
 
 def _bucket_bytes(module: DistributedDataParallel) -> list[int]:
+    """Bytes of each bucket, as rebuilt after the first step."""
     log = module._get_ddp_logging_data()
-    sizes = log.get("rebuilt_bucket_sizes") or log["bucket_sizes"]
-    return [int(size) for size in str(sizes).split(",")]
+    if sizes := log.get("rebuilt_bucket_sizes"):
+        return [int(size) for size in str(sizes).split(",")]
+    # DDP logs no step whose forward is within ``no_sync``, as torch's pipeline schedules have it.
+    return [bucket.buffer().nbytes for bucket in module.reducer._get_zeros_like_grad_buckets()]

@@ -1,7 +1,6 @@
 """torch's FSDP2 with its defaults: ``fully_shard`` on every block, then on the whole model; or with a knob turned."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any, cast, final
 
 import torch
@@ -23,7 +22,7 @@ from refshard.strategies.fully_sharded import (
 )
 from refshard.strategies.loop import PlainLoop
 from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
-from refshard.strategies.peers.tensor_parallel import announce_split, split
+from refshard.strategies.peers.tensor_parallel import announce_split, computing_split, split
 from refshard.strategies.pipelined import PipelineLoop, announce_messages, gathers_of
 from refshard.strategies.stages import parameters_of_all, stages_of
 from refshard.strategies.world import World
@@ -53,7 +52,7 @@ class FSDP2(Strategy):
             split(cast(Llama, model), world.tensor, by_sequence=world.case.sequence_parallel)
         self._shard(model, world)
         fill(model, world)
-        return PlainLoop(model, world, muon=muon_over_dtensors)
+        return PlainLoop(model, world, stepping=computing_split(world), muon=muon_over_dtensors)
 
     def _wrap_stages(self, model: Llama, world: World) -> Loop:
         self._stages = stages_of(model, world)
@@ -63,8 +62,9 @@ class FSDP2(Strategy):
             self._shard(stage, world, reshard_after_forward=False)
         fill_stages(self._stages, model, world)
         self._loop = PipelineLoop(
-            self._stages, self._stages, world, residual=world.computed, muon=muon_over_dtensors, computing=nullcontext
-        )
+            self._stages, self._stages, world, residual=world.computed, muon=muon_over_dtensors,
+            computing=computing_split(world),
+        )  # fmt: skip
         return self._loop
 
     def _shard(self, part: nn.Module, world: World, **more: Any) -> None:

@@ -22,7 +22,8 @@ class PlainLoop(Loop):
     """Forward, backward, optimizer step.
 
     All microbatches but a step's last run within ``unsynced()``, forward and backward; every forward and its loss
-    within ``computing()``. ``muon`` makes Muon of the model's matrices, if the case asks for it.
+    within ``computing()``, and with its backward within ``stepping()``. ``muon`` makes Muon of the model's matrices, if
+    the case asks for it.
     """
 
     def __init__(
@@ -32,10 +33,11 @@ class PlainLoop(Loop):
         *,
         unsynced: Context = nullcontext,
         computing: Context = nullcontext,
+        stepping: Context = nullcontext,
         muon: MakeMuon = torch.optim.Muon,
     ) -> None:
         self._module, self._parts = module, world.case.microbatches
-        self._unsynced, self._computing = unsynced, computing
+        self._unsynced, self._computing, self._stepping = unsynced, computing, stepping
         self._optimizer: torch.optim.Optimizer | None = None
         # torchao compiles its step, on a CPU for more than a minute, and not at all beneath what watches operators.
         on_cpu = world.device.type == "cpu" or world.case.offload
@@ -50,22 +52,22 @@ class PlainLoop(Loop):
         assert self._optimizer is not None
         losses, parts = [], self._parts
         for index, part in enumerate(batch.split(parts)):
-            with nullcontext() if index == parts - 1 else self._unsynced():
+            with self._stepping(), nullcontext() if index == parts - 1 else self._unsynced():
                 loss = self._loss(part)
                 (loss / parts if parts > 1 else loss).backward()
             losses.append(loss.detach())
         mean = torch.stack(losses).mean()
-        with self._stepping():
+        with self._optimizing():
             self._optimizer.step()
         self._optimizer.zero_grad()
         return mean
 
     def infer(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.infer`."""
-        with torch.no_grad():
+        with torch.no_grad(), self._stepping():
             return self._loss(batch)
 
-    def _stepping(self) -> AbstractContextManager[object]:
+    def _optimizing(self) -> AbstractContextManager[object]:
         return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
 
     def _loss(self, batch: Batch) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Pipelines: torch's schedules over a rank's stages, the loop that steps them, and the messages that they send."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -45,7 +46,7 @@ class PipelineLoop(Loop):
 
     def __init__(
         self, stages: Sequence[Stage], wrapped: Sequence[nn.Module], world: World, *, residual: torch.dtype,
-        muon: MakeMuon = torch.optim.Muon, computing: Context,
+        muon: MakeMuon = torch.optim.Muon, computing: Context = nullcontext,
     ) -> None:  # fmt: skip
         assert world.pipeline is not None
         self._group, self._computing = world.pipeline.get_group(), computing
@@ -76,7 +77,11 @@ class PipelineLoop(Loop):
         assert isinstance(batch, Tokens)
         inputs_BT, targets_BT = batch.inputs, batch.targets
         options = {} if run == self.schedule.eval else {"return_outputs": False}
-        run(*[inputs_BT] * self._first, target=targets_BT if self._last else None, losses=losses, **options)
+        given = [inputs_BT] * self._first
+        try:
+            run(*given, target=targets_BT if self._last else None, losses=losses, **options)
+        except RuntimeError as error:  # torch's stages raise one from whatever a stage met
+            raise error.__cause__ or error
         mean = torch.stack(losses).mean().detach() if self._last else inputs_BT.new_zeros((), dtype=torch.float32)
         dist.broadcast(mean, group_src=self._source, group=self._group)
         return mean

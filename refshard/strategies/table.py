@@ -25,6 +25,7 @@ TUNABLE: frozenset[Axis] = frozenset({"comm memory"})
 OWN: frozenset[Axis] = frozenset({"own model"})
 EVERY: frozenset[Axis] = COMPOSED | TUNABLE | OWN
 STAGED: frozenset[Axis] = frozenset({"pipeline", "schedule"})
+COMPOSING: frozenset[Axis] = EVERY | STAGED | {"sequence parallel"}
 
 _TAKES: dict[Axis, tuple[str, ...]] = {
     "lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "adamw-8bit": ("torchao",),
@@ -201,12 +202,12 @@ ROWS: dict[str, Row] = {
         arguments={"sharding": "NO_SHARD"}, deferred=True,
     ),
     "fsdp2": Row(
-        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=EVERY | STAGED,
+        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSING,
         labels=True, deferred=True,
     ),
     **{
         name: Row(
-            module="fsdp2", class_name="FSDP2", about=about, axes=EVERY | STAGED, arguments=knobs, labels=True,
+            module="fsdp2", class_name="FSDP2", about=about, axes=COMPOSING, arguments=knobs, labels=True,
             deferred=True,
         )
         for name, about, knobs in (
@@ -281,7 +282,7 @@ ROWS: dict[str, Row] = {
     ),
     "tensor-parallel": Row(
         module="peers.tensor_parallel", class_name="TensorParallel", about="torch's parallelize_module over all ranks",
-        axes=PLAIN, deferred=True,
+        axes=PLAIN | {"sequence parallel"}, deferred=True,
     ),
     "pipeline": Row(
         module="peers.pipeline", class_name="Pipeline", about="torch's pipeline schedules, blocks divided over all ranks",

@@ -57,8 +57,10 @@ def make_device(asked: DryCase, cluster: ClusterSpec) -> tuple[int, ModuleType]:
 
 
 def take_place(rank: int, world_size: int, ranks_per_node: int) -> None:
-    """A rank's place in the world, instead of its place among the processes that were really started."""
+    """A rank's place in the world, instead of its place among the processes that were really started. Its process sees
+    one GPU: torch plans DTensors on the first one, whatever a rank's own is.
+    """
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node), "WORLD_SIZE": str(world_size),
+        "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(ranks_per_node),
     }  # fmt: skip

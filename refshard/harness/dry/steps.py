@@ -15,7 +15,7 @@ from refshard.dryrun.held_back import holds_back
 from refshard.dryrun.observe import Observer
 from refshard.dryrun.peaks import pool
 from refshard.errors import UnsupportedError
-from refshard.harness.dry.ranks import BUILT, STEPS, asked_for, read_ranks
+from refshard.harness.dry.ranks import BUILT, GPU, STEPS, asked_for, read_ranks
 from refshard.harness.dry.reading import remarks
 from refshard.harness.dry.result import RECORDING_FILE, DryCase, DryResult, rank_folder, ranks_of
 from refshard.harness.rank import PROGRESS_FILE, describe
@@ -34,7 +34,7 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
 
     What the case meets on the way is its result.
     """
-    device = torch.device("cuda", asked.rank % cluster.ranks_per_node)
+    device = torch.device("cuda", GPU)
     torch.cuda.set_device(device)
     symbolic.meta_nonzero_assume_all_nonzero = True
     dist.init_process_group("nccl")

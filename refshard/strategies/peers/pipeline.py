@@ -1,7 +1,6 @@
 """torch's pipeline parallelism alone: all ranks form one pipeline, and nothing is sharded."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import final
 
 import torch
@@ -29,7 +28,7 @@ class Pipeline(Strategy):
         self._model, self._world = model, world
         self._stages = stages_of(model, world)
         fill_stages(self._stages, model, world)
-        return PipelineLoop(self._stages, self._stages, world, residual=torch.float32, computing=nullcontext)
+        return PipelineLoop(self._stages, self._stages, world, residual=torch.float32)
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`: this rank's stages, named by the layers that they hold."""

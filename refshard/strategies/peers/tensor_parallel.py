@@ -4,13 +4,22 @@ By :func:`split` also in composition: FSDP2 and the engine then shard what each 
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import final
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
@@ -19,7 +28,7 @@ from refshard.records import CollectiveCount
 from refshard.specs.case import CaseSpec
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import fill
-from refshard.strategies.loop import PlainLoop, autocast
+from refshard.strategies.loop import Context, PlainLoop, autocast
 from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
 from refshard.strategies.stages import Stage
 from refshard.strategies.world import World
@@ -36,7 +45,9 @@ class TensorParallel(Strategy):
         self._model, self._world = model, world
         split(model, world.data, by_sequence=world.case.sequence_parallel)
         fill(model, world)
-        return PlainLoop(model, world, computing=autocast(world), muon=muon_over_dtensors)
+        return PlainLoop(
+            model, world, computing=autocast(world), stepping=computing_split(world), muon=muon_over_dtensors
+        )
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`: the modules whose weight is split."""
@@ -59,6 +70,9 @@ def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -
     """Split a model, or a stage of it, in place over the ranks of ``mesh``, as Megatron does: heads and feed-forward by
     columns, what follows them by rows, embedding and head by vocabulary. Norms are whole on every rank.
 
+    ``by_sequence`` splits norms and the residual stream along the sequence, as torchtitan does, and leaves logits split
+    by vocabulary: a loss must then be computed within torch's ``loss_parallel()``.
+
     Raises:
         UnsupportedError: the ranks do not divide the model.
     """
@@ -68,27 +82,40 @@ def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -
     for what in ("n_kv_heads", "ffn_dim", "vocab"):
         if getattr(spec, what) % ranks:
             raise UnsupportedError(f"{ranks} ranks cannot split {what} = {getattr(spec, what)} evenly")
-    columns, rows = ColwiseParallel(), RowwiseParallel()
     # Queries, keys and values share one input, whose gradients are then summed before they are reduced.
     whole = Replicate()
-    styles = {
-        "self_attn": PrepareModuleInput(input_layouts=(whole, None, None), desired_input_layouts=(whole, None, None)),
+    outside: Placement = Shard(1) if by_sequence else whole
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=outside)
+    norms: dict[str, ParallelStyle] = {}
+    if by_sequence:
+        norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), SequenceParallel())
+    styles: dict[str, ParallelStyle] = {
+        **norms,
+        "self_attn": PrepareModuleInput(input_layouts=(outside, None, None), desired_input_layouts=(whole, None, None)),
         **{f"self_attn.{name}_proj": columns for name in "qkv"},
         "self_attn.o_proj": rows,
-        "mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+        "mlp": PrepareModuleInput(input_layouts=outside, desired_input_layouts=whole),
         **{f"mlp.{name}_proj": columns for name in ("gate", "up")},
         "mlp.down_proj": rows,
     }
     for block in _layers(part):
         parallelize_module(block, mesh, styles)
     ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole),
-        "lm_head": ColwiseParallel(output_layouts=whole),
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=outside),
+        "model.norm": SequenceParallel() if by_sequence else None,
+        "lm_head": ColwiseParallel(
+            input_layouts=outside, output_layouts=Shard(-1) if by_sequence else whole, use_local_output=not by_sequence
+        ),
     }
     named = dict(part.named_modules())
-    parallelize_module(part, mesh, {name: style for name, style in ends.items() if name in named})
+    parallelize_module(part, mesh, {name: style for name, style in ends.items() if style is not None and name in named})
     if isinstance(part, Llama):
         part.tie_weights()
+
+
+def computing_split(world: World) -> Context:
+    """What a step computes within, where :func:`split` may have left the logits split."""
+    return loss_parallel if world.case.sequence_parallel else nullcontext
 
 
 def _layers(part: Llama | Stage) -> Sequence[nn.Module]:
@@ -96,24 +123,50 @@ def _layers(part: Llama | Stage) -> Sequence[nn.Module]:
 
 
 def announce_split(part: Llama | Stage, world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
-    """``(op, bytes)`` of what :func:`split` communicates in a step, where the residual stream is of dtype ``residual``.
-
-    Hidden states are summed after the embedding and after each product by rows, and in backward their gradients before
-    each product by columns; logits are gathered. What is recomputed is summed again, but for a layer's last sum, which
-    nothing in its backward needs.
-    """
-    case, layers = world.case, len(_layers(part))
+    """``(op, bytes)`` of what :func:`split` communicates in a step, where the residual stream is of dtype ``residual``."""
     first, last = (True, True) if isinstance(part, Llama) else (part.first, part.last)
-    tokens = world.microbatch * world.tokens
+    announce = _of_sequences if world.case.sequence_parallel else _of_sums
+    for _ in range(world.case.microbatches):
+        yield from announce(part, world, residual, first, last)
+    if world.case.sequence_parallel and world.case.workload == "training":
+        # Gradients of norms. A pipeline adds them up before FSDP2 takes them, in what it reduces in.
+        times, dtype = (world.case.microbatches, residual) if world.pipeline is None else (1, world.reduced)
+        yield from [("all_reduce", part.spec.dim * dtype.itemsize)] * (2 * len(_layers(part)) + last) * times
+
+
+def _of_sums(
+    part: Llama | Stage, world: World, residual: torch.dtype, first: bool, last: bool
+) -> Iterator[tuple[str, int]]:
+    """Hidden states are summed after the embedding and after each product by rows, and in backward their gradients
+    before each product by columns; logits are gathered. What is recomputed is summed again, but for a layer's last sum,
+    which nothing in its backward needs.
+    """
+    layers, tokens = len(_layers(part)), world.microbatch * world.tokens
     products, residuals = 2 * layers, int(first)
-    if case.workload == "training":
-        products += _recomputed(part, case)
+    if world.case.workload == "training":
+        products += _recomputed(part, world.case)
         residuals += 2 * layers + last
-    for _ in range(case.microbatches):
-        yield from [("all_reduce", tokens * part.spec.dim * world.computed.itemsize)] * products
-        yield from [("all_reduce", tokens * part.spec.dim * residual.itemsize)] * residuals
-        if last:
-            yield "all_gather", tokens * part.spec.vocab * world.computed.itemsize
+    yield from [("all_reduce", tokens * part.spec.dim * world.computed.itemsize)] * products
+    yield from [("all_reduce", tokens * part.spec.dim * residual.itemsize)] * residuals
+    if last:
+        yield "all_gather", tokens * part.spec.vocab * world.computed.itemsize
+
+
+def _of_sequences(
+    part: Llama | Stage, world: World, residual: torch.dtype, first: bool, last: bool
+) -> Iterator[tuple[str, int]]:
+    """As :func:`_of_sums`, but a sum leaves each rank its part of the sequence, which is gathered before each product
+    by columns, and in backward the other way round. Of the loss, three numbers of each token are reduced.
+    """
+    layers, tokens = len(_layers(part)), world.microbatch * world.tokens
+    computed, kept = (tokens * part.spec.dim * dtype.itemsize for dtype in (world.computed, residual))
+    yield from [("all_gather", kept)] * (2 * layers + last) + [("reduce_scatter", kept)] * first
+    yield from [("reduce_scatter", computed)] * 2 * layers
+    yield from [("all_reduce", tokens * torch.float32.itemsize)] * 3 * last
+    if world.case.workload == "training":
+        again = _recomputed(part, world.case)
+        yield from [("all_gather", computed)] * 2 * layers + [("all_gather", kept)] * (first + 2 * again)
+        yield from [("reduce_scatter", kept)] * (2 * layers + last) + [("reduce_scatter", computed)] * again
 
 
 def _recomputed(part: Llama | Stage, case: CaseSpec) -> int:
