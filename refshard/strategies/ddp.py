@@ -11,6 +11,7 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.context import Splitting, announce_rings
 from refshard.strategies.deferred import fill, fill_stages
 from refshard.strategies.loop import Context, PlainLoop, autocast
 from refshard.strategies.pipelined import PipelineLoop, announce_messages
@@ -30,11 +31,13 @@ class DDP(Strategy):
             UnsupportedError: a zero-bubble schedule computes weights' gradients where DDP does not see them.
         """
         self._model, self._world, computing = model, world, autocast(world)
+        self._splitting = Splitting(model, world)
         if world.pipeline is not None:
             return self._wrap_stages(cast(Llama, model), world, computing)
         fill(model, world)
         self._modules = [self._replicate(model, world)]
-        return PlainLoop(self._modules[0], world, unsynced=self._modules[0].no_sync, computing=computing)
+        (module,) = self._modules
+        return PlainLoop(module, world, unsynced=module.no_sync, computing=computing, stepping=self._splitting)
 
     def _wrap_stages(self, model: Llama, world: World, computing: Context) -> Loop:
         if world.case.schedule == "zero-bubble":
@@ -45,7 +48,7 @@ class DDP(Strategy):
         self._stages = stages_of(model, world, computing)
         fill_stages(self._stages, model, world)
         self._modules = [self._replicate(stage, world) for stage in self._stages]
-        return PipelineLoop(self._stages, self._modules, world, residual=torch.float32)
+        return PipelineLoop(self._stages, self._modules, world, residual=torch.float32, stepping=self._splitting)
 
     def _replicate(self, part: nn.Module, world: World) -> DistributedDataParallel:
         return DistributedDataParallel(part, process_group=world.data.get_group(), gradient_as_bucket_view=True)
@@ -65,6 +68,9 @@ class DDP(Strategy):
         issued: list[tuple[str, int]] = []
         if self._world.case.workload == "training":
             issued += [pair for module in self._modules for pair in _reductions(module)]
+        if self._world.context is not None:
+            for part in [cast(Llama, self._model)] if self._world.pipeline is None else self._stages:
+                issued += announce_rings(part, self._world)
         if self._world.pipeline is not None:
             issued += announce_messages(self._stages, self._world, torch.float32)
         return count_collectives(issued)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.context import Splitting, announce_rings
 from refshard.strategies.deferred import fill, fill_stages
 from refshard.strategies.fsdp2_knobs import Knobs, communicate_through, turn
 from refshard.strategies.fully_sharded import (
@@ -22,7 +23,7 @@ from refshard.strategies.fully_sharded import (
 )
 from refshard.strategies.loop import PlainLoop
 from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
-from refshard.strategies.peers.tensor_parallel import announce_split, computing_split, split
+from refshard.strategies.peers.tensor_parallel import announce_split, split
 from refshard.strategies.pipelined import PipelineLoop, announce_messages, gathers_of
 from refshard.strategies.stages import parameters_of_all, stages_of
 from refshard.strategies.world import World
@@ -45,14 +46,14 @@ class FSDP2(Strategy):
         would spare that and keep the whole model's gradients on every rank. A pipeline does so: torch's schedules
         reduce a stage once a step, and as in torchtitan its parameters stay gathered from its first forward on.
         """
-        self._model, self._world = model, world
+        self._model, self._world, self._splitting = model, world, Splitting(model, world)
         if world.pipeline is not None:
             return self._wrap_stages(cast(Llama, model), world)
         if world.tensor is not None:
             split(cast(Llama, model), world.tensor, by_sequence=world.case.sequence_parallel)
         self._shard(model, world)
         fill(model, world)
-        return PlainLoop(model, world, stepping=computing_split(world), muon=muon_over_dtensors)
+        return PlainLoop(model, world, stepping=self._splitting, muon=muon_over_dtensors)
 
     def _wrap_stages(self, model: Llama, world: World) -> Loop:
         self._stages = stages_of(model, world)
@@ -63,7 +64,7 @@ class FSDP2(Strategy):
         fill_stages(self._stages, model, world)
         self._loop = PipelineLoop(
             self._stages, self._stages, world, residual=world.computed, muon=muon_over_dtensors,
-            computing=computing_split(world),
+            stepping=self._splitting,
         )  # fmt: skip
         return self._loop
 
@@ -100,6 +101,8 @@ class FSDP2(Strategy):
         issued *= self._world.case.microbatches
         if self._world.tensor is not None:
             issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)
+        if self._world.context is not None:
+            issued += announce_rings(cast(Llama, self._model), self._world)
         issued += announce_muon(self._model, self._world.case)
         return count_collectives(issued)
 
@@ -113,6 +116,8 @@ class FSDP2(Strategy):
                     yield from announce_reduction(unit, world)
             if world.tensor is not None:
                 yield from announce_split(stage, world, world.computed)
+            if world.context is not None:
+                yield from announce_rings(stage, world)
             yield from announce_muon(stage, world.case)
         yield from announce_messages(self._stages, world, world.computed)
 

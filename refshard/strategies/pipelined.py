@@ -25,7 +25,7 @@ from refshard.errors import UnsupportedError
 from refshard.models.batch import Batch, Tokens
 from refshard.models.llama import next_token_loss
 from refshard.strategies.base import Loop
-from refshard.strategies.loop import Context
+from refshard.strategies.loop import StepContext
 from refshard.strategies.muon import MakeMuon
 from refshard.strategies.optimizer import make_optimizer
 from refshard.strategies.stages import Stage
@@ -41,15 +41,15 @@ _MULTI: Mapping[str, type[_PipelineScheduleRuntime]] = {
 @final
 class PipelineLoop(Loop):
     """Steps the schedule, and this rank's optimizer. ``wrapped`` are the ``stages`` as a strategy wrapped them, and
-    pass on hidden states of dtype ``residual``. Steps run within ``computing()``.
+    pass on hidden states of dtype ``residual``. Steps run within ``stepping(batch)``.
     """
 
     def __init__(
         self, stages: Sequence[Stage], wrapped: Sequence[nn.Module], world: World, *, residual: torch.dtype,
-        muon: MakeMuon = torch.optim.Muon, computing: Context = nullcontext,
+        muon: MakeMuon = torch.optim.Muon, stepping: StepContext = nullcontext,
     ) -> None:  # fmt: skip
         assert world.pipeline is not None
-        self._group, self._computing = world.pipeline.get_group(), computing
+        self._group, self._stepping = world.pipeline.get_group(), stepping
         self._first, self._last = stages[0].first, stages[-1].last
         self._source = world.case.pipeline_ranks - 1
         self._optimizer = None
@@ -61,7 +61,7 @@ class PipelineLoop(Loop):
     def train(self, batch: Batch) -> Tensor:
         """See :meth:`Loop.train`."""
         assert self._optimizer is not None
-        with self._computing():
+        with self._stepping(batch):
             loss = self._run(self.schedule.step, batch)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -69,7 +69,7 @@ class PipelineLoop(Loop):
 
     def infer(self, batch: Batch) -> Tensor:
         """See :meth:`Loop.infer`."""
-        with torch.no_grad(), self._computing():
+        with torch.no_grad(), self._stepping(batch):
             return self._run(self.schedule.eval, batch)
 
     def _run(self, run: Any, batch: Batch) -> Tensor:

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama, rotary_tables
+from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.stages import layers_of_stages, stages_of_rank
+from refshard.specs.case import CaseSpec
 from refshard.strategies.loop import Context
 from refshard.strategies.world import World
 
@@ -51,6 +53,17 @@ class Stage(nn.Module):
                 x_BTD = layer(x_BTD, cos_T1Q, sin_T1Q)
             out: Tensor = self.lm_head(self.model["norm"](x_BTD)) if self.last else x_BTD
         return out
+
+
+def layers_of(part: Llama | Stage) -> tuple[nn.Module, ...]:
+    """The layers of a model, or of a stage of it, in their order."""
+    return tuple(part.model.layers) if isinstance(part, Llama) else part.layers
+
+
+def recomputed(part: Llama | Stage, case: CaseSpec) -> int:
+    """How many of the part's layers are computed again in backward."""
+    held = range(part.spec.n_layers) if isinstance(part, Llama) else part.held
+    return len(checkpointing_of(case.checkpointing, part.spec.n_layers).layers & set(held))
 
 
 def stages_of(model: Llama, world: World, computing: Context = nullcontext) -> list[Stage]:

@@ -25,7 +25,7 @@ TUNABLE: frozenset[Axis] = frozenset({"comm memory"})
 OWN: frozenset[Axis] = frozenset({"own model"})
 EVERY: frozenset[Axis] = COMPOSED | TUNABLE | OWN
 STAGED: frozenset[Axis] = frozenset({"pipeline", "schedule"})
-COMPOSING: frozenset[Axis] = EVERY | STAGED | {"sequence parallel"}
+COMPOSING: frozenset[Axis] = EVERY | STAGED | {"sequence parallel", "context parallel"}
 
 _TAKES: dict[Axis, tuple[str, ...]] = {
     "lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "adamw-8bit": ("torchao",),
@@ -178,7 +178,7 @@ ROWS: dict[str, Row] = {
         by_block=False,
     ),
     "ddp": Row(
-        module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY | OWN | STAGED, by_block=False,
+        module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY | OWN | STAGED | {"context parallel"}, by_block=False,
         deferred=True,
     ),
     "fsdp1": Row(

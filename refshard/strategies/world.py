@@ -94,9 +94,8 @@ class World:
 
 
 def _data(whole: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
-    shard = "shard"
-    if "context" in sizes:
-        shard = "shard_context"
-        whole["shard", "context"]._flatten(shard)
-    axes = ("replicate", shard) if "replicate" in sizes else (shard,)
-    return whole if axes == tuple(sizes) else whole[axes]
+    if "context" not in sizes:
+        axes = tuple(name for name in ("replicate", "shard") if name in sizes)
+        return whole if axes == tuple(sizes) else whole[axes]
+    shards = whole["shard", "context"]._flatten("shard_context")
+    return whole["replicate", "shard_context"] if "replicate" in sizes else shards

@@ -3,12 +3,10 @@
 By :func:`split` also in composition: FSDP2 and the engine then shard what each rank has.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
 from typing import final
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -17,20 +15,18 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
-from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import CollectiveCount
-from refshard.specs.case import CaseSpec
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.context import Splitting
 from refshard.strategies.deferred import fill
-from refshard.strategies.loop import Context, PlainLoop, autocast
+from refshard.strategies.loop import PlainLoop, autocast
 from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
-from refshard.strategies.stages import Stage
+from refshard.strategies.stages import Stage, layers_of, recomputed
 from refshard.strategies.world import World
 
 
@@ -46,7 +42,7 @@ class TensorParallel(Strategy):
         split(model, world.data, by_sequence=world.case.sequence_parallel)
         fill(model, world)
         return PlainLoop(
-            model, world, computing=autocast(world), stepping=computing_split(world), muon=muon_over_dtensors
+            model, world, computing=autocast(world), stepping=Splitting(model, world), muon=muon_over_dtensors
         )
 
     def wrapped_units(self) -> tuple[str, ...]:
@@ -98,7 +94,7 @@ def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -
         **{f"mlp.{name}_proj": columns for name in ("gate", "up")},
         "mlp.down_proj": rows,
     }
-    for block in _layers(part):
+    for block in layers_of(part):
         parallelize_module(block, mesh, styles)
     ends = {
         "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=outside),
@@ -113,15 +109,6 @@ def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -
         part.tie_weights()
 
 
-def computing_split(world: World) -> Context:
-    """What a step computes within, where :func:`split` may have left the logits split."""
-    return loss_parallel if world.case.sequence_parallel else nullcontext
-
-
-def _layers(part: Llama | Stage) -> Sequence[nn.Module]:
-    return list(part.model.layers) if isinstance(part, Llama) else part.layers
-
-
 def announce_split(part: Llama | Stage, world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
     """``(op, bytes)`` of what :func:`split` communicates in a step, where the residual stream is of dtype ``residual``."""
     first, last = (True, True) if isinstance(part, Llama) else (part.first, part.last)
@@ -131,7 +118,7 @@ def announce_split(part: Llama | Stage, world: World, residual: torch.dtype) -> 
     if world.case.sequence_parallel and world.case.workload == "training":
         # Gradients of norms. A pipeline adds them up before FSDP2 takes them, in what it reduces in.
         times, dtype = (world.case.microbatches, residual) if world.pipeline is None else (1, world.reduced)
-        yield from [("all_reduce", part.spec.dim * dtype.itemsize)] * (2 * len(_layers(part)) + last) * times
+        yield from [("all_reduce", part.spec.dim * dtype.itemsize)] * (2 * len(layers_of(part)) + last) * times
 
 
 def _of_sums(
@@ -141,10 +128,10 @@ def _of_sums(
     before each product by columns; logits are gathered. What is recomputed is summed again, but for a layer's last sum,
     which nothing in its backward needs.
     """
-    layers, tokens = len(_layers(part)), world.microbatch * world.tokens
+    layers, tokens = len(layers_of(part)), world.microbatch * world.tokens
     products, residuals = 2 * layers, int(first)
     if world.case.workload == "training":
-        products += _recomputed(part, world.case)
+        products += recomputed(part, world.case)
         residuals += 2 * layers + last
     yield from [("all_reduce", tokens * part.spec.dim * world.computed.itemsize)] * products
     yield from [("all_reduce", tokens * part.spec.dim * residual.itemsize)] * residuals
@@ -158,19 +145,12 @@ def _of_sequences(
     """As :func:`_of_sums`, but a sum leaves each rank its part of the sequence, which is gathered before each product
     by columns, and in backward the other way round. Of the loss, three numbers of each token are reduced.
     """
-    layers, tokens = len(_layers(part)), world.microbatch * world.tokens
+    layers, tokens = len(layers_of(part)), world.microbatch * world.tokens
     computed, kept = (tokens * part.spec.dim * dtype.itemsize for dtype in (world.computed, residual))
     yield from [("all_gather", kept)] * (2 * layers + last) + [("reduce_scatter", kept)] * first
     yield from [("reduce_scatter", computed)] * 2 * layers
     yield from [("all_reduce", tokens * torch.float32.itemsize)] * 3 * last
     if world.case.workload == "training":
-        again = _recomputed(part, world.case)
+        again = recomputed(part, world.case)
         yield from [("all_gather", computed)] * 2 * layers + [("all_gather", kept)] * (first + 2 * again)
         yield from [("reduce_scatter", kept)] * (2 * layers + last) + [("reduce_scatter", computed)] * again
-
-
-def _recomputed(part: Llama | Stage, case: CaseSpec) -> int:
-    """How many of the part's layers are computed again in backward."""
-    chosen = checkpointing_of(case.checkpointing, part.spec.n_layers).layers
-    held = range(part.spec.n_layers) if isinstance(part, Llama) else part.held
-    return len(chosen & set(held))
