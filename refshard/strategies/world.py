@@ -6,6 +6,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
 from refshard.specs.case import CaseSpec
 
@@ -45,6 +46,9 @@ class World:
         if len(sizes) == 1:
             whole = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
         else:
+            # What DTensor planned for an earlier case's mesh of the same shape names the groups of that one.
+            _clear_python_sharding_prop_cache()
+            _clear_fast_path_sharding_prop_cache()
             whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         split = {name: whole[name] if name in sizes else None for name in ("tensor", "context", "pipeline")}
         return cls(case=case, group=group, device=device, data=_data(whole, sizes), blocks=blocks, **split)
