@@ -104,6 +104,8 @@ def not_composed(case: CaseSpec) -> str:
         for field, only in alone.items():
             if (given := getattr(case, field)) != only:
                 return f"{field} must be {only!r} under a pipeline, got {given!r}; set pipeline_parallel = 1"
+    if case.context_parallel > 1 and case.tuning != "full":
+        return f"tuning must be 'full' under context parallelism, got '{case.tuning}'; set context_parallel = 1"
     if case.schedule == "zero-bubble" and case.checkpointing != "none":
         return (
             "checkpointing must be 'none' for schedule 'zero-bubble', which goes back through a layer twice and would "
