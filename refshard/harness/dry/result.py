@@ -14,7 +14,7 @@ NOTHING = Pool(allocated=0, active=0, reserved=0, requested=0)
 
 
 class DryCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of a case, in a process of its own; the last of :func:`ranks_of` replays them together.
+    """The rank ``rank`` of a case; the last of :func:`ranks_of` replays them together.
 
     ``limited`` by what the GPU's memory holds, or by nothing, to learn what the case would take.
     """
