@@ -18,13 +18,14 @@ from refshard.strategies.table import ROWS, Axis, axes_unavailable
 _HEADS: dict[Axis, str] = {
     "inference": "infer", "microbatches": "micro", "checkpointing": "ckpt", "bf16": "bf16", "lora": "lora",
     "qlora": "qlora", "adamw-8bit": "8-bit", "muon": "muon", "offload": "offl", "replicas": "repl",
-    "tensor parallel": "tp", "comm memory": "mem", "own model": "own",
+    "tensor parallel": "tp", "sequence parallel": "sp", "context parallel": "cp", "pipeline": "pp",
+    "schedule": "sched", "comm memory": "mem", "own model": "own",
 }  # fmt: skip
 """What a column of marks is headed by."""
 _LEGEND = (
     "Options of a case (x: supported): inference; microbatches; activation checkpointing; bf16 over fp32 masters; "
     "LoRA; LoRA on NF4 bases; AdamW with 8-bit state; Muon; offloading to the host; replicas (hybrid sharding); "
-    "tensor parallelism; memory of the process group, or symmetric memory, for collectives; any module of a factory"
+    "tensor, sequence, context and pipeline parallelism; interleaved and zero-bubble schedules; memory of the process group, or symmetric memory, for collectives; any module of a factory"
 )
 Rows = Sequence[Mapping[str, Any]]
 

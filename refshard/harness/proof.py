@@ -1,6 +1,6 @@
 """Whether a launch did what its case claims: units, collectives against the strategy's plan, losses, parameters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -45,10 +45,10 @@ class _Parity:
 
 def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: Sequence[float], peers: Peers) -> Proof:
     """Hold what the ranks and their traces show against what the strategy announced, and against the peers."""
-    announced = ranks[0].announced
+    announced, units = ranks[0].announced, units_of_all([rank.wrapped_units for rank in ranks])
     differing = next((step for step in traces.per_step if step[1] != ranks[step[0]].announced), None)
     failures = [*_failed_collectives(case, ranks, traces, differing)]
-    failures += failed_units(case, ranks[0].blocks, ranks[0].wrapped_units)
+    failures += failed_units(case, ranks[0].blocks, units)
     if len(losses) < case.total_steps or any(len(r.step_times_s) != case.measured_steps for r in ranks):
         failures.append("a rank left fewer losses or step times than steps")
     parity, identical, bits_note = _Parity(value=None, note=NOT_COMPARABLE), None, NOT_COMPARABLE
@@ -59,7 +59,7 @@ def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: S
         if any(r.parameters_sha256 != ranks[0].parameters_sha256 for r in ranks):
             failures.append("the ranks ended with different parameters")
     return Proof(
-        wrapped_units=ranks[0].wrapped_units,
+        wrapped_units=units,
         announced=announced,
         traced=(differing or next(iter(traces.per_step), (0, ())))[1],
         parity_steps=case.warmup_steps,
@@ -72,6 +72,11 @@ def prove(case: CaseSpec, ranks: Sequence[RankResult], traces: Traces, losses: S
         bits_note=bits_note,
         failures=tuple(failures),
     )
+
+
+def units_of_all(units: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """The units that any rank has: in a pipeline each has its own."""
+    return tuple(dict.fromkeys(unit for own in units for unit in own))
 
 
 def failed_units(case: CaseSpec, blocks: Sequence[str], units: Sequence[str]) -> Iterator[str]:
@@ -101,7 +106,9 @@ def _failed_collectives(
     if differing is not None:
         rank, found = differing
         yield f"the plan announced {counts(ranks[rank].announced)}, the trace shows {counts(found)}"
-    if any(_of_all(rank.announced) != _of_all(announced) for rank in ranks):
+    alike = len(ranks) // case.pipeline_ranks or 1  # ranks of one stage follow each other
+    firsts = [ranks[place // alike * alike] for place in range(len(ranks))]
+    if any(_of_all(rank.announced) != _of_all(first.announced) for rank, first in zip(ranks, firsts)):
         yield "the ranks announced different collectives"
     yield from failed_announcement(case, announced)
     if len(traces.per_step) != case.processes * case.traced_steps:

@@ -76,7 +76,7 @@ def reduced_for(case: CaseSpec, environment: Environment) -> Reduced | None:
     )
     return Reduced(
         case=reduced,
-        model=whole.reduced(case.world_size if case.strategy == "pipeline" else _LAYERS),
+        model=whole.reduced(max(_LAYERS, case.pipeline_ranks * case.interleave)),
         why=f"one unsharded rank would need about {format_bytes(needed)}, and has {format_bytes(memory)}",
     )
 

@@ -43,7 +43,7 @@ class Trainer:
     @property
     def held(self) -> int:
         """How many of the trained elements this rank holds; padding is none of them."""
-        parameters = (p for p in self._subject.model.parameters() if p.requires_grad)
+        parameters = (p for p in self._subject.model.parameters() if p.requires_grad and not p.is_meta)
         return sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in parameters)
 
     @property

@@ -43,9 +43,9 @@ def main(program: str, folder: Path, launcher: int) -> int:
 
         return describe_rank(folder)
     if program == "dryrun":
-        from refshard.harness.dry.rank import run_dry_rank
+        from refshard.harness.dry.rank import run_dry_ranks
 
-        return run_dry_rank(folder)
+        run_dry_ranks(folder)
     if "MASTER_PORT" not in os.environ:
         from refshard.harness.meeting import meet
 

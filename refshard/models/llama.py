@@ -59,7 +59,12 @@ class Llama(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and final norm: all but the head."""
+    """Embedding, blocks and final norm: all but the head.
+
+    ``positions`` are those of its tokens in their sequence, int64 (T); by default all from 0 on.
+    """
+
+    positions: Tensor | int | None = None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -71,7 +76,8 @@ class Backbone(nn.Module):
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Map token ids (B, T) int64 to normalised hidden states (B, T, D)."""
         x_BTD: Tensor = self.embed_tokens(tokens_BT)
-        cos_T1Q, sin_T1Q = rotary_tables(self.spec, tokens_BT.shape[1], x_BTD)
+        positions = tokens_BT.shape[1] if self.positions is None else self.positions
+        cos_T1Q, sin_T1Q = rotary_tables(self.spec, positions, x_BTD)
         for layer in self.layers:
             x_BTD = layer(x_BTD, cos_T1Q, sin_T1Q)
         normed_BTD: Tensor = self.norm(x_BTD)
@@ -149,12 +155,16 @@ class FeedForward(nn.Module):
         return out_BTD
 
 
-def rotary_tables(spec: ModelSpec, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (T, 1, Q) for :func:`rotate`, on the device and in the dtype of ``like``.
+def rotary_tables(spec: ModelSpec, positions: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (T, 1, Q) for :func:`rotate`, on the device and in the dtype of ``like``, of these
+    positions (T) or of as many from 0 on.
 
     Angles are taken in fp32 whatever the dtype: bf16 cannot tell position 256 from 257.
     """
-    positions_T = torch.arange(seq_len, dtype=torch.float32, device=like.device)
+    if isinstance(positions, int):
+        positions_T = torch.arange(positions, dtype=torch.float32, device=like.device)
+    else:
+        positions_T = positions.to(torch.float32)
     angles = positions_T[:, None, None] * _rotary_frequencies(spec, like.device)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1).to(like.dtype), torch.cat((-sin, sin), dim=-1).to(like.dtype)
@@ -257,5 +267,9 @@ def parameter_seed(name: str, seed: int) -> int:
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy (nats, scalar fp32) of target ids (B, T) int64 under logits (B, T, V)."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+    """Mean cross entropy (nats, scalar fp32) of target ids (B, T) int64 under logits (B, T, V), which may be a DTensor
+    within torch's ``loss_parallel()``.
+    """
+    loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+    # No view: torch's zero-bubble schedules detach it in place.
+    return loss.to_local().clone() if isinstance(loss, DTensor) else loss

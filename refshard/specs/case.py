@@ -1,11 +1,13 @@
 """One case: one run of one strategy, complete in itself and identified by the hash of its content."""
 
 import hashlib
+import math
 import re
 from typing import Literal
 
 import msgspec
 
+from refshard.specs.configuration import Schedule
 from refshard.specs.reading import LARGEST, within
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -21,11 +23,16 @@ WHOLE_BATCH = frozenset({"tensor-parallel", "pipeline"})
 """Strategies that split the model alone: all ranks work on the same tokens."""
 REPEATING: frozenset[Fidelity] = frozenset({"dryrun", "simulated"})
 """Fidelities of which a second launch says nothing new: all times are calculated."""
+_AXES = ("replicas", "tensor_parallel", "context_parallel", "pipeline_parallel")
+"""Fields whose product divides the number of ranks."""
 _COUNTS = (
-    "world_size", "global_batch", "seq_len", "microbatches", "replicas", "tensor_parallel", "threads_per_rank",
-    "measured_steps", "traced_steps",
+    "world_size", "global_batch", "seq_len", "microbatches", "replicas", "tensor_parallel", "context_parallel",
+    "pipeline_parallel", "interleave", "threads_per_rank", "measured_steps", "traced_steps",
 )  # fmt: skip
-_ADDED = ("precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel", "comm_memory")
+_ADDED = (
+    "precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel", "sequence_parallel",
+    "context_parallel", "pipeline_parallel", "interleave", "schedule", "comm_memory",
+)  # fmt: skip
 """Fields that count for a spec's hash only where they are given, so that specs keep the hash that they had before."""
 
 
@@ -53,7 +60,11 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     - ``offload`` keeps masters, gradients and optimizer state in the host's memory.
     - ``replicas`` is hybrid sharding: as many groups of ranks shard, and replicate to each other.
     - ``tensor_parallel`` ranks that follow each other split every block's matrices; each such group is one rank to the
-      strategy. All ranks of a strategy in :data:`WHOLE_BATCH` work on the same tokens.
+      strategy. All ranks of a strategy in :data:`WHOLE_BATCH` work on the same tokens. With ``sequence_parallel`` they
+      split norms and the residual stream by sequence too, and the loss by vocabulary.
+    - ``context_parallel`` ranks split every sequence; the strategy shards over them too.
+    - ``pipeline_parallel`` ranks each hold ``interleave`` stages of layers, and pass the microbatches of a step from
+      one to the next in the order of ``schedule``.
     - ``comm_memory`` is what collectives gather to and reduce from: by default what the strategy takes by itself;
       torch's caching allocator's (``"allocator"``), the process group's (``"group"``), or symmetric memory, with
       gathers by copy engines (``"symmetric"``). Knobs that one strategy alone has are no axis but rows of their own.
@@ -78,6 +89,11 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     offload: bool = False
     replicas: int = 1
     tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    interleave: int = 1
+    schedule: Schedule = "1f1b"
     comm_memory: CommMemory = "default"
     fidelity: Fidelity = "measured"
     cluster: str = ""
@@ -99,6 +115,9 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         within("warmup_steps", self.warmup_steps, 10)
         within("seed", self.seed, 0)
         self._check_ranks()
+        self._check_batch()
+        self._check_sequence()
+        self._check_pipeline()
         self._check_axes()
         self._check_fidelity()
         if not 0 < self.learning_rate < 1:
@@ -125,25 +144,31 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """That the ranks can be divided as asked, and the batch over them."""
         if self.strategy == REFERENCE_STRATEGY and self.world_size != 1:
             raise ValueError(f"world_size must be 1 for strategy '{REFERENCE_STRATEGY}', got {self.world_size}")
-        if self.world_size % (self.replicas * self.tensor_parallel):
-            raise ValueError(
-                f"world_size must be a multiple of replicas * tensor_parallel = {self.replicas} * "
-                f"{self.tensor_parallel}, got {self.world_size}"
-            )
-        if self.replicas > 1 and self.replicas * self.tensor_parallel == self.world_size:
+        axes = {name: size for name in _AXES if (size := getattr(self, name)) > 1}
+        product, words = math.prod(axes.values()), " * ".join(axes)
+        if self.world_size % product:
+            sizes = " * ".join(map(str, axes.values()))
+            raise ValueError(f"world_size must be a multiple of {words} = {sizes}, got {self.world_size}")
+        if self.replicas > 1 and product // self.context_parallel == self.world_size:
             raise ValueError(
                 f"replicas must leave 2 or more ranks to shard over, got {self.replicas} of {self.world_size}; to "
                 "shard nothing, use 'ddp' or 'refshard-replicate'"
             )
-        if self.strategy in WHOLE_BATCH and self.replicas * self.tensor_parallel > 1:
+        if self.strategy in WHOLE_BATCH and axes:
             raise ValueError(
-                f"replicas and tensor_parallel must be 1 for strategy '{self.strategy}', which splits the model over "
-                f"all ranks, got {self.replicas} and {self.tensor_parallel}"
+                f"{next(iter(axes))} must be 1 for strategy '{self.strategy}', which splits the model over all ranks, "
+                f"got {next(iter(axes.values()))}"
             )
-        if self.fidelity not in ("measured", "dryrun") and self.tensor_parallel > 1:
-            raise ValueError(
-                f"tensor_parallel must be 1 unless a case is measured or a dry run, got {self.tensor_parallel}"
-            )
+        if self.fidelity not in ("measured", "dryrun"):
+            for name in (*_AXES[1:], "sequence_parallel"):
+                if (given := getattr(self, name)) > 1 or given is True:
+                    raise ValueError(
+                        f"{name} must be {'false' if given is True else 1} unless a case is measured or a dry run, got "
+                        f"{str(given).lower()}"
+                    )
+
+    def _check_batch(self) -> None:
+        """That the batch can be divided over the ranks."""
         ranks, parts = self.data_ranks, self.microbatches
         if self.global_batch % (ranks * parts):
             words = "world_size" if ranks == self.world_size else "data-parallel ranks"
@@ -153,6 +178,29 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 else f"{words} = {ranks}"
             )
             raise ValueError(f"global_batch must be a multiple of {by}, got {self.global_batch}")
+
+    def _check_sequence(self) -> None:
+        """That ranks can divide the sequences as asked."""
+        if self.sequence_parallel and self.tensor_ranks == 1:
+            raise ValueError("sequence_parallel must be false unless tensor_parallel is 2 or more, got true")
+        # Each context rank has a piece from the front and one from the back, for they attend to the same number.
+        pieces = 2 * self.context_parallel if self.context_parallel > 1 else 1
+        pieces *= self.tensor_ranks if self.sequence_parallel else 1
+        if self.seq_len % pieces:
+            raise ValueError(f"seq_len must be a multiple of {pieces}, to be split over ranks, got {self.seq_len}")
+
+    def _check_pipeline(self) -> None:
+        """That the schedule fits the stages."""
+        if self.pipeline_ranks == 1 and (self.interleave > 1 or self.schedule != "1f1b"):
+            raise ValueError(
+                f"interleave must be 1 and schedule '1f1b' without a pipeline, got {self.interleave} and "
+                f"'{self.schedule}'; set pipeline_parallel"
+            )
+        if self.schedule != "zero-bubble" and (self.schedule == "1f1b") != (self.interleave == 1):
+            raise ValueError(
+                "interleave must be 1 for schedule '1f1b' and at least 2 for 'interleaved', got "
+                f"{self.interleave} for '{self.schedule}'"
+            )
 
     def _check_axes(self) -> None:
         policy = self.checkpointing
@@ -200,6 +248,14 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             words.append(f"{self.replicas} replicas")
         if self.tensor_parallel > 1:
             words.append(f"tensor parallel {self.tensor_parallel}")
+        if self.sequence_parallel:
+            words.append("sequence parallel")
+        if self.context_parallel > 1:
+            words.append(f"context parallel {self.context_parallel}")
+        if self.pipeline_parallel > 1:
+            words.append(f"pipeline {self.pipeline_parallel}")
+        if self.schedule != "1f1b":
+            words.append(self.schedule if self.interleave == 1 else f"{self.schedule} {self.interleave}")
         if self.comm_memory != "default":
             words.append(f"{self.comm_memory} memory")
         if self.fidelity != "measured":
@@ -238,7 +294,22 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def data_ranks(self) -> int:
         """Over how many ranks the batch is divided; the others work on the tokens of one of these."""
-        return 1 if self.strategy in WHOLE_BATCH else self.world_size // self.tensor_parallel
+        return self.world_size // (self.pipeline_ranks * self.context_parallel * self.tensor_ranks)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """How many ranks split each matrix."""
+        return self.world_size if self.strategy == "tensor-parallel" else self.tensor_parallel
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """How many ranks pass each microbatch on."""
+        return self.world_size if self.strategy == "pipeline" else self.pipeline_parallel
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The first rank of each pipeline rank's, which tells of the others of its own: they compute alike."""
+        return tuple(range(0, self.world_size, self.world_size // self.pipeline_ranks))
 
     @property
     def processes(self) -> int:
@@ -273,6 +344,11 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             offload=False,
             replicas=1,
             tensor_parallel=1,
+            sequence_parallel=False,
+            context_parallel=1,
+            pipeline_parallel=1,
+            interleave=1,
+            schedule="1f1b",
             comm_memory="default",
             memory_limit_gib=None,
             fidelity="measured",

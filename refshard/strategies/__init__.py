@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from refshard.errors import SpecError, UnsupportedError, nearest
 from refshard.specs.case import CaseSpec
-from refshard.strategies.table import ROWS, asked, axes_unavailable, not_dry_run, not_with_own
+from refshard.strategies.table import ROWS, asked, axes_unavailable, not_composed, not_dry_run, not_with_own
 
 if TYPE_CHECKING:
     from refshard.strategies.base import Strategy
@@ -64,7 +64,7 @@ def check_case(case: CaseSpec, *, cuda: bool) -> None:
         raise UnsupportedError(
             f"refshard does not support {case.strategy} with {lacking}; see refshard list strategies"
         )
-    if why := not_with_own(case):
+    if why := not_with_own(case) or not_composed(case):
         raise UnsupportedError(why)
     if case.fidelity == "dryrun" and (why := not_dry_run(case)):
         raise UnsupportedError(why)

@@ -4,7 +4,7 @@ A model that is not on the meta device is left as it is by all of these. A modul
 alone, which compute no values, so it is given storage only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -19,6 +19,16 @@ def fill(model: nn.Module, world: World) -> None:
         model.to_empty(device="cpu" if world.case.offload else world.device)
         if isinstance(model, Llama):
             initialise(model, world.case.seed, world.device)
+
+
+def fill_stages(stages: Iterable[nn.Module], model: Llama, world: World) -> None:
+    """As :func:`fill`, of this rank's stages of ``model``, sharded or not."""
+    initial = Initialiser(model, world.case.seed, world.device)
+    for stage in stages:
+        if _on_meta(stage):
+            stage.to_empty(device=world.device)
+            for module in stage.modules():
+                initial(module)
 
 
 def values(model: nn.Module, world: World) -> Callable[[nn.Module], None] | None:

@@ -1,8 +1,9 @@
 """What FSDP2 makes of a model: its units as they are found there, what they gather and reduce, its whole parameters."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,13 +96,23 @@ def announce_reduction(unit: PaddedUnit, world: World) -> Iterator[tuple[str, in
 
 
 def full_dtensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather the model's DTensor parameters one by one, offloaded ones where their mesh is: there is its backend."""
+    """Gather the model's DTensor parameters one by one."""
+    for name, gather in deferred_dtensors(model):
+        yield name, gather()
+
+
+def deferred_dtensors(model: nn.Module) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """What gathers each of the model's DTensor parameters, offloaded ones where their mesh is: there is its backend."""
     _reshard(model)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        placed = parameter.detach().to(parameter.device_mesh.device_type)
-        assert isinstance(placed, DTensor)
-        yield name, placed.full_tensor()
+        yield name, partial(_full, parameter)
+
+
+def _full(parameter: DTensor) -> torch.Tensor:
+    placed = parameter.detach().to(parameter.device_mesh.device_type)
+    assert isinstance(placed, DTensor)
+    return placed.full_tensor()
 
 
 def _reshard(model: nn.Module) -> None:

@@ -15,14 +15,16 @@ from refshard.strategies.optimizer import make_optimizer
 from refshard.strategies.world import World
 
 Context = Callable[[], AbstractContextManager[object]]
+StepContext = Callable[[Batch], AbstractContextManager[object]]
 
 
 @final
 class PlainLoop(Loop):
     """Forward, backward, optimizer step.
 
-    All microbatches but a step's last run within ``unsynced()``, forward and backward; every forward and its loss
-    within ``computing()``. ``muon`` makes Muon of the model's matrices, if the case asks for it.
+    A step runs within ``stepping(batch)``, forward and backward; all its microbatches but the last within
+    ``unsynced()``; every forward and its loss within ``computing()``. ``muon`` makes Muon of the model's matrices, if
+    the case asks for it.
     """
 
     def __init__(
@@ -32,10 +34,11 @@ class PlainLoop(Loop):
         *,
         unsynced: Context = nullcontext,
         computing: Context = nullcontext,
+        stepping: StepContext = nullcontext,
         muon: MakeMuon = torch.optim.Muon,
     ) -> None:
         self._module, self._parts = module, world.case.microbatches
-        self._unsynced, self._computing = unsynced, computing
+        self._unsynced, self._computing, self._stepping = unsynced, computing, stepping
         self._optimizer: torch.optim.Optimizer | None = None
         # torchao compiles its step, on a CPU for more than a minute, and not at all beneath what watches operators.
         on_cpu = world.device.type == "cpu" or world.case.offload
@@ -48,24 +51,29 @@ class PlainLoop(Loop):
     def train(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.train`. Microbatches are of one size: the mean of their means is the mean over the batch."""
         assert self._optimizer is not None
-        losses, parts = [], self._parts
-        for index, part in enumerate(batch.split(parts)):
-            with nullcontext() if index == parts - 1 else self._unsynced():
-                loss = self._loss(part)
-                (loss / parts if parts > 1 else loss).backward()
-            losses.append(loss.detach())
+        with self._stepping(batch):
+            losses = self._accumulate(batch)
         mean = torch.stack(losses).mean()
-        with self._stepping():
+        with self._optimizing():
             self._optimizer.step()
         self._optimizer.zero_grad()
         return mean
 
     def infer(self, batch: Batch) -> torch.Tensor:
         """See :meth:`Loop.infer`."""
-        with torch.no_grad():
+        with torch.no_grad(), self._stepping(batch):
             return self._loss(batch)
 
-    def _stepping(self) -> AbstractContextManager[object]:
+    def _accumulate(self, batch: Batch) -> list[torch.Tensor]:
+        losses, parts = [], self._parts
+        for index, part in enumerate(batch.split(parts)):
+            with nullcontext() if index == parts - 1 else self._unsynced():
+                loss = self._loss(part)
+                (loss / parts if parts > 1 else loss).backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _optimizing(self) -> AbstractContextManager[object]:
         return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
 
     def _loss(self, batch: Batch) -> torch.Tensor:

@@ -13,7 +13,8 @@ from refshard.specs.model import is_factory
 
 Axis = Literal[
     "inference", "microbatches", "checkpointing", "bf16", "lora", "qlora", "adamw-8bit", "muon", "offload",
-    "replicas", "tensor parallel", "comm memory", "own model",
+    "replicas", "tensor parallel", "sequence parallel", "context parallel", "pipeline", "schedule", "comm memory",
+    "own model",
 ]  # fmt: skip
 """What a case may ask for beside plain training."""
 PLAIN: frozenset[Axis] = frozenset({"inference", "microbatches", "checkpointing", "bf16", "adamw-8bit", "muon"})
@@ -23,6 +24,8 @@ COMPOSED: frozenset[Axis] = SHARDED | {"tensor parallel"}
 TUNABLE: frozenset[Axis] = frozenset({"comm memory"})
 OWN: frozenset[Axis] = frozenset({"own model"})
 EVERY: frozenset[Axis] = COMPOSED | TUNABLE | OWN
+STAGED: frozenset[Axis] = frozenset({"pipeline", "schedule"})
+COMPOSING: frozenset[Axis] = EVERY | STAGED | {"sequence parallel", "context parallel"}
 
 _TAKES: dict[Axis, tuple[str, ...]] = {
     "lora": ("peft",), "qlora": ("peft", "bitsandbytes"), "adamw-8bit": ("torchao",),
@@ -37,8 +40,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     said when it was made to run without a CUDA device; empty where it runs. One that ``compiles`` does so in its first
     step, for seconds or minutes. One that ``labels`` writes into a trace which unit computes; of others the harness
     does, unless they compile. Every block of the model is a unit ``by_block``, or holds some. One that is ``deferred``
-    takes a model on the meta device too, and fills it once it is sharded. Of one that is ``staged`` ranks differ in
-    what they compute; else any rank tells of all. ``why_not`` says why the peer cannot have an axis, where it cannot.
+    takes a model on the meta device too, and fills it once it is sharded. ``why_not`` says why the peer cannot have an
+    axis, where it cannot.
     """
 
     module: str
@@ -53,7 +56,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     labels: bool = False
     by_block: bool = True
     deferred: bool = False
-    staged: bool = False
     why_not: dict[Axis, str] = {}
 
     def missing(self) -> str:
@@ -95,6 +97,23 @@ def not_dry_run(case: CaseSpec) -> str:
     return ""
 
 
+def not_composed(case: CaseSpec) -> str:
+    """Why the axes that a case asks for cannot be had together, in words; empty if they can."""
+    if case.pipeline_ranks > 1:
+        alone = {"tuning": "full", "offload": False, "comm_memory": "default"}
+        for field, only in alone.items():
+            if (given := getattr(case, field)) != only:
+                return f"{field} must be {only!r} under a pipeline, got {given!r}; set pipeline_parallel = 1"
+    if case.context_parallel > 1 and case.tuning != "full":
+        return f"tuning must be 'full' under context parallelism, got '{case.tuning}'; set context_parallel = 1"
+    if case.schedule == "zero-bubble" and case.checkpointing != "none":
+        return (
+            "checkpointing must be 'none' for schedule 'zero-bubble', which goes back through a layer twice and would "
+            f"recompute it twice, got {case.checkpointing!r}; use schedule 'interleaved'"
+        )
+    return ""
+
+
 def not_with_own(case: CaseSpec) -> str:
     """Why a case whose model is a factory's cannot have what it asks for, in words; empty if it can."""
     if not is_factory(case.model):
@@ -103,6 +122,8 @@ def not_with_own(case: CaseSpec) -> str:
         "tuning": case.tuning != "full",
         "optimizer": case.optimizer == "muon",
         "tensor_parallel": case.tensor_parallel > 1,
+        "context_parallel": case.context_parallel > 1,
+        "pipeline_parallel": case.pipeline_parallel > 1,
         "checkpointing": case.checkpointing == "selective",
     }
     if field := next((name for name, asked_for in of_llama.items() if asked_for), None):
@@ -138,6 +159,10 @@ def asked(case: CaseSpec) -> frozenset[Axis]:
         "offload": case.offload,
         "replicas": case.replicas > 1,
         "tensor parallel": case.tensor_parallel > 1,
+        "sequence parallel": case.sequence_parallel,
+        "context parallel": case.context_parallel > 1,
+        "pipeline": case.pipeline_parallel > 1,
+        "schedule": case.schedule != "1f1b",
         "comm memory": case.comm_memory != "default",
         "own model": is_factory(case.model),
     }
@@ -154,7 +179,10 @@ ROWS: dict[str, Row] = {
         axes=ANY | OWN,
         by_block=False,
     ),
-    "ddp": Row(module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY | OWN, by_block=False),
+    "ddp": Row(
+        module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY | OWN | STAGED | {"context parallel"}, by_block=False,
+        deferred=True,
+    ),
     "fsdp1": Row(
         module="peers.fsdp1", class_name="FSDP1", about="torch's FullyShardedDataParallel, FULL_SHARD",
         axes=SHARDED - {"muon"} | OWN, why_not=FLAT, deferred=True,
@@ -176,12 +204,12 @@ ROWS: dict[str, Row] = {
         arguments={"sharding": "NO_SHARD"}, deferred=True,
     ),
     "fsdp2": Row(
-        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=EVERY,
+        module="fsdp2", class_name="FSDP2", about="torch's fully_shard by its tutorial", axes=COMPOSING,
         labels=True, deferred=True,
     ),
     **{
         name: Row(
-            module="fsdp2", class_name="FSDP2", about=about, axes=EVERY, arguments=knobs, labels=True,
+            module="fsdp2", class_name="FSDP2", about=about, axes=COMPOSING, arguments=knobs, labels=True,
             deferred=True,
         )
         for name, about, knobs in (
@@ -256,12 +284,12 @@ ROWS: dict[str, Row] = {
     ),
     "tensor-parallel": Row(
         module="peers.tensor_parallel", class_name="TensorParallel", about="torch's parallelize_module over all ranks",
-        axes=PLAIN, deferred=True,
+        axes=PLAIN | {"sequence parallel"}, deferred=True,
     ),
     "pipeline": Row(
-        module="peers.pipeline", class_name="Pipeline", about="torch's 1F1B schedule, blocks divided over all ranks",
-        by_block=False, deferred=True, staged=True,
-        axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit", "muon"}),
+        module="peers.pipeline", class_name="Pipeline", about="torch's pipeline schedules, blocks divided over all ranks",
+        by_block=False, deferred=True,
+        axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit", "muon", "schedule"}),
     ),
     **{
         f"refshard-{mode}": Row(

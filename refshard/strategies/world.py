@@ -6,6 +6,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
 from refshard.specs.case import CaseSpec
 
@@ -14,9 +15,10 @@ from refshard.specs.case import CaseSpec
 class World:
     """The ranks of a case, and how it divides them.
 
-    ``data`` is the mesh that batches are divided over and that a strategy shards over: of one axis, ``"shard"``; with
-    replicas of two, ``"replicate"`` and ``"shard"``. ``tensor`` is the mesh of the ranks that split each matrix with
-    this one, if the case asks for that. ``blocks`` are the names of the modules that become units.
+    ``data`` is the mesh that a strategy shards over: of one axis, ``"shard"``, which context-parallel ranks lie on too;
+    with replicas of two, ``"replicate"`` and ``"shard"``. ``tensor`` is the mesh of the ranks that split each matrix
+    with this one, ``context`` of those that split each sequence, ``pipeline`` of those that pass microbatches on, each
+    if the case asks for that. ``blocks`` are the names of the modules that become units.
     """
 
     case: CaseSpec
@@ -24,30 +26,53 @@ class World:
     device: torch.device
     data: DeviceMesh
     tensor: DeviceMesh | None
+    context: DeviceMesh | None
+    pipeline: DeviceMesh | None
     blocks: tuple[str, ...]
 
     @classmethod
     def of(cls, case: CaseSpec, group: dist.ProcessGroup, device: torch.device, blocks: tuple[str, ...]) -> Self:
         """Divide the ranks of ``group``, which are all that there are; each of them must call this."""
-        if case.replicas * case.tensor_parallel == 1:
-            data, tensor = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",)), None
+        sizes = {
+            "pipeline": case.pipeline_ranks,
+            "replicate": case.replicas,
+            "shard": case.data_ranks // case.replicas,
+            "context": case.context_parallel,
+            "tensor": case.tensor_parallel,
+        }
+        if case.strategy == "tensor-parallel":
+            sizes["shard"] = case.world_size  # its only axis, which it splits over
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        if len(sizes) == 1:
+            whole = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
         else:
-            sizes = {
-                "replicate": case.replicas,
-                "shard": case.world_size // case.replicas // case.tensor_parallel,
-                "tensor": case.tensor_parallel,
-            }
-            sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
-            mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-            axes = tuple(name for name in sizes if name != "tensor")
-            data = mesh[axes] if "tensor" in sizes else mesh
-            tensor = mesh["tensor"] if "tensor" in sizes else None
-        return cls(case=case, group=group, device=device, data=data, tensor=tensor, blocks=blocks)
+            # What DTensor planned for an earlier case's mesh of the same shape names the groups of that one.
+            _clear_python_sharding_prop_cache()
+            _clear_fast_path_sharding_prop_cache()
+            whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        split = {name: whole[name] if name in sizes else None for name in ("tensor", "context", "pipeline")}
+        return cls(case=case, group=group, device=device, data=_data(whole, sizes), blocks=blocks, **split)
 
     @property
     def data_rank(self) -> int:
         """This rank's place among those that divide the batch."""
-        return self.group.rank() // self.case.tensor_parallel % self.case.data_ranks
+        within = self.case.tensor_ranks * self.case.context_parallel
+        return self.group.rank() // within % self.case.data_ranks
+
+    @property
+    def stage_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return 0 if self.pipeline is None else self.pipeline.get_local_rank()
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences of a microbatch."""
+        return self.case.global_batch // self.case.data_ranks // self.case.microbatches
+
+    @property
+    def tokens(self) -> int:
+        """Of each sequence, the tokens that this rank and those that split matrices with it compute on."""
+        return self.case.seq_len // self.case.context_parallel
 
     @property
     def shards(self) -> int:
@@ -70,3 +95,11 @@ class World:
     def computed(self) -> torch.dtype:
         """What parameters are computed with."""
         return torch.bfloat16 if self.case.precision == "bf16" else torch.float32
+
+
+def _data(whole: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
+    if "context" not in sizes:
+        axes = tuple(name for name in ("replicate", "shard") if name in sizes)
+        return whole if axes == tuple(sizes) else whole[axes]
+    shards = whole["shard", "context"]._flatten("shard_context")
+    return whole["replicate", "shard_context"] if "replicate" in sizes else shards

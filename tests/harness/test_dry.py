@@ -13,7 +13,7 @@ from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Pool
 from refshard.errors import SpecError
 from refshard.harness.dry.record import NOT_CLAIMED, launch_dry, prove_dry, record_dry
-from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, StepResult, result_file
+from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, StepResult, rank_folder, result_file
 from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.rank import trace_file
@@ -304,7 +304,9 @@ class Leaves(Launcher):
         self.asked.append(asked)
         on_progress("build")
         if (result := self._answer(asked)) is not None:
-            result_file(folder).write_bytes(msgspec.json.encode(result))
+            path = result_file(rank_folder(folder, 0))
+            path.parent.mkdir()
+            path.write_bytes(msgspec.json.encode(result))
         return self._launch
 
     def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:

@@ -44,6 +44,7 @@ C10D = {
     "all_gather_into_tensor_out": ("all_gather", lambda args: args[0].nbytes * args[1]),
     "all_gather_into_tensor": ("all_gather", lambda args: args[0].nbytes * args[1]),
     "reduce_scatter_tensor": ("reduce_scatter", lambda args: args[0].nbytes),
+    "all_to_all_single": ("all_to_all", lambda args: args[0].nbytes),
 }
 
 
@@ -79,7 +80,7 @@ class CountingMode(TorchDispatchMode):
 
     def _sent(self, op: str, size: int, args: Any) -> float:
         ranks = dist.get_world_size()
-        if op == "all_to_all" and (split := args[4]):
+        if op == "all_to_all" and len(args) > 4 and (split := args[4]):
             return size * (1 - float(split[dist.ProcessGroup.unbox(args[2]).rank()] / sum(split)))
         return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 

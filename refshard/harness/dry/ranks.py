@@ -23,6 +23,8 @@ from refshard.specs.cluster import ClusterSpec
 STEPS = 3
 """The third is the first whose like was there before: the first makes the optimizer's state, and before the second DDP
 lays out its buckets anew."""
+GPU = 0
+"""The only GPU that a rank's process sees."""
 BUILT = "build"
 """The mark between building and the steps; peaks of memory are those of the steps."""
 
@@ -49,13 +51,13 @@ def _settled(
     asked: DryCase, result: DryResult, recordings: Sequence[Recording], cluster: ClusterSpec, ext: ModuleType
 ) -> tuple[DryResult, tuple[Settled, ...]]:
     """The ranks as on GPUs: within their memory if they fit, else without a limit."""
-    memory_bytes, device = cluster.accelerator.memory_bytes, asked.rank % cluster.ranks_per_node
+    memory_bytes = cluster.accelerator.memory_bytes
     as_run = memory_bytes if asked.limited else UNLIMITED_BYTES
-    found = settle(recordings, cluster, ext, device, as_run_bytes=as_run, total_bytes=memory_bytes, reset=BUILT)
+    found = settle(recordings, cluster, ext, GPU, as_run_bytes=as_run, total_bytes=memory_bytes, reset=BUILT)
     refused = next((one for one in found if one.allocator.refused), None)
     if refused is not None:
         result = msgspec.structs.replace(result, limited=_refused(refused))
-        found = settle(recordings, cluster, ext, device, as_run_bytes=as_run, total_bytes=UNLIMITED, reset=BUILT)
+        found = settle(recordings, cluster, ext, GPU, as_run_bytes=as_run, total_bytes=UNLIMITED, reset=BUILT)
     warnings = dict.fromkeys((*result.warnings, *(told for one in found for told in retried(one.allocator.retries))))
     return msgspec.structs.replace(result, fits=refused is None, warnings=tuple(warnings)), found
 

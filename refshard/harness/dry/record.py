@@ -13,7 +13,7 @@ from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, rank_fol
 from refshard.harness.failure import timeout_text, without_home
 from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.metrics import complete, flops_words, rates, recompute_words, traced_parts
-from refshard.harness.proof import counts, failed_announcement, failed_units
+from refshard.harness.proof import counts, failed_announcement, failed_units, units_of_all
 from refshard.harness.rank import trace_file
 from refshard.harness.subject import CONVENTION
 from refshard.quantities import format_bytes
@@ -29,7 +29,7 @@ NOT_CLAIMED = "not claimed: a dry run computes no values"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryOutcome:
-    """The results of a case's ranks; ``launch`` says how the last of their launches ended.
+    """The results of a case's ranks; ``launch`` says how their launch ended.
 
     If the case ran out of memory, ``unlimited`` holds the results of a second run without a memory limit.
     """
@@ -61,7 +61,7 @@ def check_dry(case: CaseSpec) -> None:
 
 
 def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None]) -> DryOutcome:
-    """Run the ranks of ``case`` in turn. If one runs out of memory, run all again without a memory limit.
+    """Run the ranks of ``case``. If one runs out of memory, run all again without a memory limit.
 
     If it ran out only because ``record_stream()`` held memory back for too long, the second run is the case's.
     """
@@ -79,21 +79,17 @@ def launch_dry(case: CaseSpec, launcher: Launcher, work: Path, on_progress: Call
 def _launch(
     case: CaseSpec, launcher: Launcher, work: Path, on_progress: Callable[[str], None], *, limited: bool
 ) -> DryOutcome:
-    """Run the ranks in turn; stop after the first that does not end ok."""
+    """Run the ranks, and read the results that there are up to the first that is not ok."""
+    work.mkdir(parents=True, exist_ok=True)
+    (work / ASKED_FILE).write_bytes(msgspec.json.encode(DryCase(case=case, limited=limited)))
+    job = Job(program="dryrun", processes=case.processes, time_limit_s=case.time_limit_s)
+    words = "" if limited else "without a memory limit, "
+    launch = launcher.launch(job, work, lambda text: on_progress(words + text))
     results: list[DryResult] = []
-    ranks, launch = ranks_of(case), LaunchOutcome()
-    for rank in ranks:
-        words = ("" if limited else "without a memory limit, ") + (f"rank {rank}, " if len(ranks) > 1 else "")
-        folder = rank_folder(work, rank)
-        folder.mkdir(parents=True)
-        (folder / ASKED_FILE).write_bytes(msgspec.json.encode(DryCase(case=case, rank=rank, limited=limited)))
-        job = Job(program="dryrun", processes=case.processes, time_limit_s=case.time_limit_s)
-        launch = launcher.launch(job, folder, lambda text, words=words: on_progress(words + text))  # type: ignore[misc]
-        if not result_file(folder).exists():
+    for path in (result_file(rank_folder(work, rank)) for rank in ranks_of(case)):
+        if not path.exists() or (results and results[-1].state != "ok"):
             break
-        results.append(msgspec.json.decode(result_file(folder).read_bytes(), type=DryResult))
-        if results[-1].state != "ok":
-            break
+        results.append(msgspec.json.decode(path.read_bytes(), type=DryResult))
     return DryOutcome(launch=launch, results=tuple(results))
 
 
@@ -134,17 +130,18 @@ def record_dry(blank: LaunchRecord, launched: DryOutcome) -> LaunchRecord:
 def prove_dry(case: CaseSpec, results: Sequence[DryResult]) -> Proof:
     """Compare what the strategy announced with what its steps asked the device for. Values are not checked."""
     issued = [step.issued for step in results[-1].steps]
+    units = units_of_all(result.wrapped_units for result in results)
     differing = next((rank for rank, result in enumerate(results) if issued[rank] != result.announced), None)
     failures = [
         *failed_announcement(case, results[0].announced),
-        *failed_units(case, results[0].blocks, results[0].wrapped_units),
+        *failed_units(case, results[0].blocks, units),
     ]
     failures += _failed_elements(case, results)
     if differing is not None:
         announced, found = counts(results[differing].announced), counts(issued[differing])
         failures.insert(0, f"the plan announced {announced}, the recording shows {found}")
     return Proof(
-        wrapped_units=results[0].wrapped_units,
+        wrapped_units=units,
         announced=results[0].announced,
         traced=issued[differing or 0],
         parity_steps=0,

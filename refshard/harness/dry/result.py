@@ -7,7 +7,6 @@ import msgspec
 from refshard.dryrun.request import Pool
 from refshard.records import Census, CollectiveCount, State, StepTrace
 from refshard.specs.case import CaseSpec
-from refshard.strategies.table import ROWS
 
 ASKED_FILE = "dryrun.json"
 RECORDING_FILE = "recording.npz"
@@ -15,7 +14,7 @@ NOTHING = Pool(allocated=0, active=0, reserved=0, requested=0)
 
 
 class DryCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank of a case, in a process of its own; the last of :func:`ranks_of` replays them together.
+    """The rank ``rank`` of a case; the last of :func:`ranks_of` replays them together.
 
     ``limited`` by what the GPU's memory holds, or by nothing, to learn what the case would take.
     """
@@ -70,8 +69,8 @@ class DryResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ranks_of(case: CaseSpec) -> tuple[int, ...]:
-    """The ranks that a dry run follows: all where they differ in what they compute, else one that tells of all."""
-    return tuple(range(case.world_size)) if ROWS[case.strategy].staged else (0,)
+    """The ranks that a dry run follows: one of each pipeline rank's, since the others compute alike."""
+    return case.stage_ranks
 
 
 def rank_folder(folder: Path, rank: int) -> Path:

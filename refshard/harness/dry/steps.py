@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ from refshard.dryrun.held_back import holds_back
 from refshard.dryrun.observe import Observer
 from refshard.dryrun.peaks import pool
 from refshard.errors import UnsupportedError
-from refshard.harness.dry.ranks import BUILT, STEPS, asked_for, read_ranks
+from refshard.harness.dry.ranks import BUILT, GPU, STEPS, asked_for, read_ranks
 from refshard.harness.dry.reading import remarks
 from refshard.harness.dry.result import RECORDING_FILE, DryCase, DryResult, rank_folder, ranks_of
 from refshard.harness.rank import PROGRESS_FILE, describe
@@ -24,8 +25,11 @@ from refshard.records import State
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import known_dimensions
-from refshard.strategies import strategy_for
+from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.base import Strategy
+from refshard.strategies.table import ROWS
+
+_AT_FIRST = ("torch._dynamo", "torch._meta_registrations", "torch._refs", "torch.distributed.tensor", "torch.utils.checkpoint")
 
 
 def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Path) -> DryResult:
@@ -34,13 +38,13 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
 
     What the case meets on the way is its result.
     """
-    device = torch.device("cuda", asked.rank % cluster.ranks_per_node)
+    device = torch.device("cuda", GPU)
     torch.cuda.set_device(device)
     symbolic.meta_nonzero_assume_all_nonzero = True
     dist.init_process_group("nccl")
     try:
         strategy = strategy_for(asked.case, cuda=True)
-        stepped, trainer = _train(asked.case, strategy, device, ext, folder)
+        stepped, trainer = _train(asked, strategy, device, ext, folder)
         result = DryResult(
             state="ok",
             stepped=stepped,
@@ -61,19 +65,29 @@ def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Pat
     if asked.rank != ranks_of(asked.case)[-1]:
         save(recording, folder / RECORDING_FILE)
         return result
-    _tell(folder, "replay")
+    _tell(asked, folder, "replay")
     recordings = [load(rank_folder(folder.parent, rank) / RECORDING_FILE) for rank in ranks_of(asked.case)[:-1]]
     return read_ranks(asked, result, [*recordings, recording], cluster, ext, folder.parent)
 
 
+def preload(case: CaseSpec) -> None:
+    """Import what a rank's first step imports, so that ranks which are forked from this process need not."""
+    for module in _AT_FIRST:
+        import_module(module)
+    if case.strategy in ROWS:
+        make_strategy(case.strategy)
+    _ = torch.empty(1, device="meta") + 1  # torch registers its meta kernels
+
+
 def _train(
-    case: CaseSpec, strategy: Strategy, device: torch.device, ext: ModuleType, folder: Path
+    asked: DryCase, strategy: Strategy, device: torch.device, ext: ModuleType, folder: Path
 ) -> tuple[int, Trainer]:
     """How many elements this rank's optimizer steps, and what trained."""
+    case = asked.case
     ext.record(True)
     observer = Observer(ext, sys.maxsize)  # which would end a script after that many steps
     observer.install()
-    _tell(folder, "build")
+    _tell(asked, folder, "build")
     group = dist.group.WORLD
     assert group is not None
     trainer = Trainer(case, known_dimensions(case.model), strategy, group, device)
@@ -84,7 +98,7 @@ def _train(
     torch.cuda.reset_peak_memory_stats(device)
     ext.mark(BUILT)
     for step in range(STEPS):
-        _tell(folder, f"step {step + 1}/{STEPS}")
+        _tell(asked, folder, f"step {step + 1}/{STEPS}")
         trainer.step(batch)
         if case.workload == "inference":  # else the optimizer's step is marked
             ext.mark("step")
@@ -92,8 +106,9 @@ def _train(
     return observer.stepped, trainer
 
 
-def _tell(folder: Path, what: str) -> None:
-    (folder / PROGRESS_FILE).write_text(what)
+def _tell(asked: DryCase, folder: Path, what: str) -> None:
+    rank = f"rank {asked.rank}, " if len(ranks_of(asked.case)) > 1 else ""
+    (folder.parent / PROGRESS_FILE).write_text(rank + what)
 
 
 def _ended_by(error: BaseException, device: int) -> DryResult:

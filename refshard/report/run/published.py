@@ -52,7 +52,7 @@ def published(evidence: Evidence) -> Published:
 
 def _matching(case: CaseResult, table: PublishedTable) -> Iterator[PublishedRow]:
     spec = case.spec
-    if spec.workload != "training" or spec.microbatches * spec.replicas * spec.tensor_parallel != 1:
+    if spec.workload != "training" or spec.microbatches != 1 or spec.data_ranks // spec.replicas != spec.world_size:
         return
     for row in table.rows:
         same = (row.model, row.seq_len, row.sequences * spec.world_size) == (

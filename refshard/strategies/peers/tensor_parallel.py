@@ -8,17 +8,25 @@ from typing import final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
-from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.context import Splitting
 from refshard.strategies.deferred import fill
 from refshard.strategies.loop import PlainLoop, autocast
 from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
+from refshard.strategies.stages import Stage, layers_of, recomputed
 from refshard.strategies.world import World
 
 
@@ -31,9 +39,11 @@ class TensorParallel(Strategy):
     def wrap(self, model: Llama, world: World) -> Loop:
         """See :meth:`Strategy.wrap`."""
         self._model, self._world = model, world
-        split(model, world.data)
+        split(model, world.data, by_sequence=world.case.sequence_parallel)
         fill(model, world)
-        return PlainLoop(model, world, computing=autocast(world), muon=muon_over_dtensors)
+        return PlainLoop(
+            model, world, computing=autocast(world), stepping=Splitting(model, world), muon=muon_over_dtensors
+        )
 
     def wrapped_units(self) -> tuple[str, ...]:
         """See :meth:`Strategy.wrapped_units`: the modules whose weight is split."""
@@ -52,15 +62,18 @@ class TensorParallel(Strategy):
             yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def split(model: Llama, mesh: DeviceMesh) -> None:
-    """Split ``model`` in place over the ranks of ``mesh``, as Megatron does: heads and feed-forward by columns, what
-    follows them by rows, embedding and head by vocabulary. Norms are whole on every rank.
+def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -> None:
+    """Split a model, or a stage of it, in place over the ranks of ``mesh``, as Megatron does: heads and feed-forward by
+    columns, what follows them by rows, embedding and head by vocabulary. Norms are whole on every rank.
+
+    ``by_sequence`` splits norms and the residual stream along the sequence, as torchtitan does, and leaves logits split
+    by vocabulary: a loss must then be computed within torch's ``loss_parallel()``.
 
     Raises:
         UnsupportedError: the ranks do not divide the model.
     """
-    spec, ranks = model.spec, mesh.size()
-    if not all(parameter.requires_grad for parameter in model.parameters()):
+    spec, ranks = part.spec, mesh.size()
+    if not all(parameter.requires_grad for parameter in part.parameters()):
         raise UnsupportedError("torch's parallelize_module splits plain linear layers, not adapted ones")
     if spec.query_norm:
         raise UnsupportedError(
@@ -70,41 +83,79 @@ def split(model: Llama, mesh: DeviceMesh) -> None:
     for what in ("n_kv_heads", "ffn_dim", "vocab"):
         if getattr(spec, what) % ranks:
             raise UnsupportedError(f"{ranks} ranks cannot split {what} = {getattr(spec, what)} evenly")
-    columns, rows = ColwiseParallel(), RowwiseParallel()
     # Queries, keys and values share one input, whose gradients are then summed before they are reduced.
     whole = Replicate()
-    styles = {
-        "self_attn": PrepareModuleInput(input_layouts=(whole, None, None), desired_input_layouts=(whole, None, None)),
+    outside: Placement = Shard(1) if by_sequence else whole
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=outside)
+    norms: dict[str, ParallelStyle] = {}
+    if by_sequence:
+        norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), SequenceParallel())
+    styles: dict[str, ParallelStyle] = {
+        **norms,
+        "self_attn": PrepareModuleInput(input_layouts=(outside, None, None), desired_input_layouts=(whole, None, None)),
         **{f"self_attn.{name}_proj": columns for name in "qkv"},
         "self_attn.o_proj": rows,
-        "mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+        "mlp": PrepareModuleInput(input_layouts=outside, desired_input_layouts=whole),
         **{f"mlp.{name}_proj": columns for name in ("gate", "up")},
         "mlp.down_proj": rows,
     }
-    for block in model.model.layers:
+    for block in layers_of(part):
         parallelize_module(block, mesh, styles)
     ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole),
-        "lm_head": ColwiseParallel(output_layouts=whole),
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=outside),
+        "model.norm": SequenceParallel() if by_sequence else None,
+        "lm_head": ColwiseParallel(
+            input_layouts=outside, output_layouts=Shard(-1) if by_sequence else whole, use_local_output=not by_sequence
+        ),
     }
-    parallelize_module(model, mesh, ends)
-    model.tie_weights()
+    named = dict(part.named_modules())
+    parallelize_module(part, mesh, {name: style for name, style in ends.items() if style is not None and name in named})
+    if isinstance(part, Llama):
+        part.tie_weights()
 
 
-def announce_split(model: Llama, world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
-    """``(op, bytes)`` of what :func:`split` communicates in a step, where the residual stream is of dtype ``residual``.
+def announce_split(part: Llama | Stage, world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
+    """``(op, bytes)`` of what :func:`split` communicates in a step, where the residual stream is of dtype ``residual``."""
+    first, last = (True, True) if isinstance(part, Llama) else (part.first, part.last)
+    announce = _of_sequences if world.case.sequence_parallel else _of_sums
+    for _ in range(world.case.microbatches):
+        yield from announce(part, world, residual, first, last)
+    if world.case.sequence_parallel and world.case.workload == "training":
+        # Gradients of norms. A pipeline adds them up before FSDP2 takes them, in what it reduces in.
+        times, dtype = (world.case.microbatches, residual) if world.pipeline is None else (1, world.reduced)
+        yield from [("all_reduce", part.spec.dim * dtype.itemsize)] * (2 * len(layers_of(part)) + last) * times
 
-    Hidden states are summed after the embedding and after each product by rows, and in backward their gradients before
-    each product by columns; logits are gathered. What is recomputed is summed again, but for a layer's last sum, which
-    nothing in its backward needs.
+
+def _of_sums(
+    part: Llama | Stage, world: World, residual: torch.dtype, first: bool, last: bool
+) -> Iterator[tuple[str, int]]:
+    """Hidden states are summed after the embedding and after each product by rows, and in backward their gradients
+    before each product by columns; logits are gathered. What is recomputed is summed again, but for a layer's last sum,
+    which nothing in its backward needs.
     """
-    case, layers = world.case, model.spec.n_layers
-    tokens = case.global_batch // case.data_ranks // case.microbatches * case.seq_len
-    products, residuals = 2 * layers, 1
-    if case.workload == "training":
-        products += len(checkpointing_of(case.checkpointing, layers).layers)
-        residuals += 2 * layers + 1
-    for _ in range(case.microbatches):
-        yield from [("all_reduce", tokens * model.spec.dim * world.computed.itemsize)] * products
-        yield from [("all_reduce", tokens * model.spec.dim * residual.itemsize)] * residuals
-        yield "all_gather", tokens * model.spec.vocab * world.computed.itemsize
+    layers, tokens = len(layers_of(part)), world.microbatch * world.tokens
+    products, residuals = 2 * layers, int(first)
+    if world.case.workload == "training":
+        products += recomputed(part, world.case)
+        residuals += 2 * layers + last
+    yield from [("all_reduce", tokens * part.spec.dim * world.computed.itemsize)] * products
+    yield from [("all_reduce", tokens * part.spec.dim * residual.itemsize)] * residuals
+    if last:
+        yield "all_gather", tokens * part.spec.vocab * world.computed.itemsize
+
+
+def _of_sequences(
+    part: Llama | Stage, world: World, residual: torch.dtype, first: bool, last: bool
+) -> Iterator[tuple[str, int]]:
+    """As :func:`_of_sums`, but a sum leaves each rank its part of the sequence, which is gathered before each product
+    by columns, and in backward the other way round. Of the loss, three numbers of each token are reduced.
+    """
+    layers, tokens = len(layers_of(part)), world.microbatch * world.tokens
+    computed, kept = (tokens * part.spec.dim * dtype.itemsize for dtype in (world.computed, residual))
+    yield from [("all_gather", kept)] * (2 * layers + last) + [("reduce_scatter", kept)] * first
+    yield from [("reduce_scatter", computed)] * 2 * layers
+    yield from [("all_reduce", tokens * torch.float32.itemsize)] * 3 * last
+    if world.case.workload == "training":
+        again = recomputed(part, world.case)
+        yield from [("all_gather", computed)] * 2 * layers + [("all_gather", kept)] * (first + 2 * again)
+        yield from [("reduce_scatter", kept)] * (2 * layers + last) + [("reduce_scatter", computed)] * again

@@ -1,0 +1,172 @@
+"""Pipelines: torch's schedules over a rank's stages, the loop that steps them, and the messages that they send."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
+
+from refshard.errors import UnsupportedError
+from refshard.models.batch import Batch, Tokens
+from refshard.models.llama import next_token_loss
+from refshard.strategies.base import Loop
+from refshard.strategies.loop import StepContext
+from refshard.strategies.muon import MakeMuon
+from refshard.strategies.optimizer import make_optimizer
+from refshard.strategies.stages import Stage
+from refshard.strategies.world import World
+
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+_MULTI: Mapping[str, type[_PipelineScheduleRuntime]] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+@final
+class PipelineLoop(Loop):
+    """Steps the schedule, and this rank's optimizer. ``wrapped`` are the ``stages`` as a strategy wrapped them, and
+    pass on hidden states of dtype ``residual``. Steps run within ``stepping(batch)``.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], wrapped: Sequence[nn.Module], world: World, *, residual: torch.dtype,
+        muon: MakeMuon = torch.optim.Muon, stepping: StepContext = nullcontext,
+    ) -> None:  # fmt: skip
+        assert world.pipeline is not None
+        self._group, self._stepping = world.pipeline.get_group(), stepping
+        self._first, self._last = stages[0].first, stages[-1].last
+        self._source = world.case.pipeline_ranks - 1
+        self._optimizer = None
+        if world.case.workload == "training":
+            self._optimizer = make_optimizer(nn.ModuleList(wrapped), world.case, muon)
+        made = [_staged(*each, world, residual) for each in zip(stages, wrapped)]
+        self.schedule = _schedule(made, world)
+
+    def train(self, batch: Batch) -> Tensor:
+        """See :meth:`Loop.train`."""
+        assert self._optimizer is not None
+        with self._stepping(batch):
+            loss = self._run(self.schedule.step, batch)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+    def infer(self, batch: Batch) -> Tensor:
+        """See :meth:`Loop.infer`."""
+        with torch.no_grad(), self._stepping(batch):
+            return self._run(self.schedule.eval, batch)
+
+    def _run(self, run: Any, batch: Batch) -> Tensor:
+        losses: list[Tensor] = []
+        assert isinstance(batch, Tokens)
+        inputs_BT, targets_BT = batch.inputs, batch.targets
+        options = {} if run == self.schedule.eval else {"return_outputs": False}
+        given = [inputs_BT] * self._first
+        try:
+            run(*given, target=targets_BT if self._last else None, losses=losses, **options)
+        except RuntimeError as error:  # torch's stages raise one from whatever a stage met
+            raise error.__cause__ or error
+        mean = torch.stack(losses).mean().detach() if self._last else inputs_BT.new_zeros((), dtype=torch.float32)
+        dist.broadcast(mean, group_src=self._source, group=self._group)
+        return mean
+
+
+def _staged(stage: Stage, wrapped: nn.Module, world: World, residual: torch.dtype) -> PipelineStage:
+    """A stage as torch's schedules take it.
+
+    The shapes of what it gets and makes are given: torch then need not run the model once to find out, nor ask the
+    neighbours.
+    """
+    assert world.pipeline is not None
+    case, training = world.case, world.case.workload == "training"
+    ids = torch.empty(world.microbatch, world.tokens, dtype=torch.int64, device="meta")
+    hidden = torch.empty(hidden_shape(stage, world), dtype=residual, device="meta", requires_grad=training)
+    logits = torch.empty(*ids.shape, stage.spec.vocab, dtype=residual, device="meta", requires_grad=training)
+    kind = _AgreedStage if case.fidelity == "dryrun" else PipelineStage
+    return kind(
+        wrapped, stage.index, case.pipeline_ranks * case.interleave, world.device, group=world.pipeline.get_group(),
+        input_args=ids if stage.first else hidden, output_args=logits if stage.last else hidden,
+    )  # fmt: skip
+
+
+def hidden_shape(stage: Stage, world: World) -> tuple[int, int, int]:
+    """Shape of the hidden states that one stage passes to the next."""
+    tokens = world.tokens // (world.case.tensor_parallel if world.case.sequence_parallel else 1)
+    return world.microbatch, tokens, stage.spec.dim
+
+
+def _schedule(stages: list[PipelineStage], world: World) -> Schedule:
+    """torch's schedule of the case.
+
+    With fewer microbatches than stages, which cannot fill a pipeline, 1F1B computes all forwards first (GPipe).
+
+    Raises:
+        UnsupportedError: torch's schedule refuses the number of microbatches.
+    """
+    case = world.case
+    if case.schedule == "1f1b":
+        single = Schedule1F1B if case.microbatches >= case.pipeline_ranks else ScheduleGPipe
+        return single(stages[0], case.microbatches, loss_fn=next_token_loss)
+    if case.microbatches % max(1, case.microbatches // case.pipeline_ranks):
+        raise UnsupportedError(
+            f"schedule '{case.schedule}' runs microbatches in rounds of one size, as many as fill a pipeline of "
+            f"{case.pipeline_ranks} ranks, got {case.microbatches}; use a multiple of {case.pipeline_ranks}"
+        )
+    return _MULTI[case.schedule](stages, case.microbatches, loss_fn=next_token_loss)  # type: ignore[arg-type]
+
+
+@final
+class _AgreedStage(PipelineStage):
+    """A stage of a dry run, where a rank is alone: torch's stages vote whether all know their boundaries, and they do.
+
+    What the neighbours vote cannot be received, so this stage takes their agreement for granted.
+    """
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+
+def announce_messages(stages: Sequence[Stage], world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
+    """``(op, bytes)`` of a step's messages to the neighbours: hidden states on and their gradients back, for each
+    microbatch; and of the mean loss, which the last rank tells all. One rank sends itself nothing.
+    """
+    case = world.case
+    training = case.workload == "training"
+    for stage in stages if case.pipeline_ranks > 1 else ():
+        size = torch.Size(hidden_shape(stage, world)).numel() * residual.itemsize
+        onward, back = not stage.last, not stage.first
+        for _ in range(case.microbatches):
+            yield from [("send", size)] * (onward + (training and back))
+            yield from [("recv", size)] * (back + (training and onward))
+    yield "broadcast", 4
+
+
+def gathers_of(schedule: Schedule, stage: Stage, rank: int) -> int:
+    """How often a schedule has a sharded stage of the pipeline rank ``rank`` gathered in a step: once, unless the rank
+    has more stages than it may keep gathered at a time.
+    """
+    if not isinstance(schedule, _PipelineScheduleRuntime):
+        return 1
+    actions = schedule.pipeline_order_with_comms[rank]
+    return sum(
+        action.computation_type is _ComputationType.UNSHARD and action.stage_index == stage.index for action in actions
+    )
