@@ -13,7 +13,7 @@ from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Pool
 from refshard.errors import SpecError
 from refshard.harness.dry.record import NOT_CLAIMED, launch_dry, prove_dry, record_dry
-from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, StepResult, rank_folder, result_file
+from refshard.harness.dry.result import ASKED_FILE, DryCase, DryResult, StepResult, rank_folder, ranks_of, result_file
 from refshard.harness.launchers.base import Job, Launcher, LaunchOutcome
 from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.rank import trace_file
@@ -292,7 +292,7 @@ OUT = DryResult(
 
 
 class Leaves(Launcher):
-    """Leaves what ``answer`` says for each process, and ends as ``launch`` says."""
+    """Leaves what ``answer`` says for each rank up to one that is not ok, and ends as ``launch`` says."""
 
     def __init__(self, answer: Callable[[DryCase], DryResult | None], launch: LaunchOutcome | None = None) -> None:
         self.asked: list[DryCase] = []
@@ -301,12 +301,16 @@ class Leaves(Launcher):
     def launch(self, job: Job, folder: Path, on_progress: Callable[[str], None]) -> LaunchOutcome:
         assert (job.program, job.processes) == ("dryrun", 1)
         asked = msgspec.json.decode((folder / ASKED_FILE).read_bytes(), type=DryCase)
-        self.asked.append(asked)
         on_progress("build")
-        if (result := self._answer(asked)) is not None:
-            path = result_file(rank_folder(folder, 0))
+        for rank in ranks_of(asked.case):
+            self.asked.append(msgspec.structs.replace(asked, rank=rank))
+            if (result := self._answer(self.asked[-1])) is None:
+                break
+            path = result_file(rank_folder(folder, rank))
             path.parent.mkdir()
             path.write_bytes(msgspec.json.encode(result))
+            if result.state != "ok":
+                break
         return self._launch
 
     def check(self, case: CaseSpec, *, oversubscribe: bool) -> None:
@@ -444,7 +448,7 @@ def test_a_process_that_does_not_end_well_is_the_case_s_end(
     assert (record.state, record.error) == (state, error)
 
 
-def test_ranks_that_differ_run_in_turn_and_the_slowest_counts(tmp_path: Path) -> None:
+def test_the_slowest_of_ranks_that_differ_counts(tmp_path: Path) -> None:
     case = msgspec.structs.replace(CASE, strategy="pipeline", world_size=2, global_batch=2)
     slow = msgspec.structs.replace(STEP, step_s=0.4)
 

@@ -17,6 +17,7 @@
 #include "host_kernels.cpp"
 #include "large_integers.cpp"
 #include "kernel_workspaces.cpp"
+#include "known_shapes.cpp"
 #include "launch.cpp"
 #include "layouts.cpp"
 #include "memory.cpp"

@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "generator.h"
+#include "known_shapes.h"
 #include "large_integers.h"
 #include "launch.h"
 #include "memory.h"
@@ -57,6 +58,30 @@ void run(c10::DeviceType target, const c10::OperatorHandle& op, torch::jit::Stac
   const auto key = target == c10::DeviceType::CPU ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
   op.redispatchBoxed(c10::DispatchKeySet(key), &stack);
   translation.results(stack, first);
+}
+
+// The device that an operator's arguments lie on or ask for; -1 if they do neither.
+c10::DeviceIndex device_of_arguments(const torch::jit::Stack& stack, size_t first) {
+  c10::DeviceIndex found = -1;
+  for (size_t place = first; place < stack.size() && found < 0; ++place) {
+    if (stack[place].isDevice() && stack[place].toDevice().is_cuda()) found = stack[place].toDevice().index();
+    for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
+      if (tensor.is_cuda() && found < 0) found = tensor.device().index();
+    });
+  }
+  return found;
+}
+
+// Makes what the meta kernel says.
+void run_meta(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
+  const auto key = call_key(op, stack, first);
+  const auto index = device_of_arguments(stack, first);
+  const c10::Device device(c10::DeviceType::CUDA, index < 0 ? static_cast<c10::DeviceIndex>(current_device()) : index);
+  if (key && make_as_before(op, *key, device, stack, first)) return;
+  torch::jit::Stack arguments;
+  if (key) arguments.assign(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end());
+  run(c10::DeviceType::Meta, op, stack, first);
+  if (key) keep_made(op, *key, arguments, stack, first);
 }
 
 // Whether an operator on these arguments gives results that are small enough to be computed.
@@ -141,19 +166,6 @@ bool only_writes(const c10::FunctionSchema& schema) {
          std::all_of(returns.begin(), returns.end(), [](const auto& one) { return one.alias_info(); });
 }
 
-// Leaves as results the arguments that they are.
-void give_back_arguments(const c10::FunctionSchema& schema, torch::jit::Stack& stack, size_t first) {
-  torch::jit::Stack results;
-  for (const auto& made : schema.returns()) {
-    for (size_t place = 0; place < schema.arguments().size(); ++place) {
-      const auto* alias = schema.arguments()[place].alias_info();
-      if (alias && *alias == *made.alias_info()) results.push_back(stack[first + place]);
-    }
-  }
-  stack.resize(first);
-  stack.insert(stack.end(), results.begin(), results.end());
-}
-
 // Runs an operator whose result gets its values, or at least its size, from runs. False if it needs another way.
 bool run_on_runs(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t first) {
   const auto result = result_in_runs(op, stack, first);
@@ -194,7 +206,7 @@ void run_dry(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t fir
   }
   const auto to_choose_from = choices(name, stack, first);
   const auto truth = compared(name, stack, first);
-  run(c10::DeviceType::Meta, op, stack, first);
+  run_meta(op, stack, first);
   const auto& arguments = op.schema().arguments();
   const bool writes_out = std::any_of(arguments.begin(), arguments.end(), [](const auto& one) { return one.is_out(); });
   for (size_t place = 0; place < op.schema().returns().size(); ++place) {
@@ -227,18 +239,6 @@ std::vector<Workspace> workspaces_of(const c10::OperatorHandle& op, const Launch
   if (!device().dry() || !takes_workspaces(op.schema().name())) return {};
   return workspaces({op.schema().name(), launch.inputs(), scalars_of(op.schema(), stack, first)},
                     device().options.capability);
-}
-
-// The device that an operator's arguments lie on or ask for; -1 if they do neither.
-c10::DeviceIndex device_of_arguments(const torch::jit::Stack& stack, size_t first) {
-  c10::DeviceIndex found = -1;
-  for (size_t place = first; place < stack.size() && found < 0; ++place) {
-    if (stack[place].isDevice() && stack[place].toDevice().is_cuda()) found = stack[place].toDevice().index();
-    for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda() && found < 0) found = tensor.device().index();
-    });
-  }
-  return found;
 }
 
 }  // namespace
