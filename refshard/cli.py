@@ -311,6 +311,13 @@ def plan(
     price: Annotated[float, typer.Option(help="USD per GPU-hour.")] = 2.5,
     mtbf: Annotated[float, typer.Option(help="Hours between failures of one GPU, for goodput and cost.")] = 50_700.0,
     top: Annotated[int, typer.Option(help="Number of configurations to list.")] = 8,
+    dry_runs: Annotated[
+        int | None,
+        typer.Option(
+            help="Dry-run so many of the listed configurations with the real code on fake GPUs, and rank by that "
+            "(default: 4 with --search, else 0)."
+        ),
+    ] = None,
     emit: Annotated[
         str | None,
         typer.Option(
@@ -335,6 +342,7 @@ def plan(
         strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpoint=checkpoint, replicas=replicas,
         tensor=tensor, context=context, pipeline=pipeline, interleave=interleave, schedule=schedule, expert=expert,
         dtype=dtype, reduction=reduction, compiled=compiled, offload=offload, price_usd=price, mtbf_hours=mtbf, top=top,
+        dry_runs=dry_runs,
     )  # fmt: skip
     return command.plan(asked, page=html, tool=emit, out=out)
 

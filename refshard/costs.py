@@ -76,7 +76,7 @@ def product_seconds(hardware: HardwareSpec, dtype: ProductDtype, flops: float, n
 
 
 def attention_seconds(
-    hardware: HardwareSpec, dtype: Dtype, *, heads: int, seq_len: int, head_dim: int, backward: bool = False,
+    hardware: HardwareSpec, dtype: Dtype, *, heads: float, seq_len: int, head_dim: int, backward: bool = False,
     kernel: AttentionKernel = "flash",
 ) -> float:  # fmt: skip
     """What causal attention takes, forward or backward; ``heads`` are query heads, of all sequences together."""

@@ -3,19 +3,22 @@
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import msgspec
 
+from refshard import resources
+from refshard.commands.printing import tell
 from refshard.emit.job import Emitted
 from refshard.emit.job import Job as EmitJob
 from refshard.emit.table import RUNS, TOOLS, emit
 from refshard.errors import SpecError, nearest
 from refshard.estimate.limits import usable
-from refshard.estimate.plan import Failures, Plan, Reader, Row, Size
+from refshard.estimate.plan import Failures, Plan, Reader, Row, Size, with_dry_rows
 from refshard.estimate.search import AUTO, search
 from refshard.estimate.space import ALL, Space, configurations
 from refshard.estimate.spread import load_spread
@@ -31,14 +34,20 @@ from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.model import ModelSpec, load_model
 from refshard.specs.reading import within
 
+if TYPE_CHECKING:
+    from refshard.harness.dry.proxies import Proxies, Setting
+    from refshard.harness.dry.result import DryResult
+
 SEARCHED = ("ddp", "fsdp1", "fsdp2", "megatron", "refshard-zero1", "refshard-zero2", "refshard-fsdp", "refshard-yafsdp")
 """Strategies of ``--search``, unless some are named."""
 LARGE_MODEL, TOKENS, LARGE_TOKENS = 100 * 10**9, 4 * 2**20, 16 * 2**20
 """Tokens of a step of ``--search`` where none are given, and those of a model of 100 B parameters and more: the batch
 that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
 Word = TypeVar("Word", bound=str)
-MOST_EMITTED = 2000
-"""Configurations, the best first, of which one is sought that a tool can run."""
+DRY_RUNS, DRY_RUN_S = 4, 120.0
+"""Configurations that ``--search`` dry-runs by default, and how long each may take."""
+MOST_READ = 2000
+"""Configurations, the best first, among which those are sought that a tool can run, or a dry run."""
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20}
 
 
@@ -73,6 +82,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     price_usd: float = 2.5
     mtbf_hours: float = Failures().mtbf_hours
     top: int = 8
+    dry_runs: int | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -83,6 +93,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         try:
             for field in ("seq_len", "accumulate", "top"):
                 within(field, getattr(self, field), 1)
+            within("dry_runs", self.dry_runs or 0, 0)
         except ValueError as error:
             raise SpecError(str(error)) from None
         if not 0 <= self.price_usd < float("inf"):
@@ -105,10 +116,13 @@ def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out
     sizes = _sizes(asked.nodes, cluster)
     failures = Failures(mtbf_hours=asked.mtbf_hours)
     asked = _for_tool(asked, tool)
-    most = MOST_EMITTED if tool else asked.top
+    count = _dry_runs(asked, cluster)
+    most = MOST_READ if tool or count else asked.top
     made = [_size(asked, model, on, failures, most) for on in sizes]
+    if count:
+        made[-1] = _with_dry_runs(made[-1], asked, model, sizes[-1], count)
     found = Plan(
-        sizes=tuple(msgspec.structs.replace(size, rows=size.rows[: asked.top]) for size in made),
+        sizes=tuple(msgspec.structs.replace(size, rows=size.rows[: asked.top + count]) for size in made),
         global_batch=_global_batch(asked, model, sizes[-1]), seq_len=asked.seq_len,
         available_bytes=cluster.accelerator.memory_bytes, usable_bytes=usable(cluster.accelerator),
         price_usd=asked.price_usd, failures=failures,
@@ -151,8 +165,75 @@ def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failur
     return reader.size(found, most)
 
 
+def _dry_runs(asked: Asked, cluster: ClusterSpec) -> int:
+    """How many configurations to dry-run: with ``search`` some by default, where the fake device can be made."""
+    hardware = cluster.accelerator
+    if asked.dry_runs is not None:
+        return asked.dry_runs
+    return DRY_RUNS if asked.search and hardware.device == "cuda" and hardware.device_name else 0
+
+
+def _with_dry_runs(size: Size, asked: Asked, model: ModelSpec, cluster: ClusterSpec, count: int) -> Size:
+    """The size with its first ``count`` rows that can be dry-run, and how their closed forms compare."""
+    from refshard.fakecuda.build import extension
+    from refshard.harness.dry.many import dry_run_many
+    from refshard.harness.dry.proxies import Proxies, Setting, proxies_of
+
+    extension()  # builds the fake device if there is none
+    name = asked.cluster if cluster == load_cluster(asked.cluster) else f"{_profile(asked.cluster)}x{cluster.nodes}"
+    setting = Setting(model=model, cluster=cluster, cluster_name=name, seq_len=asked.seq_len)
+    with tempfile.TemporaryDirectory(prefix="refshard-plan-") as made:
+        folder = Path(made)
+        found: dict[int, Proxies | str] = {}
+        for place, row in enumerate(size.rows):
+            found[place] = proxies_of(row.configuration, setting, folder)
+            if sum(isinstance(one, Proxies) for one in found.values()) == count:
+                break
+        chosen = [place for place, one in found.items() if isinstance(one, Proxies)]
+        asked_for = [
+            (place, point, case)
+            for place in chosen
+            if isinstance(one := found[place], Proxies)
+            for point, case in one.cases.items()
+        ]
+        results = dry_run_many(
+            [case for _, _, case in asked_for], folder / "runs", tell, time_limit_s=DRY_RUN_S * max(1, len(chosen))
+        )
+        of: dict[int, dict[tuple[int, int], Sequence[DryResult]]] = {place: {} for place in chosen}
+        for (place, point, _), ranks in zip(asked_for, results):
+            of[place][point] = ranks
+        kept = sorted({*range(min(asked.top, len(size.rows))), *chosen})
+        rows = [_dried(size.rows[place], found.get(place), setting, of.get(place)) for place in kept]
+    return with_dry_rows(size, rows)
+
+
+def _profile(cluster: str) -> str:
+    """A cluster's name without its number of nodes."""
+    return cluster if cluster in resources.cluster_profiles() else re.sub(r"x\d{1,7}$", "", cluster)
+
+
+def _dried(
+    row: Row,
+    proxies: "Proxies | str | None", setting: "Setting",
+    results: Mapping[tuple[int, int], Sequence["DryResult"]] | None,
+) -> Row:  # fmt: skip
+    """The row by its dry run, or with the reason why it has none."""
+    from refshard.harness.dry.proxies import extrapolate
+
+    if isinstance(proxies, str):
+        return msgspec.structs.replace(row, not_dry=proxies)
+    if results is None or proxies is None:
+        return msgspec.structs.replace(row, not_dry="not among the first; raise --dry-runs")
+    found = extrapolate(proxies, setting, results)
+    if isinstance(found, str):
+        return msgspec.structs.replace(row, not_dry=found)
+    return row.dried(
+        found.step_s, found.allocated_bytes, found.reserved_bytes, usable(setting.cluster.accelerator)
+    )  # fmt: skip
+
+
 def _space(asked: Asked, model: ModelSpec, cluster: ClusterSpec) -> Space:
-    axes = {
+    axes: dict[str, Any] = {
         name: _axis(name, getattr(asked, name), searched=asked.search)
         for name in ("tensor", "context", "pipeline", "interleave", "expert", "replicas", "microbatch")
     }

@@ -9,9 +9,9 @@ from refshard.commands.printing import tell
 from refshard.dryrun.published import Prediction
 from refshard.dryrun.published import predict as predict_by_dry_run
 from refshard.errors import SpecError
+from refshard.estimate.published import load_runs, predicted
 from refshard.report.answer import Answer
 from refshard.report.dryrun.validation import dryrun_validation_answer
-from refshard.estimate.published import load_runs, predicted
 from refshard.report.plan.published import Compared, published_answer
 from refshard.specs.published_parallel import load_parallel, read_parallel
 from refshard.specs.published_run import PublishedRun, load_published_runs
@@ -36,7 +36,9 @@ def validate(
     if fidelity not in ("simulated", "dryrun"):
         raise SpecError(f"fidelity must be simulated or dryrun, got '{fidelity}'")
     if fidelity == "dryrun" and published is not None:
-        raise SpecError(f"published: tables are predicted in closed form, got fidelity dryrun and {published}; drop one")
+        raise SpecError(
+            f"published: tables are predicted in closed form, got fidelity dryrun and {published}; drop one"
+        )
     if fidelity == "dryrun":
         return _by_dry_runs(run, only)
     if only is not None:

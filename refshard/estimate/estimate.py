@@ -1,19 +1,21 @@
 """Step time and memory of many configurations of one model on one cluster, one entry a row."""
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 
 from refshard.costs import ADAMW_BYTES
 from refshard.estimate.activations import kept_by_layer, loss_bytes
-from refshard.estimate.candidates import Candidates, Floats, Integers, by_distinct
+from refshard.estimate.candidates import Candidates, Floats, Mask, by_distinct
 from refshard.estimate.exchange import Exchanges
 from refshard.estimate.groups import group_of
 from refshard.estimate.kernels import Share
 from refshard.estimate.layers import LayerCosts, LayerTimes, Within
 from refshard.estimate.memory import Held, Memory, memory_of
 from refshard.estimate.sizes import sizes_of
-from refshard.estimate.stages import Stages, deal, step_seconds
+from refshard.estimate.stages import deal, step_seconds
+from refshard.estimate.ways import fact
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ELEMENT_BYTES
@@ -172,19 +174,19 @@ class _Estimate:
         hop = cluster.launch_s + nbytes / np.where(apart, outer, cluster.within.bytes_per_s)
         waits = ~rows.flag("overlap_pipeline")
         times = 2 * np.where(waits, 1, 0) if exposed else 2 * (ranks - 1) * np.where(waits, 1, rows["interleave"])
-        return np.where(ranks > 1, times * hop, 0.0)
+        found: Floats = np.where(ranks > 1, times * hop, 0.0)
+        return found
 
     def _optimizer(self) -> Floats:
         """AdamW over the rank's part, and the clipping of its gradients."""
         hardware = self._cluster.accelerator
         own = self._parameters / np.where(self._shards_optimizer(), self._rows.shards, 1)
         reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s
-        return ADAMW_BYTES * own / reached + CLIPPED_BYTES * own / hardware.memory_bytes_per_s
+        found: Floats = ADAMW_BYTES * own / reached + CLIPPED_BYTES * own / hardware.memory_bytes_per_s
+        return found
 
-    def _shards_optimizer(self) -> Floats:
-        from refshard.estimate.ways import find_way
-
-        return self._rows.mapped("strategy", lambda word: float(find_way(word).shards_optimizer)) > 0
+    def _shards_optimizer(self) -> Mask:
+        return self._rows.mapped("strategy", partial(fact, name="shards_optimizer")) > 0
 
     def _memory(self) -> Memory:
         rows, model = self._rows, self._model
@@ -223,6 +225,3 @@ def checkpointed_layers(policy: str, n_layers: int) -> int:
     """How many of so many layers a policy checkpoints."""
     chosen = int(policy) if policy.isdecimal() else policy
     return len(checkpointing_of(chosen, n_layers).layers)
-
-
-__all__ = ["Estimates", "Integers", "Stages", "checkpointed_layers", "estimate", "routed_layers"]

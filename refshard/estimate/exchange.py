@@ -7,15 +7,16 @@ forward.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from refshard.estimate.candidates import Candidates, Floats
+from refshard.estimate.candidates import Candidates, Floats, Mask
 from refshard.estimate.groups import Groups
 from refshard.estimate.overlap import hidden
-from refshard.estimate.ways import MASTER_BYTES, find_way
+from refshard.estimate.ways import fact
+from refshard.plan.recipe import MASTER_BYTES
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
-
 
 SKEW = 0.87
 """Of a collective's latency, what compute waits for though it runs beside it: all ranks must reach each unit's
@@ -41,15 +42,13 @@ class Exchanges:
         self._groups = Groups(cluster, candidates)
         self._element = np.where(candidates.where("precision", "fp32"), MASTER_BYTES, 2)
         facts = ("shards_parameters", "shards_optimizer", "keeps", "copies_out", "copies_in", "divides")
-        self._way = {
-            name: candidates.mapped("strategy", lambda word, name=name: float(getattr(find_way(word), name))) > 0
-            for name in facts
-        }
+        self._way = {name: candidates.mapped("strategy", partial(fact, name=name)) > 0 for name in facts}
 
     @property
-    def by_unit(self) -> Floats:
+    def by_unit(self) -> Mask:
         """Rows that gather and reduce each unit in each microbatch; a pipeline's stage keeps its parameters."""
-        return self._way["shards_parameters"] & (self._candidates["pipeline"] == 1)
+        found: Mask = self._way["shards_parameters"] & (self._candidates["pipeline"] == 1)
+        return found
 
     def of(
         self, unit: Floats, ends: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats, layers: Floats

@@ -39,14 +39,16 @@ class Groups:
 
     def latency_over_shards(self, op: CollectiveOp, nbytes: Floats) -> Floats:
         """What of :meth:`over_shards` passes from rank to rank before the first byte is where it belongs."""
-        return self._costs(op, nbytes, self._shards, self._inner)[1]
+        latency: Floats = self._costs(op, nbytes, self._shards, self._inner)[1]
+        return latency
 
     def over_all(self, op: CollectiveOp, nbytes: Floats) -> Floats:
         """... over all that hold the same layers."""
         return self._seconds(op, nbytes, self._replicas * self._shards, self._inner)
 
     def _seconds(self, op: CollectiveOp, nbytes: Floats, size: Integers, stride: Integers) -> Floats:
-        return self._costs(op, nbytes, size, stride)[0]
+        seconds: Floats = self._costs(op, nbytes, size, stride)[0]
+        return seconds
 
     def _costs(self, op: CollectiveOp, nbytes: Floats, size: Integers, stride: Integers) -> Floats:
         """Seconds, and the latency in them."""
@@ -55,4 +57,5 @@ class Groups:
             found = collective_cost(self._cluster, op, count, group_of(self._cluster, ranks, step))
             return found.seconds, found.latency_s
 
-        return by_distinct([np.rint(nbytes).astype(np.int64), size, stride], cost)
+        found: Floats = by_distinct([np.rint(nbytes).astype(np.int64), size, stride], cost)
+        return found

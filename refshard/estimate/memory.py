@@ -1,12 +1,14 @@
 """Memory of one rank in closed form: what torch's allocator hands out at a step's peak, in bytes, one entry a row."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from refshard.estimate.candidates import Candidates, Floats
 from refshard.estimate.stages import in_flight
-from refshard.estimate.ways import ADAM_BYTES, MASTER_BYTES, find_way
+from refshard.estimate.ways import ADAM_BYTES, fact
+from refshard.plan.recipe import MASTER_BYTES
 
 PARTS = ("masters", "optimizer", "gradients", "unsharded", "activations", "workspace")
 
@@ -98,4 +100,4 @@ class _Facts:
         self._candidates = candidates
 
     def __getitem__(self, name: str) -> Floats:
-        return self._candidates.mapped("strategy", lambda word: float(getattr(find_way(word), name)))
+        return self._candidates.mapped("strategy", partial(fact, name=name))

@@ -20,5 +20,4 @@ def hidden(cluster: ClusterSpec, compute_s: Seconds, comm_s: Seconds) -> Seconds
     beside = comm_s / slower
     enough = compute_s >= slowed * beside
     rest = compute_s * (1 / slowed - 1) + comm_s - slower * compute_s / slowed
-    found: Seconds = np.where(enough, (1 - slowed) * beside, rest)
-    return found
+    return np.where(enough, (1 - slowed) * beside, rest)  # type: ignore[return-value]

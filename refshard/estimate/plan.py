@@ -1,6 +1,6 @@
 """A plan: the best configurations for each size of a cluster, what they cost, and what does not fit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -57,6 +57,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ``low_s`` and ``high_s`` bound 8 of 10 published step times of this ``kind`` around their predictions. ``parts`` are
     the step's seconds, ``memory`` the peak's bytes on the rank that needs most. ``checkpointed`` of its ``layers``
     layers recompute. ``gpu_hours`` and ``cost_usd`` are those of a trillion tokens, at ``goodput``.
+
+    If the real code was dry-run, ``dry_step_s`` is its step time and ``reserved_bytes`` what the caching allocator
+    reserved, and speed and cost follow from these; ``not_dry`` says why it was not.
     """
 
     configuration: Configuration
@@ -77,6 +80,32 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     gpu_hours: float
     cost_usd: float
     flops_convention: Convention = CONVENTION
+    dry_step_s: float | None = None
+    reserved_bytes: int | None = None
+    not_dry: str = ""
+
+    @property
+    def time_s(self) -> float:
+        """The step time to rank by: of the dry run if there is one."""
+        return self.dry_step_s or self.step_s
+
+    @property
+    def memory_bytes(self) -> int:
+        """Reserved by the dry run if there is one, else allocated in closed form."""
+        return self.reserved_bytes or self.peak_bytes
+
+    def dried(self, step_s: float, allocated_bytes: int, reserved_bytes: int, usable_bytes: int) -> "Row":
+        """This row by a dry run, on GPUs of which tensors can fill ``usable_bytes``. An allocator that has no more to
+        reserve gives back what it does not use.
+        """
+        times = step_s / self.step_s
+        return msgspec.structs.replace(
+            self, dry_step_s=step_s, fits=allocated_bytes <= usable_bytes,
+            reserved_bytes=reserved_bytes if allocated_bytes > usable_bytes else min(reserved_bytes, usable_bytes),
+            low_s=self.low_s * times, high_s=self.high_s * times, tokens_per_s_gpu=self.tokens_per_s_gpu / times,
+            tflops=self.tflops / times, mfu=self.mfu / times, gpu_hours=self.gpu_hours * times,
+            cost_usd=self.cost_usd * times,
+        )  # fmt: skip
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +190,7 @@ class Reader:
         )  # fmt: skip
 
 
-def _families(candidates: Candidates, order: Sequence[int]) -> list[int]:
+def _families(candidates: Candidates, order: Iterable[int]) -> list[int]:
     """The first of each family, in order."""
     columns = [candidates[field].tolist() for field in _FAMILY]
     seen: set[tuple[int, ...]] = set()
@@ -186,6 +215,16 @@ def _front(found: Found) -> list[int]:
             front.append(place)
             least = peak
     return front
+
+
+def with_dry_rows(size: Size, rows: Sequence[Row]) -> Size:
+    """The size with these rows instead of its own: dry-run ones by their dry run, then those in closed form only. Dry
+    runs that do not fit join those out of memory.
+    """
+    dry = sorted((row for row in rows if row.dry_step_s and row.fits), key=lambda row: row.time_s)
+    closed = [row for row in rows if not row.dry_step_s]
+    unfit = [row for row in rows if not row.fits]
+    return msgspec.structs.replace(size, rows=(*dry, *closed), unfit=(*unfit, *size.unfit))
 
 
 def fastest(plan: Plan) -> Row | None:

@@ -16,6 +16,7 @@ from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import ModelSpec
 from refshard.specs.published_parallel import ParallelRun, ParallelTable, load_parallel, model_of
+from refshard.specs.reading import convert
 
 Half = Literal["fit", "held out"]
 _STRATEGIES = {
@@ -98,17 +99,13 @@ def _configured(
     fields = {key: value for key, value in table.assumed.items() if key not in _BY_RUN}
     fields |= {"compiled": run.compiled} if run.compiled is not None else {}
     fields |= {"overlap_tensor": True} if "asynchronous" in run.strategy else {}
-    try:
-        configuration = Configuration(
-            **{
-                **fields, "strategy": strategy, "shard": shard, "replicate": data // shard, "tensor": run.tensor or 1,
-                "context": run.context or 1, "pipeline": run.pipeline or 1, "interleave": interleave,
-                "schedule": "interleaved" if interleave > 1 else "1f1b", "microbatch": microbatch,
-                "microbatches": microbatches, "checkpointing": policy, "precision": precision,
-            }
-        )  # fmt: skip
-    except ValueError as error:
-        return str(error)
+    fields |= {
+        "strategy": strategy, "shard": shard, "replicate": data // shard, "tensor": run.tensor or 1,
+        "context": run.context or 1, "pipeline": run.pipeline or 1, "interleave": interleave,
+        "schedule": "interleaved" if interleave > 1 else "1f1b", "microbatch": microbatch,
+        "microbatches": microbatches, "checkpointing": policy, "precision": precision,
+    }  # fmt: skip
+    configuration = convert(fields, Configuration, where=f"published {name}")
     cluster_name = table.clusters[run.hardware]
     cluster = _filled(cluster_name, run.gpus)
     return Published(

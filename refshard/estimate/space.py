@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refshard.estimate.candidates import FIELDS, Candidates
+from refshard.estimate.candidates import FIELDS, Candidates, Integers
 from refshard.estimate.ways import WAYS, find_way
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Configuration, Precision, Schedule
@@ -114,18 +114,19 @@ def _columns(space: Space, rows: Sequence[tuple[object, ...]]) -> Candidates:
         strategy=space.strategies[0], precision=space.precision, reduction=space.reduction,  # type: ignore[arg-type]
         compiled=space.compiled, attention=space.attention, offload=space.offload,
     )  # fmt: skip
-    columns, words = {}, {}
+    columns: dict[str, Integers] = {}
+    words: dict[str, tuple[str, ...]] = {}
+    of_rows: dict[str, Sequence[object]]
     of_rows = dict(zip(_VARYING, zip(*rows))) if rows else dict.fromkeys(_VARYING, ())
     for field in FIELDS:
-        values = of_rows.get(field, ())
-        fixed = getattr(plain, field)
+        values, fixed = of_rows.get(field), getattr(plain, field)
         if isinstance(fixed, str):
-            words[field] = tuple(dict.fromkeys(values)) if field in of_rows else (fixed,)
+            words[field] = (fixed,) if values is None else tuple(dict.fromkeys(map(str, values)))
             places = {word: place for place, word in enumerate(words[field])}
-            values = [places[word] for word in values]  # type: ignore[index]
+            values = None if values is None else [places[str(word)] for word in values]
             fixed = 0
-        columns[field] = np.array(values, np.int64) if field in of_rows else np.full(len(rows), int(fixed), np.int64)
-    found = Candidates(columns, words)  # type: ignore[arg-type]
+        columns[field] = np.full(len(rows), int(fixed), np.int64) if values is None else np.array(values, np.int64)
+    found = Candidates(columns, words)
     return _with_own_kernels(found) if "megatron" in found.words["strategy"] else found
 
 

@@ -6,7 +6,7 @@ The engine's modes and torch's strategies follow from their recipes; other rows 
 from dataclasses import dataclass
 
 from refshard.errors import SpecError, nearest
-from refshard.plan.recipe import MASTER_BYTES, RECIPES, Recipe
+from refshard.plan.recipe import RECIPES, Recipe
 
 ADAM_BYTES = 8
 """AdamW's two averages, in fp32."""
@@ -105,4 +105,10 @@ def find_way(name: str) -> Way:
     return WAYS[name]
 
 
-__all__ = ["ADAM_BYTES", "MASTER_BYTES", "WAYS", "Way", "find_way"]
+def fact(strategy: str, *, name: str) -> float:
+    """One field of a strategy's row as a number.
+
+    Raises:
+        SpecError: it has no row.
+    """
+    return float(getattr(find_way(strategy), name))

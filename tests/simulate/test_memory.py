@@ -16,15 +16,11 @@ from refshard.plan.checkpointing import Checkpointing, checkpointing_of
 from refshard.plan.recipe import RECIPES
 from refshard.plan.units import model_units
 from refshard.quantities import GIB
-from refshard.simulate.forecast import Job
 from refshard.simulate.kernels import Batch
-from refshard.simulate.memory import RankJob, forecast_memory, predict_memory, usable
+from refshard.simulate.memory import RankJob, predict_memory, usable
 from refshard.simulate.of_case import memory_of
-from refshard.simulate.published import recipe_of
 from refshard.specs.case import CaseSpec
-from refshard.specs.cluster import load_cluster
 from refshard.specs.model import ModelSpec, load_model, parameter_count
-from refshard.specs.published import load_published
 from tests.simulate.made import hardware
 from tests.simulate.pretended import levels_of_a_step
 from tests.simulate.test_activations import LAYERS, spec
@@ -172,27 +168,6 @@ def test_what_the_model_is_not_made_for_is_said() -> None:
     compiled = Batch(sequences=1, seq_len=8, dtype="fp32", compiled=True)
     told = predict_memory(RankJob(model=spec(), world_size=4, batch=compiled), RECIPES["refshard-fsdp"]).warnings
     assert [warning.split()[0] for warning in told] == ["attention", "compiled"]
-
-
-def test_what_others_have_run_is_predicted_to_fit() -> None:
-    """Each published run did, on the cluster that it names; several were tuned to fill it."""
-    peaks = []
-    for table in load_published().values():
-        for row in table.rows:
-            cluster = load_cluster(table.cluster).of_nodes(row.nodes)
-            model = load_model(row.model)
-            for strategy in row.results:
-                asked = Job(
-                    model=model, cluster=cluster, seq_len=row.seq_len, sequences=row.sequences,
-                    reduction=table.reduction.get(strategy, "fp32"), compiled=row.compiled,
-                    fused_norms=table.fused_norms,
-                )  # fmt: skip
-                forecast = forecast_memory(
-                    asked, recipe_of(strategy), checkpointing_of(row.checkpointing, model.n_layers)
-                )
-                assert forecast.peak <= usable(cluster.accelerator), (table.cluster, row, strategy)
-                peaks.append(forecast.peak)
-    assert max(peaks) > 65 * GIB
 
 
 def test_a_case_of_upstreams_yafsdp_has_no_plan_and_the_engines_has() -> None:

@@ -6,6 +6,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -31,39 +32,67 @@ def run_dry_ranks(folder: Path) -> NoReturn:
     all recorded, runs here, if they ended ok.
     """
     asked = msgspec.json.decode((folder / ASKED_FILE).read_bytes(), type=DryCase)
+    try:
+        device = prepare([asked])
+    except BaseException as error:
+        rank_folder(folder, 0).mkdir(exist_ok=True)
+        _leave(0, _failing(error), folder)
+        _end()
+    run_case(asked, device, folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The fake device of this process: the extension, and the bytes that its allocator may reserve."""
+
+    ext: ModuleType
+    usable_bytes: int
+
+
+def run_case(asked: DryCase, device: Prepared, folder: Path) -> NoReturn:
+    """Run the ranks of a case, in a process that has the device; leave their results, and end this process."""
     ranks = ranks_of(asked.case)
     for rank in ranks:
-        rank_folder(folder, rank).mkdir(exist_ok=True)
-    try:
-        run = _prepare(asked, folder)
-    except BaseException as error:
-        run = _failing(error)
-        ranks = ranks[:1]
+        rank_folder(folder, rank).mkdir(parents=True, exist_ok=True)
+    run = _runner(asked, device, folder)
     if _run_in_processes(ranks[:-1], run, folder):
         _leave(ranks[-1], run, folder)
     _end()
 
 
-def _prepare(asked: DryCase, folder: Path) -> Run:
-    """Make the device and import torch; returns what runs a rank, once in each process."""
-    cluster = load_cluster(asked.case.cluster).of_world_size(asked.case.world_size)
-    usable, ext = make_device(asked, cluster)
+def prepare(asked: Sequence[DryCase]) -> Prepared:
+    """Make the device of these cases, which are of one cluster, and import what their ranks need, before any is
+    forked.
+    """
+    first = asked[0]
+    cluster = load_cluster(first.case.cluster).of_world_size(first.case.world_size)
+    usable, ext = make_device(first, cluster)
     # Here, since torch must not be imported before the device is there.
-    from refshard.harness.dry.steps import preload, run_steps
+    from refshard.harness.dry.steps import preload
 
-    if len(ranks_of(asked.case)) > 1:
-        preload(asked.case)
+    for one in asked:
+        if len(asked) > 1 or len(ranks_of(one.case)) > 1:
+            preload(one.case)
+    return Prepared(ext=ext, usable_bytes=usable)
+
+
+def _runner(asked: DryCase, device: Prepared, folder: Path) -> Run:
+    """What runs a rank, once in each process."""
+    from refshard.harness.dry.steps import run_steps
+
+    cluster = load_cluster(asked.case.cluster).of_world_size(asked.case.world_size)
 
     def run(rank: int) -> DryResult:
         take_place(rank, asked.case.world_size, cluster.ranks_per_node)
         own = msgspec.structs.replace(asked, rank=rank)
-        return msgspec.structs.replace(run_steps(own, cluster, ext, rank_folder(folder, rank)), usable_bytes=usable)
+        result = run_steps(own, cluster, device.ext, rank_folder(folder, rank))
+        return msgspec.structs.replace(result, usable_bytes=device.usable_bytes)
 
     return run
 
 
 def _failing(error: BaseException) -> Run:
-    def run(rank: int) -> DryResult:
+    def run(_: int) -> DryResult:
         raise error
 
     return run

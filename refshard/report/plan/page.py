@@ -101,7 +101,8 @@ def scaling_chart(plan: Plan) -> Chart:
         f"{row.tokens_per_s_gpu:,.0f} tokens/s/GPU" for count, row in best
     ]  # fmt: skip
     figure.add_scatter(
-        x=ranks, y=speeds, mode="lines+markers", line={"color": BLUE}, text=tips, hovertemplate="%{text}<extra></extra>",
+        x=ranks, y=speeds, mode="lines+markers", line={"color": BLUE}, text=tips,
+        hovertemplate="%{text}<extra></extra>",
         error_y={"type": "data", "symmetric": False, "array": above, "arrayminus": below, "color": INK},
     )  # fmt: skip
     figure.update_layout(template=THEME, height=340, showlegend=False)

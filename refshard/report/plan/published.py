@@ -41,8 +41,9 @@ class Compared:
 
 
 def published_answer(found: Sequence[Compared], left: Mapping[tuple[str, str], int]) -> Answer:
-    """Tables by source, scaling and speed-ups; each run with ``--verbose``. ``left`` counts runs that are not predicted,
-    by table and reason.
+    """Tables by source, scaling and speed-ups; each run with ``--verbose``.
+
+    ``left`` counts runs that are not predicted, by table and reason.
     """
     blocks: list[Any] = [by_source(found), *_optional(scaling(found)), *_optional(own_predictions(found))]
     blocks.append(_runs(found))
@@ -52,8 +53,7 @@ def published_answer(found: Sequence[Compared], left: Mapping[tuple[str, str], i
         columns=("table",),
         blocks=[
             *blocks,
-            Notes(sentences=[f"Not predicted: {count} of {name}: {reason}" for (name, reason), count in sorted(left.items())],
-                  detail=True),
+            Notes(sentences=not_predicted(left), detail=True),
             Notes(sentences=notes(found, left)),
             Verdict(sentences=[verdict(found)], style="plain"),
         ],
@@ -131,8 +131,10 @@ def own_predictions(found: Sequence[Compared]) -> Table | None:
             ("refshard", [abs(m.error) for m in members]),
             ("refshard, held out", [abs(m.error) for m in members if m.published.half == "held out"]),
         ):
-            rows.append({"source": name, "prediction": whose, "runs": str(len(errors)),
-                         "median error": format_percent(median(errors)), "worst": format_percent(max(errors))})  # fmt: skip
+            rows.append({
+                "source": name, "prediction": whose, "runs": str(len(errors)),
+                "median error": format_percent(median(errors)), "worst": format_percent(max(errors)),
+            })  # fmt: skip
     return table(rows, left=2, title="Beside the predictions of others") if rows else None
 
 
@@ -151,6 +153,11 @@ def speed_ups(found: Sequence[Compared]) -> tuple[int, int]:
     ]
     decided = [(a, b) for a, b in combinations(gains, 2) if a[0] != b[0]]
     return sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in decided), len(decided)
+
+
+def not_predicted(left: Mapping[tuple[str, str], int]) -> list[str]:
+    """Which runs are not predicted, and why."""
+    return [f"Not predicted: {count} of {name}: {reason}" for (name, reason), count in sorted(left.items())]
 
 
 def notes(found: Sequence[Compared], left: Mapping[tuple[str, str], int]) -> list[str]:
@@ -201,7 +208,9 @@ def _sums(found: Sequence[Compared]) -> dict[str, Any]:
     agreed, decided = speed_ups(found)
     held = [abs(one.error) for one in found if one.published.half == "held out"]
     return {
-        "held_out": {"runs": len(held), "median_error": median(held) if held else None, "worst_error": max(held, default=None)},
+        "held_out": {
+            "runs": len(held), "median_error": median(held) if held else None, "worst_error": max(held, default=None),
+        },
         "speed_ups_in_order": {"agreed": agreed, "pairs": decided},
     }  # fmt: skip
 
@@ -225,5 +234,3 @@ def _signed(error: float) -> str:
 
 def _optional(found: Table | None) -> list[Table]:
     return [] if found is None else [found]
-
-

@@ -20,7 +20,7 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
     shown = next((size for size in reversed(plan.sizes) if size.rows), plan.largest)
     blocks: list[Any] = []
     if shown.rows:
-        blocks.append(table(summary(shown.rows), left=2, title=f"{title}, {_ranks(shown)} (simulated)"))
+        blocks.append(table(summary(shown.rows), left=2, title=f"{title}, {_ranks(shown)} ({_fidelity(shown)})"))
     if len(plan.sizes) > 1 and fits:
         blocks.append(table(scaling(plan), title="By number of ranks"))
     if len(shown.front) > 1:
@@ -82,17 +82,19 @@ COLUMNS = ("world_size", "global_batch", "strategy")
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A row for each configuration, best first; text for people."""
+    """A row for each configuration, best first; text for people. Memory of a dry run is what its allocator reserved."""
+    dry = any(row.dry_step_s for row in rows)
     return [
         {
             "strategy": row.configuration.strategy,
             "mesh": words.layout_words(row.configuration),
             "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
             "checkpointed": _checkpointed(row),
-            "step time": format_seconds(row.step_s),
+            "step time": format_seconds(row.time_s),
             "8 of 10 within": f"{format_seconds(row.low_s)} to {format_seconds(row.high_s)}",
+            **({"by": "dry run" if row.dry_step_s else "closed form only"} if dry else {}),
             "MFU": format_percent(row.mfu),
-            "peak memory": format_bytes(row.peak_bytes),
+            "peak memory": format_bytes(row.memory_bytes),
             "tokens/s/GPU": format_rate(row.tokens_per_s_gpu),
             "TFLOPS": format_rate(row.tflops),
             "USD for 10^12 tokens": f"{row.cost_usd:,.0f}",
@@ -113,7 +115,7 @@ def scaling(plan: Plan) -> list[dict[str, Any]]:
     for size, row in best:
         found.append({
             "ranks": f"{size.world_size:,}", "strategy": row.configuration.strategy,
-            "mesh": words.layout_words(row.configuration), "step time": format_seconds(row.step_s),
+            "mesh": words.layout_words(row.configuration), "step time": format_seconds(row.time_s),
             "tokens/s": format_rate(row.tokens_per_s_gpu * size.world_size),
             "scaling efficiency": format_percent(row.tokens_per_s_gpu / first.tokens_per_s_gpu),
             "goodput": format_percent(row.goodput),
@@ -142,7 +144,7 @@ def unfit(rows: Sequence[Row]) -> list[dict[str, Any]]:
         {
             "strategy": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
             "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
-            "checkpointed": _checkpointed(row), "needs": format_bytes(row.peak_bytes),
+            "checkpointed": _checkpointed(row), "needs": format_bytes(row.memory_bytes),
         }
         for row in rows
     ]  # fmt: skip
@@ -165,6 +167,10 @@ def memory_by_part(rows: Sequence[Row]) -> list[dict[str, Any]]:
          **{name: format_bytes(row.memory[name]) for name in shown}}
         for row in rows
     ]  # fmt: skip
+
+
+def _fidelity(size: Size) -> str:
+    return "dry run" if size.rows and size.rows[0].dry_step_s else "simulated"
 
 
 def _ranks(size: Size) -> str:

@@ -73,7 +73,7 @@ def range_words(row: Row) -> str:
     >>> f"{format_seconds(8.9)} ({format_seconds(8.4)} to {format_seconds(9.6)})"
     '8.90 s (8.40 s to 9.60 s)'
     """
-    return f"{format_seconds(row.step_s)} ({format_seconds(row.low_s)} to {format_seconds(row.high_s)})"
+    return f"{format_seconds(row.time_s)} ({format_seconds(row.low_s)} to {format_seconds(row.high_s)})"
 
 
 def verdict(plan: Plan, spread: Spread) -> list[str]:
@@ -97,14 +97,22 @@ def _use(row: Row, plan: Plan) -> str:
     return (
         f"Use {row.configuration.strategy}{on} with {layout_words(row.configuration)}, "
         f"{batch_words(row.configuration)}, {checkpoint_words(row)}: {range_words(row)} per step, "
-        f"{format_percent(row.mfu, 0)} MFU, {format_bytes(row.peak_bytes)} of {format_bytes(plan.usable_bytes)} usable."
+        f"{format_percent(row.mfu, 0)} MFU, {_memory_words(row, plan)}."
     )
+
+
+def _memory_words(row: Row, plan: Plan) -> str:
+    if row.reserved_bytes is None:
+        return f"{format_bytes(row.peak_bytes)} of {format_bytes(plan.usable_bytes)} usable"
+    return f"{format_bytes(row.reserved_bytes)} reserved of {format_bytes(plan.usable_bytes)} usable"
 
 
 def _others(rows: Sequence[Row], spread: Spread) -> list[str]:
     """What ties with the first within the median error of its kind, and the first that does not."""
     best = rows[0]
-    tied = [row for row in rows[1:] if row.step_s <= best.step_s * (1 + spread.of(best.kind).median)]
+    closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]
+    rows = [row for row in rows if row not in closed]
+    tied = [row for row in rows[1:] if row.time_s <= best.time_s * (1 + spread.of(best.kind).median)]
     told = []
     if tied:
         names = "; ".join(short_words(row.configuration) for row in tied[:_MOST_TIES])
@@ -112,8 +120,15 @@ def _others(rows: Sequence[Row], spread: Spread) -> list[str]:
         told.append(f"Tied within the model's error: {names}{more}.")
     after = next((row for row in rows[1:] if row not in tied), None)
     if after is not None:
-        slower = after.step_s / best.step_s - 1
+        slower = after.time_s / best.time_s - 1
         told.append(f"Next: {short_words(after.configuration)}, {format_percent(slower, 0)} slower.")
+    faster = next((row for row in closed if row.step_s < best.step_s), None)
+    if faster is not None:
+        gain = 1 - faster.step_s / best.step_s
+        told.append(
+            f"In closed form only, {short_words(faster.configuration)} is {format_percent(gain, 0)} faster "
+            f"({faster.not_dry})."
+        )
     return told
 
 
@@ -150,7 +165,15 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
             f"Step times of this kind ({kind}): median error {format_percent(found.median)} on {found.count} published "
             "runs that were not fitted; 8 of 10 lie in the range in brackets."
         )
-    return [*told, "Closed form only: nothing was run. -v lists what the model assumes and leaves out."]
+    dry = [row for size in plan.sizes for row in size.rows if row.dry_step_s]
+    if not dry:
+        return [*told, "Closed form only: nothing was run. -v lists what the model assumes and leaves out."]
+    far = max(abs((row.dry_step_s or 0.0) / row.step_s - 1) for row in dry)
+    return [
+        *told,
+        f"{len(dry)} configurations were dry-run: a few layers of the real code on fake GPUs, extrapolated. Closed "
+        f"forms are within {format_percent(far, 0)} of them. -v lists what the model assumes and leaves out.",
+    ]
 
 
 def assumptions(plan: Plan) -> list[str]:
@@ -158,8 +181,8 @@ def assumptions(plan: Plan) -> list[str]:
     failures = plan.failures
     return [
         f"The model leaves out: {'; '.join(LEFT_OUT)}.",
-        "It assumes fp32 masters, fused AdamW, clipped gradients, and synthetic data. Megatron has Transformer Engine's "
-        "fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compiled, and "
+        "It assumes fp32 masters, fused AdamW, clipped gradients, and synthetic data. Megatron has Transformer "
+        "Engine's fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compiled, and "
         "FlashAttention-2.",
         f"Tensors can use {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}; the rest is for "
         "the CUDA context, NCCL's buffers and fragmentation.",

@@ -1,16 +1,16 @@
 """Published results of the same configuration as cases of a run."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pandas as pd
 
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence
-from refshard.quantities import format_rate, format_seconds
+from refshard.estimate.published import Published as Run
+from refshard.estimate.published import load_runs
+from refshard.quantities import format_seconds
 from refshard.specs.case import REFERENCE_STRATEGY, spelled
-from refshard.specs.cluster import load_cluster
-from refshard.specs.published import PublishedRow, PublishedTable, load_published
+from refshard.specs.published_parallel import load_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,66 +25,56 @@ class Published:
 
 def published(evidence: Evidence) -> Published:
     """Model, ranks, sequences per rank, tokens, checkpointed layers and eager execution must be the same."""
-    tables = load_published()
+    runs, _ = load_runs()
     found = [
-        (case, table, strategy, value)
+        (case, run)
         for case in evidence.cases
         if case.ok and case.strategy != REFERENCE_STRATEGY and case.metrics["step_time_s"]
-        for table in tables.values()
-        for row in _matching(case, table)
-        for strategy, value in row.results.items()
+        for run in runs
+        if _same(case, run)
     ]
-    titles = " and ".join(table.title for table in tables.values())
     if not found:
-        told = f"No case has the configuration of a published result ({titles})."
+        told = f"No case has the configuration of one of {len(runs)} published runs."
     else:
         told = (
             "The same model, ranks, tokens and checkpointing. Hardware, dtype and versions differ, so a ratio is only "
             "a rough guide."
         )
+    sources = {name: table.source for name, table in load_parallel().items()}
     return Published(
         sentence=told,
-        sources=tuple(dict.fromkeys(table.source for _, table, _, _ in found)),
+        sources=tuple(dict.fromkeys(sources[run.table] for _, run in found)),
         table=pd.DataFrame([_row(*one) for one in found]),
-        cases=tuple(case for case, _, _, _ in found),
+        cases=tuple(case for case, _ in found),
     )
 
 
-def _matching(case: CaseResult, table: PublishedTable) -> Iterator[PublishedRow]:
-    spec = case.spec
-    if spec.workload != "training" or spec.microbatches != 1 or spec.data_ranks // spec.replicas != spec.world_size:
-        return
-    for row in table.rows:
-        same = (row.model, row.seq_len, row.sequences * spec.world_size) == (
-            spec.model, spec.seq_len, spec.global_batch
-        )  # fmt: skip
-        if same and not row.compiled and _policy(row) == spec.checkpointing and _ranks(table, row) == spec.world_size:
-            yield row
+def _same(case: CaseResult, run: Run) -> bool:
+    spec, configuration = case.spec, run.configuration
+    if spec.workload != "training" or spec.microbatches * spec.replicas * spec.data_ranks != spec.world_size:
+        return False
+    if configuration.compiled or configuration.microbatches > 1 or run.run.layers:
+        return False
+    return (run.run.model, run.seq_len, configuration.global_batch, configuration.world_size) == (
+        spec.model, spec.seq_len, spec.global_batch, spec.world_size
+    ) and _policy(configuration.checkpointing) == spec.checkpointing  # fmt: skip
 
 
-def _ranks(table: PublishedTable, row: PublishedRow) -> int:
-    return load_cluster(table.cluster).of_nodes(row.nodes).world_size
-
-
-def _policy(row: PublishedRow) -> str | tuple[int, ...]:
+def _policy(checkpointing: str) -> str | tuple[int, ...]:
     """As a case has it; a number of layers is that many from the first."""
-    if isinstance(row.checkpointing, str):
-        return row.checkpointing
-    return tuple(range(row.checkpointing)) if row.checkpointing else "none"
+    return tuple(range(int(checkpointing))) if checkpointing.isdecimal() else checkpointing
 
 
-def _row(case: CaseResult, table: PublishedTable, strategy: str, value: float) -> dict[str, str]:
-    rate, time = case.metrics["tokens_per_s_gpu"] or 0.0, case.metrics["step_time_s"] or 0.0
-    seconds = table.unit == "seconds"
-    speed = value / time if seconds else rate / value
+def _row(case: CaseResult, run: Run) -> dict[str, str]:
+    time = case.metrics["step_time_s"] or 0.0
     return {
         "case": case.full_label,
         "fidelity": spelled(case.fidelity),
-        "ours": format_seconds(time) if seconds else f"{format_rate(rate)} tokens/s/GPU",
+        "ours": format_seconds(time),
         "our hardware": case.spec.cluster or case.launches[0].device,
         "our dtype": case.spec.precision,
-        "published": f"{strategy}: {format_seconds(value) if seconds else f'{format_rate(value)} tokens/s/GPU'}",
-        "its hardware": table.cluster,
-        "its dtype": "bf16",
-        "our speed / published": f"{speed:.2f}",
+        "published": f"{run.run.strategy or run.configuration.strategy}: {format_seconds(run.seconds)}",
+        "its hardware": run.cluster_name,
+        "its dtype": run.configuration.precision,
+        "our speed / published": f"{run.seconds / time:.2f}",
     }

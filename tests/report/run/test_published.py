@@ -48,4 +48,4 @@ def test_one_difference_is_no_match() -> None:
     ):
         found = published(gather(configured(**{**LLAMA, **change})))
         assert found.table.empty
-        assert found.sentence.startswith("No case has the configuration of a published result (")
+        assert found.sentence.startswith("No case has the configuration of one of ")
