@@ -128,8 +128,8 @@ def complete() -> tuple[dict[str, Any], dict[str, Any]]:
     """A table, and a run that says everything."""
     table = {"title": "t", "source": "s", "clusters": {"h100-sxm-80gb": "dgx-h100"}}
     run = {
-        "model": "llama3-8b", "gpus": 16, "hardware": "h100-sxm-80gb", "precision": "bf16", "seq_len": 8192, "tensor": 2,
-        "pipeline": 2, "interleave": 2, "microbatch": 1, "global_batch": 64, "checkpointing": "none",
+        "model": "llama3-8b", "gpus": 16, "hardware": "h100-sxm-80gb", "precision": "bf16", "seq_len": 8192,
+        "tensor": 2, "pipeline": 2, "interleave": 2, "microbatch": 1, "global_batch": 64, "checkpointing": "none",
         "strategy": "zero1", "seconds": 10.0,
     }  # fmt: skip
     return table, run
