@@ -62,7 +62,7 @@ def test_words_are_found_and_mapped() -> None:
     assert made.flag("reshard").tolist() == [True] * 4
 
 
-@given(numbers=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=20))
+@given(numbers=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=20))
 def test_each_distinct_row_is_computed_once(numbers: list[tuple[int, int]]) -> None:
     asked: list[tuple[int, int]] = []
 
