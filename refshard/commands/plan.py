@@ -157,6 +157,8 @@ def _for_tool(asked: Asked, tool: str | None) -> Asked:
 def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failures, most: int) -> Size:
     space = _space(asked, model, cluster)
     candidates = configurations(space, model, cluster, asked.seq_len)
+    if not len(candidates):
+        return Size(world_size=cluster.world_size, considered=0, fitting=0, rows=(), front=(), unfit=())
     found = search(model, cluster, asked.seq_len, candidates, usable(cluster.accelerator))
     reader = Reader(
         model=model, cluster=cluster, seq_len=asked.seq_len, price_usd=asked.price_usd, failures=failures,

@@ -51,8 +51,9 @@ class Held:
 
 
 def memory_of(candidates: Candidates, held: Held, element: Floats, reduction: Floats) -> Memory:
-    """Each category at the peak, the higher of two: the loss, and the backward of the last layer, when all activations
-    are there. ``element`` and ``reduction`` are bytes of a parameter in compute and of a gradient as it is reduced.
+    """Each category at the peak, the highest of three: the loss, the backward of the last layer, when all activations
+    are there, and that of the first one, when all gradients are. ``element`` and ``reduction`` are bytes of a parameter
+    in compute and of a gradient as it is reduced.
     """
     way = _Facts(candidates)
     own = held.parameters / np.where(way["shards_optimizer"] > 0, candidates.shards, 1)
@@ -83,13 +84,20 @@ def memory_of(candidates: Candidates, held: Held, element: Floats, reduction: Fl
     end = end + np.where(slotted, element * held.unit, 0)
     of_head = held.logits + element * held.end + np.where(by_unit, reduction * held.end, 0)
     of_loss = end + np.maximum(held.loss, np.where(held.loss > 0, of_head, 0))
+    # Those that a step begins without come as its only microbatch's activations go, and the weights that autocast cast;
+    # later ones find them there.
+    comes = np.where(by_unit, ~offloaded, way["casts"] > 0) & (candidates["microbatches"] == 1)
+    coming = np.where(comes, MASTER_BYTES * own, 0)
+    going = activations - held.kept + autocast + np.maximum(of_loss - of_layer, 0)
+    late = coming > going
+    gradients = np.where(late, gradients, gradients - coming)
     return Memory(
         masters=np.where(offloaded, 0, MASTER_BYTES * own),
         optimizer=np.where(offloaded, 0, ADAM_BYTES * own),
         gradients=np.where(offloaded & by_unit, 0, gradients),
-        unsharded=whole,
-        activations=activations,
-        workspace=np.maximum(of_layer, of_loss),
+        unsharded=np.where(late, whole - autocast, whole),
+        activations=np.where(late, held.kept, activations),
+        workspace=np.where(late, of_layer, np.maximum(of_layer, of_loss)),
     )
 
 

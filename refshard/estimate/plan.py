@@ -160,7 +160,7 @@ class Reader:
         closest = _families(candidates, left[np.argsort(found.estimates.memory.peak[left], kind="stable")])
         front = _front(found)
         return Size(
-            world_size=int(candidates.world_size[0]) if len(candidates) else self.cluster.world_size,
+            world_size=int(candidates.world_size[0]),
             considered=len(candidates), fitting=int(found.fits.sum()),
             rows=tuple(self.row(found, place) for place in best[:most]),
             front=tuple(self.row(found, place) for place in front),

@@ -40,7 +40,9 @@ def search(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Can
 
 
 def _fewest(model: ModelSpec, cluster: ClusterSpec, seq_len: int, rows: Candidates, usable_bytes: int) -> Candidates:
-    """Memory falls by as much for each layer more that is checkpointed, so two points tell how many it takes."""
+    """Memory falls by as much for each layer more that is checkpointed, so two points tell how many it takes; once the
+    peak is where all gradients are, it falls no more.
+    """
     automatic = rows.where("checkpointing", AUTO)
     if not automatic.any():
         return rows
@@ -61,8 +63,8 @@ def _fewest(model: ModelSpec, cluster: ClusterSpec, seq_len: int, rows: Candidat
         return estimate(model, cluster, seq_len, fixed).memory.peak
 
     most = -(-model.n_layers // chosen["pipeline"])
-    none, one, all_of = peak("none"), peak("1"), peak("full")
-    each = np.maximum((one - all_of) / np.maximum(most - 1, 1), 1.0)
+    none, one, two = peak("none"), peak("1"), peak("2")
+    each = np.maximum(one - two, 1.0)
     needed = np.clip(1 + np.ceil((one - usable_bytes) / each), 1, most).astype(np.int64)
     codes[automatic] = np.where(none <= usable_bytes, place["none"], place["1"] + needed - 1)
     return Candidates({**rows.columns, "checkpointing": codes}, {**rows.words, "checkpointing": words})

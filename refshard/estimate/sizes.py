@@ -19,8 +19,9 @@ class Sizes:
 
 def sizes_of(model: ModelSpec, tensor: int, expert: int) -> Sizes:
     """The parts on a rank of ``tensor`` ranks that divide each matrix, and ``expert`` that divide the experts."""
-    norms = (4 if model.extra_norms else 2) * model.dim * (2 if model.biased else 1)
-    norms += 2 * model.head_dim if model.query_norm else 0
+    norm = model.dim * (2 if model.biased or model.norm_biases else 1)
+    norms = (4 if model.extra_norms else 2) * norm + (2 * model.head_dim if model.query_norm else 0)
+    norms += model.latent.query_rank + model.latent.kv_rank if model.latent else 0
     attention = [*attention_linears(model)]
     dense = _numel([*attention, *feed_forward_linears(model)], tensor, 1, biased=model.biased) + norms
     mixture = feed_forward_linears(model, dense=False) if model.experts else ()
@@ -30,7 +31,7 @@ def sizes_of(model: ModelSpec, tensor: int, expert: int) -> Sizes:
     positions = model.positions * model.dim
     return Sizes(
         dense=dense, routed=routed if model.experts else 0.0, experts=experts, embedding=ends + positions,
-        head=model.dim + (0.0 if model.tied else ends),
+        head=norm + (0.0 if model.tied else ends),
     )  # fmt: skip
 
 

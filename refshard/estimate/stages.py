@@ -34,7 +34,9 @@ def deal(n_layers: int, candidates: Candidates) -> Stages:
     rounded = -(-n_layers // ranks)
     middle = np.where(ends_count, (n_layers + 2) // ranks, rounded)
     ends = np.where(ends_count, middle - 1, np.where(n_layers % ranks, n_layers // ranks, rounded))
-    return Stages(middle=middle, first=ends, last=ends)
+    # One layer fewer on both ends leaves one over where only one rank has fewer; the last has the head besides.
+    first = np.where(~ends_count & (n_layers % ranks == ranks - 1), rounded, ends)
+    return Stages(middle=middle, first=first, last=ends)
 
 
 def step_seconds(candidates: Candidates, slowest_s: Floats, all_s: Floats, weight_s: Floats) -> tuple[Floats, Floats]:

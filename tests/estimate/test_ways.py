@@ -1,0 +1,39 @@
+"""Rows of strategies, against the recipes that they follow from."""
+
+import pytest
+
+from refshard.errors import SpecError
+from refshard.estimate.limits import usable
+from refshard.estimate.ways import WAYS, find_way
+from refshard.plan.recipe import RECIPES
+from refshard.quantities import GIB
+from refshard.simulate import memory
+from tests.simulate.made import hardware
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_recipes_row_divides_what_its_mode_does(name: str) -> None:
+    way, mode = WAYS[name], RECIPES[name].mode
+    assert way.shards_optimizer == (mode.optimizer == "shard")
+    assert way.shards_gradients == (mode.gradients == "shard")
+    assert way.shards_parameters == (mode.parameters == "shard")
+    assert way.by_unit <= way.shards_gradients <= way.shards_optimizer
+    assert way.name == name
+
+
+def test_zero_stages_divide_one_thing_more_each() -> None:
+    stages = ("ddp", "refshard-zero1", "refshard-zero2", "refshard-fsdp")
+    divided = [(w.shards_optimizer, w.shards_gradients, w.keeps) for w in map(find_way, stages)]
+    assert divided == [(False, False, False), (True, False, False), (True, True, True), (True, True, False)]
+
+
+def test_a_strategy_without_a_row_is_refused_with_the_nearest() -> None:
+    with pytest.raises(SpecError, match="strategy: 'fsdp3' has no closed form; did you mean 'fsdp[12]'"):
+        find_way("fsdp3")
+
+
+def test_what_tensors_can_fill_is_that_of_the_memory_model() -> None:
+    """A GPU keeps 2 GiB for its context and communicators, a CPU nothing, and 4 % lie between blocks."""
+    for device, expected in (("cuda", 78), ("cpu", 80)):
+        one = hardware(memory_bytes=80 * GIB, device=device)
+        assert usable(one) == int(expected * GIB * 0.96) == memory.usable(one)
