@@ -71,14 +71,17 @@ class _Estimate:
 
     def all(self) -> Estimates:
         rows, stages = self._rows, self._stages
-        exchange = Exchanges(self._cluster, rows, self._reduction).of(
+        exchanges = Exchanges(self._cluster, rows, self._reduction)
+        embedding_s = self._embedding_s + exchanges.adding(self._embedding)
+        head_s = self._head_s + exchanges.adding(self._head)
+        exchange = exchanges.of(
             self._unit, self._embedding + self._head, self._parameters, self._forward, self._backward, self._layers
         )
         forward, backward = self._forward + exchange.layer_forward_s, self._backward + exchange.layer_backward_s
-        layer, ends = forward + backward, self._embedding_s + self._head_s
+        layer, ends = forward + backward, embedding_s + head_s
         alone = rows["pipeline"] == 1
         middle = stages.middle * layer
-        first, last = stages.first * layer + self._embedding_s, stages.last * layer + self._head_s
+        first, last = stages.first * layer + embedding_s, stages.last * layer + head_s
         slowest = np.where(alone, self._model.n_layers * layer + ends, np.maximum(middle, np.maximum(first, last)))
         everyone = self._model.n_layers * layer + ends
         slowest = slowest + self._messages(exposed=True)

@@ -41,7 +41,7 @@ class Exchanges:
         self._cluster, self._candidates, self._reduction = cluster, candidates, reduction
         self._groups = Groups(cluster, candidates)
         self._element = np.where(candidates.where("precision", "fp32"), MASTER_BYTES, 2)
-        facts = ("shards_parameters", "shards_optimizer", "keeps", "copies_out", "copies_in", "divides")
+        facts = ("shards_parameters", "shards_optimizer", "keeps", "copies_out", "copies_in", "divides", "adds")
         self._way = {name: candidates.mapped("strategy", partial(fact, name=name)) > 0 for name in facts}
 
     @property
@@ -56,13 +56,13 @@ class Exchanges:
         """What it adds to layers of ``unit`` elements; ``ends`` are the embedding's and the head's, ``parameters`` all
         of the rank's. ``forward_s`` and ``backward_s`` are a layer's.
         """
-        each = self._by_unit(unit, ends, forward_s, backward_s)
+        each = self._by_unit(unit, ends, forward_s, backward_s, layers)
         once = self._by_step(unit, parameters, layers * forward_s, layers * backward_s)
         forward, backward, step = (np.where(self.by_unit, a, b) for a, b in zip(each, once))
         return Exchange(layer_forward_s=forward, layer_backward_s=backward, step_s=step)
 
     def _by_unit(
-        self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats
+        self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats, layers: Floats
     ) -> tuple[Floats, Floats, Floats]:
         candidates = self._candidates
         gather, reduce = self._gather(unit), self._reduce(unit)
@@ -77,8 +77,9 @@ class Exchanges:
         backward = backward + hidden(
             self._cluster, backward_s, np.where(reshards, gather, 0) + np.where(each, reduce, 0)
         )
+        backward = backward + np.where(each, 0, self.adding(unit))
         alone = self._gather(ends) + self._gather(unit) + self._reduce(ends)
-        late = np.where(each, 0, self._late(unit))
+        late = np.where(each, 0, layers * (into + divided + hidden(self._cluster, backward_s, reduce)))
         waits = self._skew("all_gather", self._element * unit)
         forward = forward + waits
         backward = backward + np.where(reshards, waits, 0)
@@ -88,19 +89,24 @@ class Exchanges:
     def _skew(self, op: CollectiveOp, nbytes: Floats) -> Floats:
         return SKEW * self._groups.latency_over_shards(op, nbytes)
 
-    def _late(self, unit: Floats) -> Floats:
-        return self._reduce(unit)
+    def adding(self, numel: Floats) -> Floats:
+        """Seconds to add a microbatch's gradients to those of the microbatches before it, unsharded, in fp32."""
+        candidates = self._candidates
+        whole = ~self.by_unit | ~candidates.flag("reduce_each")
+        added = self._way["adds"] & whole & (candidates["microbatches"] > 1)
+        return np.where(added, self._move((self._element + 2 * MASTER_BYTES) * numel), 0)
 
     def _by_step(
         self, unit: Floats, parameters: Floats, forward_s: Floats, backward_s: Floats
     ) -> tuple[Floats, Floats, Floats]:
-        zero = np.zeros_like(unit)
         reduce, gather = self._reduce(parameters), self._gather(parameters)
         overlaps = self._candidates.flag("overlap_reduction")
         first, last = self._gather(unit), self._reduce(unit)
         beside = np.minimum(last, reduce) + hidden(self._cluster, backward_s, reduce - np.minimum(last, reduce))
         before = np.minimum(first, gather) + hidden(self._cluster, forward_s, gather - np.minimum(first, gather))
-        return zero, zero, np.where(overlaps, beside + before, reduce + gather)
+        # FSDP2 reduces a pipeline's stage once its last backward is over.
+        beside = np.where(self._way["shards_parameters"], reduce, beside)
+        return np.zeros_like(unit), self.adding(unit), np.where(overlaps, beside + before, reduce + gather)
 
     def _gather(self, numel: Floats) -> Floats:
         sharded = self._way["shards_optimizer"]

@@ -25,7 +25,7 @@ class Way:
     both ends of the model, or each end is a unit. A strategy that ``keeps`` what it gathered frees it at the end of a
     pass. ``copies_out`` of a gathered buffer and ``copies_in`` to one that is reduced are kernels of their own; one
     that ``divides`` casts and scales that buffer before it is reduced. ``casts`` says that autocast casts each weight
-    once a step.
+    once a step. Where gradients add up unsharded, kernels of their own add them, unless products do (``adds`` is false).
     """
 
     name: str
@@ -43,6 +43,7 @@ class Way:
     copies_in: bool = True
     divides: bool = False
     casts: bool = False
+    adds: bool = True
 
     @property
     def by_unit(self) -> bool:
@@ -81,7 +82,7 @@ WAYS: dict[str, Way] = {
             # Megatron-LM's distributed optimizer: bf16 parameters and fp32 gradients whole, all else divided.
             Way(
                 name="megatron", shards_parameters=False, shards_gradients=False, shards_optimizer=True, kept_bytes=2,
-                summed_bytes=4, copies_in=False,
+                summed_bytes=4, copies_in=False, adds=False,
             ),
             Way(
                 name="fsdp1-grad-op", shards_parameters=True, shards_gradients=True, shards_optimizer=True,

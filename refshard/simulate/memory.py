@@ -15,7 +15,6 @@ from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing, Recompu
 from refshard.plan.placement import MODES
 from refshard.plan.recipe import Recipe
 from refshard.plan.units import ModelUnit, model_units
-from refshard.quantities import GIB
 from refshard.simulate.activations import Call, block_call, embedding_call, head_call, loss_call
 from refshard.simulate.autocast import autocast_block_call, autocast_head_call, weight_casts, widened
 from refshard.simulate.flat_parameters import FlatParameters
@@ -29,7 +28,7 @@ from refshard.simulate.tape import Changes
 from refshard.simulate.tensors import Device, Tensors
 from refshard.simulate.whole import Whole
 from refshard.specs.cluster import Library
-from refshard.specs.hardware import Dtype, HardwareSpec
+from refshard.specs.hardware import Dtype
 from refshard.specs.model import ELSEWHERE, ModelSpec, check_llama
 
 ALONE = Recipe(name="single", mode=MODES["replicate"], grouping="buckets")
@@ -86,25 +85,6 @@ class MemoryForecast(msgspec.Struct, frozen=True, kw_only=True):
     between_steps: Bytes
     events: tuple[MemoryEvent, ...]
     warnings: tuple[str, ...] = ()
-
-
-OUTSIDE_BYTES = 2 * GIB
-"""What a GPU's memory holds beside torch's allocator: a CUDA context and loaded kernels, some 0.7 GiB (PyTorch forums,
-"High gpu memory overhead"), and two communicators of 0.5 to 0.7 GiB each (NVIDIA/nccl issue 964, "Question about GPU
-memory consumption of NCCL": 544 MB for 2 A100s, 688 MB for more).
-"""
-FRAGMENTATION = 0.04
-"""The share of the rest that lies unused between an allocator's blocks: a guess, which published runs bound. YaFSDP's
-on A100s of 80 GB are predicted to allocate up to 74 GiB, and ran. torchtitan's eager ones, which report what is
-reserved, have 16 to 20 % more of that than is predicted to be allocated; they had room, and what one stream has freed
-another cannot use at once.
-"""
-
-
-def usable(hardware: HardwareSpec) -> int:
-    """What of a device's memory torch's allocator can fill with tensors; a CPU has nothing beside it to allow for."""
-    outside = OUTSIDE_BYTES if hardware.asynchronous else 0
-    return int((hardware.memory_bytes - outside) * (1 - FRAGMENTATION))
 
 
 def forecast_memory(job: Job, recipe: Recipe | None, checkpointing: Checkpointing = NO_CHECKPOINTING) -> MemoryForecast:
