@@ -64,10 +64,12 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp, pipeline, context": {**PIPELINE, **CONTEXT},
     "pipeline, interleaved": {"interleave": 2, "schedule": "interleaved", "microbatches": 4, "world_size": 2},
     "pipeline, zero bubble": {"schedule": "zero-bubble", "microbatches": 4},
-    "tensor-parallel, sequence": {"world_size": 2, "sequence_parallel": True, "precision": "bf16", "checkpointing": "full"},
-}
+    "tensor-parallel, sequence": {
+        "world_size": 2, "sequence_parallel": True, "precision": "bf16", "checkpointing": "full",
+    },
+}  # fmt: skip
 """The strategy, and the case's axes."""
-REFERENCES = {"": {}, "muon": {"optimizer": "muon"}, "inference": {"workload": "inference"}}
+REFERENCES: dict[str, dict[str, Any]] = {"": {}, "muon": {"optimizer": "muon"}, "inference": {"workload": "inference"}}
 
 
 def case_of(name: str) -> CaseSpec:
@@ -182,7 +184,8 @@ def refused(case: CaseSpec, changes: dict[str, Any]) -> str:
     ],
 )
 def test_what_cannot_be_composed_is_refused(changes: dict[str, Any], model: dict[str, Any], message: str) -> None:
-    case = CaseSpec(**{"strategy": "fsdp2", "model": "small", "world_size": 2, "global_batch": 8, "seq_len": 16} | changes)
+    given: dict[str, Any] = {"strategy": "fsdp2", "model": "small", "world_size": 2, "global_batch": 8, "seq_len": 16}
+    case = CaseSpec(**given | changes)
     for said in run_ranks(2, refused, case, model):
         assert re.match(message, said)
 
@@ -199,7 +202,8 @@ def test_what_cannot_be_composed_is_refused(changes: dict[str, Any], model: dict
     ],
 )
 def test_axes_that_exclude_each_other_are_named(changes: dict[str, Any], message: str) -> None:
-    case = CaseSpec(**{"strategy": "fsdp2", "model": "small", "world_size": 4, "global_batch": 8} | changes)
+    given: dict[str, Any] = {"strategy": "fsdp2", "model": "small", "world_size": 4, "global_batch": 8}
+    case = CaseSpec(**given | changes)
     with pytest.raises(UnsupportedError, match=message):
         check_case(case, cuda=False)
 

@@ -63,7 +63,7 @@ def _prepare(asked: DryCase, folder: Path) -> Run:
 
 
 def _failing(error: BaseException) -> Run:
-    def run(rank: int) -> DryResult:
+    def run(_: int) -> DryResult:
         raise error
 
     return run

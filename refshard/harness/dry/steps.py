@@ -29,7 +29,13 @@ from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
 
-_AT_FIRST = ("torch._dynamo", "torch._meta_registrations", "torch._refs", "torch.distributed.tensor", "torch.utils.checkpoint")
+_AT_FIRST = (
+    "torch._dynamo",
+    "torch._meta_registrations",
+    "torch._refs",
+    "torch.distributed.tensor",
+    "torch.utils.checkpoint",
+)
 
 
 def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Path) -> DryResult:
