@@ -72,6 +72,16 @@ CASES: dict[str, dict[str, Any]] = {
 REFERENCES: dict[str, dict[str, Any]] = {"": {}, "muon": {"optimizer": "muon"}, "inference": {"workload": "inference"}}
 
 
+FEW = (
+    "fsdp2, pipeline", "fsdp2, pipeline, sequence", "fsdp2, interleaved, tensor", "fsdp2, zero bubble, context",
+    "fsdp2, sequence, recomputed", "fsdp2, context alone", "ddp, pipeline", "ddp, context",
+)  # fmt: skip
+"""What `make test` runs of them."""
+cases = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in CASES]
+)
+
+
 def case_of(name: str) -> CaseSpec:
     fields = {"world_size": 4, **CASES[name]}
     return CaseSpec(
@@ -88,11 +98,11 @@ def observe_all(cases: list[CaseSpec]) -> list[dict[str, Any]]:
 
 
 @cache
-def ran() -> dict[str, list[dict[str, Any]]]:
-    """By case, what each rank observed."""
+def ran(few: bool) -> dict[str, list[dict[str, Any]]]:
+    """By case, what each rank observed: of the few, or of the others."""
     found: dict[str, list[dict[str, Any]]] = {}
     for world_size in (2, 4):
-        names = [name for name in CASES if case_of(name).world_size == world_size]
+        names = [name for name in CASES if case_of(name).world_size == world_size and (name in FEW) is few]
         ranks = run_ranks(world_size, observe_all, [case_of(name) for name in names])
         found |= {name: [rank[index] for rank in ranks] for index, name in enumerate(names)}
     return found
@@ -105,41 +115,47 @@ def references() -> dict[str, dict[str, Any]]:
     return dict(zip(REFERENCES, found))
 
 
+def ranks_of(name: str) -> list[dict[str, Any]]:
+    return ran(name in FEW)[name]
+
+
 def reference_of(name: str) -> dict[str, Any]:
     return references()[next((kind for kind in REFERENCES if kind and name.endswith(kind)), "")]
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases
 def test_losses_equal_those_of_one_unsharded_rank(name: str) -> None:
-    ranks = ran()[name]
+    ranks = ranks_of(name)
     losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks))]
     assert losses == pytest.approx(reference_of(name)["losses"], rel=parity_tolerance(case_of(name)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases
 def test_every_rank_issues_what_it_announces(name: str) -> None:
-    for rank in ran()[name]:
+    for rank in ranks_of(name):
         assert rank["announced"] == rank["counted"] != ()
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases
 def test_every_rank_has_all_parameters_in_the_end(name: str) -> None:
     whole, case = reference_of(name)["parameters"], case_of(name)
-    for rank in ran()[name]:
+    for rank in ranks_of(name):
         assert rank["parameters"].keys() == whole.keys()
-        assert all(torch.equal(rank["parameters"][key], ran()[name][0]["parameters"][key]) for key in whole)
+        assert all(torch.equal(rank["parameters"][key], ranks_of(name)[0]["parameters"][key]) for key in whole)
     if case.precision == "fp32" and case.optimizer == "adamw":
-        assert all(torch.allclose(ran()[name][0]["parameters"][key], whole[key], atol=1e-5) for key in whole)
+        assert all(torch.allclose(ranks_of(name)[0]["parameters"][key], whole[key], atol=1e-5) for key in whole)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("fsdp2")])
+@cases
 def test_ranks_together_have_a_unit_of_each_block(name: str) -> None:
-    units = {unit for rank in ran()[name] for unit in rank["units"]}
+    if not name.startswith("fsdp2"):
+        pytest.skip("its units are no blocks")
+    units = {unit for rank in ranks_of(name) for unit in rank["units"]}
     assert units == {"root", *(f"model.layers.{index}" for index in range(LAYERS))}
 
 
 def test_a_stage_is_gathered_and_reduced_once_a_step() -> None:
-    first, _, last, _ = ran()["fsdp2, pipeline"]
+    first, _, last, _ = ranks_of("fsdp2, pipeline")
     for rank in (first, last):
         counts = {count.op: count.count for count in rank["announced"]}
         # Two blocks, and the root's embedding or head; four microbatches on, their gradients back.
