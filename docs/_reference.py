@@ -55,8 +55,8 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "offload": "Keep masters, gradients and optimizer state in host memory.",
         "replicas": "Hybrid sharding: this many groups of ranks each shard the whole model.",
         "tensor_parallel": "Ranks that split each matrix. Each such group counts as one rank for the strategy.",
-        "sequence_parallel": "Under tensor parallelism: norms and the residual stream split along the sequence over the "
-        "tensor ranks, and the loss along the vocabulary.",
+        "sequence_parallel": "Under tensor parallelism: norms and the residual stream split along the sequence over "
+        "the tensor ranks, and the loss along the vocabulary.",
         "context_parallel": "Ranks that split every sequence; attention passes keys and values round in a ring. "
         "Parameters are sharded over them too.",
         "pipeline_parallel": "Ranks that each hold stages of layers and pass microbatches on.",
