@@ -55,6 +55,14 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "offload": "Keep masters, gradients and optimizer state in host memory.",
         "replicas": "Hybrid sharding: this many groups of ranks each shard the whole model.",
         "tensor_parallel": "Ranks that split each matrix. Each such group counts as one rank for the strategy.",
+        "sequence_parallel": "Under tensor parallelism: norms and the residual stream split along the sequence over "
+        "the tensor ranks, and the loss along the vocabulary.",
+        "context_parallel": "Ranks that split every sequence; attention passes keys and values round in a ring. "
+        "Parameters are sharded over them too.",
+        "pipeline_parallel": "Ranks that each hold stages of layers and pass microbatches on.",
+        "interleave": "Stages that a rank of a pipeline holds.",
+        "schedule": "Order of a pipeline's microbatches: `1f1b`, `interleaved` (2 or more stages a rank) or "
+        "`zero-bubble`.",
         "comm_memory": "Memory that FSDP2 and the engine communicate through "
         "([FSDP2's knobs](peers.md#fsdp2s-knobs)).",
         "fidelity": "What is real: `measured` (everything), `emulated` (one rank of a cluster), `dryrun` (the code, on "

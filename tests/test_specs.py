@@ -107,18 +107,25 @@ def test_axes_are_named_and_left_out_of_the_hash_where_they_are_not_given() -> N
     fields = msgspec.structs.asdict(plain)
     axes = {
         "precision": "bf16", "tuning": "qlora", "optimizer": "adamw-8bit", "offload": True, "replicas": 2,
-        "tensor_parallel": 2, "comm_memory": "group",
+        "tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2, "pipeline_parallel": 2, "interleave": 2,
+        "schedule": "interleaved", "comm_memory": "group",
     }  # fmt: skip
+    together = {"sequence_parallel": {"tensor_parallel"}, "interleave": {"pipeline_parallel", "schedule"}}
+    together["schedule"] = {"pipeline_parallel", "interleave"}
     older = {name: value for name, value in fields.items() if name not in axes}
     assert plain.hash == hashlib.sha256(msgspec.json.encode(older, order="sorted")).hexdigest()[:12]
     assert plain.unmodelled == ()
-    for name, value in axes.items():
-        changed = msgspec.structs.replace(plain, **{name: value})
+    for name in axes:
+        given = {name, *together.get(name, ())}
+        changed = msgspec.structs.replace(plain, **{field: axes[field] for field in given})
         assert changed.hash != plain.hash
-        assert changed.unmodelled == (() if name == "precision" else (name,))
+        assert set(changed.unmodelled) == given - {"precision"}
         assert changed.name != plain.name
-    words = ("bf16", "qlora", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2", "group memory")
-    every = msgspec.structs.replace(plain, **axes)
+    words = (
+        "bf16", "qlora", "adamw-8bit", "offload", "2 replicas", "tensor parallel 2", "sequence parallel",
+        "context parallel 2", "pipeline 2", "interleaved 2", "group memory",
+    )  # fmt: skip
+    every = msgspec.structs.replace(plain, world_size=32, global_batch=8, **axes)
     assert every.axes == words
     assert every.reference() == msgspec.structs.replace(plain.reference(), tuning="qlora", optimizer="adamw-8bit")
 
@@ -142,6 +149,11 @@ def test_ranks_that_split_the_model_work_on_the_same_tokens() -> None:
     assert case(world_size=8, global_batch=8, tensor_parallel=4).data_ranks == 2
     assert case(world_size=8, global_batch=8, replicas=4).data_ranks == 8
     assert case(strategy="pipeline", world_size=8, global_batch=8).data_ranks == 1
+    composed = case(
+        strategy="fsdp2", world_size=32, global_batch=8, tensor_parallel=2, context_parallel=2, pipeline_parallel=4
+    )
+    assert composed.data_ranks == 2
+    assert composed.stage_ranks == (0, 8, 16, 24)
     assert case(strategy="tensor-parallel", world_size=4, global_batch=1).data_ranks == 1
 
 
@@ -174,11 +186,26 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
             r"case: global_batch must be a multiple of world_size \* microbatches = 2 \* 4, got 4",
         ),
         ({"microbatches": 0}, r"case: microbatches must be >= 1, got 0"),
-        ({"replicas": 3}, r"world_size must be a multiple of replicas \* tensor_parallel = 3 \* 1, got 2"),
+        ({"replicas": 3}, r"world_size must be a multiple of replicas = 3, got 2"),
+        (
+            {"pipeline_parallel": 2, "tensor_parallel": 2},
+            r"world_size must be a multiple of tensor_parallel \* pipeline_parallel = 2 \* 2, got 2",
+        ),
+        ({"sequence_parallel": True}, r"sequence_parallel must be false unless tensor_parallel is 2 or more, got true"),
+        ({"context_parallel": 2, "seq_len": 6}, r"seq_len must be a multiple of 4, to be split over ranks, got 6"),
+        ({"interleave": 2}, r"interleave must be 1 and schedule '1f1b' without a pipeline, got 2 and '1f1b'; set"),
+        (
+            {"pipeline_parallel": 2, "schedule": "interleaved"},
+            r"interleave must be 1 for schedule '1f1b' and at least 2 for 'interleaved', got 1 for 'interleaved'",
+        ),
+        (
+            {"fidelity": "simulated", "cluster": "a", "context_parallel": 2},
+            r"context_parallel must be 1 unless a case is measured or a dry run, got 2",
+        ),
         ({"replicas": 2}, r"replicas must leave 2 or more ranks to shard over, got 2 of 2; to shard nothing, use"),
         (
             {"strategy": "pipeline", "tensor_parallel": 2},
-            r"replicas and tensor_parallel must be 1 for strategy 'pipeline', .* got 1 and 2",
+            r"tensor_parallel must be 1 for strategy 'pipeline', which splits the model over all ranks, got 2",
         ),
         (
             {"fidelity": "emulated", "cluster": "a", "tensor_parallel": 2},

@@ -25,7 +25,8 @@ _HEADS: dict[Axis, str] = {
 _LEGEND = (
     "Options of a case (x: supported): inference; microbatches; activation checkpointing; bf16 over fp32 masters; "
     "LoRA; LoRA on NF4 bases; AdamW with 8-bit state; Muon; offloading to the host; replicas (hybrid sharding); "
-    "tensor, sequence, context and pipeline parallelism; interleaved and zero-bubble schedules; memory of the process group, or symmetric memory, for collectives; any module of a factory"
+    "tensor, sequence, context and pipeline parallelism; interleaved and zero-bubble schedules; memory of the process "
+    "group, or symmetric memory, for collectives; any module of a factory"
 )
 Rows = Sequence[Mapping[str, Any]]
 

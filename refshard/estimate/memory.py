@@ -79,6 +79,10 @@ def memory_of(candidates: Candidates, held: Held, element: Floats, reduction: Fl
     gathered = np.where(by_unit & (~stays | ring), slots, 0) * held.unit
     computing = held.recomputed + held.workspace + gathered + np.where(ring, 0, element * held.unit)
     ending = reduced + np.where(ring, gathered, np.where(stays, 0, 2 * element * held.unit)) + held.workspace / 3
+    # A pipeline's stage is reduced after its last backward, whose activations are gone: one unit after the other, the
+    # next beside the last.
+    at_end = 2 * reduction * held.unit + element * held.end - activations
+    ending = np.where(by_unit & pipelined, at_end, ending)
     of_layer = np.maximum(computing, ending)
     end = np.where(by_unit & ~stays & ~around, element * held.end, 0) + np.where(ring, slots * held.unit, 0)
     end = end + np.where(slotted, element * held.unit, 0)

@@ -23,7 +23,10 @@ MOST_CONTEXT = 64
 MOST_STRETCHES = 12
 _N_DIMENSIONAL = ("ddp", "fsdp2", "megatron")
 """Strategies whose code here, or in the tool of their name, composes with pipelines and context parallelism."""
-_TENSOR = (*_N_DIMENSIONAL, *(name for name in WAYS if name.startswith("refshard-")))
+_TENSOR = ("fsdp2", "megatron", *(name for name in WAYS if name.startswith("refshard-")))
+_ZERO_BUBBLE = ("fsdp2",)
+"""torch's zero-bubble schedules split each backward, which neither DDP's hooks nor checkpointing can follow; Megatron-LM
+has none."""
 ALL = (0,)
 """For an axis: every size that can run."""
 
@@ -59,7 +62,8 @@ def configurations(space: Space, model: ModelSpec, cluster: ClusterSpec, seq_len
     rows: list[tuple[object, ...]] = []
     for world in space.world_sizes:
         for meshed in _meshes(space, model, cluster, seq_len, world):
-            rows += [(*meshed, policy) for policy in space.checkpointing]
+            policies = space.checkpointing if meshed[_SCHEDULE] != "zero-bubble" else ("none",)
+            rows += [(*meshed, policy) for policy in policies]
     return _columns(space, rows)
 
 
@@ -67,6 +71,7 @@ _VARYING = (
     "strategy", "tensor", "context", "pipeline", "interleave", "schedule", "expert", "shard", "replicate", "microbatch",
     "microbatches", "reduce_each", "checkpointing",
 )  # fmt: skip
+_SCHEDULE = _VARYING.index("schedule")
 
 
 def _meshes(
@@ -99,7 +104,7 @@ def _batches(
             continue
         for expert in _sizes(space.expert, data * context, _experts(model, data * context)):
             for strategy in space.strategies:
-                if not _composes(strategy, tensor, context, pipeline):
+                if not _composes(strategy, tensor, context, pipeline, schedule):
                     continue
                 for replicate in _replicas(space, strategy, data):
                     shard = data // replicate
@@ -185,10 +190,12 @@ def _even(n_layers: int, stretches: int) -> bool:
     return n_layers % stretches == 0 or (n_layers + 2) % stretches == 0
 
 
-def _composes(strategy: str, tensor: int, context: int, pipeline: int) -> bool:
-    if pipeline > 1 or context > 1:
-        return strategy in _N_DIMENSIONAL
-    return tensor == 1 or strategy in _TENSOR
+def _composes(strategy: str, tensor: int, context: int, pipeline: int, schedule: str) -> bool:
+    if schedule == "zero-bubble" and strategy not in _ZERO_BUBBLE:
+        return False
+    if tensor > 1 and strategy not in _TENSOR:
+        return False
+    return pipeline * context == 1 or strategy in _N_DIMENSIONAL
 
 
 def _replicas(space: Space, strategy: str, data: int) -> list[int]:

@@ -25,7 +25,7 @@ class Way:
     both ends of the model, or each end is a unit. A strategy that ``keeps`` what it gathered frees it at the end of a
     pass. ``copies_out`` of a gathered buffer and ``copies_in`` to one that is reduced are kernels of their own; one
     that ``divides`` casts and scales that buffer before it is reduced. ``casts`` says that autocast casts each weight
-    once a step. Where gradients add up unsharded, kernels of their own add them, unless products do (``adds`` is false).
+    once a step. Where gradients add up unsharded, kernels of their own do that; ``adds`` is false if products do.
     """
 
     name: str

@@ -25,7 +25,8 @@ class Splitting:
     """What a step of a case computes within: its batch split by sequence, its loss by vocabulary, if it asks for it."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self._world, self._positions = world, None
+        self._world = world
+        self._positions: Tensor | None = None
         if world.context is not None:
             assert isinstance(model, Llama)
             _attention.custom_ops.update(_FOR_CPU)
@@ -37,8 +38,9 @@ class Splitting:
         stack = ExitStack()
         if self._world.context is not None:
             assert isinstance(batch, Tokens)
-            split = {"buffers": [batch.inputs, batch.targets, self._positions], "buffer_seq_dims": [1, 1, 0]}
-            stack.enter_context(context_parallel(self._world.context, **split))
+            assert self._positions is not None
+            split = [batch.inputs, batch.targets, self._positions]
+            stack.enter_context(context_parallel(self._world.context, buffers=split, buffer_seq_dims=[1, 1, 0]))
         if self._world.case.sequence_parallel:
             stack.enter_context(loss_parallel())
         return stack
@@ -66,7 +68,7 @@ def _forward_on_cpu(_: Any, args: Any, kwargs: Any) -> tuple[DTensor, DTensor]:
     causal = rest[1] if len(rest) > 1 else kwargs.get("is_causal", False)
     out, logsumexp = _attention._templated_ring_attention(
         query.device_mesh.get_group(), _SEQUENCE, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        *(tensor.to_local() for tensor in (query, key, value)), is_causal=causal, scale=kwargs.get("scale"),
+        query.to_local(), key.to_local(), value.to_local(), is_causal=causal, scale=kwargs.get("scale"),
     )  # fmt: skip
     return _split(out, query.device_mesh), _split(logsumexp, query.device_mesh)
 

@@ -57,7 +57,9 @@ class DDP(Strategy):
         """See :meth:`Strategy.wrapped_units`: one unit per bucket, as DDP rebuilt them after its first step."""
         stages = [""] if self._world.pipeline is None else [f"stage{stage.index}." for stage in self._stages]
         return tuple(
-            f"{stage}bucket{i}" for stage, module in zip(stages, self._modules) for i in range(len(_bucket_bytes(module)))
+            f"{stage}bucket{i}"
+            for stage, module in zip(stages, self._modules)
+            for i in range(len(_bucket_bytes(module)))
         )
 
     def announced(self) -> tuple[CollectiveCount, ...]:

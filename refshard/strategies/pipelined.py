@@ -81,7 +81,7 @@ class PipelineLoop(Loop):
         try:
             run(*given, target=targets_BT if self._last else None, losses=losses, **options)
         except RuntimeError as error:  # torch's stages raise one from whatever a stage met
-            raise error.__cause__ or error
+            raise (error.__cause__ or error) from None
         mean = torch.stack(losses).mean().detach() if self._last else inputs_BT.new_zeros((), dtype=torch.float32)
         dist.broadcast(mean, group_src=self._source, group=self._group)
         return mean
@@ -112,7 +112,7 @@ def hidden_shape(stage: Stage, world: World) -> tuple[int, int, int]:
 
 
 def _schedule(stages: list[PipelineStage], world: World) -> Schedule:
-    """torch's schedule of the case.
+    """Torch's schedule of the case.
 
     With fewer microbatches than stages, which cannot fill a pipeline, 1F1B computes all forwards first (GPipe).
 
@@ -128,7 +128,7 @@ def _schedule(stages: list[PipelineStage], world: World) -> Schedule:
             f"schedule '{case.schedule}' runs microbatches in rounds of one size, as many as fill a pipeline of "
             f"{case.pipeline_ranks} ranks, got {case.microbatches}; use a multiple of {case.pipeline_ranks}"
         )
-    return _MULTI[case.schedule](stages, case.microbatches, loss_fn=next_token_loss)  # type: ignore[arg-type]
+    return _MULTI[case.schedule](stages, case.microbatches, loss_fn=next_token_loss)
 
 
 @final

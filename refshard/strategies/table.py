@@ -180,7 +180,8 @@ ROWS: dict[str, Row] = {
         by_block=False,
     ),
     "ddp": Row(
-        module="ddp", class_name="DDP", about="torch's DistributedDataParallel", axes=ANY | OWN | STAGED | {"context parallel"}, by_block=False,
+        module="ddp", class_name="DDP", about="torch's DistributedDataParallel", by_block=False,
+        axes=ANY | OWN | STAGED | {"context parallel"},
         deferred=True,
     ),
     "fsdp1": Row(
@@ -287,7 +288,7 @@ ROWS: dict[str, Row] = {
         axes=PLAIN | {"sequence parallel"}, deferred=True,
     ),
     "pipeline": Row(
-        module="peers.pipeline", class_name="Pipeline", about="torch's pipeline schedules, blocks divided over all ranks",
+        module="peers.pipeline", class_name="Pipeline", about="torch's pipeline schedules, all ranks in one pipeline",
         by_block=False, deferred=True,
         axes=frozenset({"inference", "microbatches", "checkpointing", "adamw-8bit", "muon", "schedule"}),
     ),

@@ -42,7 +42,8 @@ class World:
         }
         if case.strategy == "tensor-parallel":
             sizes["shard"] = case.world_size  # its only axis, which it splits over
-        sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+        kept = {"shard", case.strategy}  # a pipeline may be of one rank
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name in kept}
         if len(sizes) == 1:
             whole = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
         else:

@@ -64,10 +64,22 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp, pipeline, context": {**PIPELINE, **CONTEXT},
     "pipeline, interleaved": {"interleave": 2, "schedule": "interleaved", "microbatches": 4, "world_size": 2},
     "pipeline, zero bubble": {"schedule": "zero-bubble", "microbatches": 4},
-    "tensor-parallel, sequence": {"world_size": 2, "sequence_parallel": True, "precision": "bf16", "checkpointing": "full"},
-}
+    "tensor-parallel, sequence": {
+        "world_size": 2, "sequence_parallel": True, "precision": "bf16", "checkpointing": "full",
+    },
+}  # fmt: skip
 """The strategy, and the case's axes."""
-REFERENCES = {"": {}, "muon": {"optimizer": "muon"}, "inference": {"workload": "inference"}}
+REFERENCES: dict[str, dict[str, Any]] = {"": {}, "muon": {"optimizer": "muon"}, "inference": {"workload": "inference"}}
+
+
+FEW = (
+    "fsdp2, pipeline", "fsdp2, pipeline, sequence", "fsdp2, interleaved, tensor", "fsdp2, zero bubble, context",
+    "fsdp2, sequence, recomputed", "fsdp2, context alone", "ddp, pipeline", "ddp, context",
+)  # fmt: skip
+"""What `make test` runs of them."""
+cases = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in CASES]
+)
 
 
 def case_of(name: str) -> CaseSpec:
@@ -86,11 +98,11 @@ def observe_all(cases: list[CaseSpec]) -> list[dict[str, Any]]:
 
 
 @cache
-def ran() -> dict[str, list[dict[str, Any]]]:
-    """By case, what each rank observed."""
+def ran(few: bool) -> dict[str, list[dict[str, Any]]]:
+    """By case, what each rank observed: of the few, or of the others."""
     found: dict[str, list[dict[str, Any]]] = {}
     for world_size in (2, 4):
-        names = [name for name in CASES if case_of(name).world_size == world_size]
+        names = [name for name in CASES if case_of(name).world_size == world_size and (name in FEW) is few]
         ranks = run_ranks(world_size, observe_all, [case_of(name) for name in names])
         found |= {name: [rank[index] for rank in ranks] for index, name in enumerate(names)}
     return found
@@ -103,41 +115,47 @@ def references() -> dict[str, dict[str, Any]]:
     return dict(zip(REFERENCES, found))
 
 
+def ranks_of(name: str) -> list[dict[str, Any]]:
+    return ran(name in FEW)[name]
+
+
 def reference_of(name: str) -> dict[str, Any]:
     return references()[next((kind for kind in REFERENCES if kind and name.endswith(kind)), "")]
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases
 def test_losses_equal_those_of_one_unsharded_rank(name: str) -> None:
-    ranks = ran()[name]
+    ranks = ranks_of(name)
     losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks))]
     assert losses == pytest.approx(reference_of(name)["losses"], rel=parity_tolerance(case_of(name)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases
 def test_every_rank_issues_what_it_announces(name: str) -> None:
-    for rank in ran()[name]:
+    for rank in ranks_of(name):
         assert rank["announced"] == rank["counted"] != ()
 
 
-@pytest.mark.parametrize("name", CASES)
+@cases
 def test_every_rank_has_all_parameters_in_the_end(name: str) -> None:
     whole, case = reference_of(name)["parameters"], case_of(name)
-    for rank in ran()[name]:
+    for rank in ranks_of(name):
         assert rank["parameters"].keys() == whole.keys()
-        assert all(torch.equal(rank["parameters"][key], ran()[name][0]["parameters"][key]) for key in whole)
+        assert all(torch.equal(rank["parameters"][key], ranks_of(name)[0]["parameters"][key]) for key in whole)
     if case.precision == "fp32" and case.optimizer == "adamw":
-        assert all(torch.allclose(ran()[name][0]["parameters"][key], whole[key], atol=1e-5) for key in whole)
+        assert all(torch.allclose(ranks_of(name)[0]["parameters"][key], whole[key], atol=1e-5) for key in whole)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("fsdp2")])
+@cases
 def test_ranks_together_have_a_unit_of_each_block(name: str) -> None:
-    units = {unit for rank in ran()[name] for unit in rank["units"]}
+    if not name.startswith("fsdp2"):
+        pytest.skip("its units are no blocks")
+    units = {unit for rank in ranks_of(name) for unit in rank["units"]}
     assert units == {"root", *(f"model.layers.{index}" for index in range(LAYERS))}
 
 
 def test_a_stage_is_gathered_and_reduced_once_a_step() -> None:
-    first, _, last, _ = ran()["fsdp2, pipeline"]
+    first, _, last, _ = ranks_of("fsdp2, pipeline")
     for rank in (first, last):
         counts = {count.op: count.count for count in rank["announced"]}
         # Two blocks, and the root's embedding or head; four microbatches on, their gradients back.
@@ -182,7 +200,8 @@ def refused(case: CaseSpec, changes: dict[str, Any]) -> str:
     ],
 )
 def test_what_cannot_be_composed_is_refused(changes: dict[str, Any], model: dict[str, Any], message: str) -> None:
-    case = CaseSpec(**{"strategy": "fsdp2", "model": "small", "world_size": 2, "global_batch": 8, "seq_len": 16} | changes)
+    given: dict[str, Any] = {"strategy": "fsdp2", "model": "small", "world_size": 2, "global_batch": 8, "seq_len": 16}
+    case = CaseSpec(**given | changes)
     for said in run_ranks(2, refused, case, model):
         assert re.match(message, said)
 
@@ -199,7 +218,8 @@ def test_what_cannot_be_composed_is_refused(changes: dict[str, Any], model: dict
     ],
 )
 def test_axes_that_exclude_each_other_are_named(changes: dict[str, Any], message: str) -> None:
-    case = CaseSpec(**{"strategy": "fsdp2", "model": "small", "world_size": 4, "global_batch": 8} | changes)
+    given: dict[str, Any] = {"strategy": "fsdp2", "model": "small", "world_size": 4, "global_batch": 8}
+    case = CaseSpec(**given | changes)
     with pytest.raises(UnsupportedError, match=message):
         check_case(case, cuda=False)
 

@@ -21,7 +21,11 @@ pytestmark = pytest.mark.processes
 
 RANKS = 4
 TINY: dict[str, Any] = {"world_size": RANKS, "model": "llama-tiny", "global_batch": 4, "seq_len": 16}
-CASES: dict[str, dict[str, int]] = {
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp in a pipeline": {"pipeline_parallel": 2},
+    "fsdp2 in a pipeline": {"pipeline_parallel": 2, "interleave": 2, "schedule": "interleaved"},
+    "fsdp2 over sequence parallel": {"tensor_parallel": 2, "sequence_parallel": True},
     "fsdp1": {},
     "fsdp1-no-shard": {},
     "fsdp2": {},
@@ -90,4 +94,4 @@ def test_whole_models_are_deferred_where_the_strategy_can() -> None:
     case = case_of("fsdp2")
     assert is_deferred(case)
     assert not is_deferred(msgspec.structs.replace(case, tuning="lora"))
-    assert not is_deferred(msgspec.structs.replace(case, strategy="ddp"))
+    assert not is_deferred(msgspec.structs.replace(case, strategy="yafsdp"))

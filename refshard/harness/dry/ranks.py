@@ -18,15 +18,21 @@ from refshard.dryrun.steps import steps_of
 from refshard.harness.dry.reading import read_step, retried
 from refshard.harness.dry.result import DryCase, DryResult, StepResult
 from refshard.harness.rank import trace_file
+from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
 
-STEPS = 3
-"""The third is the first whose like was there before: the first makes the optimizer's state, and before the second DDP
-lays out its buckets anew."""
 GPU = 0
 """The only GPU that a rank's process sees."""
 BUILT = "build"
 """The mark between building and the steps; peaks of memory are those of the steps."""
+
+
+def steps_for(case: CaseSpec) -> int:
+    """How many steps a rank takes; the last is like any that would follow. The first makes the optimizer's state, and
+    before the second DDP lays out its buckets anew. In a pipeline without DDP the second step is like the third, and
+    there are as many ranks to follow as it has.
+    """
+    return 2 if case.pipeline_ranks > 1 and case.strategy != "ddp" else 3
 
 
 def read_ranks(
@@ -35,14 +41,14 @@ def read_ranks(
 ) -> DryResult:  # fmt: skip
     """The ``result`` of the last rank, with what the recordings of all come to; their traces go to ``folder``."""
     if not any(map(holds_back, recordings)):
-        return msgspec.structs.replace(result, steps=_steps(recordings, cluster, folder))
+        return msgspec.structs.replace(result, steps=_steps(asked.case, recordings, cluster, folder))
     try:
         result, settled = _settled(asked, result, recordings, cluster, ext)
     except NotReproducedError as doubt:
         warning = f"upper bound: memory kept by record_stream() counts until the host waits for the GPU: {doubt}"
         result = msgspec.structs.replace(result, warnings=(*result.warnings, warning))
-        return msgspec.structs.replace(result, steps=_steps(recordings, cluster, folder))
-    steps = _steps([one.recording for one in settled], cluster, folder)
+        return msgspec.structs.replace(result, steps=_steps(asked.case, recordings, cluster, folder))
+    steps = _steps(asked.case, [one.recording for one in settled], cluster, folder)
     peaks = (msgspec.structs.replace(step, peak=one.allocator.peak) for step, one in zip(steps, settled))
     return msgspec.structs.replace(result, steps=tuple(peaks))
 
@@ -75,12 +81,14 @@ def asked_for(error: str) -> str:
     return error.partition("Tried to allocate ")[2].partition(". ")[0]
 
 
-def _steps(recordings: Sequence[Recording], cluster: ClusterSpec, folder: Path) -> tuple[StepResult, ...]:
+def _steps(
+    case: CaseSpec, recordings: Sequence[Recording], cluster: ClusterSpec, folder: Path
+) -> tuple[StepResult, ...]:
     """The last step of every rank."""
     prices = [price(recording, cluster) for recording in recordings]
     found = []
     for recording, replayed in zip(recordings, replay_together(recordings, prices, Rates.of(cluster))):
-        steps = steps_of(recording)[-STEPS:]  # building comes first, in which some optimizers step too
+        steps = steps_of(recording)[-steps_for(case) :]  # building comes first, in which some optimizers step too
         found.append(read_step(recording, replayed, steps))
         with gzip.open(trace_file(folder, recording.rank), "wt", encoding="utf-8") as file:
             file.write(as_kineto(recording, replayed, steps=steps[-1:]))

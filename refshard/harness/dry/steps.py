@@ -16,7 +16,7 @@ from refshard.dryrun.held_back import holds_back
 from refshard.dryrun.observe import Observer
 from refshard.dryrun.peaks import pool
 from refshard.errors import UnsupportedError
-from refshard.harness.dry.ranks import BUILT, GPU, STEPS, asked_for, read_ranks
+from refshard.harness.dry.ranks import BUILT, GPU, asked_for, read_ranks, steps_for
 from refshard.harness.dry.reading import remarks
 from refshard.harness.dry.result import RECORDING_FILE, DryCase, DryResult, rank_folder, ranks_of
 from refshard.harness.rank import PROGRESS_FILE, describe
@@ -29,7 +29,13 @@ from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.base import Strategy
 from refshard.strategies.table import ROWS
 
-_AT_FIRST = ("torch._dynamo", "torch._meta_registrations", "torch._refs", "torch.distributed.tensor", "torch.utils.checkpoint")
+_AT_FIRST = (
+    "torch._dynamo",
+    "torch._meta_registrations",
+    "torch._refs",
+    "torch.distributed.tensor",
+    "torch.utils.checkpoint",
+)
 
 
 def run_steps(asked: DryCase, cluster: ClusterSpec, ext: ModuleType, folder: Path) -> DryResult:
@@ -97,8 +103,8 @@ def _train(
     torch.cuda.empty_cache()  # what building took is not the steps'
     torch.cuda.reset_peak_memory_stats(device)
     ext.mark(BUILT)
-    for step in range(STEPS):
-        _tell(asked, folder, f"step {step + 1}/{STEPS}")
+    for step in range(steps := steps_for(case)):
+        _tell(asked, folder, f"step {step + 1}/{steps}")
         trainer.step(batch)
         if case.workload == "inference":  # else the optimizer's step is marked
             ext.mark("step")

@@ -115,7 +115,7 @@ def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -
 
 
 def announce_split(part: Llama | Stage, world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
-    """``(op, bytes)`` of what :func:`split` communicates in a step, where the residual stream is of dtype ``residual``."""
+    """``(op, bytes)`` of what :func:`split` communicates in a step; the residual stream is of dtype ``residual``."""
     first, last = (True, True) if isinstance(part, Llama) else (part.first, part.last)
     announce = _of_sequences if world.case.sequence_parallel else _of_sums
     for _ in range(world.case.microbatches):

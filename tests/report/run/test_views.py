@@ -23,6 +23,7 @@ from tests.report.runs import CASES, FAILED, HOSTILE, STRATEGIES, both, proof, r
 KEYS = {
     "case", "spec_hash", "environment", "strategy", "world_size", "model", "global_batch", "seq_len", "workload",
     "microbatches", "checkpointing", "precision", "tuning", "optimizer", "offload", "replicas", "tensor_parallel",
+    "sequence_parallel", "context_parallel", "pipeline_parallel", "interleave", "schedule",
     "peak_requested_bytes", "gpu_used_bytes", "gpu_outside_bytes", "gpu_total_bytes", "allocation_retries",
     "memory_limit_gib", "compile_s", "host_waits", "probe_drift", "other_cores",
     "fidelity", "device", "backend", "state", "rounds", "samples",
