@@ -25,8 +25,8 @@ _N_DIMENSIONAL = ("ddp", "fsdp2", "megatron")
 """Strategies whose code here, or in the tool of their name, composes with pipelines and context parallelism."""
 _TENSOR = ("fsdp2", "megatron", *(name for name in WAYS if name.startswith("refshard-")))
 _ZERO_BUBBLE = ("fsdp2",)
-"""torch's zero-bubble schedules split each backward, which neither DDP's hooks nor checkpointing can follow; Megatron-LM
-has none."""
+"""Zero-bubble schedules of torch split each backward, which neither DDP's hooks nor checkpointing can follow.
+Megatron-LM has none."""
 ALL = (0,)
 """For an axis: every size that can run."""
 
