@@ -45,7 +45,9 @@ def published_answer(found: Sequence[Compared], left: Mapping[tuple[str, str], i
 
     ``left`` counts runs that are not predicted, by table and reason.
     """
-    blocks: list[Any] = [by_source(found), *_optional(scaling(found)), *_optional(own_predictions(found))]
+    curves = scaling(found)
+    blocks: list[Any] = [by_source(found), *_optional(scaling_by_source(curves)), *_optional(own_predictions(found))]
+    blocks += _optional(scaling_table(curves))
     blocks.append(_runs(found))
     return Answer(
         data={"runs": [as_object(one) for one in found], "not_predicted": _left(left), **_sums(found)},
@@ -90,24 +92,64 @@ def by_source(found: Sequence[Compared]) -> Table:
     return table(rows, left=3, title="Predicted step times against published ones")
 
 
-def scaling(found: Sequence[Compared]) -> Table | None:
-    """What a GPU loses from the smallest to the largest run of a setting that was published at several sizes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A setting that was published at several sizes: its smallest and its largest run, and what part of a GPU's speed
+    is lost between them.
+    """
+
+    first: Compared
+    last: Compared
+    published: float
+    predicted: float
+
+
+def scaling(found: Sequence[Compared]) -> list[Curve]:
+    """Settings with a run on 64 GPUs or more, and one on a quarter of these or fewer."""
     groups: dict[tuple[object, ...], list[Compared]] = defaultdict(list)
     for one in found:
         groups[(*one.published.setting, one.published.run.where)].append(one)
-    rows = []
+    curves = []
     for members in groups.values():
         first, last = (pick(members, key=lambda one: one.published.run.gpus) for pick in (min, max))
         if last.published.run.gpus < 4 * first.published.run.gpus or last.published.run.gpus < 64:
             continue
-        run = first.published.run
         published, predicted = (_loss(first, last, of) for of in ("published", "predicted"))
+        curves.append(Curve(first=first, last=last, published=published, predicted=predicted))
+    return curves
+
+
+def scaling_by_source(curves: Sequence[Curve]) -> Table | None:
+    """The losses of each source's settings: medians, and the largest difference."""
+    groups: dict[str, list[Curve]] = defaultdict(list)
+    for one in curves:
+        groups[one.first.published.table].append(one)
+    rows = [
+        {
+            "source": name, "curves": str(len(members)),
+            "median published loss": format_percent(median(one.published for one in members)),
+            "median predicted loss": format_percent(median(one.predicted for one in members)),
+            "median difference": f"{100 * median(abs(one.predicted - one.published) for one in members):.1f} points",
+            "within 5 points": str(sum(abs(one.predicted - one.published) <= 0.05 for one in members)),
+        }
+        for name, members in groups.items()
+    ]  # fmt: skip
+    return table(rows, title="Speed that each GPU loses with scale") if rows else None
+
+
+def scaling_table(curves: Sequence[Curve]) -> Table | None:
+    """Every curve."""
+    rows = []
+    for one in curves:
+        run, last = one.first.published.run, one.last
         rows.append({
-            "source": first.published.table, "model": run.model, "precision": first.published.configuration.precision,
-            "GPUs": f"{run.gpus:,} to {last.published.run.gpus:,}", "published loss": format_percent(published),
-            "predicted loss": format_percent(predicted), "difference": f"{100 * (predicted - published):+.1f} points",
+            "source": one.first.published.table, "model": run.model,
+            "precision": one.first.published.configuration.precision,
+            "GPUs": f"{run.gpus:,} to {last.published.run.gpus:,}", "published loss": format_percent(one.published),
+            "predicted loss": format_percent(one.predicted),
+            "difference": f"{100 * (one.predicted - one.published):+.1f} points",
         })  # fmt: skip
-    return table(rows, left=3, title="Speed that each GPU loses with scale") if rows else None
+    return table(rows, left=3, title="Every curve", detail=True) if rows else None
 
 
 def _loss(first: Compared, last: Compared, of: str) -> float:

@@ -31,7 +31,8 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
             table(memory_by_part(shown.rows), left=2, detail=True),
         ]
     if shown.unfit:
-        blocks.append(table(unfit(shown.unfit), left=2, title="Out of memory, smallest first", detail=bool(shown.rows)))
+        listed = shown.unfit[:SHOWN_UNFIT] if shown.rows else shown.unfit
+        blocks.append(table(unfit(listed), left=2, title="Out of memory, smallest first"))
     return Answer(
         data=as_object(plan, spread, model=model, cluster=cluster),
         rows=[flat(row) for size in plan.sizes for row in size.rows],
@@ -77,6 +78,10 @@ def flat(row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
+SHOWN_UNFIT = 4
+"""Configurations that do not fit, listed beside those that do."""
+SHOWN_UNFIT = 4
+"""Configurations that do not fit, listed beside those that do."""
 COLUMNS = ("world_size", "global_batch", "strategy")
 """Of CSV without a row."""
 
