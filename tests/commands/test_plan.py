@@ -218,7 +218,7 @@ def test_a_page_can_be_written_and_a_folder_that_is_not_there_is_refused(tmp_pat
         SpecError, match=r"cannot be written \(No such file or directory\); name a file in a folder that"
     ):
         plan(asked(), page=tmp_path / "none" / "plan.html")
-    with pytest.raises(SpecError, match="html: .* is a folder; name the file to write"):
+    with pytest.raises(SpecError, match=r"html: .* is a folder; name the file to write"):
         plan(asked(), page=tmp_path)
 
 
@@ -314,7 +314,7 @@ def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, m
 
 
 def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="megatron: strategy must be one that it runs .*, got 'fsdp2'; choose a row"):
+    with pytest.raises(SpecError, match=r"megatron: strategy must be one that it runs .*, got 'fsdp2'; choose a row"):
         plan(asked(strategies="fsdp2"), tool="megatron", out=tmp_path / "a")
     with pytest.raises(SpecError, match="emit: no configuration fits, so there is nothing to write for torchtitan"):
         plan(asked(model="llama3.1-405b", strategies="fsdp2"), tool="torchtitan", out=tmp_path / "a")
@@ -349,10 +349,10 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         ({"price_usd": float("nan")}, "price must be >= 0 USD per GPU-hour, and finite, got nan"),
         ({"mtbf_hours": 0.0}, r"mtbf must be > 0 hours, and finite, got 0\.0"),
         ({"dtype": "fp16"}, "dtype must be fp32, bf16 or fp8, got 'fp16'; choose one of them"),
-        ({"dtype": "fp8", "cluster": "dgx-a100"}, "dtype: the hardware's profile knows .*, got fp8; choose one of them"),
+        ({"dtype": "fp8", "cluster": "dgx-a100"}, "dtype: the hardware's profile knows .*, got fp8; choose one"),
         ({"reduction": "int8"}, "reduction must be fp32 or bf16, got 'int8'; choose one of them"),
-        ({"schedule": "gpipe"}, "schedule must be 1f1b, interleaved or zero-bubble, got 'gpipe'; choose one of them"),
-        ({"checkpoint": "some"}, "checkpoint must be auto, none, selective, full, every-K or a number of layers, .*'some'"),
+        ({"schedule": "gpipe"}, "schedule must be 1f1b, interleaved or zero-bubble, got 'gpipe'; choose one of"),
+        ({"checkpoint": "some"}, "checkpoint must be auto, none, selective, full, every-K or a number .*'some'"),
         ({"checkpoint": "every-0"}, "checkpoint must be auto, none, selective, full, every-K or .*, got 'every-0'"),
     ],
 )  # fmt: skip

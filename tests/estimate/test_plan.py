@@ -1,5 +1,6 @@
 """Plans: families, the Pareto front, costs with failures, and what each row says, against all configurations."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_no_configuration_is_faster_and_relevantly_smaller_than_one_of_the_front
     front, rows = READER.size(result, most=8).front, every(result, fits=True)
     assert front[0].step_s == min(row.step_s for row in rows)
     assert len(front) > 2
-    for one, other in zip(front, front[1:]):
+    for one, other in pairwise(front):
         assert other.step_s >= one.step_s
         assert other.peak_bytes < LESS * one.peak_bytes + 1
     for one in front:

@@ -69,7 +69,7 @@ def test_every_configuration_divides_the_ranks_the_batch_and_the_model(
 
 def able(ranks: int, batch: int, seq_len: int) -> set[tuple[int, ...]]:
     """Tensor, context, pipeline, data and microbatch of Llama 3 8B, by trying every number."""
-    found = set()
+    found: set[tuple[int, ...]] = set()
     sizes = range(1, ranks + 1)
     for tensor, context, pipeline in product(sizes, repeat=3):
         if ranks % (tensor * context * pipeline) or tensor > 8 or 8 % tensor or pipeline > 32:
@@ -136,8 +136,11 @@ def test_schedules_have_the_stretches_that_they_can() -> None:
 
 
 def test_megatron_has_its_own_kernels_and_others_have_what_is_asked() -> None:
-    found = only(enumerated(space("fsdp2", "megatron", compiled=False)), "strategy", "compiled", "attention", "overlap_tensor")  # fmt: skip # noqa: E501
-    assert found == {("fsdp2", False, "flash", False), ("megatron", True, "cudnn", True)}
+    rows = enumerated(space("fsdp2", "megatron", compiled=False))
+    assert only(rows, "strategy", "compiled", "attention", "overlap_tensor") == {
+        ("fsdp2", False, "flash", False),
+        ("megatron", True, "cudnn", True),
+    }
 
 
 def test_what_holds_for_all_is_in_every_row() -> None:
