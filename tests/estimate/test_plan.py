@@ -1,5 +1,6 @@
 """Plans: families, the Pareto front, costs with failures, and what each row says, against all configurations."""
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +36,7 @@ MODEL, CLUSTER, SEQ_LEN = load_model("llama3-8b"), load_cluster("dgx-h100x2"), 8
 READER = Reader(model=MODEL, cluster=CLUSTER, seq_len=SEQ_LEN, price_usd=2.0, failures=Failures(), spread=load_spread())
 
 
+@cache
 def found(usable: int = 40 * GIB) -> Found:
     space = Space(
         strategies=("fsdp2", "megatron", "ddp"), world_sizes=(16,), global_batch=64, tensor=ALL, pipeline=ALL,
@@ -48,13 +50,15 @@ def family(row: Row) -> tuple[Any, ...]:
     return one.strategy, one.tensor, one.context, one.pipeline
 
 
-def every(result: Found, *, fits: bool) -> list[Row]:
-    return [READER.row(result, int(place)) for place in np.flatnonzero(result.fits == fits)]
+@cache
+def every(*, fits: bool) -> list[Row]:
+    """All that fit, or do not."""
+    return [READER.row(found(), int(place)) for place in np.flatnonzero(found().fits == fits)]
 
 
 def test_rows_are_the_best_of_each_family_best_first() -> None:
     result = found()
-    size, rows = READER.size(result, most=1000), every(result, fits=True)
+    size, rows = READER.size(result, most=1000), every(fits=True)
     best: dict[tuple[Any, ...], float] = {}
     for row in rows:
         best[family(row)] = min(best.get(family(row), np.inf), row.step_s)
@@ -69,7 +73,7 @@ def test_what_does_not_fit_is_listed_by_family_smallest_first() -> None:
     result = found()
     size = READER.size(result, most=1000)
     least: dict[tuple[Any, ...], int] = {}
-    for row in every(result, fits=False):
+    for row in every(fits=False):
         least[family(row)] = min(least.get(family(row), 10**15), row.peak_bytes)
     assert {family(row): row.peak_bytes for row in size.unfit} == least
     assert [row.peak_bytes for row in size.unfit] == sorted(least.values())
@@ -79,7 +83,7 @@ def test_what_does_not_fit_is_listed_by_family_smallest_first() -> None:
 
 def test_no_configuration_is_faster_and_relevantly_smaller_than_one_of_the_front() -> None:
     result = found()
-    front, rows = READER.size(result, most=8).front, every(result, fits=True)
+    front, rows = READER.size(result, most=8).front, every(fits=True)
     assert front[0].step_s == min(row.step_s for row in rows)
     assert len(front) > 2
     for one, other in pairwise(front):

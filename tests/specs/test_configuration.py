@@ -14,7 +14,7 @@ SIZE = st.integers(1, 16)
 
 @given(sizes=st.fixed_dictionaries(dict.fromkeys(AXES, SIZE)), microbatch=SIZE, microbatches=SIZE)
 def test_ranks_are_the_product_of_the_axes_and_the_batch_is_that_of_all_data_ranks(
-    sizes: dict[str, int], microbatch: int, microbatches: int
+    sizes: dict[str, Any], microbatch: int, microbatches: int
 ) -> None:
     made = Configuration(strategy="fsdp2", microbatch=microbatch, microbatches=microbatches, **sizes)
     assert made.world_size == prod(sizes.values())
