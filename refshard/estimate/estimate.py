@@ -212,7 +212,7 @@ class _Estimate:
         last = rows["pipeline"] == 1
         held = Held(
             parameters=self._parameters, unit=self._unit, end=np.maximum(self._embedding, self._head),
-            ends=self._embedding + self._head, kept=layer,
+            ends=self._embedding + self._head, kept=layer, first=np.where(part > 0, full, layer),
             recomputed=np.where(part > 0, nothing, np.where(some > 0, nothing - selective, 0)), workspace=workspace,
             loss=np.where(last, loss, 0), logits=np.where(last, logits, 0), layers=self._layers,
         )  # fmt: skip

@@ -34,8 +34,8 @@ class Memory:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
     """Elements of the parts of a rank, one entry a row: all parameters, its largest unit's, the larger end's and both
-    ends'; and bytes: what a layer ``kept`` and what is ``recomputed`` by its checkpointing, its ``workspace``, what the
-    ``loss`` needs and the ``logits`` alone.
+    ends'; and bytes: what a layer ``kept`` on average, what the ``first`` one keeps, which is checkpointed if any is,
+    what is ``recomputed``, a layer's ``workspace``, what the ``loss`` needs and the ``logits`` alone.
     """
 
     parameters: Floats
@@ -43,6 +43,7 @@ class Held:
     end: Floats
     ends: Floats
     kept: Floats
+    first: Floats
     recomputed: Floats
     workspace: Floats
     loss: Floats
@@ -92,7 +93,7 @@ def memory_of(candidates: Candidates, held: Held, element: Floats, reduction: Fl
     # later ones find them there.
     comes = np.where(by_unit, ~offloaded, way["casts"] > 0) & (candidates["microbatches"] == 1)
     coming = np.where(comes, MASTER_BYTES * own, 0)
-    going = activations - held.kept + autocast + np.maximum(of_loss - of_layer, 0)
+    going = activations - held.first + autocast + np.maximum(of_loss - of_layer, 0)
     late = coming > going
     gradients = np.where(late, gradients, gradients - coming)
     return Memory(
@@ -100,7 +101,7 @@ def memory_of(candidates: Candidates, held: Held, element: Floats, reduction: Fl
         optimizer=np.where(offloaded, 0, ADAM_BYTES * own),
         gradients=np.where(offloaded & by_unit, 0, gradients),
         unsharded=np.where(late, whole - autocast, whole),
-        activations=np.where(late, held.kept, activations),
+        activations=np.where(late, held.first, activations),
         workspace=np.where(late, of_layer, np.maximum(of_layer, of_loss)),
     )
 

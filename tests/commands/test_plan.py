@@ -1,5 +1,6 @@
-"""``refshard plan`` and ``refshard validate`` as a user meets them."""
+"""``refshard plan`` as a user meets it."""
 
+import ast
 import json
 import resource
 import subprocess
@@ -8,33 +9,54 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from refshard.cli import app
-from refshard.commands.plan import Asked, plan
-from refshard.commands.validate import validate
+from refshard.cli import app, main
+from refshard.commands.plan import SEARCHED, Asked, plan, tokens_of
+from refshard.emit.table import RUNS, TOOLS
 from refshard.errors import SpecError
+from refshard.estimate.ways import WAYS
 from refshard.plan.recipe import RECIPES
-from refshard.tracing.kineto import read_timeline
-from refshard.tracing.overlap import step_breakdowns
-from tests.report.printed import as_csv, as_json, notes, tables, verdict
+from refshard.specs.suite import parse_suite
+from tests.emit.megatron_flags import FLAGS
+from tests.emit.test_structure import megatron_words
+from tests.report.pages import Page
+from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
+
+SHORT = ["plan", "--model", "llama3-8b", "--cluster", "dgx-h100x2", "--seq-len", "4096"]
 
 
 def asked(**changes: Any) -> Asked:
-    fields: dict[str, Any] = {
-        "model": "llama3-8b", "cluster": "dgx-h100x2", "seq_len": 4096, "microbatch": 1, "accumulate": 1,
-        "strategies": "refshard-yafsdp,ddp", "checkpoint": "auto", "checkpoint_layers": None, "replicas": 1,
-        "dtype": None, "reduction": "fp32", "compiled": False, "price_usd": 2.5,
-    }  # fmt: skip
+    """8B on 16 GPUs, with two strategies."""
+    fields = {"model": "llama3-8b", "cluster": "dgx-h100x2", "seq_len": 4096, "strategies": "refshard-yafsdp,ddp"}
     return Asked(**{**fields, **changes})
 
 
+def sizes(**changes: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = as_json(plan(asked(**changes)))["sizes"]
+    return found
+
+
+def configurations(**changes: Any) -> list[dict[str, Any]]:
+    """Those of the last size, best first; fields that are as by default are left out."""
+    last = sizes(**changes)[-1]
+    return [row["configuration"] for row in [*last["rows"], *last["unfit"]]]
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [*SHORT, *words])
+    return done.exit_code, done.output
+
+
 @pytest.mark.processes
-def test_every_strategy_of_405b_on_16384_gpus_takes_seconds_and_no_torch() -> None:
+def test_405b_on_16384_gpus_in_n_dimensions_takes_seconds_and_no_torch() -> None:
     """The command that the README shows, in a process of its own; the goals are 5 s and 1 GiB."""
     script = (
-        "import sys\nsys.argv = "
-        "['refshard', 'plan', '--model', 'llama3.1-405b', '--cluster', 'dgx-h100x2048', '--json']\n"
+        "import sys\nsys.argv = ['refshard', 'plan', '--model', 'llama3.1-405b', '--cluster', 'dgx-h100', "
+        "'--nodes', '256..2048', '--search', '--json']\n"
         "from refshard.cli import app\n"
         "app(standalone_mode=False)\n"
         "print('torch' in sys.modules or 'pandas' in sys.modules, file=sys.stderr)"
@@ -44,74 +66,262 @@ def test_every_strategy_of_405b_on_16384_gpus_takes_seconds_and_no_torch() -> No
     spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     told = json.loads(done.stdout)
     assert done.stderr.strip() == "False"
-    assert told["world_size"] == 16384
-    assert {row["strategy"] for row in told["strategies"]} == RECIPES.keys()
-    assert [row for row in told["strategies"] if row["fits"]]
+    assert [size["world_size"] for size in told["sizes"]] == [2048, 4096, 8192, 16384]
+    assert told["tokens_per_step"] == 16 * 2**20
+    for size in told["sizes"]:
+        assert size["rows"]
+        assert size["considered"] > 100
+        best = size["rows"][0]
+        assert best["configuration"]["tensor"] > 1
+        assert 0.2 < best["mfu"] < 0.6
+    assert told["verdict"][0].startswith("Use ")
     assert spent < 60, "a bound that only a mistake in the order of growth would break"
+
+
+def test_the_answer_comes_first_then_ties_or_what_is_next_and_status_0() -> None:
+    found = plan(asked(strategies="refshard-yafsdp,fsdp2,fsdp1"))
+    assert found.status == 0
+    first, second, *_ = verdict(found)
+    assert first.startswith("Use ")
+    assert " per step, " in first
+    assert second.startswith(("Tied within the model's error: ", "Next: "))
+    assert text(found).startswith("Use ")
+    (summary, *_) = tables(found, detail=False)
+    assert summary.title.startswith("llama3-8b on dgx-h100x2: 16 sequences of 4,096 tokens a step (65,536 tokens)")
+    assert {row["strategy"] for row in rows(summary)} == {"refshard-yafsdp", "fsdp2", "fsdp1"}
+    steps = [float(row["step_s"]) for row in as_csv(found)]
+    assert steps == sorted(steps)
+
+
+def test_without_strategies_all_with_a_recipe_are_planned_and_a_search_takes_those_that_scale() -> None:
+    def planned(**changes: Any) -> set[str]:
+        return {one["strategy"] for one in configurations(strategies=None, top=100, **changes)}
+
+    assert planned() == RECIPES.keys()
+    assert planned(search=True, tensor="1", pipeline="1", context="1", microbatch="1") == {*SEARCHED}
+    assert {*SEARCHED} <= WAYS.keys()
+
+
+def test_each_strategy_comes_once() -> None:
+    assert [one["strategy"] for one in configurations(strategies="ddp, fsdp2,ddp")].count("ddp") == 1
+
+
+def test_axes_take_one_several_or_all_sizes() -> None:
+    def of(axis: str, **changes: Any) -> set[int]:
+        return {one.get(axis, 1) for one in configurations(strategies="fsdp2", accumulate=16, top=99, **changes)}
+
+    assert of("tensor") == {1}
+    assert of("tensor", tensor="2,4") == {2, 4}
+    assert of("tensor", tensor="all") == {1, 2, 4, 8}
+    assert of("pipeline", pipeline="1, 4") == {1, 4}
+    assert of("context", context="2") == {2}
+    assert of("tensor", search=True, tokens_per_step="1M") == {1, 2, 4, 8}
+
+
+def test_precision_and_other_settings_reach_every_configuration() -> None:
+    (one,) = configurations(strategies="fsdp2", dtype="fp8", reduction="bf16", compiled=True, offload=True)
+    assert (one["precision"], one["reduction"], one["compiled"], one["offload"]) == ("fp8", "bf16", True, True)
+    (hybrid,) = configurations(strategies="fsdp2", replicas="2", microbatch="2", accumulate=3)
+    assert (hybrid["replicate"], hybrid["shard"], hybrid["microbatch"], hybrid["microbatches"]) == (2, 8, 2, 3)
+    (piped,) = configurations(
+        strategies="megatron", pipeline="4", interleave="2", schedule="interleaved", accumulate=8, tensor="2"
+    )
+    assert (piped["schedule"], piped["interleave"], piped["tensor"]) == ("interleaved", 2, 2)
+
+
+def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
+    def checkpointed(**changes: Any) -> int:
+        return int(sizes(strategies="refshard-yafsdp", **changes)[0]["rows"][0]["checkpointed"])
+
+    assert checkpointed(checkpoint="10") == 10
+    assert checkpointed(checkpoint="none") == 0
+    assert checkpointed(checkpoint="every-2") == 16
+    assert checkpointed(checkpoint="full") == checkpointed(checkpoint="selective") == 32
+    assert checkpointed() == 0
+    assert 0 < checkpointed(seq_len=16384) < 32
+    assert len(configurations(strategies="fsdp2", checkpoint="none,full")) == 1, "one of each family"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks"),
+    [
+        ("1", [8]), ("4,1,2,2", [8, 16, 32]), ("1..8", [8, 16, 32, 64]), ("3..13", [24, 48, 96]), (" 2 , 4 ", [16, 32]),
+        (None, [16]),
+    ],
+)  # fmt: skip
+def test_numbers_of_nodes_are_a_list_or_a_range_that_doubles(nodes: str | None, ranks: list[int]) -> None:
+    found = sizes(nodes=nodes)
+    assert [size["world_size"] for size in found] == ranks
+    for size in found:
+        for row in [*size["rows"], *size["unfit"]]:
+            one = row["configuration"]
+            assert one.get("shard", 1) * one.get("replicate", 1) == size["world_size"]
+
+
+def test_several_sizes_are_compared_and_the_cheapest_is_told() -> None:
+    found = plan(asked(nodes="1..8", strategies="refshard-yafsdp", tokens_per_step="4M"))
+    told = verdict(found)
+    assert told[0].startswith("Use refshard-yafsdp on 64 ranks with FSDP 64")
+    best = [size["rows"][0] for size in as_json(found)["sizes"]]
+    least = min(best, key=lambda row: row["gpu_hours"])
+    ranks = least["configuration"]["shard"]
+    assert ranks < 64
+    assert any(sentence.startswith(f"Cheapest: {ranks} ranks, {least['cost_usd']:,.0f} USD") for sentence in told)
+    (scaled,) = [table for table in tables(found) if table.title == "By number of ranks"]
+    assert [row["ranks"] for row in rows(scaled)] == ["8", "16", "32", "64"]
+
+
+def test_the_price_and_failures_reach_the_costs() -> None:
+    def best(**changes: Any) -> dict[str, Any]:
+        found: dict[str, Any] = sizes(strategies="refshard-yafsdp", **changes)[0]["rows"][0]
+        return found
+
+    cheap, dear = best(price_usd=1.0), best(price_usd=3.0)
+    assert dear["cost_usd"] == pytest.approx(3 * cheap["cost_usd"])
+    assert best(mtbf_hours=100.0)["goodput"] < cheap["goodput"] < 1
+    assert best(mtbf_hours=100.0)["step_s"] == cheap["step_s"]
+
+
+@given(count=st.integers(1, 10**6), factor=st.sampled_from(["", "k", "K", "m", "M"]), space=st.sampled_from(["", " "]))
+def test_tokens_are_a_number_with_a_factor_of_two_to_the_tenth(count: int, factor: str, space: str) -> None:
+    assert tokens_of(f"{space}{count}{factor}{space}") == count * {"": 1, "K": 1024, "M": 1024**2}[factor.upper()]
+
+
+def test_tokens_of_a_step_set_the_batch_of_every_size() -> None:
+    found = plan(asked(nodes="1,2", tokens_per_step="512k", microbatch="all", strategies="fsdp2"))
+    assert as_json(found)["global_batch"] == 128
+    for line in as_csv(found):
+        assert int(line["global_batch"]) == 128
+        assert int(line["world_size"]) * int(line["microbatch"]) * int(line["microbatches"]) == 128
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("llama3-8b", 4 * 2**20), ("llama3.1-405b", 16 * 2**20)])
+def test_a_search_takes_the_batch_that_such_models_are_trained_with(model: str, tokens: int) -> None:
+    found = as_json(plan(asked(model=model, search=True, strategies="megatron", microbatch="1", nodes="32")))
+    assert found["tokens_per_step"] == tokens
 
 
 def test_a_model_may_be_a_file_of_ones_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text((Path(__file__).parents[2] / "profiles/models/llama3-8b.toml").read_text())
-    own, preset = (
-        as_json(plan(asked(model=model, strategies="refshard-fsdp"), traces=tmp_path / "traces"))
-        for model in (str(mine), "llama3-8b")
-    )
-    assert own["strategies"] == preset["strategies"]
-    traces = sorted(path.name for path in (tmp_path / "traces").iterdir())
-    assert traces == ["refshard-fsdp-llama3-8b.json", "refshard-fsdp-mine.json"]
+    assert sizes(model=str(mine)) == sizes()
     with pytest.raises(SpecError, match=r"none\.toml: cannot be read"):
         plan(asked(model=str(tmp_path / "none.toml")))
 
 
-def test_each_strategy_comes_once_and_one_without_a_closed_form_is_told() -> None:
-    """Upstream's YaFSDP is other code than the engine's mode, whose plan is not its."""
-    told = as_json(plan(asked(strategies="refshard-yafsdp, yafsdp,ddp,ddp")))
-    assert sorted(row["strategy"] for row in told["strategies"]) == ["ddp", "refshard-yafsdp"]
-    assert told["unplanned"] == ["yafsdp"]
-    assert told["warnings"][0].startswith(
-        "Not planned: 'yafsdp' cannot be planned or simulated (no closed form); dry-run"
-    )
-
-
-def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
-    def layers(**changes: Any) -> int:
-        told = as_json(plan(asked(strategies="refshard-yafsdp", **changes)))
-        return int(told["strategies"][0]["checkpointed_layers"])
-
-    assert layers(checkpoint_layers=10) == 10
-    assert layers(checkpoint="none") == 0
-    assert layers(checkpoint="every-2") == 16
-    assert layers(checkpoint="selective") == 32
-    assert layers() == 0
-
-
-def test_a_trace_of_each_step_can_be_read_like_any_other(tmp_path: Path) -> None:
-    told = as_json(plan(asked(), traces=tmp_path / "traces"))
-    traces = sorted(path.name for path in (tmp_path / "traces").iterdir())
-    assert traces == ["ddp-llama3-8b.json", "refshard-yafsdp-llama3-8b.json"]
-    for row in told["strategies"]:
-        (step,) = step_breakdowns(read_timeline(tmp_path / "traces" / f"{row['strategy']}-llama3-8b.json"))
-        assert step.span_ns == pytest.approx(row["step_time_s"] * 1e9, abs=1)
-
-
 def test_a_page_can_be_written_and_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    plan(asked(), page=tmp_path / "plan.html")
-    assert "llama3-8b on dgx-h100x2" in (tmp_path / "plan.html").read_text()
+    found = plan(asked(), page=tmp_path / "plan.html")
+    seen = Page((tmp_path / "plan.html").read_text())
+    assert "llama3-8b on dgx-h100x2" in seen.text
+    assert verdict(found)[0].split(":")[0] in " ".join(seen.text.split())
     with pytest.raises(
         SpecError, match=r"cannot be written \(No such file or directory\); name a file in a folder that"
     ):
         plan(asked(), page=tmp_path / "none" / "plan.html")
+    with pytest.raises(SpecError, match=r"html: .* is a folder; name the file to write"):
+        plan(asked(), page=tmp_path)
 
 
-def test_the_status_says_whether_anything_fits() -> None:
-    assert plan(asked()).status == 0
-    nothing = plan(asked(model="llama3.1-405b"))
-    assert nothing.status == 1
-    assert verdict(nothing)[0].startswith("Nothing fits (")
-    done = CliRunner().invoke(app, ["plan", "--model", "llama3.1-405b", "--cluster", "dgx-h100", "--strategy", "ddp"])
-    assert done.exit_code == 1
-    assert "Nothing fits" in done.stdout
+def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--strategy", "fsdp2")[0] == 0
+    code, shown = run("--model", "llama3.1-405b", "--strategy", "ddp")
+    assert code == 1
+    assert shown.startswith("Nothing fits: ")
+    assert "Closest: ddp with DP 16" in " ".join(shown.split())
+    code, shown = run("--tensor", "3")
+    assert code == 1
+    assert "No configuration can run: no choice of axes divides" in " ".join(shown.split())
+    with pytest.raises(SystemExit) as refused:
+        main([*SHORT, "--strategy", "fsdp3"])
+    assert refused.value.code == 2
+    assert capsys.readouterr().err == "refshard: strategy: 'fsdp3' has no closed form; did you mean 'fsdp2'?\n"
+
+
+def test_options_of_the_command_line_are_those_that_are_asked_with() -> None:
+    words = "--strategy megatron --tokens-per-step 1M --tensor 2 --pipeline 4 --interleave 2 --schedule interleaved"
+    code, shown = run(*words.split(), "--json", "--microbatch", "1", "--nodes", "2", "--price", "1", "--mtbf", "1000")
+    assert code == 0
+    told = json.loads(shown)
+    assert told["price_usd_per_gpu_hour"] == 1
+    assert told["failures"]["mtbf_hours"] == 1000
+    one = told["sizes"][0]["rows"][0]["configuration"]
+    assert (one["strategy"], one["tensor"], one["pipeline"], one["interleave"]) == ("megatron", 2, 4, 2)
+    assert told["tokens_per_step"] == 2**20
+
+
+def test_all_fields_of_json_and_csv_are_there_whatever_fits() -> None:
+    some, none = plan(asked()), plan(asked(model="llama3.1-405b"))
+    assert as_json(some).keys() == as_json(none).keys()
+    assert not as_csv(none)
+    assert {"world_size", "strategy", "step_s", "peak_bytes", "compute_s", "cost_usd"} <= as_csv(some)[0].keys()
+
+
+def test_more_or_fewer_rows_are_listed() -> None:
+    assert len(sizes(strategies=None, top=2)[0]["rows"]) == 2
+    whole, cut = (plan(asked(strategies=None, top=top)) for top in (100, 2))
+    assert verdict(whole)[0] == verdict(cut)[0]
+
+
+def read(tool: str, files: dict[str, Path]) -> Any:
+    """What the tool would read, by a parser of its format."""
+    ((name, path),) = files.items()
+    shown = path.read_text()
+    if tool == "torchtitan":
+        return ast.parse(shown)
+    if tool == "megatron":
+        given = {word.removeprefix("--") for word in megatron_words(shown) if word.startswith("--")}
+        assert given <= FLAGS.keys()
+        return given
+    if tool == "refshard":
+        return parse_suite(shown, name).cases()
+    return yaml.safe_load(shown) if tool == "accelerate" else json.loads(shown)
+
+
+@pytest.mark.parametrize("tool", sorted(TOOLS))
+def test_the_first_configuration_that_a_tool_runs_is_written_for_it(tool: str, tmp_path: Path) -> None:
+    found = plan(
+        asked(strategies=None, checkpoint="none,full", seq_len=2048), tool=tool, out=tmp_path / "new" / "folder"
+    )
+    assert found.status == 0
+    files = {path.name: path for path in (tmp_path / "new" / "folder").iterdir()}
+    assert read(tool, files)
+    shown = " ".join(text(found).split())
+    assert "Written for " in shown
+    assert all(name in shown for name in files)
+    assert "Start it with: " in shown
+    if tool in RUNS:
+        assert {one["strategy"] for one in (row["configuration"] for row in as_json(found)["sizes"][0]["rows"])} <= {
+            *RUNS[tool]
+        }
+
+
+def test_a_search_for_a_tool_goes_on_to_what_it_can_run(tmp_path: Path) -> None:
+    """The best of all may have a schedule that Megatron lacks; the first that it has is written."""
+    found = plan(asked(search=True, strategies="megatron", tokens_per_step="1M"), tool="megatron", out=tmp_path)
+    (script,) = tmp_path.iterdir()
+    given = megatron_words(script.read_text())
+    sizes_of = {flag: int(given[given.index(flag) + 1]) for flag in ("--global-batch-size", "--seq-length")}
+    assert sizes_of == {"--global-batch-size": 256, "--seq-length": 4096}
+    assert found.status == 0
+
+
+def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, shown = run("--emit", "deepspeed", "--strategy", "fsdp2", "--checkpoint", "full")
+    assert code == 0
+    (path,) = (tmp_path / "runs" / "emitted" / "deepspeed").iterdir()
+    assert f"runs/emitted/deepspeed/{path.name}" in shown
+
+
+def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"megatron: strategy must be one that it runs .*, got 'fsdp2'; choose a row"):
+        plan(asked(strategies="fsdp2"), tool="megatron", out=tmp_path / "a")
+    with pytest.raises(SpecError, match="emit: no configuration fits, so there is nothing to write for torchtitan"):
+        plan(asked(model="llama3.1-405b", strategies="fsdp2"), tool="torchtitan", out=tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpecError, match=r"out: .*file cannot be written \(.*\); name a writable folder"):
+        plan(asked(strategies="fsdp2"), tool="refshard", out=tmp_path / "file")
 
 
 @pytest.mark.parametrize(
@@ -119,43 +329,46 @@ def test_the_status_says_whether_anything_fits() -> None:
     [
         ({"model": "llama3-8bb"}, "no preset 'llama3-8bb'; did you mean 'llama3-8b'"),
         ({"cluster": "dgx-h10x4"}, "no profile and no file 'dgx-h10'; did you mean 'dgx-h100'"),
-        ({"strategies": "ddp,refshard-yafspd"}, "no strategy 'refshard-yafspd'; did you mean 'refshard-yafsdp'"),
-        (
-            {"strategies": "yafsdp"},
-            "'yafsdp' cannot be planned or simulated \\(no closed form\\); dry-run it: `refshard dryrun`",
-        ),
-        ({"strategies": " , "}, "no name in ' , '"),
+        ({"strategies": "ddp,refshard-yafspd"}, "'refshard-yafspd' has no closed form; did you mean 'refshard-yafsdp'"),
+        ({"strategies": "yafsdp"}, "strategy: 'yafsdp' has no closed form; did you mean '.*fsdp"),
+        ({"strategies": " , "}, "strategy: no name in ' , '; separate names by commas, or leave the option out"),
         ({"seq_len": 0}, "seq_len must be >= 1, got 0"),
-        ({"microbatch": -1}, "microbatch must be >= 1, got -1"),
-        ({"price_usd": -1.0}, "price must be >= 0 USD per GPU-hour, and finite, got -1.0"),
-        ({"replicas": 3}, "replicas must divide the 16 ranks of the cluster, got 3"),
-        ({"dtype": "fp8"}, "dtype must be fp32 or bf16, got 'fp8'"),
-        ({"reduction": "int8"}, "reduction must be fp32 or bf16, got 'int8'"),
-        ({"checkpoint_layers": 33}, "must be from 0 to the model's 32 layers, got 33"),
-        ({"checkpoint_layers": 3, "checkpoint": "full"}, "both name layers, got 3 and 'full'; give one"),
-        ({"checkpoint": "some"}, "checkpoint must be auto, none, full, selective or every-K, got 'some'"),
+        ({"accumulate": 0}, "accumulate must be >= 1, got 0"),
+        ({"top": 0}, "top must be >= 1, got 0"),
+        ({"microbatch": "-1"}, "microbatch must be numbers from 1, separated by commas, got '-1'; write, for example"),
+        ({"tensor": "two"}, "tensor must be numbers from 1, separated by commas, got 'two'; write, for example, 1,2,4"),
+        ({"pipeline": ""}, "pipeline must be numbers from 1, separated by commas, got ''; write"),
+        ({"nodes": "0"}, "nodes must be numbers from 1, separated by commas, got '0'; write, for example, 1,2,4"),
+        ({"nodes": "1-4"}, "nodes must be numbers from 1, separated by commas, got '1-4'; write"),
+        ({"nodes": "8..2"}, r"nodes must ascend from 1 or more, got '8\.\.2'; write, for example, 64\.\.2048"),
+        ({"nodes": "0..4"}, r"nodes must ascend from 1 or more, got '0\.\.4'; write"),
+        ({"tokens_per_step": "4G"}, r"tokens-per-step must be a number, with K for 2\^10 or M for 2\^20, got '4G'"),
+        ({"tokens_per_step": "5000"}, "must be a multiple of seq-len = 4,096, got 5,000; change either"),
+        ({"tokens_per_step": "1"}, "must be a multiple of seq-len = 4,096, got 1; change either"),
+        ({"price_usd": -1.0}, r"price must be >= 0 USD per GPU-hour, and finite, got -1\.0"),
+        ({"price_usd": float("nan")}, "price must be >= 0 USD per GPU-hour, and finite, got nan"),
+        ({"mtbf_hours": 0.0}, r"mtbf must be > 0 hours, and finite, got 0\.0"),
+        ({"dtype": "fp16"}, "dtype must be fp32, bf16 or fp8, got 'fp16'; choose one of them"),
+        ({"dtype": "fp8", "cluster": "dgx-a100"}, "dtype: the hardware's profile knows .*, got fp8; choose one"),
+        ({"reduction": "int8"}, "reduction must be fp32 or bf16, got 'int8'; choose one of them"),
+        ({"schedule": "gpipe"}, "schedule must be 1f1b, interleaved or zero-bubble, got 'gpipe'; choose one of"),
+        ({"checkpoint": "some"}, "checkpoint must be auto, none, selective, full, every-K or a number .*'some'"),
+        ({"checkpoint": "every-0"}, "checkpoint must be auto, none, selective, full, every-K or .*, got 'every-0'"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_refused_in_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message) as refused:
         plan(asked(**changes))
     assert "\n" not in str(refused.value)
 
 
-def test_validate_prints_published_tables_and_json_says_the_same() -> None:
-    found = validate(None)
-    told = as_json(found)["tables"]
-    assert [table["table"] for table in told] == ["torchtitan", "yafsdp"]
-    for table, shown in zip(told, tables(found)):
-        assert shown.title.startswith(table["title"])
-        assert any(note.startswith(f"Median error {100 * table['median_error']:.1f} %") for note in notes(found))
-        assert len(shown.rows) == len(table["rows"])
-    assert len(as_csv(found)) == sum(len(table["rows"]) for table in told)
+def test_a_tool_that_does_not_exist_is_refused_before_the_search() -> None:
+    with pytest.raises(SpecError, match="emit: no tool 'megatrom'; did you mean 'megatron'"):
+        plan(asked(), tool="megatrom")
 
 
-def test_validate_of_a_run_without_predictions_says_what_to_do() -> None:
-    from refshard import resources
-
-    folder = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine"
-    with pytest.raises(SpecError, match="holds no case that was both measured and predicted; run a suite"):
-        validate(folder)
+def test_notes_name_the_error_and_what_was_considered() -> None:
+    told = notes(plan(asked()))
+    assert any(sentence.endswith("configurations considered for 16 ranks; 1 fit.") for sentence in told)
+    assert any("median error" in sentence and "published runs that were not fitted" in sentence for sentence in told)
+    assert any(sentence.startswith("Closed form only: nothing was run.") for sentence in told)

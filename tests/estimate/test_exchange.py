@@ -137,7 +137,8 @@ def test_copies_around_collectives_are_kernels() -> None:
     rate = Rate(peak=ENDLESS, efficiency=1.0)
     rates = {"bf16": rate, "fp32": rate}
     moving = hardware(matmul=rates, attention=rates, memory_bytes_per_s=1e12)
-    on = cluster(nodes=16, within=LinkSpec(bytes_per_s=ENDLESS, latency_s=0.0), between=LinkSpec(bytes_per_s=ENDLESS, latency_s=0.0), hardware=moving)  # fmt: skip # noqa: E501
+    link = LinkSpec(bytes_per_s=ENDLESS, latency_s=0.0)
+    on = cluster(nodes=16, within=link, between=link, hardware=moving)
     names = ("fsdp2", "refshard-fsdp")
     fsdp2, engine = exchanged(*(configuration(strategy=name, shard=64) for name in names), on=on)
     unit, cast = SIZES.dense, 6 * SIZES.dense / 64

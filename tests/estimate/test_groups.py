@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from refshard.costs import collective_cost, group_shape
 from refshard.estimate.groups import Groups, group_of
-from refshard.specs.cluster import load_cluster
+from refshard.specs.cluster import CollectiveOp, load_cluster
 from tests.estimate.made import columns, configuration
 from tests.simulate.made import cluster
 
@@ -49,20 +49,20 @@ def groups_of(sizes: Sequence[int], axes: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_collectives_take_what_they_take_over_their_ranks(op: str) -> None:
+def test_collectives_take_what_they_take_over_their_ranks(op: CollectiveOp) -> None:
     """The mesh is tensor, context, shard, replicate and pipeline from the inside out."""
     on = load_cluster("dgx-h100x16")
     nbytes = 123_456_789.0
     groups, rows = Groups(on, columns(*MESHES)), np.full(len(MESHES), nbytes)
     found = {
         (1, 2): groups.over_shards(op, rows), (3,): groups.over_replicas(op, rows), (1, 2, 3): groups.over_all(op, rows)
-    }  # type: ignore[arg-type]  # fmt: skip
+    }  # fmt: skip
     for axes, seconds in found.items():
         for one, taken in zip(MESHES, seconds):
             ranks = groups_of([one.tensor, one.context, one.shard, one.replicate, one.pipeline], axes)
-            expected = collective_cost(on, op, round(nbytes), group_shape(on, ranks))  # type: ignore[arg-type]
+            expected = collective_cost(on, op, round(nbytes), group_shape(on, ranks))
             assert taken == pytest.approx(expected.seconds), (one, axes)
-    latency = groups.latency_over_shards(op, rows)  # type: ignore[arg-type]
+    latency = groups.latency_over_shards(op, rows)
     assert (latency <= found[1, 2]).all()
     assert latency[0] > 0
     assert latency[-1] == found[1, 2][-1] == 0

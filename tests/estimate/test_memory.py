@@ -65,7 +65,7 @@ def to_the_byte(cell: Cell) -> int:
 
 def wrong(cells: list[Cell]) -> dict[Cell, float]:
     """Relative errors that are larger than what is allowed."""
-    found = {}
+    found: dict[Cell, float] = {}
     for name in {cell[-1] for cell in cells}:
         of_model = [cell for cell in cells if cell[-1] == name]
         peaks = estimated(*map(configured, of_model), model=name, seq_len=SEQ_LEN).memory.peak

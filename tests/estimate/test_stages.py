@@ -45,7 +45,7 @@ def _task(place: int, forward: bool, rank: int, ranks: int, parts: int) -> Task:
 
 
 def played(times: Sequence[float], parts: int, microbatches: int) -> float:
-    """When all is done: each rank takes a third of ``times`` for its stretches' forwards, and the rest for backwards."""
+    """When all is done: each rank takes a third of ``times`` for its stretches' forwards, and then backwards."""
     ranks = len(times)
     waiting = [iter(order(rank, ranks, parts, microbatches)) for rank in range(ranks)]
     following = [next(tasks, None) for tasks in waiting]

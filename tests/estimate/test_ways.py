@@ -28,7 +28,7 @@ def test_zero_stages_divide_one_thing_more_each() -> None:
 
 
 def test_a_strategy_without_a_row_is_refused_with_the_nearest() -> None:
-    with pytest.raises(SpecError, match="strategy: 'fsdp3' has no closed form; did you mean 'fsdp[12]'"):
+    with pytest.raises(SpecError, match=r"strategy: 'fsdp3' has no closed form; did you mean 'fsdp[12]'"):
         find_way("fsdp3")
 
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import msgspec
 
-from refshard.estimate.plan import Plan, Row, Size
+from refshard.estimate.memory import PARTS
+from refshard.estimate.plan import TIME_PARTS, Plan, Row, Size
 from refshard.estimate.spread import Spread
 from refshard.quantities import format_bytes, format_percent, format_rate, format_seconds
 from refshard.report.answer import Answer, Notes, Verdict, table
 from refshard.report.plan import words
+from refshard.specs.configuration import Configuration
 
 
 def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: str) -> Answer:
@@ -80,10 +82,12 @@ def flat(row: Row) -> dict[str, Any]:
 
 SHOWN_UNFIT = 4
 """Configurations that do not fit, listed beside those that do."""
-SHOWN_UNFIT = 4
-"""Configurations that do not fit, listed beside those that do."""
-COLUMNS = ("world_size", "global_batch", "strategy")
-"""Of CSV without a row."""
+COLUMNS = (
+    "world_size", "global_batch", *Configuration.__struct_fields__,
+    *(name for name in Row.__struct_fields__ if name not in ("configuration", "parts", "memory")),
+    *(f"{part}_s" for part in TIME_PARTS), *(f"{part}_bytes" for part in PARTS),
+)  # fmt: skip
+"""Of CSV."""
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -1,157 +1,334 @@
-"""What a plan looks like: sentences, tables, JSON and the page."""
+"""What a plan looks like: sentences, tables, JSON, CSV and the page."""
 
 import re
-from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 
-from refshard.analysis.rankings import ALIKE
-from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
-from refshard.plan.recipe import find_recipe
-from refshard.quantities import format_bytes, format_seconds
-from refshard.report.answer import Marked
+from refshard.estimate.limits import usable
+from refshard.estimate.plan import TIME_PARTS, Failures, Plan, Reader, Row, Size
+from refshard.estimate.search import search
+from refshard.estimate.space import Space, configurations
+from refshard.estimate.spread import KindSpread, Spread
+from refshard.quantities import GIB, format_bytes, format_seconds
+from refshard.report.answer import Answer
 from refshard.report.plan import page as plan_page
 from refshard.report.plan import table as plan_table
-from refshard.report.plan import words as plan_words
-from refshard.simulate.forecast import Job
-from refshard.simulate.ranking import Plan, rank_strategies
+from refshard.report.plan import words
+from refshard.specs.cluster import LinkSpec
+from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
-from tests.report.pages import Page
-from tests.report.printed import as_csv, notes, rows, tables, text, verdict
+from tests.report.pages import Page, numbers
+from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 from tests.simulate.made import cluster, hardware
 
-GIB = 2**30
+SPREAD = Spread(
+    kinds={
+        "all": KindSpread(count=300, median=0.031, low=0.9, high=1.2),
+        "pipeline, bf16": KindSpread(count=20, median=0.06, low=0.8, high=1.3),
+    }
+)
+MEMORY = {"masters": 10 * GIB, "optimizer": 20 * GIB, "gradients": 0, "activations": 5 * GIB}
 
 
-def made(*strategies: str, memory: int = 80 * GIB) -> tuple[Plan, Job]:
-    on = cluster(hardware=hardware(memory_bytes=memory)).of_world_size(16)
-    job = Job(model=load_model("llama3.2-1b"), cluster=on, seq_len=2048)
-    return rank_strategies(job, [find_recipe(s) for s in strategies], NO_CHECKPOINTING, 2.0), job
+def row(step_s: float, *, ranks: int = 16, gpu_hours: float = 100.0, peak_gib: float = 35, **fields: Any) -> Row:
+    """A row with round numbers."""
+    given = {"strategy": "fsdp2", "shard": ranks // (fields.get("tensor", 1) * fields.get("pipeline", 1)), **fields}
+    configuration = Configuration(**given)
+    kind = "pipeline, bf16" if configuration.pipeline > 1 else "data, bf16"
+    low, high = SPREAD.bounds(kind)
+    return Row(
+        configuration=configuration, fits=peak_gib < 70, kind=kind, step_s=step_s, low_s=low * step_s,
+        high_s=high * step_s, tokens_per_s_gpu=4096 / step_s, tflops=400.0, mfu=0.4,
+        parts=dict.fromkeys(TIME_PARTS, step_s / 5), peak_bytes=int(peak_gib * GIB),
+        memory={**MEMORY, "activations": int((peak_gib - 30) * GIB)}, checkpointed=0, layers=16, goodput=0.9,
+        gpu_hours=gpu_hours, cost_usd=2 * gpu_hours,
+    )  # fmt: skip
 
 
-def test_the_verdict_names_the_fastest_and_what_the_next_loses() -> None:
-    plan, job = made("refshard-fsdp", "refshard-zero2")
-    first, second = plan_words.verdict(plan, job)
-    assert first.startswith(
-        f"Fastest: {plan.rows[0].strategy}, {format_seconds(plan.rows[0].step.step_time_s)} per step"
+def size(*found: Row, ranks: int = 16, unfit: tuple[Row, ...] = (), front: tuple[Row, ...] = (), seen: int = 9) -> Size:
+    return Size(world_size=ranks, considered=seen, fitting=len(found), rows=found, front=front, unfit=unfit)
+
+
+def plan(*sizes: Size) -> Plan:
+    return Plan(
+        sizes=sizes, global_batch=32, seq_len=2048, available_bytes=80 * GIB, usable_bytes=70 * GIB, price_usd=2.0,
+        failures=Failures(),
+    )  # fmt: skip
+
+
+def answer(*sizes: Size) -> Answer:
+    return plan_table.plan_answer(plan(*sizes), SPREAD, "llama on made", model="llama", cluster="made")
+
+
+def searched(memory: int = 80 * GIB) -> Plan:
+    """A plan as the command makes it, of 1B on 16 ranks."""
+    model, between = load_model("llama3.2-1b"), LinkSpec(bytes_per_s=50e9, latency_s=1e-5)
+    on = cluster(hardware=hardware(memory_bytes=memory), nodes=2, between=between)
+    space = Space(strategies=("fsdp2", "ddp", "refshard-fsdp"), world_sizes=(16,), global_batch=32, tensor=(1, 2))
+    limit = usable(on.accelerator)
+    found = search(model, on, 2048, configurations(space, model, on, 2048), limit)
+    reader = Reader(model=model, cluster=on, seq_len=2048, price_usd=2.0, failures=Failures(), spread=SPREAD)
+    return msgspec.structs.replace(
+        plan(reader.size(found, 8)), available_bytes=on.accelerator.memory_bytes, usable_bytes=limit
     )
-    more = plan.rows[1].step.step_time_s / plan.rows[0].step.step_time_s - 1
-    assert second.startswith(f"Next: {plan.rows[1].strategy}, {100 * more:.1f} % slower, because of ")
-    assert "waiting for reductions" in second or "waiting for gathers" in second
 
 
-def test_strategies_that_the_model_cannot_tell_apart_are_not_ranked() -> None:
-    plan, job = made("refshard-fsdp", "refshard-yafsdp")
-    gap = plan.rows[1].step.step_time_s / plan.rows[0].step.step_time_s - 1
-    assert gap < ALIKE
-    smallest = min(plan.rows, key=lambda row: row.memory.peak)
-    told = plan_words.verdict(plan, job)[1]
-    assert told.startswith(f"Within the model's error of: {plan.rows[1].strategy}.")
-    assert f"Lowest memory among them: {smallest.strategy}, {format_bytes(smallest.memory.peak)}." in told
+def test_the_verdict_begins_with_what_to_use_and_what_to_expect() -> None:
+    best = row(1.0, microbatch=2, microbatches=4, reduce_each=False)
+    (first,) = words.verdict(plan(size(best)), SPREAD)
+    assert first == (
+        "Use fsdp2 with FSDP 16, 4 microbatches of 2 sequences, reduced once, no checkpointing: "
+        "1.00 s (900 ms to 1.20 s) per step, 40 % MFU, 35.0 GiB of 70.0 GiB usable."
+    )
 
 
-def test_what_does_not_fit_is_said_and_where_nothing_does_what_would_help() -> None:
-    plan, job = made("refshard-fsdp", "ddp", memory=20 * GIB)
-    (ddp,) = (row for row in plan.rows if not row.fits)
-    needs = f"ddp needs {format_bytes(ddp.memory.peak)}"
-    assert plan_words.verdict(plan, job)[-1] == f"Out of memory (17.3 of 20.0 GiB usable): {needs}."
-    assert plan_table.plan_answer(plan, job, "t", model="m", cluster="c").status == 0
-    plan, job = made("refshard-fsdp", "ddp", memory=3 * GIB)
-    (told,) = plan_words.verdict(plan, job)
-    assert told.startswith("Nothing fits (983 MiB of 3.00 GiB usable): refshard-fsdp needs least, ")
-    assert "with 0 of 16 layers checkpointed. Try: more checkpointed layers, more ranks, shorter sequences or" in told
-    assert plan_table.plan_answer(plan, job, "t", model="m", cluster="c").status == 1
-    hybrid = replace(job, replicas=2, sequences=4)
-    recomputing = Checkpointing(frozenset(range(16)), by_op=True)
-    (told,) = plan_words.verdict(rank_strategies(hybrid, [find_recipe("refshard-fsdp")], recomputing, 2.0), hybrid)
-    assert "Try: whole layers checkpointed, a smaller microbatch, accumulated, fewer replicas, more ranks," in told
+def test_ties_are_within_the_median_error_of_the_bests_kind_and_the_next_is_not() -> None:
+    best, tied, slower = row(1.0), row(1.031, strategy="ddp", shard=1, replicate=16), row(1.032, tensor=2)
+    told = words.verdict(plan(size(best, tied, slower)), SPREAD)
+    assert told[1:] == [
+        "Tied within the model's error: ddp with DP 16.", "Next: fsdp2 with TP 2 x FSDP 8, 3 % slower.",
+    ]  # fmt: skip
+    piped = [row(one.step_s, pipeline=2, microbatches=2, tensor=n) for n, one in zip((1, 2, 4), (best, tied, slower))]
+    assert [sentence.partition(" ")[0] for sentence in words.verdict(plan(size(*piped)), SPREAD)] == ["Use", "Tied"]
+    assert words.verdict(plan(size(best, slower)), SPREAD)[1] == "Next: fsdp2 with TP 2 x FSDP 8, 3 % slower."
 
 
-def test_warnings_say_what_the_figures_rest_on() -> None:
-    plan, job = made("refshard-fsdp", memory=20 * GIB)
-    told = plan_words.assumptions(plan, job)
-    assert "Price: 2 USD per GPU-hour (--price)." in told
-    assert any(sentence.startswith("Tensors can use 17.3 GiB of 20.0 GiB; ") for sentence in told)
-    assert any("see docs/explanation/validation.md" in sentence for sentence in told)
+def test_more_than_three_ties_are_counted() -> None:
+    found = [row(1.0 + 0.001 * n, tensor=1 if n == 0 else 2, shard=2**n) for n in range(6)]
+    told = words.verdict(plan(size(*found)), SPREAD)[1]
+    assert told.count("fsdp2 with") == 3
+    assert told.endswith("; and 2 more.")
 
 
-def test_the_parts_of_every_row_add_up_to_its_step() -> None:
-    plan, _ = made("refshard-fsdp", "fsdp1", "fsdp2", "ddp")
-    for row in plan.rows:
-        assert sum(plan_words.parts(row.step.account).values()) == pytest.approx(row.step.step_time_s)
-        assert sum(row.memory.at_peak.values()) == row.memory.peak
+def test_of_several_sizes_the_largest_is_used_and_the_cheapest_named() -> None:
+    small, large = row(2.0, ranks=8, gpu_hours=50.0), row(1.0, gpu_hours=80.0)
+    told = words.verdict(plan(size(small, ranks=8), size(large)), SPREAD)
+    assert told[0].startswith("Use fsdp2 on 16 ranks with FSDP 16, ")
+    assert told[-1] == "Cheapest: 8 ranks, 100 USD per 10^12 tokens (here 160)."
+    cheap = words.verdict(plan(size(msgspec.structs.replace(small, gpu_hours=90.0), ranks=8), size(large)), SPREAD)
+    assert not [sentence for sentence in cheap if sentence.startswith("Cheapest")]
+
+
+def test_a_size_on_which_nothing_fits_does_not_hide_those_on_which_something_does() -> None:
+    told = words.verdict(plan(size(row(2.0, ranks=8), ranks=8), size(unfit=(row(1.0, peak_gib=90),))), SPREAD)
+    assert told[0].startswith("Use fsdp2 on 8 ranks with FSDP 8")
+
+
+def test_where_nothing_fits_the_closest_is_named_and_what_would_help() -> None:
+    least = row(1.0, peak_gib=90, tensor=2)
+    found = answer(size(unfit=(least, row(1.0, peak_gib=99))))
+    assert verdict(found) == [
+        "Nothing fits: 70.0 GiB of 80.0 GiB are usable.",
+        "Closest: fsdp2 with TP 2 x FSDP 8, no checkpointing, needs 90.0 GiB. Use more nodes, a smaller microbatch, or "
+        "--search.",
+    ]
+    assert found.status == 1
+    (shown,) = tables(found, detail=False)
+    assert [one["needs"] for one in rows(shown)] == ["90.0 GiB", "99.0 GiB"]
+
+
+def test_where_nothing_can_run_the_rule_and_the_remedy_are_said() -> None:
+    found = answer(size(seen=0))
+    assert verdict(found) == [
+        "No configuration can run: no choice of axes divides the ranks and the global batch of 32 sequences; change "
+        "--tokens-per-step or the axes."
+    ]
+    assert found.status == 1
+    assert not tables(found)
+    assert as_csv(found) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout"),
+    [
+        ({"shard": 16}, "FSDP 16"),
+        ({"shard": 8, "replicate": 2}, "HSDP 2 x 8"),
+        ({"strategy": "ddp", "replicate": 16}, "DP 16"),
+        ({"strategy": "megatron", "shard": 16}, "ZeRO-1 16"),
+        ({"strategy": "megatron", "shard": 8, "replicate": 2}, "HZeRO-1 2 x 8"),
+        ({"shard": 4, "tensor": 2, "context": 2}, "TP 2 x CP 2 x FSDP 4"),
+        ({"shard": 16, "expert": 8}, "FSDP 16 x EP 8"),
+        ({"shard": 4, "pipeline": 4}, "FSDP 4 x PP 4 (1F1B)"),
+        ({"shard": 4, "pipeline": 4, "interleave": 2, "schedule": "interleaved"},
+         "FSDP 4 x PP 4 (interleaved, 2 stages each)"),
+        ({"shard": 4, "pipeline": 4, "schedule": "zero-bubble"}, "FSDP 4 x PP 4 (zero bubble)"),
+    ],
+)  # fmt: skip
+def test_meshes_are_written_as_the_field_does(fields: dict[str, Any], layout: str) -> None:
+    assert words.layout_words(Configuration(**{"strategy": "fsdp2", **fields})) == layout
+
+
+def test_batches_and_checkpointing_in_words() -> None:
+    one = Configuration(strategy="fsdp2", reduce_each=False)
+    assert words.batch_words(one) == "1 microbatch of 1 sequence"
+    many = msgspec.structs.replace(one, microbatches=3, microbatch=2, reduce_each=True)
+    assert words.batch_words(many) == "3 microbatches of 2 sequences"
+    plain = row(1.0)
+    counts = [msgspec.structs.replace(plain, checkpointed=count) for count in (0, 4, 16)]
+    assert [words.checkpoint_words(found) for found in counts] == [
+        "no checkpointing", "4 of 16 layers checkpointed", "full checkpointing",
+    ]  # fmt: skip
+    selective = msgspec.structs.replace(row(1.0, checkpointing="selective"), checkpointed=16)
+    assert words.checkpoint_words(selective) == "selective checkpointing"
+
+
+def test_error_bars_say_on_how_many_runs_they_rest() -> None:
+    found = notes(answer(size(row(1.0, pipeline=2, microbatches=2)), size(row(0.9))))
+    assert any("(pipeline, bf16): median error 6.0 % on 20 published runs" in sentence for sentence in found)
+    assert any("(data, bf16): median error 3.1 % on 300 published runs" in sentence for sentence in found)
+    assert any(sentence.startswith("9 configurations considered for 16 ranks; 1 fit") for sentence in found)
+    assert any(sentence.startswith("The model leaves out: ") for sentence in found)
+    assert any("2 USD per GPU-hour (--price)" in sentence for sentence in found)
+
+
+def test_the_answer_comes_first_and_no_line_is_too_wide() -> None:
+    best, next_ = row(1.0), row(1.5, tensor=2)
+    found = answer(size(best, next_, front=(best, row(1.2, tensor=4, peak_gib=31))))
+    shown = text(found)
+    assert shown.startswith("Use fsdp2 with FSDP 16, ")
+    assert shown.index("llama on made, 16 ranks (simulated)") < shown.index("Pareto front")
+    for width in (100, 120, 160):
+        assert max(len(line) for line in text(found, width, verbose=True).splitlines()) <= width
+    assert "seconds of a step" not in shown
+    assert "seconds of a step" in text(found, verbose=True)
+    summary, front = tables(found, detail=False)
+    assert [one["mesh"] for one in rows(summary)] == ["FSDP 16", "TP 2 x FSDP 8"]
+    assert [one["peak memory"] for one in rows(front)] == ["35.0 GiB", "31.0 GiB"]
+
+
+def test_a_table_of_sizes_compares_each_gpus_speed_with_the_smallest_size() -> None:
+    found = answer(size(row(1.0, ranks=8), ranks=8), size(row(1.25)), size(ranks=32))
+    (scaled,) = [one for one in tables(found) if one.title == "By number of ranks"]
+    lines = rows(scaled)
+    assert [line["ranks"] for line in lines] == ["8", "16"]
+    assert [line["scaling efficiency"] for line in lines] == ["100.0 %", "80.0 %"]
+    assert lines[1]["days for 10^12 tokens"] == f"{100 / 16 / 24:.1f}"
+    assert [line["goodput"] for line in lines] == ["90.0 %", "90.0 %"]
+    assert len([one for one in tables(answer(size(row(1.0)))) if one.title == "By number of ranks"]) == 0
+
+
+def test_what_does_not_fit_is_a_detail_beside_what_does() -> None:
+    found = answer(size(row(1.0), unfit=(row(1.0, peak_gib=90),)))
+    assert found.status == 0
+    assert "Out of memory" not in text(found)
+    assert "Out of memory, smallest first" in text(found, verbose=True)
 
 
 def test_json_holds_everything_in_plain_units() -> None:
-    plan, job = made("refshard-fsdp", "ddp")
-    told = plan_table.as_object(plan, job, model="m", cluster="c")
-    assert told["fidelity"] == "simulated"
-    assert told["tokens_per_step"] == 16 * 2048
-    assert [row["strategy"] for row in told["strategies"]] == [row.strategy for row in plan.rows]
-    for row in told["strategies"]:
-        assert sum(row["memory_bytes"].values()) == row["peak_memory_bytes"]
-        spent = row["compute_s"] + row["copies_s"] + row["contention_s"] + row["optimizer_s"] + row["waits_s"]
-        assert spent == pytest.approx(row["step_time_s"])
-        assert row["cost_usd_per_trillion_tokens"] == 2 * row["gpu_hours_per_trillion_tokens"]
+    made = searched()
+    told = as_json(plan_table.plan_answer(made, SPREAD, "t", model="m", cluster="c"))
+    assert (told["fidelity"], told["model"], told["cluster"]) == ("simulated", "m", "c")
+    assert told["tokens_per_step"] == told["global_batch"] * told["seq_len"] == 32 * 2048
+    assert told["verdict"] == words.verdict(made, SPREAD)
+    assert told["failures"]["mtbf_hours"] == Failures().mtbf_hours
+    (one,) = told["sizes"]
+    assert (one["world_size"], one["considered"], one["fitting"]) == (
+        16,
+        made.sizes[0].considered,
+        made.sizes[0].fitting,
+    )
+    assert one["rows"]
+    for found, expected in zip(one["rows"], made.sizes[0].rows):
+        assert sum(found["memory"].values()) == pytest.approx(found["peak_bytes"], abs=10)
+        assert sum(found["parts"].values()) == pytest.approx(found["step_s"])
+        assert found["step_s"] == expected.step_s
+        assert found["configuration"]["strategy"] == expected.configuration.strategy
+        assert msgspec.convert(found["configuration"], Configuration) == expected.configuration
+    assert told["warnings"]
 
 
-def test_the_terminal_shows_a_row_a_strategy_thrice_and_no_line_is_too_wide() -> None:
-    plan, job = made("refshard-fsdp", "refshard-yafsdp", "ddp")
-    found = plan_table.plan_answer(plan, job, "llama on made", model="m", cluster="c")
-    shown = text(found, verbose=True)
-    assert shown.startswith("llama on made (simulated)\n")
-    assert len(re.findall(r"^refshard-yafsdp ", shown, re.MULTILINE)) == 3
-    for width in (80, 120, 160):
-        assert max(len(line) for line in text(found, width, verbose=True).splitlines()) <= width
-    (summary,) = tables(found, detail=False)
-    assert [row["strategy"] for row in rows(summary)] == [row.strategy for row in plan.rows]
-    assert [row[1] for row in summary.rows] == [Marked("yes", "good")] * 3
-    assert {note for note in notes(found) if "see docs/validation.md" in note}.isdisjoint(text(found).splitlines())
-    assert verdict(found) == plan_words.verdict(plan, job)
+def test_csv_has_a_row_for_each_configuration_of_each_size_and_nothing_nested() -> None:
+    made = searched()
+    small = msgspec.structs.replace(made.sizes[0], world_size=8)
+    found = plan_table.plan_answer(
+        msgspec.structs.replace(made, sizes=(small, *made.sizes)), SPREAD, "t", model="m", cluster="c"
+    )
+    lines = as_csv(found)
+    assert len(lines) == 2 * len(made.sizes[0].rows)
+    for line, one in zip(lines, small.rows):
+        assert (line["strategy"], line["fits"]) == (one.configuration.strategy, "true")
+        assert float(line["step_s"]) == one.step_s
+        parts = [float(line[f"{part}_s"]) for part in TIME_PARTS]
+        assert sum(parts) == pytest.approx(one.step_s)
+        assert sum(float(line[f"{part}_bytes"]) for part in one.memory) == pytest.approx(one.peak_bytes, abs=10)
+        assert int(line["shard"]) == one.configuration.shard
+        assert line.keys() - {"schema_version"} == plan_table.flat(one).keys()
+        assert not any("{" in cell for cell in line.values())
 
 
-def test_csv_has_a_column_for_each_part_of_the_memory_and_nothing_nested() -> None:
-    plan, job = made("refshard-fsdp", "ddp")
-    found = plan_table.plan_answer(plan, job, "t", model="m", cluster="c")
-    for row, one in zip(as_csv(found), plan.rows):
-        assert (row["strategy"], row["fits"]) == (one.strategy, "true")
-        assert float(row["peak_memory_bytes"]) == one.memory.peak
-        parts = [float(size) for name, size in row.items() if re.fullmatch("memory_.*_bytes", name)]
-        assert sum(parts) == one.memory.peak
-        assert not any("{" in cell for cell in row.values())
+def html(made: Plan, title: str = "t", command: str = "refshard plan") -> Page:
+    return Page("".join(plan_page.page(made, SPREAD, title, command)))
 
 
 def test_the_page_escapes_names_runs_its_own_script_and_asks_for_nothing() -> None:
-    plan, job = made("refshard-fsdp", "ddp")
-    seen = Page("".join(plan_page.page(plan, job, "<script>alert(1)</script>", "refshard plan --model '<b>'")))
+    made = searched()
+    seen = html(made, "<script>alert(1)</script>", "refshard plan --model '<b>'")
     assert "<script>alert(1)</script>" in seen.text
+    assert "--model '<b>'" in seen.text
     assert seen.policy.startswith("default-src 'none'; script-src 'sha256-")
     for kind, script in seen.scripts:
         assert seen.allows(script) == (kind is None)
-    assert [kind for kind, _ in seen.scripts].count(None) == 2
     assert not any(name in attributes for _, attributes in seen.tags for name in ("src", "action"))
     assert "http" not in seen.text
     assert [box["id"] for box in seen.having("div") if box.get("class") == "chart"] == ["tradeoff", "time", "memory"]
+    lead = " ".join(seen.text.split()).replace("\N{NO-BREAK SPACE}", " ")
+    assert words.verdict(made, SPREAD)[0].split(":")[0] in lead
+
+
+def test_the_page_of_several_sizes_has_a_curve_and_one_of_none_says_why() -> None:
+    several = plan(size(row(1.0, ranks=8), ranks=8), size(row(1.25)), size(unfit=(row(1.0, peak_gib=90),), ranks=32))
+    charts = [box["id"] for box in html(several).having("div") if box.get("class") == "chart"]
+    assert charts == ["tradeoff", "scaling", "time", "memory"]
+    nothing = html(plan(size(unfit=(row(1.0, peak_gib=90),))))
+    assert "Nothing fits" in nothing.text
+    assert not [box for box in nothing.having("div") if box.get("class") == "chart"]
+    assert "No configuration can run" in html(plan(size(seen=0))).text
+
+
+def test_the_curve_is_of_each_sizes_best_with_its_error_bars() -> None:
+    found = plan_page.scaling_chart(plan(size(row(1.0, ranks=8), row(2.0, ranks=8), ranks=8), size(row(1.25)), size()))
+    (line,) = found.figure["data"]
+    assert numbers(line["x"]) == [8, 16]
+    assert numbers(line["y"]) == [4096.0, 4096 / 1.25]
+    assert numbers(line["error_y"]["array"]) == pytest.approx([4096 * (1 / 0.9 - 1), 4096 / 1.25 * (1 / 0.9 - 1)])
+    assert numbers(line["error_y"]["arrayminus"]) == pytest.approx([4096 * (1 - 1 / 1.2), 4096 / 1.25 * (1 - 1 / 1.2)])
+    assert "8 ranks 4,096, 16 ranks 3,277" in found.alternative
 
 
 def test_the_charts_hold_what_the_tables_do() -> None:
-    plan, _ = made("refshard-fsdp", "ddp")
-    bars = plan_page.time_chart(plan).figure["data"]
-    for place, row in enumerate(plan.rows):
-        assert sum(bar["x"][place] for bar in bars) == pytest.approx(1e3 * row.step.step_time_s, rel=1e-4)
-    chart = plan_page.memory_chart(plan)
-    names = [row["text"] for row in chart.figure["layout"]["meta"]["rows"]]
-    assert names == [f"{row.strategy} {format_bytes(row.memory.peak)}" for row in plan.rows]
-    for place, row in enumerate(plan.rows):
-        total = sum(bar["x"][place] for bar in chart.figure["data"])
-        assert total == pytest.approx(row.memory.peak / GIB, rel=1e-4)
-    assert chart.alternative.endswith(f"Dashed: usable memory, {format_bytes(plan.usable_bytes)}.")
+    made = searched()
+    best = made.sizes[0].rows
+    bars = plan_page.time_chart(best).figure["data"]
+    scale = 1e3 if best[0].step_s < 1 else 1
+    for place, one in enumerate(best):
+        assert sum(bar["x"][place] for bar in bars) == pytest.approx(scale * one.step_s, rel=1e-3)
+    chart = plan_page.memory_chart(best, made)
+    labels = [line["text"] for line in chart.figure["layout"]["meta"]["rows"]]
+    assert labels == [
+        f"{place} {one.configuration.strategy} {format_bytes(one.peak_bytes)}" for place, one in enumerate(best, 1)
+    ]
+    for place, one in enumerate(best):
+        assert sum(bar["x"][place] for bar in chart.figure["data"]) == pytest.approx(one.peak_bytes / GIB, rel=1e-3)
+    assert chart.alternative.endswith(f"Dashed: usable memory, {format_bytes(made.usable_bytes)}.")
+    assert plan_page.time_chart(best).alternative.count(format_seconds(best[0].step_s))
 
 
 def test_memory_that_dwarfs_the_limit_is_cut() -> None:
     """Else the limit, and what fits, could not be seen."""
-    plan, _ = made("refshard-fsdp", "ddp", memory=3 * GIB)
-    layout = plan_page.memory_chart(plan).figure["layout"]
+    layout = plan_page.memory_chart([row(1.0, peak_gib=400)], plan(size())).figure["layout"]
     (limit,) = [shape["x0"] for shape in layout["shapes"]]
-    assert limit == pytest.approx(plan.usable_bytes / GIB)
+    assert limit == pytest.approx(70)
     assert layout["xaxis"]["range"] == [0, pytest.approx(1.6 * limit)]
+
+
+def test_the_tradeoff_shows_the_front_and_the_best_once_each() -> None:
+    best, small, next_ = row(1.0), row(1.3, tensor=2, peak_gib=31), row(1.1, tensor=4)
+    made = plan(size(best, next_, front=(best, small)))
+    found = plan_page.tradeoff(made.sizes[0], made, SPREAD)
+    assert found is not None
+    assert "Shaded: within 3.1 % of the fastest" in found.alternative
+    listed = re.findall(r"\((\d\.\d\d s), (\d\d\.\d GiB)\)", found.alternative)
+    assert listed == [("1.00 s", "35.0 GiB"), ("1.30 s", "31.0 GiB")]
+    assert plan_page.tradeoff(size(), plan(size()), SPREAD) is None
