@@ -29,6 +29,10 @@ def test_the_clusters_that_the_documentation_names_are_there() -> None:
     assert set(CLUSTERS) >= WANTED
 
 
+OF_ONE_MACHINE = ("b200-simumax",)
+"""As others measured one machine: no device's name leads to it."""
+
+
 def test_they_are_listed() -> None:
     assert sorted(row["cluster"] for row in listing.listing("clusters").rows) == CLUSTERS
     assert sorted(row["hardware"] for row in listing.listing("hardware").rows) == HARDWARE
@@ -46,7 +50,8 @@ def test_an_accelerators_numbers_are_of_a_plausible_order(name: str) -> None:
     assert found.attention.keys() == {"bf16", "fp32"}
     for dtype, rate in found.attention.items():
         assert 0.2 < rate.flops_per_s / found.matmul[dtype].flops_per_s < 1
-    assert 1e-6 < found.kernel_s <= found.host_s < 2e-5
+    if name not in OF_ONE_MACHINE:
+        assert 1e-6 < found.kernel_s <= found.host_s < 2e-5
     assert 100 < found.multiprocessors < 320
 
 
@@ -97,12 +102,13 @@ def test_fp8_is_for_products_only_at_the_data_sheets_rate(name: str) -> None:
     fp8, bf16 = found.matmul["fp8"], found.matmul["bf16"]
     assert fp8.peak == FP8[name] * 1e12
     assert fp8.peak == pytest.approx(2 * bf16.peak, rel=0.02)
-    assert 1.5 < fp8.flops_per_s / bf16.flops_per_s <= 2.03
+    assert 1.4 < fp8.flops_per_s / bf16.flops_per_s < 2.5
     assert "fp8" in found.sources["matmul"]
 
 
 def test_no_two_profiles_claim_one_device() -> None:
-    names = [n for one in map(load_hardware, HARDWARE) for n in (one.device_name, *one.also_named)]
+    general = [name for name in HARDWARE if name not in OF_ONE_MACHINE]
+    names = [n for one in map(load_hardware, general) for n in (one.device_name, *one.also_named)]
     assert len(names) == len(set(names))
     assert all(names)
 

@@ -31,7 +31,10 @@ SHORT = ["plan", "--model", "llama3-8b", "--cluster", "dgx-h100x2", "--seq-len",
 
 def asked(**changes: Any) -> Asked:
     """8B on 16 GPUs, with two strategies."""
-    fields = {"model": "llama3-8b", "cluster": "dgx-h100x2", "seq_len": 4096, "strategies": "refshard-yafsdp,ddp"}
+    fields = {
+        "model": "llama3-8b", "cluster": "dgx-h100x2", "seq_len": 4096, "strategies": "refshard-yafsdp,ddp",
+        "dry_runs": 0,
+    }  # fmt: skip
     return Asked(**{**fields, **changes})
 
 
@@ -56,7 +59,7 @@ def test_405b_on_16384_gpus_in_n_dimensions_takes_seconds_and_no_torch() -> None
     """The command that the README shows, in a process of its own; the goals are 5 s and 1 GiB."""
     script = (
         "import sys\nsys.argv = ['refshard', 'plan', '--model', 'llama3.1-405b', '--cluster', 'dgx-h100', "
-        "'--nodes', '256..2048', '--search', '--json']\n"
+        "'--nodes', '256..2048', '--search', '--dry-runs', '0', '--json']\n"
         "from refshard.cli import app\n"
         "app(standalone_mode=False)\n"
         "print('torch' in sys.modules or 'pandas' in sys.modules, file=sys.stderr)"

@@ -82,7 +82,7 @@ def test_ranks_divide_the_products_between_them(
     whole = products_flops(model, Share(sequences=sequences, seq_len=SEQ_LEN))
     part = Share(sequences=sequences, seq_len=SEQ_LEN, tensor=tensor, context=context, expert=expert)
     together = tensor * context * products_flops(model, part)
-    assert whole * (1 - 1e-9) <= together <= whole * (1.06 if model.latent or model.experts else 1 + 1e-9)
+    assert whole * (1 - 1e-9) <= together <= whole * (1.10 if model.latent or model.experts else 1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not load_model(name).experts])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.estimate.candidates import Candidates
-from refshard.estimate.search import AUTO, Found, search
+from refshard.estimate.search import AUTO, MODEL_PARALLEL_PART, Found, search
 from refshard.estimate.space import ALL, Space, configurations
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
@@ -62,7 +62,9 @@ def test_as_few_layers_are_checkpointed_as_fit(model: str, usable_gib: float, ch
     resolved = found(automatic(*rows), usable, model).estimates.candidates
     for place, row in enumerate(rows):
         peaks, word = needs(row, model), resolved.configuration(place).checkpointing
-        fitting = [count for count, peak in peaks.items() if peak <= int(usable)]
+        divided = row.tensor * row.context * row.pipeline > 1
+        limit = int(usable) * (MODEL_PARALLEL_PART if divided else 1.0)
+        fitting = [count for count, peak in peaks.items() if peak <= limit]
         assert word == fitting[0] if fitting else peaks[word] == min(peaks.values())
 
 
@@ -86,7 +88,9 @@ def test_every_configuration_is_estimated_once_and_those_that_fit_are_ranked() -
     kept = result.estimates.candidates
     for field in ("strategy", "tensor", "context", "pipeline", "shard", "replicate", "microbatch", "microbatches"):
         assert (kept[field] == rows[field]).all(), "rows keep their order"
-    assert (result.fits == (result.estimates.memory.peak <= usable)).all()
+    divided = kept["tensor"] * kept["context"] * kept["pipeline"] > 1
+    limits = np.where(divided, MODEL_PARALLEL_PART, 1.0) * usable
+    assert (result.fits == (result.estimates.memory.peak <= limits)).all()
     assert 0 < result.fits.sum() < len(rows)
     assert sorted(result.order.tolist()) == np.flatnonzero(result.fits).tolist()
 

@@ -209,11 +209,12 @@ def test_a_table_of_sizes_compares_each_gpus_speed_with_the_smallest_size() -> N
     assert len([one for one in tables(answer(size(row(1.0)))) if one.title == "By number of ranks"]) == 0
 
 
-def test_what_does_not_fit_is_a_detail_beside_what_does() -> None:
-    found = answer(size(row(1.0), unfit=(row(1.0, peak_gib=90),)))
+def test_what_does_not_fit_is_listed_apart_smallest_first() -> None:
+    unfit = tuple(row(1.0, peak_gib=90 + place) for place in range(9))
+    found = answer(size(row(1.0), unfit=unfit))
     assert found.status == 0
-    assert "Out of memory" not in text(found)
-    assert "Out of memory, smallest first" in text(found, verbose=True)
+    listed = text(found).partition("Out of memory, smallest first")[2]
+    assert ["90.0 GiB" in listed, "93.0 GiB" in listed, "94.0 GiB" in listed] == [True, True, False]
 
 
 def test_json_holds_everything_in_plain_units() -> None:
