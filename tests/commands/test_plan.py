@@ -148,7 +148,8 @@ def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
 @pytest.mark.parametrize(
     ("nodes", "ranks"),
     [
-        ("1", [8]), ("4,1,2,2", [8, 16, 32]), ("1..8", [8, 16, 32, 64]), ("3..13", [24, 48, 96]), (" 2 , 4 ", [16, 32]),
+        ("1", [8]), ("64,8,8,1", [8, 64, 512]), ("1..8", [8, 16, 32, 64]), ("3..13", [24, 48, 96]),
+        (" 2 , 4 ", [16, 32]),
         (None, [16]),
     ],
 )  # fmt: skip
@@ -298,8 +299,19 @@ def test_the_first_configuration_that_a_tool_runs_is_written_for_it(tool: str, t
         }
 
 
-def test_a_search_for_a_tool_goes_on_to_what_it_can_run(tmp_path: Path) -> None:
-    """The best of all may have a schedule that Megatron lacks; the first that it has is written."""
+def test_a_plan_for_a_tool_goes_on_to_the_first_row_that_it_can_run(tmp_path: Path) -> None:
+    """DeepSpeed has no tensor parallelism, which is faster here than to compute every layer again."""
+    changes = {"seq_len": 12288, "tensor": "1,2", "checkpoint": "none,full", "strategies": "fsdp2"}
+    best, next_ = (row["configuration"] for row in sizes(**changes)[0]["rows"])
+    assert (best["tensor"], best.get("checkpointing", "none")) == (2, "none")
+    assert (next_.get("tensor", 1), next_["checkpointing"]) == (1, "full")
+    found = plan(asked(**changes), tool="deepspeed", out=tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())["train_batch_size"] == 16
+    assert "(fsdp2 with FSDP 16)" in " ".join(text(found).split())
+
+
+def test_a_search_for_megatron_gives_it_the_batch_that_was_asked_for(tmp_path: Path) -> None:
     found = plan(asked(search=True, strategies="megatron", tokens_per_step="1M"), tool="megatron", out=tmp_path)
     (script,) = tmp_path.iterdir()
     given = megatron_words(script.read_text())

@@ -79,10 +79,14 @@ def test_ranks_divide_the_products_between_them(
 ) -> None:
     """All but those that are whole on each rank: routers, and latent attention's way down."""
     model = load_model(name)
-    whole = products_flops(model, Share(sequences=sequences, seq_len=SEQ_LEN))
+    alone = Share(sequences=sequences, seq_len=SEQ_LEN)
     part = Share(sequences=sequences, seq_len=SEQ_LEN, tensor=tensor, context=context, expert=expert)
-    together = tensor * context * products_flops(model, part)
-    assert whole * (1 - 1e-9) <= together <= whole * (1.10 if model.latent or model.experts else 1 + 1e-9)
+    linears = [*attention_linears(model), *feed_forward_linears(model, dense=model.experts is None)]
+    for one in linears:
+        together = tensor * context * product_of(model, one, part).flops
+        repeated = tensor if one.split == "whole" else 1
+        assert together == pytest.approx(repeated * product_of(model, one, alone).flops), one
+    assert {one.split for one in linears} - {"whole"} == {"columns", "rows"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if not load_model(name).experts])
