@@ -33,6 +33,7 @@ def page(plan: Plan, spread: Spread, title: str, command: str) -> Iterable[str]:
         charts.insert(0, (scaling_chart(plan), pd.DataFrame(plan_table.scaling(plan))))
     content = {
         "title": title,
+        "dry": any(row.dry_step_s for row in shown.rows),
         "lead": lead,
         "more": more,
         "warnings": [*words.warnings(plan, spread), *words.assumptions(plan)],
@@ -74,11 +75,12 @@ def _point(row: Row, place: int) -> Point:
     lines = [
         f"<b>{label_text(row.configuration.strategy)}</b>", label_text(words.layout_words(row.configuration)),
         label_text(f"{words.batch_words(row.configuration)}, {words.checkpoint_words(row)}"),
-        f"step time {format_seconds(row.step_s)}, calculated", f"peak memory {format_bytes(row.peak_bytes)}",
+        f"step time {format_seconds(row.time_s)}, {'dry run' if row.dry_step_s else 'closed form'}",
+        f"peak memory {format_bytes(row.memory_bytes)}",
         f"{row.tokens_per_s_gpu:,.0f} tokens/s/GPU",
     ]  # fmt: skip
     return Point(
-        name=_name(row, place), time=row.step_s, memory=row.peak_bytes, tip="<br>".join(lines),
+        name=_name(row, place), time=row.time_s, memory=row.memory_bytes, tip="<br>".join(lines),
         colour=look(place).colour, place=place, number=place,
     )  # fmt: skip
 
