@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from refshard.errors import SpecError
+from refshard.estimate.limits import usable
 from refshard.plan.checkpointing import Checkpointing, checkpointing_of
 from refshard.plan.recipe import RECIPES
 from refshard.plan.units import model_units
 from refshard.quantities import GIB
 from refshard.simulate.kernels import Batch
-from refshard.simulate.memory import RankJob, predict_memory, usable
+from refshard.simulate.memory import RankJob, predict_memory
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec, load_model, parameter_count

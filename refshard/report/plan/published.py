@@ -52,7 +52,6 @@ def published_answer(found: Sequence[Compared], left: Mapping[tuple[str, str], i
     return Answer(
         data={"runs": [as_object(one) for one in found], "not_predicted": _left(left), **_sums(found)},
         rows=[as_object(one) for one in found],
-        columns=("table",),
         blocks=[
             *blocks,
             Notes(sentences=not_predicted(left), detail=True),
