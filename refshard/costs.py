@@ -126,12 +126,6 @@ def first_touch_seconds(hardware: HardwareSpec, nbytes: float) -> float:
     return nbytes / hardware.first_touch_bytes_per_s if hardware.first_touch_bytes_per_s else 0.0
 
 
-def optimizer_seconds(hardware: HardwareSpec, parameters: float) -> float:
-    """What a step of fused AdamW over so many fp32 parameters takes."""
-    reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s
-    return hardware.kernel_s + ADAMW_BYTES * parameters / reached
-
-
 def group_shape(cluster: ClusterSpec, ranks: Sequence[int]) -> GroupShape:
     """The shape of a group of these ranks of the whole cluster; nodes hold consecutive ranks.
 

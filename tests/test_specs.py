@@ -199,8 +199,8 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
             r"interleave must be 1 for schedule '1f1b' and at least 2 for 'interleaved', got 1 for 'interleaved'",
         ),
         (
-            {"fidelity": "simulated", "cluster": "a", "context_parallel": 2},
-            r"context_parallel must be 1 unless a case is measured or a dry run, got 2",
+            {"fidelity": "emulated", "cluster": "a", "context_parallel": 2},
+            r"context_parallel must be 1 for an emulated case, got 2; use fidelity 'dryrun'",
         ),
         ({"replicas": 2}, r"replicas must leave 2 or more ranks to shard over, got 2 of 2; to shard nothing, use"),
         (
@@ -209,7 +209,7 @@ def test_hash_follows_content_and_survives_a_round_trip() -> None:
         ),
         (
             {"fidelity": "emulated", "cluster": "a", "tensor_parallel": 2},
-            r"tensor_parallel must be 1 unless a case is measured or a dry run, got 2",
+            r"tensor_parallel must be 1 for an emulated case, got 2; use fidelity 'dryrun'",
         ),
         (
             {"fidelity": "dryrun"},

@@ -59,17 +59,20 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An elementwise kernel that reads and writes ``nbytes`` and evaluates as many exponentials."""
+    """An elementwise kernel that reads and writes ``nbytes`` and evaluates so many exponentials.
+
+    ``fresh`` bytes of what it writes are too many for an allocator to have kept, so that the system provides them anew.
+    """
 
     nbytes: float
     transcendentals: float = 0.0
+    fresh: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """What one rank has of a microbatch: ``sequences`` of ``seq_len`` tokens, which ``context`` ranks divide, and of
-    each
-    matrix a part of ``tensor``.
+    each matrix a part of ``tensor``.
 
     ``expert`` ranks divide a mixture's experts. ``fused`` elementwise kernels are a compiler's; norms alone are one
     kernel each where they are ``fused_norms``.

@@ -8,7 +8,14 @@ it. Masks are causal, and halves of sequences are dealt so that all ranks have a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from refshard.costs import GroupShape, attention_seconds, collective_cost, move_seconds, product_seconds
+from refshard.costs import (
+    GroupShape,
+    attention_seconds,
+    collective_cost,
+    first_touch_seconds,
+    move_seconds,
+    product_seconds,
+)
 from refshard.estimate.kernels import (
     Move,
     Product,
@@ -119,7 +126,7 @@ class LayerCosts:
         comm = self._collective("reduce_scatter", width)
         return LayerTimes(
             forward_s=self._moves([Move(2 * width)]) + comm, input_s=0.0,
-            weight_s=self._moves([Move(cleared), Move(3 * width)]),
+            weight_s=self._moves([Move(cleared, fresh=cleared), Move(3 * width)]),
         )  # fmt: skip
 
     def head(self) -> LayerTimes:
@@ -131,8 +138,8 @@ class LayerCosts:
         if share.fused:
             loss, gradient = [Move(e * logits, logits)], [Move(2 * e * logits, logits)]
         else:
-            loss = [Move((e + 4) * logits), Move(8 * logits, 2 * logits)]
-            gradient = [Move(4 * logits), Move(12 * logits, 1.5 * logits), Move((e + 4) * logits)]
+            loss = [Move((e + 4) * logits), Move(8 * logits, 2 * logits, 4 * logits)]
+            gradient = [Move(4 * logits, fresh=4 * logits), Move(12 * logits, 1.5 * logits), Move((e + 4) * logits)]
         gather = self._collective("all_gather", share.tokens * model.dim * e)
         return LayerTimes(
             forward_s=product + self._moves(loss) + gather, input_s=product + self._moves(gradient) + gather,
@@ -207,7 +214,11 @@ class LayerCosts:
 
     def _moves(self, moves: Sequence[Move]) -> float:
         part = 1.0 if self._share.fused else EAGER_PART
-        return sum(move_seconds(self._hardware, move.nbytes / part, move.transcendentals) for move in moves)
+        return sum(
+            move_seconds(self._hardware, move.nbytes / part, move.transcendentals)
+            + first_touch_seconds(self._hardware, move.fresh)
+            for move in moves
+        )
 
     def _at_least_launched(self, device_s: float, kernels: int) -> float:
         """The host may take longer to launch the kernels than the device to run them."""

@@ -324,7 +324,7 @@ def launch_case(
     work = fresh_folder(folder / "cases" / name)
     started = datetime.now(UTC)
     if case.fidelity == "simulated":
-        record = record_simulated(blank_record(case, round_, header, started), trace_file(work, 0))
+        record = record_simulated(blank_record(case, round_, header, started))
     elif case.fidelity == "dryrun":
         launched = launch_dry(case, _here(launcher), work, on_progress)
         record = record_dry(blank_record(case, round_, header, started), launched)

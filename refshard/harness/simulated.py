@@ -1,51 +1,52 @@
-"""A simulated case: no process, no tensor; record and trace come from the cluster's profile and the schedule."""
-
-import gzip
-from pathlib import Path
+"""A simulated case: no process and no trace; closed forms and the cluster's profile make its record."""
 
 import msgspec
 
 from refshard.errors import SpecError
+from refshard.estimate.candidates import Candidates
+from refshard.estimate.estimate import Estimates, estimate
+from refshard.estimate.ways import find_way
 from refshard.flops import FORMULAS, flops_per_token
-from refshard.harness.metrics import complete, rates, recompute_words, traced_parts
-from refshard.harness.traced import step_trace
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import find_recipe
-from refshard.records import LaunchRecord, StepTrace
-from refshard.simulate.clock import NS
-from refshard.simulate.forecast import CONVENTION, Job, Simulation, simulate
-from refshard.simulate.memory import forecast_memory
-from refshard.simulate.trace import as_kineto, as_timeline
+from refshard.harness.metrics import complete, rates, recompute_words
+from refshard.harness.subject import CONVENTION
+from refshard.records import LaunchRecord
+from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
-from refshard.specs.cluster import load_cluster
+from refshard.specs.cluster import ClusterSpec, load_cluster
+from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
-from refshard.tracing.overlap import step_breakdowns
+
+_NOT_MODELLED = ("tuning", "optimizer", "comm_memory")
+"""Fields of a case that the closed forms do not know."""
 
 
-def job_of(case: CaseSpec) -> Job:
-    """What a case trains and where.
+def configuration_of(case: CaseSpec) -> Configuration:
+    """The case as a configuration of the closed forms.
 
     Raises:
-        SpecError: it cannot be simulated.
+        SpecError: they do not know such a case.
     """
     if case.workload != "training":
         raise SpecError(
             f"workload must be 'training' for simulated cases, got '{case.workload}'; use fidelity 'dryrun', or "
             "measure it"
         )
-    if case.unmodelled:
-        field = case.unmodelled[0]
+    unknown = [name for name in case.unmodelled if name in _NOT_MODELLED]
+    if unknown:
         raise SpecError(
-            f"{field} is not simulated, got {getattr(case, field)!r}; use fidelity 'dryrun', or measure the case"
+            f"{unknown[0]} is not simulated, got {getattr(case, unknown[0])!r}; use fidelity 'dryrun', or measure the "
+            "case"
         )
-    return Job(
-        model=load_model(case.model),
-        cluster=load_cluster(case.cluster).of_world_size(case.world_size),
-        seq_len=case.seq_len,
-        sequences=case.global_batch // case.world_size // case.microbatches,
-        microbatches=case.microbatches,
-        dtype=case.precision,
-    )
+    shards = find_way(case.strategy).shards_optimizer
+    replicate = case.replicas if shards else case.data_ranks
+    policy = case.checkpointing
+    return Configuration(
+        strategy=case.strategy, shard=case.data_ranks // replicate, replicate=replicate,
+        tensor=case.tensor_parallel, context=case.context_parallel, pipeline=case.pipeline_parallel,
+        interleave=case.interleave, schedule=case.schedule, microbatches=case.microbatches,
+        microbatch=case.global_batch // case.data_ranks // case.microbatches, precision=case.precision,
+        checkpointing=policy if isinstance(policy, str) else str(len(policy)), offload=case.offload,
+    )  # fmt: skip
 
 
 def check_simulated(case: CaseSpec) -> None:
@@ -54,44 +55,41 @@ def check_simulated(case: CaseSpec) -> None:
     Raises:
         SpecError: it cannot; the message says why.
     """
-    job_of(case)
-    find_recipe(case.strategy)
+    load_model(case.model)
+    _cluster(case)
+    configuration_of(case)
 
 
-def record_simulated(blank: LaunchRecord, trace: Path) -> LaunchRecord:
-    """Complete ``blank`` with what the simulation says, and write its trace (gzipped) to ``trace``."""
+def record_simulated(blank: LaunchRecord) -> LaunchRecord:
+    """Complete ``blank`` with what the closed forms say."""
     case = blank.case
-    job, recipe = job_of(case), find_recipe(case.strategy)
-    checkpointing = checkpointing_of(case.checkpointing, job.model.n_layers)
-    run = simulate(job, recipe, checkpointing)
-    with gzip.open(trace, "wt", encoding="utf-8") as file:
-        file.write(as_kineto(run.items, run.times, job.cluster))
-    rate = job.cluster.accelerator.matmul[job.dtype]
+    model, cluster = load_model(case.model), _cluster(case)
+    hardware = cluster.accelerator
+    found = estimate(model, cluster, case.seq_len, Candidates.of([configuration_of(case)]))
     record = msgspec.structs.replace(
         blank,
-        device=job.cluster.accelerator.device,
-        backend=job.cluster.library,
-        step_times_s=((run.times.length / NS,),),
+        device=hardware.device,
+        backend=cluster.library,
+        step_times_s=((float(found.step_s[0]),),),
         flops_convention=f"{CONVENTION}: {FORMULAS[case.workload][CONVENTION]}",
-        recompute=recompute_words(case, job.model.n_layers),
-        flops_per_token=float(flops_per_token(job.model, case.seq_len, CONVENTION)),
-        peak_flops_per_s=rate.peak,
-        peak_source=job.cluster.accelerator.sources["matmul"],
+        recompute=recompute_words(case, model.n_layers),
+        flops_per_token=float(flops_per_token(model, case.seq_len, CONVENTION)),
+        peak_flops_per_s=hardware.matmul[case.precision].peak,
+        peak_source=hardware.sources["matmul"],
     )
-    peak = forecast_memory(job, recipe, checkpointing).peak
-    steps, metrics = _metrics(record, run, peak)
-    return msgspec.structs.replace(record, steps=steps, metrics=metrics)
+    return msgspec.structs.replace(record, metrics=complete(_metrics(record, found)))
 
 
-def _metrics(
-    record: LaunchRecord, run: Simulation, peak_bytes: int
-) -> tuple[tuple[StepTrace, ...], dict[str, float | None]]:
-    (step,) = step_breakdowns(as_timeline(run.items, run.times))
-    steps = (step_trace(0, 0, step),)
-    found = {
-        **rates(record, run.times.length / NS),
-        "peak_memory_bytes": float(peak_bytes),
-        **traced_parts(steps),
-        "overlap_ratio": step.overlap_ratio,
+def _cluster(case: CaseSpec) -> ClusterSpec:
+    return load_cluster(case.cluster).of_world_size(case.world_size)
+
+
+def _metrics(record: LaunchRecord, found: Estimates) -> dict[str, float | None]:
+    """Memory is to the byte where the walk of a step knows the case, else in closed form."""
+    walked = memory_of(record.case, "cuda" if record.device == "cuda" else "cpu")
+    return {
+        **rates(record, float(found.step_s[0])),
+        "peak_memory_bytes": float(found.memory.peak[0] if walked is None else walked.peak),
+        "compute_s": float(found.compute_s[0] + found.optimizer_s[0]),
+        "exposed_comm_s": float(found.exchange_s[0]),
     }
-    return steps, complete(found)

@@ -9,7 +9,6 @@ from typing import Literal
 
 import msgspec
 
-from refshard.errors import SpecError
 from refshard.plan.placement import MODES, Mode
 from refshard.quantities import MIB
 
@@ -24,15 +23,11 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     ``copies_out``: a gather lands in a buffer of its own, from which compute copies into the parameters; the buffer is
     kept until the next gather has been copied out. ``copies_in``: compute copies gradients into the buffer that is
-    reduced. ``divides``: kernels beside compute divide and cast that buffer before it is reduced, and give way to
-    compute. ``reduces_first``: a unit's reduction is issued before the gather that its backward's end allows.
-    ``awaits_second_leg``: compute waits for the all-reduce over replicas as for any reduction; else only at the end.
-    ``gathers_all``: units are gathered for backward whether that reads them or not. ``flat``: units are flattened
-    whole; else each parameter is padded to the ranks by its first dimension. ``one_communicator``: gathers and
-    reductions queue behind each other. ``bucket_bytes`` is the size of gradient buckets, the first of
-    ``first_bucket_bytes``. Over gloo, ``awaits_gathers`` and ``awaits_reductions`` say that a collective is awaited
-    where it is issued, and ``exchanges_gathers`` and ``exchanges_reductions`` that parts are exchanged, and summed
-    here, instead of what gloo would do.
+    reduced. ``divides``: kernels beside compute divide and cast that buffer before it is reduced. ``flat``: units
+    are flattened whole; else each parameter is padded to the ranks by its first dimension. ``bucket_bytes`` is the size
+    of gradient buckets, the first of ``first_bucket_bytes``. Over gloo, ``awaits_gathers`` says that a gather is
+    awaited where it is issued, and ``exchanges_gathers`` and ``exchanges_reductions`` that parts are exchanged, and
+    summed here, instead of what gloo would do.
     """
 
     name: str
@@ -42,14 +37,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     copies_out: bool = False
     copies_in: bool = True
     divides: bool = False
-    reduces_first: bool = False
-    awaits_second_leg: bool = True
-    gathers_all: bool = False
-    one_communicator: bool = True
     bucket_bytes: int = 0
     first_bucket_bytes: int = 0
     awaits_gathers: bool = False
-    awaits_reductions: bool = False
     exchanges_gathers: bool = False
     exchanges_reductions: bool = False
 
@@ -72,24 +62,20 @@ RECIPES: dict[str, Recipe] = {
             name="ddp", mode=MODES["replicate"], grouping="buckets", copies_in=False,
             bucket_bytes=25 * MIB, first_bucket_bytes=1 * MIB,
         ),
-        # Units as YaFSDP's migration guide wraps them; compute never waits for a reduction.
+        # Units as YaFSDP's migration guide wraps them.
         Recipe(
             name="fsdp1", mode=_sharded("fsdp1", gradient_slots=NEVER_AWAITED), grouping="ends", divides=True,
-            reduces_first=True, awaits_second_leg=False, gathers_all=True,
         ),
         Recipe(
-            name="fsdp2", mode=_sharded("fsdp2"), grouping="root", flat=False, copies_out=True,
-            reduces_first=True, awaits_second_leg=False,
-            awaits_gathers=True, awaits_reductions=True,
+            name="fsdp2", mode=_sharded("fsdp2"), grouping="root", flat=False, copies_out=True, awaits_gathers=True,
         ),
         Recipe(
             name="fsdp2-tuned", mode=_sharded("fsdp2-tuned"), grouping="ends", flat=False, copies_out=True,
-            reduces_first=True, awaits_second_leg=False, one_communicator=False,
-            awaits_reductions=True, exchanges_reductions=True,
+            exchanges_reductions=True,
         ),
         *(
             Recipe(
-                name=f"refshard-{mode.name}", mode=mode, grouping="ends", one_communicator=False,
+                name=f"refshard-{mode.name}", mode=mode, grouping="ends",
                 exchanges_gathers=True, exchanges_reductions=True,
             )
             for mode in MODES.values()
@@ -97,22 +83,3 @@ RECIPES: dict[str, Recipe] = {
     )
 }  # fmt: skip
 """Rows by name; the engine's modes are ``refshard-<mode>``."""
-
-
-def find_recipe(name: str) -> Recipe:
-    """The recipe of a strategy.
-
-    Raises:
-        SpecError: it has none.
-    """
-    if name not in RECIPES:
-        raise SpecError(f"strategy: {no_closed_form(name)}")
-    return RECIPES[name]
-
-
-def no_closed_form(name: str) -> str:
-    """What to do about a strategy without a recipe, in words."""
-    return (
-        f"'{name}' cannot be planned or simulated (no closed form); dry-run it: `refshard dryrun` your script, or "
-        '`refshard run` a suite with fidelity = "dryrun"'
-    )

@@ -18,14 +18,12 @@ from refshard.plan.units import ModelUnit, model_units
 from refshard.simulate.activations import Call, block_call, embedding_call, head_call, loss_call
 from refshard.simulate.autocast import autocast_block_call, autocast_head_call, weight_casts, widened
 from refshard.simulate.flat_parameters import FlatParameters
-from refshard.simulate.forecast import Job
 from refshard.simulate.fully_shard import FullyShard
 from refshard.simulate.holdings import Holdings, Setting
-from refshard.simulate.kernels import Batch
 from refshard.simulate.ledger import Bytes, Ledger, MemoryEvent
 from refshard.simulate.slots import Slots
 from refshard.simulate.tape import Changes
-from refshard.simulate.tensors import Device, Tensors
+from refshard.simulate.tensors import Batch, Device, Tensors
 from refshard.simulate.whole import Whole
 from refshard.specs.cluster import Library
 from refshard.specs.hardware import Dtype
@@ -87,24 +85,6 @@ class MemoryForecast(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
 
-def forecast_memory(job: Job, recipe: Recipe | None, checkpointing: Checkpointing = NO_CHECKPOINTING) -> MemoryForecast:
-    """The memory of one rank of a job on its cluster; see :func:`predict_memory`."""
-    return predict_memory(
-        RankJob(
-            model=job.model,
-            world_size=job.cluster.world_size,
-            batch=job.batch,
-            microbatches=job.microbatches,
-            checkpointing=checkpointing,
-            replicas=job.replicas,
-            reduction=job.reduction,
-            device=job.cluster.accelerator.device,
-            library=job.cluster.library,
-        ),
-        recipe,
-    )
-
-
 def predict_memory(job: RankJob, recipe: Recipe | None) -> MemoryForecast:
     """What one rank allocates in a training step that is not its first; without a recipe, one rank alone.
 
@@ -152,12 +132,9 @@ def predict_memory(job: RankJob, recipe: Recipe | None) -> MemoryForecast:
 
 
 def _warnings(job: RankJob) -> tuple[str, ...]:
-    warnings = []
     if job.device == "cuda" and job.batch.dtype == "fp32":
-        warnings.append("attention in fp32 is counted as CUDA's flash kernel, which takes bf16 only")
-    if job.batch.compiled:
-        warnings.append("compiled blocks are counted as eager ones, which keep more activations")
-    return tuple(warnings)
+        return ("attention in fp32 is counted as CUDA's flash kernel, which takes bf16 only",)
+    return ()
 
 
 def _holdings(setting: Setting, ledger: Ledger) -> Holdings:

@@ -11,8 +11,8 @@ here.
 from dataclasses import dataclass
 from typing import Literal
 
-from refshard.simulate.kernels import Batch
 from refshard.simulate.tape import Tape
+from refshard.specs.hardware import ELEMENT_BYTES, Dtype
 from refshard.specs.model import ModelSpec
 
 Device = Literal["cpu", "cuda"]
@@ -20,6 +20,25 @@ CUDA_GRANULE = 512
 """What CUDA's caching allocator rounds a size to (``c10/cuda/CUDACachingAllocator.cpp``: ``kMinBlockSize``)."""
 FP32 = 4
 _INT64 = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one rank computes at once: ``sequences`` of ``seq_len`` tokens in ``dtype``."""
+
+    sequences: int
+    seq_len: int
+    dtype: Dtype
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return self.sequences * self.seq_len
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +122,7 @@ class Tensors:
     @property
     def fused_norm(self) -> bool:
         """Whether an RMSNorm is one kernel."""
-        return self.device == "cuda" and self.batch.fused_norms
+        return self.device == "cuda"
 
     @property
     def widened_norm(self) -> bool:

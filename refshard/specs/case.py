@@ -159,12 +159,12 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"{next(iter(axes))} must be 1 for strategy '{self.strategy}', which splits the model over all ranks, "
                 f"got {next(iter(axes.values()))}"
             )
-        if self.fidelity not in ("measured", "dryrun"):
+        if self.fidelity == "emulated":
             for name in (*_AXES[1:], "sequence_parallel"):
                 if (given := getattr(self, name)) > 1 or given is True:
                     raise ValueError(
-                        f"{name} must be {'false' if given is True else 1} unless a case is measured or a dry run, got "
-                        f"{str(given).lower()}"
+                        f"{name} must be {'false' if given is True else 1} for an emulated case, got "
+                        f"{str(given).lower()}; use fidelity 'dryrun'"
                     )
 
     def _check_batch(self) -> None:

@@ -10,9 +10,9 @@ from itertools import product
 import pytest
 
 from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import find_recipe
-from refshard.simulate.kernels import Batch
+from refshard.plan.recipe import RECIPES
 from refshard.simulate.memory import RankJob, predict_memory
+from refshard.simulate.tensors import Batch
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from tests.dryrun.forked import run_forked
@@ -96,7 +96,7 @@ def predicted_peak(case: CaseSpec) -> int:
         checkpointing=checkpointing_of(case.checkpointing, model.n_layers),
         replicas=case.replicas,
     )
-    return predict_memory(job, find_recipe(case.strategy)).peak
+    return predict_memory(job, RECIPES[case.strategy]).peak
 
 
 @needs_device

@@ -8,15 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.costs import CollectiveCost
 from refshard.dryrun.device import Rates
 from refshard.dryrun.price import BETWEEN, RECEIVING, SENDING, WITHIN
 from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Recording
 from refshard.dryrun.replay import NEVER, NS, Replayed, main_stream, replay
-from refshard.simulate import clock
-from refshard.simulate.pricing import Call
-from refshard.simulate.program import Item
-from refshard.timeline import Kind as Spent
 from tests.dryrun.made import Made, prices
 
 ALONE = Rates(compute=1.0, communication=1.0, preparation=0.5)
@@ -270,59 +265,6 @@ def test_without_contention_it_is_what_the_textbook_says(rows: list[tuple[str, i
             made.synchronise()
             host = max(host, *free.values(), 0.0)
     assert times(made, seconds, host_s=host_s) == expected
-
-
-works = st.lists(
-    st.tuples(
-        st.sampled_from(["compute", "gather", "reduce", "copy"]),
-        st.floats(0.01, 9.0),
-        st.lists(st.integers(1, 6), max_size=2),
-    ),
-    min_size=1,
-    max_size=25,
-)
-LANES: dict[str, tuple[int, Any]] = {
-    "compute": (0, "compute"), "gather": (7, "gather"), "reduce": (8, "reduce"), "copy": (9, "combine"),
-}  # fmt: skip
-"""The stream here and the lane there."""
-
-
-@given(works, st.booleans(), st.sampled_from([(1.0, 1.0, 0.5), (0.8, 0.9, 0.25), (0.5, 0.5, 0.5)]))
-def test_under_contention_it_is_what_the_simulators_clock_says(
-    rows: list[tuple[str, float, list[int]]], one_link: bool, rates: tuple[float, float, float]
-) -> None:
-    """The two break ties for a link differently: each collective has its own link, or waits for nothing."""
-    made, items = Made(), list[Item]()
-    groups = {"gather": made.group([0, 1]), "reduce": made.group([0, 1])}
-    seconds, links, latencies, events = dict[int, float](), dict[int, int](), dict[int, float](), list[int]()
-    # A long kernel first makes stream 0 the main one, whatever follows.
-    for lane, drawn, back in [("compute", 1000.0, list[int]()), *rows]:
-        stream, there = LANES[lane]
-        work = drawn * (1 + len(items) * 2**0.5 / 1000)
-        call = None
-        after = tuple(len(items) - n for n in back if n <= len(items))
-        if lane in ("gather", "reduce"):
-            link: Any = "within" if one_link or lane == "gather" else "between"
-            call = Call("all_gather", 8, "fp32", 2, CollectiveCost(link, work, work / 3, "ring"))
-            after = () if one_link else after
-        for other in after:
-            made.wait(stream, events[other])
-        if call is None:
-            row = made.launch(stream=stream)
-        else:
-            row = made.collective("all_gather", groups[lane], nbytes=1, stream=stream)
-            links[row], latencies[row] = (WITHIN if call.cost.link == "within" else BETWEEN), call.cost.latency_s
-        seconds[row] = work
-        events.append(made.record(stream))
-        kind = Spent.COMM if call else Spent.COMPUTE
-        items.append(
-            Item(lane=there, kind=kind, name="x", unit="u", stage="forward", seconds=work, after=after, call=call)
-        )
-    names = ("compute", "communication", "preparation")
-    found = times(made, seconds, Rates(**dict(zip(names, rates))), links=links, latencies=latencies)
-    clocked = clock.schedule(items, clock.Rates(**dict(zip(names, rates))))
-    for row, start, end in zip(seconds, clocked.starts, clocked.ends):
-        assert found[row] == pytest.approx((start / NS, end / NS), abs=1e-7)
 
 
 @given(steps, st.sampled_from([0.3, 0.7]))

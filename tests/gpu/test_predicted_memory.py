@@ -13,8 +13,8 @@ from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, next_token_loss
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES
-from refshard.simulate.kernels import Batch
 from refshard.simulate.memory import RankJob, predict_memory
+from refshard.simulate.tensors import Batch
 from refshard.specs.model import load_model
 from tests.distributed.ranks import run_ranks
 from tests.gpu.needs import needs_allocations

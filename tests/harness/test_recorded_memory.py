@@ -7,15 +7,13 @@ import msgspec
 import pytest
 
 from refshard.errors import SpecError
-from refshard.harness.simulated import job_of
+from refshard.harness.simulated import configuration_of
 from refshard.harness.store import read_run
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import find_recipe
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord
-from refshard.simulate.memory import forecast_memory
 from refshard.simulate.of_case import memory_of
 from refshard.specs.case import CaseSpec
+from refshard.specs.configuration import Configuration
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "profiles" / "recorded" / "epyc-2-cores"
@@ -23,13 +21,10 @@ RECORDED = ROOT / "profiles" / "recorded" / "epyc-2-cores"
 
 def error_of(record: LaunchRecord) -> float:
     """Relative, of the peak as it is predicted now; above 0 where the prediction is larger."""
-    profile = "validation/loopback.toml" if record.case.world_size == 2 else "validation_network/link-4.toml"
-    case = msgspec.structs.replace(record.case, fidelity="simulated", cluster=str(RECORDED / profile))
-    job = job_of(case)
-    layers = checkpointing_of(case.checkpointing, job.model.n_layers)
-    measured = record.metrics["peak_memory_bytes"]
+    planned, measured = memory_of(record.case, "cpu"), record.metrics["peak_memory_bytes"]
+    assert planned
     assert measured
-    return forecast_memory(job, find_recipe(case.strategy), layers).peak / measured - 1
+    return planned.peak / measured - 1
 
 
 def test_recorded_peaks_are_predicted_within_3_percent_and_as_the_page_says() -> None:
@@ -62,18 +57,26 @@ def test_planned_peaks_in_bf16_are_of_gpus_only() -> None:
     assert memory_of(case, "cpu") is None
 
 
-def test_simulated_cases_compute_in_their_precision() -> None:
+def test_simulated_cases_compute_in_their_precision_and_on_their_mesh() -> None:
     case = CaseSpec(
-        strategy="fsdp2", world_size=8, model="llama3.2-1b", global_batch=8, fidelity="simulated", cluster="dgx-h100"
-    )
-    assert job_of(case).dtype == "fp32"
-    assert job_of(msgspec.structs.replace(case, precision="bf16")).dtype == "bf16"
+        strategy="fsdp2", world_size=32, model="llama3.2-1b", global_batch=8, fidelity="simulated", microbatches=2,
+        cluster="dgx-h100x4", replicas=2, tensor_parallel=2, pipeline_parallel=2, context_parallel=2,
+        checkpointing=(0, 3),
+    )  # fmt: skip
+    assert configuration_of(case) == Configuration(
+        strategy="fsdp2", replicate=2, shard=2, tensor=2, pipeline=2, context=2, microbatches=2, microbatch=1,
+        checkpointing="2", precision="fp32",
+    )  # fmt: skip
+    assert configuration_of(msgspec.structs.replace(case, precision="bf16")).precision == "bf16"
+    replicated = msgspec.structs.replace(case, strategy="ddp", replicas=1, checkpointing="full")
+    found = configuration_of(replicated)
+    assert (found.replicate, found.shard, found.checkpointing) == (4, 1, "full")
 
 
 def test_what_is_not_simulated_is_refused_with_the_remedy() -> None:
     case = CaseSpec(
         strategy="fsdp2", world_size=8, model="llama3.2-1b", global_batch=8, fidelity="simulated", cluster="dgx-h100",
-        replicas=2,
+        optimizer="muon",
     )  # fmt: skip
-    with pytest.raises(SpecError, match="replicas is not simulated, got 2; use fidelity 'dryrun', or measure"):
-        job_of(case)
+    with pytest.raises(SpecError, match="optimizer is not simulated, got 'muon'; use fidelity 'dryrun', or measure"):
+        configuration_of(case)

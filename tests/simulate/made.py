@@ -1,16 +1,9 @@
-"""Clusters and jobs made for tests, whose numbers are round."""
+"""Clusters made for tests, whose numbers are round."""
 
 from typing import Any
 
-from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing
-from refshard.plan.recipe import Recipe, find_recipe
-from refshard.plan.units import model_units
-from refshard.simulate.kernels import Batch
-from refshard.simulate.pricing import Pricing
-from refshard.simulate.program import Item, StepShape, step_program
 from refshard.specs.cluster import ClusterSpec, LinkSpec
 from refshard.specs.hardware import HardwareSpec, Rate
-from refshard.specs.model import ModelSpec, load_model
 
 SOURCE = "made for a test"
 
@@ -35,24 +28,3 @@ def cluster(**changes: Any) -> ClusterSpec:
     fields |= changes
     named = [f for f in fields if f not in ("hardware", "library", "nodes", "algorithms", "measured")]
     return ClusterSpec(**fields, sources=dict.fromkeys(named, SOURCE))
-
-
-def program(
-    strategy: str | Recipe,
-    on: ClusterSpec,
-    *,
-    model: str | ModelSpec = "llama-mini",
-    sequences: int = 1,
-    seq_len: int = 512,
-    dtype: Any = "bf16",
-    replicas: int = 1,
-    microbatches: int = 1,
-    checkpointing: Checkpointing = NO_CHECKPOINTING,
-) -> tuple[Item, ...]:
-    """One step of a strategy on a cluster."""
-    recipe = find_recipe(strategy) if isinstance(strategy, str) else strategy
-    spec = load_model(model) if isinstance(model, str) else model
-    batch = Batch(sequences=sequences, seq_len=seq_len, dtype=dtype)
-    pricing = Pricing(recipe, spec, on, batch, "fp32", replicas)
-    shape = StepShape(microbatches=microbatches, checkpointing=checkpointing)
-    return step_program(recipe, model_units(spec, recipe.grouping), pricing, shape)

@@ -15,9 +15,8 @@ from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, next_token_loss
 from refshard.plan.checkpointing import Recompute
 from refshard.simulate.activations import block_call, embedding_call, head_call, loss_call
-from refshard.simulate.kernels import Batch
 from refshard.simulate.tape import Change
-from refshard.simulate.tensors import Tensors
+from refshard.simulate.tensors import Batch, Tensors
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ModelSpec
 from tests.simulate.fused import computes_as_on_cuda
