@@ -102,10 +102,7 @@ def find_way(name: str) -> Way:
         SpecError: it has none.
     """
     if name not in WAYS:
-        raise SpecError(
-            f"strategy: '{name}' has no closed form; {nearest(name, list(WAYS))}; or use fidelity 'dryrun', which runs "
-            "any strategy's own code"
-        )
+        raise SpecError(f"strategy: '{name}' has no closed form; {nearest(name, list(WAYS))}")
     return WAYS[name]
 
 

@@ -5,7 +5,7 @@ import msgspec
 from refshard.errors import SpecError
 from refshard.estimate.candidates import Candidates
 from refshard.estimate.estimate import Estimates, estimate
-from refshard.estimate.ways import find_way
+from refshard.estimate.ways import WAYS
 from refshard.flops import FORMULAS, flops_per_token
 from refshard.harness.metrics import complete, rates, recompute_words
 from refshard.harness.subject import CONVENTION
@@ -37,7 +37,9 @@ def configuration_of(case: CaseSpec) -> Configuration:
             f"{unknown[0]} is not simulated, got {getattr(case, unknown[0])!r}; use fidelity 'dryrun', or measure the "
             "case"
         )
-    shards = find_way(case.strategy).shards_optimizer
+    if case.strategy not in WAYS:
+        raise SpecError(f"strategy: '{case.strategy}' has no closed form; use fidelity 'dryrun', which runs its own code")
+    shards = WAYS[case.strategy].shards_optimizer
     replicate = case.replicas if shards else case.data_ranks
     policy = case.checkpointing
     return Configuration(

@@ -395,9 +395,10 @@ class TestPrograms:
         answer = run.answer
         assert (answer.outcome, answer.held_until, answer.doubt) == ("stepped", "gpu", "")
         assert holds_back(run.recording)
-        assert on_side(run) == 2 * BATCH  # the host asks for the next one just before the GPU is done with the last
+        there = on_side(run)
+        assert 2 * BATCH <= there <= 4 * BATCH  # the host asks for the next one while the GPU works on the last few
         assert answer.peak_as_run is not None
-        assert answer.peak_as_run.reserved - answer.peak.reserved == 22 * BATCH
+        assert answer.peak_as_run.reserved - answer.peak.reserved == 24 * BATCH - there
         assert answer.peak_as_run.allocated == answer.peak.allocated
         taken = np.where(run.recording.kinds == Kind.SEGMENT, run.recording.sizes, 0)
         assert np.cumsum(taken).max() == answer.peak.reserved

@@ -98,8 +98,9 @@ def test_the_picture_marks_the_peak_the_limit_and_the_phases(found: Analysis) ->
     assert found.step is not None
     assert chart.id == "memory-step"
     texts = [note["text"] for note in chart.figure["layout"]["annotations"]]
-    assert texts == [  # pieces before these are too narrow for their names
+    assert texts == [  # of two microbatches, the second one's forward too narrow for its name
         "forward",
+        "backward",
         "backward",
         "optimizer",
         "usable: 78.2 GiB",
