@@ -25,8 +25,8 @@ import pytest
 
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES
-from refshard.simulate.memory import MemoryForecast, RankJob, predict_memory
-from refshard.simulate.tensors import Batch
+from refshard.memory.walk import MemoryForecast, RankJob, predict_memory
+from refshard.memory.tensors import Batch
 from refshard.specs.model import load_model
 
 ROUNDS = 5

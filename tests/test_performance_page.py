@@ -1,4 +1,4 @@
-"""The figures in performance.md, peers-measured.md and simulation.md (in docs/explanation) are those of the records."""
+"""The figures in performance.md, peers-measured.md and memory.md (in docs/explanation) are those of the records."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def test_figures_of_reading_traces_are_those_of_their_record() -> None:
 
 
 def test_figures_of_torchs_tracker_are_those_of_their_record() -> None:
-    page = (ROOT / "docs" / "explanation" / "simulation.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "memory.md").read_text()
     _, fake, real = json.loads((RECORDED / "planning.json").read_text())["benchmarks"]
     theirs, ours = fake["extra_info"]["tracker"], fake["extra_info"]
     assert f": time | {theirs['seconds']:.0f} s | {fake['stats']['median']:.2f} s |" in page

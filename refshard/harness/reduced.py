@@ -15,7 +15,7 @@ from refshard.harness.compiling import compiling_anew
 from refshard.harness.trainer import Trainer
 from refshard.quantities import format_bytes
 from refshard.records import Environment
-from refshard.simulate.of_case import memory_of
+from refshard.memory.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.strategies import strategy_for

@@ -10,7 +10,7 @@ from refshard.flops import FORMULAS, flops_per_token
 from refshard.harness.metrics import complete, rates, recompute_words
 from refshard.harness.subject import CONVENTION
 from refshard.records import LaunchRecord
-from refshard.simulate.of_case import memory_of
+from refshard.memory.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.configuration import Configuration
@@ -38,7 +38,9 @@ def configuration_of(case: CaseSpec) -> Configuration:
             "case"
         )
     if case.strategy not in WAYS:
-        raise SpecError(f"strategy: '{case.strategy}' has no closed form; use fidelity 'dryrun', which runs its own code")
+        raise SpecError(
+            f"strategy: '{case.strategy}' has no closed form; use fidelity 'dryrun', which runs its own code"
+        )
     shards = WAYS[case.strategy].shards_optimizer
     replicate = case.replicas if shards else case.data_ranks
     policy = case.checkpointing

@@ -11,8 +11,8 @@ import pytest
 
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES
-from refshard.simulate.memory import RankJob, predict_memory
-from refshard.simulate.tensors import Batch
+from refshard.memory.walk import RankJob, predict_memory
+from refshard.memory.tensors import Batch
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from tests.dryrun.forked import run_forked

@@ -15,7 +15,7 @@ from refshard.specs.cluster import ClusterSpec, LinkSpec
 from refshard.specs.hardware import Rate
 from refshard.specs.model import load_model
 from tests.estimate.made import configuration, estimated
-from tests.simulate.made import cluster, hardware
+from tests.memory.made import cluster, hardware
 
 MODEL = load_model("llama3-8b")
 SIZES = sizes_of(MODEL, 1, 1)

@@ -11,7 +11,7 @@ from refshard.costs import collective_cost, group_shape
 from refshard.estimate.groups import Groups, group_of
 from refshard.specs.cluster import CollectiveOp, load_cluster
 from tests.estimate.made import columns, configuration
-from tests.simulate.made import cluster
+from tests.memory.made import cluster
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16])
 

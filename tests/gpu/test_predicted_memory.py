@@ -13,12 +13,12 @@ from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, next_token_loss
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES
-from refshard.simulate.memory import RankJob, predict_memory
-from refshard.simulate.tensors import Batch
+from refshard.memory.walk import RankJob, predict_memory
+from refshard.memory.tensors import Batch
 from refshard.specs.model import load_model
 from tests.distributed.ranks import run_ranks
 from tests.gpu.needs import needs_allocations
-from tests.simulate.pretended import wrap
+from tests.memory.pretended import wrap
 
 WORLD_SIZE, SEQUENCES, SEQ_LEN = 8, 4, 1024
 

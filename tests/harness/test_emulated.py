@@ -21,7 +21,7 @@ from refshard.specs.suite import SuiteSpec
 from tests.emulate import make_cluster, write_cluster
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
 from tests.report.printed import notes, rows, tables, verdict
-from tests.simulate import made
+from tests.memory import made
 
 
 @pytest.fixture

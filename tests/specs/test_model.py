@@ -9,8 +9,8 @@ from refshard import resources
 from refshard.errors import SpecError
 from refshard.models.llama import Llama
 from refshard.plan.units import block_parameters
-from refshard.simulate.memory import RankJob
-from refshard.simulate.tensors import Batch
+from refshard.memory.walk import RankJob
+from refshard.memory.tensors import Batch
 from refshard.specs.model import (
     Experts,
     LatentAttention,

@@ -18,7 +18,7 @@ from refshard.harness.rank import trace_file
 from refshard.harness.subject import CONVENTION
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, LaunchRecord, Proof
-from refshard.simulate.of_case import memory_of
+from refshard.memory.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.hardware import Dtype

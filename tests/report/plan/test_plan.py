@@ -21,7 +21,7 @@ from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
 from tests.report.pages import Page, numbers
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
-from tests.simulate.made import cluster, hardware
+from tests.memory.made import cluster, hardware
 
 SPREAD = Spread(
     kinds={

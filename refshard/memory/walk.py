@@ -1,8 +1,8 @@
 """A step's memory without a tensor: to the byte for what the plan decides, op by op for what the model computes.
 
 One microbatch after the other is walked in the host's order: forward and backward of every layer
-(:mod:`refshard.simulate.activations`), with what the strategy takes and lets go of around them
-(:mod:`refshard.simulate.holdings`). Layers are alike, so that a model of any depth needs few lists of changes.
+(:mod:`refshard.memory.activations`), with what the strategy takes and lets go of around them
+(:mod:`refshard.memory.holdings`). Layers are alike, so that a model of any depth needs few lists of changes.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing, Recompu
 from refshard.plan.placement import MODES
 from refshard.plan.recipe import Recipe
 from refshard.plan.units import ModelUnit, model_units
-from refshard.simulate.activations import Call, block_call, embedding_call, head_call, loss_call
-from refshard.simulate.autocast import autocast_block_call, autocast_head_call, weight_casts, widened
-from refshard.simulate.flat_parameters import FlatParameters
-from refshard.simulate.fully_shard import FullyShard
-from refshard.simulate.holdings import Holdings, Setting
-from refshard.simulate.ledger import Bytes, Ledger, MemoryEvent
-from refshard.simulate.slots import Slots
-from refshard.simulate.tape import Changes
-from refshard.simulate.tensors import Batch, Device, Tensors
-from refshard.simulate.whole import Whole
+from refshard.memory.activations import Call, block_call, embedding_call, head_call, loss_call
+from refshard.memory.autocast import autocast_block_call, autocast_head_call, weight_casts, widened
+from refshard.memory.flat_parameters import FlatParameters
+from refshard.memory.fully_shard import FullyShard
+from refshard.memory.holdings import Holdings, Setting
+from refshard.memory.ledger import Bytes, Ledger, MemoryEvent
+from refshard.memory.slots import Slots
+from refshard.memory.tape import Changes
+from refshard.memory.tensors import Batch, Device, Tensors
+from refshard.memory.whole import Whole
 from refshard.specs.cluster import Library
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ELSEWHERE, ModelSpec, check_llama

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, next_token_loss
 from refshard.plan.checkpointing import Recompute
-from refshard.simulate.activations import block_call, embedding_call, head_call, loss_call
-from refshard.simulate.tape import Change
-from refshard.simulate.tensors import Batch, Tensors
+from refshard.memory.activations import block_call, embedding_call, head_call, loss_call
+from refshard.memory.tape import Change
+from refshard.memory.tensors import Batch, Tensors
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ModelSpec
-from tests.simulate.fused import computes_as_on_cuda
-from tests.simulate.live import LiveBytes, turns
+from tests.memory.fused import computes_as_on_cuda
+from tests.memory.live import LiveBytes, turns
 
 LAYERS = 3
 

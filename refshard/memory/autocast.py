@@ -3,15 +3,15 @@
 The order of ops is that of ``models/llama.py`` as torch 2.13 runs it on CUDA. A product casts its weight and what it is
 given; norms, rotations and residual sums are in fp32, attention is not. Autocast remembers the casts of weights until
 forward's context is left, in a checkpointed layer too. The gradient of a cast is cast back, and autograd adds it in
-place to one that is there already. Lifetimes are otherwise those of :mod:`refshard.simulate.activations`.
+place to one that is there already. Lifetimes are otherwise those of :mod:`refshard.memory.activations`.
 """
 
 from dataclasses import replace
 
 from refshard.plan.checkpointing import Recompute
-from refshard.simulate.activations import KEPT_BY_OP, Call, new_tape
-from refshard.simulate.tape import Tape
-from refshard.simulate.tensors import Tensors, attention_backward, attention_forward, norm_backward, norm_forward
+from refshard.memory.activations import KEPT_BY_OP, Call, new_tape
+from refshard.memory.tape import Tape
+from refshard.memory.tensors import Tensors, attention_backward, attention_forward, norm_backward, norm_forward
 
 
 def widened(t: Tensors) -> Tensors:
@@ -25,7 +25,7 @@ def weight_casts(t: Tensors) -> tuple[int, ...]:
 
 
 def autocast_block_call(t: Tensors, *, recompute: Recompute = "nothing", first: bool = False) -> Call:
-    """One block; see :func:`refshard.simulate.activations.block_call`. Where it recomputes, the casts of its weights
+    """One block; see :func:`refshard.memory.activations.block_call`. Where it recomputes, the casts of its weights
     are not let go in its forward.
     """
     kept, wide = KEPT_BY_OP if recompute == "some" else frozenset[str](), widened(t)
@@ -66,7 +66,7 @@ def autocast_block_call(t: Tensors, *, recompute: Recompute = "nothing", first: 
 
 
 def autocast_head_call(t: Tensors) -> Call:
-    """The final norm and the head; see :func:`refshard.simulate.activations.head_call`."""
+    """The final norm and the head; see :func:`refshard.memory.activations.head_call`."""
     tape, wide = new_tape(t), widened(t)
     tape.adopt("x", wide.hidden)
     norm_forward(tape, wide, "norm", "x")

@@ -12,7 +12,7 @@ from refshard.plan.recipe import MASTER_BYTES, Recipe
 from refshard.plan.schedule import Phase
 from refshard.plan.units import ModelUnit
 from refshard.quantities import MIB
-from refshard.simulate.ledger import Ledger
+from refshard.memory.ledger import Ledger
 from refshard.specs.cluster import Library
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype
 

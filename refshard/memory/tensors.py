@@ -11,7 +11,7 @@ here.
 from dataclasses import dataclass
 from typing import Literal
 
-from refshard.simulate.tape import Tape
+from refshard.memory.tape import Tape
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype
 from refshard.specs.model import ModelSpec
 

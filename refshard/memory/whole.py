@@ -5,7 +5,7 @@ from typing import final
 from refshard.plan.buckets import Buckets
 from refshard.plan.recipe import MASTER_BYTES
 from refshard.plan.schedule import Phase
-from refshard.simulate.holdings import Holdings, gloo_all_reduce, numels, take_optimizer
+from refshard.memory.holdings import Holdings, gloo_all_reduce, numels, take_optimizer
 
 
 @final
@@ -14,7 +14,7 @@ class Whole(Holdings):
 
     Without buckets to reduce in, as DDP has none before the last microbatch, a gradient stays as it came and later ones
     are added to it. A bucket takes a gradient as it arrives, with what was there before. In bf16, forward runs
-    under autocast (:mod:`refshard.simulate.autocast`); gradients arrive in fp32 all the same.
+    under autocast (:mod:`refshard.memory.autocast`); gradients arrive in fp32 all the same.
     """
 
     _own: bool

@@ -11,14 +11,14 @@ from typing import final
 
 from refshard.plan.recipe import MASTER_BYTES
 from refshard.plan.schedule import Phase
-from refshard.simulate.holdings import (
+from refshard.memory.holdings import (
     Holdings,
     Setting,
     gloo_all_reduce,
     gloo_reduce_scatter,
     take_optimizer,
 )
-from refshard.simulate.ledger import Ledger
+from refshard.memory.ledger import Ledger
 
 
 @final

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from refshard.simulate.tape import CATEGORIES, Category
+from refshard.memory.tape import CATEGORIES, Category
 
 Bytes = dict[Category, int]
 

@@ -24,8 +24,8 @@ from refshard.plan.schedule import (
     chain_markers,
 )
 from refshard.plan.units import ModelUnit
-from refshard.simulate.holdings import Holdings, Setting, gloo_all_reduce, take_optimizer
-from refshard.simulate.ledger import Ledger
+from refshard.memory.holdings import Holdings, Setting, gloo_all_reduce, take_optimizer
+from refshard.memory.ledger import Ledger
 
 
 @final

@@ -21,7 +21,7 @@ from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Block, Llama, next_token_loss
 from refshard.plan.placement import MODES
 from refshard.specs.model import ModelSpec
-from tests.simulate.live import LiveBytes
+from tests.memory.live import LiveBytes
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ temporaries of the rotary tables, which come before anything else.
 from dataclasses import dataclass
 
 from refshard.plan.checkpointing import Recompute
-from refshard.simulate.tape import Changes, Tape
-from refshard.simulate.tensors import (
+from refshard.memory.tape import Changes, Tape
+from refshard.memory.tensors import (
     Tensors,
     attention_backward,
     attention_forward,
@@ -141,7 +141,7 @@ def loss_call(t: Tensors, remembered: tuple[int, ...] = ()) -> Call:
 def new_tape(
     t: Tensors, *, keeps: bool = True, retained: frozenset[str] = frozenset(), present: frozenset[str] = frozenset()
 ) -> Tape:
-    """A tape that rounds as the device's allocator does; see :class:`~refshard.simulate.tape.Tape`."""
+    """A tape that rounds as the device's allocator does; see :class:`~refshard.memory.tape.Tape`."""
     return Tape(keeps=keeps, granule=t.granule, retained=retained, present=present)
 
 

@@ -2,8 +2,8 @@
 
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES
-from refshard.simulate.memory import MemoryForecast, RankJob, predict_memory
-from refshard.simulate.tensors import Batch, Device
+from refshard.memory.walk import MemoryForecast, RankJob, predict_memory
+from refshard.memory.tensors import Batch, Device
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
 from refshard.specs.model import beyond_llama, known_dimensions
 

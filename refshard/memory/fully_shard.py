@@ -12,7 +12,7 @@ from typing import final
 
 from refshard.plan.recipe import MASTER_BYTES
 from refshard.plan.schedule import Phase
-from refshard.simulate.holdings import (
+from refshard.memory.holdings import (
     Holdings,
     Setting,
     gloo_all_reduce,
@@ -20,7 +20,7 @@ from refshard.simulate.holdings import (
     numels,
     take_optimizer,
 )
-from refshard.simulate.ledger import Ledger
+from refshard.memory.ledger import Ledger
 
 
 @final

@@ -17,14 +17,14 @@ from refshard.plan.checkpointing import Checkpointing, checkpointing_of
 from refshard.plan.recipe import RECIPES
 from refshard.plan.units import model_units
 from refshard.quantities import GIB
-from refshard.simulate.memory import RankJob, predict_memory
-from refshard.simulate.of_case import memory_of
-from refshard.simulate.tensors import Batch
+from refshard.memory.walk import RankJob, predict_memory
+from refshard.memory.of_case import memory_of
+from refshard.memory.tensors import Batch
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec, load_model, parameter_count
-from tests.simulate.made import hardware
-from tests.simulate.pretended import levels_of_a_step
-from tests.simulate.test_activations import LAYERS, spec
+from tests.memory.made import hardware
+from tests.memory.pretended import levels_of_a_step
+from tests.memory.test_activations import LAYERS, spec
 
 WORLD_SIZE = 4
 STRATEGIES = RECIPES | {"fsdp1-root": msgspec.structs.replace(RECIPES["fsdp1"], grouping="root")}

@@ -1,0 +1,1 @@
+"""A step's memory, walked allocation by allocation without a tensor."""
