@@ -15,7 +15,6 @@ from refshard.costs import (
     first_touch_seconds,
     group_shape,
     move_seconds,
-    optimizer_seconds,
     product_seconds,
 )
 from refshard.specs.cluster import (
@@ -314,7 +313,5 @@ def test_elementwise_kernels_wait_for_memory_or_for_exponentials() -> None:
     assert move_seconds(slow, 300, 20) == 1 + 3
     assert move_seconds(slow, 300, 50) == 1 + 5
     assert move_seconds(hardware(), 300, 50) == 1 + 3
-    assert optimizer_seconds(slow, 100) == 1 + 28 * 100 / 280
-    assert optimizer_seconds(hardware(), 100) == 1 + 28
     assert first_touch_seconds(slow, 100) == 2
     assert first_touch_seconds(hardware(), 100) == 0

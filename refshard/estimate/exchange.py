@@ -41,7 +41,10 @@ class Exchanges:
         self._cluster, self._candidates, self._reduction = cluster, candidates, reduction
         self._groups = Groups(cluster, candidates)
         self._element = np.where(candidates.where("precision", "fp32"), MASTER_BYTES, 2)
-        facts = ("shards_parameters", "shards_optimizer", "keeps", "copies_out", "copies_in", "divides", "adds")
+        facts = (
+            "shards_parameters", "shards_optimizer", "keeps", "copies_out", "copies_in", "divides", "adds",
+            "exchanges_gathers", "exchanges_reductions",
+        )  # fmt: skip
         self._way = {name: candidates.mapped("strategy", partial(fact, name=name)) > 0 for name in facts}
 
     @property
@@ -110,14 +113,28 @@ class Exchanges:
 
     def _gather(self, numel: Floats) -> Floats:
         sharded = self._way["shards_optimizer"]
-        return np.where(sharded, self._groups.over_shards("all_gather", self._element * numel), 0)
+        gathered = self._over_shards("all_gather", self._element * numel, self._way["exchanges_gathers"])
+        return np.where(sharded, gathered, 0)
 
     def _reduce(self, numel: Floats) -> Floats:
         """Over shards and then over replicas; where nothing is sharded, over all at once, in the masters' dtype."""
-        scattered = self._groups.over_shards("reduce_scatter", self._reduction * numel)
+        exchanges = self._way["exchanges_reductions"]
+        scattered = self._over_shards("reduce_scatter", self._reduction * numel, exchanges)
+        if self._cluster.library == "gloo":
+            others = (self._candidates.shards - 1) / self._candidates.shards
+            scattered = scattered + np.where(
+                exchanges & (others > 0), self._move(3 * self._reduction * numel * others), 0
+            )
         summed = self._groups.over_replicas("all_reduce", self._reduction * numel / self._candidates.shards)
         whole = self._groups.over_all("all_reduce", MASTER_BYTES * numel)
         return np.where(self._way["shards_optimizer"], scattered + summed, whole)
+
+    def _over_shards(self, op: CollectiveOp, nbytes: Floats, exchanges: Mask) -> Floats:
+        """Seconds of a collective over the shards; of an exchange instead, over gloo, where ``exchanges``."""
+        plain = self._groups.over_shards(op, nbytes)
+        if self._cluster.library != "gloo":
+            return plain
+        return np.where(exchanges, self._groups.over_shards("exchange", nbytes), plain)
 
     def _move(self, nbytes: Floats) -> Floats:
         hardware = self._cluster.accelerator

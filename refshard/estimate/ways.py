@@ -25,7 +25,9 @@ class Way:
     both ends of the model, or each end is a unit. A strategy that ``keeps`` what it gathered frees it at the end of a
     pass. ``copies_out`` of a gathered buffer and ``copies_in`` to one that is reduced are kernels of their own; one
     that ``divides`` casts and scales that buffer before it is reduced. ``casts`` says that autocast casts each weight
-    once a step. Where gradients add up unsharded, kernels of their own do that; ``adds`` is false if products do.
+    once a step. Where gradients add up unsharded, kernels of their own do that; ``adds`` is false if products do. Over
+    gloo, one that ``exchanges_gathers`` or ``exchanges_reductions`` sends parts to each rank, and adds them up, instead
+    of what gloo would do.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Way:
     divides: bool = False
     casts: bool = False
     adds: bool = True
+    exchanges_gathers: bool = False
+    exchanges_reductions: bool = False
 
     @property
     def by_unit(self) -> bool:
@@ -71,6 +75,8 @@ def _of_recipe(recipe: Recipe) -> Way:
         copies_in=recipe.copies_in,
         divides=recipe.divides,
         casts=recipe.grouping == "buckets",
+        exchanges_gathers=recipe.exchanges_gathers,
+        exchanges_reductions=recipe.exchanges_reductions,
     )
 
 

@@ -25,8 +25,8 @@ from refshard.harness.gpu_use import watched_gpus
 from refshard.harness.load import RankLoad, watched_load
 from refshard.harness.reduced import ReducedLosses
 from refshard.harness.trainer import Trainer
-from refshard.records import Census, CollectiveCount, GpuMemory, GpuUse, State
 from refshard.memory.of_case import memory_of
+from refshard.records import Census, CollectiveCount, GpuMemory, GpuUse, State
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import known_dimensions
 from refshard.strategies import strategy_for

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from refshard.harness.compiling import compiling_anew
 from refshard.harness.trainer import Trainer
+from refshard.memory.of_case import memory_of
 from refshard.quantities import format_bytes
 from refshard.records import Environment
-from refshard.memory.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.strategies import strategy_for

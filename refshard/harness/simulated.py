@@ -9,8 +9,8 @@ from refshard.estimate.ways import WAYS
 from refshard.flops import FORMULAS, flops_per_token
 from refshard.harness.metrics import complete, rates, recompute_words
 from refshard.harness.subject import CONVENTION
-from refshard.records import LaunchRecord
 from refshard.memory.of_case import memory_of
+from refshard.records import LaunchRecord
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.configuration import Configuration

@@ -8,7 +8,6 @@ temporaries of the rotary tables, which come before anything else.
 
 from dataclasses import dataclass
 
-from refshard.plan.checkpointing import Recompute
 from refshard.memory.tape import Changes, Tape
 from refshard.memory.tensors import (
     Tensors,
@@ -19,6 +18,7 @@ from refshard.memory.tensors import (
     rotate_backward,
     rotate_forward,
 )
+from refshard.plan.checkpointing import Recompute
 
 KEPT_BY_OP = frozenset({"query product", "value", "mixed", "sums", "gate", "down"})
 """What checkpointing by op keeps: attention's outputs, and those of every second matrix product, from the first on."""

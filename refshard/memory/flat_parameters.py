@@ -9,8 +9,6 @@ before the embedding, and reduced when backward has ended.
 
 from typing import final
 
-from refshard.plan.recipe import MASTER_BYTES
-from refshard.plan.schedule import Phase
 from refshard.memory.holdings import (
     Holdings,
     Setting,
@@ -19,6 +17,8 @@ from refshard.memory.holdings import (
     take_optimizer,
 )
 from refshard.memory.ledger import Ledger
+from refshard.plan.recipe import MASTER_BYTES
+from refshard.plan.schedule import Phase
 
 
 @final

@@ -10,8 +10,6 @@ gradient is reduced when backward has ended. With replicas, what their all-reduc
 import math
 from typing import final
 
-from refshard.plan.recipe import MASTER_BYTES
-from refshard.plan.schedule import Phase
 from refshard.memory.holdings import (
     Holdings,
     Setting,
@@ -21,6 +19,8 @@ from refshard.memory.holdings import (
     take_optimizer,
 )
 from refshard.memory.ledger import Ledger
+from refshard.plan.recipe import MASTER_BYTES
+from refshard.plan.schedule import Phase
 
 
 @final

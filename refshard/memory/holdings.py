@@ -8,11 +8,11 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from refshard.memory.ledger import Ledger
 from refshard.plan.recipe import MASTER_BYTES, Recipe
 from refshard.plan.schedule import Phase
 from refshard.plan.units import ModelUnit
 from refshard.quantities import MIB
-from refshard.memory.ledger import Ledger
 from refshard.specs.cluster import Library
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype
 

@@ -9,6 +9,8 @@ from collections.abc import Hashable
 from functools import cache
 from typing import Literal, final
 
+from refshard.memory.holdings import Holdings, Setting, gloo_all_reduce, take_optimizer
+from refshard.memory.ledger import Ledger
 from refshard.plan.layout import UnitLayout, lay_out
 from refshard.plan.recipe import MASTER_BYTES
 from refshard.plan.schedule import (
@@ -24,8 +26,6 @@ from refshard.plan.schedule import (
     chain_markers,
 )
 from refshard.plan.units import ModelUnit
-from refshard.memory.holdings import Holdings, Setting, gloo_all_reduce, take_optimizer
-from refshard.memory.ledger import Ledger
 
 
 @final

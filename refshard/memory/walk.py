@@ -11,10 +11,6 @@ from dataclasses import dataclass
 import msgspec
 
 from refshard.errors import SpecError
-from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing, Recompute
-from refshard.plan.placement import MODES
-from refshard.plan.recipe import Recipe
-from refshard.plan.units import ModelUnit, model_units
 from refshard.memory.activations import Call, block_call, embedding_call, head_call, loss_call
 from refshard.memory.autocast import autocast_block_call, autocast_head_call, weight_casts, widened
 from refshard.memory.flat_parameters import FlatParameters
@@ -25,6 +21,10 @@ from refshard.memory.slots import Slots
 from refshard.memory.tape import Changes
 from refshard.memory.tensors import Batch, Device, Tensors
 from refshard.memory.whole import Whole
+from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing, Recompute
+from refshard.plan.placement import MODES
+from refshard.plan.recipe import Recipe
+from refshard.plan.units import ModelUnit, model_units
 from refshard.specs.cluster import Library
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ELSEWHERE, ModelSpec, check_llama

@@ -9,10 +9,10 @@ from itertools import product
 
 import pytest
 
+from refshard.memory.tensors import Batch
+from refshard.memory.walk import RankJob, predict_memory
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES
-from refshard.memory.walk import RankJob, predict_memory
-from refshard.memory.tensors import Batch
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from tests.dryrun.forked import run_forked

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from refshard.costs import collective_cost
 from refshard.estimate.groups import group_of
 from refshard.estimate.sizes import sizes_of
 from refshard.estimate.ways import WAYS
-from refshard.specs.cluster import ClusterSpec, LinkSpec
+from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective
 from refshard.specs.hardware import Rate
 from refshard.specs.model import load_model
 from tests.estimate.made import configuration, estimated
@@ -160,3 +161,21 @@ def test_an_estimates_parts_add_up_to_its_step() -> None:
     parts = found.compute_s + found.exchange_s + found.waiting_s + found.optimizer_s + found.straggling_s
     assert parts == pytest.approx(found.step_s)
     assert np.min([found.compute_s, found.exchange_s, found.waiting_s, found.optimizer_s, found.straggling_s]) >= 0
+
+
+def test_over_gloo_some_strategies_exchange_parts_instead_of_what_gloo_would_do() -> None:
+    """FSDP2 does neither, tuned it reduces so, and the engine gathers so too."""
+    slow = {"all_gather": 8.0, "reduce_scatter": 32.0, "exchange": 2.0}
+    measured = tuple(
+        MeasuredCollective(op=op, ranks=8, nodes=1, bytes=nbytes, seconds=seconds * nbytes / 2**30)  # type: ignore[arg-type]
+        for op, seconds in slow.items()
+        for nbytes in (1, 2**20, 2**30)
+    )
+    on = msgspec.structs.replace(linked(), library="gloo", nodes=1, between=None, measured=measured)
+    unit, ends = SIZES.dense, SIZES.embedding + SIZES.head
+    gathered = (2 * MODEL.n_layers * unit + ends + unit) * 2 / 2**30
+    reduced = (MODEL.n_layers * unit + ends) * 4 / 2**30
+    found = exchanged(
+        *(configuration(strategy=name, shard=8) for name in ("fsdp2", "fsdp2-tuned", "refshard-fsdp")), on=on
+    )
+    assert found == pytest.approx([8 * gathered + 32 * reduced, 8 * gathered + 2 * reduced, 2 * gathered + 2 * reduced])

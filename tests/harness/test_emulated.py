@@ -20,8 +20,8 @@ from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 from tests.emulate import make_cluster, write_cluster
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
-from tests.report.printed import notes, rows, tables, verdict
 from tests.memory import made
+from tests.report.printed import notes, rows, tables, verdict
 
 
 @pytest.fixture

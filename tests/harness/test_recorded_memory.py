@@ -9,9 +9,9 @@ import pytest
 from refshard.errors import SpecError
 from refshard.harness.simulated import configuration_of
 from refshard.harness.store import read_run
+from refshard.memory.of_case import memory_of
 from refshard.quantities import MIB
 from refshard.records import LaunchRecord
-from refshard.memory.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.configuration import Configuration
 

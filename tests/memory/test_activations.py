@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from refshard.models.activation import checkpoint_layers
-from refshard.models.llama import Llama, next_token_loss
-from refshard.plan.checkpointing import Recompute
 from refshard.memory.activations import block_call, embedding_call, head_call, loss_call
 from refshard.memory.tape import Change
 from refshard.memory.tensors import Batch, Tensors
+from refshard.models.activation import checkpoint_layers
+from refshard.models.llama import Llama, next_token_loss
+from refshard.plan.checkpointing import Recompute
 from refshard.specs.hardware import Dtype
 from refshard.specs.model import ModelSpec
 from tests.memory.fused import computes_as_on_cuda

@@ -16,9 +16,9 @@ from refshard.harness.metrics import complete, flops_words, rates, recompute_wor
 from refshard.harness.proof import counts, failed_announcement, failed_units, units_of_all
 from refshard.harness.rank import trace_file
 from refshard.harness.subject import CONVENTION
+from refshard.memory.of_case import memory_of
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, LaunchRecord, Proof
-from refshard.memory.of_case import memory_of
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.hardware import Dtype

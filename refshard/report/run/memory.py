@@ -10,12 +10,12 @@ import plotly.graph_objects as go
 from refshard.analysis.cases import CaseResult, ranks
 from refshard.analysis.evidence import Setting
 from refshard.errors import SpecError
+from refshard.memory.of_case import memory_of
+from refshard.memory.walk import MemoryForecast
 from refshard.quantities import axis_unit, format_bytes, format_percent
 from refshard.report.draw.charts import THEME, Bar, Chart, chart, label_text, short, stacked
 from refshard.report.draw.palette import INK, MEMORY
 from refshard.report.run.charts import case_rows, colour
-from refshard.memory.walk import MemoryForecast
-from refshard.memory.of_case import memory_of
 from refshard.specs.case import CaseSpec, spelled
 
 MOST_CURVES = 8
