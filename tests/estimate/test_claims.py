@@ -1,5 +1,6 @@
 """Published claims, predicted: ratios of the closed forms' own figures."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -66,6 +67,18 @@ def test_yafsdps_headline_is_predicted_as_its_runs_are() -> None:
     assert found.claim.claimed is not None
     assert found.claim.baseline is not None
     assert found.ratio == pytest.approx(seconds[found.claim.claimed] / seconds[found.claim.baseline])
+
+
+def test_with_reductions_in_bf16_yafsdps_headline_would_be_as_published() -> None:
+    """The cause that the claim names: both step times would then be as far off."""
+    (found,) = (one for one in predicted_claims() if one.table == "yafsdp")
+    assert found.claimed is not None
+    assert found.baseline is not None
+    run = found.claimed.published
+    half = msgspec.structs.replace(run.configuration, reduction="bf16")
+    ((seconds, _),) = predicted([replace(run, configuration=half)])
+    assert seconds / found.baseline.seconds == pytest.approx(found.claim.ratio, abs=0.01)
+    assert seconds / run.seconds == pytest.approx(found.baseline.seconds / found.baseline.published.seconds, abs=0.01)
 
 
 def test_simplefsdp_by_block_and_fsdp2_differ_in_what_a_block_keeps() -> None:
