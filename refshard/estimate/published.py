@@ -23,7 +23,7 @@ Half = Literal["fit", "held out"]
 _STRATEGIES = {
     "fsdp1": "fsdp1", "fsdp1, SHARD_GRAD_OP": "fsdp1-grad-op", "fsdp2": "fsdp2", "zero0": "ddp", "zero1": "megatron",
     "fsdp2, asynchronous tensor parallelism": "fsdp2", "yafsdp": "refshard-yafsdp",
-    "simplefsdp, by block": "simplefsdp-by-block",
+    "fsdp2, ends in units": "fsdp2-tuned", "simplefsdp, by block": "simplefsdp-by-block",
 }  # fmt: skip
 _BY_RUN = ("seq_len", "strategy", "checkpointing", "precision", "interleave")
 """Assumptions that stand for what a run does not say; others hold for all."""
