@@ -52,6 +52,11 @@ def published_parallel() -> dict[str, Path]:
     return {p.stem: p for p in sorted((root() / "profiles" / "published_parallel").glob("*.toml"))}
 
 
+def published_claims() -> dict[str, Path]:
+    """Tables of published claims, each one way of training against another, by name."""
+    return {p.stem: p for p in sorted((root() / "profiles" / "published_claims").glob("*.toml"))}
+
+
 def published_runs() -> dict[str, Path]:
     """Published training runs that dry runs are validated against, by source."""
     return {p.stem: p for p in sorted((root() / "profiles" / "published_runs").glob("*.toml"))}

@@ -9,6 +9,7 @@ from refshard.commands.printing import tell
 from refshard.dryrun.published import Prediction
 from refshard.dryrun.published import predict as predict_by_dry_run
 from refshard.errors import SpecError
+from refshard.estimate.claims import predicted_claims
 from refshard.estimate.published import load_runs, predicted
 from refshard.report.answer import Answer
 from refshard.report.dryrun.validation import dryrun_validation_answer
@@ -23,7 +24,7 @@ _AT_ONCE = min(4, os.cpu_count() or 1)
 def validate(
     run: Path | None, *, fidelity: str = "simulated", only: str | None = None, published: Path | None = None
 ) -> Answer:
-    """Predictions beside the measured cases of a run, or without one beside every published table.
+    """Predictions beside the measured cases of a run, or without one beside every published table and claim.
 
     ``published`` is a table of one's own, instead of those that ship. With the fidelity "dryrun", published runs beside
     dry runs, of those whose names hold ``only``.
@@ -56,7 +57,7 @@ def validate(
         Compared(published=one, seconds=seconds, allocated_gib=peak)
         for one, (seconds, peak) in zip(runs, predicted(runs))
     ]
-    return published_answer(found, left)
+    return published_answer(found, left, predicted_claims() if published is None else ())
 
 
 def _by_dry_runs(run: Path | None, only: str | None) -> Answer:

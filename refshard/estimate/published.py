@@ -1,5 +1,6 @@
 """Published runs as configurations, and what is predicted of them."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +23,11 @@ Half = Literal["fit", "held out"]
 _STRATEGIES = {
     "fsdp1": "fsdp1", "fsdp1, SHARD_GRAD_OP": "fsdp1-grad-op", "fsdp2": "fsdp2", "zero0": "ddp", "zero1": "megatron",
     "fsdp2, asynchronous tensor parallelism": "fsdp2", "yafsdp": "refshard-yafsdp",
+    "fsdp2, ends in units": "fsdp2-tuned", "simplefsdp, by block": "simplefsdp-by-block",
 }  # fmt: skip
 _BY_RUN = ("seq_len", "strategy", "checkpointing", "precision", "interleave")
 """Assumptions that stand for what a run does not say; others hold for all."""
-_POLICIES = ("none", "selective", "full")
+_POLICY = re.compile(r"none|selective|full|every-[1-9]\d*|\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ def published_of(name: str, table: ParallelTable, run: ParallelRun) -> Published
     if not isinstance(seq_len, int):
         return "the sequence length is not stated"
     policy = run.checkpointing or assumed.get("checkpointing")
-    if policy not in _POLICIES and not str(policy).isdecimal():
+    if not _POLICY.fullmatch(str(policy)):
         return f"checkpointing: {policy or 'not stated'}"
     precision = run.precision or assumed.get("precision")
     if precision not in ("bf16", "fp8"):
@@ -116,12 +118,15 @@ def _configured(
 
 @cache
 def _filled(name: str, gpus: int) -> ClusterSpec:
-    """As many nodes as the run fills; of racks whose GPUs do not divide it, as many GPUs of each as do (64 of 72)."""
+    """As many nodes as the run fills; of racks whose GPUs do not divide it, as many GPUs of each as do (64 of 72).
+
+    It holds its accelerator: predictions ask for it thousands of times, and would read its profile as often.
+    """
     cluster = load_cluster(name)
     used = min(gpus, cluster.ranks_per_node)
     while gpus % used:
         used -= 1
-    return msgspec.structs.replace(cluster, ranks_per_node=used, nodes=gpus // used)
+    return msgspec.structs.replace(cluster, ranks_per_node=used, nodes=gpus // used, hardware=cluster.accelerator)
 
 
 def _batch(run: ParallelRun, data: int) -> tuple[int, int] | None:
@@ -150,26 +155,35 @@ def load_runs(
     """The runs of tables (by default of all that ship) that are configurations, and how many are none, by table and
     reason.
 
-    Of each table and accelerator that ships, every other setting is marked "fit", in the order of the file.
+    Of each table that ships and each accelerator in it, every other setting is marked "fit", in the order of the file.
+    No constant was fitted on other tables.
 
     Raises:
         SpecError: a table breaks its schema.
     """
     found: list[Published] = []
     left: Counter[tuple[str, str]] = Counter()
-    for name, table in (load_parallel() if tables is None else tables).items():
-        halves: dict[tuple[object, ...], Half] = {}
-        counts: Counter[str] = Counter()
+    shipped = load_parallel()
+    for name, table in (shipped if tables is None else tables).items():
+        of_table: list[Published] = []
         for run in table.runs:
             one = published_of(name, table, run)
             if isinstance(one, str):
                 left[name, one] += 1
-                continue
-            if one.setting not in halves:
-                halves[one.setting] = "fit" if counts[run.hardware] % 2 == 0 else "held out"
-                counts[run.hardware] += 1
-            found.append(replace(one, half=halves[one.setting]))
+            else:
+                of_table.append(one)
+        found += _halved(of_table) if shipped.get(name) == table else of_table
     return found, left
+
+
+def _halved(runs: Sequence[Published]) -> list[Published]:
+    halves: dict[tuple[object, ...], Half] = {}
+    counts: Counter[str] = Counter()
+    for one in runs:
+        if one.setting not in halves:
+            halves[one.setting] = "fit" if counts[one.run.hardware] % 2 == 0 else "held out"
+            counts[one.run.hardware] += 1
+    return [replace(one, half=halves[one.setting]) for one in runs]
 
 
 def half_of(run: Published) -> Half:

@@ -95,6 +95,13 @@ WAYS: dict[str, Way] = {
                 divides=True, keeps=True,
             ),
             Way(name="simplefsdp", shards_parameters=True, shards_gradients=True, shards_optimizer=True),
+            # SimpleFSDP whose collectives are merged by block and issued a block early (torch 2.13,
+            # _inductor/fx_passes/bucketing.py and overlap_manual_scheduling.py): a block's parameters are copies, and
+            # only the next block lies in the buffer that it was gathered into.
+            Way(
+                name="simplefsdp-by-block", shards_parameters=True, shards_gradients=True, shards_optimizer=True,
+                parameter_slots=1, copies_out=True,
+            ),
         )
     },
 }  # fmt: skip

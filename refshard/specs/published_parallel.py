@@ -14,7 +14,7 @@ from refshard.errors import SpecError
 from refshard.specs.model import ModelSpec, load_model, parameter_count
 from refshard.specs.reading import convert, finite, read_toml, within
 
-Precision = Literal["bf16", "fp8", "nvfp4"]
+Precision = Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]
 _AGREEMENT = 0.02
 """Relative difference up to which two printed figures of a run agree: sources round, and average steps differently."""
 
@@ -45,8 +45,9 @@ class ParallelRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     ``fsdp`` is the number of ranks that parameters are sharded over, 1 where only data parallelism (with a distributed
     optimizer or without) is named. ``layers`` is the depth where the model was cut. ``microbatch`` is in sequences per
-    data-parallel rank, ``global_batch`` in sequences. ``checkpointing`` is none, full, selective (by operator), or as
-    the source describes it. ``seconds`` is the step time, ``tokens_per_s`` of all GPUs, ``mfu`` a fraction by the
+    data-parallel rank, ``global_batch`` in sequences. ``checkpointing`` is none, full, selective (by operator), every-2
+    (each second layer), or as the source describes it. ``precision`` is fp8-rowwise only where a source has runs with
+    scales by row beside others. ``seconds`` is the step time, ``tokens_per_s`` of all GPUs, ``mfu`` a fraction by the
     table's convention, memory that of torch's allocator. ``predicted_*`` are the source's own predictions.
     ``hardware`` is a profile's name, or what a profile would be called. ``where`` tells apart runs of one table.
     """

@@ -26,6 +26,12 @@ def test_zero_stages_divide_one_thing_more_each() -> None:
     assert divided == [(False, False, False), (True, False, False), (True, True, True), (True, True, False)]
 
 
+def test_simplefsdp_by_block_has_as_many_copies_as_fsdp2_and_keeps_one_block_less() -> None:
+    fsdp2, by_block = find_way("fsdp2"), find_way("simplefsdp-by-block")
+    assert (by_block.copies_out, by_block.copies_in) == (fsdp2.copies_out, fsdp2.copies_in) == (True, True)
+    assert by_block.parameter_slots == fsdp2.parameter_slots - 1
+
+
 def test_a_strategy_without_a_row_is_refused_with_the_nearest() -> None:
     with pytest.raises(SpecError, match=r"strategy: 'fsdp3' has no closed form; did you mean 'fsdp[12]'"):
         find_way("fsdp3")

@@ -7,9 +7,11 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
+from refshard.estimate.claims import PredictedClaim
 from refshard.estimate.published import Half, Published
 from refshard.quantities import format_percent, format_seconds
 from refshard.report.answer import Answer, Notes, Table, Verdict, table
+from refshard.report.plan.claims import claim_as_object, claims_table
 
 HALVES: tuple[Half, ...] = ("fit", "held out")
 
@@ -40,17 +42,23 @@ class Compared:
         return predicted / self.published.seconds - 1 if predicted else None
 
 
-def published_answer(found: Sequence[Compared], left: Mapping[tuple[str, str], int]) -> Answer:
-    """Tables by source, scaling and speed-ups; each run with ``--verbose``.
+def published_answer(
+    found: Sequence[Compared], left: Mapping[tuple[str, str], int], claims: Sequence[PredictedClaim] = ()
+) -> Answer:
+    """Tables by source, scaling and speed-ups, and of claims; each run with ``--verbose``.
 
     ``left`` counts runs that are not predicted, by table and reason.
     """
     curves = scaling(found)
     blocks: list[Any] = [by_source(found), *_optional(scaling_by_source(curves)), *_optional(own_predictions(found))]
+    blocks += [claims_table(claims)] if claims else []
     blocks += _optional(scaling_table(curves))
     blocks.append(_runs(found))
     return Answer(
-        data={"runs": [as_object(one) for one in found], "not_predicted": _left(left), **_sums(found)},
+        data={
+            "runs": [as_object(one) for one in found], "not_predicted": _left(left), **_sums(found),
+            "claims": [claim_as_object(one) for one in claims],
+        },
         rows=[as_object(one) for one in found],
         blocks=[
             *blocks,
@@ -203,14 +211,16 @@ def not_predicted(left: Mapping[tuple[str, str], int]) -> list[str]:
 
 def notes(found: Sequence[Compared], left: Mapping[tuple[str, str], int]) -> list[str]:
     """What the tables do not say."""
-    told = [f"{sum(left.values())} more runs are not predicted, since their sources leave something out (-v: what)."]
+    more = sum(left.values())
+    told = [f"{more} more runs are not predicted, since their sources leave something out (-v: what)."] if more else []
     agreed, decided = speed_ups(found)
     if decided:
         told.append(
             f"YaFSDP's speed-ups over FSDP1 are predicted in the published order in {agreed} of {decided} pairs of "
             "settings: strategies that differ by less than the error bars are tied."
         )
-    told.append("Constants were fitted on half of the settings (python profiles/published_parallel/fit.py).")
+    if any(one.published.half == "fit" for one in found):
+        told.append("Constants were fitted on half of the settings (python profiles/published_parallel/fit.py).")
     return told
 
 
