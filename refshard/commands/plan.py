@@ -18,7 +18,7 @@ from refshard.emit.job import Job as EmitJob
 from refshard.emit.table import RUNS, TOOLS, emit
 from refshard.errors import SpecError, nearest
 from refshard.estimate.limits import usable
-from refshard.estimate.plan import Failures, Plan, Reader, Row, Size, with_dry_rows
+from refshard.estimate.plan import VARIANTS, Failures, Plan, Reader, Row, Size, listed, with_dry_rows
 from refshard.estimate.search import AUTO, search
 from refshard.estimate.space import ALL, Space, configurations
 from refshard.estimate.spread import load_spread
@@ -55,7 +55,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for, as the command line has it.
 
     Lists are separated by commas; ``all`` is every size that can run. An axis that is None is 1, or ``all`` with
-    ``search``.
+    ``search``. ``compiled`` is a list of ``no`` and ``yes``; None is ``no``.
     """
 
     model: str
@@ -77,7 +77,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     expert: str | None = None
     dtype: str | None = None
     reduction: str = "fp32"
-    compiled: bool = False
+    compiled: str | None = None
     offload: bool = False
     price_usd: float = 2.5
     mtbf_hours: float = Failures().mtbf_hours
@@ -116,16 +116,16 @@ def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out
     sizes = _sizes(asked.nodes, cluster)
     failures = Failures(mtbf_hours=asked.mtbf_hours)
     asked = _for_tool(asked, tool)
-    count = _dry_runs(asked, cluster)
-    most = MOST_READ if tool or count else asked.top
+    count, varied = _dry_runs(asked, cluster), _varied(asked, cluster)
+    most = MOST_READ if tool or count or varied else asked.top
     made = [_size(asked, model, on, failures, most) for on in sizes]
     if count:
         made[-1] = _with_dry_runs(made[-1], asked, model, sizes[-1], count)
     found = Plan(
-        sizes=tuple(msgspec.structs.replace(size, rows=size.rows[: asked.top + count]) for size in made),
+        sizes=tuple(_shown(size, asked.top + count, varied) for size in made),
         global_batch=_global_batch(asked, model, sizes[-1]), seq_len=asked.seq_len,
         available_bytes=cluster.accelerator.memory_bytes, usable_bytes=usable(cluster.accelerator),
-        price_usd=asked.price_usd, failures=failures,
+        price_usd=asked.price_usd, failures=failures, varied=varied,
     )  # fmt: skip
     title = _title(asked, found)
     if page is not None:
@@ -167,6 +167,17 @@ def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failur
     return reader.size(found, most)
 
 
+def _shown(size: Size, most: int, varied: Sequence[str]) -> Size:
+    rows = tuple(size.rows[place] for place in listed(size.rows, most, varied))
+    return msgspec.structs.replace(size, rows=rows, unfit=size.unfit[:most])
+
+
+def _varied(asked: Asked, cluster: ClusterSpec) -> tuple[str, ...]:
+    """Those of :data:`VARIANTS` of which several values are asked for."""
+    values = (_precisions(asked, cluster), _compiled(asked))
+    return tuple(field for field, of_field in zip(VARIANTS, values) if len(of_field) > 1)
+
+
 def _dry_runs(asked: Asked, cluster: ClusterSpec) -> int:
     """How many configurations to dry-run: with ``search`` some by default, where the fake device can be made."""
     hardware = cluster.accelerator
@@ -204,7 +215,7 @@ def _with_dry_runs(size: Size, asked: Asked, model: ModelSpec, cluster: ClusterS
         of: dict[int, dict[tuple[int, int], Sequence[DryResult]]] = {place: {} for place in chosen}
         for (place, point, _), ranks in zip(asked_for, results):
             of[place][point] = ranks
-        kept = sorted({*range(min(asked.top, len(size.rows))), *chosen})
+        kept = sorted({*listed(size.rows, asked.top, _varied(asked, cluster)), *chosen})
         rows = [_dried(size.rows[place], found.get(place), setting, of.get(place)) for place in kept]
     return with_dry_rows(size, rows)
 
@@ -242,8 +253,8 @@ def _space(asked: Asked, model: ModelSpec, cluster: ClusterSpec) -> Space:
     return Space(
         strategies=_strategies(asked), world_sizes=(cluster.world_size,),
         global_batch=_global_batch(asked, model, cluster),
-        schedules=_schedules(asked), checkpointing=_checkpointing(asked), precision=_precision(asked, cluster),
-        reduction=_known("reduction", asked.reduction, tuple(ELEMENT_BYTES)), compiled=asked.compiled,
+        schedules=_schedules(asked), checkpointing=_checkpointing(asked), precisions=_precisions(asked, cluster),
+        compiled=_compiled(asked), reduction=_known("reduction", asked.reduction, tuple(ELEMENT_BYTES)),
         offload=asked.offload, **axes,
     )  # fmt: skip
 
@@ -326,7 +337,7 @@ def _strategies(asked: Asked) -> tuple[str, ...]:
     """
     if asked.strategies is None:
         return SEARCHED if asked.search else tuple(RECIPES)
-    names = tuple(dict.fromkeys(name.strip() for name in asked.strategies.split(",") if name.strip()))
+    names = _words(asked.strategies)
     if not names:
         raise SpecError(f"strategy: no name in {asked.strategies!r}; separate names by commas, or leave the option out")
     for name in names:
@@ -338,37 +349,62 @@ def _schedules(asked: Asked) -> tuple[Schedule, ...]:
     known: tuple[Schedule, ...] = get_args(Schedule)
     if asked.schedule is None:
         return known
-    names = [name.strip() for name in asked.schedule.split(",") if name.strip()]
-    return tuple(_known("schedule", name, known) for name in names)
+    return tuple(_known("schedule", name, known) for name in _words(asked.schedule))
 
 
 def _checkpointing(asked: Asked) -> tuple[str, ...]:
     if asked.checkpoint is None:
         return (AUTO, "selective") if asked.search else (AUTO,)
-    names = [name.strip() for name in asked.checkpoint.split(",") if name.strip()]
+    names = _words(asked.checkpoint)
     for name in names:
         if not re.fullmatch(r"auto|none|selective|full|every-[1-9]\d{0,5}|[1-9]\d{0,5}", name):
             raise SpecError(
                 "checkpoint must be auto, none, selective, full, every-K or a number of layers, separated by commas, "
                 f"got '{name}'"
             )
-    return tuple(names)
+    return names
 
 
-def _precision(asked: Asked, cluster: ClusterSpec) -> Precision:
-    """The precision asked for; else bf16 on an accelerator, fp32 on a CPU.
+def _precisions(asked: Asked, cluster: ClusterSpec) -> tuple[Precision, ...]:
+    """The precisions asked for; else bf16 on an accelerator, fp32 on a CPU.
 
     Raises:
-        SpecError: it does not exist, or the hardware's profile has no rate for it.
+        SpecError: one does not exist, or the hardware's profile has no rate for it.
     """
-    hardware = cluster.accelerator
-    precision = asked.dtype or ("bf16" if hardware.device == "cuda" else "fp32")
-    chosen: Precision = _known("dtype", precision, get_args(Precision))
-    if chosen not in hardware.matmul:
+    hardware, known = cluster.accelerator, get_args(Precision)
+    given = asked.dtype if asked.dtype is not None else "bf16" if hardware.device == "cuda" else "fp32"
+    chosen: tuple[Precision, ...] = tuple(_known("dtype", name, known) for name in _several("dtype", given))
+    if unknown := next((name for name in chosen if name not in hardware.matmul), None):
         raise SpecError(
-            f"dtype: the hardware's profile knows {', '.join(hardware.matmul)}, got {chosen}; choose one of them"
+            f"dtype: the hardware's profile knows {', '.join(hardware.matmul)}, got {unknown}; choose one of them"
         )
     return chosen
+
+
+def _compiled(asked: Asked) -> tuple[bool, ...]:
+    """Whether blocks are compiled: each value asked for, else not.
+
+    Raises:
+        SpecError: a word is neither no nor yes.
+    """
+    words = ("no",) if asked.compiled is None else _several("compile", asked.compiled)
+    return tuple(_known("compile", word, ("no", "yes")) == "yes" for word in words)
+
+
+def _words(given: str) -> tuple[str, ...]:
+    """What commas separate, each once."""
+    return tuple(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
+
+
+def _several(field: str, given: str) -> tuple[str, ...]:
+    """The words of a list.
+
+    Raises:
+        SpecError: there are none.
+    """
+    if not (words := _words(given)):
+        raise SpecError(f"{field}: no word in {given!r}; separate words by commas, or leave the option out")
+    return words
 
 
 def _known(field: str, given: str, known: tuple[Word, ...]) -> Word:
@@ -399,14 +435,14 @@ def _emitted(tool: str, asked: Asked, model: ModelSpec, cluster: ClusterSpec, ro
             cluster_name=asked.cluster, seq_len=asked.seq_len,
         )  # fmt: skip
         try:
-            return _written(emit(tool, job), row, folder)
+            return _written(emit(tool, job), short_words(row.configuration, _varied(asked, cluster)), folder)
         except SpecError as error:
             refused = refused or error
     raise refused or SpecError(f"emit: no configuration fits, so there is nothing to write for {tool}; change the plan")
 
 
-def _written(emitted: Emitted, best: Row, folder: Path) -> str:
-    """Write the files; returns what to do with them, in words."""
+def _written(emitted: Emitted, what: str, folder: Path) -> str:
+    """Write the files of ``what``; returns what to do with them, in words."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in emitted.files.items():
@@ -415,10 +451,7 @@ def _written(emitted: Emitted, best: Row, folder: Path) -> str:
         raise SpecError(f"out: {folder} cannot be written ({error.strerror}); name a writable folder") from None
     files = ", ".join(str(folder / name) for name in emitted.files)
     notes = "".join(f"\n* {note}" for note in emitted.notes)
-    return (
-        f"Written for {emitted.version}: {files} ({short_words(best.configuration)}). Start it with:\n"
-        f"{emitted.command}{notes}"
-    )
+    return f"Written for {emitted.version}: {files} ({what}). Start it with:\n{emitted.command}{notes}"
 
 
 def _write_page(found: Plan, title: str, path: Path) -> None:

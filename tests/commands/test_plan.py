@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def test_axes_take_one_several_or_all_sizes() -> None:
 
 
 def test_precision_and_other_settings_reach_every_configuration() -> None:
-    (one,) = configurations(strategies="fsdp2", dtype="fp8", reduction="bf16", compiled=True, offload=True)
+    (one,) = configurations(strategies="fsdp2", dtype="fp8", reduction="bf16", compiled="yes", offload=True)
     assert (one["precision"], one["reduction"], one["compiled"], one["offload"]) == ("fp8", "bf16", True, True)
     (hybrid,) = configurations(strategies="fsdp2", replicas="2", microbatch="2", accumulate=3)
     assert (hybrid["replicate"], hybrid["shard"], hybrid["microbatch"], hybrid["microbatches"]) == (2, 8, 2, 3)
@@ -130,6 +131,50 @@ def test_precision_and_other_settings_reach_every_configuration() -> None:
         strategies="megatron", pipeline="4", interleave="2", schedule="interleaved", accumulate=8, tensor="2"
     )
     assert (piped["schedule"], piped["interleave"], piped["tensor"]) == ("interleaved", 2, 2)
+
+
+def test_precisions_and_compilation_are_lists_and_a_search_takes_neither_unless_asked() -> None:
+    def variants(**changes: Any) -> set[tuple[str, bool]]:
+        found = configurations(strategies="fsdp2", top=99, **changes)
+        return {(one.get("precision", "bf16"), one.get("compiled", False)) for one in found}
+
+    every = {("bf16", False), ("bf16", True), ("fp8", False), ("fp8", True)}
+    assert variants(dtype="bf16,fp8", compiled="no,yes") == every
+    assert variants(dtype="fp8", compiled="yes") == {("fp8", True)}
+    assert variants() == variants(search=True, tokens_per_step="1M") == {("bf16", False)}
+    assert variants(dtype="fp8,bf16,fp8", search=True, tokens_per_step="1M") == {("bf16", False), ("fp8", False)}
+
+
+def test_the_best_of_each_precision_is_listed_and_the_answer_says_which_is_which() -> None:
+    found = plan(asked(strategies="fsdp2,refshard-yafsdp", dtype="bf16,fp8", compiled="no,yes", top=1))
+    listed_rows = [(row["precision"], row["compiled"]) for row in as_csv(found)]
+    assert listed_rows == [("fp8", "true"), ("fp8", "false"), ("bf16", "true"), ("bf16", "false")]
+    told = verdict(found)
+    assert re.match(r"Use (fsdp2|refshard-yafsdp) in fp8, compiled, with FSDP 16, ", told[0])
+    assert [sentence.partition(":")[0] for sentence in told[1:] if "Best" in sentence] == [
+        "Best in bf16, compiled", "Best in bf16, eager",
+    ]  # fmt: skip
+    (summary, *_) = tables(found, detail=False)
+    shown = [(row["precision"], row["compiled"]) for row in rows(summary)]
+    assert shown == [("fp8", "yes"), ("fp8", "no"), ("bf16", "yes"), ("bf16", "no")]
+    assert "MFU is of each precision's own peak." in notes(found)
+
+
+def test_one_precision_is_not_told() -> None:
+    for changes in ({}, {"dtype": "fp8"}, {"compiled": "yes"}):
+        found = plan(asked(**changes))
+        assert not {"precision", "compiled"} & {*rows(tables(found, detail=False)[0])[0]}
+        assert verdict(found)[0].startswith("Use refshard-yafsdp with FSDP 16")
+
+
+def test_a_tool_without_fp8_gets_the_best_row_in_bf16(tmp_path: Path) -> None:
+    found = plan(asked(strategies="fsdp2", dtype="bf16,fp8"), tool="deepspeed", out=tmp_path)
+    assert json.loads((tmp_path / "ds_config.json").read_text())["bf16"] == {"enabled": True}
+    assert "(fsdp2 in bf16 with FSDP 16)" in " ".join(text(found).split())
+    plan(asked(strategies="fsdp2", dtype="bf16,fp8", compiled="no,yes"), tool="torchtitan", out=tmp_path)
+    module = (tmp_path / "refshard_torchtitan.py").read_text()
+    assert "Float8LinearConverter.Config(" in module
+    assert "CompileConfig(enable=True" in module
 
 
 def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
@@ -242,6 +287,8 @@ def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str
 
 
 def test_options_of_the_command_line_are_those_that_are_asked_with() -> None:
+    assert run("--compiled", "--compile", "no")[0] != 0
+    assert json.loads(run("--compiled", "--json")[1]) == json.loads(run("--compile", "yes", "--json")[1])
     words = "--strategy megatron --tokens-per-step 1M --tensor 2 --pipeline 4 --interleave 2 --schedule interleaved"
     code, shown = run(*words.split(), "--json", "--microbatch", "1", "--nodes", "2", "--price", "1", "--mtbf", "1000")
     assert code == 0
@@ -364,7 +411,9 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         ({"price_usd": float("nan")}, "price must be >= 0 USD per GPU-hour, and finite, got nan"),
         ({"mtbf_hours": 0.0}, r"mtbf must be > 0 hours, and finite, got 0\.0"),
         ({"dtype": "fp16"}, "dtype must be fp32, bf16 or fp8, got 'fp16'; choose one of them"),
-        ({"dtype": "fp8", "cluster": "dgx-a100"}, "dtype: the hardware's profile knows .*, got fp8; choose one"),
+        ({"dtype": "bf16,fp8", "cluster": "dgx-a100"}, "dtype: the hardware's profile knows .*, got fp8; choose one"),
+        ({"dtype": " , "}, "dtype: no word in ' , '; separate words by commas, or leave the option out"),
+        ({"compiled": "both"}, "compile must be no or yes, got 'both'; choose one of them"),
         ({"reduction": "int8"}, "reduction must be fp32 or bf16, got 'int8'; choose one of them"),
         ({"schedule": "gpipe"}, "schedule must be 1f1b, interleaved or zero-bubble, got 'gpipe'; choose one of"),
         ({"checkpoint": "some"}, "checkpoint must be auto, none, selective, full, every-K or a number .*'some'"),
