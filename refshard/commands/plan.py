@@ -31,7 +31,7 @@ from refshard.report.plan.words import short_words
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.configuration import Precision, Schedule
 from refshard.specs.hardware import ELEMENT_BYTES
-from refshard.specs.model import ModelSpec, load_model
+from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.specs.reading import within
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out
     """
     if page is not None and page.is_dir():
         raise SpecError(f"html: {page} is a folder; name the file to write")
-    model, cluster, spread = load_model(asked.model), load_cluster(asked.cluster), load_spread()
+    model, cluster, spread = _model(asked.model), load_cluster(asked.cluster), load_spread()
     sizes = _sizes(asked.nodes, cluster)
     failures = Failures(mtbf_hours=asked.mtbf_hours)
     asked = _for_tool(asked, tool)
@@ -136,6 +136,14 @@ def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out
         text = _emitted(tool, asked, model, cluster, rows, out or Path("runs") / "emitted" / tool)
         answer = replace(answer, blocks=[*answer.blocks, Text(text=text)])
     return answer
+
+
+def _model(name: str) -> ModelSpec:
+    if not is_factory(name):
+        return load_model(name)
+    from refshard.models.dimensions import read_dimensions  # torch takes seconds to import
+
+    return read_dimensions(name)
 
 
 def _for_tool(asked: Asked, tool: str | None) -> Asked:
