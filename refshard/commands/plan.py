@@ -22,7 +22,7 @@ from refshard.estimate.plan import VARIANTS, Failures, Plan, Reader, Row, Size, 
 from refshard.estimate.search import AUTO, search
 from refshard.estimate.space import ALL, Space, configurations
 from refshard.estimate.spread import load_spread
-from refshard.estimate.ways import find_way
+from refshard.estimate.ways import WAYS, find_way
 from refshard.folders import replace_file
 from refshard.plan.recipe import RECIPES
 from refshard.report.answer import Answer, Text
@@ -33,6 +33,7 @@ from refshard.specs.configuration import Precision, Schedule
 from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.specs.reading import within
+from refshard.strategies.table import ROWS
 
 if TYPE_CHECKING:
     from refshard.harness.dry.proxies import Proxies, Setting
@@ -43,6 +44,8 @@ SEARCHED = ("ddp", "fsdp1", "fsdp2", "megatron", "refshard-zero1", "refshard-zer
 LARGE_MODEL, TOKENS, LARGE_TOKENS = 100 * 10**9, 4 * 2**20, 16 * 2**20
 """Tokens of a step of ``--search`` where none are given, and those of a model of 100 B parameters and more: the batch
 that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
+UPSTREAM = "yafsdp"
+"""The strategy whose name is also the end of one of the engine's."""
 Word = TypeVar("Word", bound=str)
 DRY_RUNS, DRY_RUN_S = 4, 120.0
 """Configurations that ``--search`` dry-runs by default, and how long each may take."""
@@ -341,7 +344,7 @@ def _strategies(asked: Asked) -> tuple[str, ...]:
     """The strategies asked for.
 
     Raises:
-        SpecError: one has no closed form.
+        SpecError: one has no closed form, or does not exist.
     """
     if asked.strategies is None:
         return SEARCHED if asked.search else tuple(RECIPES)
@@ -349,8 +352,26 @@ def _strategies(asked: Asked) -> tuple[str, ...]:
     if not names:
         raise SpecError(f"strategy: no name in {asked.strategies!r}; separate names by commas, or leave the option out")
     for name in names:
+        if name in ROWS and name not in WAYS:
+            raise SpecError(f"strategy: {_without_form(name, asked)}")
         find_way(name)
     return names
+
+
+def _without_form(name: str, asked: Asked) -> str:
+    """What a strategy is that refshard runs and has no closed form of, and what to do instead."""
+    plain = name.removesuffix("-compiled")
+    if plain in WAYS:
+        return f"'{name}' has no closed form of its own; plan {plain} with --compiled"
+    if ROWS[name].compiles:
+        return f"'{name}' has no closed form and cannot be dry-run; measure it on GPUs: refshard run --strategy {name}"
+    dry = f"refshard dryrun --cluster {asked.cluster} --model {asked.model} --strategy {name}"
+    if name == UPSTREAM:
+        return (
+            f"'{name}' is upstream's package, which has no closed form; plan the engine's mode refshard-yafsdp, or, "
+            f"where the package is installed, dry-run it: {dry}"
+        )
+    return f"'{name}' has no closed form; dry-run it: {dry}"
 
 
 def _schedules(asked: Asked) -> tuple[Schedule, ...]:

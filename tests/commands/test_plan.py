@@ -22,6 +22,7 @@ from refshard.errors import SpecError
 from refshard.estimate.ways import WAYS
 from refshard.plan.recipe import RECIPES
 from refshard.specs.suite import parse_suite
+from refshard.strategies import check_case
 from tests.emit.megatron_flags import FLAGS
 from tests.emit.test_structure import megatron_words
 from tests.report.pages import Page
@@ -367,6 +368,56 @@ def test_a_search_for_megatron_gives_it_the_batch_that_was_asked_for(tmp_path: P
     assert found.status == 0
 
 
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"pipeline": "2", "interleave": "1", "schedule": "1f1b"},
+        {"pipeline": "4", "interleave": "2", "schedule": "interleaved", "tensor": "2"},
+        {"pipeline": "2", "interleave": "1", "schedule": "zero-bubble", "replicas": "2"},
+        {"context": "2", "tensor": "2"},
+        {"pipeline": "2", "context": "2", "tensor": "2", "schedule": "1f1b", "seq_len": 16384},
+    ],
+)
+def test_a_suite_for_refshard_has_every_axis_and_can_be_dry_run(axes: dict[str, Any], tmp_path: Path) -> None:
+    found = plan(asked(strategies="fsdp2", accumulate=8, **axes), tool="refshard", out=tmp_path)
+    one = as_json(found)["sizes"][-1]["rows"][0]["configuration"]
+    (case,) = parse_suite((tmp_path / "refshard.toml").read_text(), "emitted").cases()
+    for field, of_case in (("tensor", case.tensor_parallel), ("context", case.context_parallel),
+                           ("pipeline", case.pipeline_parallel), ("interleave", case.interleave)):  # fmt: skip
+        assert of_case == one.get(field, 1) == int(axes.get(field, 1))
+    assert case.schedule == one.get("schedule", "1f1b")
+    assert case.sequence_parallel == (case.tensor_parallel > 1)
+    assert (case.replicas, case.microbatches) == (one.get("replicate", 1), one["microbatches"])
+    check_case(case, cuda=True)
+
+
+def test_megatron_gets_a_pipeline_in_a_schedule_that_it_has(tmp_path: Path) -> None:
+    """Megatron-LM has no zero bubble."""
+    found = plan(asked(strategies="megatron", pipeline="4", accumulate=8), tool="megatron", out=tmp_path)
+    best = as_json(found)["sizes"][-1]["rows"][0]["configuration"]
+    words = megatron_words((tmp_path / "pretrain.sh").read_text())
+    assert words[words.index("--pipeline-model-parallel-size") + 1] == "4" == str(best["pipeline"])
+    assert best.get("schedule", "1f1b") == "1f1b"
+    assert "megatron with ZeRO-1 4 x PP 4 (1F1B)" in " ".join(text(found).split())
+
+
+def test_a_factory_is_planned_by_its_dimensions_and_refused_if_it_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planned_models.py").write_text(
+        "import torch\nfrom refshard.models.llama import Llama\nfrom refshard.specs.model import load_model\n\n"
+        "def build():\n    return Llama(load_model('llama3-8b'))\n\n"
+        "def other():\n    return torch.nn.Linear(3, 3), None\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = plan(asked(model="planned_models:build", strategies="fsdp2"), tool="refshard", out=tmp_path / "out")
+    assert as_json(found)["sizes"] == sizes(strategies="fsdp2")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"refshard.toml", "model.toml"}
+    with pytest.raises(SpecError, match=r"for the factory 'planned_models:other', its blocks must be .*; give the dim"):
+        plan(asked(model="planned_models:other"))
+
+
 def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, shown = run("--emit", "deepspeed", "--strategy", "fsdp2", "--checkpoint", "full")
@@ -392,7 +443,14 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         ({"model": "llama3-8bb"}, "no preset 'llama3-8bb'; did you mean 'llama3-8b'"),
         ({"cluster": "dgx-h10x4"}, "no profile and no file 'dgx-h10'; did you mean 'dgx-h100'"),
         ({"strategies": "ddp,refshard-yafspd"}, "'refshard-yafspd' has no closed form; did you mean 'refshard-yafsdp'"),
-        ({"strategies": "yafsdp"}, "strategy: 'yafsdp' has no closed form; did you mean '.*fsdp"),
+        (
+            {"strategies": "ddp,yafsdp"}, "strategy: 'yafsdp' is upstream's package, which has no closed form; plan "
+            "the engine's mode refshard-yafsdp, or, where the package is installed, dry-run it: refshard dryrun "
+            "--cluster dgx-h100x2 --model llama3-8b --strategy yafsdp$",
+        ),
+        ({"strategies": "hf-trainer"}, "'hf-trainer' has no closed form; dry-run it: refshard dryrun --cluster dgx-h"),
+        ({"strategies": "fsdp2-compiled"}, "no closed form of its own; plan fsdp2 with --compiled$"),
+        ({"strategies": "simplefsdp-bucket"}, "cannot be dry-run; measure it on GPUs: refshard run --strategy"),
         ({"strategies": " , "}, "strategy: no name in ' , '; separate names by commas, or leave the option out"),
         ({"seq_len": 0}, "seq_len must be >= 1, got 0"),
         ({"accumulate": 0}, "accumulate must be >= 1, got 0"),
