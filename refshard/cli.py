@@ -252,7 +252,12 @@ def trace(
 @printed
 def plan(
     model: Annotated[
-        str, typer.Option(help="A model preset (see `refshard list models`) or file.", autocompletion=_model_names)
+        str,
+        typer.Option(
+            help="A model preset (see `refshard list models`), TOML file, config.json or factory "
+            "package.module:function.",
+            autocompletion=_model_names,
+        ),
     ],
     cluster: _Cluster,
     nodes: Annotated[

@@ -52,11 +52,14 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer."""
 
-    def __init__(self, dim: int, ffn: int, *, gated: bool, kv: int, bias: bool, norms: int) -> None:
+    def __init__(
+        self, dim: int, ffn: int, *, gated: bool, kv: int, bias: bool, norms: int, after: bool, layer_norm: bool
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.attention_norm = nn.LayerNorm(dim) if bias else nn.RMSNorm(dim)
+        self.after = nn.ModuleList(nn.RMSNorm(dim) for _ in range(2 if after else 0))
+        self.attention_norm = nn.LayerNorm(dim) if layer_norm else nn.RMSNorm(dim)
         self.attention = Attention(dim, kv, bias, norms)
-        self.norm = nn.LayerNorm(dim) if bias else nn.RMSNorm(dim)
+        self.norm = nn.LayerNorm(dim) if layer_norm else nn.RMSNorm(dim)
         self.up, self.down = nn.Linear(dim, ffn, bias=bias), nn.Linear(ffn, dim, bias=bias)
         if gated:
             self.gate = nn.Linear(dim, ffn, bias=bias)
@@ -67,7 +70,8 @@ class Decoder(nn.Module):
 
     def __init__(
         self, *, dim: int = 64, ffn: int = 160, vocab: int = 500, layers: int = 3, gated: bool = True, kv: int = 32,
-        bias: bool = False, norms: int = 0, positions: int = 0, tied: bool = False, head: bool = True, **config: Any
+        bias: bool = False, norms: int = 0, positions: int = 0, tied: bool = False, head: bool = True,
+        after: bool = False, layer_norm: bool = False, **config: Any
     ) -> None:  # fmt: skip
         super().__init__()
         self.config = Heads(**config)
@@ -75,9 +79,10 @@ class Decoder(nn.Module):
         if positions:
             self.places = nn.Embedding(positions, dim)
         self.layers = nn.ModuleList(
-            Block(dim, ffn, gated=gated, kv=kv, bias=bias, norms=norms) for _ in range(layers)
+            Block(dim, ffn, gated=gated, kv=kv, bias=bias, norms=norms, after=after, layer_norm=bias or layer_norm)
+            for _ in range(layers)
         )  # fmt: skip
-        self.last = nn.LayerNorm(dim) if bias else nn.RMSNorm(dim)
+        self.last = nn.LayerNorm(dim) if bias or layer_norm else nn.RMSNorm(dim)
         if head:
             self.head = nn.Linear(dim, vocab, bias=False)
         if tied:
@@ -102,6 +107,8 @@ def test_this_projects_own_module_has_its_spec(preset: str) -> None:
         ({"tied": True}, {"tied": True}),
         ({"bias": True, "gated": False, "positions": 40}, {"biased": True, "gated": False, "positions": 40}),
         ({"norms": 16}, {"query_norm": True}),
+        ({"after": True}, {"extra_norms": True}),
+        ({"layer_norm": True}, {"norm_biases": True}),
         ({"num_attention_heads": 8, "kv": 16}, {"n_heads": 8, "head_dim": 8}),
         ({"norm_eps": 1e-5, "rope_theta": 7}, {"norm_eps": 1e-5, "rope_theta": 7.0}),
     ],
