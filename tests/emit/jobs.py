@@ -35,6 +35,7 @@ TORCHTITAN: dict[str, Job] = {
     "3b": job(model="llama3.2-3b", shard=8, strategy="fsdp2-tuned"),
     "405b": job(model="llama3.1-405b", shard=16, tensor=8, checkpointing="full"),
     "simplefsdp": job(strategy="simplefsdp", shard=8, checkpointing="selective"),
+    "fp8": job(shard=8, precision="fp8", compiled=True),
 }  # fmt: skip
 ACCELERATE: dict[str, Job] = {
     "fsdp": job(shard=8, checkpointing="full", microbatches=4),
