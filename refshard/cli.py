@@ -252,7 +252,12 @@ def trace(
 @printed
 def plan(
     model: Annotated[
-        str, typer.Option(help="A model preset (see `refshard list models`) or file.", autocompletion=_model_names)
+        str,
+        typer.Option(
+            help="A model preset (see `refshard list models`), TOML file, config.json or factory "
+            "package.module:function.",
+            autocompletion=_model_names,
+        ),
     ],
     cluster: _Cluster,
     nodes: Annotated[
@@ -301,10 +306,16 @@ def plan(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Precision of matrix products: bf16, fp8 or fp32 (default: bf16; fp32 on a CPU).")
+        str | None,
+        typer.Option(
+            help="Precisions of matrix products: bf16, fp8, fp32, separated by commas (default: bf16; fp32 on a CPU)."
+        ),
     ] = None,
     reduction: Annotated[str, typer.Option(help="Gradient reduction dtype: bf16 or fp32.")] = "fp32",
-    compiled: Annotated[bool, typer.Option("--compiled", help="Assume blocks under torch.compile.")] = False,
+    compile_: Annotated[
+        str | None, typer.Option("--compile", help="Blocks under torch.compile: no, yes or no,yes (default: no).")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="The same as --compile yes.")] = False,
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep masters, gradients and optimizer state in the host's memory.")
     ] = False,
@@ -337,12 +348,14 @@ def plan(
     """
     from refshard.commands import plan as command
 
+    if compiled and compile_ is not None:
+        raise SpecError(f"compiled: it and --compile exclude each other, got --compile {compile_}; leave one out")
     asked = command.Asked(
         model=model, cluster=cluster, nodes=nodes, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
         strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpoint=checkpoint, replicas=replicas,
         tensor=tensor, context=context, pipeline=pipeline, interleave=interleave, schedule=schedule, expert=expert,
-        dtype=dtype, reduction=reduction, compiled=compiled, offload=offload, price_usd=price, mtbf_hours=mtbf, top=top,
-        dry_runs=dry_runs,
+        dtype=dtype, reduction=reduction, compiled="yes" if compiled else compile_, offload=offload, price_usd=price,
+        mtbf_hours=mtbf, top=top, dry_runs=dry_runs,
     )  # fmt: skip
     return command.plan(asked, page=html, tool=emit, out=out)
 

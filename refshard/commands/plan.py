@@ -18,11 +18,11 @@ from refshard.emit.job import Job as EmitJob
 from refshard.emit.table import RUNS, TOOLS, emit
 from refshard.errors import SpecError, nearest
 from refshard.estimate.limits import usable
-from refshard.estimate.plan import Failures, Plan, Reader, Row, Size, with_dry_rows
+from refshard.estimate.plan import VARIANTS, Failures, Plan, Reader, Row, Size, listed, with_dry_rows
 from refshard.estimate.search import AUTO, search
 from refshard.estimate.space import ALL, Space, configurations
 from refshard.estimate.spread import load_spread
-from refshard.estimate.ways import find_way
+from refshard.estimate.ways import WAYS, find_way
 from refshard.folders import replace_file
 from refshard.plan.recipe import RECIPES
 from refshard.report.answer import Answer, Text
@@ -31,8 +31,9 @@ from refshard.report.plan.words import short_words
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.configuration import Precision, Schedule
 from refshard.specs.hardware import ELEMENT_BYTES
-from refshard.specs.model import ModelSpec, load_model
+from refshard.specs.model import ModelSpec, is_factory, load_model
 from refshard.specs.reading import within
+from refshard.strategies.table import ROWS
 
 if TYPE_CHECKING:
     from refshard.harness.dry.proxies import Proxies, Setting
@@ -43,6 +44,8 @@ SEARCHED = ("ddp", "fsdp1", "fsdp2", "megatron", "refshard-zero1", "refshard-zer
 LARGE_MODEL, TOKENS, LARGE_TOKENS = 100 * 10**9, 4 * 2**20, 16 * 2**20
 """Tokens of a step of ``--search`` where none are given, and those of a model of 100 B parameters and more: the batch
 that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
+UPSTREAM = "yafsdp"
+"""The strategy whose name is also the end of one of the engine's."""
 Word = TypeVar("Word", bound=str)
 DRY_RUNS, DRY_RUN_S = 4, 120.0
 """Configurations that ``--search`` dry-runs by default, and how long each may take."""
@@ -55,7 +58,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for, as the command line has it.
 
     Lists are separated by commas; ``all`` is every size that can run. An axis that is None is 1, or ``all`` with
-    ``search``.
+    ``search``. ``compiled`` is a list of ``no`` and ``yes``; None is ``no``.
     """
 
     model: str
@@ -77,7 +80,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     expert: str | None = None
     dtype: str | None = None
     reduction: str = "fp32"
-    compiled: bool = False
+    compiled: str | None = None
     offload: bool = False
     price_usd: float = 2.5
     mtbf_hours: float = Failures().mtbf_hours
@@ -112,20 +115,20 @@ def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out
     """
     if page is not None and page.is_dir():
         raise SpecError(f"html: {page} is a folder; name the file to write")
-    model, cluster, spread = load_model(asked.model), load_cluster(asked.cluster), load_spread()
+    model, cluster, spread = _model(asked.model), load_cluster(asked.cluster), load_spread()
     sizes = _sizes(asked.nodes, cluster)
     failures = Failures(mtbf_hours=asked.mtbf_hours)
     asked = _for_tool(asked, tool)
-    count = _dry_runs(asked, cluster)
-    most = MOST_READ if tool or count else asked.top
+    count, varied = _dry_runs(asked, cluster), _varied(asked, cluster)
+    most = MOST_READ if tool or count or varied else asked.top
     made = [_size(asked, model, on, failures, most) for on in sizes]
     if count:
         made[-1] = _with_dry_runs(made[-1], asked, model, sizes[-1], count)
     found = Plan(
-        sizes=tuple(msgspec.structs.replace(size, rows=size.rows[: asked.top + count]) for size in made),
+        sizes=tuple(_shown(size, asked.top + count, varied) for size in made),
         global_batch=_global_batch(asked, model, sizes[-1]), seq_len=asked.seq_len,
         available_bytes=cluster.accelerator.memory_bytes, usable_bytes=usable(cluster.accelerator),
-        price_usd=asked.price_usd, failures=failures,
+        price_usd=asked.price_usd, failures=failures, varied=varied,
     )  # fmt: skip
     title = _title(asked, found)
     if page is not None:
@@ -136,6 +139,14 @@ def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out
         text = _emitted(tool, asked, model, cluster, rows, out or Path("runs") / "emitted" / tool)
         answer = replace(answer, blocks=[*answer.blocks, Text(text=text)])
     return answer
+
+
+def _model(name: str) -> ModelSpec:
+    if not is_factory(name):
+        return load_model(name)
+    from refshard.models.dimensions import read_dimensions  # torch takes seconds to import
+
+    return read_dimensions(name)
 
 
 def _for_tool(asked: Asked, tool: str | None) -> Asked:
@@ -165,6 +176,17 @@ def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failur
         spread=load_spread(),
     )  # fmt: skip
     return reader.size(found, most)
+
+
+def _shown(size: Size, most: int, varied: Sequence[str]) -> Size:
+    rows = tuple(size.rows[place] for place in listed(size.rows, most, varied))
+    return msgspec.structs.replace(size, rows=rows, unfit=size.unfit[:most])
+
+
+def _varied(asked: Asked, cluster: ClusterSpec) -> tuple[str, ...]:
+    """Those of :data:`VARIANTS` of which several values are asked for."""
+    values = (_precisions(asked, cluster), _compiled(asked))
+    return tuple(field for field, of_field in zip(VARIANTS, values) if len(of_field) > 1)
 
 
 def _dry_runs(asked: Asked, cluster: ClusterSpec) -> int:
@@ -204,7 +226,7 @@ def _with_dry_runs(size: Size, asked: Asked, model: ModelSpec, cluster: ClusterS
         of: dict[int, dict[tuple[int, int], Sequence[DryResult]]] = {place: {} for place in chosen}
         for (place, point, _), ranks in zip(asked_for, results):
             of[place][point] = ranks
-        kept = sorted({*range(min(asked.top, len(size.rows))), *chosen})
+        kept = sorted({*listed(size.rows, asked.top, _varied(asked, cluster)), *chosen})
         rows = [_dried(size.rows[place], found.get(place), setting, of.get(place)) for place in kept]
     return with_dry_rows(size, rows)
 
@@ -242,8 +264,8 @@ def _space(asked: Asked, model: ModelSpec, cluster: ClusterSpec) -> Space:
     return Space(
         strategies=_strategies(asked), world_sizes=(cluster.world_size,),
         global_batch=_global_batch(asked, model, cluster),
-        schedules=_schedules(asked), checkpointing=_checkpointing(asked), precision=_precision(asked, cluster),
-        reduction=_known("reduction", asked.reduction, tuple(ELEMENT_BYTES)), compiled=asked.compiled,
+        schedules=_schedules(asked), checkpointing=_checkpointing(asked), precisions=_precisions(asked, cluster),
+        compiled=_compiled(asked), reduction=_known("reduction", asked.reduction, tuple(ELEMENT_BYTES)),
         offload=asked.offload, **axes,
     )  # fmt: skip
 
@@ -322,53 +344,96 @@ def _strategies(asked: Asked) -> tuple[str, ...]:
     """The strategies asked for.
 
     Raises:
-        SpecError: one has no closed form.
+        SpecError: one has no closed form, or does not exist.
     """
     if asked.strategies is None:
         return SEARCHED if asked.search else tuple(RECIPES)
-    names = tuple(dict.fromkeys(name.strip() for name in asked.strategies.split(",") if name.strip()))
+    names = _words(asked.strategies)
     if not names:
         raise SpecError(f"strategy: no name in {asked.strategies!r}; separate names by commas, or leave the option out")
     for name in names:
+        if name in ROWS and name not in WAYS:
+            raise SpecError(f"strategy: {_without_form(name, asked)}")
         find_way(name)
     return names
+
+
+def _without_form(name: str, asked: Asked) -> str:
+    """What a strategy is that refshard runs and has no closed form of, and what to do instead."""
+    plain = name.removesuffix("-compiled")
+    if plain in WAYS:
+        return f"'{name}' has no closed form of its own; plan {plain} with --compiled"
+    if ROWS[name].compiles:
+        return f"'{name}' has no closed form and cannot be dry-run; measure it on GPUs: refshard run --strategy {name}"
+    dry = f"refshard dryrun --cluster {asked.cluster} --model {asked.model} --strategy {name}"
+    if name == UPSTREAM:
+        return (
+            f"'{name}' is upstream's package, which has no closed form; plan the engine's mode refshard-yafsdp, or, "
+            f"where the package is installed, dry-run it: {dry}"
+        )
+    return f"'{name}' has no closed form; dry-run it: {dry}"
 
 
 def _schedules(asked: Asked) -> tuple[Schedule, ...]:
     known: tuple[Schedule, ...] = get_args(Schedule)
     if asked.schedule is None:
         return known
-    names = [name.strip() for name in asked.schedule.split(",") if name.strip()]
-    return tuple(_known("schedule", name, known) for name in names)
+    return tuple(_known("schedule", name, known) for name in _words(asked.schedule))
 
 
 def _checkpointing(asked: Asked) -> tuple[str, ...]:
     if asked.checkpoint is None:
         return (AUTO, "selective") if asked.search else (AUTO,)
-    names = [name.strip() for name in asked.checkpoint.split(",") if name.strip()]
+    names = _words(asked.checkpoint)
     for name in names:
         if not re.fullmatch(r"auto|none|selective|full|every-[1-9]\d{0,5}|[1-9]\d{0,5}", name):
             raise SpecError(
                 "checkpoint must be auto, none, selective, full, every-K or a number of layers, separated by commas, "
                 f"got '{name}'"
             )
-    return tuple(names)
+    return names
 
 
-def _precision(asked: Asked, cluster: ClusterSpec) -> Precision:
-    """The precision asked for; else bf16 on an accelerator, fp32 on a CPU.
+def _precisions(asked: Asked, cluster: ClusterSpec) -> tuple[Precision, ...]:
+    """The precisions asked for; else bf16 on an accelerator, fp32 on a CPU.
 
     Raises:
-        SpecError: it does not exist, or the hardware's profile has no rate for it.
+        SpecError: one does not exist, or the hardware's profile has no rate for it.
     """
-    hardware = cluster.accelerator
-    precision = asked.dtype or ("bf16" if hardware.device == "cuda" else "fp32")
-    chosen: Precision = _known("dtype", precision, get_args(Precision))
-    if chosen not in hardware.matmul:
+    hardware, known = cluster.accelerator, get_args(Precision)
+    given = asked.dtype if asked.dtype is not None else "bf16" if hardware.device == "cuda" else "fp32"
+    chosen: tuple[Precision, ...] = tuple(_known("dtype", name, known) for name in _several("dtype", given))
+    if unknown := next((name for name in chosen if name not in hardware.matmul), None):
         raise SpecError(
-            f"dtype: the hardware's profile knows {', '.join(hardware.matmul)}, got {chosen}; choose one of them"
+            f"dtype: the hardware's profile knows {', '.join(hardware.matmul)}, got {unknown}; choose one of them"
         )
     return chosen
+
+
+def _compiled(asked: Asked) -> tuple[bool, ...]:
+    """Whether blocks are compiled: each value asked for, else not.
+
+    Raises:
+        SpecError: a word is neither no nor yes.
+    """
+    words = ("no",) if asked.compiled is None else _several("compile", asked.compiled)
+    return tuple(_known("compile", word, ("no", "yes")) == "yes" for word in words)
+
+
+def _words(given: str) -> tuple[str, ...]:
+    """What commas separate, each once."""
+    return tuple(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
+
+
+def _several(field: str, given: str) -> tuple[str, ...]:
+    """The words of a list.
+
+    Raises:
+        SpecError: there are none.
+    """
+    if not (words := _words(given)):
+        raise SpecError(f"{field}: no word in {given!r}; separate words by commas, or leave the option out")
+    return words
 
 
 def _known(field: str, given: str, known: tuple[Word, ...]) -> Word:
@@ -399,14 +464,14 @@ def _emitted(tool: str, asked: Asked, model: ModelSpec, cluster: ClusterSpec, ro
             cluster_name=asked.cluster, seq_len=asked.seq_len,
         )  # fmt: skip
         try:
-            return _written(emit(tool, job), row, folder)
+            return _written(emit(tool, job), short_words(row.configuration, _varied(asked, cluster)), folder)
         except SpecError as error:
             refused = refused or error
     raise refused or SpecError(f"emit: no configuration fits, so there is nothing to write for {tool}; change the plan")
 
 
-def _written(emitted: Emitted, best: Row, folder: Path) -> str:
-    """Write the files; returns what to do with them, in words."""
+def _written(emitted: Emitted, what: str, folder: Path) -> str:
+    """Write the files of ``what``; returns what to do with them, in words."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in emitted.files.items():
@@ -415,10 +480,7 @@ def _written(emitted: Emitted, best: Row, folder: Path) -> str:
         raise SpecError(f"out: {folder} cannot be written ({error.strerror}); name a writable folder") from None
     files = ", ".join(str(folder / name) for name in emitted.files)
     notes = "".join(f"\n* {note}" for note in emitted.notes)
-    return (
-        f"Written for {emitted.version}: {files} ({short_words(best.configuration)}). Start it with:\n"
-        f"{emitted.command}{notes}"
-    )
+    return f"Written for {emitted.version}: {files} ({what}). Start it with:\n{emitted.command}{notes}"
 
 
 def _write_page(found: Plan, title: str, path: Path) -> None:

@@ -14,6 +14,7 @@ from refshard.emit.job import (
 )
 from refshard.errors import SpecError
 from refshard.specs.configuration import Configuration
+from refshard.specs.model import beyond_llama, is_factory
 
 VERSION = "1.15.0"
 FILE = "accelerate.yaml"
@@ -42,7 +43,7 @@ def emit(job: Job) -> Emitted:
         "rdzv_backend": "static" if used.nodes == 1 else "c10d",
     }
     if asked.strategy != "ddp":
-        settings["fsdp_config"] = _fsdp1(asked) if asked.strategy == "fsdp1" else _fsdp2(asked)
+        settings["fsdp_config"] = _fsdp1(job) if asked.strategy == "fsdp1" else _fsdp2(job)
     if asked.strategy in ("fsdp2", "accelerate") and asked.world_size > asked.shard:
         settings["parallelism_config"] = _mesh(asked)
     if asked.precision == "fp8":
@@ -77,30 +78,37 @@ def _check(job: Job) -> None:
         )
 
 
-def _fsdp1(asked: Configuration) -> dict[str, Value]:
+def _fsdp1(job: Job) -> dict[str, Value]:
+    asked = job.configuration
     sharded, kept = ("FULL_SHARD", "SHARD_GRAD_OP") if asked.replicate == 1 else ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
     return {
         "fsdp_version": 1,
         "fsdp_sharding_strategy": sharded if asked.reshard else kept,
         "fsdp_backward_prefetch": "BACKWARD_PRE",
         "fsdp_use_orig_params": True,
-        **_wrapping(asked),
+        **_wrapping(job),
     }
 
 
-def _fsdp2(asked: Configuration) -> dict[str, Value]:
-    return {"fsdp_version": 2, "fsdp_reshard_after_forward": asked.reshard, **_wrapping(asked)}
+def _fsdp2(job: Job) -> dict[str, Value]:
+    return {"fsdp_version": 2, "fsdp_reshard_after_forward": job.configuration.reshard, **_wrapping(job)}
 
 
-def _wrapping(asked: Configuration) -> dict[str, Value]:
+def _wrapping(job: Job) -> dict[str, Value]:
+    """Blocks as units: without a class, Accelerate takes those that the model itself says not to split."""
+    asked = job.configuration
     return {
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": BLOCK,
+        **({"fsdp_transformer_layer_cls_to_wrap": BLOCK} if _is_llama(job) else {}),
         "fsdp_activation_checkpointing": asked.checkpointing == "full",
         "fsdp_offload_params": asked.offload,
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
+
+
+def _is_llama(job: Job) -> bool:
+    return beyond_llama(job.model, ("head_dim",)) is None and not is_factory(job.model_name)
 
 
 def _mesh(asked: Configuration) -> dict[str, Value]:
@@ -133,6 +141,8 @@ def _notes(job: Job) -> tuple[str, ...]:
         f"Model, optimizer and data come from your {SCRIPT}: give its DataLoader a batch size of {asked.microbatch}, "
         f"with sequences of {job.seq_len} tokens."
     ]
+    if asked.strategy != "ddp" and not _is_llama(job):
+        notes.append("Units are the blocks that your model names in _no_split_modules, as models of transformers do.")
     if asked.strategy == "ddp" and asked.checkpointing == "full":
         notes.append("Call model.gradient_checkpointing_enable(): Accelerate does not checkpoint under DDP.")
     if asked.tensor > 1:

@@ -5,7 +5,7 @@ import msgspec
 from refshard.errors import SpecError
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Configuration
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ModelSpec, check_llama
 
 HEAD = "$HEAD_HOST"
 """Stands in commands for the first node's name, which no plan knows; the shell fills it in."""
@@ -67,13 +67,29 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refuse_experts(tool: str, job: Job) -> None:
-    """Check that no experts are divided: no model that refshard knows the dimensions of has any.
+    """Check that no experts are divided: what is written says nothing of any.
 
     Raises:
         SpecError: they are.
     """
     if (expert := job.configuration.expert) > 1:
-        raise SpecError(f"{tool}: expert must be 1 for {job.model_name}, which has no experts, got {expert}; use 1")
+        experts = f"{job.model.experts.count} experts" if job.model.experts else "no experts"
+        raise SpecError(
+            f"{tool}: expert must be 1 for {job.model_name}, which has {experts}, got {expert}; choose such a row"
+        )
+
+
+def refuse_beyond_llama(tool: str, job: Job, allowed: tuple[str, ...] = ()) -> None:
+    """Check that the model is a Llama, except in fields that are ``allowed``: no other is written.
+
+    Raises:
+        SpecError: it is not, for example a mixture of experts.
+    """
+    remedy = "emit for accelerate or deepspeed, which take the model from your script"
+    try:
+        check_llama(job.model, f"what is written for {tool}", allowed, remedy=remedy)
+    except SpecError as error:
+        raise SpecError(f"{tool}: {error}") from None
 
 
 def refuse_strategy(tool: str, job: Job, runs: tuple[str, ...]) -> None:

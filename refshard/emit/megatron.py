@@ -12,12 +12,13 @@ from refshard.emit.job import (
     reduces_each,
     reduces_once,
     refuse_above_one,
+    refuse_beyond_llama,
     refuse_experts,
     refuse_strategy,
     refuse_uneven,
 )
 from refshard.errors import SpecError
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ModelSpec, is_factory
 
 VERSION = "0.16.1"
 COMMIT = "55ac7082517c3878ae653c07c09c534b8aed49f6"
@@ -64,6 +65,7 @@ def _check(job: Job) -> None:
     asked = job.configuration
     refuse_strategy("megatron", job, STRATEGIES)
     refuse_experts("megatron", job)
+    refuse_beyond_llama("megatron", job, ("head_dim",))
     refuse_uneven("megatron", job)
     if asked.schedule == "zero-bubble" and asked.pipeline > 1:
         raise SpecError("megatron: schedule must be '1f1b' or 'interleaved', got 'zero-bubble'; choose such a row")
@@ -212,6 +214,8 @@ def _stand_ins(model: ModelSpec) -> list[Flag]:
 def _notes(job: Job) -> tuple[str, ...]:
     asked, scaling = job.configuration, job.model.rope_scaling
     notes = [f"Run the script in a checkout of Megatron-LM at the tag core_v{VERSION}, with Transformer Engine."]
+    if is_factory(job.model_name):
+        notes.append(f"The script trains a Llama of the dimensions of {job.model_name}: compare norms and activation.")
     if asked.strategy == "refshard-zero1":
         notes.append("Megatron's distributed optimizer shards what refshard-zero1 shards, with its own buckets.")
     if not asked.compiled:

@@ -10,6 +10,7 @@ from refshard.emit.job import (
     reduces_each,
     reduces_once,
     refuse_above_one,
+    refuse_beyond_llama,
     refuse_checkpointing,
     refuse_experts,
     refuse_strategy,
@@ -83,6 +84,7 @@ def _check(job: Job) -> None:
     asked = job.configuration
     refuse_strategy("torchtitan", job, STRATEGIES)
     refuse_experts("torchtitan", job)
+    refuse_beyond_llama("torchtitan", job)
     flavor_of(job.model)
     refuse_checkpointing("torchtitan", job, tuple(POLICIES))
     refuse_uneven("torchtitan", job)

@@ -24,8 +24,11 @@ TIME_PARTS = ("compute", "exchange", "waiting", "optimizer", "straggling")
 SLOW, LESS = 1.5, 0.9
 """The Pareto front ends at this many times the shortest step; each point needs at most this part of the last one's
 memory."""
-_FAMILY = ("strategy", "tensor", "context", "pipeline")
+_FAMILY = ("strategy", "tensor", "context", "pipeline", "precision", "compiled")
 """Configurations that differ in none of these are variants; a plan lists the best of them."""
+
+VARIANTS = ("precision", "compiled")
+"""Fields of a configuration that say how a rank computes its part, not which part it has."""
 
 
 class Failures(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +127,7 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What was found for each size, in ascending order; memory is in bytes of one rank, the price in USD per
-    GPU-hour.
+    GPU-hour. ``varied`` names those of :data:`VARIANTS` of which several values were tried.
     """
 
     sizes: tuple[Size, ...]
@@ -134,6 +137,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     usable_bytes: int
     price_usd: float
     failures: Failures
+    varied: tuple[str, ...] = ()
 
     @property
     def largest(self) -> Size:
@@ -225,6 +229,14 @@ def with_dry_rows(size: Size, rows: Sequence[Row]) -> Size:
     closed = [row for row in rows if not row.dry_step_s]
     unfit = [row for row in rows if not row.fits]
     return msgspec.structs.replace(size, rows=(*dry, *closed), unfit=(*unfit, *size.unfit))
+
+
+def listed(rows: Sequence[Row], most: int, varied: Sequence[str]) -> list[int]:
+    """Places of the rows to show: the first ``most``, and the best in each of the values that are ``varied``."""
+    firsts: dict[tuple[object, ...], int] = {}
+    for place, row in enumerate(rows):
+        firsts.setdefault(tuple(getattr(row.configuration, field) for field in varied), place)
+    return sorted({*range(min(most, len(rows))), *firsts.values()})
 
 
 def fastest(plan: Plan) -> Row | None:

@@ -7,6 +7,7 @@ ranks; a strategy has no code for an axis.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -27,6 +28,10 @@ _TENSOR = ("fsdp2", "megatron", *(name for name in WAYS if name.startswith("refs
 _ZERO_BUBBLE = ("fsdp2",)
 """Zero-bubble schedules of torch split each backward, which neither DDP's hooks nor checkpointing can follow.
 Megatron-LM has none."""
+OWN_KERNELS = ("megatron",)
+"""Strategies whose layers have fused kernels of their own, so that nothing is left to compile."""
+_COMPILES = ("simplefsdp",)
+"""Strategies that are torch.compile's: there is no eager form."""
 ALL = (0,)
 """For an axis: every size that can run."""
 
@@ -50,9 +55,9 @@ class Space:
     replicas: tuple[int, ...] = (1,)
     microbatch: tuple[int, ...] = (1,)
     checkpointing: tuple[str, ...] = ("none",)
-    precision: Precision = "bf16"
+    precisions: tuple[Precision, ...] = ("bf16",)
+    compiled: tuple[bool, ...] = (False,)
     reduction: str = "fp32"
-    compiled: bool = False
     attention: AttentionKernel = "flash"
     offload: bool = False
 
@@ -60,16 +65,17 @@ class Space:
 def configurations(space: Space, model: ModelSpec, cluster: ClusterSpec, seq_len: int) -> Candidates:
     """All configurations of the space that can run, as columns; checkpointing is the innermost axis."""
     rows: list[tuple[object, ...]] = []
+    kernels = {strategy: _kernels(space, strategy) for strategy in space.strategies}
     for world in space.world_sizes:
         for meshed in _meshes(space, model, cluster, seq_len, world):
             policies = space.checkpointing if meshed[_SCHEDULE] != "zero-bubble" else ("none",)
-            rows += [(*meshed, policy) for policy in policies]
+            rows += [(*meshed, *chosen, policy) for chosen in kernels[str(meshed[0])] for policy in policies]
     return _columns(space, rows)
 
 
 _VARYING = (
     "strategy", "tensor", "context", "pipeline", "interleave", "schedule", "expert", "shard", "replicate", "microbatch",
-    "microbatches", "reduce_each", "checkpointing",
+    "microbatches", "reduce_each", "precision", "compiled", "checkpointing",
 )  # fmt: skip
 _SCHEDULE = _VARYING.index("schedule")
 
@@ -114,10 +120,16 @@ def _batches(
                         yield (*head, microbatch, microbatches, False)
 
 
+def _kernels(space: Space, strategy: str) -> list[tuple[Precision, bool]]:
+    """Precisions, and whether blocks are compiled, that a strategy can have."""
+    compiled = (True,) if strategy in (*OWN_KERNELS, *_COMPILES) else space.compiled
+    return list(product(space.precisions, compiled))
+
+
 def _columns(space: Space, rows: Sequence[tuple[object, ...]]) -> Candidates:
     plain = Configuration(
-        strategy=space.strategies[0], precision=space.precision, reduction=space.reduction,  # type: ignore[arg-type]
-        compiled=space.compiled, attention=space.attention, offload=space.offload,
+        strategy=space.strategies[0], reduction=space.reduction,  # type: ignore[arg-type]
+        attention=space.attention, offload=space.offload,
     )  # fmt: skip
     columns: dict[str, Integers] = {}
     words: dict[str, tuple[str, ...]] = {}
@@ -132,18 +144,17 @@ def _columns(space: Space, rows: Sequence[tuple[object, ...]]) -> Candidates:
             fixed = 0
         columns[field] = np.full(len(rows), int(fixed), np.int64) if values is None else np.array(values, np.int64)
     found = Candidates(columns, words)
-    return _with_own_kernels(found) if "megatron" in found.words["strategy"] else found
+    return _with_own_kernels(found) if {*OWN_KERNELS} & {*found.words["strategy"]} else found
 
 
 def _with_own_kernels(rows: Candidates) -> Candidates:
     """Megatron's layers are Transformer Engine's: fused kernels, cuDNN's attention, and products that overlap tensor
     parallelism's collectives.
     """
-    own = rows.where("strategy", "megatron")
+    own = rows.where("strategy", *OWN_KERNELS)
     kernels = tuple(dict.fromkeys((*rows.words["attention"], "cudnn")))
     columns = {
         **rows.columns,
-        "compiled": np.where(own, 1, rows["compiled"]),
         "overlap_tensor": np.where(own, 1, rows["overlap_tensor"]),
         "attention": np.where(own, kernels.index("cudnn"), rows["attention"]),
     }

@@ -22,6 +22,16 @@ _REMEDY = "use a model of your own instead: model = 'package.module:factory' (do
 _TANH_GELU = "gelu_pytorch_tanh"
 
 
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a configuration comes from, and what else to do if it is refused; for messages."""
+
+    name: str
+    remedy: str = _REMEDY
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class _Config(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that matter. Those with a default are missing in files that older versions of transformers wrote."""
 
@@ -118,74 +128,82 @@ def read_config(path: Path) -> Fields:
     Raises:
         SpecError: it cannot be read, lacks a field, or is of another architecture.
     """
-    data: Mapping[str, Any] = read_json(path)
+    return config_fields(read_json(path), Source(name=str(path)))
+
+
+def config_fields(data: Mapping[str, Any], source: Source) -> Fields:
+    """As :func:`read_config`, of what a ``config.json`` holds.
+
+    Raises:
+        SpecError: it lacks a field, or is of another architecture.
+    """
     family = data.get("model_type")
     read = _FAMILIES.get(family) if isinstance(family, str) else None
     if read is None:
         known = "', '".join(sorted(_FAMILIES))
-        raise SpecError(f"{path}: model_type must be one of '{known}', got {family!r}; {_REMEDY}")
-    _check_architecture(data, path)
-    return {**read(data, path), "source": str(path)}
+        raise SpecError(f"{source}: model_type must be one of '{known}', got {family!r}; {source.remedy}")
+    _check_architecture(data, source)
+    return {**read(data, source), "source": str(source)}
 
 
-def _llama(data: Mapping[str, Any], path: Path) -> Fields:
-    config = convert(data, _Config, where=str(path))
-    _check(config, _PLAIN, path)
-    return {**_common(config), **_rope(config, path)}
+def _llama(data: Mapping[str, Any], source: Source) -> Fields:
+    config = convert(data, _Config, where=str(source))
+    _check(config, _PLAIN, source)
+    return {**_common(config), **_rope(config, source)}
 
 
-def _mistral(data: Mapping[str, Any], path: Path) -> Fields:
-    _check_given(data, ("sliding_window", "num_key_value_heads"), "mistral", path)
-    config = convert(data, _Config, where=str(path))
-    _check(config, {**_PLAIN, "sliding_window": (None, "null")}, path)
-    return {**_common(config), **_rope(config, path)}
+def _mistral(data: Mapping[str, Any], source: Source) -> Fields:
+    _check_given(data, ("sliding_window", "num_key_value_heads"), "mistral", source)
+    config = convert(data, _Config, where=str(source))
+    _check(config, {**_PLAIN, "sliding_window": (None, "null")}, source)
+    return {**_common(config), **_rope(config, source)}
 
 
-def _qwen3(data: Mapping[str, Any], path: Path) -> Fields:
-    _check_given(data, ("head_dim", "num_key_value_heads"), "qwen3", path)
-    config = convert(data, _Config, where=str(path))
-    _check(config, {**_PLAIN, "use_sliding_window": (False, "false")}, path)
-    return {**_common(config), "query_norm": True, **_rope(config, path)}
+def _qwen3(data: Mapping[str, Any], source: Source) -> Fields:
+    _check_given(data, ("head_dim", "num_key_value_heads"), "qwen3", source)
+    config = convert(data, _Config, where=str(source))
+    _check(config, {**_PLAIN, "use_sliding_window": (False, "false")}, source)
+    return {**_common(config), "query_norm": True, **_rope(config, source)}
 
 
-def _qwen3_moe(data: Mapping[str, Any], path: Path) -> Fields:
-    _check_given(data, ("head_dim", "num_key_value_heads"), "qwen3_moe", path)
+def _qwen3_moe(data: Mapping[str, Any], source: Source) -> Fields:
+    _check_given(data, ("head_dim", "num_key_value_heads"), "qwen3_moe", source)
     if "num_local_experts" in data:  # the name in version 5 of transformers
         data = {"num_experts": data["num_local_experts"], **data}
-    config = convert(data, _Qwen3Moe, where=str(path))
+    config = convert(data, _Qwen3Moe, where=str(source))
     rules = {
         **_PLAIN,
         "use_sliding_window": (False, "false"),
         "decoder_sparse_step": (1, "1"),
         "mlp_only_layers": ([], "[]"),
     }
-    _check(msgspec.structs.replace(config, mlp_only_layers=config.mlp_only_layers or []), rules, path)
+    _check(msgspec.structs.replace(config, mlp_only_layers=config.mlp_only_layers or []), rules, source)
     experts = {
         "count": config.num_experts,
         "active": config.num_experts_per_tok,
         "ffn_dim": config.moe_intermediate_size,
     }
-    return {**_common(config), "query_norm": True, "experts": experts, **_rope(config, path)}
+    return {**_common(config), "query_norm": True, "experts": experts, **_rope(config, source)}
 
 
-def _mixtral(data: Mapping[str, Any], path: Path) -> Fields:
-    _check_given(data, ("sliding_window", "num_key_value_heads"), "mixtral", path)
-    config = convert(data, _Mixtral, where=str(path))
-    _check(config, {**_PLAIN, "sliding_window": (None, "null")}, path)
+def _mixtral(data: Mapping[str, Any], source: Source) -> Fields:
+    _check_given(data, ("sliding_window", "num_key_value_heads"), "mixtral", source)
+    config = convert(data, _Mixtral, where=str(source))
+    _check(config, {**_PLAIN, "sliding_window": (None, "null")}, source)
     experts = {
         "count": config.num_local_experts,
         "active": config.num_experts_per_tok,
         "ffn_dim": config.intermediate_size,
     }
-    return {**_common(config), "experts": experts, **_rope(config, path)}
+    return {**_common(config), "experts": experts, **_rope(config, source)}
 
 
-def _deepseek_v3(data: Mapping[str, Any], path: Path) -> Fields:
+def _deepseek_v3(data: Mapping[str, Any], source: Source) -> Fields:
     """Its own file is of weights kept in fp8, which a plan's precision is not taken from."""
-    config = convert(data, _DeepseekV3, where=str(path))
+    config = convert(data, _DeepseekV3, where=str(source))
     kept = (config.quantization_config or {}).get("quant_method")
     plain = msgspec.structs.replace(config, quantization_config=None) if kept == "fp8" else config
-    _check(plain, {**_PLAIN, "moe_layer_freq": (1, "1")}, path)
+    _check(plain, {**_PLAIN, "moe_layer_freq": (1, "1")}, source)
     experts = {
         "count": config.n_routed_experts,
         "active": config.num_experts_per_tok,
@@ -205,8 +223,8 @@ def _deepseek_v3(data: Mapping[str, Any], path: Path) -> Fields:
     return {**fields, "rope_theta": _rope_base(config)}
 
 
-def _gemma3_text(data: Mapping[str, Any], path: Path) -> Fields:
-    config = convert(data, _Gemma3, where=str(path))
+def _gemma3_text(data: Mapping[str, Any], source: Source) -> Fields:
+    config = convert(data, _Gemma3, where=str(source))
     rules = {
         **_PLAIN,
         "hidden_activation": (_TANH_GELU, f"'{_TANH_GELU}'"),
@@ -214,27 +232,29 @@ def _gemma3_text(data: Mapping[str, Any], path: Path) -> Fields:
         "final_logit_softcapping": (None, "null"),
         "use_bidirectional_attention": (False, "false"),
     }
-    _check(config, rules, path)
-    window = {"window": config.sliding_window or 0, "global_every": _global_every(config, path)}
+    _check(config, rules, source)
+    window = {"window": config.sliding_window or 0, "global_every": _global_every(config, source)}
     return {
         **_common(config), "query_norm": True, "extra_norms": True, **window,
         "rope_theta": _rope_base(config, default=1e6),
     }  # fmt: skip
 
 
-def _gemma3(data: Mapping[str, Any], path: Path) -> Fields:
+def _gemma3(data: Mapping[str, Any], source: Source) -> Fields:
     """The text of a model that sees images too."""
     inner = data.get("text_config")
     if not isinstance(inner, dict):
-        raise SpecError(f"{path}: text_config must be given for gemma3, got {inner!r}; add it")
-    return _gemma3_text(inner, path)
+        raise SpecError(f"{source}: text_config must be given for gemma3, got {inner!r}; add it")
+    return _gemma3_text(inner, source)
 
 
-_FAMILIES: dict[str, Callable[[Mapping[str, Any], Path], Fields]] = {
+_FAMILIES: dict[str, Callable[[Mapping[str, Any], Source], Fields]] = {
     "llama": _llama, "mistral": _mistral, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "mixtral": _mixtral,
     "deepseek_v3": _deepseek_v3, "gemma3": _gemma3, "gemma3_text": _gemma3_text,
 }  # fmt: skip
 """By ``model_type``."""
+FAMILIES = tuple(sorted(_FAMILIES))
+"""Every ``model_type`` that can be read."""
 
 
 def _common(config: _Config) -> Fields:
@@ -252,15 +272,15 @@ def _common(config: _Config) -> Fields:
     }
 
 
-def _check_given(data: Mapping[str, Any], fields: tuple[str, ...], family: str, path: Path) -> None:
+def _check_given(data: Mapping[str, Any], fields: tuple[str, ...], family: str, source: Source) -> None:
     """Check that fields are there for which transformers has a default of its own, such as a window of 4,096."""
     for field in fields:
         if field not in data:
-            or_null = "set it to null, or " + _REMEDY if field == "sliding_window" else "add it"
-            raise SpecError(f"{path}: {field} must be given for {family}, got nothing; {or_null}")
+            or_null = "set it to null, or " + source.remedy if field == "sliding_window" else "add it"
+            raise SpecError(f"{source}: {field} must be given for {family}, got nothing; {or_null}")
 
 
-def _check(config: _Config, rules: Rules, path: Path) -> None:
+def _check(config: _Config, rules: Rules, source: Source) -> None:
     """Check every field that changes what is computed.
 
     Raises:
@@ -268,18 +288,20 @@ def _check(config: _Config, rules: Rules, path: Path) -> None:
     """
     for field, (wanted, words) in rules.items():
         if (given := getattr(config, field)) != wanted:
-            raise SpecError(f"{path}: {field} must be {words}, got {given!r}; {_REMEDY}")
+            raise SpecError(f"{source}: {field} must be {words}, got {given!r}; {source.remedy}")
 
 
-def _check_architecture(data: Mapping[str, Any], path: Path) -> None:
+def _check_architecture(data: Mapping[str, Any], source: Source) -> None:
     allowed = ("ForCausalLM", "ForConditionalGeneration") if data["model_type"] == "gemma3" else ("ForCausalLM",)
     names = data.get("architectures")
     for name in names if isinstance(names, list) else ():
         if not str(name).endswith(allowed):
-            raise SpecError(f"{path}: architectures must end in {' or '.join(allowed)}, got '{name}'; {_REMEDY}")
+            raise SpecError(
+                f"{source}: architectures must end in {' or '.join(allowed)}, got '{name}'; {source.remedy}"
+            )
 
 
-def _global_every(config: _Gemma3, path: Path) -> int:
+def _global_every(config: _Gemma3, source: Source) -> int:
     """Which layers attend to everything: in older files by ``sliding_window_pattern``, in newer by ``layer_types``."""
     if config.layer_types is None:
         return config.sliding_window_pattern or 6
@@ -287,8 +309,8 @@ def _global_every(config: _Gemma3, path: Path) -> int:
     every = whole[0] if whole else 0
     if len(config.layer_types) != config.num_hidden_layers or whole != _multiples(every, config.num_hidden_layers):
         raise SpecError(
-            f"{path}: layer_types must have 'full_attention' in each K-th of {config.num_hidden_layers} layers, got it "
-            f"in {whole} of {len(config.layer_types)}; {_REMEDY}"
+            f"{source}: layer_types must have 'full_attention' in each K-th of {config.num_hidden_layers} layers, got "
+            f"it in {whole} of {len(config.layer_types)}; {source.remedy}"
         )
     return every
 
@@ -304,22 +326,22 @@ def _rope_base(config: _Config, default: float = 10000.0) -> float:
     return default if theta is None else float(theta)
 
 
-def _rope(config: _Config, path: Path) -> Fields:
+def _rope(config: _Config, source: Source) -> Fields:
     """The base of the rotations, and their scaling. Version 5 of transformers writes both as ``rope_parameters``."""
     given = {**(config.rope_scaling or {}), **(config.rope_parameters or {})}
     theta = given.get("rope_theta", config.rope_theta)
     kind = given.get("rope_type", given.get("type", "default"))
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise SpecError(
-            f"{path}: partial_rotary_factor must be 1.0, got {given['partial_rotary_factor']!r}; {_REMEDY}"
+            f"{source}: partial_rotary_factor must be 1.0, got {given['partial_rotary_factor']!r}; {source.remedy}"
         )  # fmt: skip
     base = 10000.0 if theta is None else theta
     if kind == "default":
         return {"rope_theta": base, "rope_scaling": None}
     if kind != "llama3":
-        raise SpecError(f"{path}: rope_type must be 'default' or 'llama3', got {kind!r}; {_REMEDY}")
+        raise SpecError(f"{source}: rope_type must be 'default' or 'llama3', got {kind!r}; {source.remedy}")
     names = {"original_context": "original_max_position_embeddings"}
     fields = ("factor", "low_freq_factor", "high_freq_factor", "original_context")
     if missing := next((names.get(f, f) for f in fields if names.get(f, f) not in given), None):
-        raise SpecError(f"{path}: {missing} must be given for rope_type 'llama3', got nothing; add it")
+        raise SpecError(f"{source}: {missing} must be given for rope_type 'llama3', got nothing; add it")
     return {"rope_theta": base, "rope_scaling": {field: given[names.get(field, field)] for field in fields}}

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from refshard.errors import SpecError
 from refshard.estimate.ways import WAYS
 from refshard.plan.recipe import RECIPES
 from refshard.specs.suite import parse_suite
+from refshard.strategies import check_case
 from tests.emit.megatron_flags import FLAGS
 from tests.emit.test_structure import megatron_words
 from tests.report.pages import Page
@@ -122,7 +124,7 @@ def test_axes_take_one_several_or_all_sizes() -> None:
 
 
 def test_precision_and_other_settings_reach_every_configuration() -> None:
-    (one,) = configurations(strategies="fsdp2", dtype="fp8", reduction="bf16", compiled=True, offload=True)
+    (one,) = configurations(strategies="fsdp2", dtype="fp8", reduction="bf16", compiled="yes", offload=True)
     assert (one["precision"], one["reduction"], one["compiled"], one["offload"]) == ("fp8", "bf16", True, True)
     (hybrid,) = configurations(strategies="fsdp2", replicas="2", microbatch="2", accumulate=3)
     assert (hybrid["replicate"], hybrid["shard"], hybrid["microbatch"], hybrid["microbatches"]) == (2, 8, 2, 3)
@@ -130,6 +132,50 @@ def test_precision_and_other_settings_reach_every_configuration() -> None:
         strategies="megatron", pipeline="4", interleave="2", schedule="interleaved", accumulate=8, tensor="2"
     )
     assert (piped["schedule"], piped["interleave"], piped["tensor"]) == ("interleaved", 2, 2)
+
+
+def test_precisions_and_compilation_are_lists_and_a_search_takes_neither_unless_asked() -> None:
+    def variants(**changes: Any) -> set[tuple[str, bool]]:
+        found = configurations(strategies="fsdp2", top=99, **changes)
+        return {(one.get("precision", "bf16"), one.get("compiled", False)) for one in found}
+
+    every = {("bf16", False), ("bf16", True), ("fp8", False), ("fp8", True)}
+    assert variants(dtype="bf16,fp8", compiled="no,yes") == every
+    assert variants(dtype="fp8", compiled="yes") == {("fp8", True)}
+    assert variants() == variants(search=True, tokens_per_step="1M") == {("bf16", False)}
+    assert variants(dtype="fp8,bf16,fp8", search=True, tokens_per_step="1M") == {("bf16", False), ("fp8", False)}
+
+
+def test_the_best_of_each_precision_is_listed_and_the_answer_says_which_is_which() -> None:
+    found = plan(asked(strategies="fsdp2,refshard-yafsdp", dtype="bf16,fp8", compiled="no,yes", top=1))
+    listed_rows = [(row["precision"], row["compiled"]) for row in as_csv(found)]
+    assert listed_rows == [("fp8", "true"), ("fp8", "false"), ("bf16", "true"), ("bf16", "false")]
+    told = verdict(found)
+    assert re.match(r"Use (fsdp2|refshard-yafsdp) in fp8, compiled, with FSDP 16, ", told[0])
+    assert [sentence.partition(":")[0] for sentence in told[1:] if "Best" in sentence] == [
+        "Best in bf16, compiled", "Best in bf16, eager",
+    ]  # fmt: skip
+    (summary, *_) = tables(found, detail=False)
+    shown = [(row["precision"], row["compiled"]) for row in rows(summary)]
+    assert shown == [("fp8", "yes"), ("fp8", "no"), ("bf16", "yes"), ("bf16", "no")]
+    assert "MFU is of each precision's own peak." in notes(found)
+
+
+def test_one_precision_is_not_told() -> None:
+    for changes in ({}, {"dtype": "fp8"}, {"compiled": "yes"}):
+        found = plan(asked(**changes))
+        assert not {"precision", "compiled"} & {*rows(tables(found, detail=False)[0])[0]}
+        assert verdict(found)[0].startswith("Use refshard-yafsdp with FSDP 16")
+
+
+def test_a_tool_without_fp8_gets_the_best_row_in_bf16(tmp_path: Path) -> None:
+    found = plan(asked(strategies="fsdp2", dtype="bf16,fp8"), tool="deepspeed", out=tmp_path)
+    assert json.loads((tmp_path / "ds_config.json").read_text())["bf16"] == {"enabled": True}
+    assert "(fsdp2 in bf16 with FSDP 16)" in " ".join(text(found).split())
+    plan(asked(strategies="fsdp2", dtype="bf16,fp8", compiled="no,yes"), tool="torchtitan", out=tmp_path)
+    module = (tmp_path / "refshard_torchtitan.py").read_text()
+    assert "Float8LinearConverter.Config(" in module
+    assert "CompileConfig(enable=True" in module
 
 
 def test_layers_to_checkpoint_by_number_by_word_or_as_few_as_fit() -> None:
@@ -242,6 +288,8 @@ def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str
 
 
 def test_options_of_the_command_line_are_those_that_are_asked_with() -> None:
+    assert run("--compiled", "--compile", "no")[0] != 0
+    assert json.loads(run("--compiled", "--json")[1]) == json.loads(run("--compile", "yes", "--json")[1])
     words = "--strategy megatron --tokens-per-step 1M --tensor 2 --pipeline 4 --interleave 2 --schedule interleaved"
     code, shown = run(*words.split(), "--json", "--microbatch", "1", "--nodes", "2", "--price", "1", "--mtbf", "1000")
     assert code == 0
@@ -320,6 +368,56 @@ def test_a_search_for_megatron_gives_it_the_batch_that_was_asked_for(tmp_path: P
     assert found.status == 0
 
 
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"pipeline": "2", "interleave": "1", "schedule": "1f1b"},
+        {"pipeline": "4", "interleave": "2", "schedule": "interleaved", "tensor": "2"},
+        {"pipeline": "2", "interleave": "1", "schedule": "zero-bubble", "replicas": "2"},
+        {"context": "2", "tensor": "2"},
+        {"pipeline": "2", "context": "2", "tensor": "2", "schedule": "1f1b", "seq_len": 16384},
+    ],
+)
+def test_a_suite_for_refshard_has_every_axis_and_can_be_dry_run(axes: dict[str, Any], tmp_path: Path) -> None:
+    found = plan(asked(strategies="fsdp2", accumulate=8, **axes), tool="refshard", out=tmp_path)
+    one = as_json(found)["sizes"][-1]["rows"][0]["configuration"]
+    (case,) = parse_suite((tmp_path / "refshard.toml").read_text(), "emitted").cases()
+    for field, of_case in (("tensor", case.tensor_parallel), ("context", case.context_parallel),
+                           ("pipeline", case.pipeline_parallel), ("interleave", case.interleave)):  # fmt: skip
+        assert of_case == one.get(field, 1) == int(axes.get(field, 1))
+    assert case.schedule == one.get("schedule", "1f1b")
+    assert case.sequence_parallel == (case.tensor_parallel > 1)
+    assert (case.replicas, case.microbatches) == (one.get("replicate", 1), one["microbatches"])
+    check_case(case, cuda=True)
+
+
+def test_megatron_gets_a_pipeline_in_a_schedule_that_it_has(tmp_path: Path) -> None:
+    """Megatron-LM has no zero bubble."""
+    found = plan(asked(strategies="megatron", pipeline="4", accumulate=8), tool="megatron", out=tmp_path)
+    best = as_json(found)["sizes"][-1]["rows"][0]["configuration"]
+    words = megatron_words((tmp_path / "pretrain.sh").read_text())
+    assert words[words.index("--pipeline-model-parallel-size") + 1] == "4" == str(best["pipeline"])
+    assert best.get("schedule", "1f1b") == "1f1b"
+    assert "megatron with ZeRO-1 4 x PP 4 (1F1B)" in " ".join(text(found).split())
+
+
+def test_a_factory_is_planned_by_its_dimensions_and_refused_if_it_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planned_models.py").write_text(
+        "import torch\nfrom refshard.models.llama import Llama\nfrom refshard.specs.model import load_model\n\n"
+        "def build():\n    return Llama(load_model('llama3-8b'))\n\n"
+        "def other():\n    return torch.nn.Linear(3, 3), None\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = plan(asked(model="planned_models:build", strategies="fsdp2"), tool="refshard", out=tmp_path / "out")
+    assert as_json(found)["sizes"] == sizes(strategies="fsdp2")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"refshard.toml", "model.toml"}
+    with pytest.raises(SpecError, match=r"for the factory 'planned_models:other', its blocks must be .*; give the dim"):
+        plan(asked(model="planned_models:other"))
+
+
 def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, shown = run("--emit", "deepspeed", "--strategy", "fsdp2", "--checkpoint", "full")
@@ -345,7 +443,14 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         ({"model": "llama3-8bb"}, "no preset 'llama3-8bb'; did you mean 'llama3-8b'"),
         ({"cluster": "dgx-h10x4"}, "no profile and no file 'dgx-h10'; did you mean 'dgx-h100'"),
         ({"strategies": "ddp,refshard-yafspd"}, "'refshard-yafspd' has no closed form; did you mean 'refshard-yafsdp'"),
-        ({"strategies": "yafsdp"}, "strategy: 'yafsdp' has no closed form; did you mean '.*fsdp"),
+        (
+            {"strategies": "ddp,yafsdp"}, "strategy: 'yafsdp' is upstream's package, which has no closed form; plan "
+            "the engine's mode refshard-yafsdp, or, where the package is installed, dry-run it: refshard dryrun "
+            "--cluster dgx-h100x2 --model llama3-8b --strategy yafsdp$",
+        ),
+        ({"strategies": "hf-trainer"}, "'hf-trainer' has no closed form; dry-run it: refshard dryrun --cluster dgx-h"),
+        ({"strategies": "fsdp2-compiled"}, "no closed form of its own; plan fsdp2 with --compiled$"),
+        ({"strategies": "simplefsdp-bucket"}, "cannot be dry-run; measure it on GPUs: refshard run --strategy"),
         ({"strategies": " , "}, "strategy: no name in ' , '; separate names by commas, or leave the option out"),
         ({"seq_len": 0}, "seq_len must be >= 1, got 0"),
         ({"accumulate": 0}, "accumulate must be >= 1, got 0"),
@@ -364,7 +469,9 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         ({"price_usd": float("nan")}, "price must be >= 0 USD per GPU-hour, and finite, got nan"),
         ({"mtbf_hours": 0.0}, r"mtbf must be > 0 hours, and finite, got 0\.0"),
         ({"dtype": "fp16"}, "dtype must be fp32, bf16 or fp8, got 'fp16'; choose one of them"),
-        ({"dtype": "fp8", "cluster": "dgx-a100"}, "dtype: the hardware's profile knows .*, got fp8; choose one"),
+        ({"dtype": "bf16,fp8", "cluster": "dgx-a100"}, "dtype: the hardware's profile knows .*, got fp8; choose one"),
+        ({"dtype": " , "}, "dtype: no word in ' , '; separate words by commas, or leave the option out"),
+        ({"compiled": "both"}, "compile must be no or yes, got 'both'; choose one of them"),
         ({"reduction": "int8"}, "reduction must be fp32 or bf16, got 'int8'; choose one of them"),
         ({"schedule": "gpipe"}, "schedule must be 1f1b, interleaved or zero-bubble, got 'gpipe'; choose one of"),
         ({"checkpoint": "some"}, "checkpoint must be auto, none, selective, full, every-K or a number .*'some'"),

@@ -35,6 +35,7 @@ TORCHTITAN: dict[str, Job] = {
     "3b": job(model="llama3.2-3b", shard=8, strategy="fsdp2-tuned"),
     "405b": job(model="llama3.1-405b", shard=16, tensor=8, checkpointing="full"),
     "simplefsdp": job(strategy="simplefsdp", shard=8, checkpointing="selective"),
+    "fp8": job(shard=8, precision="fp8", compiled=True),
 }  # fmt: skip
 ACCELERATE: dict[str, Job] = {
     "fsdp": job(shard=8, checkpointing="full", microbatches=4),
@@ -71,7 +72,14 @@ REFSHARD: dict[str, Job] = {
     "hybrid": job(strategy="refshard-yafsdp", shard=8, replicate=4, microbatch=2, microbatches=2, reduce_each=False),
     "tensor": job(shard=8, tensor=8, checkpointing="5"),
     "ddp": job(strategy="ddp", replicate=8, reduction="bf16", reduce_each=False),
-}
+    "engine-tensor": job(strategy="refshard-zero1", shard=4, tensor=2),
+    "pipeline": job(
+        shard=2, replicate=2, tensor=2, context=2, pipeline=2, interleave=2, schedule="interleaved", microbatches=4,
+        checkpointing="3",
+    ),
+    "zero-bubble": job(shard=4, pipeline=2, schedule="zero-bubble", microbatches=4),
+    "ddp-pipeline": job(strategy="ddp", replicate=2, context=2, pipeline=2, microbatches=2, checkpointing="full"),
+}  # fmt: skip
 EVERY: dict[str, dict[str, Job]] = {
     "torchtitan": TORCHTITAN,
     "accelerate": ACCELERATE,

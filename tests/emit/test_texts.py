@@ -9,14 +9,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from refshard.emit.job import Emitted, Job
-from refshard.emit.suite import COMPILED, PLANNED_ONLY
+from refshard.emit.suite import COMPILED, MODEL, PLANNED_ONLY, SPLIT, SPLIT_BY_SEQUENCE, STAGED
 from refshard.emit.table import TOOLS, emit
 from refshard.errors import SpecError
 from refshard.plan.recipe import RECIPES
+from refshard.specs.model import load_model
 from refshard.specs.suite import parse_suite
+from refshard.strategies import check_case
 from refshard.strategies.table import ROWS
 from tests.emit.jobs import EVERY, REFSHARD, job
 
@@ -88,7 +91,25 @@ def test_notes_are_sentences(tool: str, name: str) -> None:
         ("deepspeed", {"strategy": "refshard-yafsdp", "shard": 8}, "got 'refshard-yafsdp'"),
         ("deepspeed", {"strategy": "deepspeed-zero2", "shard": 4, "replicate": 2}, "replicate must be 1 for ZeRO-2"),
         ("deepspeed", {"shard": 8, "precision": "fp8"}, "precision must be 'bf16' or 'fp32', got 'fp8'"),
-        ("refshard", {"shard": 8, "context": 2}, "context must be 1, got 2"),
+        ("refshard", {"strategy": "refshard-fsdp", "shard": 4, "context": 2}, "context must be 1, got 2; choose"),
+        ("refshard", {"strategy": "fsdp1", "shard": 4, "pipeline": 2}, "pipeline must be 1, got 2; choose ddp or f"),
+        ("refshard", {"strategy": "fsdp1", "shard": 4, "tensor": 2}, "tensor must be 1, got 2; choose fsdp2"),
+        ("refshard", {"strategy": "ddp", "replicate": 4, "tensor": 2}, "tensor must be 1, got 2; choose fsdp2"),
+        ("refshard", {"replicate": 8}, r"shard \* context must be at least 2 where replicate = 8, got 1; choose ddp"),
+        (
+            "refshard", {"shard": 4, "pipeline": 2, "schedule": "zero-bubble", "checkpointing": "full"},
+            "checkpointing must be 'none' for schedule 'zero-bubble', got 'full'; choose",
+        ),
+        ("refshard", {"shard": 8, "precision": "fp8"}, "precision must be 'bf16' or 'fp32', got 'fp8'"),
+        ("refshard", {"strategy": "simplefsdp", "shard": 8}, "measure the strategy 'simplefsdp' on GPUs instead"),
+        ("refshard", {"model": "mixtral-8x7b", "shard": 8}, "experts must be absent .* got a table; emit for"),
+        ("megatron", {"model": "mixtral-8x7b", "strategy": "megatron", "shard": 8}, "experts must be absent for what"),
+        ("megatron", {"model": "gemma3-1b", "strategy": "megatron", "shard": 8}, "model: extra_norms must be false"),
+        ("torchtitan", {"model": "qwen3-8b", "shard": 8}, "query_norm must be false for what is written"),
+        (
+            "accelerate", {"model": "mixtral-8x7b", "shard": 8, "expert": 4},
+            "expert must be 1 for mixtral-8x7b, which has 8 experts, got 4; choose",
+        ),
         ("refshard", {"strategy": "megatron", "shard": 8}, "strategy must be one that it runs, got 'megatron'"),
         ("refshard", {"shard": 8, "compiled": True}, "measure the strategy 'fsdp2-compiled' on GPUs instead"),
         ("refshard", {"shard": 8, "offload": True}, "offload must be false, got true"),
@@ -119,6 +140,10 @@ def _runs(tool: str, asked: Job) -> bool:
 def test_suites_name_strategies_that_exist() -> None:
     assert not PLANNED_ONLY & ROWS.keys()
     assert {*COMPILED, *COMPILED.values()} <= ROWS.keys()
+    staged = {"pipeline", "schedule", "context parallel"}
+    assert all(staged - {"schedule"} <= ROWS[name].axes for name in STAGED)
+    assert all("tensor parallel" in ROWS[name].axes for name in SPLIT)
+    assert all("sequence parallel" in ROWS[name].axes for name in SPLIT_BY_SEQUENCE)
 
 
 @pytest.mark.parametrize("name", sorted(REFSHARD))
@@ -128,5 +153,44 @@ def test_a_suite_is_one_case_as_asked(name: str) -> None:
     (case,) = parse_suite(text, "emitted").cases()
     assert (case.strategy, case.world_size, case.global_batch) == (asked.strategy, asked.world_size, asked.global_batch)
     assert (case.fidelity, case.cluster, case.tensor_parallel) == ("dryrun", "dgx-h100x32", asked.tensor)
+    assert (case.context_parallel, case.pipeline_parallel) == (asked.context, asked.pipeline)
+    assert (case.interleave, case.schedule) == (asked.interleave, asked.schedule)
+    assert case.sequence_parallel == (asked.tensor > 1 and asked.strategy == "fsdp2")
     assert case.data_ranks == asked.data_ranks
-    assert ROWS[case.strategy].lacks(case) == ()
+    assert case.microbatches == asked.microbatches
+    check_case(case, cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"shard": 8}, [0, 1, 2]),
+        ({"shard": 4, "pipeline": 2, "microbatches": 2}, [0, 1, 2, 16, 17, 18]),
+        (
+            {"shard": 4, "pipeline": 2, "interleave": 8, "schedule": "interleaved", "microbatches": 2},
+            [0, 1, 2, 3, 4, 6],
+        ),
+    ],
+)
+def test_layers_to_checkpoint_are_counted_on_each_rank_of_a_pipeline(fields: dict[str, Any], layers: list[int]) -> None:
+    (text,) = emit("refshard", job(checkpointing="3", **fields)).files.values()
+    (case,) = parse_suite(text, "emitted").cases()
+    assert case.checkpointing == tuple(layers)
+
+
+def test_a_model_that_is_no_preset_is_written_beside_the_suite(tmp_path: Path) -> None:
+    given = job(shard=8)
+    found = emit("refshard", msgspec.structs.replace(given, model_name="mine.models:build"))
+    (tmp_path / MODEL).write_text(found.files[MODEL])
+    assert load_model(str(tmp_path / MODEL)) == given.model
+    (case,) = parse_suite(found.files["refshard.toml"], "emitted").cases()
+    assert case.model == MODEL
+    assert any("not of its module" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("name", ["mine.models:build", "qwen3-8b", "mixtral-8x7b"])
+def test_accelerate_finds_the_blocks_of_a_model_that_is_no_llama_of_transformers_itself(name: str) -> None:
+    given = job(shard=8) if ":" in name else job(model=name, shard=8)
+    found = emit("accelerate", msgspec.structs.replace(given, model_name=name))
+    assert "cls_to_wrap" not in "".join(found.files.values())
+    assert any("_no_split_modules" in note for note in found.notes)

@@ -139,7 +139,7 @@ def test_schedules_have_the_stretches_that_they_can() -> None:
 
 
 def test_megatron_has_its_own_kernels_and_others_have_what_is_asked() -> None:
-    rows = enumerated(space("fsdp2", "megatron", compiled=False))
+    rows = enumerated(space("fsdp2", "megatron", compiled=(False,)))
     assert only(rows, "strategy", "compiled", "attention", "overlap_tensor") == {
         ("fsdp2", False, "flash", False),
         ("megatron", True, "cudnn", True),
@@ -148,10 +148,20 @@ def test_megatron_has_its_own_kernels_and_others_have_what_is_asked() -> None:
 
 def test_what_holds_for_all_is_in_every_row() -> None:
     rows = enumerated(
-        space(precision="fp8", reduction="bf16", compiled=True, offload=True, checkpointing=("3", "full"))
+        space(precisions=("fp8",), reduction="bf16", compiled=(True,), offload=True, checkpointing=("3", "full"))
     )
     assert only(rows, "precision", "reduction", "compiled", "offload") == {("fp8", "bf16", True, True)}
     assert only(rows, "checkpointing") == {("3",), ("full",)}
+
+
+def test_precisions_and_compilation_are_axes_except_where_there_is_nothing_to_compile() -> None:
+    rows = enumerated(
+        space("fsdp2", "megatron", "simplefsdp", precisions=("bf16", "fp8"), compiled=(False, True), batch=8)
+    )
+    of = {name: {v[1:] for v in only(rows, "strategy", "precision", "compiled") if v[0] == name} for name in WAYS}
+    assert of["fsdp2"] == {("bf16", False), ("bf16", True), ("fp8", False), ("fp8", True)}
+    assert of["megatron"] == of["simplefsdp"] == {("bf16", True), ("fp8", True)}
+    assert len(rows) == 8, "none is there twice"
 
 
 def test_less_splitting_comes_first() -> None:

@@ -27,8 +27,10 @@ def page(plan: Plan, spread: Spread, title: str, command: str) -> Iterable[str]:
     shown = next((size for size in reversed(plan.sizes) if size.rows), plan.largest)
     charts = []
     if shown.rows:
-        charts.append((time_chart(shown.rows), pd.DataFrame(plan_table.time_by_part(shown.rows))))
-        charts.append((memory_chart(shown.rows, plan), pd.DataFrame(plan_table.memory_by_part(shown.rows))))
+        charts.append((time_chart(shown.rows), pd.DataFrame(plan_table.time_by_part(shown.rows, plan.varied))))
+        charts.append(
+            (memory_chart(shown.rows, plan), pd.DataFrame(plan_table.memory_by_part(shown.rows, plan.varied)))
+        )
     if sum(bool(size.rows) for size in plan.sizes) > 1:
         charts.insert(0, (scaling_chart(plan), pd.DataFrame(plan_table.scaling(plan))))
     content = {
@@ -37,8 +39,8 @@ def page(plan: Plan, spread: Spread, title: str, command: str) -> Iterable[str]:
         "lead": lead,
         "more": more,
         "warnings": [*words.warnings(plan, spread), *words.assumptions(plan)],
-        "summary": pd.DataFrame(plan_table.summary(shown.rows)),
-        "unfit": pd.DataFrame(plan_table.unfit(shown.unfit)),
+        "summary": pd.DataFrame(plan_table.summary(shown.rows, plan.varied)),
+        "unfit": pd.DataFrame(plan_table.unfit(shown.unfit, plan.varied)),
         "charts": charts,
         "tradeoff": tradeoff(shown, plan, spread),
         "data": {"theme": theme()},
@@ -54,14 +56,15 @@ def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart | None:
     rows = [*size.rows, *(row for row in size.front if row not in size.rows)]
     if not rows:
         return None
-    points = [_point(row, place) for place, row in enumerate(rows)]
+    points = [_point(row, place, plan.varied) for place, row in enumerate(rows)]
     tie = spread.of(rows[0].kind).median
     frame = Frame(
         memory="peak memory", limit=plan.usable_bytes, limit_text=f"{format_bytes(plan.usable_bytes)} usable",
         tie=(1 + tie) * points[0].time,
     )  # fmt: skip
     front = "; ".join(
-        f"{words.short_words(row.configuration)} ({format_seconds(row.step_s)}, {format_bytes(row.peak_bytes)})"
+        f"{words.short_words(row.configuration, plan.varied)} ({format_seconds(row.step_s)}, "
+        f"{format_bytes(row.peak_bytes)})"
         for row in size.front
     )
     sentence = (
@@ -71,9 +74,10 @@ def tradeoff(size: Size, plan: Plan, spread: Spread) -> Chart | None:
     return chart("tradeoff", "Step time against memory", tradeoff_figure(points, frame), sentence)
 
 
-def _point(row: Row, place: int) -> Point:
+def _point(row: Row, place: int, varied: Sequence[str]) -> Point:
     lines = [
-        f"<b>{label_text(row.configuration.strategy)}</b>", label_text(words.layout_words(row.configuration)),
+        f"<b>{label_text(row.configuration.strategy + words.variant_words(row.configuration, varied).rstrip(','))}</b>",
+        label_text(words.layout_words(row.configuration)),
         label_text(f"{words.batch_words(row.configuration)}, {words.checkpoint_words(row)}"),
         f"step time {format_seconds(row.time_s)}, {'dry run' if row.dry_step_s else 'closed form'}",
         f"peak memory {format_bytes(row.memory_bytes)}",
@@ -99,7 +103,7 @@ def scaling_chart(plan: Plan) -> Chart:
     above = [row.tokens_per_s_gpu * (row.step_s / row.low_s - 1) for _, row in best]
     below = [row.tokens_per_s_gpu * (1 - row.step_s / row.high_s) for _, row in best]
     tips = [
-        f"<b>{count:,} ranks</b><br>{label_text(words.short_words(row.configuration))}<br>"
+        f"<b>{count:,} ranks</b><br>{label_text(words.short_words(row.configuration, plan.varied))}<br>"
         f"{row.tokens_per_s_gpu:,.0f} tokens/s/GPU" for count, row in best
     ]  # fmt: skip
     figure.add_scatter(

@@ -22,19 +22,21 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
     shown = next((size for size in reversed(plan.sizes) if size.rows), plan.largest)
     blocks: list[Any] = []
     if shown.rows:
-        blocks.append(table(summary(shown.rows), left=2, title=f"{title}, {_ranks(shown)} ({_fidelity(shown)})"))
+        blocks.append(
+            table(summary(shown.rows, plan.varied), left=2, title=f"{title}, {_ranks(shown)} ({_fidelity(shown)})")
+        )
     if len(plan.sizes) > 1 and fits:
         blocks.append(table(scaling(plan), title="By number of ranks"))
     if len(shown.front) > 1:
-        blocks.append(table(front(shown.front), left=2, title="Step time against memory (Pareto front)"))
+        blocks.append(table(front(shown.front, plan.varied), left=2, title="Step time against memory (Pareto front)"))
     if shown.rows:
         blocks += [
-            table(time_by_part(shown.rows), left=2, detail=True),
-            table(memory_by_part(shown.rows), left=2, detail=True),
+            table(time_by_part(shown.rows, plan.varied), left=2, detail=True),
+            table(memory_by_part(shown.rows, plan.varied), left=2, detail=True),
         ]
     if shown.unfit:
         listed = shown.unfit[:SHOWN_UNFIT] if shown.rows else shown.unfit
-        blocks.append(table(unfit(listed), left=2, title="Out of memory, smallest first"))
+        blocks.append(table(unfit(listed, plan.varied), left=2, title="Out of memory, smallest first"))
     return Answer(
         data=as_object(plan, spread, model=model, cluster=cluster),
         rows=[flat(row) for size in plan.sizes for row in size.rows],
@@ -90,13 +92,14 @@ COLUMNS = (
 """Of CSV."""
 
 
-def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def summary(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[dict[str, Any]]:
     """A row for each configuration, best first; text for people. Memory of a dry run is what its allocator reserved."""
     dry = any(row.dry_step_s for row in rows)
     return [
         {
             "strategy": row.configuration.strategy,
             "mesh": words.layout_words(row.configuration),
+            **words.variant_columns(row.configuration, varied),
             "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
             "checkpointed": _checkpointed(row),
             "step time": format_seconds(row.time_s),
@@ -124,7 +127,8 @@ def scaling(plan: Plan) -> list[dict[str, Any]]:
     for size, row in best:
         found.append({
             "ranks": f"{size.world_size:,}", "strategy": row.configuration.strategy,
-            "mesh": words.layout_words(row.configuration), "step time": format_seconds(row.time_s),
+            "mesh": words.layout_words(row.configuration),
+            **words.variant_columns(row.configuration, plan.varied), "step time": format_seconds(row.time_s),
             "tokens/s": format_rate(row.tokens_per_s_gpu * size.world_size),
             "scaling efficiency": format_percent(row.tokens_per_s_gpu / first.tokens_per_s_gpu),
             "goodput": format_percent(row.goodput),
@@ -134,11 +138,12 @@ def scaling(plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def front(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def front(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Configurations of which none is both faster and smaller."""
     return [
         {
             "strategy": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
+            **words.variant_columns(row.configuration, varied),
             "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
             "checkpointed": _checkpointed(row), "step time": format_seconds(row.step_s),
             "peak memory": format_bytes(row.peak_bytes),
@@ -147,11 +152,12 @@ def front(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def unfit(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def unfit(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Configurations that do not fit: what they need."""
     return [
         {
             "strategy": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
+            **words.variant_columns(row.configuration, varied),
             "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
             "checkpointed": _checkpointed(row), "needs": format_bytes(row.memory_bytes),
         }
@@ -159,20 +165,22 @@ def unfit(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def time_by_part(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def time_by_part(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What each step is spent on."""
     return [
         {"seconds of a step": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
+         **words.variant_columns(row.configuration, varied),
          **{part: format_seconds(seconds) for part, seconds in row.parts.items()}}
         for row in rows
     ]  # fmt: skip
 
 
-def memory_by_part(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def memory_by_part(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[dict[str, Any]]:
     """What each peak is made of; parts that no row has are left out."""
     shown = dict.fromkeys(name for row in rows for name, size in row.memory.items() if size)
     return [
         {"memory at the peak": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
+         **words.variant_columns(row.configuration, varied),
          **{name: format_bytes(row.memory[name]) for name in shown}}
         for row in rows
     ]  # fmt: skip

@@ -5,6 +5,7 @@ fit.
 from collections.abc import Sequence
 
 from refshard.estimate.plan import Plan, Row, cheapest, fastest
+from refshard.estimate.space import OWN_KERNELS
 from refshard.estimate.spread import Spread
 from refshard.estimate.ways import find_way
 from refshard.quantities import format_bytes, format_percent, format_seconds
@@ -82,7 +83,7 @@ def verdict(plan: Plan, spread: Spread) -> list[str]:
     if best is None:
         return _nothing_fits(plan)
     size = next(size for size in plan.sizes if size.rows and size.rows[0] is best)
-    told = [_use(best, plan), *_others(size.rows, spread)]
+    told = [_use(best, plan), *_others(size.rows, spread, plan.varied)]
     cheap = cheapest(plan)
     if cheap is not None and cheap is not best:
         told.append(
@@ -95,9 +96,9 @@ def verdict(plan: Plan, spread: Spread) -> list[str]:
 def _use(row: Row, plan: Plan) -> str:
     on = f" on {row.configuration.world_size:,} ranks" if len(plan.sizes) > 1 else ""
     return (
-        f"Use {row.configuration.strategy}{on} with {layout_words(row.configuration)}, "
-        f"{batch_words(row.configuration)}, {checkpoint_words(row)}: {range_words(row)} per step, "
-        f"{format_percent(row.mfu, 0)} MFU, {_memory_words(row, plan)}."
+        f"Use {row.configuration.strategy}{variant_words(row.configuration, plan.varied)}{on} with "
+        f"{layout_words(row.configuration)}, {batch_words(row.configuration)}, {checkpoint_words(row)}: "
+        f"{range_words(row)} per step, {format_percent(row.mfu, 0)} MFU, {_memory_words(row, plan)}."
     )
 
 
@@ -107,34 +108,74 @@ def _memory_words(row: Row, plan: Plan) -> str:
     return f"{format_bytes(row.reserved_bytes)} reserved of {format_bytes(plan.usable_bytes)} usable"
 
 
-def _others(rows: Sequence[Row], spread: Spread) -> list[str]:
-    """What ties with the first within the median error of its kind, and the first that does not."""
+def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[str]:
+    """What ties with the first within the median error of its kind, the first that does not, and the best in other
+    precisions.
+    """
     best = rows[0]
     closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]
     rows = [row for row in rows if row not in closed]
     tied = [row for row in rows[1:] if row.time_s <= best.time_s * (1 + spread.of(best.kind).median)]
     told = []
     if tied:
-        names = "; ".join(short_words(row.configuration) for row in tied[:_MOST_TIES])
+        names = "; ".join(short_words(row.configuration, varied) for row in tied[:_MOST_TIES])
         more = f"; and {len(tied) - _MOST_TIES} more" if len(tied) > _MOST_TIES else ""
         told.append(f"Tied within the model's error: {names}{more}.")
     after = next((row for row in rows[1:] if row not in tied), None)
     if after is not None:
-        slower = after.time_s / best.time_s - 1
-        told.append(f"Next: {short_words(after.configuration)}, {format_percent(slower, 0)} slower.")
+        told.append(f"Next: {short_words(after.configuration, varied)}, {_slower(after, best)}.")
+    named = [best, *tied[:_MOST_TIES], *([after] if after is not None else [])]
+    told += [
+        f"Best {variant}: {row.configuration.strategy} with {layout_words(row.configuration)}, {_slower(row, best)}."
+        for variant, row in _other_variants(rows, named, varied).items()
+    ]
     faster = next((row for row in closed if row.step_s < best.step_s), None)
     if faster is not None:
         gain = 1 - faster.step_s / best.step_s
         told.append(
-            f"In closed form only, {short_words(faster.configuration)} is {format_percent(gain, 0)} faster "
+            f"In closed form only, {short_words(faster.configuration, varied)} is {format_percent(gain, 0)} faster "
             f"({faster.not_dry})."
         )
     return told
 
 
-def short_words(configuration: Configuration) -> str:
-    """Strategy and mesh."""
-    return f"{configuration.strategy} with {layout_words(configuration)}"
+def _slower(row: Row, best: Row) -> str:
+    return f"{format_percent(row.time_s / best.time_s - 1, 0)} slower"
+
+
+def _other_variants(rows: Sequence[Row], named: Sequence[Row], varied: Sequence[str]) -> dict[str, Row]:
+    """The best row in each value of what is ``varied`` that no row ``named`` has, by that value in words."""
+    known = {"", *(variant_words(row.configuration, varied).strip(" ,") for row in named)}
+    found: dict[str, Row] = {}
+    for row in rows:
+        variant = variant_words(row.configuration, varied).strip(" ,")
+        if variant not in known:
+            found.setdefault(variant, row)
+    return found
+
+
+def short_words(configuration: Configuration, varied: Sequence[str] = ()) -> str:
+    """Strategy, what is ``varied``, and mesh."""
+    return f"{configuration.strategy}{variant_words(configuration, varied)} with {layout_words(configuration)}"
+
+
+def variant_words(configuration: Configuration, varied: Sequence[str]) -> str:
+    """What follows the strategy's name, of fields that are ``varied``.
+
+    >>> variant_words(Configuration(strategy="fsdp2", precision="fp8", compiled=True), ["precision", "compiled"])
+    ' in fp8, compiled,'
+    """
+    precision = f" in {configuration.precision}" if "precision" in varied else ""
+    if "compiled" not in varied or configuration.strategy in OWN_KERNELS:
+        return precision
+    return f"{precision}, {'compiled' if configuration.compiled else 'eager'},"
+
+
+def variant_columns(configuration: Configuration, varied: Sequence[str]) -> dict[str, str]:
+    """A table's columns of fields that are ``varied``."""
+    compiled = "own kernels" if configuration.strategy in OWN_KERNELS else "yes" if configuration.compiled else "no"
+    columns = {"precision": configuration.precision, "compiled": compiled}
+    return {field: columns[field] for field in varied}
 
 
 def _nothing_fits(plan: Plan) -> list[str]:
@@ -148,7 +189,7 @@ def _nothing_fits(plan: Plan) -> list[str]:
     if size.unfit:
         least = size.unfit[0]
         told.append(
-            f"Closest: {short_words(least.configuration)}, {checkpoint_words(least)}, needs "
+            f"Closest: {short_words(least.configuration, plan.varied)}, {checkpoint_words(least)}, needs "
             f"{format_bytes(least.peak_bytes)}. Use more nodes, a smaller microbatch, or --search."
         )
     return told
@@ -158,7 +199,7 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
     """What limits the figures, in short."""
     rows = [row for size in plan.sizes for row in size.rows[:1]]
     kinds = dict.fromkeys(row.kind for row in rows)
-    told = []
+    told = ["MFU is of each precision's own peak."] if "precision" in plan.varied else []
     for kind in kinds:
         found = spread.of(kind)
         told.append(

@@ -95,6 +95,32 @@ def test_ties_are_within_the_median_error_of_the_bests_kind_and_the_next_is_not(
     assert words.verdict(plan(size(best, slower)), SPREAD)[1] == "Next: fsdp2 with TP 2 x FSDP 8, 3 % slower."
 
 
+def test_values_that_are_varied_are_in_every_table_and_sentence_and_others_in_none() -> None:
+    best, other = row(1.0, precision="fp8", compiled=True, tensor=2), row(1.5, strategy="megatron", compiled=True)
+    eager = row(2.0)
+    made = msgspec.structs.replace(
+        plan(size(best, other, eager, unfit=(row(1.0, peak_gib=90),), front=(best, other))),
+        varied=("precision", "compiled"),
+    )
+    assert [sentence.partition(", 1 micro")[0] for sentence in words.verdict(made, SPREAD)] == [
+        "Use fsdp2 in fp8, compiled, with TP 2 x FSDP 8",
+        "Next: megatron in bf16 with ZeRO-1 16, 50 % slower.",
+        "Best in bf16, eager: fsdp2 with FSDP 16, 100 % slower.",
+    ]
+    found = plan_table.plan_answer(made, SPREAD, "t", model="m", cluster="c")
+    for table in tables(found):
+        assert {"precision", "compiled"} <= {*rows(table)[0]}, table.title
+    (summary, *_) = tables(found, detail=False)
+    assert [(line["precision"], line["compiled"]) for line in rows(summary)] == [
+        ("fp8", "yes"), ("bf16", "own kernels"), ("bf16", "no"),
+    ]  # fmt: skip
+    seen = Page("".join(plan_page.page(made, SPREAD, "t", "refshard plan")))
+    assert "megatron in bf16 with ZeRO-1 16 (1.50 s" in " ".join(seen.text.split())
+    plain = plan_table.plan_answer(plan(size(best, other, eager)), SPREAD, "t", model="m", cluster="c")
+    assert not any({"precision", "compiled"} & {*rows(table)[0]} for table in tables(plain))
+    assert not re.search("fp8|compiled|Best", " ".join(verdict(plain)))
+
+
 def test_more_than_three_ties_are_counted() -> None:
     found = [row(1.0 + 0.001 * n, tensor=1 if n == 0 else 2, shard=2**n) for n in range(6)]
     told = words.verdict(plan(size(*found)), SPREAD)[1]
