@@ -42,7 +42,8 @@ _SHARE = (
 class Estimates:
     """Columns in the order of ``candidates``. Seconds are of a step: ``compute_s`` of the slowest rank's kernels and of
     the communication within its layers, ``exchange_s`` of data parallelism's exposed communication and copies,
-    ``waiting_s`` for other ranks of the pipeline, ``optimizer_s``, and ``straggling_s`` for the slowest rank of all.
+    ``waiting_s`` for other ranks of the pipeline, ``optimizer_s``, and ``straggling_s`` for ranks that are late, at each
+    collective and at the step's end.
     """
 
     candidates: Candidates
@@ -92,9 +93,9 @@ class _Estimate:
             slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
         )  # fmt: skip
         steady = pipelined + exchange.step_s + optimizer + messages
-        straggling = (
-            steady * self._cluster.straggling * np.log2(np.maximum(1, rows.world_size / self._cluster.ranks_per_node))
-        )
+        skew = rows["microbatches"] * self._layers * exchange.layer_skew_s
+        nodes = np.maximum(1, rows.world_size / self._cluster.ranks_per_node)
+        straggling = skew + (steady + skew) * self._cluster.straggling * np.log2(nodes)
         return Estimates(
             candidates=rows, step_s=steady + straggling, compute_s=compute, waiting_s=waiting + messages,
             exchange_s=pipelined - waiting - compute + exchange.step_s, optimizer_s=optimizer,

@@ -26,11 +26,13 @@ collectives before it goes on, and the more there are, the later the last of the
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exchange:
     """Seconds that one microbatch's forward and backward of one layer take longer, ``layer_forward_s`` and
-    ``layer_backward_s``, and that a step does beside its layers, ``step_s``. ``comm_s`` is all communication of a step.
+    ``layer_backward_s``, that both wait for ranks that are late, ``layer_skew_s``, and that a step does beside its
+    layers, ``step_s``.
     """
 
     layer_forward_s: Floats
     layer_backward_s: Floats
+    layer_skew_s: Floats
     step_s: Floats
 
 
@@ -62,7 +64,8 @@ class Exchanges:
         each = self._by_unit(unit, ends, forward_s, backward_s, layers)
         once = self._by_step(unit, parameters, layers * forward_s, layers * backward_s)
         forward, backward, step = (np.where(self.by_unit, a, b) for a, b in zip(each, once))
-        return Exchange(layer_forward_s=forward, layer_backward_s=backward, step_s=step)
+        skew = np.where(self.by_unit, self._unit_skew(unit), 0)
+        return Exchange(layer_forward_s=forward, layer_backward_s=backward, layer_skew_s=skew, step_s=step)
 
     def _by_unit(
         self, unit: Floats, ends: Floats, forward_s: Floats, backward_s: Floats, layers: Floats
@@ -83,11 +86,15 @@ class Exchanges:
         backward = backward + np.where(each, 0, self.adding(unit))
         alone = self._gather(ends) + self._gather(unit) + self._reduce(ends)
         late = np.where(each, 0, layers * (into + divided + hidden(self._cluster, backward_s, reduce)))
-        waits = self._skew("all_gather", self._element * unit)
-        forward = forward + waits
-        backward = backward + np.where(reshards, waits, 0)
-        backward = backward + np.where(each, self._skew("reduce_scatter", self._reduction * unit), 0)
         return forward, backward, alone * np.where(each, candidates["microbatches"], 1) + late
+
+    def _unit_skew(self, unit: Floats) -> Floats:
+        """Of a unit's gathers and reductions in one microbatch."""
+        candidates = self._candidates
+        gathers = 1 + (candidates.flag("reshard") & ~self._way["keeps"])
+        reduces = candidates.flag("reduce_each") | (candidates["microbatches"] == 1)
+        gathered = gathers * self._skew("all_gather", self._element * unit)
+        return gathered + np.where(reduces, self._skew("reduce_scatter", self._reduction * unit), 0)
 
     def _skew(self, op: CollectiveOp, nbytes: Floats) -> Floats:
         return SKEW * self._groups.latency_over_shards(op, nbytes)
