@@ -42,8 +42,8 @@ _SHARE = (
 class Estimates:
     """Columns in the order of ``candidates``. Seconds are of a step: ``compute_s`` of the slowest rank's kernels and of
     the communication within its layers, ``exchange_s`` of data parallelism's exposed communication and copies,
-    ``waiting_s`` for other ranks of the pipeline, ``optimizer_s``, and ``straggling_s`` for ranks that are late, at each
-    collective and at the step's end.
+    ``waiting_s`` for other ranks of the pipeline, ``optimizer_s``, and ``straggling_s`` for ranks that are late
+    at a collective or at the end of the step.
     """
 
     candidates: Candidates
