@@ -100,7 +100,7 @@ def summary(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[dict[str, A
             "strategy": row.configuration.strategy,
             "mesh": words.layout_words(row.configuration),
             **words.variant_columns(row.configuration, varied),
-            "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
+            "batch": words.short_batch_words(row.configuration),
             "checkpointed": _checkpointed(row),
             "step time": format_seconds(row.time_s),
             "8 of 10 within": f"{format_seconds(row.low_s)} to {format_seconds(row.high_s)}",
@@ -144,7 +144,7 @@ def front(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[dict[str, Any
         {
             "strategy": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
             **words.variant_columns(row.configuration, varied),
-            "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
+            "batch": words.short_batch_words(row.configuration),
             "checkpointed": _checkpointed(row), "step time": format_seconds(row.step_s),
             "peak memory": format_bytes(row.peak_bytes),
         }
@@ -158,7 +158,7 @@ def unfit(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[dict[str, Any
         {
             "strategy": row.configuration.strategy, "mesh": words.layout_words(row.configuration),
             **words.variant_columns(row.configuration, varied),
-            "batch": f"{row.configuration.microbatches} x {row.configuration.microbatch}",
+            "batch": words.short_batch_words(row.configuration),
             "checkpointed": _checkpointed(row), "needs": format_bytes(row.memory_bytes),
         }
         for row in rows

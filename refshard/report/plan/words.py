@@ -54,8 +54,16 @@ def batch_words(configuration: Configuration) -> str:
     one = configuration
     count, size = one.microbatches, one.microbatch
     each = "sequence" if size == 1 else "sequences"
-    once = "" if one.reduce_each or count == 1 else ", reduced once"
-    return f"{count} {'microbatch' if count == 1 else 'microbatches'} of {size} {each}{once}"
+    return f"{count} {'microbatch' if count == 1 else 'microbatches'} of {size} {each}{_once(one)}"
+
+
+def short_batch_words(configuration: Configuration) -> str:
+    """The same for a table's cell."""
+    return f"{configuration.microbatches} x {configuration.microbatch}{_once(configuration)}"
+
+
+def _once(one: Configuration) -> str:
+    return "" if one.reduce_each or one.microbatches == 1 else ", reduced once"
 
 
 def checkpoint_words(row: Row) -> str:
