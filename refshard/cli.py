@@ -47,7 +47,10 @@ _model_names = _starting_with(lambda: list(resources.model_profiles()))
 _some_strategies = _starting_with(_strategy_names)
 
 _Baselines = Annotated[Path, typer.Option(help="Folder of accepted baselines and of machines' noise.")]
-_Axis = Annotated[str | None, typer.Option(help="Ranks of this axis: numbers separated by commas, or all.")]
+_Axis = Annotated[
+    str | None,
+    typer.Option(help="Ranks on this axis: numbers separated by commas, or all (default: 1; all with --search)."),
+]
 _Html = Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network ('-': stdout).")]
 _Suite = Annotated[
     str, typer.Option(help="A suite's TOML file, or a name (`refshard list suites`).", autocompletion=_suite_names)
@@ -281,7 +284,10 @@ def plan(
             autocompletion=_some_strategies,
         ),
     ] = None,
-    tensor: _Axis = None,
+    tensor: Annotated[
+        str | None,
+        typer.Option(help="Ranks on this axis: numbers or all (default: 1; all with --tokens-per-step or --search)."),
+    ] = None,
     context: _Axis = None,
     pipeline: _Axis = None,
     interleave: Annotated[
@@ -292,9 +298,15 @@ def plan(
     ] = None,
     expert: _Axis = None,
     replicas: Annotated[
-        str | None, typer.Option(help="Number of model replicas, each sharded (HSDP): numbers or all.")
+        str | None, typer.Option(help="Number of model replicas, each sharded (HSDP): numbers or all (default: all).")
     ] = None,
-    microbatch: Annotated[str | None, typer.Option(help="Sequences per rank and microbatch: numbers or all.")] = None,
+    microbatch: Annotated[
+        str | None,
+        typer.Option(
+            help="Sequences per rank and microbatch: numbers or all "
+            "(default: 1; all with --tokens-per-step or --search)."
+        ),
+    ] = None,
     accumulate: Annotated[
         int, typer.Option(help="Microbatches per rank and step, unless --tokens-per-step decides.")
     ] = 1,

@@ -58,7 +58,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for, as the command line has it.
 
     Lists are separated by commas; ``all`` is every size that can run. An axis that is None is 1, or ``all`` with
-    ``search``. ``compiled`` is a list of ``no`` and ``yes``; None is ``no``.
+    ``search``; replicas are ``all`` in any case, and so are tensor parallelism and microbatches of a given batch.
+    ``compiled`` is a list of ``no`` and ``yes``; None is ``no``.
     """
 
     model: str
@@ -258,7 +259,7 @@ def _dried(
 
 def _space(asked: Asked, model: ModelSpec, cluster: ClusterSpec) -> Space:
     axes: dict[str, Any] = {
-        name: _axis(name, getattr(asked, name), searched=asked.search)
+        name: _axis(name, getattr(asked, name), searched=_searched(name, asked))
         for name in ("tensor", "context", "pipeline", "interleave", "expert", "replicas", "microbatch")
     }
     return Space(
@@ -296,6 +297,13 @@ def _numbers(name: str, given: str) -> list[int]:
     if not words or any(not re.fullmatch(r"[1-9]\d{0,6}", word) for word in words):
         raise SpecError(f"{name} must be numbers from 1, separated by commas, got {given!r}; write, for example, 1,2,4")
     return [int(word) for word in words]
+
+
+def _searched(name: str, asked: Asked) -> bool:
+    """Whether an axis that is not given takes all sizes."""
+    if asked.search or name == "replicas":
+        return True
+    return asked.tokens_per_step is not None and name in ("tensor", "microbatch")
 
 
 def _axis(name: str, given: str | None, *, searched: bool) -> tuple[int, ...]:

@@ -242,7 +242,25 @@ def test_tokens_of_a_step_set_the_batch_of_every_size() -> None:
     assert as_json(found)["global_batch"] == 128
     for line in as_csv(found):
         assert int(line["global_batch"]) == 128
-        assert int(line["world_size"]) * int(line["microbatch"]) * int(line["microbatches"]) == 128
+        data_ranks = int(line["world_size"]) // int(line["tensor"])
+        assert data_ranks * int(line["microbatch"]) * int(line["microbatches"]) == 128
+
+
+def test_axes_that_are_not_given_take_what_costs_little_to_look_at() -> None:
+    """Replicas in any case; tensor parallelism and microbatches where the batch is given; all others if searched."""
+
+    def sizes(**fields: Any) -> dict[str, set[int]]:
+        rows = as_csv(plan(asked(strategies="fsdp2", cluster="h100-eth100", nodes="4", top=500, **fields)))
+        axes = ("replicate", "tensor", "microbatch", "pipeline", "context")
+        return {axis: {int(row[axis]) for row in rows} for axis in axes}
+
+    plain, of_a_batch = sizes(), sizes(tokens_per_step="1M")
+    assert max(plain["replicate"]) > 1
+    assert max(of_a_batch["tensor"]) > 1
+    assert max(of_a_batch["microbatch"]) > 1
+    assert [plain[axis] for axis in ("tensor", "microbatch", "pipeline", "context")] == [{1}] * 4
+    assert of_a_batch["pipeline"] == of_a_batch["context"] == {1}
+    assert max(sizes(tokens_per_step="1M", search=True, dry_runs=0)["pipeline"]) > 1
 
 
 @pytest.mark.parametrize(("model", "tokens"), [("llama3-8b", 4 * 2**20), ("llama3.1-405b", 16 * 2**20)])
@@ -491,6 +509,6 @@ def test_a_tool_that_does_not_exist_is_refused_before_the_search() -> None:
 
 def test_notes_name_the_error_and_what_was_considered() -> None:
     told = notes(plan(asked()))
-    assert any(sentence.endswith("configurations considered for 16 ranks; 1 fit.") for sentence in told)
+    assert any(sentence.endswith("configurations considered for 16 ranks; 4 fit.") for sentence in told)
     assert any("median error" in sentence and "published runs that were not fitted" in sentence for sentence in told)
     assert any(sentence.startswith("Closed form only: nothing was run.") for sentence in told)
