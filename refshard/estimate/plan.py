@@ -157,11 +157,13 @@ class Reader:
     spread: Spread
 
     def size(self, found: Found, most: int) -> Size:
-        """Read the best ``most`` families, the front, and the closest that do not fit."""
+        """Read the best ``most`` families, the front, and the least that each strategy needs of which nothing fits."""
         candidates = found.estimates.candidates
-        best = _families(candidates, found.order)
-        left = np.flatnonzero(~found.fits)
-        closest = _families(candidates, left[np.argsort(found.estimates.memory.peak[left], kind="stable")])
+        best = _firsts(candidates, _FAMILY, found.order)
+        strategies = candidates["strategy"]
+        left = np.flatnonzero(~found.fits & ~np.isin(strategies, strategies[found.fits]))
+        smallest = left[np.argsort(found.estimates.memory.peak[left], kind="stable")]
+        closest = _firsts(candidates, ("strategy",), smallest)
         front = _front(found)
         return Size(
             world_size=int(candidates.world_size[0]),
@@ -194,15 +196,15 @@ class Reader:
         )  # fmt: skip
 
 
-def _families(candidates: Candidates, order: Iterable[int]) -> list[int]:
-    """The first of each family, in order."""
-    columns = [candidates[field].tolist() for field in _FAMILY]
+def _firsts(candidates: Candidates, fields: Sequence[str], order: Iterable[int]) -> list[int]:
+    """The first, in order, of each combination of the fields' values."""
+    columns = [candidates[field].tolist() for field in fields]
     seen: set[tuple[int, ...]] = set()
     firsts = []
     for place in map(int, order):
-        family = tuple(column[place] for column in columns)
-        if family not in seen:
-            seen.add(family)
+        values = tuple(column[place] for column in columns)
+        if values not in seen:
+            seen.add(values)
             firsts.append(place)
     return firsts
 

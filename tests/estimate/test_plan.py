@@ -51,9 +51,10 @@ def family(row: Row) -> tuple[Any, ...]:
 
 
 @cache
-def every(*, fits: bool) -> list[Row]:
+def every(*, fits: bool, usable: int = 40 * GIB) -> list[Row]:
     """All that fit, or do not."""
-    return [READER.row(found(), int(place)) for place in np.flatnonzero(found().fits == fits)]
+    result = found(usable)
+    return [READER.row(result, int(place)) for place in np.flatnonzero(result.fits == fits)]
 
 
 def test_rows_are_the_best_of_each_family_best_first() -> None:
@@ -69,13 +70,16 @@ def test_rows_are_the_best_of_each_family_best_first() -> None:
     assert READER.size(result, most=3).rows == size.rows[:3]
 
 
-def test_what_does_not_fit_is_listed_by_family_smallest_first() -> None:
-    result = found()
-    size = READER.size(result, most=1000)
-    least: dict[tuple[Any, ...], int] = {}
-    for row in every(fits=False):
-        least[family(row)] = min(least.get(family(row), 10**15), row.peak_bytes)
-    assert {family(row): row.peak_bytes for row in size.unfit} == least
+def test_strategies_of_which_nothing_fits_are_listed_with_the_least_that_they_need() -> None:
+    little = 12 * GIB
+    size = READER.size(found(little), most=1000)
+    fitting = {row.configuration.strategy for row in every(fits=True, usable=little)}
+    least: dict[str, int] = {}
+    for row in every(fits=False, usable=little):
+        strategy = row.configuration.strategy
+        if strategy not in fitting:
+            least[strategy] = min(least.get(strategy, 10**15), row.peak_bytes)
+    assert {row.configuration.strategy: row.peak_bytes for row in size.unfit} == least != {}
     assert [row.peak_bytes for row in size.unfit] == sorted(least.values())
     assert not any(row.fits for row in size.unfit)
     assert all(row.fits for row in size.rows)
