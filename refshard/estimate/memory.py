@@ -136,7 +136,7 @@ class _Rank:
         units = self._by_unit & ~self._around & ~self._stays
         gathered = np.where(units, element * end, 0) + np.where(self._ring, self._slots() * held.unit, 0)
         gathered = gathered + np.where(self._slotted, element * held.unit, 0)
-        put_off = held.logits * np.maximum(0, held.waiting * self._parts - 1)
+        put_off = held.logits * np.maximum(0, held.waiting * self._parts - 1) + self._not_added()
         of_head = held.logits + element * end + np.where(self._by_unit & ~self._around, reduction * end, 0)
         workspace = gathered + put_off + np.maximum(held.loss, of_head)
         begun = held.layers * held.puts_off * np.minimum(held.waiting, 1 / self._parts)
@@ -144,6 +144,19 @@ class _Rank:
             self._gradients - self._coming(), self._whole(), self._activations - begun,
             np.where(held.loss > 0, workspace, 0),
         )  # fmt: skip
+
+    def _not_added(self) -> Floats:
+        """Gradients of weights that a zero-bubble schedule computed last: FSDP2 adds a stage's to those of earlier
+        microbatches, in fp32, in the stage's next backward. Of several stages a rank, those of one have none of earlier
+        microbatches until the third round.
+        """
+        held, alone = self._held, self._parts == 1
+        waits = (held.waiting > 0) & self._by_unit
+        early = ~alone & (self._candidates["microbatches"] < 3 * self._candidates["pipeline"])
+        stage = held.layers / self._parts * held.unit
+        waiting = self._element * (stage + np.where(alone, held.head, 0)) - np.where(early, MASTER_BYTES * stage, 0)
+        found: Floats = np.where(waits, waiting, 0)
+        return found
 
     def _cast_loss(self) -> Memory:
         """The loss before its gradient: autocast still has all weights that forward cast, and the logits are there in

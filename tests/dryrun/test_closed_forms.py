@@ -120,8 +120,13 @@ def split_grid() -> list[Cell]:
         divided = axis.get("tensor", 1) * axis.get("context", 1) * axis.get("pipeline", 1)
         layers = axis.get("layers", 3 if model == MODELS[0] else None)
         found.append(Cell(strategy, model, policy, DATA_RANKS * divided, **{**axis, "layers": layers}))  # type: ignore[arg-type]
-    pipeline = {"pipeline": 4, "interleave": 2, "microbatches": 8, "layers": 16}
-    found.append(Cell("fsdp2", MODELS[0], "none", DATA_RANKS * 4, zero_bubble=True, **pipeline))
+    for pipeline, interleave in ((2, 1), (4, 2)):
+        found.append(
+            Cell(
+                "fsdp2", MODELS[0], "none", DATA_RANKS * pipeline, microbatches=8, layers=16, pipeline=pipeline,
+                interleave=interleave, zero_bubble=True,
+            )
+        )  # fmt: skip
     return found
 
 
