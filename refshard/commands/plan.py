@@ -4,8 +4,9 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -36,8 +37,7 @@ from refshard.specs.reading import within
 from refshard.strategies.table import ROWS
 
 if TYPE_CHECKING:
-    from refshard.harness.dry.proxies import Proxies, Setting
-    from refshard.harness.dry.result import DryResult
+    from refshard.harness.dry.proxies import Extrapolated
 
 SEARCHED = ("ddp", "fsdp1", "fsdp2", "megatron", "refshard-zero1", "refshard-zero2", "refshard-fsdp", "refshard-yafsdp")
 """Strategies of ``--search``, unless some are named."""
@@ -47,8 +47,9 @@ that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
 UPSTREAM = "yafsdp"
 """The strategy whose name is also the end of one of the engine's."""
 Word = TypeVar("Word", bound=str)
-DRY_RUNS, DRY_RUN_S = 4, 120.0
-"""Configurations that ``--search`` dry-runs by default, and how long each may take."""
+DRY_RUNS, DRY_RUN_S, DRY_RUNS_S = 4, 120.0, 60.0
+"""Configurations that ``--search`` dry-runs by default, how long each of the first may take, and for how long more of
+them are dry-run where some do not fit."""
 MOST_READ = 2000
 """Configurations, the best first, among which those are sought that a tool can run, or a dry run."""
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20}
@@ -199,37 +200,24 @@ def _dry_runs(asked: Asked, cluster: ClusterSpec) -> int:
 
 
 def _with_dry_runs(size: Size, asked: Asked, model: ModelSpec, cluster: ClusterSpec, count: int) -> Size:
-    """The size with its first ``count`` rows that can be dry-run, and how their closed forms compare."""
+    """The size with its first ``count`` rows that can be dry-run and fit, and how their closed forms compare."""
     from refshard.fakecuda.build import extension
     from refshard.harness.dry.many import dry_run_many
-    from refshard.harness.dry.proxies import Proxies, Setting, proxies_of
+    from refshard.harness.dry.proxies import Extrapolated, Setting
+    from refshard.harness.dry.rounds import Rounds, dry_run_rounds
 
     extension()  # builds the fake device if there is none
     name = asked.cluster if cluster == load_cluster(asked.cluster) else f"{_profile(asked.cluster)}x{cluster.nodes}"
     setting = Setting(model=model, cluster=cluster, cluster_name=name, seq_len=asked.seq_len)
+    rounds = Rounds(
+        count=count, usable_bytes=usable(cluster.accelerator), each_s=DRY_RUN_S, all_s=DRY_RUNS_S
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="refshard-plan-") as made:
-        folder = Path(made)
-        found: dict[int, Proxies | str] = {}
-        for place, row in enumerate(size.rows):
-            found[place] = proxies_of(row.configuration, setting, folder)
-            if sum(isinstance(one, Proxies) for one in found.values()) == count:
-                break
-        chosen = [place for place, one in found.items() if isinstance(one, Proxies)]
-        asked_for = [
-            (place, point, case)
-            for place in chosen
-            if isinstance(one := found[place], Proxies)
-            for point, case in one.cases.items()
-        ]
-        results = dry_run_many(
-            [case for _, _, case in asked_for], folder / "runs", tell, time_limit_s=DRY_RUN_S * max(1, len(chosen))
-        )
-        of: dict[int, dict[tuple[int, int], Sequence[DryResult]]] = {place: {} for place in chosen}
-        for (place, point, _), ranks in zip(asked_for, results):
-            of[place][point] = ranks
-        kept = sorted({*listed(size.rows, asked.top, _varied(asked, cluster)), *chosen})
-        rows = [_dried(size.rows[place], found.get(place), setting, of.get(place)) for place in kept]
-    return with_dry_rows(size, rows)
+        run = partial(dry_run_many, on_progress=tell)
+        found = dry_run_rounds([row.configuration for row in size.rows], setting, Path(made), rounds, run)
+    ran = [place for place, one in found.items() if isinstance(one, Extrapolated)]
+    kept = sorted({*range(min(asked.top, len(size.rows))), *ran})
+    return with_dry_rows(size, [_dried(size.rows[place], found.get(place), rounds.usable_bytes) for place in kept])
 
 
 def _profile(cluster: str) -> str:
@@ -237,24 +225,13 @@ def _profile(cluster: str) -> str:
     return cluster if cluster in resources.cluster_profiles() else re.sub(r"x\d{1,7}$", "", cluster)
 
 
-def _dried(
-    row: Row,
-    proxies: "Proxies | str | None", setting: "Setting",
-    results: Mapping[tuple[int, int], Sequence["DryResult"]] | None,
-) -> Row:  # fmt: skip
+def _dried(row: Row, found: "Extrapolated | str | None", usable_bytes: int) -> Row:
     """The row by its dry run, or with the reason why it has none."""
-    from refshard.harness.dry.proxies import extrapolate
-
-    if isinstance(proxies, str):
-        return msgspec.structs.replace(row, not_dry=proxies)
-    if results is None or proxies is None:
+    if found is None:
         return msgspec.structs.replace(row, not_dry="not among the first; raise --dry-runs")
-    found = extrapolate(proxies, setting, results)
     if isinstance(found, str):
         return msgspec.structs.replace(row, not_dry=found)
-    return row.dried(
-        found.step_s, found.allocated_bytes, found.reserved_bytes, usable(setting.cluster.accelerator)
-    )  # fmt: skip
+    return row.dried(found.step_s, found.allocated_bytes, found.reserved_bytes, usable_bytes)
 
 
 def _space(asked: Asked, model: ModelSpec, cluster: ClusterSpec) -> Space:

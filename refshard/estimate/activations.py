@@ -8,6 +8,7 @@ stream is divided by sequence; torch keeps the gathered input of a product, Mega
 from dataclasses import dataclass
 
 from refshard.estimate.kernels import Share, attention_width, inner_tokens_width, projected_width
+from refshard.plan.recipe import MASTER_BYTES
 from refshard.specs.model import ModelSpec
 
 SUMS_BYTES = 4
@@ -17,18 +18,28 @@ SUMS_BYTES = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """Bytes that one layer keeps: all that backward reads, what checkpointing by operator leaves of it, and its input,
-    which full checkpointing keeps. ``workspace`` is needed besides while its backward runs.
+    which full checkpointing keeps. ``workspace`` is needed besides while its backward runs. ``began``, ``halfway`` and
+    ``ended`` are how much more than all that it keeps is there when its backward has gone through its last product,
+    through the others of the feed-forward, and through all; less is negative. ``puts_off`` are the
+    gradients that those of its weights are computed from, which a zero-bubble schedule keeps for later.
     """
 
     nothing: float
     selective: float
     full: float
     workspace: float
+    began: float
+    halfway: float
+    ended: float
+    puts_off: float
 
 
-def kept_by_layer(model: ModelSpec, share: Share, *, dense: bool, gathers_again: bool) -> Kept:
-    """What a layer keeps. ``gathers_again`` is Megatron's way with the inputs of products."""
+def kept_by_layer(model: ModelSpec, share: Share, *, dense: bool, gathers_again: bool, casts: bool = False) -> Kept:
+    """What a layer keeps. ``gathers_again`` is Megatron's way with the inputs of products. Where autocast ``casts``,
+    the residual stream is fp32, and each product has its own copy of its input.
+    """
     e, n, t = share.element, share.tokens, share.tensor
+    stream = hidden_bytes(model, share, casts=casts)
     hidden = e * n / t * model.dim
     given = hidden if gathers_again else e * n * model.dim
     projected = e * n * projected_width(model) / t
@@ -38,16 +49,30 @@ def kept_by_layer(model: ModelSpec, share: Share, *, dense: bool, gathers_again:
     # Of a gated feed-forward: gate, its activation, the other factor, the product; a fused kernel keeps no activation.
     times = (3 if share.fused else 4) if model.gated else 2
     routed = 0.0 if dense or model.experts is None else e * n * model.experts.active * model.dim / t * 2
-    norms = 2 * hidden + 2 * given + 2 * SUMS_BYTES * n / t
+    norms = 2 * stream + (5 if casts else 2) * given + 2 * SUMS_BYTES * n / t
     everything = norms + projected + mixed + sums + times * inner + routed
     key_value = e * n * (projected_width(model) - model.n_heads * attention_width(model)) / 2 / t
-    by_operator = 2 * hidden + 2 * mixed + key_value + sums + inner + routed
+    # Of every second product, the output is kept: of the last one, what tensor-parallel ranks have yet to sum.
+    by_operator = stream + given + 2 * mixed + key_value + sums + inner + routed
     return Kept(
-        nothing=everything, selective=by_operator, full=hidden, workspace=3 * inner + 2 * hidden + given,
+        nothing=everything, selective=by_operator, full=stream, workspace=3 * inner + 2 * hidden + given,
+        # Gradients of both factors beside the product's own; one of the activation's and of the inputs beside what
+        # attention keeps; those of queries, keys and values.
+        began=2 * inner + stream, halfway=(1 - times) * inner + 2 * given + stream,
+        ended=projected + 2 * stream - everything, puts_off=(2 if model.gated else 1) * inner + projected + 3 * hidden,
     )  # fmt: skip
 
 
-def loss_bytes(model: ModelSpec, share: Share) -> float:
-    """Bytes at the loss: the logits, and what their softmax and its gradient need, in fp32 unless it is fused."""
+def hidden_bytes(model: ModelSpec, share: Share, *, casts: bool = False) -> float:
+    """Bytes of the residual stream on one rank, which a pipeline's messages are, too."""
+    return (MASTER_BYTES if casts else share.element) * share.tokens / share.tensor * model.dim
+
+
+def loss_bytes(model: ModelSpec, share: Share, *, splits_loss: bool = False) -> float:
+    """Bytes at the loss: the logits, and what their softmax and its gradient need, in fp32 unless it is fused. Where
+    torch's ``loss_parallel()`` splits it by vocabulary, the gradient takes two more steps in memory of their own.
+    """
     logits = share.tokens * model.vocab / share.tensor
-    return logits * ((share.element * 2 + 4) if share.fused else 12)
+    if share.fused:
+        return logits * (share.element * 2 + 4)
+    return logits * (16 if splits_loss else 12)

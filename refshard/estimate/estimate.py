@@ -6,17 +6,18 @@ from functools import partial
 import numpy as np
 
 from refshard.costs import ADAMW_BYTES
-from refshard.estimate.activations import kept_by_layer, loss_bytes
-from refshard.estimate.candidates import Candidates, Floats, Mask, by_distinct
+from refshard.estimate.activations import hidden_bytes, kept_by_layer, loss_bytes
+from refshard.estimate.candidates import Candidates, Floats, Integers, Mask, by_distinct
 from refshard.estimate.exchange import Exchanges
 from refshard.estimate.groups import group_of
 from refshard.estimate.kernels import Share
 from refshard.estimate.layers import LayerCosts, LayerTimes, Within
 from refshard.estimate.memory import Held, Memory, memory_of
 from refshard.estimate.sizes import sizes_of
-from refshard.estimate.stages import deal, step_seconds
+from refshard.estimate.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
 from refshard.estimate.ways import fact
 from refshard.plan.checkpointing import checkpointing_of
+from refshard.plan.recipe import MASTER_BYTES
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.model import ModelSpec
@@ -61,19 +62,25 @@ def estimate(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: C
     return _Estimate(model, cluster, seq_len, candidates).all()
 
 
+def memory(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> Memory:
+    """The memory of :func:`estimate` alone, which takes less time."""
+    return _Estimate(model, cluster, seq_len, candidates).memory()
+
+
 class _Estimate:
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> None:
         self._model, self._cluster, self._seq_len, self._rows = model, cluster, seq_len, candidates
         self._stages = deal(model.n_layers, candidates)
         self._reduction = candidates.mapped("reduction", lambda word: float(ELEMENT_BYTES[word]))  # type: ignore[index]
         self._element = np.where(candidates.where("precision", "fp32"), 4.0, 2.0)
+        self._megatron = candidates.where("strategy", "megatron")
         self._sizes()
-        self._layer_times()
 
     def all(self) -> Estimates:
+        self._layer_times()
         rows, stages = self._rows, self._stages
         exchanges = Exchanges(self._cluster, rows, self._reduction)
-        embedding_s = self._embedding_s + exchanges.adding(self._embedding)
+        embedding_s = self._embedding_s + exchanges.adding(self._looked_up)
         head_s = self._head_s + exchanges.adding(self._head)
         exchange = exchanges.of(
             self._unit, self._embedding + self._head, self._parameters, self._forward, self._backward, self._layers
@@ -87,19 +94,20 @@ class _Estimate:
         everyone = self._model.n_layers * layer + ends
         slowest = slowest + self._messages(exposed=True)
         pipelined, waiting = step_seconds(rows, slowest, np.maximum(everyone, slowest), self._weight * self._layers)
+        filling = (rows["pipeline"] - 1) * exchanges.first_gathers(self._unit, self._forward, self._layers)
         optimizer, messages = self._optimizer(), self._messages(exposed=False)
         compute = rows["microbatches"] * np.where(
             alone, self._model.n_layers * (self._forward + self._backward) + ends,
             slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
         )  # fmt: skip
-        steady = pipelined + exchange.step_s + optimizer + messages
+        steady = pipelined + filling + exchange.step_s + optimizer + messages
         skew = rows["microbatches"] * self._layers * exchange.layer_skew_s
         nodes = np.maximum(1, rows.world_size / self._cluster.ranks_per_node)
         straggling = skew + (steady + skew) * self._cluster.straggling * np.log2(nodes)
         return Estimates(
-            candidates=rows, step_s=steady + straggling, compute_s=compute, waiting_s=waiting + messages,
+            candidates=rows, step_s=steady + straggling, compute_s=compute, waiting_s=waiting + filling + messages,
             exchange_s=pipelined - waiting - compute + exchange.step_s, optimizer_s=optimizer,
-            straggling_s=straggling, memory=self._memory(),
+            straggling_s=straggling, memory=self.memory(),
         )  # fmt: skip
 
     def _share(self, microbatch: int, tensor: int, context: int, expert: int, precision: int, compiled: int,
@@ -116,13 +124,13 @@ class _Estimate:
         rows, model, cluster = self._rows, self._model, self._cluster
         routed = routed_layers(model) / model.n_layers
 
-        def times(*key: int) -> tuple[float, ...]:
+        def times(megatron: int, *key: int) -> tuple[float, ...]:
             share, overlaps, by = self._share(*key), bool(key[-2]), rows.words["context_by"][key[-1]]
             within = Within(
                 tensor_shape=group_of(cluster, share.tensor, 1),
                 context_shape=group_of(cluster, share.context, share.tensor),
                 expert_shape=group_of(cluster, share.expert, share.tensor),
-                overlaps=overlaps, exchanges=by == "exchange",
+                overlaps=overlaps, exchanges=by == "exchange", dtensors=not megatron,
             )  # fmt: skip
             costs = LayerCosts(model, cluster, share, within)
             dense = costs.layer(dense=True)
@@ -131,7 +139,7 @@ class _Estimate:
             ends = [part.forward_s + part.backward_s for part in (costs.embedding(), costs.head())]
             return (*layer, *ends)
 
-        found = by_distinct([rows[field] for field in _SHARE], times)
+        found = by_distinct([self._megatron.astype(np.int64), *(rows[field] for field in _SHARE)], times)
         of = dict(zip(_TIMES, found))
         full, some = self._checkpointed()
         recomputed = full * of["full_s"] + some * of["selective_s"]
@@ -156,12 +164,16 @@ class _Estimate:
         def sizes(tensor: int, expert: int) -> tuple[float, ...]:
             found = sizes_of(model, tensor, expert)
             layer = found.dense * (1 - routed) + (found.routed + found.experts) * routed
-            return layer, max(found.dense, found.routed + found.experts), found.embedding, found.head
+            unit = max(found.dense, found.routed + found.experts)
+            return layer, unit, found.feed_forward, found.embedding, found.head
 
-        layer, unit, self._embedding, self._head = by_distinct([rows["tensor"], rows["expert"]], sizes)
+        layer, unit, self._feed_forward, self._embedding, self._head = by_distinct(
+            [rows["tensor"], rows["expert"]], sizes
+        )
         stages = self._stages
         alone = rows["pipeline"] == 1
-        self._unit = unit
+        self._layer, self._unit = layer, unit
+        self._looked_up = self._embedding * np.where(self._megatron, 1, rows["tensor"])
         self._layers = np.where(alone, model.n_layers, np.maximum(stages.middle, np.maximum(stages.first, stages.last)))
         most = np.maximum(stages.first * layer + self._embedding, stages.last * layer + self._head)
         most = np.where(rows["pipeline"] > 2, np.maximum(most, stages.middle * layer), most)
@@ -192,32 +204,82 @@ class _Estimate:
     def _shards_optimizer(self) -> Mask:
         return self._rows.mapped("strategy", partial(fact, name="shards_optimizer")) > 0
 
-    def _memory(self) -> Memory:
+    def memory(self) -> Memory:
+        """Of the pipeline's first rank, of its second where that is not the last, and of the last one."""
+        ranks = self._rows["pipeline"]
+        kept = self._kept()
+        held = [self._held(np.minimum(place, ranks - 1), kept) for place in (0, 1)] if ranks.max(initial=1) > 1 else []
+        return memory_of(self._rows, [*held, self._held(ranks - 1, kept)], self._element, self._reduction)
+
+    def _kept(self) -> dict[str, Floats]:
+        """Bytes by what they are for, of one microbatch of a rank that has layers and both ends."""
         rows, model = self._rows, self._model
         routed = routed_layers(model) / model.n_layers
-        megatron = rows.where("strategy", "megatron")
+        casts = (rows.mapped("strategy", partial(fact, name="casts")) > 0) & ~rows.where("precision", "fp32")
+        layer_parts = ("nothing", "selective", "full", "workspace", "began", "halfway", "ended", "puts_off")
 
-        def kept(again: int, *key: int) -> tuple[float, ...]:
+        def kept(megatron: int, casts: int, *key: int) -> tuple[float, ...]:
             share = self._share(*key)
-            dense = kept_by_layer(model, share, dense=True, gathers_again=bool(again))
-            mixed = kept_by_layer(model, share, dense=False, gathers_again=bool(again)) if routed else dense
-            names = ("nothing", "selective", "full", "workspace")
-            layer = [getattr(dense, n) * (1 - routed) + getattr(mixed, n) * routed for n in names]
-            return (*layer, loss_bytes(model, share), share.element * share.tokens * model.vocab / share.tensor)
+            how = {"gathers_again": bool(megatron), "casts": bool(casts)}
+            dense = kept_by_layer(model, share, dense=True, **how)
+            mixed = kept_by_layer(model, share, dense=False, **how) if routed else dense
+            layer = [getattr(dense, n) * (1 - routed) + getattr(mixed, n) * routed for n in layer_parts]
+            loss = loss_bytes(model, share, splits_loss=share.tensor > 1 and not megatron)
+            logits = share.element * share.tokens * model.vocab / share.tensor
+            return (
+                *layer,
+                loss,
+                logits,
+                MASTER_BYTES * share.tokens * model.dim,
+                hidden_bytes(model, share, casts=bool(casts)),
+            )
 
-        nothing, selective, full, workspace, loss, logits = by_distinct(
-            [megatron.astype(np.int64), *(rows[field] for field in _SHARE)], kept
+        found = by_distinct(
+            [self._megatron.astype(np.int64), casts.astype(np.int64), *(rows[field] for field in _SHARE)], kept
         )
+        return dict(zip((*layer_parts, "loss", "logits", "scattering", "hidden"), found))
+
+    def _held(self, rank: Integers, kept: dict[str, Floats]) -> Held:
+        """What the pipeline's ``rank`` has."""
+        rows, stages, ranks = self._rows, self._stages, self._rows["pipeline"]
+        first, last, torch = rank == 0, rank == ranks - 1, ~self._megatron
+        staged = (ranks > 1) & torch
+        layers = np.where(first, stages.first, np.where(last, stages.last, stages.middle))
+        layers = np.where(ranks == 1, self._model.n_layers, layers).astype(np.float64)
+        embedding, head = np.where(first, self._embedding, 0.0), np.where(last, self._head, 0.0)
+        parameters = layers * self._layer + embedding + head
         part, some = self._checkpointed()
-        layer = (1 - part - some) * nothing + part * full + some * selective
-        last = rows["pipeline"] == 1
-        held = Held(
-            parameters=self._parameters, unit=self._unit, end=np.maximum(self._embedding, self._head),
-            ends=self._embedding + self._head, kept=layer, first=np.where(part > 0, full, layer),
-            recomputed=np.where(part > 0, nothing, np.where(some > 0, nothing - selective, 0)), workspace=workspace,
-            loss=np.where(last, loss, 0), logits=np.where(last, logits, 0), layers=self._layers,
+        nothing, full = kept["nothing"], kept["full"]
+        layer = (1 - part - some) * nothing + part * full + some * kept["selective"]
+        recasts = (part + some) * layers * self._layer
+        flying, received = in_flight(rows, rank), rows["interleave"] * 2.0 - first - last
+        passed_on = self._sent(rank, flying) * kept["hidden"] + np.where(last, kept["logits"], 0)
+        return Held(
+            parameters=parameters, unit=self._unit, feed_forward=self._feed_forward,
+            down=self._feed_forward / (3 if self._model.gated else 2), embedding=embedding, head=head,
+            looked_up=np.where(first, self._looked_up, 0.0),
+            casts=parameters - recasts - (0 if self._model.tied else embedding), recasts=recasts, kept=layer,
+            first=np.where(part > 0, full, layer),
+            last=np.where(part > 0, np.where(part < 1, nothing, full), layer),
+            recomputed=np.where(part > 0, nothing, np.where(some > 0, nothing - kept["selective"], 0)),
+            **{name: kept[name] for name in ("workspace", "began", "halfway", "ended", "puts_off")},
+            loss=np.where(last, kept["loss"], 0), logits=np.where(last, kept["logits"], 0),
+            scattering=np.where(first, kept["scattering"], 0), outputs=np.where(staged, passed_on, 0),
+            messages=np.where(staged, rows["microbatches"] * received * kept["hidden"], 0), layers=layers,
+            flying=flying, left=np.where(first, held_by_first_backward(rows), flying - 1 / rows["interleave"]),
+            waiting=put_off(rows, rank),
         )  # fmt: skip
-        return memory_of(rows, held, self._element, self._reduction)
+
+    def _sent(self, rank: Integers, flying: Floats) -> Floats:
+        """Messages of a pipeline's rank that are still there when it has computed its last forward. 1F1B waits for each
+        before it goes on, so that outputs stay until their backward; others' outputs are their first layers' input.
+        Torch's schedules of several stages a rank wait at a step's end.
+        """
+        rows = self._rows
+        first, last = rank == 0, rank == rows["pipeline"] - 1
+        parts, microbatches = rows["interleave"], rows["microbatches"]
+        onward, back = microbatches * (parts - last), np.maximum(0, microbatches - flying) * (parts - first)
+        return np.where(rows.where("schedule", "1f1b"), np.where(first, flying, 0), onward + back)
 
 
 def routed_layers(model: ModelSpec) -> int:

@@ -96,6 +96,16 @@ class Exchanges:
         gathered = gathers * self._skew("all_gather", self._element * unit)
         return gathered + np.where(reduces, self._skew("reduce_scatter", self._reduction * unit), 0)
 
+    def first_gathers(self, unit: Floats, forward_s: Floats, layers: Floats) -> Floats:
+        """Seconds that a stage's first forward waits for its parameters, which FSDP2 gathers as the first microbatch
+        arrives. A schedule of several stages a rank has them gathered before.
+        """
+        candidates = self._candidates
+        gather = self._gather(unit)
+        exposed = gather + hidden(self._cluster, layers * forward_s, np.maximum(0, layers - 1) * gather)
+        late = self._way["shards_parameters"] & (candidates["pipeline"] > 1) & candidates.where("schedule", "1f1b")
+        return np.where(late, exposed, 0)
+
     def _skew(self, op: CollectiveOp, nbytes: Floats) -> Floats:
         return SKEW * self._groups.latency_over_shards(op, nbytes)
 

@@ -16,6 +16,14 @@ from refshard.costs import (
     move_seconds,
     product_seconds,
 )
+from refshard.estimate.issued import (
+    Issued,
+    Pass,
+    around_attention,
+    around_embedding,
+    around_head,
+    around_products,
+)
 from refshard.estimate.kernels import (
     Move,
     Product,
@@ -30,7 +38,7 @@ from refshard.estimate.kernels import (
     quantising_moves,
 )
 from refshard.estimate.overlap import hidden
-from refshard.specs.cluster import ClusterSpec, CollectiveOp
+from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import HardwareSpec
 from refshard.specs.model import ModelSpec
 
@@ -50,7 +58,8 @@ class Within:
     """How the ranks of one layer communicate.
 
     ``tensor_shape`` and ``context_shape`` are their groups' places on nodes. ``overlaps`` cuts products so that tensor
-    parallelism's collectives run beside them; ``exchanges`` heads for tokens instead of a ring.
+    parallelism's collectives run beside them; ``exchanges`` heads for tokens instead of a ring. Torch's ``dtensors``
+    make an embedding's gradient whole on each tensor-parallel rank, and its ring gathers keys and values at once.
     """
 
     tensor_shape: GroupShape
@@ -58,6 +67,7 @@ class Within:
     expert_shape: GroupShape
     overlaps: bool = False
     exchanges: bool = False
+    dtensors: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +110,7 @@ class LayerCosts:
             backward += quantising_moves([p.m * p.n * p.count for p in products])
         attention, attention_back = (self._attention(backward=b) for b in (False, True))
         sent, returned = self._context(attention), self._context(attention_back, backward=True)
-        around = self._tensor(sum(product_s))
+        around, again = self._tensor(sum(product_s), "forward"), self._tensor(sum(product_s), "again")
         experts = 0.0 if dense else self._experts()
         forward_s = self._at_least_launched(
             sum(product_s) + attention + self._moves(forward), len(products) + len(forward) + 1
@@ -114,19 +124,22 @@ class LayerCosts:
             forward_s=forward_s + comm,
             input_s=input_s + around + returned + experts,
             weight_s=sum(product_s),
-            full_s=forward_s - last + comm - around / 4,
+            full_s=forward_s - last + comm - around + again,
             selective_s=sum(product_s[1::2]) - last * (len(product_s) % 2 == 0)
-            + self._moves(forward) + around / 2 + experts,
+            + self._moves(forward) + again + experts,
         )  # fmt: skip
 
     def embedding(self) -> LayerTimes:
-        """Looking up the tokens; its gradient is dense."""
-        width = self._share.tokens * self._model.dim * self._share.element
-        cleared = self._share.element * self._model.vocab * self._model.dim / self._share.tensor
-        comm = self._collective("reduce_scatter", width)
+        """Looking up the tokens. Its gradient is dense."""
+        share, model = self._share, self._model
+        width = share.tokens * model.dim * share.element
+        parts = 1 if self._within.dtensors else share.tensor
+        cleared = share.element * model.vocab * model.dim / parts
         return LayerTimes(
-            forward_s=self._moves([Move(2 * width)]) + comm, input_s=0.0,
-            weight_s=self._moves([Move(cleared, fresh=cleared), Move(3 * width)]),
+            forward_s=self._moves([Move(2 * width)]) + self._over_tensor(around_embedding(model, share, "forward")),
+            input_s=0.0,
+            weight_s=self._moves([Move(cleared, fresh=cleared), Move(3 * width)])
+            + self._over_tensor(around_embedding(model, share, "backward")),
         )  # fmt: skip
 
     def head(self) -> LayerTimes:
@@ -140,9 +153,9 @@ class LayerCosts:
         else:
             loss = [Move((e + 4) * logits), Move(8 * logits, 2 * logits, 4 * logits)]
             gradient = [Move(4 * logits, fresh=4 * logits), Move(12 * logits, 1.5 * logits), Move((e + 4) * logits)]
-        gather = self._collective("all_gather", share.tokens * model.dim * e)
         return LayerTimes(
-            forward_s=product + self._moves(loss) + gather, input_s=product + self._moves(gradient) + gather,
+            forward_s=product + self._moves(loss) + self._over_tensor(around_head(model, share, "forward")),
+            input_s=product + self._moves(gradient) + self._over_tensor(around_head(model, share, "backward")),
             weight_s=product,
         )  # fmt: skip
 
@@ -169,11 +182,23 @@ class LayerCosts:
         if self._within.exchanges:
             moved = share.tokens * (width + values) * share.element * share.context
             return collective_cost(self._cluster, "all_to_all", round(moved), shape).seconds
+        corrected = self._moves([Move(10 * share.tokens * values * share.context)])
+        if self._within.dtensors:
+            return corrected + self._gathered_ring(attention_s, "backward" if backward else "forward")
         hop = (2 if backward else 1) * share.tokens * (width - values) * share.element
         hop_s = self._message(hop, shape)
-        corrected = 10 * share.tokens * values * share.context
         exposed = max(0.0, hop_s - attention_s / share.context) * (share.context - 1)
-        return exposed + self._moves([Move(corrected)])
+        return exposed + corrected
+
+    def _gathered_ring(self, attention_s: float, which: Pass) -> float:
+        """Torch's ring: keys and values are gathered beside the first piece of attention, and the gradients of each
+        piece pass on beside the next one; those of the last piece have nothing beside them.
+        """
+        share, piece_s, exposed = self._share, attention_s / self._share.context, 0.0
+        for one in around_attention(self._model, share, which):
+            each = collective_cost(self._cluster, one.op, round(one.nbytes), self._within.context_shape).seconds
+            exposed += one.count * max(0.0, each - piece_s) + (min(each, piece_s) if one.op == "all_to_all" else 0.0)
+        return exposed
 
     def _message(self, nbytes: float, shape: GroupShape) -> float:
         """A message to the next rank of a group."""
@@ -184,17 +209,20 @@ class LayerCosts:
         share = cluster.between.bytes_per_s * shape.per_node / cluster.ranks_per_node
         return cluster.launch_s + cluster.between.latency_s + nbytes / share
 
-    def _tensor(self, products_s: float) -> float:
-        """Exposed gathers and scatters of one pass through a layer: two of each."""
-        nbytes = self._share.tokens * self._model.dim * self._share.element
-        both = 2 * (self._collective("all_gather", nbytes) + self._collective("reduce_scatter", nbytes))
+    def _tensor(self, products_s: float, which: Pass) -> float:
+        """Exposed gathers and scatters of one pass through a layer."""
+        both = self._over_tensor(around_products(self._model, self._share, which))
         if not self._within.overlaps or not both:
             return both
         beside = both * (1 - 1 / CHUNKS)
         return both / CHUNKS + hidden(self._cluster, products_s, beside)
 
-    def _collective(self, op: CollectiveOp, nbytes: float) -> float:
-        return collective_cost(self._cluster, op, round(nbytes), self._within.tensor_shape).seconds
+    def _over_tensor(self, issued: Sequence[Issued]) -> float:
+        """Seconds of these one after the other, over tensor-parallel ranks."""
+        shape = self._within.tensor_shape
+        return sum(
+            one.count * collective_cost(self._cluster, one.op, round(one.nbytes), shape).seconds for one in issued
+        )
 
     def _experts(self) -> float:
         """Tokens to their experts, and back."""

@@ -1,16 +1,22 @@
-"""Memory of one rank in closed form: what torch's allocator hands out at a step's peak, in bytes, one entry a row."""
+"""Memory of one rank in closed form: what torch's allocator hands out at a step's peak, in bytes, one entry a row.
 
+A rank's peak is the highest of a few moments of a step, each of which is counted whole; a configuration's is that of
+the rank that needs most.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from refshard.estimate.candidates import Candidates, Floats
-from refshard.estimate.stages import in_flight
+from refshard.estimate.candidates import Candidates, Floats, Mask
 from refshard.estimate.ways import ADAM_BYTES, fact
 from refshard.plan.recipe import MASTER_BYTES
 
 PARTS = ("masters", "optimizer", "gradients", "unsharded", "activations", "workspace")
+MOST_GATHERED = 3
+"""Stages that torch's schedules of several stages a rank keep gathered at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,84 +39,283 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """Elements of the parts of a rank, one entry a row: all parameters, its largest unit's, the larger end's and both
-    ends'; and bytes: what a layer ``kept`` on average, what the ``first`` one keeps, which is checkpointed if any is,
-    what is ``recomputed``, a layer's ``workspace``, what the ``loss`` needs and the ``logits`` alone.
+    """What one rank of each configuration has, one entry a row.
+
+    Elements: all ``parameters``, those of its largest ``unit``, of that one's ``feed_forward`` and of its last product,
+    ``down``; of its ``embedding`` and its ``head`` (0 where another rank of the pipeline has them; of a tied model the
+    embedding is the head, too), of the embedding's whole gradient ``looked_up``, and of what autocast ``casts`` for
+    forward and backward, or for both apart, ``recasts``.
+
+    Bytes: what a layer ``kept`` on average, what the ``first`` one keeps, which is checkpointed if any is, and the
+    ``last`` one, which is if all are; what is ``recomputed``, a layer's ``workspace``, how much more than what it keeps
+    is there when its backward ``began``, is ``halfway`` and has ``ended``, and what it ``puts_off``; what the ``loss``
+    needs, the ``logits`` alone, and what the ``scattering`` of the embedding's gradient does; a pipeline's ``outputs``,
+    which the rank still has, and what ``messages`` are received into.
+
+    The rank holds ``layers``, ``flying`` microbatches at once, ``left`` of them when the first layers end their first
+    backward, and puts off gradients of weights of ``waiting`` ones.
     """
 
     parameters: Floats
     unit: Floats
-    end: Floats
-    ends: Floats
+    feed_forward: Floats
+    down: Floats
+    embedding: Floats
+    head: Floats
+    looked_up: Floats
+    casts: Floats
+    recasts: Floats
     kept: Floats
     first: Floats
+    last: Floats
     recomputed: Floats
     workspace: Floats
+    began: Floats
+    halfway: Floats
+    ended: Floats
+    puts_off: Floats
     loss: Floats
     logits: Floats
+    scattering: Floats
+    outputs: Floats
+    messages: Floats
     layers: Floats
+    flying: Floats
+    left: Floats
+    waiting: Floats
 
 
-def memory_of(candidates: Candidates, held: Held, element: Floats, reduction: Floats) -> Memory:
-    """Each category at the peak, the highest of three: the loss, the backward of the last layer, when all activations
-    are there, and that of the first one, when all gradients are. ``element`` and ``reduction`` are bytes of a parameter
-    in compute and of a gradient as it is reduced.
+def memory_of(candidates: Candidates, ranks: Sequence[Held], element: Floats, reduction: Floats) -> Memory:
+    """The highest moment of the rank that needs most. ``element`` and ``reduction`` are bytes of a parameter in compute
+    and of a gradient as it is reduced.
     """
-    way = _Facts(candidates)
-    own = held.parameters / np.where(way["shards_optimizer"] > 0, candidates.shards, 1)
-    by_unit, ring, around = way["shards_parameters"] > 0, way["ring"] > 0, way["around"] > 0
-    pipelined = candidates["pipeline"] > 1
-    stays = by_unit & (pipelined | ~candidates.flag("reshard") | (way["keeps"] > 0))
-    adds_up = by_unit & (candidates["microbatches"] > 1) & (pipelined | ~candidates.flag("reduce_each"))
-    offloaded = candidates.flag("offload")
-    autocast = np.where((way["casts"] > 0) & (element < MASTER_BYTES), element, 0) * held.parameters
-    ends = np.where(around & ~stays, element * held.ends, 0)
-    slots = way["parameter_slots"] * (element + np.where(ring, reduction, 0)) + np.where(
-        ring, 0, way["copies_out"] * element
-    )
-    whole = np.where(stays, element * held.parameters, way["kept_bytes"] * held.parameters + autocast) + ends
-    gradients = np.where(by_unit, MASTER_BYTES * own, way["summed_bytes"] * held.parameters)
-    gradients = gradients + np.where(adds_up, MASTER_BYTES * held.parameters, 0)
-    activations = held.layers * held.kept * in_flight(candidates)
-    # While the layer computes, its activations are there, and parameters of the next; at its end, its gradients as they
-    # came and as they are reduced.
-    slotted = way["gradient_slots"] > 0
-    added = np.where(ring, element, np.where(slotted, way["gradient_slots"] * reduction, element + reduction))
-    reduced = np.where(by_unit, added, element * (way["casts"] > 0)) * held.unit
-    gathered = np.where(by_unit & (~stays | ring), slots, 0) * held.unit
-    computing = held.recomputed + held.workspace + gathered + np.where(ring, 0, element * held.unit)
-    ending = reduced + np.where(ring, gathered, np.where(stays, 0, 2 * element * held.unit)) + held.workspace / 3
-    # A pipeline's stage is reduced after its last backward, whose activations are gone: one unit after the other, the
-    # next beside the last.
-    at_end = 2 * reduction * held.unit + element * held.end - activations
-    ending = np.where(by_unit & pipelined, at_end, ending)
-    of_layer = np.maximum(computing, ending)
-    end = np.where(by_unit & ~stays & ~around, element * held.end, 0) + np.where(ring, slots * held.unit, 0)
-    end = end + np.where(slotted, element * held.unit, 0)
-    of_head = held.logits + element * held.end + np.where(by_unit, reduction * held.end, 0)
-    of_loss = end + np.maximum(held.loss, np.where(held.loss > 0, of_head, 0))
-    # Those that a step begins without come as its only microbatch's activations go, and the weights that autocast cast;
-    # later ones find them there.
-    comes = np.where(by_unit, ~offloaded, way["casts"] > 0) & (candidates["microbatches"] == 1)
-    coming = np.where(comes, MASTER_BYTES * own, 0)
-    going = activations - held.first + autocast + np.maximum(of_loss - of_layer, 0)
-    late = coming > going
-    gradients = np.where(late, gradients, gradients - coming)
-    return Memory(
-        masters=np.where(offloaded, 0, MASTER_BYTES * own),
-        optimizer=np.where(offloaded, 0, ADAM_BYTES * own),
-        gradients=np.where(offloaded & by_unit, 0, gradients),
-        unsharded=np.where(late, whole - autocast, whole),
-        activations=np.where(late, held.first, activations),
-        workspace=np.where(late, of_layer, np.maximum(of_layer, of_loss)),
-    )
+    return _highest(
+        [moment for held in ranks for moment in _Rank(candidates, held, element, reduction).moments()]
+    )  # fmt: skip
 
 
-class _Facts:
-    """A strategy's numbers, one a row."""
+def _highest(moments: Sequence[Memory]) -> Memory:
+    """Of each row the moment at which most is there."""
+    at = np.argmax([moment.peak for moment in moments], axis=0)
+    rows = np.arange(len(at))
+    return Memory(**{part: np.array([getattr(moment, part) for moment in moments])[at, rows] for part in PARTS})
 
-    def __init__(self, candidates: Candidates) -> None:
-        self._candidates = candidates
 
-    def __getitem__(self, name: str) -> Floats:
+class _Rank:
+    """The moments of a step of one rank at which most may be there."""
+
+    def __init__(self, candidates: Candidates, held: Held, element: Floats, reduction: Floats) -> None:
+        self._candidates, self._held, self._element, self._reduction = candidates, held, element, reduction
+        self._own = held.parameters / np.where(self._is("shards_optimizer"), candidates.shards, 1)
+        self._by_unit, self._ring, self._around = map(self._is, ("shards_parameters", "ring", "around"))
+        self._slotted, self._casts = self._is("gradient_slots"), self._is("casts") & (element < MASTER_BYTES)
+        self._pipelined = candidates["pipeline"] > 1
+        self._stays = self._by_unit & (self._pipelined | ~candidates.flag("reshard") | self._is("keeps"))
+        self._activations = held.layers * held.kept * held.flying + held.outputs
+        self._activations = self._activations + held.layers * held.puts_off * held.waiting
+        # In backward a gathered unit has been copied out before the next one is gathered.
+        slots = self._slots() - np.where(self._around, self._number("copies_out") * element, 0)
+        self._gathered = np.where(self._by_unit & (~self._stays | self._ring), slots, 0) * held.unit
+        self._gradients = self._all_gradients()
+
+    def moments(self) -> list[Memory]:
+        """All of them."""
+        return [
+            self._loss(),
+            self._cast_loss(),
+            self._last_layer(),
+            self._first_layer(),
+            self._embedding(),
+            self._reducing(),
+        ]
+
+    def _loss(self) -> Memory:
+        """The loss and its gradient, or those of the head's weight."""
+        held, element, reduction = self._held, self._element, self._reduction
+        end = np.maximum(held.embedding, held.head)
+        units = self._by_unit & ~self._around & ~self._stays
+        gathered = np.where(units, element * end, 0) + np.where(self._ring, self._slots() * held.unit, 0)
+        gathered = gathered + np.where(self._slotted, element * held.unit, 0)
+        put_off = held.logits * np.maximum(0, held.waiting * self._parts - 1) + self._not_added()
+        of_head = held.logits + element * end + np.where(self._by_unit & ~self._around, reduction * end, 0)
+        workspace = gathered + put_off + np.maximum(held.loss, of_head)
+        begun = held.layers * held.puts_off * np.minimum(held.waiting, 1 / self._parts)
+        return self._moment(
+            self._gradients - self._coming(), self._whole(), self._activations - begun,
+            np.where(held.loss > 0, workspace, 0),
+        )  # fmt: skip
+
+    def _not_added(self) -> Floats:
+        """Gradients of weights that a zero-bubble schedule computed last: FSDP2 adds a stage's to those of earlier
+        microbatches, in fp32, in the stage's next backward. Of several stages a rank, those of one have none of earlier
+        microbatches until the third round.
+        """
+        held, alone = self._held, self._parts == 1
+        waits = (held.waiting > 0) & self._by_unit
+        early = ~alone & (self._candidates["microbatches"] < 3 * self._candidates["pipeline"])
+        stage = held.layers / self._parts * held.unit
+        waiting = self._element * (stage + np.where(alone, held.head, 0)) - np.where(early, MASTER_BYTES * stage, 0)
+        found: Floats = np.where(waits, waiting, 0)
+        return found
+
+    def _cast_loss(self) -> Memory:
+        """The loss before its gradient: autocast still has all weights that forward cast, and the logits are there in
+        both dtypes, and what softmax makes of them.
+        """
+        held, element = self._held, self._element
+        here = self._casts & ~self._pipelined & (held.loss > 0)
+        recast = np.where(here, element * held.recasts, 0)
+        workspace = np.where(here, held.logits * (1 + 2 * MASTER_BYTES / element), 0)
+        return self._moment(
+            self._gradients - self._coming(), self._whole() + recast, self._activations, workspace
+        )  # fmt: skip
+
+    def _last_layer(self) -> Memory:
+        """The backward of the last layer, when all activations are there."""
+        return self._moment(
+            self._gradients - self._coming(), self._whole(), self._activations, self._of_layer(self._held.last)
+        )
+
+    def _first_layer(self) -> Memory:
+        """That of the first one, when all gradients are there; of a pipeline, in the first microbatch's backward."""
+        left = np.where(self._pipelined, self._left(), 0)
+        whole = self._whole() - np.where(self._pipelined, 0, self._autocast())
+        return self._moment(self._gradients, whole, self._held.first + left, self._of_layer(None))
+
+    def _embedding(self) -> Memory:
+        """The embedding's gradient, whole on each of torch's tensor-parallel ranks."""
+        held, element = self._held, self._element
+        split = ~self._pipelined & (held.looked_up > held.embedding)
+        after = np.maximum(held.scattering, np.where(split, element * held.embedding, 0))
+        gradient = np.where(self._casts, MASTER_BYTES, element) * held.looked_up + after
+        # A zero-bubble schedule computes it with the gradients of the layers' weights, which wait for it.
+        gradient = gradient + element * held.unit * held.layers * held.waiting
+        before = np.where(self._pipelined, 0, element * held.head + self._reduction * held.unit)
+        here = (held.embedding > 0) & (self._pipelined | self._by_unit & self._around)
+        return self._moment(
+            self._gradients, self._whole() - np.where(self._pipelined, 0, self._autocast()),
+            np.where(self._pipelined, self._left(), 0), np.where(here, gradient + before, 0),
+        )  # fmt: skip
+
+    def _reducing(self) -> Memory:
+        """The reduction of what lies around the layers, or of a pipeline's stage, after the last backward."""
+        held, element, reduction = self._held, self._element, self._reduction
+        ends = held.embedding + held.head
+        extra = held.looked_up - held.embedding
+        alone = (element + reduction) * ends
+        stage = np.maximum(ends, held.unit)
+        stage = np.maximum(reduction * (stage - extra), np.where(extra > 0, reduction * held.embedding, 0))
+        here = self._by_unit & (self._around | self._pipelined)
+        freed = np.where(self._pipelined, element * np.where(ends > 0, ends, held.unit), element * ends)
+        reduced = (self._candidates["microbatches"] == 1) & ~self._candidates.flag("offload")
+        gradients = self._gradients - np.where(here & reduced, MASTER_BYTES * ends / self._candidates.shards, 0)
+        whole = self._whole() - np.where(here, np.minimum(freed, self._whole()), 0)
+        return self._moment(
+            gradients, whole, np.zeros_like(whole), np.where(here, np.where(self._pipelined, stage, alone), 0)
+        )  # fmt: skip
+
+    def _of_layer(self, after: Floats | None) -> Floats:
+        """A layer's backward. ``after`` is what the layer after it kept, if that is still counted."""
+        found = np.where(self._around, self._of_layer_within(after), self._of_unit())
+        return np.where(self._casts, self._held.recomputed + self._held.began, found)
+
+    def _of_layer_within(self, after: Floats | None) -> Floats:
+        """Its gradients come one by one and wait for the last; what lies around the layers has the head's by then.
+        Gradients of the layer after it are still in what they are reduced from.
+        """
+        held, element = self._held, self._element
+        grown = [
+            held.began + element * held.down,
+            held.halfway + element * held.feed_forward,
+            held.ended + element * held.unit,
+        ]
+        most = held.recomputed + self._gathered + element * held.head + np.maximum.reduce(grown)
+        later = self._reduction * held.unit - (0 if after is None else after)
+        found: Floats = np.where(self._stays, most, most + np.maximum(later, 0))
+        return found
+
+    def _of_unit(self) -> Floats:
+        """While a layer computes, its activations are there, and parameters of the next; at its end, its gradients as
+        they came and as they are reduced.
+        """
+        held, element, reduction = self._held, self._element, self._reduction
+        ring, slots = self._ring, self._number("gradient_slots")
+        added = np.where(ring, element, np.where(self._slotted, slots * reduction, element + reduction))
+        reduced = np.where(self._by_unit, added, 0) * held.unit
+        computing = held.recomputed + held.workspace + self._gathered + np.where(ring, 0, element * held.unit)
+        ending = np.where(ring, self._gathered, np.where(self._stays, 0, 2 * element * held.unit))
+        return np.maximum(computing, reduced + ending + held.workspace / 3)
+
+    def _all_gradients(self) -> Floats:
+        """Those that a step leaves: sharded, or summed unsharded. Torch sums a pipeline's in fp32 and shards them in
+        the end; DDP's are views of its buckets unless some microbatches add up beside them.
+        """
+        held, candidates = self._held, self._candidates
+        several = candidates["microbatches"] > 1
+        whole = held.parameters + held.looked_up - held.embedding
+        summed = self._number("summed_bytes") - np.where(self._casts & ~several, MASTER_BYTES, 0)
+        found = np.where(self._by_unit, MASTER_BYTES * self._own, summed * held.parameters)
+        found = found + np.where(
+            self._by_unit & several & ~self._pipelined & ~candidates.flag("reduce_each"), MASTER_BYTES * whole, 0
+        )
+        found = np.where(self._by_unit & self._pipelined, MASTER_BYTES * whole, found)
+        return np.where(candidates.flag("offload") & self._by_unit, 0, found)
+
+    def _coming(self) -> Floats:
+        """Gradients that are not there before the backward of a step's first microbatch; later ones find them there."""
+        candidates, held = self._candidates, self._held
+        only = (candidates["microbatches"] == 1) & self._by_unit
+        # A pipeline with no more microbatches than it holds at once has none before some of them go.
+        filling = self._pipelined & (candidates["microbatches"] <= held.flying)
+        comes = (only | filling) & (self._by_unit | (self._number("summed_bytes") > MASTER_BYTES))
+        kept = np.where(self._by_unit, 0, MASTER_BYTES * held.parameters)
+        return np.where(comes & ~candidates.flag("offload"), self._gradients - kept, 0)
+
+    def _whole(self) -> Floats:
+        """Parameters in the dtype of compute that stay, those around the layers among them."""
+        held, element = self._held, self._element
+        some = np.minimum(1, MOST_GATHERED / self._parts)
+        ends = np.where(self._around & ~self._stays, element * (held.embedding + held.head), 0)
+        kept = self._number("kept_bytes") * held.parameters + self._autocast()
+        found: Floats = np.where(self._stays, element * held.parameters * some, kept) + ends
+        return found
+
+    def _autocast(self) -> Floats:
+        """Weights as autocast cast them, once for each microbatch; the head's, which the loss follows, for one."""
+        held = self._held
+        cast = held.casts * held.flying - held.head * np.maximum(0, held.flying - 1)
+        found: Floats = np.where(self._casts, self._element, 0) * cast
+        return found
+
+    def _slots(self) -> Floats:
+        """Bytes an element of gathered units."""
+        element, ring = self._element, self._ring
+        beside = np.where(ring, self._reduction, self._number("copies_out") * element)
+        found: Floats = self._number("parameter_slots") * (element + np.where(ring, self._reduction, 0)) + np.where(
+            ring, 0, beside
+        )
+        return found
+
+    def _left(self) -> Floats:
+        """Activations when the first layers end their first backward."""
+        held = self._held
+        found: Floats = self._activations - held.layers * held.kept * (held.flying - held.left)
+        return found
+
+    @property
+    def _parts(self) -> Floats:
+        return self._candidates["interleave"].astype(np.float64)
+
+    def _moment(self, gradients: Floats, unsharded: Floats, activations: Floats, workspace: Floats) -> Memory:
+        held, offloaded = self._held, self._candidates.flag("offload")
+        return Memory(
+            masters=np.where(offloaded, 0, MASTER_BYTES * self._own),
+            optimizer=np.where(offloaded, 0, ADAM_BYTES * self._own),
+            gradients=gradients, unsharded=unsharded, activations=activations, workspace=workspace + held.messages,
+        )  # fmt: skip
+
+    def _number(self, name: str) -> Floats:
         return self._candidates.mapped("strategy", partial(fact, name=name))
+
+    def _is(self, name: str) -> Mask:
+        return self._number(name) > 0

@@ -1,11 +1,11 @@
 """Among many configurations, those that fit and are fastest: closed forms, with as few layers checkpointed as fit."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from refshard.estimate.candidates import Candidates, Floats, Integers, Mask
-from refshard.estimate.estimate import Estimates, estimate
+from refshard.estimate.estimate import Estimates, estimate, memory
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.model import ModelSpec
 
@@ -50,32 +50,38 @@ def _limits(rows: Candidates, usable_bytes: int) -> Floats:
 
 
 def _fewest(model: ModelSpec, cluster: ClusterSpec, seq_len: int, rows: Candidates, limits: Floats) -> Candidates:
-    """Memory falls by as much for each layer more that is checkpointed, so two points tell how many it takes; once the
-    peak is where all gradients are, it falls no more.
+    """As few checkpointed layers as fit, else all. A step's peak is the highest of several moments, at each of which
+    memory falls by as much for each layer more; so by what it falls at some number, it takes no fewer than that tells.
     """
     automatic = rows.where("checkpointing", AUTO)
     if not automatic.any():
         return rows
-    words = tuple(word for word in rows.words["checkpointing"] if word != AUTO)
-    counts = tuple(map(str, range(1, model.n_layers + 1)))
-    words = tuple(dict.fromkeys((*words, "none", *counts)))
+    words = tuple(dict.fromkeys(word for word in rows.words["checkpointing"] if word != AUTO))
+    counts = ("none", *map(str, range(1, model.n_layers + 2)))
+    words = (*counts, *(word for word in words if word not in counts))
     place = {word: index for index, word in enumerate(words)}
     old = rows.words["checkpointing"]
     codes = np.array([place.get(word, 0) for word in old], np.int64)[rows["checkpointing"]]
-    chosen = rows.take(automatic)
-
-    def peak(word: str) -> Floats:
-        fixed = replace(
-            chosen,
-            columns={**chosen.columns, "checkpointing": np.zeros(len(chosen), np.int64)},
-            words={**chosen.words, "checkpointing": (word,)},
-        )
-        return estimate(model, cluster, seq_len, fixed).memory.peak
-
+    chosen, limit = rows.take(automatic), limits[automatic]
     most = -(-model.n_layers // chosen["pipeline"])
-    none, one, two = peak("none"), peak("1"), peak("2")
-    each = np.maximum(one - two, 1.0)
-    limit = limits[automatic]
-    needed = np.clip(1 + np.ceil((one - limit) / each), 1, most).astype(np.int64)
-    codes[automatic] = np.where(none <= limit, place["none"], place["1"] + needed - 1)
+
+    def peak(some: Integers, count: Integers) -> Floats:
+        of = chosen.take(some)
+        fixed = Candidates({**of.columns, "checkpointing": count}, {**of.words, "checkpointing": words})
+        return memory(model, cluster, seq_len, fixed).peak
+
+    fewest = np.zeros(len(chosen), np.int64)
+    some = np.arange(len(chosen))
+    while len(some):
+        here = peak(some, fewest[some])
+        over = (here > limit[some]) & (fewest[some] < most[some])
+        some, here = some[over], here[over]
+        if not len(some):
+            break
+        first = fewest[some] == 0
+        each = np.maximum(here - peak(some, fewest[some] + 1), 1.0)
+        # The first checkpointed layer makes room for what it recomputes, so it tells nothing of the others.
+        more = np.where(first, 1, np.ceil((here - limit[some]) / each))
+        fewest[some] = np.minimum(fewest[some] + more, most[some]).astype(np.int64)
+    codes[automatic] = fewest
     return Candidates({**rows.columns, "checkpointing": codes}, {**rows.words, "checkpointing": words})

@@ -8,13 +8,16 @@ from refshard.specs.model import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Elements on one rank: of a dense layer and of a mixture's, without and with its experts, and of both ends."""
+    """Elements on one rank: of a dense layer and of a mixture's, without and with its experts, and of both ends; and of
+    the feed-forward of the larger kind of layer.
+    """
 
     dense: float
     routed: float
     experts: float
     embedding: float
     head: float
+    feed_forward: float
 
 
 def sizes_of(model: ModelSpec, tensor: int, expert: int) -> Sizes:
@@ -27,11 +30,13 @@ def sizes_of(model: ModelSpec, tensor: int, expert: int) -> Sizes:
     mixture = feed_forward_linears(model, dense=False) if model.experts else ()
     routed = _numel([*attention, *(one for one in mixture if one.count == 1)], tensor, 1, biased=model.biased) + norms
     experts = _numel([one for one in mixture if one.count > 1], tensor, expert, biased=False)
+    inner = _numel([*feed_forward_linears(model)], tensor, 1, biased=model.biased)
+    mixed = _numel([one for one in mixture if one.count == 1], tensor, 1, biased=model.biased) + experts
     ends = model.vocab * model.dim / tensor
     positions = model.positions * model.dim
     return Sizes(
         dense=dense, routed=routed if model.experts else 0.0, experts=experts, embedding=ends + positions,
-        head=norm + (0.0 if model.tied else ends),
+        head=norm + (0.0 if model.tied else ends), feed_forward=mixed if routed + experts > dense else inner,
     )  # fmt: skip
 
 

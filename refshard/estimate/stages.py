@@ -52,12 +52,48 @@ def step_seconds(candidates: Candidates, slowest_s: Floats, all_s: Floats, weigh
     return candidates["microbatches"] * slowest_s + waiting, waiting
 
 
-def in_flight(candidates: Candidates) -> Floats:
-    """Microbatches whose activations the first rank holds at once, which holds most; in parts of its layers.
+def in_flight(candidates: Candidates, rank: Integers | int = 0) -> Floats:
+    """Microbatches whose activations the pipeline's ``rank`` holds at once, in parts of its layers.
 
-    1F1B: one for each rank of the pipeline. Interleaved: ``p v + p - 1`` stretches of the rank's v (Megatron's warm-up
-    of 2 (p - 1) + (v - 1) p and the one that computes).
+    1F1B: one for each rank from this one on. Interleaved: the warm-up's stretches and the one that computes
+    (:func:`_warm_up`). With a zero-bubble schedule a rank puts off as many gradients of weights as ranks come before
+    it, and keeps what those need.
     """
-    ranks, parts = candidates["pipeline"], candidates["interleave"]
-    held = np.where(parts > 1, (2 * (ranks - 1) + (parts - 1) * ranks + 1) / parts, ranks)
+    parts = candidates["interleave"]
+    put_off = np.where(candidates.where("schedule", "zero-bubble"), rank, 0)
+    held = (_warm_up(candidates, rank) + 1 + put_off) / parts
     return np.minimum(held, candidates["microbatches"])
+
+
+def held_by_first_backward(candidates: Candidates) -> Floats:
+    """Of :func:`in_flight` of the first rank, what is left when the model's first layers end their first backward: of
+    its other stretches a round of microbatches has gone.
+    """
+    parts = candidates["interleave"]
+    left = candidates["microbatches"] * parts - (parts - 1) * _round(candidates)
+    return (np.minimum(_warm_up(candidates, 0) + 1, left) - 1) / parts
+
+
+def put_off(candidates: Candidates, rank: Integers | int) -> Floats:
+    """Microbatches, in parts of the rank's layers, whose gradients of weights wait, and the one that computes."""
+    waiting = candidates.where("schedule", "zero-bubble") & (candidates["pipeline"] > 1)
+    return np.where(waiting, (rank + 1) / candidates["interleave"], 0.0)
+
+
+def _warm_up(candidates: Candidates, rank: Integers | int) -> Integers:
+    """Forwards of stretches before the first backward: of all others of the rank's v a round of microbatches, and twice
+    as many as ranks follow, so that messages have time (Megatron's and torch's); once for 1F1B and zero bubble.
+    """
+    parts = candidates["interleave"]
+    times = np.where((parts > 1) & ~candidates.where("schedule", "zero-bubble"), 2, 1)
+    found: Integers = times * (candidates["pipeline"] - 1 - rank) + (parts - 1) * _round(candidates)
+    return found
+
+
+def _round(candidates: Candidates) -> Integers:
+    """Microbatches that pass through one stretch before the first of them enters the next: as many as there are ranks,
+    or a few more where that does not divide them.
+    """
+    microbatches = candidates["microbatches"]
+    found: Integers = microbatches // np.maximum(1, microbatches // candidates["pipeline"])
+    return found

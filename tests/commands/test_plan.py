@@ -391,7 +391,7 @@ def test_a_search_for_megatron_gives_it_the_batch_that_was_asked_for(tmp_path: P
     [
         {"pipeline": "2", "interleave": "1", "schedule": "1f1b"},
         {"pipeline": "4", "interleave": "2", "schedule": "interleaved", "tensor": "2"},
-        {"pipeline": "2", "interleave": "1", "schedule": "zero-bubble", "replicas": "2"},
+        {"pipeline": "2", "interleave": "1", "schedule": "zero-bubble", "replicas": "2", "seq_len": 1024},
         {"context": "2", "tensor": "2"},
         {"pipeline": "2", "context": "2", "tensor": "2", "schedule": "1f1b", "seq_len": 16384},
     ],

@@ -1,109 +1,249 @@
-"""The closed forms that `plan` predicts memory by, held to dry runs of the same cases.
+"""The closed forms that `plan` predicts by, held to dry runs of the same cases: memory and collectives.
 
-Both count what torch's allocator hands out. cuBLAS's workspaces, which the closed forms leave out, are switched off in
-the dry runs too. The allocator gives a block the rest of a segment where that is at most 1 MiB; closed forms do not.
+Memory is what torch's allocator hands out. cuBLAS's workspaces, which closed forms leave out, are switched off in the
+dry runs too. The allocator gives a block the rest of a segment where that is at most 1 MiB; closed forms do not.
 """
 
-from functools import cache
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from refshard.estimate.candidates import Candidates
+from refshard.estimate.estimate import estimate
+from refshard.estimate.issued import issued_by_rank
+from refshard.harness.dry.many import dry_run_many
+from refshard.harness.dry.result import DryResult
+from refshard.harness.simulated import configuration_of
 from refshard.memory.tensors import Batch
 from refshard.memory.walk import RankJob, predict_memory
 from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import RECIPES
 from refshard.specs.case import CaseSpec
-from refshard.specs.model import load_model
-from tests.dryrun.forked import run_forked
+from refshard.specs.cluster import load_cluster
+from refshard.specs.configuration import Schedule
+from refshard.specs.model import load_model, parameter_count
+from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, needs_device]
 
 PEERS = ("ddp", "fsdp1", "fsdp2", "fsdp2-tuned")
 ENGINE = tuple(f"refshard-{mode}" for mode in ("replicate", "zero1", "zero2", "fsdp", "yafsdp"))
 HYBRID = ("fsdp1", "fsdp2", "fsdp2-tuned", "refshard-zero2", "refshard-fsdp", "refshard-yafsdp")
 POLICIES = ("none", "selective", "full")
-MODELS = ("llama3-8b-cut3", "llama3.2-1b")
+MODELS = ("llama3-8b", "llama3.2-1b")
 """One with units beside the blocks, and one whose ends are tied, with a vocabulary that decides its peak."""
+CLUSTER, SEQ_LEN, DATA_RANKS = "dgx-h100x8", 4096, 4
 
-ENGINE_ERROR, PEER_ERROR = 0.005, 0.02
+BYTE_EXACT_ERROR, ERROR = 0.005, 0.02
+"""Of the engine's modes by the account of every tensor; of closed forms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A case: one sequence for each data-parallel rank and microbatch. ``layers`` of the model, or all."""
+
+    strategy: str
+    model: str
+    policy: str
+    ranks: int
+    microbatches: int
+    layers: int | None = None
+    replicas: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    zero_bubble: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is data-parallel alone."""
+        return self.tensor * self.context * self.pipeline == 1
+
+
+def data_parallel(
+    strategy: str, place: int, ranks: int, replicas: int, policy: str, microbatches: int | None = None
+) -> Cell:
+    """Of the model at ``place``; by default, microbatches change with it, too."""
+    model = MODELS[place % 2]
+    return Cell(
+        strategy, model, policy, ranks, microbatches or 1 + place // 2 % 2, layers=3 if place % 2 == 0 else None,
+        replicas=replicas,
+    )  # fmt: skip
+
 
 COVER = [
-    ("ddp", "llama3-8b-cut3", 8, 1, "none", 2),
-    ("refshard-zero2", "llama3.2-1b", 8, 1, "selective", 1),
-    ("fsdp2-tuned", "llama3-8b-cut3", 8, 1, "full", 1),
-    ("refshard-yafsdp", "llama3.2-1b", 64, 1, "none", 1),
-    ("refshard-zero1", "llama3-8b-cut3", 64, 1, "selective", 2),
-    ("refshard-replicate", "llama3.2-1b", 64, 1, "full", 2),
-    ("refshard-fsdp", "llama3.2-1b", 64, 8, "none", 1),
-    ("fsdp1", "llama3-8b-cut3", 64, 8, "selective", 2),
-    ("fsdp2", "llama3-8b-cut3", 64, 8, "full", 2),
+    data_parallel("ddp", 0, 8, 1, "none", 2),
+    data_parallel("refshard-zero2", 1, 8, 1, "selective", 1),
+    data_parallel("fsdp2-tuned", 0, 8, 1, "full", 1),
+    data_parallel("refshard-yafsdp", 1, 64, 1, "none", 1),
+    data_parallel("refshard-zero1", 0, 64, 1, "selective", 2),
+    data_parallel("refshard-replicate", 1, 64, 1, "full", 2),
+    data_parallel("refshard-fsdp", 1, 64, 8, "none", 1),
+    data_parallel("fsdp1", 0, 64, 8, "selective", 2),
+    data_parallel("fsdp2", 0, 64, 8, "full", 2),
 ]
 """Each strategy once, and each pair of values of the other axes."""
 
-Case = tuple[str, str, int, int, str, int]
 
-
-def grid() -> list[Case]:
+def grid() -> list[Cell]:
     """All strategies over all axes, models and microbatches in turn; as many replicas as nodes in hybrid sharding."""
     plain = product((*PEERS, *ENGINE), (8, 64), (1,), POLICIES)
     hybrid = product(HYBRID, (64,), (8,), POLICIES)
-    made = [
-        (strategy, MODELS[index % 2], ranks, replicas, policy, 1 + index // 2 % 2)
-        for index, (strategy, ranks, replicas, policy) in enumerate((*plain, *hybrid))
+    made = [data_parallel(strategy, place, *rest) for place, (strategy, *rest) in enumerate((*plain, *hybrid))]  # type: ignore[arg-type]
+    return [cell for cell in made if cell not in COVER]
+
+
+def split_grid() -> list[Cell]:
+    """FSDP2 and DDP over the other axes; torch splits no tied model over a pipeline, and no DDP over tensors."""
+    axes: list[dict[str, int]] = [
+        {"tensor": 2, "microbatches": 1},
+        {"tensor": 4, "microbatches": 2},
+        {"context": 2, "microbatches": 2},
+        {"pipeline": 2, "microbatches": 4, "layers": 4},
+        {"pipeline": 4, "microbatches": 8, "layers": 8},
+        {"pipeline": 2, "interleave": 2, "microbatches": 4, "layers": 8},
+        {"pipeline": 4, "interleave": 2, "microbatches": 12, "layers": 16},
+        {"tensor": 2, "context": 2, "pipeline": 2, "microbatches": 4, "layers": 4},
+        {"tensor": 4, "context": 2, "pipeline": 4, "microbatches": 8, "layers": 8},
     ]
-    return [case for case in made if case not in COVER]
+    found = []
+    for strategy, model, axis, policy in product(("fsdp2", "ddp"), MODELS, axes, POLICIES):
+        if (model == MODELS[1] and "pipeline" in axis) or (strategy == "ddp" and "tensor" in axis):
+            continue
+        divided = axis.get("tensor", 1) * axis.get("context", 1) * axis.get("pipeline", 1)
+        layers = axis.get("layers", 3 if model == MODELS[0] else None)
+        found.append(Cell(strategy, model, policy, DATA_RANKS * divided, **{**axis, "layers": layers}))  # type: ignore[arg-type]
+    for pipeline, interleave in ((2, 1), (4, 2)):
+        found.append(
+            Cell(
+                "fsdp2", MODELS[0], "none", DATA_RANKS * pipeline, microbatches=8, layers=16, pipeline=pipeline,
+                interleave=interleave, zero_bubble=True,
+            )
+        )  # fmt: skip
+    return found
 
 
-def spec_of(strategy: str, model: str, ranks: int, replicas: int, policy: str, microbatches: int) -> CaseSpec:
-    """Sequences of 4,096 tokens, one for each rank and microbatch."""
+SPLIT_COVER = [
+    cell
+    for cell in split_grid()
+    if (cell.strategy, cell.policy, cell.tensor, cell.context, cell.pipeline, cell.interleave)
+    in {
+        ("fsdp2", "none", 4, 1, 1, 1), ("fsdp2", "full", 2, 1, 1, 1), ("fsdp2", "selective", 1, 2, 1, 1),
+        ("fsdp2", "selective", 4, 2, 4, 1), ("fsdp2", "none", 1, 1, 2, 2), ("fsdp2", "full", 1, 1, 4, 1),
+        ("ddp", "none", 1, 1, 2, 1),
+    }
+]  # fmt: skip
+"""Each axis once."""
+
+
+def spec_of(cell: Cell, folder: Path) -> CaseSpec:
+    """The cell as a case; a model that is cut is written to ``folder``."""
+    data_ranks = cell.ranks // (cell.tensor * cell.context * cell.pipeline)
     return CaseSpec(
-        strategy=strategy,
-        world_size=ranks,
-        model=model,
-        global_batch=ranks * microbatches,
-        seq_len=4096,
-        microbatches=microbatches,
-        checkpointing=policy,
-        precision="bf16",
-        replicas=replicas,
-        fidelity="dryrun",
-        cluster="dgx-h100x8",
-    )
+        strategy=cell.strategy, world_size=cell.ranks, model=_model(cell, folder), seq_len=SEQ_LEN,
+        global_batch=data_ranks * cell.microbatches, microbatches=cell.microbatches, checkpointing=cell.policy,
+        precision="bf16", replicas=cell.replicas, tensor_parallel=cell.tensor, sequence_parallel=cell.tensor > 1,
+        context_parallel=cell.context, pipeline_parallel=cell.pipeline, interleave=cell.interleave,
+        schedule=_schedule(cell), fidelity="dryrun", cluster=CLUSTER,
+    )  # fmt: skip
 
 
-@cache
-def dry_peaks(ranks: int, *, cover: bool) -> dict[Case, int]:
-    """Bytes of the highest that the allocator hands out, without a limit of memory: of all cases of a world size."""
-    cases = [case for case in (COVER if cover else grid()) if case[2] == ranks]
-    results = run_forked([spec_of(*case) for case in cases])
-    assert [(result.state, result.error) for result in results] == [("ok", None)] * len(cases)
-    return {case: result.peak.allocated for case, result in zip(cases, results, strict=True)}
+def _schedule(cell: Cell) -> Schedule:
+    if cell.zero_bubble:
+        return "zero-bubble"
+    return "interleaved" if cell.interleave > 1 else "1f1b"
 
 
-def predicted_peak(case: CaseSpec) -> int:
-    """The same in closed form."""
+def _model(cell: Cell, folder: Path) -> str:
+    if cell.layers is None:
+        return cell.model
+    path = folder / f"{cell.model}-{cell.layers}.toml"
+    cut = msgspec.structs.replace(load_model(cell.model), n_layers=cell.layers, source=f"{cell.layers} layers")
+    path.write_text(to_toml(msgspec.structs.replace(cut, params=parameter_count(cut))))
+    return str(path)
+
+
+class DryRuns:
+    """Results of dry runs, made once, of all cells of a list that one of them is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[Cell, tuple[DryResult, ...]] = {}
+
+    def of(self, cell: Cell) -> tuple[DryResult, ...]:
+        """One result for each rank of the pipeline; the last one has the steps of all."""
+        if cell not in self._known:
+            cells = next(cells for cells in (COVER, SPLIT_COVER, grid(), split_grid()) if cell in cells)
+            self._run(cells)
+        results = self._known[cell]
+        assert [(one.state, one.error) for one in results] == [("ok", None)] * cell.pipeline
+        return results
+
+    def _run(self, cells: Sequence[Cell]) -> None:
+        found = dry_run_many(
+            [spec_of(cell, self.folder) for cell in cells], self.folder / f"runs-{len(self._known)}", lambda _: None,
+            time_limit_s=900, environment={"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
+        )  # fmt: skip
+        self._known |= dict(zip(cells, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> DryRuns:
+    return DryRuns(tmp_path_factory.mktemp("closed-forms"))
+
+
+def marked(cover: Sequence[Cell], cells: Sequence[Cell]) -> list[object]:
+    """The cover in every run, the others in full ones."""
+    return [*cover, *(pytest.param(cell, marks=pytest.mark.full) for cell in cells if cell not in cover)]
+
+
+def allocated(results: Sequence[DryResult]) -> int:
+    """The most that the allocator hands out on a rank, without a limit of memory."""
+    return max(one.peak.allocated for one in results)
+
+
+def byte_exact_peak(case: CaseSpec) -> int:
+    """The same by the account of every tensor."""
     model = load_model(case.model)
-    batch = Batch(
-        sequences=case.global_batch // case.world_size // case.microbatches, seq_len=case.seq_len, dtype="bf16"
-    )
+    sequences = case.global_batch // case.world_size // case.microbatches
     job = RankJob(
-        model=model,
-        world_size=case.world_size,
-        batch=batch,
-        microbatches=case.microbatches,
-        checkpointing=checkpointing_of(case.checkpointing, model.n_layers),
+        model=model, world_size=case.world_size, batch=Batch(sequences=sequences, seq_len=case.seq_len, dtype="bf16"),
+        microbatches=case.microbatches, checkpointing=checkpointing_of(case.checkpointing, model.n_layers),
         replicas=case.replicas,
-    )
+    )  # fmt: skip
     return predict_memory(job, RECIPES[case.strategy]).peak
 
 
-@needs_device
-@pytest.mark.parametrize("case", [*COVER, *(pytest.param(case, marks=pytest.mark.full) for case in grid())], ids=str)
-def test_a_closed_form_is_what_the_strategys_own_code_allocates(case: Case) -> None:
-    strategy, _, ranks, *_ = case
-    dry_peak = dry_peaks(ranks, cover=case in COVER)[case]
-    assert predicted_peak(spec_of(*case)) == pytest.approx(
-        dry_peak, rel=PEER_ERROR if strategy in PEERS else ENGINE_ERROR
-    )
+@pytest.mark.parametrize("cell", marked([*COVER, *SPLIT_COVER], [*grid(), *split_grid()]), ids=str)
+def test_memory_is_what_the_strategys_own_code_allocates(cell: Cell, runs: DryRuns) -> None:
+    case, peak = spec_of(cell, runs.folder), allocated(runs.of(cell))
+    model, cluster = load_model(case.model), load_cluster(CLUSTER).of_world_size(case.world_size)
+    found = estimate(model, cluster, SEQ_LEN, Candidates.of([configuration_of(case)]))
+    assert float(found.memory.peak[0]) == pytest.approx(peak, rel=ERROR)
+    if cell.plain:
+        error = ERROR if cell.strategy in PEERS else BYTE_EXACT_ERROR
+        assert byte_exact_peak(case) == pytest.approx(peak, rel=error)
+
+
+@pytest.mark.parametrize("cell", marked(SPLIT_COVER, split_grid()), ids=str)
+def test_collectives_are_those_that_the_code_issues(cell: Cell, runs: DryRuns) -> None:
+    """Number and bytes by kind, of each rank of the pipeline. DDP's buckets are one reduction in closed form."""
+    case, (*_, last) = spec_of(cell, runs.folder), runs.of(cell)
+    for rank, step in enumerate(last.steps):
+        counts, sizes = Counter[str](), Counter[str]()
+        for one in step.issued:
+            counts[one.op] += one.count
+            sizes[one.op] += one.bytes
+        del counts["broadcast"], sizes["broadcast"]  # of the mean loss
+        priced = issued_by_rank(load_model(case.model), configuration_of(case), SEQ_LEN, rank)
+        assert {op: nbytes for op, (_, nbytes) in priced.items()} == pytest.approx(dict(sizes))
+        if cell.strategy == "ddp":
+            counts["all_reduce"] = cell.interleave
+        assert {op: count for op, (count, _) in priced.items()} == dict(counts)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.estimate.stages import deal, in_flight, step_seconds
+from refshard.estimate.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
 from refshard.specs.configuration import Configuration
 from tests.estimate.made import columns, configuration
 
@@ -100,15 +100,35 @@ def test_uneven_stages_take_as_long_at_most_and_the_slowests_work_at_least(times
 
 
 @given(ranks=st.integers(2, 6), groups=st.integers(1, 4), parts=st.integers(1, 4))
-def test_the_first_rank_holds_as_many_microbatches_as_the_schedule_leaves_open(
+def test_each_rank_holds_as_many_microbatches_as_the_schedule_leaves_open(ranks: int, groups: int, parts: int) -> None:
+    for rank in range(ranks):
+        held = most = 0
+        for task in order(rank, ranks, parts, groups * ranks):
+            held += 1 if task.forward else -1
+            most = max(most, held)
+        found = in_flight(columns(pipelined(ranks, parts, groups * ranks)), rank)
+        assert float(found[0]) == pytest.approx(min(most / parts, groups * ranks))
+
+
+@given(ranks=st.integers(2, 6), groups=st.integers(1, 4), parts=st.integers(1, 4))
+def test_what_the_first_rank_holds_when_its_first_layers_end_their_first_backward(
     ranks: int, groups: int, parts: int
 ) -> None:
-    held = most = 0
+    held = 0
     for task in order(0, ranks, parts, groups * ranks):
         held += 1 if task.forward else -1
-        most = max(most, held)
-    found = in_flight(columns(pipelined(ranks, parts, groups * ranks)))
-    assert float(found[0]) == pytest.approx(min(most / parts, groups * ranks))
+        if not task.forward and task.stretch == 0:
+            break
+    found = held_by_first_backward(columns(pipelined(ranks, parts, groups * ranks)))
+    assert float(found[0]) == pytest.approx(held / parts)
+
+
+def test_a_zero_bubble_schedule_holds_as_much_on_every_rank() -> None:
+    """Later ranks have fewer microbatches before their first backward, and put off as many more gradients."""
+    rows = columns(pipelined(4, 2, 8, schedule="zero-bubble"))
+    assert [float(in_flight(rows, rank)[0]) for rank in range(4)] == [4.0] * 4
+    assert [float(put_off(rows, rank)[0]) for rank in range(4)] == [0.5, 1.0, 1.5, 2.0]
+    assert float(put_off(columns(pipelined(4, 2, 8)), 3)[0]) == 0.0
 
 
 def test_interleaving_divides_the_wait() -> None:

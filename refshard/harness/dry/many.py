@@ -6,7 +6,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,20 +19,23 @@ _CASES = "cases.json"
 
 
 def dry_run_many(
-    cases: Sequence[CaseSpec], work: Path, on_progress: Callable[[str], None], *, time_limit_s: float
-) -> list[tuple[DryResult, ...]]:
+    cases: Sequence[CaseSpec], work: Path, on_progress: Callable[[str], None], *, time_limit_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> list[tuple[DryResult, ...]]:  # fmt: skip
     """The results of each case's ranks, without a limit of memory; of a case that did not end, those that there are.
 
-    All cases must be of one cluster profile. Those that have not ended after ``time_limit_s`` are killed.
+    All cases must be of one cluster profile. Those that have not ended after ``time_limit_s`` are killed. Their
+    processes have the variables of ``environment`` besides this one's.
     """
     if not cases:
         return []
     work.mkdir(parents=True, exist_ok=True)
     (work / _CASES).write_bytes(msgspec.json.encode([DryCase(case=case, limited=False) for case in cases]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "refshard.harness.dry.many", str(work)], stdout=subprocess.DEVNULL,
-        stderr=(work / "log").open("wb"), env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-    )  # fmt: skip
+    with (work / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "refshard.harness.dry.many", str(work)], stdout=subprocess.DEVNULL, stderr=log,
+            start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )  # fmt: skip
     try:
         _wait(process, cases, work, on_progress, time_limit_s)
     finally:

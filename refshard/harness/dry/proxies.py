@@ -58,12 +58,13 @@ class Proxies:
 class Extrapolated:
     """What the proxies of one configuration come to: seconds of a step, and bytes that the caching allocator hands out
     and reserves on the rank that needs most, with no limit. Near the limit, an allocator gives back what it does not
-    use, so that less is reserved.
+    use, so that less is reserved. ``beyond_bytes`` of what is allocated are more than in closed form.
     """
 
     step_s: float
     allocated_bytes: int
     reserved_bytes: int
+    beyond_bytes: int
 
 
 def proxies_of(configuration: Configuration, setting: Setting, folder: Path) -> Proxies | str:
@@ -100,16 +101,24 @@ def extrapolate(
         figures[point] = _figures(ranks)
     layers, checkpointed = _full_depth(proxies, setting)
     step_s = _linear({point: found[0] for point, found in figures.items()}, layers, checkpointed)
-    full_s, full_bytes = _closed(proxies.full, setting, setting.model.n_layers)
-    small_s, _ = _closed(proxies.small, setting, round(layers))
+    full_s, full_bytes = closed(proxies.full, setting, setting.model.n_layers)
+    small_s, _ = closed(proxies.small, setting, round(layers))
     largest = max(figures)
     known = msgspec.structs.replace(proxies.small, checkpointing=_policy(proxies.small, largest[1]))
-    _, known_bytes = _closed(known, setting, largest[0])
+    _, known_bytes = closed(known, setting, largest[0])
     _, allocated, reserved = figures[largest]
     return Extrapolated(
         step_s=step_s * full_s / small_s, allocated_bytes=round(full_bytes + allocated - known_bytes),
-        reserved_bytes=round(full_bytes + reserved - known_bytes),
+        reserved_bytes=round(full_bytes + reserved - known_bytes), beyond_bytes=round(allocated - known_bytes),
     )  # fmt: skip
+
+
+def closed(configuration: Configuration, setting: Setting, layers: int) -> tuple[float, float]:
+    """Step time and memory in closed form, of so many layers."""
+    model = msgspec.structs.replace(setting.model, n_layers=layers)
+    cluster = setting.cluster.of_world_size(configuration.world_size)
+    one = estimate(model, cluster, setting.seq_len, Candidates.of([configuration]))
+    return float(one.step_s[0]), float(one.memory.peak[0])
 
 
 def _small(one: Configuration) -> Configuration:
@@ -202,11 +211,3 @@ def _linear(figures: Mapping[tuple[int, int], float], layers: float, checkpointe
         extra = (figures[points[2]] - figures[points[1]]) / (points[2][1] - second)
         found += extra * (checkpointed - first)
     return found
-
-
-def _closed(configuration: Configuration, setting: Setting, layers: int) -> tuple[float, float]:
-    """Step time and memory in closed form, of so many layers."""
-    model = msgspec.structs.replace(setting.model, n_layers=layers)
-    cluster = setting.cluster.of_world_size(configuration.world_size)
-    one = estimate(model, cluster, setting.seq_len, Candidates.of([configuration]))
-    return float(one.step_s[0]), float(one.memory.peak[0])
