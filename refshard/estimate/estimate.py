@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from refshard.costs import ADAMW_BYTES
@@ -69,7 +70,8 @@ def memory(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Can
 
 class _Estimate:
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> None:
-        self._model, self._cluster, self._seq_len, self._rows = model, cluster, seq_len, candidates
+        self._model, self._seq_len, self._rows = model, seq_len, candidates
+        self._cluster = msgspec.structs.replace(cluster, hardware=cluster.accelerator)  # its profile is read once
         self._stages = deal(model.n_layers, candidates)
         self._reduction = candidates.mapped("reduction", lambda word: float(ELEMENT_BYTES[word]))  # type: ignore[index]
         self._element = np.where(candidates.where("precision", "fp32"), 4.0, 2.0)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from refshard.dryrun.request import Pool
-from refshard.harness.dry.proxies import Extrapolated, Setting, closed
+from refshard.harness.dry.proxies import Extrapolated, Proxies, Setting, closed, extrapolate, proxies_of
 from refshard.harness.dry.result import DryResult, StepResult
 from refshard.harness.dry.rounds import Rounds, dry_run_rounds
 from refshard.quantities import GIB
@@ -37,7 +37,7 @@ CENSUS = Census(operators=0, allocations=0, allocated_bytes=0, order_sha256="", 
 def ended(case: CaseSpec, beyond_bytes: int) -> tuple[DryResult, ...]:
     """A dry run that takes a second and needs so much more than in closed form."""
     one = _configuration(case)
-    peak = round(closed(one, SETTING, load_model(case.model).n_layers)[1]) + beyond_bytes
+    peak = round(closed(one, SETTING, load_model(case.model).n_layers).peak_bytes) + beyond_bytes
     pool = Pool(allocated=peak, active=peak, reserved=peak, requested=peak)
     step = StepResult(step_s=1.0, trace=TRACE, issued=(), census=CENSUS, memory_course_bytes=(), host_waits={})
     return (DryResult(state="ok", peak=pool, steps=(step,)),)
@@ -141,3 +141,15 @@ def test_a_dry_run_that_failed_is_no_row_that_fits(tmp_path: Path) -> None:
     got = found(ROWS, Failing(lambda _: 0), tmp_path)
     assert got[1] == "no"
     assert isinstance(got[2], Extrapolated)
+
+
+def test_ranks_that_are_late_count_though_none_is_in_a_dry_run(tmp_path: Path) -> None:
+    """As in closed form, since every dry run here takes a second whatever its depth."""
+    one = configuration(shard=64, checkpointing="none")
+    proxies = proxies_of(one, SETTING, tmp_path)
+    assert isinstance(proxies, Proxies)
+    ran = extrapolate(proxies, SETTING, {point: ended(case, 0) for point, case in proxies.cases.items()})
+    assert isinstance(ran, Extrapolated)
+    late_s = closed(one, SETTING, SETTING.model.n_layers).late_s
+    assert late_s > 0.005
+    assert ran.step_s == pytest.approx(1 + late_s)

@@ -3,14 +3,15 @@
 Layers are alike, so a few of them tell what each costs. A *proxy* has the configuration's tensor, context and data
 parallelism, microbatch and schedule on the same kind of nodes, but at most 4 pipeline ranks, 2 stages on each, twice as
 many microbatches as ranks, and few layers. Step time is linear in the number of layers and of checkpointed layers, so
-two or three proxies give it at full depth. The closed form then says how a full pipeline with all microbatches relates
-to the proxy's. Memory is that of the closed form, and as much more as the largest proxy's dry run needs more than the
-closed form says of it.
+two or three proxies give it at full depth. In a dry run no rank is late, so the time that ranks wait for late ones is
+added in closed form. That also says how a full pipeline with all microbatches relates to the proxy's. Memory is that of
+the closed form, and as much more as the largest proxy's dry run needs more than the closed form says of it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -52,6 +53,14 @@ class Proxies:
     full: Configuration
     small: Configuration
     cases: Mapping[tuple[int, int], CaseSpec]
+
+
+class Closed(NamedTuple):
+    """What a closed form says: seconds of a step, those in them in which ranks wait for late ones, and bytes."""
+
+    step_s: float
+    late_s: float
+    peak_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,24 +110,25 @@ def extrapolate(
         figures[point] = _figures(ranks)
     layers, checkpointed = _full_depth(proxies, setting)
     step_s = _linear({point: found[0] for point, found in figures.items()}, layers, checkpointed)
-    full_s, full_bytes = closed(proxies.full, setting, setting.model.n_layers)
-    small_s, _ = closed(proxies.small, setting, round(layers))
+    full = closed(proxies.full, setting, setting.model.n_layers)
+    small = closed(proxies.small, setting, round(layers))
     largest = max(figures)
     known = msgspec.structs.replace(proxies.small, checkpointing=_policy(proxies.small, largest[1]))
-    _, known_bytes = closed(known, setting, largest[0])
+    known_bytes = closed(known, setting, largest[0]).peak_bytes
     _, allocated, reserved = figures[largest]
     return Extrapolated(
-        step_s=step_s * full_s / small_s, allocated_bytes=round(full_bytes + allocated - known_bytes),
-        reserved_bytes=round(full_bytes + reserved - known_bytes), beyond_bytes=round(allocated - known_bytes),
+        step_s=(step_s + small.late_s) * full.step_s / small.step_s,
+        allocated_bytes=round(full.peak_bytes + allocated - known_bytes),
+        reserved_bytes=round(full.peak_bytes + reserved - known_bytes), beyond_bytes=round(allocated - known_bytes),
     )  # fmt: skip
 
 
-def closed(configuration: Configuration, setting: Setting, layers: int) -> tuple[float, float]:
-    """Step time and memory in closed form, of so many layers."""
+def closed(configuration: Configuration, setting: Setting, layers: int) -> Closed:
+    """The closed form of so many layers."""
     model = msgspec.structs.replace(setting.model, n_layers=layers)
     cluster = setting.cluster.of_world_size(configuration.world_size)
     one = estimate(model, cluster, setting.seq_len, Candidates.of([configuration]))
-    return float(one.step_s[0]), float(one.memory.peak[0])
+    return Closed(float(one.step_s[0]), float(one.straggling_s[0]), float(one.memory.peak[0]))
 
 
 def _small(one: Configuration) -> Configuration:

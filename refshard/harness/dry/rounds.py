@@ -76,7 +76,7 @@ def _next(
         if len(chosen) == count:
             break
         more = beyond.get(_kind(one), 0)
-        if more and (needed := closed(one, setting, setting.model.n_layers)[1] + more) > rounds.usable_bytes:
+        if more and (needed := closed(one, setting, setting.model.n_layers).peak_bytes + more) > rounds.usable_bytes:
             found[place] = (
                 f"dry runs of its kind need {format_bytes(more)} more than in closed form: it would need "
                 f"{format_bytes(round(needed))}"
