@@ -359,10 +359,11 @@ def plan(
     Exit status: 0 if a configuration fits, 1 if none does.
     """
     from refshard.commands import plan as command
+    from refshard.commands.plan_asked import Asked
 
     if compiled and compile_ is not None:
         raise SpecError(f"compiled: it and --compile exclude each other, got --compile {compile_}; leave one out")
-    asked = command.Asked(
+    asked = Asked(
         model=model, cluster=cluster, nodes=nodes, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
         strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpoint=checkpoint, replicas=replicas,
         tensor=tensor, context=context, pipeline=pipeline, interleave=interleave, schedule=schedule, expert=expert,

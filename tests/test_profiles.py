@@ -21,7 +21,8 @@ HARDWARE = sorted(resources.hardware_profiles())
 CLUSTERS = sorted(resources.cluster_profiles())
 WANTED = {
     "dgx-a100", "dgx-h100", "hgx-h200", "gb200-nvl72", "mi300x", "h100-roce", "h100-eth100", "torchtitan-h100",
-    "yafsdp-a100", "lab-2x2gbit", "gb300-nvl72", "hgx-b200", "h100-pcie", "l40s", "mi325x",
+    "yafsdp-a100", "lab-2x2gbit", "gb300-nvl72", "hgx-b200", "h100-pcie", "h100-nvl", "l40s", "mi325x",
+    "rtx-4090", "rtx-5090",
 }  # fmt: skip
 
 
@@ -130,7 +131,7 @@ def test_a_clusters_numbers_are_of_a_plausible_order(name: str) -> None:
         assert 1e-4 < cost.seconds < 20 or made.world_size == 1
     if found.library == "gloo":
         return
-    over_pcie = name in ("h100-pcie", "l40s")
+    over_pcie = name in ("h100-pcie", "h100-nvl", "l40s", "rtx-4090", "rtx-5090")
     assert (15e9 if over_pcie else 200e9) < found.within.bytes_per_s < (60e9 if over_pcie else 900e9)
     assert 1e9 < found.between.bytes_per_s / found.ranks_per_node < (100e9 if name == "gb300-nvl72" else 50e9)
     assert 0.5 < min(found.compute_beside_communication, found.communication_beside_compute) <= 1

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from refshard.cli import app, main
-from refshard.commands.plan import SEARCHED, Asked, plan, tokens_of
+from refshard.commands.plan import plan
+from refshard.commands.plan_asked import SEARCHED, Asked, tokens_of
 from refshard.emit.table import RUNS, TOOLS
 from refshard.errors import SpecError
 from refshard.estimate.ways import WAYS
