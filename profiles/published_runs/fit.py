@@ -57,7 +57,7 @@ CONSTANTS = {
         Constant(path="hardware.memory_bytes_per_s", said=2.1e12, width=ESTIMATED),
     ),
     # On the accelerator as its profile has it: what the network reaches that no pull request states.
-    "torchtitan-h100-2025": (Constant(path="between.bytes_per_s", said=320e9, width=UNKNOWN),),
+    "torchtitan-2025": (Constant(path="between.bytes_per_s", said=320e9, width=UNKNOWN),),
     "dgx-a100": (
         Constant(path="hardware.matmul.bf16.efficiency", said=0.78, width=MEASURED),
         Constant(path="hardware.attention.bf16.efficiency", said=0.53, width=ESTIMATED),

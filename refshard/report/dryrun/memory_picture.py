@@ -20,8 +20,8 @@ _HEADROOM = 1.22
 """Room above the highest line: for the strip, and for the label of a phase too short to hold it."""
 _FAR = 4
 """A limit so many times as high as what is reserved is not drawn: it would leave the picture flat."""
-_NARROW = 0.12
-"""Of the picture: a phase's name takes as much."""
+_NARROW = 0.16
+"""Of the picture on a telephone: a phase's name takes as much."""
 _MOST_RUNS = 200
 _MOST_CHARACTERS = 44
 

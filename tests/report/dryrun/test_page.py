@@ -98,9 +98,8 @@ def test_the_picture_marks_the_peak_the_limit_and_the_phases(found: Analysis) ->
     assert found.step is not None
     assert chart.id == "memory-step"
     texts = [note["text"] for note in chart.figure["layout"]["annotations"]]
-    assert texts == [  # of two microbatches, the second one's forward too narrow for its name
+    assert texts == [  # of two microbatches: the first one's backward and the second one's forward are too narrow
         "forward",
-        "backward",
         "backward",
         "optimizer",
         "usable: 78.2 GiB",
