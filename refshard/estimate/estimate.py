@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from refshard.costs import ADAMW_BYTES
+from refshard.errors import SpecError
 from refshard.estimate.activations import hidden_bytes, kept_by_layer, loss_bytes
 from refshard.estimate.candidates import Candidates, Floats, Integers, Mask, by_distinct
 from refshard.estimate.exchange import Exchanges
@@ -102,13 +103,14 @@ class _Estimate:
             alone, self._model.n_layers * (self._forward + self._backward) + ends,
             slowest - self._layers * (exchange.layer_forward_s + exchange.layer_backward_s),
         )  # fmt: skip
-        steady = pipelined + filling + exchange.step_s + optimizer + messages
+        host = self._host_copies(compute)
+        steady = pipelined + filling + exchange.step_s + optimizer + messages + host
         skew = rows["microbatches"] * self._layers * exchange.layer_skew_s
         nodes = np.maximum(1, rows.world_size / self._cluster.ranks_per_node)
         straggling = skew + (steady + skew) * self._cluster.straggling * np.log2(nodes)
         return Estimates(
             candidates=rows, step_s=steady + straggling, compute_s=compute, waiting_s=waiting + filling + messages,
-            exchange_s=pipelined - waiting - compute + exchange.step_s, optimizer_s=optimizer,
+            exchange_s=pipelined - waiting - compute + exchange.step_s + host, optimizer_s=optimizer,
             straggling_s=straggling, memory=self.memory(),
         )  # fmt: skip
 
@@ -196,11 +198,34 @@ class _Estimate:
         return found
 
     def _optimizer(self) -> Floats:
-        """AdamW over the rank's part, and the clipping of its gradients."""
-        hardware = self._cluster.accelerator
-        own = self._parameters / np.where(self._shards_optimizer(), self._rows.shards, 1)
+        """AdamW over the rank's part, and the clipping of its gradients; none where the host does that."""
+        hardware, own = self._cluster.accelerator, self._own()
         reached = hardware.optimizer_bytes_per_s or hardware.memory_bytes_per_s
-        found: Floats = ADAMW_BYTES * own / reached + CLIPPED_BYTES * own / hardware.memory_bytes_per_s
+        there: Floats = ADAMW_BYTES * own / reached + CLIPPED_BYTES * own / hardware.memory_bytes_per_s
+        return np.where(self._rows.flag("offload"), 0, there)
+
+    def _host_copies(self, compute_s: Floats) -> Floats:
+        """What copies of masters from the host, for each gather, and of gradients to it, for each reduction, add to a
+        step, beside whose compute they run.
+        """
+        rows, link = self._rows, self._cluster.accelerator.host_link_bytes_per_s
+        offloaded = rows.flag("offload")
+        if not offloaded.any():
+            return np.zeros_like(compute_s)
+        if not link:
+            raise SpecError(
+                "offload: the accelerator's host_link_bytes_per_s must be known, got 0; add it to the profile with its "
+                "source"
+            )
+        by_unit = (rows.mapped("strategy", partial(fact, name="by_unit")) > 0) & (rows["pipeline"] == 1)
+        gathers = np.where(by_unit, rows["microbatches"] * (1 + rows.flag("reshard")), 1)
+        reductions = np.where(by_unit & rows.flag("reduce_each"), rows["microbatches"], 1)
+        copied = self._own() * (MASTER_BYTES * gathers + self._reduction * reductions)
+        return np.where(offloaded, np.maximum(0, copied / link - compute_s), 0)
+
+    def _own(self) -> Floats:
+        """Elements that the rank's optimizer updates."""
+        found: Floats = self._parameters / np.where(self._shards_optimizer(), self._rows.shards, 1)
         return found
 
     def _shards_optimizer(self) -> Mask:

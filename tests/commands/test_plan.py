@@ -508,6 +508,11 @@ def test_a_tool_that_does_not_exist_is_refused_before_the_search() -> None:
         plan(asked(), tool="megatrom")
 
 
+def test_notes_say_what_offload_leaves_out() -> None:
+    assert any("With --offload the host runs AdamW" in sentence for sentence in notes(plan(asked(offload=True))))
+    assert not any("With --offload" in sentence for sentence in notes(plan(asked())))
+
+
 def test_notes_name_the_error_and_what_was_considered() -> None:
     told = notes(plan(asked()))
     assert any(sentence.endswith("configurations considered for 16 ranks; 4 fit.") for sentence in told)

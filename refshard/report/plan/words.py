@@ -214,6 +214,8 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
             f"Step times of this kind ({kind}): median error {format_percent(found.median)} on {found.count} published "
             "runs that were not fitted; 8 of 10 lie in the range in brackets."
         )
+    if any(row.configuration.offload for row in rows):
+        told.append("With --offload the host runs AdamW. That is not in the step time, so steps take longer than this.")
     dry = [row for size in plan.sizes for row in size.rows if row.dry_step_s]
     if not dry:
         return [*told, "Closed form only: nothing was run. -v lists what the model assumes and leaves out."]
