@@ -20,6 +20,7 @@ VERSION = "1.15.0"
 FILE = "accelerate.yaml"
 SCRIPT = "train.py"
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "accelerate")
+POLICIES = ("none", "full")
 BLOCK = "LlamaDecoderLayer"
 """The class of transformers' Llama that is a unit."""
 Value = bool | int | str | dict[str, "Value"]
@@ -59,22 +60,23 @@ def _check(job: Job) -> None:
     refuse_strategy("accelerate", job, STRATEGIES)
     refuse_experts("accelerate", job)
     refuse_above_one("accelerate", job, "pipeline", remedy="emit for torchtitan or megatron, which have pipelines")
-    refuse_checkpointing("accelerate", job, ("none", "full"))
+    refuse_checkpointing("accelerate", job, POLICIES)
     refuse_uneven("accelerate", job)
     if asked.strategy in ("ddp", "fsdp1"):
-        refuse_above_one("accelerate", job, "tensor", "context", remedy="choose fsdp2, which composes with it")
+        refuse_above_one("accelerate", job, "tensor", "context", remedy="plan with --strategy fsdp2")
     if asked.strategy == "ddp" and asked.offload:
-        raise SpecError("accelerate: offload must be false for ddp, got true; choose fsdp2")
+        raise SpecError("accelerate: offload must be false for ddp, got true; plan with --strategy fsdp2")
     if asked.strategy in ("fsdp2", "accelerate") and asked.shard * asked.context == 1:
-        raise SpecError("accelerate: shard * context must be at least 2 for fsdp2, got 1; choose ddp")
+        raise SpecError("accelerate: shard * context must be at least 2 for fsdp2, got 1; plan with --strategy ddp")
     if asked.strategy in ("fsdp2", "accelerate") and asked.shard == 1 < asked.replicate:
         raise SpecError(
-            f"accelerate: shard must be at least 2 where replicate = {asked.replicate}, got 1; choose such a row"
+            f"accelerate: shard must be at least 2 where replicate = {asked.replicate}, got 1; plan with "
+            "fewer --replicas"
         )
     if asked.strategy == "fsdp1" and asked.replicate > 1 and asked.shard != job.cluster.ranks_per_node:
         raise SpecError(
             f"accelerate: shard must be a node's {job.cluster.ranks_per_node} ranks for fsdp1 with replicas, got "
-            f"{asked.shard}; choose fsdp2"
+            f"{asked.shard}; plan with --strategy fsdp2"
         )
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from refshard.cli import app, main
 from refshard.commands.plan import plan
 from refshard.commands.plan_asked import SEARCHED, Asked, tokens_of
-from refshard.emit.table import RUNS, TOOLS
+from refshard.emit.table import POLICIES, RUNS, TOOLS
 from refshard.errors import SpecError
 from refshard.estimate.ways import WAYS
 from refshard.plan.recipe import RECIPES
@@ -357,7 +357,7 @@ def test_the_first_configuration_that_a_tool_runs_is_written_for_it(tool: str, t
     files = {path.name: path for path in (tmp_path / "new" / "folder").iterdir()}
     assert read(tool, files)
     shown = " ".join(text(found).split())
-    assert "Written for " in shown
+    assert f"Written for {tool} " in shown
     assert all(name in shown for name in files)
     assert "Start it with: " in shown
     if tool in RUNS:
@@ -437,6 +437,21 @@ def test_a_factory_is_planned_by_its_dimensions_and_refused_if_it_has_none(
         plan(asked(model="planned_models:other"))
 
 
+@pytest.mark.parametrize(("tool", "policies"), sorted(POLICIES.items()))
+def test_a_tool_that_cannot_checkpoint_some_layers_gets_a_plan_without_them(
+    tool: str, policies: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = plan(asked(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2"), tool=tool, out=tmp_path)
+    chosen = {row["configuration"].get("checkpointing", "none") for row in as_json(found)["sizes"][0]["rows"]}
+    assert chosen <= {*policies}
+    assert "full" in chosen
+    with pytest.raises(SpecError, match=r"got '\d+'; plan with --checkpoint none,"):
+        plan(
+            asked(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2", checkpoint="auto"),
+            tool=tool, out=tmp_path,
+        )  # fmt: skip
+
+
 def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, shown = run("--emit", "deepspeed", "--strategy", "fsdp2", "--checkpoint", "full")
@@ -446,7 +461,7 @@ def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, m
 
 
 def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"megatron: strategy must be one that it runs .*, got 'fsdp2'; choose a row"):
+    with pytest.raises(SpecError, match=r"megatron: strategy must be one that it runs .*, got 'fsdp2'; name one"):
         plan(asked(strategies="fsdp2"), tool="megatron", out=tmp_path / "a")
     with pytest.raises(SpecError, match="emit: no configuration fits, so there is nothing to write for torchtitan"):
         plan(asked(model="llama3.1-405b", strategies="fsdp2"), tool="torchtitan", out=tmp_path / "a")
