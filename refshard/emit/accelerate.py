@@ -144,15 +144,17 @@ def _notes(job: Job) -> tuple[str, ...]:
         f"with sequences of {job.seq_len} tokens."
     ]
     if asked.strategy != "ddp" and not _is_llama(job):
-        notes.append("Units are the blocks that your model names in _no_split_modules, as models of transformers do.")
+        notes.append("Units are the blocks that your model lists in _no_split_modules, as transformers' models do.")
     if asked.strategy == "ddp" and asked.checkpointing == "full":
         notes.append("Call model.gradient_checkpointing_enable(): Accelerate does not checkpoint under DDP.")
     if asked.tensor > 1:
-        notes.append("Load the model with tp_plan='auto' and Accelerate's device mesh: it does not split it itself.")
-        notes.append("transformers' plan for Llama does not split norms and residuals by sequence; the plan does.")
+        notes.append("Load the model with tp_plan='auto' and Accelerate's device mesh: Accelerate does not split it.")
+        notes.append("transformers' tp_plan of Llama does not split norms and residuals by sequence; the plan does.")
     if asked.context > 1:
         notes.append("Run each step under accelerator.maybe_context_parallel, with attn_implementation='sdpa'.")
     reduced = "fp32" if asked.precision == "fp32" or asked.strategy == "ddp" else "bf16"
     if reduced != asked.reduction:
-        notes.append(f"Accelerate reduces gradients in {reduced} by this file; the plan reduces in {asked.reduction}.")
+        notes.append(
+            f"With this file, Accelerate reduces gradients in {reduced}; the plan reduces in {asked.reduction}."
+        )
     return (*notes, *reduces_once(job, "Accelerate"))

@@ -115,7 +115,7 @@ def find_way(name: str) -> Way:
         SpecError: it has none.
     """
     if name not in WAYS:
-        raise SpecError(f"strategy: '{name}' has no closed form; {nearest(name, list(WAYS))}")
+        raise SpecError(f"strategy: no strategy '{name}' has a closed form; {nearest(name, list(WAYS))}")
     return WAYS[name]
 
 

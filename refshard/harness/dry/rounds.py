@@ -78,8 +78,8 @@ def _next(
         more = beyond.get(_kind(one), 0)
         if more and (needed := closed(one, setting, setting.model.n_layers).peak_bytes + more) > rounds.usable_bytes:
             found[place] = (
-                f"dry runs of its kind need {format_bytes(more)} more than in closed form: it would need "
-                f"{format_bytes(round(needed))}"
+                f"similar dry runs need {format_bytes(more)} more than their closed form, so this one would need "
+                f"{format_bytes(round(needed))}, of {format_bytes(rounds.usable_bytes)} usable"
             )
             continue
         proxies = proxies_of(one, setting, folder)
