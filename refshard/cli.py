@@ -47,10 +47,7 @@ _model_names = _starting_with(lambda: list(resources.model_profiles()))
 _some_strategies = _starting_with(_strategy_names)
 
 _Baselines = Annotated[Path, typer.Option(help="Folder of accepted baselines and of machines' noise.")]
-_Axis = Annotated[
-    str | None,
-    typer.Option(help="Ranks on this axis: numbers separated by commas, or all (default: 1; all with --search)."),
-]
+_OF_AXIS = "numbers or all (default: 1; all with --search)."
 _Html = Annotated[Path | None, typer.Option(help="Write a page with charts: one file, no network ('-': stdout).")]
 _Suite = Annotated[
     str, typer.Option(help="A suite's TOML file, or a name (`refshard list suites`).", autocompletion=_suite_names)
@@ -286,17 +283,19 @@ def plan(
     ] = None,
     tensor: Annotated[
         str | None,
-        typer.Option(help="Ranks on this axis: numbers or all (default: 1; all with --tokens-per-step or --search)."),
+        typer.Option(
+            help="Ranks of tensor parallelism: numbers or all (default: 1; all with --tokens-per-step or --search)."
+        ),
     ] = None,
-    context: _Axis = None,
-    pipeline: _Axis = None,
+    context: Annotated[str | None, typer.Option(help=f"Ranks of context parallelism: {_OF_AXIS}")] = None,
+    pipeline: Annotated[str | None, typer.Option(help=f"Ranks of pipeline parallelism: {_OF_AXIS}")] = None,
     interleave: Annotated[
-        str | None, typer.Option(help="Stretches of layers that each pipeline rank holds: numbers or all.")
+        str | None, typer.Option(help=f"Stages per pipeline rank (virtual stages): {_OF_AXIS}")
     ] = None,
     schedule: Annotated[
         str | None, typer.Option(help="Pipeline schedules: 1f1b, interleaved, zero-bubble (default: all).")
     ] = None,
-    expert: _Axis = None,
+    expert: Annotated[str | None, typer.Option(help=f"Ranks of expert parallelism: {_OF_AXIS}")] = None,
     replicas: Annotated[
         str | None, typer.Option(help="Number of model replicas, each sharded (HSDP): numbers or all (default: all).")
     ] = None,
@@ -344,7 +343,8 @@ def plan(
     emit: Annotated[
         str | None,
         typer.Option(
-            help="Write the first configuration for a tool: torchtitan, accelerate, megatron, deepspeed or refshard."
+            help="Write the best configuration that a tool can run: torchtitan, accelerate, megatron, deepspeed or "
+            "refshard; plan with its strategies and checkpointing policies by default."
         ),
     ] = None,
     out: Annotated[
@@ -352,9 +352,10 @@ def plan(
     ] = None,
     html: _Html = None,
 ) -> Answer:
-    """Find the fastest way to train a model on a cluster, in closed form, without running anything.
+    """Find the fastest way to train a model on a cluster: closed forms for all configurations, dry runs for the best.
 
-    Options of axes take numbers separated by commas, or `all`. Without --search, an axis that is not given is 1.
+    Dry runs need --search or --dry-runs. --tensor, --context, --pipeline, --interleave, --expert, --replicas and
+    --microbatch take numbers separated by commas, or `all`; each option states its default.
 
     Exit status: 0 if a configuration fits, 1 if none does.
     """

@@ -17,7 +17,7 @@ from refshard.commands.plan_asked import Asked, global_batch_of, sized, space_of
 from refshard.commands.printing import tell
 from refshard.emit.job import Emitted
 from refshard.emit.job import Job as EmitJob
-from refshard.emit.table import RUNS, TOOLS, emit
+from refshard.emit.table import POLICIES, RUNS, TOOLS, emit
 from refshard.errors import SpecError, nearest
 from refshard.estimate.limits import usable
 from refshard.estimate.plan import Failures, Plan, Reader, Row, Size, listed, with_dry_rows
@@ -86,7 +86,7 @@ def _model(name: str) -> ModelSpec:
 
 
 def _for_tool(asked: Asked, tool: str | None) -> Asked:
-    """Unless strategies are named, those that the tool runs.
+    """What is asked for, with the tool's strategies and checkpointing policies unless some are named.
 
     Raises:
         SpecError: there is no such tool.
@@ -95,10 +95,12 @@ def _for_tool(asked: Asked, tool: str | None) -> Asked:
         return asked
     if tool not in TOOLS:
         raise SpecError(f"emit: no tool '{tool}'; {nearest(tool, list(TOOLS))}")
-    runs = [name for name in strategies_of(asked) if name in RUNS.get(tool, (name,))]
-    if asked.strategies is not None or not runs:
-        return asked
-    return msgspec.structs.replace(asked, strategies=",".join(runs))
+    if asked.strategies is None:
+        runs = [name for name in strategies_of(asked) if name in RUNS.get(tool, (name,))]
+        asked = msgspec.structs.replace(asked, strategies=",".join(runs) or None)
+    if asked.checkpoint is None and tool in POLICIES:
+        asked = msgspec.structs.replace(asked, checkpoint=",".join(POLICIES[tool]))
+    return asked
 
 
 def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failures, most: int) -> Size:
@@ -183,14 +185,16 @@ def _emitted(tool: str, asked: Asked, model: ModelSpec, cluster: ClusterSpec, ro
             cluster_name=asked.cluster, seq_len=asked.seq_len,
         )  # fmt: skip
         try:
-            return _written(emit(tool, job), short_words(row.configuration, varied_fields(asked, cluster)), folder)
+            return _written(
+                tool, emit(tool, job), short_words(row.configuration, varied_fields(asked, cluster)), folder
+            )
         except SpecError as error:
             refused = refused or error
     raise refused or SpecError(f"emit: no configuration fits, so there is nothing to write for {tool}; change the plan")
 
 
-def _written(emitted: Emitted, what: str, folder: Path) -> str:
-    """Write the files of ``what``; returns what to do with them, in words."""
+def _written(tool: str, emitted: Emitted, what: str, folder: Path) -> str:
+    """Write the tool's files of ``what``; returns what to do with them, in words."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in emitted.files.items():
@@ -199,7 +203,7 @@ def _written(emitted: Emitted, what: str, folder: Path) -> str:
         raise SpecError(f"out: {folder} cannot be written ({error.strerror}); name a writable folder") from None
     files = ", ".join(str(folder / name) for name in emitted.files)
     notes = "".join(f"\n* {note}" for note in emitted.notes)
-    return f"Written for {emitted.version}: {files} ({what}). Start it with:\n{emitted.command}{notes}"
+    return f"Written for {tool} {emitted.version}: {files} ({what}). Start it with:\n{emitted.command}{notes}"
 
 
 def _write_page(found: Plan, title: str, path: Path) -> None:

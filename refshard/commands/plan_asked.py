@@ -71,14 +71,20 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             for field in ("seq_len", "accumulate", "top"):
-                within(field, getattr(self, field), 1)
-            within("dry_runs", self.dry_runs or 0, 0)
+                within(_option(field), getattr(self, field), 1)
+            within(_option("dry_runs"), self.dry_runs or 0, 0)
         except ValueError as error:
-            raise SpecError(str(error)) from None
+            raise SpecError(f"{error}; give a number in this range") from None
         if not 0 <= self.price_usd < float("inf"):
-            raise SpecError(f"price must be >= 0 USD per GPU-hour, and finite, got {self.price_usd}")
+            raise SpecError(
+                f"--price must be >= 0 USD per GPU-hour, and finite, got {self.price_usd}; give such a number"
+            )
         if not 0 < self.mtbf_hours < float("inf"):
-            raise SpecError(f"mtbf must be > 0 hours, and finite, got {self.mtbf_hours}")
+            raise SpecError(f"--mtbf must be > 0 hours, and finite, got {self.mtbf_hours}; give such a number")
+
+
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def varied_fields(asked: Asked, cluster: ClusterSpec) -> tuple[str, ...]:
@@ -232,7 +238,7 @@ def _checkpointing(asked: Asked) -> tuple[str, ...]:
         if not re.fullmatch(r"auto|none|selective|full|every-[1-9]\d{0,5}|[1-9]\d{0,5}", name):
             raise SpecError(
                 "checkpoint must be auto, none, selective, full, every-K or a number of layers, separated by commas, "
-                f"got '{name}'"
+                f"got '{name}'; choose one of them"
             )
     return names
 
@@ -248,7 +254,8 @@ def _precisions(asked: Asked, cluster: ClusterSpec) -> tuple[Precision, ...]:
     chosen: tuple[Precision, ...] = tuple(_known("dtype", name, known) for name in _several("dtype", given))
     if unknown := next((name for name in chosen if name not in hardware.matmul), None):
         raise SpecError(
-            f"dtype: the hardware's profile knows {', '.join(hardware.matmul)}, got {unknown}; choose one of them"
+            f"dtype: the hardware profile has rates for {', '.join(hardware.matmul)}, got {unknown}; choose one of "
+            "these, or add the rate"
         )
     return chosen
 

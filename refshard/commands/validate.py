@@ -35,15 +35,16 @@ def validate(
         RefshardError: the fake device cannot be made.
     """
     if fidelity not in ("simulated", "dryrun"):
-        raise SpecError(f"fidelity must be simulated or dryrun, got '{fidelity}'")
+        raise SpecError(f"fidelity must be simulated or dryrun, got '{fidelity}'; choose one of them")
     if fidelity == "dryrun" and published is not None:
         raise SpecError(
-            f"published: tables are predicted in closed form, got fidelity dryrun and {published}; drop one"
+            f"published: tables are predicted in closed form, got fidelity dryrun and {published}; leave out one of "
+            "them"
         )
     if fidelity == "dryrun":
         return _by_dry_runs(run, only)
     if only is not None:
-        raise SpecError("only: selects published runs to dry-run; add --fidelity dryrun")
+        raise SpecError(f"only: selects published runs to dry-run, got fidelity {fidelity}; add --fidelity dryrun")
     if run is not None and published is not None:
         raise SpecError(f"published: compares a table, but a run is given too: {run}; leave out one of them")
     if run is not None:
@@ -65,7 +66,9 @@ def _by_dry_runs(run: Path | None, only: str | None) -> Answer:
         raise SpecError(f"fidelity dryrun predicts published runs, but a run is given: {run}; leave out one of them")
     chosen = {name: one for name, one in load_published_runs().items() if only is None or only in name}
     if not chosen:
-        raise SpecError(f"only: no published run's name holds '{only}'; they are: {', '.join(load_published_runs())}")
+        raise SpecError(
+            f"only: no published run's name holds '{only}'; choose from: {', '.join(load_published_runs())}"
+        )
 
     def predicted(place: int, name: str, one: PublishedRun) -> Prediction:
         tell(f"refshard: {place} of {len(chosen)}: {name}")

@@ -20,6 +20,7 @@ VERSION = "1.15.0"
 FILE = "accelerate.yaml"
 SCRIPT = "train.py"
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "accelerate")
+POLICIES = ("none", "full")
 BLOCK = "LlamaDecoderLayer"
 """The class of transformers' Llama that is a unit."""
 Value = bool | int | str | dict[str, "Value"]
@@ -59,22 +60,23 @@ def _check(job: Job) -> None:
     refuse_strategy("accelerate", job, STRATEGIES)
     refuse_experts("accelerate", job)
     refuse_above_one("accelerate", job, "pipeline", remedy="emit for torchtitan or megatron, which have pipelines")
-    refuse_checkpointing("accelerate", job, ("none", "full"))
+    refuse_checkpointing("accelerate", job, POLICIES)
     refuse_uneven("accelerate", job)
     if asked.strategy in ("ddp", "fsdp1"):
-        refuse_above_one("accelerate", job, "tensor", "context", remedy="choose fsdp2, which composes with it")
+        refuse_above_one("accelerate", job, "tensor", "context", remedy="plan with --strategy fsdp2")
     if asked.strategy == "ddp" and asked.offload:
-        raise SpecError("accelerate: offload must be false for ddp, got true; choose fsdp2")
+        raise SpecError("accelerate: offload must be false for ddp, got true; plan with --strategy fsdp2")
     if asked.strategy in ("fsdp2", "accelerate") and asked.shard * asked.context == 1:
-        raise SpecError("accelerate: shard * context must be at least 2 for fsdp2, got 1; choose ddp")
+        raise SpecError("accelerate: shard * context must be at least 2 for fsdp2, got 1; plan with --strategy ddp")
     if asked.strategy in ("fsdp2", "accelerate") and asked.shard == 1 < asked.replicate:
         raise SpecError(
-            f"accelerate: shard must be at least 2 where replicate = {asked.replicate}, got 1; choose such a row"
+            f"accelerate: shard must be at least 2 where replicate = {asked.replicate}, got 1; plan with "
+            "fewer --replicas"
         )
     if asked.strategy == "fsdp1" and asked.replicate > 1 and asked.shard != job.cluster.ranks_per_node:
         raise SpecError(
             f"accelerate: shard must be a node's {job.cluster.ranks_per_node} ranks for fsdp1 with replicas, got "
-            f"{asked.shard}; choose fsdp2"
+            f"{asked.shard}; plan with --strategy fsdp2"
         )
 
 
@@ -142,15 +144,17 @@ def _notes(job: Job) -> tuple[str, ...]:
         f"with sequences of {job.seq_len} tokens."
     ]
     if asked.strategy != "ddp" and not _is_llama(job):
-        notes.append("Units are the blocks that your model names in _no_split_modules, as models of transformers do.")
+        notes.append("Units are the blocks that your model lists in _no_split_modules, as transformers' models do.")
     if asked.strategy == "ddp" and asked.checkpointing == "full":
         notes.append("Call model.gradient_checkpointing_enable(): Accelerate does not checkpoint under DDP.")
     if asked.tensor > 1:
-        notes.append("Load the model with tp_plan='auto' and Accelerate's device mesh: it does not split it itself.")
-        notes.append("transformers' plan for Llama does not split norms and residuals by sequence; the plan does.")
+        notes.append("Load the model with tp_plan='auto' and Accelerate's device mesh: Accelerate does not split it.")
+        notes.append("transformers' tp_plan of Llama does not split norms and residuals by sequence; the plan does.")
     if asked.context > 1:
         notes.append("Run each step under accelerator.maybe_context_parallel, with attn_implementation='sdpa'.")
     reduced = "fp32" if asked.precision == "fp32" or asked.strategy == "ddp" else "bf16"
     if reduced != asked.reduction:
-        notes.append(f"Accelerate reduces gradients in {reduced} by this file; the plan reduces in {asked.reduction}.")
+        notes.append(
+            f"With this file, Accelerate reduces gradients in {reduced}; the plan reduces in {asked.reduction}."
+        )
     return (*notes, *reduces_once(job, "Accelerate"))

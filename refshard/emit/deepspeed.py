@@ -45,15 +45,15 @@ def _check(job: Job) -> None:
     refuse_experts("deepspeed", job)
     refuse_above_one("deepspeed", job, "pipeline", "tensor", "context", remedy="emit for torchtitan or megatron")
     if asked.precision == "fp8":
-        raise SpecError("deepspeed: precision must be 'bf16' or 'fp32', got 'fp8'; choose such a row")
+        raise SpecError("deepspeed: precision must be 'bf16' or 'fp32', got 'fp8'; plan with --dtype bf16")
     stage = STAGES[asked.strategy]
     if asked.replicate > 1 and stage in (1, 2):
         raise SpecError(
             f"deepspeed: replicate must be 1 for ZeRO-{stage}, which shards over all ranks, got {asked.replicate}; "
-            "choose a row without replicas"
+            "plan with --replicas 1"
         )
     if asked.offload and stage == 0:
-        raise SpecError(f"deepspeed: offload needs ZeRO, got {asked.strategy}; choose a row that shards")
+        raise SpecError(f"deepspeed: offload needs ZeRO, got {asked.strategy}; plan with --strategy fsdp2")
 
 
 def _settings(job: Job) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def refuse_experts(tool: str, job: Job) -> None:
     if (expert := job.configuration.expert) > 1:
         experts = f"{job.model.experts.count} experts" if job.model.experts else "no experts"
         raise SpecError(
-            f"{tool}: expert must be 1 for {job.model_name}, which has {experts}, got {expert}; choose such a row"
+            f"{tool}: expert must be 1 for {job.model_name}, which has {experts}, got {expert}; plan with --expert 1"
         )
 
 
@@ -100,8 +100,8 @@ def refuse_strategy(tool: str, job: Job, runs: tuple[str, ...]) -> None:
     """
     if (strategy := job.configuration.strategy) not in runs:
         raise SpecError(
-            f"{tool}: strategy must be one that it runs ({', '.join(runs)}), got '{strategy}'; choose a row with one "
-            "of these, or emit for another tool"
+            f"{tool}: strategy must be one that it runs ({', '.join(runs)}), got '{strategy}'; name one "
+            "of these with --strategy, or emit for another tool"
         )
 
 
@@ -124,7 +124,9 @@ def refuse_checkpointing(tool: str, job: Job, can: tuple[str, ...]) -> None:
     """
     if (policy := job.configuration.checkpointing) not in can:
         allowed = ", ".join(f"'{name}'" for name in can)
-        raise SpecError(f"{tool}: checkpointing must be one of {allowed}, got '{policy}'; choose such a row")
+        raise SpecError(
+            f"{tool}: checkpointing must be one of {allowed}, got '{policy}'; plan with --checkpoint {','.join(can)}"
+        )
 
 
 def refuse_uneven(tool: str, job: Job) -> None:
@@ -136,13 +138,14 @@ def refuse_uneven(tool: str, job: Job) -> None:
     asked, model = job.configuration, job.model
     stages = asked.pipeline * asked.interleave
     parts = asked.tensor * (2 * asked.context if asked.context > 1 else 1)
-    for divisor, sizes, value, whole in (
-        (asked.tensor, "tensor", model.n_kv_heads, "key-value heads"),
-        (stages, "pipeline * interleave", model.n_layers, "layers"),
-        (parts, "tensor * 2 * context" if asked.context > 1 else "tensor", job.seq_len, "tokens of a sequence"),
+    split = ("tensor * 2 * context", "--tensor or --context") if asked.context > 1 else ("tensor", "--tensor")
+    for divisor, (sizes, options), value, whole in (
+        (asked.tensor, ("tensor", "--tensor"), model.n_kv_heads, "key-value heads"),
+        (stages, ("pipeline * interleave", "--pipeline or --interleave"), model.n_layers, "layers"),
+        (parts, split, job.seq_len, "tokens of a sequence"),
     ):
         if value % divisor:
-            raise SpecError(f"{tool}: {sizes} must divide the {value} {whole}, got {divisor}; choose a row that does")
+            raise SpecError(f"{tool}: {sizes} must divide the {value} {whole}, got {divisor}; change {options}")
 
 
 def reduces_once(job: Job, tool: str) -> tuple[str, ...]:

@@ -68,18 +68,23 @@ def _check(job: Job) -> None:
     refuse_beyond_llama("megatron", job, ("head_dim",))
     refuse_uneven("megatron", job)
     if asked.schedule == "zero-bubble" and asked.pipeline > 1:
-        raise SpecError("megatron: schedule must be '1f1b' or 'interleaved', got 'zero-bubble'; choose such a row")
+        raise SpecError(
+            "megatron: schedule must be '1f1b' or 'interleaved', got 'zero-bubble'; plan with --schedule "
+            "1f1b,interleaved"
+        )
     if asked.interleave > 1 and asked.microbatches % asked.pipeline:
         raise SpecError(
             f"megatron: microbatches must be a multiple of pipeline = {asked.pipeline} for schedule 'interleaved', got "
-            f"{asked.microbatches}; choose such a row"
+            f"{asked.microbatches}; plan with --schedule 1f1b"
         )
     if asked.strategy == "ddp" and asked.offload:
-        raise SpecError("megatron: offload needs the distributed optimizer, got ddp; choose strategy 'megatron'")
+        raise SpecError("megatron: offload needs the distributed optimizer, got ddp; plan with --strategy megatron")
     if asked.strategy == "megatron-fsdp":
-        refuse_above_one("megatron", job, "replicate", "pipeline", remedy="choose strategy 'megatron'")
+        refuse_above_one("megatron", job, "replicate", "pipeline", remedy="plan with --strategy megatron")
         if asked.offload:
-            raise SpecError("megatron: offload must be false for megatron-fsdp, got true; choose strategy 'megatron'")
+            raise SpecError(
+                "megatron: offload must be false for megatron-fsdp, got true; plan with --strategy megatron"
+            )
     _recomputation(job)
 
 
@@ -179,12 +184,12 @@ def _recomputation(job: Job) -> list[Flag]:
     elif policy.isdecimal():
         raise SpecError(
             f"megatron: checkpointing must be a multiple of interleave = {asked.interleave} layers, got {policy}; "
-            "choose such a row"
+            "plan with --checkpoint full or --schedule 1f1b"
         )
     else:
         raise SpecError(
             f"megatron: checkpointing must be 'none', 'full' or a number of layers, got '{policy}': its own selective "
-            "recomputation keeps other activations; choose such a row"
+            "recomputation keeps other activations; plan with --checkpoint auto"
         )
     return [("recompute-granularity", "full"), ("recompute-method", method), ("recompute-num-layers", layers)]
 

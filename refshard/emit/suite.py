@@ -59,22 +59,23 @@ def _check(job: Job) -> None:
     refuse_experts("refshard", job)
     refuse_beyond_llama("refshard", job, TRAINED)
     if asked.strategy not in STAGED:
-        refuse_above_one("refshard", job, "pipeline", "context", remedy=f"choose {' or '.join(STAGED)}")
+        refuse_above_one("refshard", job, "pipeline", "context", remedy=f"plan with --strategy {','.join(STAGED)}")
     if asked.strategy not in SPLIT:
-        refuse_above_one("refshard", job, "tensor", remedy="choose fsdp2")
+        refuse_above_one("refshard", job, "tensor", remedy="plan with --strategy fsdp2")
     if asked.schedule == "zero-bubble" and asked.pipeline > 1 and asked.checkpointing != "none":
         raise SpecError(
-            f"refshard: checkpointing must be 'none' for schedule 'zero-bubble', got '{asked.checkpointing}'; choose "
-            "such a row"
+            f"refshard: checkpointing must be 'none' for schedule 'zero-bubble', got '{asked.checkpointing}'; plan "
+            "with --checkpoint none or --schedule 1f1b"
         )
     if asked.strategy not in UNSHARDED and asked.replicate > 1 and asked.shard * asked.context == 1:
         raise SpecError(
-            f"refshard: shard * context must be at least 2 where replicate = {asked.replicate}, got 1; choose ddp"
+            f"refshard: shard * context must be at least 2 where replicate = {asked.replicate}, got 1; plan with "
+            "--strategy ddp"
         )
     if asked.precision == "fp8":
         raise SpecError("refshard: precision must be 'bf16' or 'fp32', got 'fp8'; emit for torchtitan or megatron")
     if asked.offload:
-        raise SpecError("refshard: offload must be false, got true: it is not dry-run; choose a row without it")
+        raise SpecError("refshard: offload must be false, got true: it is not dry-run; leave out --offload")
     if asked.compiled or asked.strategy.endswith("-compiled") or asked.strategy == "simplefsdp":
         measured = COMPILED.get(asked.strategy, "fsdp2-compiled")
         raise SpecError(

@@ -22,6 +22,12 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 """The data-parallel strategies that a tool has; one that is not listed has all."""
 
+POLICIES: dict[str, tuple[str, ...]] = {
+    "torchtitan": tuple(torchtitan.POLICIES),
+    "accelerate": accelerate.POLICIES,
+}
+"""The checkpointing policies of tools that cannot checkpoint a number of layers; one that is not listed can."""
+
 
 def emit(tool: str, job: Job) -> Emitted:
     """The files and the command with which ``tool`` runs the job.

@@ -89,21 +89,24 @@ def _check(job: Job) -> None:
     refuse_checkpointing("torchtitan", job, tuple(POLICIES))
     refuse_uneven("torchtitan", job)
     if asked.strategy == "simplefsdp":
-        refuse_above_one("torchtitan", job, "pipeline", remedy="choose fsdp2, or a row without a pipeline")
+        refuse_above_one("torchtitan", job, "pipeline", remedy="plan with --strategy fsdp2 or --pipeline 1")
         if asked.checkpointing == "full":
             raise SpecError(
-                "torchtitan: checkpointing must be 'none' or 'selective' for simplefsdp, got 'full'; choose such a row"
+                "torchtitan: checkpointing must be 'none' or 'selective' for simplefsdp, got 'full'; plan with "
+                "--checkpoint none,selective"
             )
         if asked.offload:
-            raise SpecError("torchtitan: offload must be false for simplefsdp, got true; choose fsdp2")
+            raise SpecError("torchtitan: offload must be false for simplefsdp, got true; plan with --strategy fsdp2")
     if asked.strategy == "ddp":
-        refuse_above_one("torchtitan", job, "context", remedy="its context ranks shard parameters: choose fsdp2")
+        remedy = "its context ranks shard parameters: plan with --strategy fsdp2"
+        refuse_above_one("torchtitan", job, "context", remedy=remedy)
     if asked.schedule == "zero-bubble" and asked.interleave == 1 and asked.pipeline > 1:
         raise SpecError(
-            "torchtitan: interleave must be at least 2 for schedule 'zero-bubble', got 1; choose such a row, or '1f1b'"
+            "torchtitan: interleave must be at least 2 for schedule 'zero-bubble', got 1; plan with --interleave 2 or "
+            "--schedule 1f1b"
         )
     if asked.precision == "fp8" and not _compiles(asked):
-        raise SpecError("torchtitan: compiled must be true for precision 'fp8', got false; choose such a row")
+        raise SpecError("torchtitan: compiled must be true for precision 'fp8', got false; plan with --compile yes")
 
 
 def _compiles(asked: Configuration) -> bool:

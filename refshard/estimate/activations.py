@@ -17,11 +17,15 @@ SUMS_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Bytes that one layer keeps: all that backward reads, what checkpointing by operator leaves of it, and its input,
-    which full checkpointing keeps. ``workspace`` is needed besides while its backward runs. ``began``, ``halfway`` and
-    ``ended`` are how much more than all that it keeps is there when its backward has gone through its last product,
-    through the others of the feed-forward, and through all; less is negative. ``puts_off`` are the
-    gradients that those of its weights are computed from, which a zero-bubble schedule keeps for later.
+    """Bytes that one layer keeps from forward to backward, and needs in backward.
+
+    - ``nothing``: kept without checkpointing: all that backward reads.
+    - ``selective``: kept with checkpointing by operator.
+    - ``full``: kept with full checkpointing: the layer's input.
+    - ``workspace``: also needed while its backward runs.
+    - ``began``, ``halfway``, ``ended``: bytes in addition to ``nothing`` (negative if fewer) when backward has passed
+      the layer's last product, the rest of the feed-forward, and the whole layer.
+    - ``puts_off``: output gradients that a zero-bubble schedule keeps, to compute weight gradients later.
     """
 
     nothing: float

@@ -38,7 +38,7 @@ class Groups:
         return self._seconds(op, nbytes, self._replicas, self._inner * self._shards)
 
     def latency_over_shards(self, op: CollectiveOp, nbytes: Floats) -> Floats:
-        """What of :meth:`over_shards` passes from rank to rank before the first byte is where it belongs."""
+        """The latency in the seconds of :meth:`over_shards`."""
         latency: Floats = self._costs(op, nbytes, self._shards, self._inner)[1]
         return latency
 

@@ -39,21 +39,34 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """What one rank of each configuration has, one entry a row.
+    """What one rank of each configuration holds, one entry a row.
 
-    Elements: all ``parameters``, those of its largest ``unit``, of that one's ``feed_forward`` and of its last product,
-    ``down``; of its ``embedding`` and its ``head`` (0 where another rank of the pipeline has them; of a tied model the
-    embedding is the head, too), of the embedding's whole gradient ``looked_up``, and of what autocast ``casts`` for
-    forward and backward, or for both apart, ``recasts``.
+    Elements:
 
-    Bytes: what a layer ``kept`` on average, what the ``first`` one keeps, which is checkpointed if any is, and the
-    ``last`` one, which is if all are; what is ``recomputed``, a layer's ``workspace``, how much more than what it keeps
-    is there when its backward ``began``, is ``halfway`` and has ``ended``, and what it ``puts_off``; what the ``loss``
-    needs, the ``logits`` alone, and what the ``scattering`` of the embedding's gradient does; a pipeline's ``outputs``,
-    which the rank still has, and what ``messages`` are received into.
+    - ``parameters``: all of them; ``unit``: those of the largest unit.
+    - ``feed_forward``: those of that unit's feed-forward; ``down``: those of its last product.
+    - ``embedding``, ``head``: 0 if another pipeline rank has them; in a tied model the embedding is also the head.
+    - ``looked_up``: the embedding's whole gradient.
+    - ``casts``: weights that autocast casts once for forward and backward; ``recasts``: those of checkpointed layers,
+      which it casts for each.
 
-    The rank holds ``layers``, ``flying`` microbatches at once, ``left`` of them when the first layers end their first
-    backward, and puts off gradients of weights of ``waiting`` ones.
+    Bytes:
+
+    - ``kept``: what a layer keeps for backward, on average.
+    - ``first``: what the first layer keeps, which is checkpointed if any layer is; ``last``: what the last layer keeps,
+      which is checkpointed only if all are.
+    - ``recomputed``: activations that a checkpointed layer recomputes; ``workspace``: a layer's workspace.
+    - ``began``, ``halfway``, ``ended``, ``puts_off``: as in :class:`~refshard.estimate.activations.Kept`.
+    - ``loss``: all that the loss needs; ``logits``: the logits alone.
+    - ``scattering``: workspace of the embedding's gradient.
+    - ``outputs``: pipeline outputs that the rank still holds; ``messages``: receive buffers.
+
+    Counts (microbatches may be fractions, if a rank has several stages):
+
+    - ``layers``: layers of the rank.
+    - ``flying``: microbatches in flight; ``left``: those still in flight when the first layers end their first
+      backward.
+    - ``waiting``: microbatches for which a zero-bubble schedule has yet to compute weight gradients.
     """
 
     parameters: Floats
@@ -95,7 +108,7 @@ def memory_of(candidates: Candidates, ranks: Sequence[Held], element: Floats, re
 
 
 def _highest(moments: Sequence[Memory]) -> Memory:
-    """Of each row the moment at which most is there."""
+    """For each row, the moment with the highest peak."""
     at = np.argmax([moment.peak for moment in moments], axis=0)
     rows = np.arange(len(at))
     return Memory(**{part: np.array([getattr(moment, part) for moment in moments])[at, rows] for part in PARTS})

@@ -14,20 +14,23 @@ ADAM_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One strategy. Bytes are of one element.
+    """One strategy. Bytes are per element.
 
-    ``shards_parameters``, ``shards_gradients`` and ``shards_optimizer`` say what is divided over the shard axis.
-    ``kept_bytes`` are of parameters in the dtype of compute that every rank keeps beside their masters,
-    ``summed_bytes`` of gradients that it keeps unsharded. Where parameters are gathered for each use, as many units as
-    ``parameter_slots`` are there at once; slots of a ``ring`` are there all the time. With ``gradient_slots``, so many
-    units' gradients are there in the dtype of the reduction, and the last unit stays gathered from forward to backward;
-    without, one unit's in that dtype beside those in the dtype of compute. One unit lies ``around`` the blocks with
-    both ends of the model, or each end is a unit. A strategy that ``keeps`` what it gathered frees it at the end of a
-    pass. ``copies_out`` of a gathered buffer and ``copies_in`` to one that is reduced are kernels of their own; one
-    that ``divides`` casts and scales that buffer before it is reduced. ``casts`` says that autocast casts each weight
-    once a step. Where gradients add up unsharded, kernels of their own do that; ``adds`` is false if products do. Over
-    gloo, one that ``exchanges_gathers`` or ``exchanges_reductions`` sends parts to each rank, and adds them up, instead
-    of what gloo would do.
+    - ``shards_parameters``, ``shards_gradients``, ``shards_optimizer``: whether each is sharded over the shard axis.
+    - ``kept_bytes``: parameters in the compute dtype that every rank keeps in addition to the masters.
+    - ``summed_bytes``: gradients that every rank keeps unsharded.
+    - ``parameter_slots``: number of units that are gathered at once, if parameters are gathered for each use.
+    - ``ring``: whether these slots are allocated all the time.
+    - ``gradient_slots``: number of units with gradients in the reduction dtype; the last unit then stays gathered from
+      forward to backward. If 0, one unit's gradients are in that dtype and in the compute dtype.
+    - ``around``: whether both ends of the model are one unit around the blocks; otherwise each end is a unit.
+    - ``keeps``: whether gathered parameters stay until the end of a pass.
+    - ``copies_out``, ``copies_in``: whether separate kernels copy from a gathered buffer, and to a reduced one.
+    - ``divides``: whether a kernel casts and scales the buffer before the reduction.
+    - ``casts``: whether autocast casts each weight once a step.
+    - ``adds``: whether separate kernels accumulate unsharded gradients; false if the matrix products do.
+    - ``exchanges_gathers``, ``exchanges_reductions``: whether, over gloo, ranks exchange parts and add them up instead
+      of calling gloo's collective.
     """
 
     name: str
@@ -115,7 +118,7 @@ def find_way(name: str) -> Way:
         SpecError: it has none.
     """
     if name not in WAYS:
-        raise SpecError(f"strategy: '{name}' has no closed form; {nearest(name, list(WAYS))}")
+        raise SpecError(f"strategy: no strategy '{name}' has a closed form; {nearest(name, list(WAYS))}")
     return WAYS[name]
 
 

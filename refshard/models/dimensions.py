@@ -42,8 +42,8 @@ def read_dimensions(name: str) -> ModelSpec:
     spec, counted = _spec_of(module, name), count(module)
     if (expected := parameter_count(spec)) != counted:
         raise _refused(
-            name, f"the module must have the {expected:,} parameters of the dimensions read from it ({_words(spec)}), "
-            f"got {counted:,}",
+            name, f"the dimensions read from the module ({_words(spec)}) must give its {counted:,} parameters, got "
+            f"{expected:,}",
         )  # fmt: skip
     return msgspec.structs.replace(spec, params=counted)
 

@@ -32,7 +32,9 @@ def spec_of_shapes(module: nn.Module) -> Fields:
     """
     config = next((found for inner in module.modules() if (found := config_of(inner))), {})
     if field := next((field for field in _UNSEEN if config.get(field)), None):
-        raise ValueError(f"{field} of its config must be absent, for no shape tells it, got {config[field]}")
+        raise ValueError(
+            f"{field} of its config must be absent, because parameter shapes do not show it, got {config[field]}"
+        )
     blocks = _blocks(module)
     ends = _ends(module)
     return {
@@ -72,7 +74,8 @@ def _blocks(module: nn.Module) -> nn.ModuleList:
     blocks = max(_outside(module, nn.ModuleList), key=count, default=nn.ModuleList())
     kinds = {tuple((path, tuple(p.shape)) for path, p in block.named_parameters()) for block in blocks}
     if len(kinds) != 1:
-        raise ValueError(f"its blocks must be members of an nn.ModuleList, and alike, got {len(kinds)} kinds of them")
+        got = f"{len(kinds)} different kinds" if kinds else "none"
+        raise ValueError(f"its blocks must be in an nn.ModuleList and have the same parameter shapes, got {got}")
     return blocks
 
 
@@ -80,7 +83,10 @@ def _ends(module: nn.Module) -> Fields:
     """What lies around the blocks: the embedding of words, that of positions, and the head."""
     tables = sorted(_outside(module, nn.Embedding), key=lambda table: -table.num_embeddings)
     if not tables or not leads_to(module, tables[0].num_embeddings):
-        raise ValueError("it must have an nn.Embedding and an nn.Linear to as many words beside its blocks, got none")
+        raise ValueError(
+            "outside its blocks it must have an nn.Embedding, and an nn.Linear with as many outputs as the embedding "
+            "has rows, got none"
+        )
     words, *places = tables
     return {
         "dim": words.embedding_dim, "vocab": words.num_embeddings,
@@ -110,8 +116,11 @@ def _attends(path: str) -> bool:
 def _attention(matrices: Parameters, dim: int, config: Config) -> Fields:
     heads = _number(config, _HEADS)
     if not matrices or heads is None:
-        lacks = "no config that says num_attention_heads" if matrices else "no module with 'attn' in its name"
-        raise ValueError(f"a block's attention and its heads must be told by name, got {lacks}")
+        lacks = "no config with it" if matrices else "no such module"
+        raise ValueError(
+            "a block must have a module with 'attn' or 'attention' in its name, and the model a config with "
+            f"num_attention_heads, got {lacks}"
+        )
     width = _number(config, ("head_dim",)) or dim // heads
     rest = sum(p.numel() for p in matrices.values()) // dim - 2 * heads * width
     return {"n_heads": heads, "head_dim": width, "n_kv_heads": _number(config, _KV_HEADS) or max(rest // width // 2, 1)}

@@ -70,18 +70,21 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not _CHECKPOINTING.fullmatch(self.checkpointing):
             raise ValueError(
                 "checkpointing must be 'none', 'selective', 'full', 'every-K' or a number of layers, got "
-                f"{self.checkpointing!r}"
+                f"{self.checkpointing!r}; choose one of them"
             )
         if self.schedule != "zero-bubble" and (self.schedule == "1f1b") != (self.interleave == 1):
             raise ValueError(
                 "interleave must be 1 for schedule '1f1b' and at least 2 for 'interleaved', got "
-                f"{self.interleave} for '{self.schedule}'"
+                f"{self.interleave} for '{self.schedule}'; change either"
             )
         if self.interleave > 1 and self.pipeline == 1:
-            raise ValueError(f"interleave must be 1 without a pipeline, got {self.interleave}")
+            raise ValueError(
+                f"interleave must be 1 without a pipeline, got {self.interleave}; set pipeline to 2 or more"
+            )
         if self.data_ranks * self.context % self.expert:
             raise ValueError(
-                f"expert must divide replicate * shard * context = {self.data_ranks * self.context}, got {self.expert}"
+                f"expert must divide replicate * shard * context = {self.data_ranks * self.context}, got "
+                f"{self.expert}; choose a divisor"
             )
 
     @property

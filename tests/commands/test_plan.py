@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from refshard.cli import app, main
 from refshard.commands.plan import plan
 from refshard.commands.plan_asked import SEARCHED, Asked, tokens_of
-from refshard.emit.table import RUNS, TOOLS
+from refshard.emit.table import POLICIES, RUNS, TOOLS
 from refshard.errors import SpecError
 from refshard.estimate.ways import WAYS
 from refshard.plan.recipe import RECIPES
@@ -303,7 +303,9 @@ def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as refused:
         main([*SHORT, "--strategy", "fsdp3"])
     assert refused.value.code == 2
-    assert capsys.readouterr().err == "refshard: strategy: 'fsdp3' has no closed form; did you mean 'fsdp2'?\n"
+    assert (
+        capsys.readouterr().err == "refshard: strategy: no strategy 'fsdp3' has a closed form; did you mean 'fsdp2'?\n"
+    )
 
 
 def test_options_of_the_command_line_are_those_that_are_asked_with() -> None:
@@ -357,7 +359,7 @@ def test_the_first_configuration_that_a_tool_runs_is_written_for_it(tool: str, t
     files = {path.name: path for path in (tmp_path / "new" / "folder").iterdir()}
     assert read(tool, files)
     shown = " ".join(text(found).split())
-    assert "Written for " in shown
+    assert f"Written for {tool} " in shown
     assert all(name in shown for name in files)
     assert "Start it with: " in shown
     if tool in RUNS:
@@ -437,6 +439,21 @@ def test_a_factory_is_planned_by_its_dimensions_and_refused_if_it_has_none(
         plan(asked(model="planned_models:other"))
 
 
+@pytest.mark.parametrize(("tool", "policies"), sorted(POLICIES.items()))
+def test_a_tool_that_cannot_checkpoint_some_layers_gets_a_plan_without_them(
+    tool: str, policies: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = plan(asked(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2"), tool=tool, out=tmp_path)
+    chosen = {row["configuration"].get("checkpointing", "none") for row in as_json(found)["sizes"][0]["rows"]}
+    assert chosen <= {*policies}
+    assert "full" in chosen
+    with pytest.raises(SpecError, match=r"got '\d+'; plan with --checkpoint none,"):
+        plan(
+            asked(model="llama3-70b", cluster="dgx-h100x4", strategies="fsdp2", checkpoint="auto"),
+            tool=tool, out=tmp_path,
+        )  # fmt: skip
+
+
 def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, shown = run("--emit", "deepspeed", "--strategy", "fsdp2", "--checkpoint", "full")
@@ -446,7 +463,7 @@ def test_what_is_emitted_goes_to_runs_unless_a_folder_is_named(tmp_path: Path, m
 
 
 def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"megatron: strategy must be one that it runs .*, got 'fsdp2'; choose a row"):
+    with pytest.raises(SpecError, match=r"megatron: strategy must be one that it runs .*, got 'fsdp2'; name one"):
         plan(asked(strategies="fsdp2"), tool="megatron", out=tmp_path / "a")
     with pytest.raises(SpecError, match="emit: no configuration fits, so there is nothing to write for torchtitan"):
         plan(asked(model="llama3.1-405b", strategies="fsdp2"), tool="torchtitan", out=tmp_path / "a")
@@ -461,7 +478,7 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
     [
         ({"model": "llama3-8bb"}, "no preset 'llama3-8bb'; did you mean 'llama3-8b'"),
         ({"cluster": "dgx-h10x4"}, "no profile and no file 'dgx-h10'; did you mean 'dgx-h100'"),
-        ({"strategies": "ddp,refshard-yafspd"}, "'refshard-yafspd' has no closed form; did you mean 'refshard-yafsdp'"),
+        ({"strategies": "ddp,refshard-yafspd"}, "no strategy 'refshard-yafspd' has a closed form; did you mean '"),
         (
             {"strategies": "ddp,yafsdp"}, "strategy: 'yafsdp' is upstream's package, which has no closed form; plan "
             "the engine's mode refshard-yafsdp, or, where the package is installed, dry-run it: refshard dryrun "
@@ -471,7 +488,7 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         ({"strategies": "fsdp2-compiled"}, "no closed form of its own; plan fsdp2 with --compiled$"),
         ({"strategies": "simplefsdp-bucket"}, "cannot be dry-run; measure it on GPUs: refshard run --strategy"),
         ({"strategies": " , "}, "strategy: no name in ' , '; separate names by commas, or leave the option out"),
-        ({"seq_len": 0}, "seq_len must be >= 1, got 0"),
+        ({"seq_len": 0}, "--seq-len must be >= 1, got 0; give a number"),
         ({"accumulate": 0}, "accumulate must be >= 1, got 0"),
         ({"top": 0}, "top must be >= 1, got 0"),
         ({"microbatch": "-1"}, "microbatch must be numbers from 1, separated by commas, got '-1'; write, for example"),
@@ -484,16 +501,16 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
         ({"tokens_per_step": "4G"}, r"tokens-per-step must be a number, with K for 2\^10 or M for 2\^20, got '4G'"),
         ({"tokens_per_step": "5000"}, "must be a multiple of seq-len = 4,096, got 5,000; change either"),
         ({"tokens_per_step": "1"}, "must be a multiple of seq-len = 4,096, got 1; change either"),
-        ({"price_usd": -1.0}, r"price must be >= 0 USD per GPU-hour, and finite, got -1\.0"),
-        ({"price_usd": float("nan")}, "price must be >= 0 USD per GPU-hour, and finite, got nan"),
-        ({"mtbf_hours": 0.0}, r"mtbf must be > 0 hours, and finite, got 0\.0"),
+        ({"price_usd": -1.0}, r"--price must be >= 0 USD per GPU-hour, and finite, got -1\.0; give"),
+        ({"price_usd": float("nan")}, "--price must be >= 0 USD per GPU-hour, and finite, got nan; give"),
+        ({"mtbf_hours": 0.0}, r"--mtbf must be > 0 hours, and finite, got 0\.0; give"),
         ({"dtype": "fp16"}, "dtype must be fp32, bf16 or fp8, got 'fp16'; choose one of them"),
-        ({"dtype": "bf16,fp8", "cluster": "dgx-a100"}, "dtype: the hardware's profile knows .*, got fp8; choose one"),
+        ({"dtype": "bf16,fp8", "cluster": "dgx-a100"}, "the hardware profile has rates for .*, got fp8; choose"),
         ({"dtype": " , "}, "dtype: no word in ' , '; separate words by commas, or leave the option out"),
         ({"compiled": "both"}, "compile must be no or yes, got 'both'; choose one of them"),
         ({"reduction": "int8"}, "reduction must be fp32 or bf16, got 'int8'; choose one of them"),
         ({"schedule": "gpipe"}, "schedule must be 1f1b, interleaved or zero-bubble, got 'gpipe'; choose one of"),
-        ({"checkpoint": "some"}, "checkpoint must be auto, none, selective, full, every-K or a number .*'some'"),
+        ({"checkpoint": "some"}, "checkpoint must be auto, none, selective, full, every-K .*'some'; choose one"),
         ({"checkpoint": "every-0"}, "checkpoint must be auto, none, selective, full, every-K or .*, got 'every-0'"),
     ],
 )  # fmt: skip
@@ -516,5 +533,5 @@ def test_notes_say_what_offload_leaves_out() -> None:
 def test_notes_name_the_error_and_what_was_considered() -> None:
     told = notes(plan(asked()))
     assert any(sentence.endswith("configurations considered for 16 ranks; 4 fit.") for sentence in told)
-    assert any("median error" in sentence and "published runs that were not fitted" in sentence for sentence in told)
+    assert any("median error" in sentence and "were held out of the fit" in sentence for sentence in told)
     assert any(sentence.startswith("Closed form only: nothing was run.") for sentence in told)

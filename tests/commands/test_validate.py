@@ -18,8 +18,8 @@ from refshard.specs.published_claims import load_claims
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 
 TITLES = [
-    "Predicted step times against published ones", "Speed that each GPU loses with scale",
-    "Beside the predictions of others", "Headline claims", "Every curve", "Every run",
+    "Predicted step times against published ones", "Scaling loss per GPU",
+    "Compared with the sources' own predictions", "Headline claims", "Every curve", "Every run",
 ]  # fmt: skip
 TABLE = """\
 title = "mine"
@@ -179,12 +179,13 @@ def test_an_unknown_key_a_wrong_value_and_a_missing_file_are_refused_by_name(tmp
 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     table, run = mine(tmp_path, RUN), tmp_path / "run"
-    assert refused(fidelity="emulated") == "fidelity must be simulated or dryrun, got 'emulated'"
+    assert refused(fidelity="emulated") == "fidelity must be simulated or dryrun, got 'emulated'; choose one of them"
     assert refused(fidelity="dryrun", published=table) == (
-        f"published: tables are predicted in closed form, got fidelity dryrun and {table}; drop one"
+        f"published: tables are predicted in closed form, got fidelity dryrun and {table}; leave out one of them"
     )
-    assert refused(only="llama") == "only: selects published runs to dry-run; add --fidelity dryrun"
-    assert refused(only="llama", published=table) == "only: selects published runs to dry-run; add --fidelity dryrun"
+    only = "only: selects published runs to dry-run, got fidelity simulated; add --fidelity dryrun"
+    assert refused(only="llama") == only
+    assert refused(only="llama", published=table) == only
     assert refused(run, published=table) == (
         f"published: compares a table, but a run is given too: {run}; leave out one of them"
     )
@@ -192,7 +193,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         f"fidelity dryrun predicts published runs, but a run is given: {run}; leave out one of them"
     )
     told = refused(fidelity="dryrun", only="gpt-9")
-    assert told.startswith("only: no published run's name holds 'gpt-9'; they are: ")
+    assert told.startswith("only: no published run's name holds 'gpt-9'; choose from: ")
     assert "llama3-8b-h100x8-2025-10" in told
 
 

@@ -33,7 +33,7 @@ def test_simplefsdp_by_block_has_as_many_copies_as_fsdp2_and_keeps_one_block_les
 
 
 def test_a_strategy_without_a_row_is_refused_with_the_nearest() -> None:
-    with pytest.raises(SpecError, match=r"strategy: 'fsdp3' has no closed form; did you mean 'fsdp[12]'"):
+    with pytest.raises(SpecError, match=r"strategy: no strategy 'fsdp3' has a closed form; did you mean 'fsdp[12]'"):
         find_way("fsdp3")
 
 

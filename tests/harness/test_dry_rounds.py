@@ -11,7 +11,7 @@ from refshard.dryrun.request import Pool
 from refshard.harness.dry.proxies import Extrapolated, Proxies, Setting, closed, extrapolate, proxies_of
 from refshard.harness.dry.result import DryResult, StepResult
 from refshard.harness.dry.rounds import Rounds, dry_run_rounds
-from refshard.quantities import GIB
+from refshard.quantities import GIB, format_bytes
 from refshard.records import Census, StepTrace
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
@@ -113,7 +113,8 @@ def test_others_of_a_kind_that_needs_more_are_skipped(tmp_path: Path) -> None:
     fake = Faked(split_over_tensors)
     got = found([*ROWS[:2], *like, ROWS[3]], fake, tmp_path)
     assert fake.rounds == [{(1, 1), (2, 1)}, {(1, 2)}]
-    assert "dry runs of its kind need 100 GiB more than in closed form" in str(got[2])
+    assert "similar dry runs need 100 GiB more than their closed form, so this one would need " in str(got[2])
+    assert f", of {format_bytes(USABLE_BYTES)} usable" in str(got[2])
     modest = Faked(lambda case: GIB if case.tensor_parallel > 1 else 0)
     assert isinstance(found([*ROWS[1:2], *like], modest, tmp_path, count=3)[2], Extrapolated)
 

@@ -211,15 +211,15 @@ def transformed(name: str, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (Odd, r"must have the [\d,]+ parameters of the dimensions read from it \(3 layers of width 64, 4 heads of "),
+        (Odd, r"dimensions read from the module \(3 layers of width 64, 4 heads of .* must give its [\d,]+ par"),
         (frozen, "every parameter must be trained, got 1 that are frozen"),
         (lambda: 7, r"the factory must return a module, or \(module, batch\), got int"),
         (lambda: torch.ones(1).item(), r"must run on the meta device, got RuntimeError: Tensor\.item\(\) cannot be"),
-        (lambda: nn.Linear(3, 3), "blocks must be members of an nn.ModuleList, and alike, got 0 kinds of them"),
-        (lambda: Decoder(head=False), "an nn.Embedding and an nn.Linear to as many words .* got none"),
-        (lambda: Decoder(num_attention_heads=None), "told by name, got no config that says num_attention_heads"),
-        (lambda: Decoder(sliding_window=9), "sliding_window of its config must be absent, for no shape .* got 9"),
-        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2), "an nn.Embedding and"),
+        (lambda: nn.Linear(3, 3), "blocks must be in an nn.ModuleList and have the same parameter shapes, got none"),
+        (lambda: Decoder(head=False), "an nn.Linear with as many outputs as the .* got none"),
+        (lambda: Decoder(num_attention_heads=None), "a config with num_attention_heads, got no config"),
+        (lambda: Decoder(sliding_window=9), "sliding_window of its config must be absent, .* not show it, got 9"),
+        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2), "an nn.Embedding, and"),
         (lambda: Decoder(num_attention_heads=7), "n_heads"),
     ],
 )  # fmt: skip
@@ -232,10 +232,10 @@ def test_what_is_no_decoder_that_can_be_recognised_is_refused(factory: Any, mess
 @pytest.mark.parametrize(
     ("family", "config", "message"),
     [
-        ("Qwen2", {}, r"must have the [\d,]+ parameters of the dimensions .*, got [\d,]+; give the dimensions in"),
+        ("Qwen2", {}, r"must give its [\d,]+ parameters, got [\d,]+; give the dimensions in"),
         ("Llama", {"attention_bias": True}, "attention_bias must be false, got True"),
         ("Mistral", {}, "sliding_window must be null, got 4096"),
-        ("Gemma2", {}, "must be absent, for no shape tells it"),
+        ("Gemma2", {}, "must be absent, because parameter shapes do not show it"),
     ],
 )  # fmt: skip
 def test_what_a_spec_cannot_express_is_refused(family: str, config: dict[str, Any], message: str) -> None:
@@ -248,7 +248,7 @@ def test_what_a_spec_cannot_express_is_refused(family: str, config: dict[str, An
 def test_a_backbone_without_a_head_is_not_taken_for_a_tied_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
-    with pytest.raises(SpecError, match=re.escape("an nn.Linear to as many words")):
+    with pytest.raises(SpecError, match=re.escape("an nn.Linear with as many outputs")):
         read(lambda: transformers.LlamaModel(config))
 
 

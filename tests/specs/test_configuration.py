@@ -38,13 +38,22 @@ def test_policies_of_checkpointing(policy: str) -> None:
         ({"tensor": -1}, "tensor must be >= 1, got -1"),
         ({"expert": 0}, "expert must be >= 1, got 0"),
         ({"microbatches": 0}, "microbatches must be >= 1, got 0"),
-        ({"checkpointing": "every-0"}, "checkpointing must be 'none', .* or a number of layers, got 'every-0'"),
+        (
+            {"checkpointing": "every-0"},
+            "checkpointing must be 'none', .* of layers, got 'every-0'; choose one",
+        ),
         ({"checkpointing": "0"}, "checkpointing must be 'none', .*, got '0'"),
         ({"checkpointing": "auto"}, "checkpointing must be 'none', .*, got 'auto'"),
-        ({"pipeline": 2, "interleave": 2}, "interleave must be 1 for schedule '1f1b' .*, got 2 for '1f1b'"),
+        (
+            {"pipeline": 2, "interleave": 2},
+            "must be 1 for schedule '1f1b' .*, got 2 for '1f1b'; change either",
+        ),
         ({"pipeline": 2, "schedule": "interleaved"}, "at least 2 for 'interleaved', got 1 for 'interleaved'"),
-        ({"interleave": 2, "schedule": "interleaved"}, "interleave must be 1 without a pipeline, got 2"),
-        ({"shard": 4, "tensor": 2, "expert": 8}, r"expert must divide replicate \* shard \* context = 4, got 8"),
+        ({"interleave": 2, "schedule": "interleaved"}, "interleave must be 1 without a pipeline, got 2; set pipeline"),
+        (
+            {"shard": 4, "tensor": 2, "expert": 8},
+            r"must divide replicate \* shard \* context = 4, got 8; choose",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_value(fields: dict[str, Any], message: str) -> None:

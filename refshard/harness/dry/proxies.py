@@ -85,7 +85,7 @@ def proxies_of(configuration: Configuration, setting: Setting, folder: Path) -> 
     if configuration.expert > 1 or setting.model.experts:
         return "mixtures of experts are not dry-run"
     if not configuration.reduce_each:
-        return "strategies here reduce after each microbatch"
+        return "refshard's sharded strategies reduce gradients after each microbatch; this row reduces once a step"
     small = _small(configuration)
     try:
         cases = {point: _case(small, setting, folder, *point) for point in _points(configuration, small)}

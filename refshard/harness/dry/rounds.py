@@ -43,8 +43,10 @@ def dry_run_rounds(
     configurations: Sequence[Configuration], setting: Setting, folder: Path, rounds: Rounds, run: Run,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, Found]:  # fmt: skip
-    """What is found of the configurations, the best of which come first, by their places; of those that no round
-    reached there is nothing. ``folder`` is for the cases' models and results.
+    """Dry-run the configurations, which are sorted best first, until enough of them fit or the time is up.
+
+    Returns results by index in ``configurations``; those that no round reached are absent. ``folder`` is for the cases'
+    models and results.
     """
     found: dict[int, Found] = {}
     began, limit_s, each_s = clock(), rounds.each_s * rounds.count, 0.0
@@ -78,8 +80,8 @@ def _next(
         more = beyond.get(_kind(one), 0)
         if more and (needed := closed(one, setting, setting.model.n_layers).peak_bytes + more) > rounds.usable_bytes:
             found[place] = (
-                f"dry runs of its kind need {format_bytes(more)} more than in closed form: it would need "
-                f"{format_bytes(round(needed))}"
+                f"similar dry runs need {format_bytes(more)} more than their closed form, so this one would need "
+                f"{format_bytes(round(needed))}, of {format_bytes(rounds.usable_bytes)} usable"
             )
             continue
         proxies = proxies_of(one, setting, folder)

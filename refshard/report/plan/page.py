@@ -115,7 +115,8 @@ def scaling_chart(plan: Plan) -> Chart:
     figure.update_xaxes(title="ranks", type="log", tickvals=ranks, ticktext=[f"{count:,}" for count in ranks])
     figure.update_yaxes(title="tokens/s/GPU", rangemode="tozero")
     told = ", ".join(f"{count:,} ranks {row.tokens_per_s_gpu:,.0f}" for count, row in best)
-    return chart("scaling", "Tokens/s/GPU by number of ranks", figure, f"Tokens/s/GPU: {told}. Bars: 8 of 10 runs.")
+    sentence = f"Tokens/s/GPU: {told}. Error bars: range of 8 of 10 published runs."
+    return chart("scaling", "Tokens/s/GPU by number of ranks", figure, sentence)
 
 
 def time_chart(rows: Sequence[Row]) -> Chart:

@@ -141,7 +141,7 @@ def scaling_by_source(curves: Sequence[Curve]) -> Table | None:
         }
         for name, members in groups.items()
     ]  # fmt: skip
-    return table(rows, title="Speed that each GPU loses with scale") if rows else None
+    return table(rows, title="Scaling loss per GPU") if rows else None
 
 
 def scaling_table(curves: Sequence[Curve]) -> Table | None:
@@ -184,7 +184,7 @@ def own_predictions(found: Sequence[Compared]) -> Table | None:
                 "source": name, "prediction": whose, "runs": str(len(errors)),
                 "median error": format_percent(median(errors)), "worst": format_percent(max(errors)),
             })  # fmt: skip
-    return table(rows, left=2, title="Beside the predictions of others") if rows else None
+    return table(rows, left=2, title="Compared with the sources' own predictions") if rows else None
 
 
 def speed_ups(found: Sequence[Compared]) -> tuple[int, int]:
@@ -212,12 +212,17 @@ def not_predicted(left: Mapping[tuple[str, str], int]) -> list[str]:
 def notes(found: Sequence[Compared], left: Mapping[tuple[str, str], int]) -> list[str]:
     """What the tables do not say."""
     more = sum(left.values())
-    told = [f"{more} more runs are not predicted, since their sources leave something out (-v: what)."] if more else []
+    told = []
+    if more:
+        told.append(
+            f"{more} more runs are not predicted: their sources leave something out, or refshard has no model of them "
+            "(-v lists the reasons)."
+        )
     agreed, decided = speed_ups(found)
     if decided:
         told.append(
             f"YaFSDP's speed-ups over FSDP1 are predicted in the published order in {agreed} of {decided} pairs of "
-            "settings: strategies that differ by less than the error bars are tied."
+            "settings."
         )
     if any(one.published.half == "fit" for one in found):
         told.append("Constants were fitted on half of the settings (python profiles/published_parallel/fit.py).")

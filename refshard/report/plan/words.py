@@ -17,7 +17,7 @@ LEFT_OUT = (
     "other jobs on the network",
     "reading data and saving checkpoints",
     "fragmentation of the allocator, beyond a fixed allowance",
-    "a mixture's tokens that go unevenly to its experts",
+    "uneven routing of tokens to experts",
 )
 
 
@@ -41,12 +41,9 @@ def _data_words(one: Configuration) -> str:
     way = find_way(one.strategy)
     if not way.shards_optimizer:
         return f"DP {one.data_ranks}"
-    name = "FSDP" if way.by_unit else "ZeRO-1"
-    return (
-        f"H{'SDP' if way.by_unit else name} {one.replicate} x {one.shard}"
-        if one.replicate > 1
-        else f"{name} {one.shard}"
-    )
+    if one.replicate == 1:
+        return f"{'FSDP' if way.by_unit else 'ZeRO-1'} {one.shard}"
+    return f"{'HSDP' if way.by_unit else 'ZeRO-1'} {one.replicate} x {one.shard}"
 
 
 def batch_words(configuration: Configuration) -> str:
@@ -141,8 +138,8 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
     if faster is not None:
         gain = 1 - faster.step_s / best.step_s
         told.append(
-            f"In closed form only, {short_words(faster.configuration, varied)} is {format_percent(gain, 0)} faster "
-            f"({faster.not_dry})."
+            f"{short_words(faster.configuration, varied)} would be {format_percent(gain, 0)} faster in closed form, "
+            f"but has no dry run: {faster.not_dry}."
         )
     return told
 
@@ -210,9 +207,10 @@ def warnings(plan: Plan, spread: Spread) -> list[str]:
     told = ["MFU is of each precision's own peak."] if "precision" in plan.varied else []
     for kind in kinds:
         found = spread.of(kind)
+        which = f"of this kind ({kind.replace(',', ' parallel,')})" if kind in spread.kinds else "of all kinds"
         told.append(
-            f"Step times of this kind ({kind}): median error {format_percent(found.median)} on {found.count} published "
-            "runs that were not fitted; 8 of 10 lie in the range in brackets."
+            f"Error bars: {found.count} published runs {which} were held out of the fit: median error "
+            f"{format_percent(found.median)}; 8 of 10 lie within the range."
         )
     if any(row.configuration.offload for row in rows):
         told.append("With --offload the host runs AdamW. That is not in the step time, so steps take longer than this.")

@@ -173,7 +173,7 @@ def test_where_nothing_can_run_the_rule_and_the_remedy_are_said() -> None:
         ({"shard": 8, "replicate": 2}, "HSDP 2 x 8"),
         ({"strategy": "ddp", "replicate": 16}, "DP 16"),
         ({"strategy": "megatron", "shard": 16}, "ZeRO-1 16"),
-        ({"strategy": "megatron", "shard": 8, "replicate": 2}, "HZeRO-1 2 x 8"),
+        ({"strategy": "megatron", "shard": 8, "replicate": 2}, "ZeRO-1 2 x 8"),
         ({"shard": 4, "tensor": 2, "context": 2}, "TP 2 x CP 2 x FSDP 4"),
         ({"shard": 16, "expert": 8}, "FSDP 16 x EP 8"),
         ({"shard": 4, "pipeline": 4}, "FSDP 4 x PP 4 (1F1B)"),
@@ -202,8 +202,14 @@ def test_batches_and_checkpointing_in_words() -> None:
 
 def test_error_bars_say_on_how_many_runs_they_rest() -> None:
     found = notes(answer(size(row(1.0, pipeline=2, microbatches=2)), size(row(0.9))))
-    assert any("(pipeline, bf16): median error 6.0 % on 20 published runs" in sentence for sentence in found)
-    assert any("(data, bf16): median error 3.1 % on 300 published runs" in sentence for sentence in found)
+    assert (
+        "Error bars: 20 published runs of this kind (pipeline parallel, bf16) were held out of the fit: median error "
+        "6.0 %; 8 of 10 lie within the range."
+    ) in found
+    assert (
+        "Error bars: 300 published runs of all kinds were held out of the fit: median error 3.1 %; 8 of 10 lie within "
+        "the range."
+    ) in found
     assert any(sentence.startswith("9 configurations considered for 16 ranks; 1 fit") for sentence in found)
     assert any(sentence.startswith("The model leaves out: ") for sentence in found)
     assert any("2 USD per GPU-hour (--price)" in sentence for sentence in found)
