@@ -326,7 +326,6 @@ def plan(
     compile_: Annotated[
         str | None, typer.Option("--compile", help="Blocks under torch.compile: no, yes or no,yes (default: no).")
     ] = None,
-    compiled: Annotated[bool, typer.Option("--compiled", help="The same as --compile yes.")] = False,
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep masters, gradients and optimizer state in the host's memory.")
     ] = False,
@@ -362,13 +361,11 @@ def plan(
     from refshard.commands import plan as command
     from refshard.commands.plan_asked import Asked
 
-    if compiled and compile_ is not None:
-        raise SpecError(f"compiled: it and --compile exclude each other, got --compile {compile_}; leave one out")
     asked = Asked(
         model=model, cluster=cluster, nodes=nodes, seq_len=seq_len, tokens_per_step=tokens_per_step, search=search,
         strategies=strategy, microbatch=microbatch, accumulate=accumulate, checkpoint=checkpoint, replicas=replicas,
         tensor=tensor, context=context, pipeline=pipeline, interleave=interleave, schedule=schedule, expert=expert,
-        dtype=dtype, reduction=reduction, compiled="yes" if compiled else compile_, offload=offload, price_usd=price,
+        dtype=dtype, reduction=reduction, compiled=compile_, offload=offload, price_usd=price,
         mtbf_hours=mtbf, top=top, dry_runs=dry_runs,
     )  # fmt: skip
     return command.plan(asked, page=html, tool=emit, out=out)

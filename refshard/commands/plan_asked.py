@@ -211,7 +211,7 @@ def _without_form(name: str, asked: Asked) -> str:
     """What a strategy is that refshard runs and has no closed form of, and what to do instead."""
     plain = name.removesuffix("-compiled")
     if plain in WAYS:
-        return f"'{name}' has no closed form of its own; plan {plain} with --compiled"
+        return f"'{name}' has no closed form of its own; plan {plain} with --compile yes"
     if ROWS[name].compiles:
         return f"'{name}' has no closed form and cannot be dry-run; measure it on GPUs: refshard run --strategy {name}"
     dry = f"refshard dryrun --cluster {asked.cluster} --model {asked.model} --strategy {name}"

@@ -309,8 +309,6 @@ def test_the_status_says_whether_anything_fits(capsys: pytest.CaptureFixture[str
 
 
 def test_options_of_the_command_line_are_those_that_are_asked_with() -> None:
-    assert run("--compiled", "--compile", "no")[0] != 0
-    assert json.loads(run("--compiled", "--json")[1]) == json.loads(run("--compile", "yes", "--json")[1])
     words = "--strategy megatron --tokens-per-step 1M --tensor 2 --pipeline 4 --interleave 2 --schedule interleaved"
     code, shown = run(*words.split(), "--json", "--microbatch", "1", "--nodes", "2", "--price", "1", "--mtbf", "1000")
     assert code == 0
@@ -485,7 +483,7 @@ def test_a_tool_that_runs_nothing_of_the_plan_says_why(tmp_path: Path) -> None:
             "--cluster dgx-h100x2 --model llama3-8b --strategy yafsdp$",
         ),
         ({"strategies": "hf-trainer"}, "'hf-trainer' has no closed form; dry-run it: refshard dryrun --cluster dgx-h"),
-        ({"strategies": "fsdp2-compiled"}, "no closed form of its own; plan fsdp2 with --compiled$"),
+        ({"strategies": "fsdp2-compiled"}, "no closed form of its own; plan fsdp2 with --compile yes$"),
         ({"strategies": "simplefsdp-bucket"}, "cannot be dry-run; measure it on GPUs: refshard run --strategy"),
         ({"strategies": " , "}, "strategy: no name in ' , '; separate names by commas, or leave the option out"),
         ({"seq_len": 0}, "--seq-len must be >= 1, got 0; give a number"),

@@ -46,11 +46,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refshard(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def refshard(checkout: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     command = [sys.executable, "-m", "refshard", *arguments]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done
 
 
@@ -96,7 +96,8 @@ def test_tables_pages_and_lists_show_it(checkout: Path, told: str) -> None:
     assert "all-reduces each gradient at once" in refshard(checkout, "list", "strategies").stdout
 
 
-def test_a_plan_goes_on_without_it_and_says_so(checkout: Path) -> None:
+def test_a_plan_refuses_it_and_names_the_dry_run(checkout: Path) -> None:
     words = ("plan", "--model", "llama3.2-1b", "--cluster", "dgx-h100", "--strategy", "late,ddp")
-    told = " ".join(refshard(checkout, *words).stdout.split())
-    assert "Not planned: 'late' cannot be planned or simulated (no closed form); dry-run it: `refshard dryrun`" in told
+    told = " ".join(refshard(checkout, *words, status=2).stderr.split())
+    assert "'late' has no closed form; dry-run it: refshard dryrun --cluster dgx-h100" in told
+    assert told.endswith("--model llama3.2-1b --strategy late")

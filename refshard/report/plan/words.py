@@ -231,7 +231,7 @@ def assumptions(plan: Plan) -> list[str]:
     return [
         f"The model leaves out: {'; '.join(LEFT_OUT)}.",
         "It assumes fp32 masters, fused AdamW, clipped gradients, and synthetic data. Megatron has Transformer "
-        "Engine's fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compiled, and "
+        "Engine's fused kernels and cuDNN's attention; other strategies have eager blocks, unless --compile yes, and "
         "FlashAttention-2.",
         f"Tensors can use {format_bytes(plan.usable_bytes)} of {format_bytes(plan.available_bytes)}; the rest is for "
         "the CUDA context, NCCL's buffers and fragmentation.",
