@@ -38,7 +38,7 @@ DRY_RUNS, DRY_RUN_S, DRY_RUNS_S = 4, 120.0, 60.0
 """Configurations that ``--search`` dry-runs by default, how long each of the first may take, and for how long more of
 them are dry-run where some do not fit."""
 MOST_READ = 2000
-"""Configurations, the best first, among which those are sought that a tool can run, or a dry run."""
+"""Configurations, the best first, among which those are sought that are shown, that a tool can run, or a dry run."""
 
 
 def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out: Path | None = None) -> Answer:
@@ -56,8 +56,7 @@ def plan(asked: Asked, *, page: Path | None = None, tool: str | None = None, out
     failures = Failures(mtbf_hours=asked.mtbf_hours)
     asked = _for_tool(asked, tool)
     count, varied = _dry_runs(asked, cluster), varied_fields(asked, cluster)
-    most = MOST_READ if tool or count or varied else asked.top
-    made = [_size(asked, model, on, failures, most) for on in sizes]
+    made = [_size(asked, model, on, failures) for on in sizes]
     if count:
         made[-1] = _with_dry_runs(made[-1], asked, model, sizes[-1], count)
     found = Plan(
@@ -103,7 +102,7 @@ def _for_tool(asked: Asked, tool: str | None) -> Asked:
     return asked
 
 
-def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failures, most: int) -> Size:
+def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failures) -> Size:
     space = space_of(asked, model, cluster)
     candidates = configurations(space, model, cluster, asked.seq_len)
     if not len(candidates):
@@ -113,11 +112,11 @@ def _size(asked: Asked, model: ModelSpec, cluster: ClusterSpec, failures: Failur
         model=model, cluster=cluster, seq_len=asked.seq_len, price_usd=asked.price_usd, failures=failures,
         spread=load_spread(),
     )  # fmt: skip
-    return reader.size(found, most)
+    return reader.size(found, MOST_READ)
 
 
 def _shown(size: Size, most: int, varied: Sequence[str]) -> Size:
-    rows = tuple(size.rows[place] for place in listed(size.rows, most, varied))
+    rows = tuple(size.rows[place] for place in listed(size.rows, most, varied, load_spread()))
     return msgspec.structs.replace(size, rows=rows, unfit=size.unfit[:most])
 
 
@@ -144,7 +143,8 @@ def _with_dry_runs(size: Size, asked: Asked, model: ModelSpec, cluster: ClusterS
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="refshard-plan-") as made:
         run = partial(dry_run_many, on_progress=tell)
-        found = dry_run_rounds([row.configuration for row in size.rows], setting, Path(made), rounds, run)
+        configurations, step_s = [row.configuration for row in size.rows], [row.step_s for row in size.rows]
+        found = dry_run_rounds(configurations, step_s, setting, Path(made), rounds, run)
     ran = [place for place, one in found.items() if isinstance(one, Extrapolated)]
     kept = sorted({*range(min(asked.top, len(size.rows))), *ran})
     return with_dry_rows(size, [_dried(size.rows[place], found.get(place), rounds.usable_bytes) for place in kept])

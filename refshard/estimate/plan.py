@@ -24,7 +24,7 @@ TIME_PARTS = ("compute", "exchange", "waiting", "optimizer", "straggling")
 SLOW, LESS = 1.5, 0.9
 """The Pareto front ends at this many times the shortest step; each point needs at most this part of the last one's
 memory."""
-_FAMILY = ("strategy", "tensor", "context", "pipeline", "precision", "compiled")
+_FAMILY = ("strategy", "tensor", "context", "pipeline", "schedule", "precision", "compiled")
 """Configurations that differ in none of these are variants; a plan lists the best of them."""
 
 VARIANTS = ("precision", "compiled")
@@ -233,9 +233,25 @@ def with_dry_rows(size: Size, rows: Sequence[Row]) -> Size:
     return msgspec.structs.replace(size, rows=(*dry, *closed), unfit=(*unfit, *size.unfit))
 
 
-def listed(rows: Sequence[Row], most: int, varied: Sequence[str]) -> list[int]:
-    """Places of the rows to show: the first ``most``, and the best in each of the values that are ``varied``."""
-    firsts: dict[tuple[object, ...], int] = {}
+def ranked(rows: Sequence[Row], spread: Spread) -> tuple[list[Row], Row | None]:
+    """Of the rows after the first: those whose time is within the median error of the first's kind, and the next one.
+
+    If the first was dry-run, rows in closed form only are left out.
+    """
+    best = rows[0]
+    beside = [row for row in rows[1:] if row.dry_step_s or not best.dry_step_s]
+    tied = [row for row in beside if row.time_s <= best.time_s * (1 + spread.of(best.kind).median)]
+    return tied, next((row for row in beside if row not in tied), None)
+
+
+def listed(rows: Sequence[Row], most: int, varied: Sequence[str], spread: Spread) -> list[int]:
+    """Places of the rows to show: the first ``most``, the first that does not tie with the best, and the best in each
+    of the values that are ``varied``.
+    """
+    if not rows:
+        return []
+    _, after = ranked(rows, spread)
+    firsts: dict[object, int] = {"after": rows.index(after)} if after is not None else {}
     for place, row in enumerate(rows):
         firsts.setdefault(tuple(getattr(row.configuration, field) for field in varied), place)
     return sorted({*range(min(most, len(rows))), *firsts.values()})

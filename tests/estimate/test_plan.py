@@ -4,6 +4,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,10 +23,12 @@ from refshard.estimate.plan import (
     Size,
     cheapest,
     fastest,
+    listed,
+    ranked,
 )
 from refshard.estimate.search import AUTO, Found, search
 from refshard.estimate.space import ALL, Space, configurations
-from refshard.estimate.spread import load_spread
+from refshard.estimate.spread import KindSpread, Spread, load_spread
 from refshard.flops import flops_per_token
 from refshard.quantities import GIB
 from refshard.specs.cluster import load_cluster
@@ -47,7 +50,7 @@ def found(usable: int = 40 * GIB) -> Found:
 
 def family(row: Row) -> tuple[Any, ...]:
     one = row.configuration
-    return one.strategy, one.tensor, one.context, one.pipeline
+    return one.strategy, one.tensor, one.context, one.pipeline, one.schedule
 
 
 @cache
@@ -183,3 +186,20 @@ def test_the_fastest_is_on_the_largest_size_that_has_any_and_the_cheapest_on_any
     assert made.largest.world_size == 4
     assert fastest(plan((), ())) is None
     assert cheapest(plan((), ())) is None
+
+
+def test_the_first_row_that_does_not_tie_is_shown_though_more_tie_than_are_shown() -> None:
+    spread = Spread(kinds={"all": KindSpread(count=9, median=0.05, low=0.9, high=1.1)})
+    rows = [row(8, seconds, 1.0) for seconds in (1.0, 1.01, 1.04, 1.05, 1.06, 1.2)]
+    tied, after = ranked(rows, spread)
+    assert ([one.step_s for one in tied], after) == ([1.01, 1.04, 1.05], rows[4])
+    assert listed(rows, 2, (), spread) == [0, 1, 4]
+    assert listed(rows[:3], 2, (), spread) == [0, 1]
+    assert listed([], 2, (), spread) == []
+
+
+def test_beside_a_dry_run_are_dry_runs_only() -> None:
+    spread = Spread(kinds={"all": KindSpread(count=9, median=0.05, low=0.9, high=1.1)})
+    dry = [msgspec.structs.replace(row(8, 1.0, 1.0), dry_step_s=seconds) for seconds in (1.0, 1.02, 1.5)]
+    tied, after = ranked([*dry[:2], row(8, 0.9, 1.0), row(8, 1.3, 1.0), dry[2]], spread)
+    assert (tied, after) == ([dry[1]], dry[2])

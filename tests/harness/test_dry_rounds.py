@@ -71,9 +71,11 @@ class Faked:
         return self.now_s
 
 
-def found(rows: Sequence[Configuration], fake: Faked, folder: Path, **changes: Any) -> dict[int, Extrapolated | str]:
+def found(
+    rows: Sequence[Configuration], fake: Faked, folder: Path, step_s: Sequence[float] = (), **changes: Any
+) -> dict[int, Extrapolated | str]:
     rounds = Rounds(**{"count": 2, "usable_bytes": USABLE_BYTES, "each_s": 120.0, "all_s": 45.0, **changes})
-    return dry_run_rounds(rows, SETTING, folder, rounds, fake, fake.clock)
+    return dry_run_rounds(rows, step_s or [1.0] * len(rows), SETTING, folder, rounds, fake, fake.clock)
 
 
 def split_over_tensors(case: CaseSpec) -> int:
@@ -117,6 +119,17 @@ def test_others_of_a_kind_that_needs_more_are_skipped(tmp_path: Path) -> None:
     assert f", of {format_bytes(USABLE_BYTES)} usable" in str(got[2])
     modest = Faked(lambda case: GIB if case.tensor_parallel > 1 else 0)
     assert isinstance(found([*ROWS[1:2], *like], modest, tmp_path, count=3)[2], Extrapolated)
+
+
+@pytest.mark.parametrize(("of_another_s", "rounds"), [(1.14, [{(1, 1), (1, 4)}]), (1.16, [{(1, 1), (2, 1)}])])
+def test_the_best_of_a_strategy_that_is_nearly_as_fast_comes_first(
+    of_another_s: float, rounds: list[set[tuple[int, int]]], tmp_path: Path
+) -> None:
+    other = configuration(strategy="ddp", shard=1, replicate=16, context=4, checkpointing="none")
+    fake = Faked(lambda _: 0)
+    got = found([*ROWS[:4], other], fake, tmp_path, [1.0, 1.01, 1.02, 1.03, of_another_s], usable_bytes=300 * GIB)
+    assert fake.rounds == rounds
+    assert len(got) == 2
 
 
 def test_what_cannot_be_dry_run_says_why(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ def dry_run_many(
     cases: Sequence[CaseSpec], work: Path, on_progress: Callable[[str], None], *, time_limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> list[tuple[DryResult, ...]]:  # fmt: skip
-    """The results of each case's ranks, without a limit of memory; of a case that did not end, those that there are.
+    """The results of each case's ranks, without a limit of memory, and without traces; of a case that did not end,
+    those that there are.
 
     All cases must be of one cluster profile. Those that have not ended after ``time_limit_s`` are killed. Their
     processes have the variables of ``environment`` besides this one's.
@@ -30,7 +31,9 @@ def dry_run_many(
     if not cases:
         return []
     work.mkdir(parents=True, exist_ok=True)
-    (work / _CASES).write_bytes(msgspec.json.encode([DryCase(case=case, limited=False) for case in cases]))
+    (work / _CASES).write_bytes(
+        msgspec.json.encode([DryCase(case=case, limited=False, traced=False) for case in cases])
+    )
     with (work / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "refshard.harness.dry.many", str(work)], stdout=subprocess.DEVNULL, stderr=log,

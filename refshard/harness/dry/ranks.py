@@ -39,16 +39,16 @@ def read_ranks(
     asked: DryCase, result: DryResult, recordings: Sequence[Recording], cluster: ClusterSpec, ext: ModuleType,
     folder: Path,
 ) -> DryResult:  # fmt: skip
-    """The ``result`` of the last rank, with what the recordings of all come to; their traces go to ``folder``."""
+    """The ``result`` of the last rank, with what the recordings of all come to; traces, if any, go to ``folder``."""
     if not any(map(holds_back, recordings)):
-        return msgspec.structs.replace(result, steps=_steps(asked.case, recordings, cluster, folder))
+        return msgspec.structs.replace(result, steps=_steps(asked, recordings, cluster, folder))
     try:
         result, settled = _settled(asked, result, recordings, cluster, ext)
     except NotReproducedError as doubt:
         warning = f"upper bound: memory kept by record_stream() counts until the host waits for the GPU: {doubt}"
         result = msgspec.structs.replace(result, warnings=(*result.warnings, warning))
-        return msgspec.structs.replace(result, steps=_steps(asked.case, recordings, cluster, folder))
-    steps = _steps(asked.case, [one.recording for one in settled], cluster, folder)
+        return msgspec.structs.replace(result, steps=_steps(asked, recordings, cluster, folder))
+    steps = _steps(asked, [one.recording for one in settled], cluster, folder)
     peaks = (msgspec.structs.replace(step, peak=one.allocator.peak) for step, one in zip(steps, settled))
     return msgspec.structs.replace(result, steps=tuple(peaks))
 
@@ -82,14 +82,15 @@ def asked_for(error: str) -> str:
 
 
 def _steps(
-    case: CaseSpec, recordings: Sequence[Recording], cluster: ClusterSpec, folder: Path
+    asked: DryCase, recordings: Sequence[Recording], cluster: ClusterSpec, folder: Path
 ) -> tuple[StepResult, ...]:
     """The last step of every rank."""
     prices = [price(recording, cluster) for recording in recordings]
     found = []
     for recording, replayed in zip(recordings, replay_together(recordings, prices, Rates.of(cluster))):
-        steps = steps_of(recording)[-steps_for(case) :]  # building comes first, in which some optimizers step too
+        steps = steps_of(recording)[-steps_for(asked.case) :]  # building comes first, in which some optimizers step too
         found.append(read_step(recording, replayed, steps))
-        with gzip.open(trace_file(folder, recording.rank), "wt", encoding="utf-8") as file:
-            file.write(as_kineto(recording, replayed, steps=steps[-1:]))
+        if asked.traced:
+            with gzip.open(trace_file(folder, recording.rank), "wt", encoding="utf-8") as file:
+                file.write(as_kineto(recording, replayed, steps=steps[-1:]))
     return tuple(found)

@@ -16,12 +16,14 @@ NOTHING = Pool(allocated=0, active=0, reserved=0, requested=0)
 class DryCase(msgspec.Struct, frozen=True, kw_only=True):
     """The rank ``rank`` of a case; the last of :func:`ranks_of` replays them together.
 
-    ``limited`` by what the GPU's memory holds, or by nothing, to learn what the case would take.
+    ``limited`` by what the GPU's memory holds, or by nothing, to learn what the case would take. ``traced`` ones leave
+    a trace of each rank.
     """
 
     case: CaseSpec
     rank: int = 0
     limited: bool = True
+    traced: bool = True
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

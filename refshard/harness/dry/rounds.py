@@ -1,6 +1,8 @@
 """Rounds of dry runs: the best configurations by closed form, and the next best as long as too few of them fit.
 
-What a dry run needs beyond its closed form, others of its kind need too: those that this shows not to fit are skipped.
+Closed forms are farther off for some strategies and pipeline schedules than for others, so the best of each that is
+nearly as fast comes first. What a dry run needs beyond its closed form, others of its kind need too: those that this
+shows not to fit are skipped.
 """
 
 import time
@@ -15,6 +17,9 @@ from refshard.quantities import format_bytes
 from refshard.specs.case import CaseSpec
 from refshard.specs.configuration import Configuration
 
+NEARLY = 1.15
+"""Configurations whose closed form is within this ratio of the fastest one's are nearly as fast: about as far is a
+closed form off beside its dry run."""
 Found = Extrapolated | str
 """What a configuration's dry run comes to, or why it has none."""
 
@@ -40,10 +45,11 @@ class Rounds:
 
 
 def dry_run_rounds(
-    configurations: Sequence[Configuration], setting: Setting, folder: Path, rounds: Rounds, run: Run,
-    clock: Callable[[], float] = time.monotonic,
+    configurations: Sequence[Configuration], step_s: Sequence[float], setting: Setting, folder: Path, rounds: Rounds,
+    run: Run, clock: Callable[[], float] = time.monotonic,
 ) -> dict[int, Found]:  # fmt: skip
-    """Dry-run the configurations, which are sorted best first, until enough of them fit or the time is up.
+    """Dry-run the configurations, which are sorted by the ``step_s`` of their closed forms, until enough of them fit or
+    the time is up.
 
     Returns results by index in ``configurations``; those that no round reached are absent. ``folder`` is for the cases'
     models and results.
@@ -51,7 +57,7 @@ def dry_run_rounds(
     found: dict[int, Found] = {}
     began, limit_s, each_s = clock(), rounds.each_s * rounds.count, 0.0
     while missing := rounds.count - sum(_fits(one, rounds) for one in found.values()):
-        chosen = _next(configurations, setting, folder, found, missing, rounds)
+        chosen = _first(_next(configurations, step_s, setting, folder, found, missing, rounds), configurations, missing)
         if not chosen or each_s * len(chosen) > limit_s:
             break
         round_began = clock()
@@ -65,17 +71,27 @@ def _fits(one: Found, rounds: Rounds) -> bool:
     return isinstance(one, Extrapolated) and one.allocated_bytes <= rounds.usable_bytes
 
 
+def _first(near: Mapping[int, Proxies], configurations: Sequence[Configuration], count: int) -> dict[int, Proxies]:
+    """``count`` of those that are ``near``: the best of each strategy and schedule, then the best of the others."""
+    best: dict[Hashable, int] = {}
+    for place in near:
+        best.setdefault((configurations[place].strategy, configurations[place].schedule), place)
+    return {place: near[place] for place in list(dict.fromkeys([*best.values(), *near]))[:count]}
+
+
 def _next(
-    configurations: Sequence[Configuration], setting: Setting, folder: Path, found: dict[int, Found], count: int,
-    rounds: Rounds,
+    configurations: Sequence[Configuration], step_s: Sequence[float], setting: Setting, folder: Path,
+    found: dict[int, Found], count: int, rounds: Rounds,
 ) -> dict[int, Proxies]:  # fmt: skip
-    """The next ``count`` that can be dry-run; why others before them are not goes to ``found``."""
+    """The next ``count`` that can be dry-run, and those that are nearly as fast as the first; why others before them
+    are not goes to ``found``.
+    """
     beyond = dict(_beyond(configurations, found))
     chosen: dict[int, Proxies] = {}
     for place, one in enumerate(configurations):
         if place in found:
             continue
-        if len(chosen) == count:
+        if len(chosen) >= count and step_s[place] > NEARLY * step_s[next(iter(chosen))]:
             break
         more = beyond.get(_kind(one), 0)
         if more and (needed := closed(one, setting, setting.model.n_layers).peak_bytes + more) > rounds.usable_bytes:

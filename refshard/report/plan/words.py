@@ -4,7 +4,7 @@ fit.
 
 from collections.abc import Sequence
 
-from refshard.estimate.plan import Plan, Row, cheapest, fastest
+from refshard.estimate.plan import Plan, Row, cheapest, fastest, ranked
 from refshard.estimate.space import OWN_KERNELS
 from refshard.estimate.spread import Spread
 from refshard.estimate.ways import find_way
@@ -119,20 +119,19 @@ def _others(rows: Sequence[Row], spread: Spread, varied: Sequence[str]) -> list[
     """
     best = rows[0]
     closed = [row for row in rows if best.dry_step_s and not row.dry_step_s]
-    rows = [row for row in rows if row not in closed]
-    tied = [row for row in rows[1:] if row.time_s <= best.time_s * (1 + spread.of(best.kind).median)]
+    beside = [row for row in rows if row not in closed]
+    tied, after = ranked(rows, spread)
     told = []
     if tied:
         names = "; ".join(short_words(row.configuration, varied) for row in tied[:_MOST_TIES])
-        more = f"; and {len(tied) - _MOST_TIES} more" if len(tied) > _MOST_TIES else ""
+        more = f"; and {len(tied) - _MOST_TIES} more below" if len(tied) > _MOST_TIES else ""
         told.append(f"Tied within the model's error: {names}{more}.")
-    after = next((row for row in rows[1:] if row not in tied), None)
     if after is not None:
         told.append(f"Next: {short_words(after.configuration, varied)}, {_slower(after, best)}.")
     named = [best, *tied[:_MOST_TIES], *([after] if after is not None else [])]
     told += [
         f"Best {variant}: {row.configuration.strategy} with {layout_words(row.configuration)}, {_slower(row, best)}."
-        for variant, row in _other_variants(rows, named, varied).items()
+        for variant, row in _other_variants(beside, named, varied).items()
     ]
     faster = next((row for row in closed if row.step_s < best.step_s), None)
     if faster is not None:
