@@ -22,6 +22,7 @@ from refshard.report.trace import words as trace_words
 from refshard.report.trace.gaps import gap_table, gaps_of
 from refshard.report.trace.lanes import drawn_windows
 from refshard.report.trace.layer import find_layer, layer_chart
+from refshard.report.trace.sections import Section, sections_of
 from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
 
@@ -50,6 +51,7 @@ class _Section:
     units: pd.DataFrame
     collectives: pd.DataFrame
     overheads: list[tuple[str, str]]
+    more: tuple[tuple[Section, pd.DataFrame], ...]
     per_step: str
     file_name: str
     content: str | None
@@ -148,6 +150,7 @@ def _section(one: AnalysedTrace, identity: str, content: str | None) -> _Section
         units=trace_tables.units(figures),
         collectives=trace_tables.collectives(figures),
         overheads=trace_tables.overheads(figures),
+        more=tuple((section, pd.DataFrame(section.rows)) for section in sections_of(figures)),
         per_step=trace_tables.per_step(figures),
         file_name=one.path.name,
         content=content,

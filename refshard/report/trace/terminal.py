@@ -11,7 +11,8 @@ import msgspec
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict, table
-from refshard.report.trace.words import findings, has_steps, job_names, jobs, parts
+from refshard.report.trace.sections import sections_of
+from refshard.report.trace.words import findings, has_steps, job_names, jobs, parts, who
 from refshard.tracing.diff import Attribution, Change
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
@@ -46,6 +47,7 @@ def trace_answer(traces: Sequence[TraceFigures], checks: Sequence[Block] = (), m
         ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
         blocks.append(_job_table(ranks, _printable(f"{finding.title} ({_pattern(ranks)})")))
         blocks.append(Notes(sentences=[_printable(sentence) for sentence in finding.more]))
+        blocks += _sections(ranks)
     alone = len(told) == 1
     names = job_names(traces).values()
     lead = [_printable(one.lead if alone else f"{name}: {one.lead}") for name, one in zip(names, told)]
@@ -54,6 +56,21 @@ def trace_answer(traces: Sequence[TraceFigures], checks: Sequence[Block] = (), m
         rows=[_flat(trace) for trace in traces],
         blocks=[*blocks, *checks, *_warnings(traces), Verdict(sentences=lead), *_told(more)],
     )
+
+
+def _sections(members: Sequence[TraceFigures]) -> list[Block]:
+    """The sections of the first rank; those of the others are in JSON and on the page."""
+    first, blocks = members[0], list[Block]()
+    for section in sections_of(first):
+        who_else = f", {who(first)}" if len(members) > 1 else ""
+        heads, rows = list(section.rows[0]) if section.rows else [], section.rows[: section.shown]
+        columns = [Column(head, "left" if head in (heads[0], *section.text) else "right") for head in heads]
+        part = f": the first {len(rows)} of {len(section.rows)}" if len(rows) < len(section.rows) else ""
+        cells = [[_printable(cell) for cell in row.values()] for row in rows]
+        title, detail = _printable(f"{section.title}{who_else}{part}"), not section.brief
+        blocks.append(Table(columns=columns, rows=cells, title=title, detail=detail))
+        blocks.append(Notes(sentences=[_printable(sentence) for sentence in section.sentences], detail=detail))
+    return blocks
 
 
 def _told(more: str) -> list[Block]:
