@@ -177,7 +177,8 @@ class Spans:
 
     ``kinds`` are codes of :data:`KINDS`; ``lanes``, ``names``, ``operators`` and ``units`` index the tables beside
     them; ``operators`` and ``names`` share one. ``operators`` says what the host was doing when it launched the span
-    (the span's own name where nothing tells), ``launches`` when, in nanoseconds, ``steps`` in which step (a number of
+    (the span's own name where nothing tells), ``launches`` when its call began, ``queued`` when that returned (never
+    after the span's start), ``steps`` in which step (a number of
     :attr:`Timeline.windows`) and ``units`` for which unit; each :data:`UNKNOWN` where the trace does not say. ``under``
     holds the :class:`Meaning` of the phases that the span was launched under. Spans of one ``signatures`` code do the
     same work: one kernel in one launch geometry; ``signature_names`` spells the codes out, so that the spans of two
@@ -191,6 +192,7 @@ class Spans:
     names: npt.NDArray[np.int32]
     operators: npt.NDArray[np.int32]
     launches: Nanoseconds
+    queued: Nanoseconds
     steps: npt.NDArray[np.int32]
     units: npt.NDArray[np.int32]
     under: npt.NDArray[np.int16]
@@ -216,6 +218,7 @@ class Spans:
             names=names,
             operators=names,
             launches=unknown.astype(np.int64),
+            queued=unknown.astype(np.int64),
             steps=unknown.astype(np.int32),
             units=unknown.astype(np.int32),
             under=np.zeros(len(rows), np.int16),

@@ -101,6 +101,7 @@ def _spans(
         names=recording.names[rows],
         operators=recording.names[rows],
         launches=chosen.launches[order],
+        queued=chosen.launches[order],
         steps=chosen.steps[order],
         units=about.units[rows],
         under=np.array([int(label.meaning) for label in LABELS], np.int16)[about.labels[rows]],

@@ -57,6 +57,7 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
         names=host.names[rows],
         operators=host.names[rows],
         launches=np.where(communicates, UNKNOWN, starts),
+        queued=np.where(communicates, UNKNOWN, starts),
         steps=step_at(starts, windows),
         units=np.where(communicates, UNKNOWN, units).astype(np.int32),
         under=under,

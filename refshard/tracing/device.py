@@ -19,10 +19,14 @@ COMM_KERNEL = re.compile(r"nccl|rccl|msccl|nvshmem|deep_ep::|refshard_(?:emulate
 class Launches:
     """When and on which thread the host launched each device event, and which operator did.
 
-    In the order of the spans; :data:`UNKNOWN` where the trace does not tell.
+    ``calls`` are the rows of :class:`~refshard.tracing.events.HostEvents` that launched, ``points`` when they began,
+    ``queued`` when they returned, at the latest when the event started. In the order of the spans; :data:`UNKNOWN`
+    where the trace does not tell.
     """
 
+    calls: npt.NDArray[np.int64]
     points: npt.NDArray[np.int64]
+    queued: npt.NDArray[np.int64]
     threads: npt.NDArray[np.int32]
     operators: npt.NDArray[np.int32]
 
@@ -41,8 +45,12 @@ def find_launches(trace: TraceFile) -> Launches:
     op = np.where(wrong, UNKNOWN, op)
     known = launched | (op != UNKNOWN)
     source = np.where(launched, call, op)
+    # An operator goes on after its launches, so that only a call tells when it returned.
+    returned = np.where(launched, host.ends[source], host.starts[source])
     return Launches(
+        calls=np.where(known, source, UNKNOWN),
         points=np.where(known, host.starts[source], UNKNOWN),
+        queued=np.where(known, np.maximum(host.starts[source], np.minimum(returned, device.starts[order])), UNKNOWN),
         threads=np.where(known, host.threads[source], UNKNOWN).astype(np.int32),
         operators=np.where(op != UNKNOWN, host.names[op], UNKNOWN).astype(np.int32),
     )
@@ -84,6 +92,7 @@ def device_spans(trace: TraceFile, labels: Labels, host_windows: tuple[Window, .
         names=names,
         operators=np.where(launches.operators == UNKNOWN, names, launches.operators),
         launches=launches.points,
+        queued=launches.queued,
         steps=step_at(in_time, host_windows),
         units=units.astype(np.int32),
         under=under,

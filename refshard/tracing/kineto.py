@@ -80,4 +80,4 @@ def _with_collectives(spans: Spans, collectives: tuple[Collective, ...]) -> Span
             launches[rows] = UNKNOWN if one.launched is None else one.launched
             units[rows] = number.get(one.unit or "", UNKNOWN)
             steps[rows] = UNKNOWN if one.step is None else one.step
-    return replace(spans, launches=launches, units=units, steps=np.asarray(steps, np.int32))
+    return replace(spans, launches=launches, queued=launches, units=units, steps=np.asarray(steps, np.int32))

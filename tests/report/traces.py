@@ -93,7 +93,7 @@ class Maker:
         starts, ends, launches = (np.array([row[i] for row in rows], np.int64) for i in (0, 1, 5))
         code = np.array([names[row[4]] for row in rows], np.int32)
         spans = Spans(
-            starts=starts, ends=ends, launches=launches, names=code, operators=code, signatures=code,
+            starts=starts, ends=ends, launches=launches, queued=launches, names=code, operators=code, signatures=code,
             kinds=np.array([KINDS.index(row[2]) for row in rows], np.int8),
             lanes=np.array([lanes[row[3]] for row in rows], np.int32),
             steps=np.array([row[6] for row in rows], np.int32),

@@ -32,6 +32,8 @@ PHASES = {
     Meaning.LEAVE: "post_forward",
 }
 """What FSDP2 calls a phase of this meaning."""
+CALL_NS = 2
+"""How long a launch takes."""
 OPERATIONS = {
     # op: (Kineto's "Collective name", c10d's operator)
     "all_gather": ("_allgather_base", "c10d::_allgather_base_"),
@@ -82,6 +84,7 @@ class Trace:
             names=np.array([names[w.name] for w in works], np.int32),
             operators=np.array([names[w.operator] for w in works], np.int32),
             launches=np.array([BASE_NS + w.launch for w in works], np.int64),
+            queued=np.array([BASE_NS + min(w.launch + CALL_NS, w.start) for w in works], np.int64),
             steps=np.array([w.step for w in works], np.int32),
             units=np.array([units[w.unit] if w.unit else UNKNOWN for w in works], np.int32),
             under=np.array([w.under for w in works], np.int16),
@@ -141,7 +144,7 @@ class Trace:
         device |= {"block": [128, 1, 1], **message}
         return [
             _event("cpu_op", work.operator, work.launch - 1, 4, External_id=correlation, **shapes),
-            _event("cuda_runtime", "cudaLaunchKernel", work.launch, 2, **link),
+            _event("cuda_runtime", "cudaLaunchKernel", work.launch, CALL_NS, **link),
             _event("kernel", work.name, work.start, work.ns, where={"pid": 0, "tid": work.stream}, **device),
         ]
 

@@ -50,6 +50,7 @@ def timeline_of(rows: list[Row], *, windows: tuple[Window, ...] = ()) -> Timelin
         names=column([r.name for r in rows], np.int32),
         operators=column([r.operator for r in rows], np.int32),
         launches=column([r.launch for r in rows], np.int64),
+        queued=column([r.launch for r in rows], np.int64),
         steps=column([UNKNOWN for _ in rows], np.int32),
         units=column([r.unit for r in rows], np.int32),
         under=column([r.under for r in rows], np.int16),
