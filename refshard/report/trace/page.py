@@ -22,7 +22,8 @@ from refshard.report.trace import words as trace_words
 from refshard.report.trace.gaps import gap_table, gaps_of
 from refshard.report.trace.lanes import drawn_windows
 from refshard.report.trace.layer import find_layer, layer_chart
-from refshard.report.trace.sections import Section, sections_of
+from refshard.report.trace.section import Section
+from refshard.report.trace.sections import sections_of
 from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
 

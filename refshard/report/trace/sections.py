@@ -1,28 +1,9 @@
-"""What is told of each trace beyond its breakdown: tables under a title, which a terminal and a page show alike."""
+"""The sections of a trace, in the order of reading."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
+from refshard.report.trace.section import Section
 from refshard.tracing.figures import TraceFigures
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """Rows of text under a title, and sentences about them.
-
-    All ``rows`` have the same keys, the heads of their columns; the first and those in ``text`` hold words, the others
-    figures. ``caption`` says what the rows are. A terminal shows the first ``shown`` rows of a ``brief`` section, and
-    those of others with ``--verbose``.
-    """
-
-    title: str
-    caption: str
-    rows: Sequence[Mapping[str, str]]
-    sentences: Sequence[str] = ()
-    text: tuple[str, ...] = ()
-    brief: bool = False
-    shown: int = 10
-
 
 SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = ()
 """What makes each section of a trace, in the order of reading; None where the trace cannot tell."""
