@@ -259,6 +259,24 @@ class Spans:
         return Intervals.union(self.starts[rows], self.ends[rows])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostCalls:
+    """What the host's calls to the device's runtime tell of waits.
+
+    Of each of the spans, ``threads`` is the number of the thread that launched it (:data:`UNKNOWN` where the trace does
+    not tell), and ``awaits`` whether that thread told the stream to wait for an event since it last launched on the
+    stream. ``starts`` and ``ends`` are of calls that blocked their thread, ``callers`` are the threads, and ``names``
+    index :attr:`Spans.name_table`; they are ordered by start.
+    """
+
+    threads: npt.NDArray[np.int32]
+    awaits: npt.NDArray[np.bool_]
+    starts: Nanoseconds
+    ends: Nanoseconds
+    callers: npt.NDArray[np.int32]
+    names: npt.NDArray[np.int32]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One collective of one rank: what it moves, where it was announced, and when it ran.
@@ -319,6 +337,7 @@ class Timeline:
     collectives: tuple[Collective, ...] = ()
     labels: tuple[Label, ...] = ()
     on_device: bool = False
+    calls: HostCalls | None = None
 
     def busy(self, *kinds: Kind) -> Intervals:
         """Union of the spans of these kinds."""

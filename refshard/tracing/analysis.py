@@ -19,6 +19,7 @@ from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
 from refshard.tracing.stragglers import rank_waits
+from refshard.tracing.waits import idle_figures
 
 _MEMORY_POINTS = 2000
 
@@ -83,6 +84,7 @@ def figures_of(timeline: Timeline, *, file: str, device: str, calibration: Timel
         steps=tuple(steps),
         units=unit_figures(timeline),
         collectives=collective_figures(timeline),
+        idle=idle_figures(timeline),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Spans, Timeline
-from refshard.tracing.idle import idle_gaps, knows_launches
+from refshard.tracing.idle import CAUSES, idle_gaps, knows_launches
 
 PRIORITY = (Kind.COMPUTE, Kind.PREP, Kind.COPY, Kind.UNCLASSIFIED, Kind.COMM)
 """Of spans that run at once, one of the kind that stands first here owns the time."""
@@ -139,14 +139,16 @@ def _of_idle(
     """Kind, label, nanoseconds and number of every gap in the windows."""
     if not len(starts):
         return
-    gaps = idle_gaps(timeline.spans, timeline.busy(*Kind), int(starts[0]), int(ends[-1])).split(starts, ends)
+    gaps = idle_gaps(timeline, int(starts[0]), int(ends[-1])).split(starts, ends)
     # What never comes has number -1, and so the label that is last.
     followers = np.append(label_of, len(labels))[gaps.followers]
     told = knows_launches(timeline.spans)
-    for key, ns, count in _sums(followers * 2 + gaps.host_bound, gaps.ends - gaps.starts, np.ones_like(followers)):
-        label = f"before {labels[key // 2] if key // 2 < len(labels) else 'the end'}"
-        bound = f" ({'host' if key % 2 else 'dependency'}-bound)" if told else ""
-        yield IDLE, label + bound, ns, count
+    for key, ns, count in _sums(
+        followers * len(CAUSES) + gaps.causes.astype(np.int64), gaps.ends - gaps.starts, np.ones_like(followers)
+    ):
+        follower, cause = divmod(key, len(CAUSES))
+        label = f"before {labels[follower] if follower < len(labels) else 'the end'}"
+        yield IDLE, f"{label} ({CAUSES[cause].replace('_', ' ')})" if told else label, ns, count
 
 
 def _sums(keys: Nanoseconds, ns: Nanoseconds, counts: Nanoseconds) -> list[tuple[int, int, int]]:

@@ -4,6 +4,8 @@ Times are int64 nanoseconds. What a trace cannot tell is None, never 0. ``docs/e
 definitions.
 """
 
+from enum import StrEnum
+
 import msgspec
 
 
@@ -20,14 +22,30 @@ class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
     ns: int | None = None
 
 
+class Cause(StrEnum):
+    """Why nothing runs.
+
+    ``LAUNCH``: the host had queued nothing, or had only just. ``CALL``: the same, while the launching thread stood in a
+    call for at least half of the gap. ``BACK_TO_BACK``: the device goes from one queued kernel to the next.
+    ``DEPENDENCY``: what ends the gap was queued and waited for another stream. ``UNKNOWN``: it was queued, and the
+    trace does not say what it waited for.
+    """
+
+    LAUNCH = "launch"
+    CALL = "call"
+    BACK_TO_BACK = "back_to_back"
+    DEPENDENCY = "dependency"
+    UNKNOWN = "unknown"
+
+
 class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of one window of one rank goes.
 
     The window is ``span_ns`` long. ``busy_ns`` is the union of all classes; each class is the union of its own spans,
     so that their sum exceeds it where they overlap. ``exposed_ns`` is communication during which no compute runs,
-    ``exposed_any_ns`` communication during which nothing else runs. ``idle_ns`` splits into ``idle_host_ns`` (the next
-    to run was launched after the gap began) and ``idle_dependency_ns`` (it was launched, and waited); both are None
-    where the trace has no launches.
+    ``exposed_any_ns`` communication during which nothing else runs. ``idle_ns`` splits by
+    :class:`Cause`; in a trace without launches all of it is ``idle_unknown_ns`` and the others
+    are None.
     """
 
     span_ns: int
@@ -41,8 +59,18 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     exposed_any_ns: int
     overlap_ratio: float | None
     idle_ns: int
-    idle_host_ns: int | None
+    idle_launch_ns: int | None
+    idle_call_ns: int | None
+    idle_back_to_back_ns: int | None
     idle_dependency_ns: int | None
+    idle_unknown_ns: int
+
+    @property
+    def idle_host_ns(self) -> int | None:
+        """Idle time that the host is to blame for: it had launched nothing, or stood in a call."""
+        if self.idle_launch_ns is None or self.idle_call_ns is None:
+            return None
+        return self.idle_launch_ns + self.idle_call_ns
 
 
 class GiveWay(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +168,20 @@ class CollectiveFigures(msgspec.Struct, frozen=True, kw_only=True):
     gap_blocking: bool | None
 
 
+class IdleFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Gaps of one cause: ``count`` of them, ``ns`` nanoseconds in all, the longest of ``longest_ns``.
+
+    ``what`` is the operator that was launched too late, the call that blocked, or the streams of which one waited for
+    the other; of gaps of unknown cause what ended them, and of those between queued kernels nothing.
+    """
+
+    cause: Cause
+    what: str
+    ns: int
+    count: int
+    longest_ns: int
+
+
 class MemoryPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that torch's allocator holds on ``device`` from ``ns`` on."""
 
@@ -181,6 +223,7 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepFigures, ...]
     units: tuple[UnitFigures, ...]
     collectives: tuple[CollectiveFigures, ...]
+    idle: tuple[IdleFigures, ...] = ()
     waits_for: tuple[RankWait, ...] = ()
     memory: tuple[MemoryPoint, ...] = ()
     warnings: tuple[TraceWarning, ...] = ()

@@ -1,14 +1,23 @@
-"""When nothing runs, and whether the host or a dependency is to blame."""
+"""When nothing runs, and why: what each gap waited for."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Intervals, Nanoseconds, Spans
+from refshard.timeline import UNKNOWN, HostCalls, Intervals, Kind, Nanoseconds, Spans, Timeline
+from refshard.tracing.figures import Cause
 
 NEVER = int(np.iinfo(np.int64).max)
 """The launch of a span that no span on its lane is known to have been launched after, and of one that never comes."""
+LATENCIES = 1.5
+"""A span that starts within so many of the trace's launch latencies after its launch waited for nothing else."""
+SHORTEST_NS, LONGEST_NS, DISTANCES = 2_000, 10_000, 3
+"""How far queued kernels may be apart: so many times the lower quartile of their distances, within these bounds."""
+
+
+CAUSES = tuple(Cause)
+"""Causes by their code in :attr:`Gaps.causes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -16,13 +25,18 @@ class Gaps:
     """Maximal intervals ``[starts[i], ends[i])`` in which nothing runs, in order.
 
     ``followers`` are the rows that begin where the gap ends; of several the one launched first, of these the one on the
-    first lane; :data:`UNKNOWN` where nothing comes any more. ``launches`` say when those were launched.
+    first lane; :data:`UNKNOWN` where nothing comes any more. ``before`` are the rows that end where it begins, of
+    several one on the follower's lane. ``causes`` are codes of :data:`CAUSES`. ``calls`` are rows of
+    :class:`~refshard.timeline.HostCalls`: the call that the launching thread stood in for longest; :data:`UNKNOWN` for
+    none.
     """
 
     starts: Nanoseconds
     ends: Nanoseconds
     followers: npt.NDArray[np.int64]
-    launches: Nanoseconds
+    before: npt.NDArray[np.int64]
+    causes: npt.NDArray[np.int8]
+    calls: npt.NDArray[np.int64]
 
     def split(self, starts: Nanoseconds, ends: Nanoseconds) -> "Gaps":
         """The gaps' parts in each of the sorted, disjoint windows."""
@@ -30,23 +44,22 @@ class Gaps:
         count = np.where(starts < ends, np.searchsorted(self.starts, ends, side="left") - first, 0)
         windows = np.repeat(np.arange(len(starts)), count)
         rows = np.arange(len(windows)) - np.repeat(np.cumsum(count) - count, count) + first[windows]
+        cut = self.of(rows)
         return Gaps(
-            starts=np.maximum(self.starts[rows], starts[windows]),
-            ends=np.minimum(self.ends[rows], ends[windows]),
-            followers=self.followers[rows],
-            launches=self.launches[rows],
-        )
+            starts=np.maximum(cut.starts, starts[windows]), ends=np.minimum(cut.ends, ends[windows]),
+            followers=cut.followers, before=cut.before, causes=cut.causes, calls=cut.calls,
+        )  # fmt: skip
 
-    def of(self, rows: npt.NDArray[np.bool_]) -> "Gaps":
+    def of(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> "Gaps":
         """Some of them."""
         return Gaps(
-            starts=self.starts[rows], ends=self.ends[rows], followers=self.followers[rows], launches=self.launches[rows]
-        )
+            starts=self.starts[rows], ends=self.ends[rows], followers=self.followers[rows], before=self.before[rows],
+            causes=self.causes[rows], calls=self.calls[rows],
+        )  # fmt: skip
 
-    @property
-    def host_bound(self) -> npt.NDArray[np.bool_]:
-        """Which gaps the host is to blame for: what ends them was launched after they began, or never came."""
-        return self.launches > self.starts
+    def caused_by(self, *causes: Cause) -> npt.NDArray[np.bool_]:
+        """Which have one of these causes."""
+        return np.isin(self.causes, [CAUSES.index(cause) for cause in causes])
 
 
 def knows_launches(spans: Spans) -> bool:
@@ -59,8 +72,12 @@ def latest_launches(spans: Spans) -> Nanoseconds:
 
     A lane runs in the order of launches, so a span was launched no later than the next one on its lane.
     """
+    return _latest(spans, spans.launches)
+
+
+def _latest(spans: Spans, times: Nanoseconds) -> Nanoseconds:
     order = np.argsort(spans.lanes, kind="stable")
-    launches = np.where(spans.launches == UNKNOWN, NEVER, spans.launches)[order]
+    launches = np.where(times == UNKNOWN, NEVER, times)[order]
     lanes = spans.lanes[order]
     known = np.where(launches == NEVER, len(order), np.arange(len(order)))
     following = np.minimum.accumulate(known[::-1])[::-1]
@@ -72,11 +89,12 @@ def latest_launches(spans: Spans) -> Nanoseconds:
     return found
 
 
-def idle_gaps(spans: Spans, busy: Intervals, start: int, end: int) -> Gaps:
-    """The gaps in ``busy``, the union of all ``spans``; before it since ``start``, after it to ``end``.
+def idle_gaps(timeline: Timeline, start: int, end: int) -> Gaps:
+    """The gaps between all spans; before them since ``start``, after them to ``end``, each with its cause.
 
-    Spans of no length neither end a gap nor divide it.
+    Spans of no length neither end a gap nor divide it. Without any launch every cause is unknown.
     """
+    spans, busy = timeline.spans, timeline.busy(*Kind)
     starts = np.concatenate(([min([start, *busy.starts[:1].tolist()])], busy.ends)).astype(np.int64)
     ends = np.concatenate((busy.starts, [max([end, *busy.ends[-1:].tolist()])])).astype(np.int64)
     launches = latest_launches(spans)
@@ -84,6 +102,81 @@ def idle_gaps(spans: Spans, busy: Intervals, start: int, end: int) -> Gaps:
     order = lasting[np.lexsort((spans.lanes[lasting], launches[lasting], spans.starts[lasting]))]
     followers = np.full(len(ends), UNKNOWN, np.int64)
     followers[:-1] = order[np.searchsorted(spans.starts[order], ends[:-1], side="left")]
-    launched = np.full(len(ends), NEVER, np.int64)
-    launched[:-1] = launches[followers[:-1]]
-    return Gaps(starts=starts, ends=ends, followers=followers, launches=launched)
+    found = Gaps(
+        starts=starts, ends=ends, followers=followers, before=_before(spans, lasting, starts, followers),
+        causes=np.full(len(ends), CAUSES.index(Cause.UNKNOWN), np.int8), calls=np.full(len(ends), UNKNOWN, np.int64),
+    )  # fmt: skip
+    return _explained(found, timeline, launches) if knows_launches(spans) else found
+
+
+def _before(
+    spans: Spans, lasting: npt.NDArray[np.int64], starts: Nanoseconds, followers: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """For each gap a row that ends as it begins, one on the follower's lane if there is any."""
+    order = lasting[np.lexsort((spans.lanes[lasting], spans.ends[lasting]))]
+    ends, lanes = spans.ends[order], spans.lanes[order]
+    first, last = (np.searchsorted(ends, starts, side=side) for side in ("left", "right"))
+    found = np.where(first < last, np.append(order, UNKNOWN)[np.minimum(first, len(order))], UNKNOWN)
+    for gap in np.flatnonzero(last - first > 1).tolist():  # streams rarely fall silent at the same nanosecond
+        same = np.flatnonzero(lanes[first[gap] : last[gap]] == spans.lanes[followers[gap]])
+        if followers[gap] != UNKNOWN and len(same):
+            found[gap] = order[first[gap] + same[0]]
+    return found
+
+
+def _explained(gaps: Gaps, timeline: Timeline, launches: Nanoseconds) -> Gaps:
+    """The gaps with their causes; ``launches`` are the latest that each span can have been launched at."""
+    spans, calls = timeline.spans, timeline.calls
+    lengths, comes = gaps.ends - gaps.starts, gaps.followers != UNKNOWN
+    launched = np.where(comes, launches[gaps.followers], NEVER)
+    queued = np.where(comes, _latest(spans, spans.queued)[gaps.followers], NEVER)
+    late = launched > gaps.starts
+    measured = late & comes & (launched <= gaps.ends)
+    measured[:1] = False  # before the first gap no queue is known
+    latency = float(np.median((gaps.ends - launched)[measured])) if measured.any() else 0.0
+    empty = (queued > gaps.starts) | (gaps.ends - launched <= LATENCIES * latency)
+    ordered = comes & (gaps.before != UNKNOWN) & (spans.lanes[gaps.before] == spans.lanes[gaps.followers])
+    near = lengths <= _distance(lengths[ordered & ~empty])
+    awaits = np.zeros(len(lengths), np.bool_) if calls is None else comes & calls.awaits[gaps.followers]
+    blocked, call = _blocked(gaps, np.minimum(queued, gaps.ends), calls)
+    causes = np.select(
+        (empty & blocked, empty, ordered & near, awaits | (near & ~ordered & (gaps.before != UNKNOWN))),
+        [CAUSES.index(c) for c in (Cause.CALL, Cause.LAUNCH, Cause.BACK_TO_BACK, Cause.DEPENDENCY)],
+        CAUSES.index(Cause.UNKNOWN),
+    )
+    return Gaps(
+        starts=gaps.starts, ends=gaps.ends, followers=gaps.followers, before=gaps.before,
+        causes=causes.astype(np.int8), calls=np.where(empty & blocked, call, UNKNOWN),
+    )  # fmt: skip
+
+
+def _distance(lengths: Nanoseconds) -> float:
+    """The longest gap between two queued kernels of one stream that is the device's ordinary way of going on."""
+    ordinary = DISTANCES * float(np.percentile(lengths, 25)) if len(lengths) else 0.0
+    return min(max(ordinary, SHORTEST_NS), LONGEST_NS)
+
+
+def _blocked(
+    gaps: Gaps, until: Nanoseconds, calls: HostCalls | None
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """In which gaps blocking calls of the launching thread take half of the gap or more, up to the launch, and the
+    longest of them.
+    """
+    blocked, longest = np.zeros(len(gaps.starts), np.bool_), np.full(len(gaps.starts), UNKNOWN, np.int64)
+    if calls is None or not len(calls.starts):
+        return blocked, longest
+    threads = np.where(gaps.followers != UNKNOWN, calls.threads[gaps.followers], UNKNOWN)
+    for thread in np.unique(calls.callers):
+        mine, rows = np.flatnonzero(threads == thread), np.flatnonzero(calls.callers == thread)
+        starts, ends = gaps.starts[mine], np.maximum(gaps.starts[mine], until[mine])
+        stood = Intervals.union(calls.starts[rows], calls.ends[rows]).within(starts, ends)
+        held = 2 * stood >= np.maximum(1, gaps.ends[mine] - starts)
+        blocked[mine] = held
+        # Calls of one thread follow one another: the one before the gap may reach into it.
+        first = np.maximum(0, np.searchsorted(calls.starts[rows], starts[held], side="right") - 1)
+        last = np.searchsorted(calls.starts[rows], ends[held], side="left")
+        for gap, some in zip(mine[held].tolist(), map(slice, first.tolist(), last.tolist())):
+            near = rows[some]
+            shared = np.minimum(calls.ends[near], until[gap]) - np.maximum(calls.starts[near], gaps.starts[gap])
+            longest[gap] = near[np.argmax(shared)]
+    return blocked, longest

@@ -11,6 +11,7 @@ import numpy as np
 
 from refshard.errors import TraceError
 from refshard.timeline import UNKNOWN, Collective, Spans, Timeline, Window
+from refshard.tracing.calls import find_calls
 from refshard.tracing.cpu import cpu_spans, main_thread
 from refshard.tracing.device import device_spans, find_launches
 from refshard.tracing.events import TraceFile, whole
@@ -61,6 +62,7 @@ def timeline_of(trace: TraceFile) -> Timeline:
         collectives=collectives,
         labels=labels.as_labels(),
         on_device=on_device,
+        calls=find_calls(trace, launches) if launches is not None else None,
     )
 
 

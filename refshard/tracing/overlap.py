@@ -10,8 +10,10 @@ import numpy as np
 
 from refshard.errors import TraceError
 from refshard.timeline import Intervals, Kind, Nanoseconds, Timeline
-from refshard.tracing.figures import Breakdown
+from refshard.tracing.figures import Breakdown, Cause
 from refshard.tracing.idle import idle_gaps, knows_launches
+
+_KNOWN = tuple(cause for cause in Cause if cause is not Cause.UNKNOWN)
 
 
 def exposed_communication(timeline: Timeline) -> Intervals:
@@ -23,7 +25,7 @@ def breakdowns(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tu
     """Where the time of each window ``[starts[i], ends[i])`` goes; windows may overlap each other.
 
     Exposed communication is U(comm) without U(compute), and ``exposed_any`` without U of all other kinds. Idle is all
-    of the window in which nothing runs, split by :func:`_idle_host`.
+    of the window in which nothing runs, split by the causes of its gaps.
     """
     busy = timeline.busy(*Kind)
     of_kind = {kind: timeline.busy(kind) for kind in Kind}
@@ -41,36 +43,27 @@ def breakdowns(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tu
         "idle_ns": ends - starts - busy.within(starts, ends),
     }
     rows = zip(*(column.tolist() for column in columns.values()))
-    host = _idle_host(timeline, busy, starts, ends) if knows_launches(timeline.spans) else [None] * len(starts)
-    return tuple(_breakdown(dict(zip(columns, row)), idle_host) for row, idle_host in zip(rows, host))
-
-
-def _breakdown(row: dict[str, int], idle_host: int | None) -> Breakdown:
-    return Breakdown(
-        **row,
-        overlap_ratio=_ratio(row["exposed_ns"], row["comm_ns"]),
-        idle_host_ns=idle_host,
-        idle_dependency_ns=None if idle_host is None else row["idle_ns"] - idle_host,
+    return tuple(
+        _breakdown(dict(zip(columns, row)), of_cause) for row, of_cause in zip(rows, _idle(timeline, starts, ends))
     )
 
 
-def _idle_host(timeline: Timeline, busy: Intervals, starts: Nanoseconds, ends: Nanoseconds) -> list[int]:
-    """Idle nanoseconds of each window that the host is to blame for.
+def _breakdown(row: dict[str, int], idle: dict[str, int | None]) -> Breakdown:
+    unknown = row["idle_ns"] - sum(ns or 0 for ns in idle.values())
+    return Breakdown(**row, **idle, idle_unknown_ns=unknown, overlap_ratio=_ratio(row["exposed_ns"], row["comm_ns"]))  # type: ignore[arg-type]
 
-    A gap is a maximal interval of the window in which nothing runs. It is host-bound if the span that ends it was
-    launched after the gap began, and dependency-bound if that was launched already. One that lasts to the end of the
-    window is judged by what comes after it; where nothing does, it is host-bound.
-    """
-    if not len(starts):
-        return []
-    gaps = idle_gaps(timeline.spans, busy, int(starts.min()), int(ends.max()))
-    blamed = gaps.host_bound
-    idle = Intervals(gaps.starts[blamed], gaps.ends[blamed]).within(starts, ends)
-    # A gap that the window cuts begins with the window: by then what ends it may have been launched.
-    cut = np.searchsorted(gaps.starts, starts, side="right") - 1
-    launched = blamed[cut] & (gaps.launches[cut] <= starts)
-    excused = np.where(launched, np.maximum(0, np.minimum(gaps.ends[cut], ends) - starts), 0)
-    return [int(ns) for ns in idle - excused]
+
+def _idle(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> list[dict[str, int | None]]:
+    """Idle nanoseconds of each window by cause, as far as causes are known; None each where no launch is."""
+    fields = [f"idle_{cause}_ns" for cause in _KNOWN]
+    if not len(starts) or not knows_launches(timeline.spans):
+        return [dict.fromkeys(fields) for _ in starts]
+    gaps = idle_gaps(timeline, int(starts.min()), int(ends.max()))
+    columns = []
+    for cause in _KNOWN:
+        rows = gaps.caused_by(cause)
+        columns.append(Intervals(gaps.starts[rows], gaps.ends[rows]).within(starts, ends).tolist())
+    return [dict(zip(fields, row)) for row in zip(*columns)]
 
 
 def step_breakdowns(timeline: Timeline) -> tuple[Breakdown, ...]:

@@ -205,7 +205,7 @@ def _perturbation(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
     if trace.metadata.get("with_stack"):
         yield TraceWarning(
             code="recorded_with_stacks",
-            message="recorded with with_stack=True, which slows the host: host-bound idle time is overstated",
+            message="recorded with with_stack=True, which slows the host: launch-bound idle time is overstated",
         )
 
 

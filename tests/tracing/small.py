@@ -1,6 +1,7 @@
 """Small timelines for property tests, and what they hold counted point by point on a ruler of integers."""
 
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Nanoseconds, Spans, Timeline, Window
+from refshard.tracing.figures import Cause
 
 END = 40
 LANES = ("stream 7", "stream 20", "stream 22")
@@ -119,26 +121,63 @@ def launched_by(found: list[Row], index: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """A run of idle points in one window, the row that ends it (None at the end of all) and whom to blame."""
+    """A run of idle points, the row that ends it (None at the end of all), and why nothing ran."""
 
     start: int
     end: int
     follower: int | None
-    host: bool
+    cause: Cause
 
 
-def idle_gaps(found: list[Row], start: int, end: int) -> list[Gap]:
+def runs(found: list[Row], start: int, end: int) -> list[tuple[int, int]]:
+    """Maximal runs of idle points."""
     busy, gaps, t = points(found, *Kind), [], start
     while t < end:
-        if t in busy:
-            t += 1
-            continue
         begin = t
         while t < end and t not in busy:
             t += 1
-        later = [i for i, row in enumerate(found) if row.start >= t and row.points]
-        first = [i for i in later if found[i].start == min(found[j].start for j in later)]
-        follower = min(first, key=lambda i: (launched_by(found, i), found[i].lane, i), default=None)
-        host = follower is None or launched_by(found, follower) > begin
-        gaps.append(Gap(start=begin, end=t, follower=follower, host=host))
+        if t > begin:
+            gaps.append((begin, t))
+        t += 1
     return gaps
+
+
+def idle_gaps(found: list[Row], start: int, end: int, first: int, last: int) -> list[Gap]:
+    """The parts in ``[start, end)`` of the gaps between all rows since ``first`` and until ``last``."""
+    busy = points(found, *Kind)
+    first, last = min([first, *busy]), max([last, *(t + 1 for t in busy)])
+    whole = [(gap, follower_of(found, gap[1])) for gap in runs(found, first, last)]
+    before_all = min(busy, default=last)
+    latencies = [
+        gap[1] - launched_by(found, row)
+        for gap, row in whole
+        if row is not None and gap[1] != before_all and gap[0] < launched_by(found, row) <= gap[1]
+    ]
+    latency = median(latencies) if latencies else 0.0
+    gaps = [
+        Gap(start=max(a, start), end=min(b, end), follower=row, cause=_cause(found, a, b, row, latency))
+        for (a, b), row in whole
+    ]
+    return [gap for gap in gaps if gap.start < gap.end]
+
+
+def follower_of(found: list[Row], at: int) -> int | None:
+    """Of the rows that begin next, the one launched first, then the one on the first lane."""
+    later = [i for i, row in enumerate(found) if row.start >= at and row.points]
+    first = [i for i in later if found[i].start == min(found[j].start for j in later)]
+    return min(first, key=lambda i: (launched_by(found, i), found[i].lane, i), default=None)
+
+
+def _cause(found: list[Row], begin: int, close: int, follower: int | None, latency: float) -> Cause:
+    """As the docs define it; every gap here is shorter than any distance between two kernels."""
+    if all(row.launch == UNKNOWN for row in found):
+        return Cause.UNKNOWN
+    if follower is None:
+        return Cause.LAUNCH
+    launched = launched_by(found, follower)
+    if launched > begin or close - launched <= 1.5 * latency:
+        return Cause.LAUNCH
+    ended = [row.lane for row in found if row.points and row.end == begin]
+    if not ended:
+        return Cause.UNKNOWN
+    return Cause.BACK_TO_BACK if found[follower].lane in ended else Cause.DEPENDENCY

@@ -58,7 +58,7 @@ def test_figures_from_the_file_are_those_of_the_plan(tmp_path: Path, plan: Train
         # The first step begins with its first kernel, the others where the one before ended.
         assert found.span_ns == plan.step_ns - (plan.delay + plan.tail if number == 0 else 0)
         assert found.idle_ns == plan.stall + (plan.delay + plan.tail if number else 0)
-        assert found.idle_dependency_ns == plan.stall
+        assert found.idle_back_to_back_ns == plan.stall
         assert found.comm_ns == plan.layers * (plan.gather + plan.reduce)
         assert found.compute_ns == plan.layers * (plan.forward + plan.backward) + plan.optimizer
         assert found.exposed_ns == plan.gather + plan.reduce

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from refshard.timeline import UNKNOWN, Collective, Kind, Timeline, Window
 from refshard.tracing.diff import Attribution, Owner, attribute, difference
+from refshard.tracing.figures import Cause
+from refshard.tracing.idle import knows_launches
 from refshard.tracing.overlap import step_breakdowns
 from tests.tracing.builder import Training
 from tests.tracing.small import NAMES, Row, idle_gaps, rows, steps, timeline_of
@@ -47,9 +49,9 @@ def counted(found: list[Row], windows: tuple[Window, ...]) -> dict[tuple[str, st
                 row = found[min(running)[-1]]
                 ns[row.kind, label(row)] += 1
         number.update((row.kind.value, label(row)) for row in found if row.start in inside)
-        for gap in idle_gaps(found, window.start, window.end):
+        for gap in idle_gaps(found, window.start, window.end, windows[0].start, windows[-1].end):
             name = "before " + ("the end" if gap.follower is None else label(found[gap.follower]))
-            name += " (host-bound)" if gap.host else " (dependency-bound)"
+            name += f" ({gap.cause.replace('_', ' ')})"
             name = name if known else name.rpartition(" (")[0]
             ns["idle", name] += gap.end - gap.start
             number["idle", name] += 1
@@ -70,8 +72,9 @@ def test_idle_owners_add_up_to_the_breakdown(found: list[Row], windows: tuple[Wi
     idle = [o for o in attribute(timeline).owners if o.kind == "idle"]
     steps = step_breakdowns(timeline)
     assert sum(o.ns for o in idle) == sum(b.idle_ns for b in steps)
-    host = sum(o.ns for o in idle if o.label.endswith("(host-bound)"))
-    assert host == sum(b.idle_host_ns or 0 for b in steps)
+    for cause in Cause:
+        owned = sum(o.ns for o in idle if o.label.endswith(f"({cause.replace('_', ' ')})"))
+        assert owned == sum(getattr(b, f"idle_{cause}_ns") or 0 for b in steps) or not knows_launches(timeline.spans)
 
 
 def test_a_training_run_is_owned_as_it_was_laid_out() -> None:
@@ -92,10 +95,10 @@ def test_a_training_run_is_owned_as_it_was_laid_out() -> None:
         ("comm", "reduce_scatter (layers.0)"): (plan.reduce, 1),
         ("comm", "reduce_scatter (layers.1)"): (0, 1),
         ("comm", "reduce_scatter (layers.2)"): (0, 1),
-        ("idle", "before aten::gemm_backward (dependency-bound)"): (plan.stall, 1),
+        ("idle", "before aten::gemm_backward (back to back)"): (plan.stall, 1),
     }
     # The tail of the first step ends with it, and is judged by what comes after; that of the last by nothing.
-    begin, end = ("idle", "before all_gather (layers.0) (host-bound)"), ("idle", "before the end (host-bound)")
+    begin, end = ("idle", "before all_gather (layers.0) (launch)"), ("idle", "before the end (launch)")
     expected = {key: (2 * ns, 2 * count) for key, (ns, count) in per_step.items()}
     expected |= {begin: (2 * plan.delay + plan.tail, 3), end: (plan.tail, 1)}
     assert {(o.kind, o.label): (o.ns, o.count) for o in found.owners} == expected
@@ -127,7 +130,7 @@ def test_a_difference_names_what_changed_most_first() -> None:
     assert sum(c.delta_ns for c in found) == after.step_ns - before.step_ns
     idle_at_the_end = {c.label: c.delta_ns for c in found if c.kind == "idle"}
     # Of fewer steps, a greater share is the last.
-    assert idle_at_the_end["before the end (host-bound)"] == before.tail / 4 - before.tail / 2
+    assert idle_at_the_end["before the end (launch)"] == before.tail / 4 - before.tail / 2
 
 
 def test_a_difference_says_what_is_new_and_what_is_gone() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from refshard.timeline import Kind
 from refshard.tracing.analysis import Analysis, analyse, join
+from refshard.tracing.figures import Cause
 
 OTHERS = Path(__file__).parent / "others"
 FIELDS = ("n", "span", "busy", "compute", "comm", "overlap", "exposed_vs_compute", "exposed_vs_any", "idle")
@@ -38,13 +39,13 @@ def test_figures_are_exact_over_the_whole_trace(analyses: dict[str, Analysis], n
 
 
 def test_every_class_of_time_is_in_its_place(analyses: dict[str, Analysis]) -> None:
-    """Steps follow one another without a gap or an overlap, and idle time has one of two reasons."""
+    """Steps follow one another without a gap or an overlap, and idle time has one cause."""
     for one in analyses.values():
         windows = one.timeline.windows
         assert all(first.end == second.start for first, second in pairwise(windows))
         for part in (one.figures.whole, *(step.breakdown for step in one.figures.steps)):
             assert part.busy_ns + part.idle_ns == part.span_ns
-            assert part.idle_ns == (part.idle_host_ns or 0) + (part.idle_dependency_ns or 0)
+            assert part.idle_ns == sum(getattr(part, f"idle_{cause}_ns") or 0 for cause in Cause)
             assert part.exposed_any_ns <= part.exposed_ns <= part.comm_ns <= part.busy_ns
 
 

@@ -28,8 +28,9 @@ def ran(
 
 def trace(rank: int | None, *collectives: CollectiveFigures, world_size: int = 3) -> TraceFigures:
     nothing = Breakdown(span_ns=0, busy_ns=0, compute_ns=0, comm_ns=0, prep_ns=0, copy_ns=0, unclassified_ns=0,
-                        exposed_ns=0, exposed_any_ns=0, overlap_ratio=None, idle_ns=0, idle_host_ns=None,
-                        idle_dependency_ns=None)  # fmt: skip
+                        exposed_ns=0, exposed_any_ns=0, overlap_ratio=None, idle_ns=0, idle_launch_ns=None,
+                        idle_call_ns=None, idle_back_to_back_ns=None,
+                        idle_dependency_ns=None, idle_unknown_ns=0)  # fmt: skip
     return TraceFigures(
         file=f"rank{rank}.json", job=0, rank=rank, world_size=world_size, backend="nccl", device="cuda", events=0,
         whole=nothing, giveway=GiveWay(), copies=CopyOverhead(copy_in_ns=0, copy_out_ns=0, exposed_ns=0, hidden_ns=0),

@@ -47,9 +47,11 @@ SPANS = {
     "unit": Look("#7d8fa3"),
     "unit-odd": Look("#a9b6c4"),
     "exposed": Look(RED, "\\"),
-    "idle-host": Look(YELLOW, "|"),
+    "idle-launch": Look(YELLOW, "|"),
+    "idle-call": Look("#b8860b", "x"),
+    "idle-back_to_back": Look("#d9d9d9", "-"),
     "idle-dependency": Look("#9a9a9a", "."),
-    "idle": Look("#bbbbbb"),
+    "idle-unknown": Look("#bbbbbb"),
     "gap": Look(INK),
     "gap-blocking": Look(RED, "|"),
 }
@@ -62,8 +64,11 @@ STEP = {
     "exposed communication": Look(RED, "\\"),
     "other": Look(PINK, "x"),
     "copy, preparation, other": Look(PINK, "x"),
-    "idle, host-bound": Look(YELLOW, "|"),
-    "idle, dependency-bound": Look("#9a9a9a", "."),
+    "idle, launch-bound": Look(YELLOW, "|"),
+    "idle, blocked call": Look("#b8860b", "x"),
+    "idle, between queued kernels": Look("#d9d9d9", "-"),
+    "idle, waiting for a stream": Look("#9a9a9a", "."),
+    "idle, cause unknown": Look("#bbbbbb"),
     "idle": Look("#bbbbbb"),
 }
 """Of the parts of a step."""

@@ -18,6 +18,7 @@ from refshard.report.run.charts import step_parts
 from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
+from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import drawn_windows
 from refshard.report.trace.layer import View, find_layer, layer_chart
 from refshard.tracing.analysis import Analysis, analyse
@@ -35,7 +36,7 @@ PARTS = {
     "overlapped communication": ("compute over communication",),
     "exposed communication": ("exposed communication",),
     COPIES: ("other",),
-    "idle": ("idle, host-bound", "idle, dependency-bound", "idle"),
+    "idle": tuple(IDLE.values()),
 }
 """Parts of a traced step, which add up to it, and what :func:`trace_charts.split` calls them."""
 

@@ -11,6 +11,7 @@ from refshard.report.draw.palette import INK, OKABE_ITO, STEP
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.gaps import GapSet, gap_histogram, sentence_of
+from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import Window, step_rows
 from refshard.report.trace.spans_figure import Extent, spans_figure
 from refshard.timeline import Timeline
@@ -23,8 +24,7 @@ MOST_SPANS = 20_000
 """Of a timeline, which then takes about 1 MB of its page; a browser draws it in 0.1 s."""
 _MOST_CHARACTERS = 24
 PARTS = (
-    "compute alone", "compute over communication", "exposed communication", "other", "idle, host-bound",
-    "idle, dependency-bound", "idle",
+    "compute alone", "compute over communication", "exposed communication", "other", *IDLE.values(),
 )  # fmt: skip
 """Of a step; they add up to it."""
 
@@ -67,20 +67,17 @@ def charts_of(figures: TraceFigures, gaps: Sequence[GapSet], prefix: str) -> tup
 
 
 def split(part: Breakdown) -> dict[str, int]:
-    """A window cut into parts that add up to it; idle time is one part where its causes are not known.
+    """A window cut into parts that add up to it.
 
     Compute and communication together cover compute + exposed, so that what else is busy is *other*.
     """
     overlapped = part.comm_ns - part.exposed_ns
-    known = part.idle_host_ns is not None and part.idle_dependency_ns is not None
     return {
         "compute alone": part.compute_ns - overlapped,
         "compute over communication": overlapped,
         "exposed communication": part.exposed_ns,
         "other": part.busy_ns - part.compute_ns - part.exposed_ns,
-        "idle, host-bound": part.idle_host_ns or 0 if known else 0,
-        "idle, dependency-bound": part.idle_dependency_ns or 0 if known else 0,
-        "idle": 0 if known else part.idle_ns,
+        **{name: getattr(part, f"idle_{cause}_ns") or 0 for cause, name in IDLE.items()},
     }
 
 

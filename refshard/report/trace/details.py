@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.quantities import format_bytes, format_ns, format_rate
-from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Spans
-from refshard.tracing.figures import CollectiveFigures
-from refshard.tracing.idle import NEVER, Gaps
+from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline
+from refshard.tracing.figures import Cause, CollectiveFigures
+from refshard.tracing.idle import CAUSES, Gaps
 
 Note = tuple[str, str]
 MOST_AT_ONCE = 3
@@ -83,18 +83,25 @@ def of_exposed(collectives: Sequence[CollectiveFigures], starts: Nanoseconds, en
     return found
 
 
-def of_idle(spans: Spans, gaps: Gaps, *, on_device: bool) -> list[Note]:
-    """For each idle gap, what ends it, and whether that had been launched.
+def of_idle(timeline: Timeline, gaps: Gaps) -> list[Note]:
+    """For each idle gap what ends it, and why nothing ran."""
+    return [("idle", _why(timeline, gaps, place)) for place in range(len(gaps.starts))]
 
-    On a CPU nothing is launched but collectives: an operator begins when its thread comes to it.
-    """
-    found = []
-    rows = zip(gaps.followers.tolist(), gaps.host_bound.tolist(), gaps.launches.tolist())
-    for follower, host_bound, launch in rows:
-        if follower == UNKNOWN:
-            found.append(("idle", "nothing runs after it"))
-            continue
-        why = ", launched after the gap began" if host_bound else ", which was launched already and waited"
-        is_told = launch != NEVER and (on_device or not host_bound)
-        found.append(("idle", f"ended by {spans.name_table[spans.names[follower]]}{why if is_told else ''}"))
-    return found
+
+def _why(timeline: Timeline, gaps: Gaps, place: int) -> str:
+    spans, follower, before = timeline.spans, int(gaps.followers[place]), int(gaps.before[place])
+    if follower == UNKNOWN:
+        return "nothing runs after it"
+    told, cause = f"ended by {spans.name_table[spans.names[follower]]}", CAUSES[gaps.causes[place]]
+    if not timeline.on_device:
+        return told
+    if cause is Cause.CALL and timeline.calls is not None:
+        return f"{told}, launched late: its thread was in {spans.name_table[timeline.calls.names[gaps.calls[place]]]}"
+    if cause is Cause.DEPENDENCY and before != UNKNOWN:
+        ended = f"{spans.name_table[spans.names[before]]} on {spans.lane_names[spans.lanes[before]]}"
+        return f"{told}, which was queued and waited; {ended} ended last"
+    return told + {
+        Cause.LAUNCH: ", launched too late: the queue was empty",
+        Cause.BACK_TO_BACK: ", the next in its queue",
+        Cause.UNKNOWN: ", which was queued; the trace does not say what it waited for",
+    }.get(cause, "")

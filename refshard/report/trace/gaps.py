@@ -13,6 +13,7 @@ from refshard.quantities import format_ns
 from refshard.report.draw.charts import THEME, filling
 from refshard.report.draw.palette import SPANS
 from refshard.report.trace import captions as trace_captions
+from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import idle_styles
 from refshard.timeline import Timeline
 from refshard.tracing.figures import TraceFigures
@@ -21,9 +22,7 @@ _UNITS = (("s", 10**9), ("ms", 10**6), ("us", 10**3))
 _NAMES = {
     "gap-blocking": "between collectives, blocking",
     "gap": "between collectives, other",
-    "idle-host": "idle, host-bound",
-    "idle-dependency": "idle, dependency-bound",
-    "idle": "idle",
+    **{f"idle-{cause}": name for cause, name in IDLE.items()},
 }
 """By the style of :mod:`refshard.report.trace.lanes`."""
 

@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from refshard.report.trace.details import Note, collectives_of, of_collective, of_exposed, of_gap, of_idle
 from refshard.report.trace.hulls import Rows, busy_by_lane, hulls, within
+from refshard.report.trace.idle import NAMES as IDLE
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Spans, Timeline
-from refshard.tracing.figures import CollectiveFigures, StepFigures, TraceFigures
-from refshard.tracing.idle import Gaps, idle_gaps, knows_launches
+from refshard.tracing.figures import Cause, CollectiveFigures, StepFigures, TraceFigures
+from refshard.tracing.idle import Gaps, idle_gaps
 from refshard.tracing.overlap import exposed_communication
 
 MOST_ROWS = 6
@@ -24,8 +25,8 @@ MOST_LANES = 12
 NAMES = {
     Kind.COMPUTE.value: "compute", Kind.COMM.value: "communication", Kind.PREP.value: "preparation of a reduction",
     Kind.COPY.value: "copy", Kind.UNCLASSIFIED.value: "unclassified", "unit": "unit (layer)",
-    "exposed": "exposed communication", "idle-host": "idle, host-bound", "idle-dependency": "idle, dependency-bound",
-    "idle": "idle, cause unknown", "gap": "gap between collectives", "gap-blocking": "blocking gap between collectives",
+    "exposed": "exposed communication", **{f"idle-{cause}": name for cause, name in IDLE.items()},
+    "gap": "gap between collectives", "gap-blocking": "blocking gap between collectives",
 }  # fmt: skip
 """What a style is called in a legend, of those that have an entry."""
 
@@ -214,7 +215,7 @@ def _idle(timeline: Timeline, begin: int, close: int) -> LaneRow:
     blocks = tuple(
         Blocks(
             style=style, starts=gaps.starts, ends=gaps.ends,
-            notes=of_idle(timeline.spans, gaps, on_device=timeline.on_device),
+            notes=of_idle(timeline, gaps),
         )
         for style, gaps in idle_styles(timeline, begin, close)
         if len(gaps.starts)
@@ -223,11 +224,8 @@ def _idle(timeline: Timeline, begin: int, close: int) -> LaneRow:
 
 
 def idle_styles(timeline: Timeline, begin: int, close: int) -> Iterator[tuple[str, Gaps]]:
-    """The gaps of a window in which nothing runs, by style: host-bound, dependency-bound, or unknown."""
-    gaps = idle_gaps(timeline.spans, timeline.busy(*Kind), begin, close)
-    gaps = gaps.split(np.array([begin], np.int64), np.array([close], np.int64))
-    if not knows_launches(timeline.spans):
-        yield "idle", gaps
-        return
-    for style, rows in (("idle-host", gaps.host_bound), ("idle-dependency", ~gaps.host_bound)):
-        yield style, gaps.of(rows)
+    """The gaps of a window in which nothing runs, by the style of their cause."""
+    gaps = idle_gaps(timeline, begin, close).split(np.array([begin], np.int64), np.array([close], np.int64))
+    for cause in Cause:
+        if (rows := gaps.caused_by(cause)).any():
+            yield f"idle-{cause}", gaps.of(rows)

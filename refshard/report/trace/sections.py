@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
+from refshard.report.trace.idle import idle_section
 from refshard.report.trace.section import Section
 from refshard.tracing.figures import TraceFigures
 
-SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = ()
+SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (idle_section,)
 """What makes each section of a trace, in the order of reading; None where the trace cannot tell."""
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
 from refshard.report.trace import words as trace_words
+from refshard.report.trace.idle import NAMES as IDLE
 from refshard.tracing.figures import Breakdown, CollectiveFigures, TraceFigures
 from refshard.tracing.overlap import mean_ratio
 
@@ -37,7 +38,6 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
         values = [value for part in every if (value := of(part)) is not None]
         return format_ns(sum(values) / len(values)) if values else "-"
 
-    host, dependency = mean(lambda part: part.idle_host_ns), mean(lambda part: part.idle_dependency_ns)
     return {
         "rank": f"{'-' if one.rank is None else one.rank} of {'?' if one.world_size is None else one.world_size}",
         "device": one.device,
@@ -49,7 +49,7 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
         "exposed to all": mean(lambda part: part.exposed_any_ns),
         "overlap ratio": format_percent(mean_ratio(every)),
         "idle": mean(lambda part: part.idle_ns),
-        "idle: host / dependency": "-" if host == "-" else f"{host} / {dependency}",
+        "idle, host's": mean(lambda part: part.idle_host_ns),
         "give-way index": format_percent(one.giveway.index, 2),
     }
 
@@ -81,8 +81,7 @@ def _parts_row(part: Breakdown) -> dict[str, str]:
         "copy": format_ns(part.copy_ns),
         "unclassified": format_ns(part.unclassified_ns),
         "idle": format_ns(part.idle_ns),
-        "idle, host": format_ns(part.idle_host_ns),
-        "idle, dependency": format_ns(part.idle_dependency_ns),
+        **{name: format_ns(getattr(part, f"idle_{cause}_ns")) for cause, name in IDLE.items()},
     }
 
 

@@ -114,7 +114,7 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
                 "exposed": _share(steps, "exposed_ns"),
                 "overlap": format_percent(mean_ratio(steps)),
                 "idle": _share(steps, "idle_ns"),
-                "host-bound idle": _share(steps, "idle_host_ns"),
+                "idle, host's": _share(steps, "idle_host_ns"),
                 "give-way": format_percent(trace.giveway.index, 2),
                 "warnings": str(len(trace.warnings) or "-"),
             }

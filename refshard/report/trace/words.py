@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from refshard.quantities import format_ns, format_percent
-from refshard.tracing.figures import Breakdown, RankWait, StepFigures, TraceFigures, TraceWarning
+from refshard.tracing.figures import Breakdown, Cause, RankWait, StepFigures, TraceFigures, TraceWarning
 
 SMALL = 0.01
 """A loss under this share of the step is not called one."""
@@ -33,11 +33,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:
-    """One way to lose time: ``of`` gives a step's nanoseconds, None where the trace cannot tell."""
+    """One way to lose time: ``of`` gives a step's nanoseconds, None where the trace cannot tell; ``cause`` is that of
+    idle time.
+    """
 
     name: str
     remedy: str
     of: Callable[[StepFigures], int | None]
+    cause: Cause | None = None
 
 
 _EXPOSED = _Loss(
@@ -45,29 +48,50 @@ _EXPOSED = _Loss(
     remedy="gather earlier, move fewer bytes, or give each rank more to compute",
     of=lambda step: step.breakdown.exposed_ns,
 )
-_HOST = _Loss(
-    name="host-bound idle time",
-    remedy="fewer and larger kernels, CUDA graphs, no synchronisation within the step",
-    of=lambda step: step.breakdown.idle_host_ns,
+_LAUNCH = _Loss(
+    name="launch-bound idle time",
+    remedy="fewer and larger kernels (torch.compile), CUDA graphs, no synchronisation within the step",
+    of=lambda step: step.breakdown.idle_launch_ns,
+    cause=Cause.LAUNCH,
 )
-_HOST_OF_CPU = _Loss(
-    name=_HOST.name,
+_LAUNCH_OF_CPU = _Loss(
+    name="host-bound idle time",
     remedy="fewer and larger operators, torch.compile, data loading off the training thread",
-    of=_HOST.of,
+    of=_LAUNCH.of,
+)
+_UNKNOWN = _Loss(
+    name="idle time of unknown cause",
+    remedy="look in the timeline at what comes next: it was queued, and the trace names nothing that it waited for",
+    of=lambda step: step.breakdown.idle_unknown_ns,
+    cause=Cause.UNKNOWN,
+)
+_UNKNOWN_WITHOUT_LAUNCHES = _Loss(
+    name=_UNKNOWN.name,
+    remedy="record CPU activities too: without launches the cause is unknown",
+    of=_UNKNOWN.of,
 )
 _LOSSES = (
     _EXPOSED,
-    _HOST,
+    _LAUNCH,
     _Loss(
-        name="dependency-bound idle time",
-        remedy="look in the timeline at what the next kernel waited for",
+        name="idle time in blocking calls",
+        remedy="keep such calls out of the step: warm up what loads or allocates, read results later",
+        of=lambda step: step.breakdown.idle_call_ns,
+        cause=Cause.CALL,
+    ),
+    _Loss(
+        name="gaps between queued kernels",
+        remedy="fewer and larger kernels: fused ones, torch.compile",
+        of=lambda step: step.breakdown.idle_back_to_back_ns,
+        cause=Cause.BACK_TO_BACK,
+    ),
+    _Loss(
+        name="idle time waiting for another stream",
+        remedy="issue what is waited for earlier, or let the streams depend on less",
         of=lambda step: step.breakdown.idle_dependency_ns,
+        cause=Cause.DEPENDENCY,
     ),
-    _Loss(
-        name="idle time of unknown cause",
-        remedy="record CPU activities too: without launches the cause is unknown",
-        of=lambda step: step.breakdown.idle_ns if step.breakdown.idle_host_ns is None else 0,
-    ),
+    _UNKNOWN,
     _Loss(
         name="exposed copies into and out of collective buffers",
         remedy="let collectives read and write parameters and gradients in place, or overlap the copies",
@@ -174,7 +198,10 @@ def ranks(members: Sequence[TraceFigures]) -> str:
 
 def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
     is_cpu = members[0].device.lower() == "cpu"
-    losses = [_HOST_OF_CPU if loss is _HOST and is_cpu else loss for loss in _LOSSES]
+    instead = {_LAUNCH: _LAUNCH_OF_CPU} if is_cpu else {}
+    if members[0].whole.idle_host_ns is None:
+        instead |= {_UNKNOWN: _UNKNOWN_WITHOUT_LAUNCHES}
+    losses = [instead.get(loss, loss) for loss in _LOSSES]
     shares = sorted(((_share(members, loss), loss) for loss in losses), key=lambda pair: -pair[0])
     share, worst = shares[0]
     span = f"{each(members[0])} of {format_ns(_mean(members, lambda part: part.span_ns))}"
@@ -184,12 +211,27 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
     else:
         spread = _spread(members, worst)
         lead = f"The largest loss is {worst.name}: {format_percent(share)} of a {span}{spread}."
-        more = _exposed(members) if worst is _EXPOSED else [f"Try: {worst.remedy}."]
+        more = _exposed(members) if worst is _EXPOSED else [*_most_idle(members, worst), f"Try: {worst.remedy}."]
     if others:
         more.append(f"Also: {', '.join(others)}.")
     if worst is not _EXPOSED and (told := late(members)):
         more.append(told)
     return Finding(title=title, lead=lead, more=tuple(more))
+
+
+def _most_idle(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
+    """What most of the idle time of one cause was waited for, on the rank that lost most by it."""
+    one = max(members, key=lambda one: _share([one], loss))
+    named = [idle for idle in one.idle if idle.cause == loss.cause and idle.what]
+    if not named or one.device.lower() == "cpu":
+        return []
+    most, number = named[0], len(parts(one))
+    on = f" on {who(one)}" if len(members) > 1 else ""
+    before = "before " if loss.cause in (Cause.LAUNCH, Cause.UNKNOWN) else ""
+    return [
+        f"Most of it{on}: {before}{most.what}, {format_ns(most.ns / number)} a {each(one)} "
+        f"in {counted(most.count, 'gap')}, the longest {format_ns(most.longest_ns)}."
+    ]
 
 
 def _share(members: Sequence[TraceFigures], loss: _Loss) -> float:

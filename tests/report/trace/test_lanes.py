@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from refshard.report.trace.hulls import hulls
 from refshard.report.trace.lanes import MOST_LANES, MOST_ROWS, LaneRow, drawn_windows, idle_styles, step_rows
 from refshard.timeline import KINDS, Kind, Meaning, Span, Spans, Timeline, Window
+from refshard.tracing.figures import Cause
 from tests.report import traces
 
 rows = st.lists(
@@ -72,8 +73,8 @@ def test_a_made_step_has_its_units_lanes_and_strips_in_order() -> None:
         ("idle", True),
     ]
     assert {blocks.style for row in rows for blocks in row.blocks} == {
-        "compute", "comm", "prep", "copy", "unit", "unit-odd", "exposed", "idle-host", "idle-dependency", "gap",
-        "gap-blocking",
+        "compute", "comm", "prep", "copy", "unit", "unit-odd", "exposed", "idle-launch", "idle-back_to_back",
+        "idle-dependency", "idle-unknown", "gap", "gap-blocking",
     }  # fmt: skip
 
 
@@ -136,19 +137,22 @@ def test_the_strips_add_up_to_the_figures() -> None:
     for step in traces.figures(timeline).steps:
         begin, close = step.start_ns, step.start_ns + step.breakdown.span_ns
         idle = {style: int((gaps.ends - gaps.starts).sum()) for style, gaps in idle_styles(timeline, begin, close)}
-        assert idle["idle-host"] == step.breakdown.idle_host_ns
-        assert idle["idle-dependency"] == step.breakdown.idle_dependency_ns
+        assert {cause: idle.get(f"idle-{cause}", 0) for cause in Cause} == {
+            cause: getattr(step.breakdown, f"idle_{cause}_ns") for cause in Cause
+        }
 
 
-def test_a_gap_is_host_bound_if_what_follows_was_launched_after_it_began() -> None:
+def test_a_gap_is_drawn_by_its_cause() -> None:
     timeline = simple([span(Kind.COMPUTE, "s", n, n + 10) for n in (0, 30, 60)], end=100)
     launches = np.array([-5, 12, 35], np.int64)
-    timeline = replace(timeline, spans=replace(timeline.spans, launches=launches))
+    timeline = replace(timeline, spans=replace(timeline.spans, launches=launches, queued=launches))
     found = {style: list(zip(gaps.starts, gaps.ends)) for style, gaps in idle_styles(timeline, 0, 100)}
-    assert found == {
-        "idle-host": [(10, 30), (70, 100)],
-        "idle-dependency": [(40, 60)],
-    }
+    # The third was launched 25 before it starts; a launch takes 18 here, and 27 would be within it.
+    assert found == {"idle-launch": [(10, 30), (40, 60), (70, 100)]}
+    launches[2] = 30
+    timeline = replace(timeline, spans=replace(timeline.spans, launches=launches, queued=launches))
+    found = {style: list(zip(gaps.starts, gaps.ends)) for style, gaps in idle_styles(timeline, 0, 100)}
+    assert found == {"idle-launch": [(10, 30), (70, 100)], "idle-back_to_back": [(40, 60)]}
 
 
 def test_hulls_are_a_units_forward_and_backward_on_the_main_lane() -> None:
@@ -212,12 +216,12 @@ def notes_of(rows: list[LaneRow], style: str) -> list[str]:
 
 def test_idle_exposed_and_gaps_name_their_causes() -> None:
     rows = drawn(traces.gpu(layers=2, steps=1))
-    assert (
-        notes_of(rows, "idle-dependency")[0] == f"idle; ended by {traces.GEMM}, which was launched already and waited"
-    )
-    assert notes_of(rows, "idle-host")[0] == f"idle; ended by {traces.GATHER}, launched after the gap began"
-    assert all(note.endswith(", launched after the gap began") for note in notes_of(rows, "idle-host")[:-1])
-    assert notes_of(rows, "idle-host")[-1] == "idle; nothing runs after it"
+    waited = f"idle; ended by {traces.GEMM}, which was queued and waited; {traces.GATHER} on stream 20 ended last"
+    assert notes_of(rows, "idle-dependency")[0] == waited
+    late = ", launched too late: the queue was empty"
+    assert notes_of(rows, "idle-launch")[0] == f"idle; ended by {traces.GATHER}{late}"
+    assert all(note.endswith(late) for note in notes_of(rows, "idle-launch")[:-1])
+    assert notes_of(rows, "idle-launch")[-1] == "idle; nothing runs after it"
     assert notes_of(rows, "exposed")[0] == "exposed communication; all_gather model.layers.0"
     assert notes_of(rows, "gap")[0] == "gap; before all_gather model.layers.0"
 
@@ -225,7 +229,9 @@ def test_idle_exposed_and_gaps_name_their_causes() -> None:
 def test_operators_of_a_cpu_tell_of_no_launch() -> None:
     timeline = traces.cpu(layers=2, steps=1)
     known = replace(timeline, spans=replace(timeline.spans, launches=timeline.spans.starts))
-    assert all("launched after" not in note for note in notes_of(drawn(known), "idle-host"))
+    notes = notes_of(drawn(known), "idle-launch")
+    assert notes
+    assert all("launched" not in note for note in notes)
 
 
 def test_an_exposed_strip_names_up_to_three_collectives_the_longest_first() -> None:

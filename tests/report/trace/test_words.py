@@ -24,14 +24,16 @@ GPU = traces.gpu(layers=4)
 
 def made(
     *, span: int = 100, compute: int = 60, comm: int = 50, exposed: int = 20, host: int | None = 5,
-    dependency: int | None = 10, lost: int = 1, copies: int = 0, **others: Any,
+    dependency: int | None = 10, call: int = 0, lost: int = 1, copies: int = 0, **others: Any,
 ) -> TraceFigures:  # fmt: skip
     """Two equal steps, times in ms; 5 ms of other work beside compute, communication and 15 ms of idle."""
     base = traces.figures(GPU)
     part = msgspec.structs.replace(
         base.whole, span_ns=span * MS, busy_ns=(span - 15) * MS, compute_ns=compute * MS, comm_ns=comm * MS,
-        exposed_ns=exposed * MS, idle_ns=15 * MS, idle_host_ns=None if host is None else host * MS,
+        exposed_ns=exposed * MS, idle_ns=15 * MS, idle_launch_ns=None if host is None else host * MS,
+        idle_call_ns=None if host is None else call * MS, idle_back_to_back_ns=None if host is None else 0,
         idle_dependency_ns=None if dependency is None else dependency * MS,
+        idle_unknown_ns=(15 - (host or 0) - call - (dependency or 0)) * MS,
     )  # fmt: skip
     step = msgspec.structs.replace(
         base.steps[0],
@@ -51,8 +53,10 @@ def lead(figures: Sequence[TraceFigures]) -> str:
     ("figures", "loss"),
     [
         (made(), "exposed communication: 20.0 %"),
-        (made(exposed=3, dependency=10, host=5), "dependency-bound idle time: 10.0 %"),
-        (made(exposed=3, dependency=5, host=10), "host-bound idle time: 10.0 %"),
+        (made(exposed=3, dependency=10, host=5), "idle time waiting for another stream: 10.0 %"),
+        (made(exposed=3, dependency=5, host=10), "launch-bound idle time: 10.0 %"),
+        (made(exposed=3, dependency=1, host=2, call=9), "idle time in blocking calls: 9.0 %"),
+        (made(exposed=3, dependency=1, host=2), "idle time of unknown cause: 12.0 %"),
         (made(exposed=3, dependency=None, host=None), "idle time of unknown cause: 15.0 %"),
         (made(exposed=3, lost=30), "give-way of preparatory kernels: 30.0 %"),
         (made(exposed=3, copies=30), "exposed copies into and out of collective buffers: 30.0 %"),
@@ -189,7 +193,7 @@ def test_the_summary_holds_means_and_says_what_is_not_known() -> None:
     assert row["span"] == "100 ms"
     assert row["exposed"] == "20.0 ms"
     assert row["overlap ratio"] == "60.0 %"
-    assert row["idle: host / dependency"] == "-"
+    assert row["idle, host's"] == "-"
     assert row["rank"] == "- of ?"
     assert "give-way index" not in row
     assert "job" not in row
@@ -310,7 +314,7 @@ def test_each_gap_is_in_the_histogram_once_by_its_time() -> None:
         1 for one in figures.collectives if one.gap_ns
     )
     lengths = {one.style: sum(one.lengths) for one in sets}
-    assert lengths["idle-host"] + lengths["idle-dependency"] == figures.whole.idle_ns
+    assert sum(ns for style, ns in lengths.items() if style.startswith("idle")) == figures.whole.idle_ns
     histogram = trace_gaps.gap_histogram(sets)
     counts = [sum(count for count, _ in bar.customdata) for bar in histogram.data]
     assert counts == [len(one.lengths) for one in sets]
@@ -319,10 +323,13 @@ def test_each_gap_is_in_the_histogram_once_by_its_time() -> None:
 
 
 def test_the_table_of_gaps_holds_counts_and_times() -> None:
-    sets = [trace_gaps.GapSet(style="idle", lengths=(1000, 1999, 2000)), trace_gaps.GapSet(style="gap", lengths=(7,))]
+    sets = [
+        trace_gaps.GapSet(style="idle-unknown", lengths=(1000, 1999, 2000)),
+        trace_gaps.GapSet(style="gap", lengths=(7,)),
+    ]
     table = trace_gaps.gap_table(sets).set_index("length")
-    assert table.loc["1 us to 2 us", "idle"] == "2 (3.00 us)"
-    assert table.loc["2 us to 5 us", "idle"] == "1 (2.00 us)"
+    assert table.loc["1 us to 2 us", "idle, cause unknown"] == "2 (3.00 us)"
+    assert table.loc["2 us to 5 us", "idle, cause unknown"] == "1 (2.00 us)"
     assert table.loc["5 ns to 10 ns", "between collectives, other"] == "1 (7 ns)"
 
 
