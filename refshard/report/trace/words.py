@@ -22,6 +22,14 @@ _HASH = re.compile(r"-(?=[a-z]*\d)[0-9a-f]{8,40}(?=-|$)")
 _RANK = re.compile(r"[-_.]?rank[-_]?\d*$|[-_.]r\d*$", re.IGNORECASE)
 
 
+LONG_NS = 1_000_000
+"""In longer gaps the host does something else than launch kernels one by one."""
+BUSY_HOST = (
+    "move what the host does meanwhile (data loading, preprocessing, logging) off the training thread, or do it less "
+    "often; record with with_stack=True to see it"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What a reader should know of one job: the headline, and what else there is to it."""
@@ -211,7 +219,7 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
     else:
         spread = _spread(members, worst)
         lead = f"The largest loss is {worst.name}: {format_percent(share)} of a {span}{spread}."
-        more = _exposed(members) if worst is _EXPOSED else [*_most_idle(members, worst), f"Try: {worst.remedy}."]
+        more = _exposed(members) if worst is _EXPOSED else _remedy(members, worst)
     if others:
         more.append(f"Also: {', '.join(others)}.")
     if worst is not _EXPOSED and (told := late(members)):
@@ -219,18 +227,20 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
     return Finding(title=title, lead=lead, more=tuple(more))
 
 
-def _most_idle(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
-    """What most of the idle time of one cause was waited for, on the rank that lost most by it."""
+def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
+    """What to do about a loss; of idle time also what most of it was waited for, on the rank that lost most by it."""
     one = max(members, key=lambda one: _share([one], loss))
     named = [idle for idle in one.idle if idle.cause == loss.cause and idle.what]
     if not named or one.device.lower() == "cpu":
-        return []
+        return [f"Try: {loss.remedy}."]
     most, number = named[0], len(parts(one))
     on = f" on {who(one)}" if len(members) > 1 else ""
     before = "before " if loss.cause in (Cause.LAUNCH, Cause.UNKNOWN) else ""
+    busy_host = loss is _LAUNCH and most.ns > LONG_NS * most.count
     return [
         f"Most of it{on}: {before}{most.what}, {format_ns(most.ns / number)} a {each(one)} "
-        f"in {counted(most.count, 'gap')}, the longest {format_ns(most.longest_ns)}."
+        f"({counted(most.count, 'gap')} in all, the longest {format_ns(most.longest_ns)}).",
+        f"Try: {BUSY_HOST if busy_host else loss.remedy}.",
     ]
 
 

@@ -15,7 +15,7 @@ from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import gaps as trace_gaps
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
-from refshard.tracing.figures import GiveWay, MemoryPoint, RankWait, TraceFigures, TraceWarning
+from refshard.tracing.figures import Cause, GiveWay, IdleFigures, MemoryPoint, RankWait, TraceFigures, TraceWarning
 from tests.report import traces
 
 MS = 1_000_000
@@ -64,6 +64,17 @@ def lead(figures: Sequence[TraceFigures]) -> str:
 )
 def test_the_largest_loss_leads(figures: TraceFigures, loss: str) -> None:
     assert lead([figures]) == f"The largest loss is {loss} of a step of 100 ms."
+
+
+@pytest.mark.parametrize(
+    ("count", "told"), [(40, "Try: fewer and larger kernels"), (4, "Try: move what the host does")]
+)
+def test_idle_time_is_told_with_what_was_waited_for_and_how_long_gaps_are(count: int, told: str) -> None:
+    """20 ms in 40 gaps are launches one by one; in 4 of them the host did something else."""
+    idle = IdleFigures(cause=Cause.LAUNCH, what="aten::mm", ns=20 * MS, count=count, longest_ns=9 * MS)
+    (finding,) = trace_words.findings([made(exposed=3, host=10, dependency=5, idle=(idle,))])
+    assert finding.more[0] == f"Most of it: before aten::mm, 10.0 ms a step ({count} gaps in all, the longest 9.00 ms)."
+    assert finding.more[1].startswith(told)
 
 
 def test_no_small_loss_is_called_the_largest() -> None:
