@@ -284,7 +284,9 @@ class Collective:
     ``bytes`` is the size of the unsharded tensor: an all-gather's output, a reduce-scatter's input, an all-reduce's
     tensor (the *size* column of nccl-tests); None where the trace was recorded without shapes. ``launched``, ``start``
     and ``end`` are nanoseconds; the latter two None where the trace shows no execution, and then ``lane`` is too.
-    ``group`` names the process group, of ``group_size`` ranks. ``announced`` says whether the host's own operator of
+    ``group`` names the process group, of ``group_size`` ranks; ``group_ranks`` lists them where the trace does, and
+    ``group_description`` is what the program calls the group. ``sequence`` is the number that torch gives a collective
+    in its group, the same on all ranks. ``announced`` says whether the host's own operator of
     the collective is in the trace. ``rows`` are those of :class:`Spans` that ran for it; between them it did not run.
     """
 
@@ -301,6 +303,9 @@ class Collective:
     end: int | None = None
     announced: bool = True
     rows: tuple[int, ...] = ()
+    group_ranks: tuple[int, ...] = ()
+    group_description: str | None = None
+    sequence: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

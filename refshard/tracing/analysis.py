@@ -11,10 +11,13 @@ import numpy as np
 from refshard.timeline import Nanoseconds, Timeline, Window
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
 from refshard.tracing.events import MemoryEvent, TraceFile
+from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
+from refshard.tracing.links import links_of
+from refshard.tracing.messages import Group, Traffic, communication
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
@@ -31,6 +34,7 @@ class Analysis:
     figures: TraceFigures
     identity: Identity
     kept: Timeline | None
+    traffic: Traffic | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -63,7 +67,13 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         memory=_memory(trace.memory),
         warnings=find_warnings(trace, timeline),
     )
-    return Analysis(figures=figures, identity=identity, kept=timeline if keep_timeline else None)
+    traffic = traffic_of(timeline, figures, _devices(trace))
+    figures = msgspec.structs.replace(
+        figures, communication=communication(traffic, figures.collectives, {}, alone=True)
+    )
+    return Analysis(
+        figures=figures, identity=identity, kept=timeline if keep_timeline else None, traffic=traffic
+    )  # fmt: skip
 
 
 def figures_of(timeline: Timeline, *, file: str, device: str, calibration: Timeline | None = None) -> TraceFigures:
@@ -120,11 +130,39 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
         members[job].append(place)
     figures = [msgspec.structs.replace(one.figures, job=job) for one, job in zip(analyses, jobs)]
     for places in members.values():
+        if len(places) < 2:
+            continue
         waits = rank_waits([figures[place] for place in places])
-        for place, waits_for in zip(places, waits.waits_for):
-            warnings = (*figures[place].warnings, *waits.warnings)
-            figures[place] = msgspec.structs.replace(figures[place], waits_for=waits_for, warnings=warnings)
+        for place, waits_for, entered in zip(places, waits.waits_for, waits.entered):
+            traffic, one = analyses[place].traffic, figures[place]
+            told = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
+            figures[place] = msgspec.structs.replace(
+                one, waits_for=waits_for, warnings=(*one.warnings, *waits.warnings), communication=told
+            )
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
+
+
+def traffic_of(timeline: Timeline, figures: TraceFigures, devices: int | None) -> Traffic:
+    """What the communication figures are made of; ``devices`` is how many the process saw, if that is known."""
+    windows = [Window(step=None, start=_extent(timeline)[0], end=_extent(timeline)[1])]
+    windows += [window for window in timeline.windows if window.step is not None]
+    groups = {
+        one.group: Group(ranks=one.group_ranks, description=one.group_description)
+        for one in timeline.collectives
+        if one.group is not None
+    }
+    starts, ends = (np.array([getattr(window, at) for window in windows], np.int64) for at in ("start", "end"))
+    return Traffic(
+        exposure=exposure_of(timeline, [window.step for window in windows], starts, ends),
+        groups=groups,
+        links=links_of(figures.device, devices),
+    )
+
+
+def _devices(trace: TraceFile) -> int | None:
+    """How many devices the recording process saw."""
+    properties = trace.metadata.get("deviceProperties")
+    return len(properties) if isinstance(properties, list) and properties else None
 
 
 def _extent(timeline: Timeline) -> tuple[int, int]:

@@ -126,6 +126,7 @@ def _collective_figures(
         bus_bandwidth=None if rate is None or factor is None else rate * factor,
         gap_ns=None if before is None else max(0, start - before),
         gap_blocking=blocking,
+        sequence=collective.sequence,
     )
 
 

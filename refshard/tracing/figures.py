@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import msgspec
 
+from refshard.tracing.exposed import CommunicationFigures
+
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
     """A doubt about a trace, or about figures made of it.
@@ -147,6 +149,7 @@ class CollectiveFigures(msgspec.Struct, frozen=True, kw_only=True):
     duration, ``bus_bandwidth`` that times nccl-tests' factor for the operation and the size of the group. ``gap_ns`` is
     the time on its stream since the collective before it ended, and ``gap_blocking`` whether this one was launched
     already while compute ran in that gap; None for the first on a stream. ``queued_ns`` is from launch to start.
+    ``sequence`` is the collective's number in its group, the same on all ranks, where torch records it.
     """
 
     op: str
@@ -166,6 +169,7 @@ class CollectiveFigures(msgspec.Struct, frozen=True, kw_only=True):
     bus_bandwidth: float | None
     gap_ns: int | None
     gap_blocking: bool | None
+    sequence: int | None = None
 
 
 class IdleFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +197,8 @@ class MemoryPoint(msgspec.Struct, frozen=True, kw_only=True):
 class RankWait(msgspec.Struct, frozen=True, kw_only=True):
     """How long this rank stood in collectives that ``rank`` was the last to enter, ``collectives`` of them.
 
-    Waits that run at once, in collectives of several streams, count once.
+    Waits that run at once, in collectives of several streams, count once. In a trace with steps, only collectives of
+    the steps count.
     """
 
     rank: int
@@ -227,3 +232,4 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: tuple[RankWait, ...] = ()
     memory: tuple[MemoryPoint, ...] = ()
     warnings: tuple[TraceWarning, ...] = ()
+    communication: CommunicationFigures | None = None
