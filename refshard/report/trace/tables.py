@@ -205,12 +205,16 @@ def waits(members: Sequence[TraceFigures]) -> pd.DataFrame:
     """Which rank of a job waits how long for which, per step; the longest waits first."""
     every = [(len(trace_words.parts(one)), one, wait) for one in members for wait in one.waits_for]
     every.sort(key=lambda row: -row[2].waited_ns / row[0])
+    exposed = {id(one): trace_words.exposed_waits(one) for one in members if one.communication is not None}
+    span = {id(one): sum(part.breakdown.span_ns for part in trace_words.parts(one)) for one in members}
     return _frame(
         [
             {
                 "waiting": trace_words.who(one),
                 "for": f"rank {wait.rank}",
                 "waited": format_ns(wait.waited_ns / steps),
+                "share of the step": format_percent(wait.waited_ns / span[id(one)]) if span[id(one)] else "-",
+                "exposed": format_ns(exposed[id(one)].get(wait.rank, 0) / steps) if id(one) in exposed else "-",
                 "collectives": _number(wait.collectives, steps),
             }
             for steps, one, wait in every[:MOST_WAITS]

@@ -5,13 +5,14 @@ Needs neither pandas nor plotly, so that a terminal may print it too.
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from refshard.quantities import format_ns, format_percent
-from refshard.tracing.figures import Breakdown, Cause, RankWait, StepFigures, TraceFigures, TraceWarning
+from refshard.report.trace.communication import answer, short
+from refshard.tracing.figures import Breakdown, Cause, StepFigures, TraceFigures, TraceWarning
 
 SMALL = 0.01
 """A loss under this share of the step is not called one."""
@@ -56,6 +57,21 @@ _EXPOSED = _Loss(
     remedy="gather earlier, move fewer bytes, or give each rank more to compute",
     of=lambda step: step.breakdown.exposed_ns,
 )
+_SHARDED = "start it earlier, move fewer bytes, or give each rank more to compute"
+_REMEDIES = {
+    "all_reduce": "larger buckets, gradients in bf16, overlap with backward, or gradient accumulation without "
+    "reductions in between",
+    "all_gather": "prefetch earlier, keep parameters gathered between forward and backward, or give each rank more to "
+    "compute",
+    "reduce_scatter": "reduce in bf16, overlap with backward, accumulate gradients without reductions in between, or "
+    "give each rank more to compute",
+    "all_to_all": "balance what ranks send each other (the load of experts), send fewer bytes, or compute other "
+    "tokens meanwhile",
+    "send": "more and smaller microbatches, or a schedule with a smaller pipeline bubble",
+    "broadcast": "broadcast less often (buffers of DDP: broadcast_buffers=False), or beside compute",
+}
+"""What makes less of an operation exposed."""
+_REMEDIES |= {"recv": _REMEDIES["send"], "send_recv": _REMEDIES["send"]}
 _LAUNCH = _Loss(
     name="launch-bound idle time",
     remedy="fewer and larger kernels (torch.compile), CUDA graphs, no synchronisation within the step",
@@ -271,40 +287,64 @@ def _exposed(members: Sequence[TraceFigures]) -> list[str]:
     """Where communication is exposed most, whether it is waiting for another rank, and what to do about it."""
     worst = max(members, key=lambda one: _mean([one], lambda part: part.exposed_ns))
     exposed = _mean([worst], lambda part: part.exposed_ns)
-    waited = sum(wait.waited_ns for wait in worst.waits_for) / len(parts(worst))
-    where = _where(worst)
-    if waited > exposed / 2:
-        return [*where, _balance(members, worst, exposed, waited)]
-    return [*where, f"Try: {_EXPOSED.remedy}.", *([told] if (told := late(members)) else [])]
+    waits = exposed_waits(worst)
+    most = _most_exposed(worst)
+    where = [] if most is None else _where(worst, *most)
+    if sum(waits.values()) > exposed * len(parts(worst)) / 2:
+        return [*where, _balance(members, worst, exposed, waits)]
+    told = [sentence for sentence in (answer(worst), f"Try: {_remedy_of(most)}.", late(members)) if sentence]
+    return [*where, *told]
 
 
-def _where(one: TraceFigures) -> list[str]:
-    """The operation and the unit with most exposed time, by the collectives of the steps."""
+def exposed_waits(one: TraceFigures) -> dict[int, int]:
+    """Exposed nanoseconds in which a rank waited for others, by rank, the longest first; over its steps."""
+    sums: Counter[int] = Counter()
+    told = one.communication
+    for part in () if told is None else told.steps or (told.whole,):
+        for peer in part.waits_for:
+            sums[peer.rank] += peer.waited_ns
+    return dict(sums.most_common())
+
+
+def _remedy_of(most: tuple[str, str | None, int] | None) -> str:
+    if most is None:
+        return _EXPOSED.remedy
+    op, unit, _ = most
+    # With a unit, an all-to-all moves shards; else it is what experts exchange.
+    return _SHARDED if op == "all_to_all" and unit is not None else _REMEDIES.get(op, _EXPOSED.remedy)
+
+
+def _most_exposed(one: TraceFigures) -> tuple[str, str | None, int] | None:
+    """The operation and the unit with most exposed time, by the collectives of the steps, and that time."""
     sums: Counter[tuple[str, str | None]] = Counter()
     for found in one.collectives:
         if found.step is not None or not has_steps(one):
             sums[found.op, found.unit] += found.exposed_ns
     if not sums.total():
-        return []
+        return None
     (op, unit), most = sums.most_common(1)[0]
+    return op, unit, most
+
+
+def _where(one: TraceFigures, op: str, unit: str | None, most: int) -> list[str]:
     place = f" of {unit}" if unit else ""
     at_once = most > sum(part.breakdown.exposed_ns for part in parts(one))
     return [
-        f"Most exposed on {who(one)}: {op}{place}, {format_ns(most / len(parts(one)))} a {each(one)}"
+        f"Most exposed on {who(one)}: {short(op)}{place}, {format_ns(most / len(parts(one)))} a {each(one)}"
         f"{' (sum over concurrent collectives)' if at_once else ''}."
     ]
 
 
-def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: float, waited: float) -> str:
-    a = f"a {each(worst)}"
-    last = max(worst.waits_for, key=lambda wait: wait.waited_ns)
+def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: float, waits: dict[int, int]) -> str:
+    a, steps = f"a {each(worst)}", len(parts(worst))
+    last = next(iter(waits))
     told = (
-        f"{_capital(who(worst))} exposes {format_ns(exposed)} {a} and waits {format_ns(waited)} {a} in collectives for "
-        f"{_for_whom(worst.waits_for, last, len(parts(worst)))} to enter. "
+        f"{_capital(who(worst))} exposes {format_ns(exposed)} {a}, {format_ns(sum(waits.values()) / steps)} of it "
+        f"waiting in collectives for {_for_whom(waits, last, steps)} to enter. "
     )
-    late_one = next((one for one in members if one.rank == last.rank), None)
+    late_one = next((one for one in members if one.rank == last), None)
     if late_one is None:
-        return f"{told}Balance the work, or look at the host of rank {last.rank}."
+        return f"{told}Balance the work, or look at the host of rank {last}."
     its, own = (_mean([one], lambda part: part.compute_ns) for one in (late_one, worst))
     times = f"{format_ns(its)} {a} against {format_ns(own)}"
     if its > LONGER * own:
@@ -313,10 +353,10 @@ def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: floa
     return f"{told}{_capital(who(late_one))} computes {how} ({times}): look at what else delays that host."
 
 
-def _for_whom(waits: Sequence[RankWait], last: RankWait, steps: int) -> str:
+def _for_whom(waits: dict[int, int], last: int, steps: int) -> str:
     if len(waits) == 1:
-        return f"rank {last.rank}"
-    return f"the last rank (longest for rank {last.rank}: {format_ns(last.waited_ns / steps)})"
+        return f"rank {last}"
+    return f"the last rank (longest for rank {last}: {format_ns(waits[last] / steps)})"
 
 
 def _capital(text: str) -> str:
@@ -324,18 +364,25 @@ def _capital(text: str) -> str:
 
 
 def late(members: Sequence[TraceFigures]) -> str:
-    """The rank that the others wait for longest, in a sentence; empty where none waits."""
+    """The rank that the others wait for longest, in a sentence; empty where none waits.
+
+    The time is a mean over the other ranks and their steps, so that it never exceeds a step.
+    """
     total: Counter[int] = Counter()
+    mean: dict[int, float] = defaultdict(float)
     for one in members:
         for wait in one.waits_for:
             total[wait.rank] += wait.waited_ns
+            mean[wait.rank] += wait.waited_ns / len(parts(one))
     if not total.total():
         return ""
     last, waited = total.most_common(1)[0]
-    steps = max(len(parts(one)) for one in members)
+    others = [one for one in members if one.rank != last]
+    waiting = f"{who(others[0])} waits" if len(others) == 1 else f"the {len(others)} others wait"
     return (
-        f"The others wait longest for rank {last}: {format_ns(waited / steps)} a {each(members[0])} in all, "
-        f"{format_percent(waited / total.total(), 0)} of this job's waiting in collectives."
+        f"Of the {len(members)} ranks here, rank {last} is waited for longest: {waiting} "
+        f"{format_ns(mean[last] / len(others))} a {each(members[0])} for it{'' if len(others) == 1 else ' on average'} "
+        f"({format_percent(waited / total.total(), 0)} of all waiting between them)."
     )
 
 

@@ -15,6 +15,7 @@ from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import gaps as trace_gaps
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
+from refshard.tracing.exposed import CommunicationFigures, ExposedSplit, PeerWait
 from refshard.tracing.figures import Cause, GiveWay, IdleFigures, MemoryPoint, RankWait, TraceFigures, TraceWarning
 from tests.report import traces
 
@@ -86,13 +87,38 @@ def wait(rank: int, ms: int, collectives: int = 1) -> RankWait:
     return RankWait(rank=rank, waited_ns=ms * MS, collectives=collectives)
 
 
+def exposing(ms: int, waits: dict[int, int]) -> CommunicationFigures:
+    """The exposed communication of two equal steps, with what of them, in ms over both, was waiting for which rank."""
+    peers = tuple(PeerWait(rank=rank, waited_ns=total * MS // 2) for rank, total in waits.items())
+    waiting = sum(peer.waited_ns for peer in peers)
+    step = ExposedSplit(
+        step=0, exposed_ns=ms * MS, transfer_ns=ms * MS - waiting, waiting_ns=waiting, undivided_ns=0, launch_ns=0,
+        waits_for=peers,
+    )  # fmt: skip
+    return CommunicationFigures(
+        whole=step, steps=(step, step), messages=(), bound=None, profile=None, missing=None, no_launch=None
+    )
+
+
 def test_a_job_is_told_with_its_extremes_and_its_late_rank() -> None:
-    ranks = [made(exposed=20 + 10 * n, rank=n, waits_for=(wait(7, 1),), collectives=()) for n in (0, 1)]
+    ranks = [made(exposed=20 + 10 * n, rank=n, waits_for=(wait(2, 2),), collectives=()) for n in (0, 1)]
+    ranks.append(made(exposed=25, rank=2, waits_for=(wait(0, 1),), collectives=()))
     (finding,) = trace_words.findings(ranks)
     assert "25.0 % of a step of 100 ms (from 20.0 % on rank 0 to 30.0 % on rank 1)" in finding.lead
     assert finding.more[0].startswith("Try: gather earlier")
-    assert finding.more[1].startswith("The others wait longest for rank 7: 1.00 ms a step in all, ")
-    assert trace_words.late(ranks).endswith("100 % of this job's waiting in collectives.")
+    assert finding.more[1] == (
+        "Of the 3 ranks here, rank 2 is waited for longest: the 2 others wait 1.00 ms a step for it on average "
+        "(80 % of all waiting between them)."
+    )
+    assert trace_words.late(ranks[:1] + ranks[2:]).startswith(
+        "Of the 2 ranks here, rank 2 is waited for longest: rank 0 waits 1.00 ms a step for it (67 %"
+    )
+
+
+def test_no_rank_is_waited_for_longer_than_a_step() -> None:
+    """Seven ranks that each wait for 90 of 100 ms wait 90 ms, not 630."""
+    ranks = [made(rank=n, waits_for=(wait(7, 180),)) for n in range(7)] + [made(rank=7)]
+    assert "the 7 others wait 90.0 ms a step for it on average" in trace_words.late(ranks)
 
 
 @pytest.mark.parametrize(
@@ -105,18 +131,18 @@ def test_a_job_is_told_with_its_extremes_and_its_late_rank() -> None:
 )
 def test_exposed_communication_that_is_waiting_asks_for_balance(compute: int, advice: str) -> None:
     # Two steps of 30 ms exposed, so that 15 ms a step are half of it.
-    waiting = made(exposed=30, rank=1, waits_for=(wait(0, 32),))
+    waiting = made(exposed=30, rank=1, communication=exposing(30, {0: 32}))
     (finding,) = trace_words.findings([made(compute=compute, rank=0), waiting])
-    told = "Rank 1 exposes 30.0 ms a step and waits 16.0 ms a step in collectives for rank 0 to enter. "
+    told = "Rank 1 exposes 30.0 ms a step, 16.0 ms of it waiting in collectives for rank 0 to enter. "
     assert told + advice in finding.more
-    assert not any("gather earlier" in sentence for sentence in finding.more)
-    less = msgspec.structs.replace(waiting, waits_for=(wait(0, 28),))
-    assert any("gather earlier" in told for told in trace_words.findings([made(rank=0), less])[0].more)
+    assert not any(sentence.startswith("Try: ") for sentence in finding.more)
+    less = msgspec.structs.replace(waiting, communication=exposing(30, {0: 28}))
+    assert any(told.startswith("Try: ") for told in trace_words.findings([made(rank=0), less])[0].more)
 
 
 def test_of_several_late_ranks_the_one_waited_for_longest_is_named() -> None:
-    (finding,) = trace_words.findings([made(rank=1, exposed=30, waits_for=(wait(5, 30), wait(3, 10)))])
-    assert "waits 20.0 ms a step in collectives for the last rank (longest for rank 5: 15.0 ms) to enter" in str(
+    (finding,) = trace_words.findings([made(rank=1, exposed=30, communication=exposing(30, {5: 30, 3: 10}))])
+    assert "20.0 ms of it waiting in collectives for the last rank (longest for rank 5: 15.0 ms) to enter" in str(
         finding.more
     )
     assert "Balance the work, or look at the host of rank 5." in str(finding.more)
@@ -127,6 +153,26 @@ def test_where_communication_is_exposed_most_is_named() -> None:
     (finding,) = trace_words.findings([figures])
     most = max({(c.op, c.unit) for c in figures.collectives}, key=lambda key: exposed_of(figures, *key))
     assert finding.more[0].startswith(f"Most exposed on rank 0: {most[0]} of {most[1]}, ")
+
+
+@pytest.mark.parametrize(
+    ("op", "unit", "remedy"),
+    [
+        ("all_reduce", None, "larger buckets"),
+        ("all_gather", "layers.0", "prefetch earlier"),
+        ("reduce_scatter", "layers.0", "reduce in bf16"),
+        ("all_to_all", None, "balance what ranks send each other"),
+        ("all_to_all", "layers.0", "start it earlier"),  # shards of a unit, not tokens of experts
+        ("send_recv", None, "more and smaller microbatches"),
+        ("broadcast", None, "broadcast less often"),
+        ("dispatch", None, "gather earlier"),
+    ],
+)
+def test_the_remedy_knows_the_operation(op: str, unit: str | None, remedy: str) -> None:
+    first = msgspec.structs.replace(made().collectives[0], op=op, unit=unit, step=0, exposed_ns=30 * MS)
+    (finding,) = trace_words.findings([made(exposed=30, collectives=(first,))])
+    (told,) = (sentence for sentence in finding.more if sentence.startswith("Try: "))
+    assert told.startswith(f"Try: {remedy}")
 
 
 def exposed_of(figures: TraceFigures, op: str, unit: str | None) -> int:
@@ -259,7 +305,14 @@ def test_units_and_waits_are_told_per_step() -> None:
     assert trace_tables.per_step(figures) == "per step, mean of 2"
     assert trace_tables.units(figures).loc[0, "compute"] == format_ns(first.compute_ns / 2)
     (row,) = trace_tables.waits([figures]).to_dict("records")
-    assert (row["waited"], row["collectives"]) == ("5.00 ms", "2")
+    assert (row["waited"], row["share of the step"], row["exposed"], row["collectives"]) == (
+        "5.00 ms",
+        "5.0 %",
+        "-",
+        "2",
+    )
+    told = made(waits_for=(wait(3, 10), wait(4, 8)), communication=exposing(20, {3: 6}))
+    assert trace_tables.waits([told])["exposed"].tolist() == ["3.00 ms", "0 s"]
     assert trace_tables.per_step(made(steps=())) == "over the whole trace"
 
 

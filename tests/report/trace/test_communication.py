@@ -1,0 +1,124 @@
+"""What is said of exposed communication: one sentence that answers what bounds it, and two tables."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from refshard.report.trace.communication import answer, exposed_section, messages_section
+from refshard.report.trace.sections import sections_of
+from refshard.tracing.exposed import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
+from refshard.tracing.figures import TraceFigures
+from tests.report import traces
+
+MS, GB, MIB = 1_000_000, 1e9, 2**20
+
+
+def message(**given: Any) -> MessageFigures:
+    known = {
+        "op": "all_reduce", "group": "3 [0-7]", "description": "mesh_tp", "group_size": 8, "nodes": 1, "count": 6,
+        "bytes": 96 * MIB, "least_bytes": 16 * MIB, "most_bytes": 16 * MIB, "exposed_ns": 18 * MS, "waiting_ns": None,
+        "bus_bandwidth": 3.5 * GB, "transfer_bandwidth": None, "largest_bandwidth": 4 * GB, "link_bandwidth": 300 * GB,
+        "is_latency_bound": False,
+    }  # fmt: skip
+    return MessageFigures(**{**known, **given})
+
+
+def part(step: int | None, **given: Any) -> ExposedSplit:
+    known = {
+        "exposed_ns": 10 * MS, "transfer_ns": None, "waiting_ns": None, "undivided_ns": 10 * MS, "launch_ns": 2 * MS,
+    }  # fmt: skip
+    return ExposedSplit(step=step, **{**known, **given})
+
+
+def figures(bound: Any, *messages: MessageFigures, steps: int = 2, device: str = "", **given: Any) -> TraceFigures:
+    known = {
+        "whole": part(None), "steps": tuple(part(step) for step in range(steps)), "messages": messages or (message(),),
+        "bound": bound, "profile": "mi300x", "missing": "the traces of the other ranks are not here", "no_launch": None,
+    }  # fmt: skip
+    base = traces.figures(traces.gpu(layers=2, steps=2))
+    told = CommunicationFigures(**{**known, **given})
+    return msgspec.structs.replace(base, communication=told, device=device or base.device)
+
+
+WAITED = {
+    "exposed_ns": 10 * MS, "transfer_ns": 3 * MS, "waiting_ns": 6 * MS, "undivided_ns": MS,
+    "waits_for": (PeerWait(rank=5, waited_ns=4 * MS), PeerWait(rank=3, waited_ns=2 * MS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        (
+            figures("below"),
+            "Below the link: all_reduce of 16.0 MiB (mesh_tp [0-7], inside a node) reaches 3.50 of 300 GB/s (profile "
+            "mi300x), waiting included (only the traces of all its ranks tell how much).",
+        ),
+        (
+            figures("bandwidth", message(transfer_bandwidth=280 * GB, nodes=2, description=None)),
+            "Bandwidth-bound: all_reduce of 16.0 MiB (3 [0-7], 2 nodes) reaches 280 of 300 GB/s (profile mi300x), "
+            "without waiting.",
+        ),
+        (
+            figures("unknown", message(link_bandwidth=None), profile=None, device="NVIDIA X"),
+            "all_reduce of 16.0 MiB (mesh_tp [0-7], inside a node) reaches 3.50 GB/s, waiting included (only the "
+            "traces of all its ranks tell how much); the link's rate is unknown: no cluster profile names NVIDIA X.",
+        ),
+        (figures("unknown", message(link_bandwidth=None), profile=None, device="cpu"), ""),
+        (figures("unknown", message(bus_bandwidth=None)), ""),
+        (
+            figures("latency", message(exposed_ns=5 * MS), message(exposed_ns=15 * MS, is_latency_bound=True)),
+            "Latency-bound: 75 % of exposed communication is in messages whose time hardly depends on their size; most "
+            "in all_reduce of 16.0 MiB (mesh_tp [0-7], inside a node).",
+        ),
+        (
+            figures("skew", steps=0, whole=part(None, **WAITED)),
+            "Skew: 60 % of exposed communication is waiting for ranks that enter late, 67 % of that for rank 5.",
+        ),
+        (figures(None), ""),
+    ],
+)
+def test_one_sentence_answers_bandwidth_latency_or_skew(told: TraceFigures, sentence: str) -> None:
+    assert answer(told) == sentence
+
+
+def test_what_is_unknown_has_no_column_and_a_reason() -> None:
+    section = exposed_section(figures("below"))
+    assert section is not None
+    assert [list(row.values()) for row in section.rows] == [
+        ["step 0", "10.0 ms", "10.0 ms", "2.00 ms"], ["step 1", "10.0 ms", "10.0 ms", "2.00 ms"],
+    ]  # fmt: skip
+    assert list(section.rows[0]) == ["", "exposed", "not divided", "launch, besides"]
+    assert section.sentences[1:] == ["Not divided: the traces of the other ranks are not here."]
+
+
+def test_waiting_is_told_with_whom_it_is_for() -> None:
+    section = exposed_section(figures("skew", steps=0, whole=part(None, **WAITED), missing=None, no_launch="no host"))
+    assert section is not None
+    assert dict(section.rows[0]) == {
+        "": "whole trace", "exposed": "10.0 ms", "transfer": "3.00 ms", "waiting": "6.00 ms",
+        "waits for": "rank 5 4.00 ms, rank 3 2.00 ms", "not divided": "1.00 ms", "launch, besides": "2.00 ms",
+    }  # fmt: skip
+    assert section.sentences[-1] == "Launch unknown: no host."
+
+
+def test_messages_show_their_bandwidths_in_gb_per_s_and_times_per_step() -> None:
+    kernel = message(op="ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", group=None, least_bytes=None,
+                     most_bytes=None, bus_bandwidth=None, link_bandwidth=None, nodes=None)  # fmt: skip
+    section = messages_section(figures("below", message(transfer_bandwidth=7 * GB, waiting_ns=9 * MS), kernel))
+    assert section is not None
+    assert dict(section.rows[0]) == {
+        "collective": "all_reduce", "size": "16.0 MiB", "group": "mesh_tp [0-7]", "reaches": "inside a node",
+        "count": "6", "exposed per step": "9.00 ms", "waiting": "4.50 ms", "GB/s": "3.50", "without waiting": "7.00",
+        "largest": "4.00", "link": "300", "latency-bound": "no",
+    }  # fmt: skip
+    assert (section.rows[1]["collective"], section.rows[1]["group"]) == ("ncclDevKernel_Generic", "8 ranks")
+    assert section.sentences == ["The link's bandwidth is that of the cluster profile mi300x."]
+
+
+def test_a_trace_without_communication_has_no_section() -> None:
+    none = figures(None, whole=part(None, exposed_ns=0, undivided_ns=0))
+    assert exposed_section(none) is None
+    assert messages_section(msgspec.structs.replace(none, communication=None)) is None
+    assert [s.title for s in sections_of(figures("below"))][:2] == ["Exposed communication", "Messages"]
