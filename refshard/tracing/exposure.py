@@ -6,14 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Timeline
+from refshard.timeline import UNKNOWN, Intervals, Kind, Nanoseconds, Timeline
 from refshard.tracing.collectives import ran
 from refshard.tracing.exposed import ExposedSplit, PeerWait
-from refshard.tracing.idle import idle_gaps, knows_launches
+from refshard.tracing.idle import knows_launches
 from refshard.tracing.stragglers import Entered
 
 NO_HOST = "a CPU trace: nothing is launched there"
 NO_LAUNCHES = "the trace has no launches; record CPU activities too"
+_EVER = np.iinfo(np.int64)
 SOME_LAUNCHES = "some collectives have no launch in the trace"
 
 
@@ -85,14 +86,15 @@ def _owned(timeline: Timeline) -> Pieces:
 
 def _exposed(owned: Pieces, compute: Intervals) -> Pieces:
     """Without what compute hides."""
-    free = Intervals(owned.starts, owned.ends) - compute
-    first = np.searchsorted(free.ends, owned.starts, side="right")
-    counts = np.maximum(0, np.searchsorted(free.starts, owned.ends, side="left") - first)
+    free_starts = np.concatenate(([_EVER.min], compute.ends))
+    free_ends = np.concatenate((compute.starts, [_EVER.max]))
+    first = np.searchsorted(free_ends, owned.starts, side="right")
+    counts = np.maximum(0, np.searchsorted(free_starts, owned.ends, side="left") - first)
     mine = np.repeat(np.arange(len(first)), counts)
     rows = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts) + first[mine]
     return Pieces(
-        starts=np.maximum(free.starts[rows], owned.starts[mine]),
-        ends=np.minimum(free.ends[rows], owned.ends[mine]),
+        starts=np.maximum(free_starts[rows], owned.starts[mine]),
+        ends=np.minimum(free_ends[rows], owned.ends[mine]),
         owners=owned.owners[mine],
     )
 
@@ -105,16 +107,25 @@ def _launch(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tuple
         return nothing, NO_HOST
     if not knows_launches(spans):
         return nothing, NO_LAUNCHES
-    gaps = idle_gaps(spans, timeline.busy(*Kind), int(starts.min()), int(ends.max()))
-    known = gaps.followers != UNKNOWN
-    communicates = known & (spans.kinds[gaps.followers] == KINDS.index(Kind.COMM))
-    queued = spans.queued[gaps.followers]
-    late = communicates & (queued > gaps.starts)
-    doubtful = communicates & (queued == UNKNOWN)
+    gaps, queued = _gaps_before_collectives(timeline)
+    late, doubtful = queued > gaps.starts, queued == UNKNOWN
     found = Intervals(gaps.starts[late], gaps.ends[late]).within(starts, ends).tolist()
     doubts = Intervals(gaps.starts[doubtful], gaps.ends[doubtful]).within(starts, ends).tolist()
     told = [None if doubt else ns for ns, doubt in zip(found, doubts)]
     return told, SOME_LAUNCHES if None in told else None
+
+
+def _gaps_before_collectives(timeline: Timeline) -> tuple[Intervals, Nanoseconds]:
+    """Maximal intervals in which nothing runs, of those that a collective ends; and when its launch had returned."""
+    spans, busy = timeline.spans, timeline.busy(*Kind)
+    rows = np.flatnonzero(spans.of_kind(Kind.COMM) & (spans.ends > spans.starts))
+    place = np.searchsorted(busy.starts, spans.starts[rows])
+    ending = (place > 0) & (busy.starts[np.minimum(place, len(busy.starts) - 1)] == spans.starts[rows])
+    rows, place = rows[ending], place[ending]
+    # Of several that start at once, the one launched first; one of unknown launch may have been.
+    order = np.lexsort((spans.queued[rows], place))
+    place, first = np.unique(place[order], return_index=True)
+    return Intervals(busy.ends[place - 1], busy.starts[place]), spans.queued[rows[order][first]]
 
 
 def split(exposure: Exposure, begins: Nanoseconds, entered: Mapping[int, Entered]) -> tuple[ExposedSplit, ...]:

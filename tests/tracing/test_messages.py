@@ -154,6 +154,12 @@ def test_latency_is_read_off_the_traces_own_sizes_where_waiting_is_known() -> No
     assert {m.is_latency_bound for m in alone.messages} == {None}
 
 
+def test_latency_is_judged_by_the_duration_without_waiting() -> None:
+    """Of 500 us the profile's 67 are no half, of the 100 that the last rank took they are."""
+    assert told(ran("all_reduce", 4096, 500 * US)).messages[0].is_latency_bound is False
+    assert told(ran("all_reduce", 4096, 500 * US), shortest={0: 100 * US}).messages[0].is_latency_bound is True
+
+
 def test_nothing_bounds_what_is_not_exposed() -> None:
     nothing = Exposure(
         pieces=Pieces(starts=np.array([], np.int64), ends=np.array([], np.int64), owners=np.array([], np.int64)),
