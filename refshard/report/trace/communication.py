@@ -52,7 +52,7 @@ def messages_section(figures: TraceFigures) -> Section | None:
     steps = max(1, len(told.steps))
     rows = [_message_row(one, steps) for one in told.messages]
     kept = [key for key in rows[0] if key in ("collective", "count") or any(row[key] != "-" for row in rows)]
-    link = [f"The link's bandwidth is that of the cluster profile {told.profile}."] if told.profile else []
+    link = [f"The link's bandwidth is that of the cluster profile {told.profile}."] if "link" in kept else []
     return Section(
         title="Messages",
         caption="bus bandwidths in GB/s, medians; without waiting: by the rank that entered last",
@@ -144,8 +144,11 @@ def _of_rate(told: CommunicationFigures, device: str) -> str:
     most = told.messages[0]
     alone = most.transfer_bandwidth is not None
     reached = most.transfer_bandwidth if alone else most.bus_bandwidth
-    if reached is None or (told.bound == "unknown" and device == "cpu"):
+    if told.bound == "unknown" and device == "cpu":
         return ""
+    if reached is None:
+        lacks = "its size" if most.most_bytes is None else "how many ranks its group has"
+        return f"Most exposed communication is {_named(most)}; its bandwidth is unknown: the trace lacks {lacks}."
     waiting = "without waiting" if alone else "waiting included (only the traces of all its ranks tell how much)"
     if told.bound == "unknown" or most.link_bandwidth is None:
         why = f"no cluster profile names {device}" if told.profile is None else "its group's ranks are not known"

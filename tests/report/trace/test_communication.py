@@ -66,7 +66,11 @@ WAITED = {
             "traces of all its ranks tell how much); the link's rate is unknown: no cluster profile names NVIDIA X.",
         ),
         (figures("unknown", message(link_bandwidth=None), profile=None, device="cpu"), ""),
-        (figures("unknown", message(bus_bandwidth=None)), ""),
+        (
+            figures("unknown", message(bus_bandwidth=None, group=None, group_size=None, nodes=None)),
+            "Most exposed communication is all_reduce of 16.0 MiB; its bandwidth is unknown: the trace lacks how many "
+            "ranks its group has.",
+        ),
         (
             figures("latency", message(exposed_ns=5 * MS), message(exposed_ns=15 * MS, is_latency_bound=True)),
             "Latency-bound: 75 % of exposed communication is in messages whose time hardly depends on their size; most "
@@ -115,6 +119,9 @@ def test_messages_show_their_bandwidths_in_gb_per_s_and_times_per_step() -> None
     }  # fmt: skip
     assert (section.rows[1]["collective"], section.rows[1]["group"]) == ("ncclDevKernel_Generic", "8 ranks")
     assert section.sentences == ["The link's bandwidth is that of the cluster profile mi300x."]
+    without = messages_section(figures("unknown", message(link_bandwidth=None)))
+    assert without is not None
+    assert without.sentences == []
 
 
 def test_a_trace_without_communication_has_no_section() -> None:
