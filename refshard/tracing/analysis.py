@@ -1,7 +1,7 @@
 """Traces in, figures out: one trace alone, and the ranks of a job together."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +10,11 @@ import numpy as np
 
 from refshard.timeline import Nanoseconds, Timeline, Window
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
-from refshard.tracing.events import MemoryEvent, TraceFile
+from refshard.tracing.events import MemoryEvents, TraceFile
 from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
+from refshard.tracing.held import allocated_over_time, memory_peaks
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.links import links_of
@@ -64,7 +65,8 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         world_size=identity.world_size,
         backend=identity.backend,
         events=trace.count,
-        memory=_memory(trace.memory),
+        memory=_memory(trace.memory, trace.memory_devices),
+        memory_peaks=memory_peaks(trace),
         warnings=find_warnings(trace, timeline),
     )
     traffic = traffic_of(timeline, figures, _devices(trace))
@@ -193,22 +195,20 @@ def _device(trace: TraceFile, timeline: Timeline) -> str:
     return "gpu"
 
 
-def _memory(events: Iterable[MemoryEvent]) -> tuple[MemoryPoint, ...]:
+def _memory(events: MemoryEvents, devices: Sequence[str]) -> tuple[MemoryPoint, ...]:
     """What the allocator holds over time, per device, thinned out to points that keep every peak.
 
-    Traces before 2021's end give what each event adds; what was held when recording began is not known then, and the
-    lowest point is taken as nothing.
+    Traces before 2021's end do not tell what was held when recording began; their lowest point is taken as nothing.
     """
-    held: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.ns):
-        points = held[event.device]
-        before = points[-1][1] if points else 0
-        points.append((event.ns, event.total if event.total is not None else before + event.bytes))
     found = []
-    for device, points in held.items():
-        lowest = min(0, min(size for _, size in points))
-        every = -(-len(points) // _MEMORY_POINTS)
-        for first in range(0, len(points), every):
-            ns, size = max(points[first : first + every], key=lambda point: point[1])
-            found.append(MemoryPoint(device=device, ns=ns, bytes=size - lowest))
+    for code, device in enumerate(devices):
+        rows = np.flatnonzero(events.devices == code)
+        sizes, _ = allocated_over_time(events, rows)
+        lowest = min(0, int(sizes.min()))
+        every = -(-len(rows) // _MEMORY_POINTS)
+        for first in range(0, len(rows), every):
+            place = first + int(np.argmax(sizes[first : first + every]))
+            found.append(
+                MemoryPoint(device=device, ns=int(events.times[rows[place]]), bytes=int(sizes[place]) - lowest)
+            )
     return tuple(found)

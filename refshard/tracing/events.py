@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -29,13 +28,22 @@ CATEGORIES = {
 """What Kineto calls a category, in lower case (2021's traces capitalise), and what it is."""
 
 
-class MemoryEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """The allocator handed out ``bytes`` (took back, if negative) and then held ``total``, where the trace says so."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryEvents:
+    """What allocators handed out and took back, in the order of time.
 
-    device: str
-    ns: int
-    bytes: int
-    total: int | None
+    ``changes`` are bytes, negative where taken back. ``addresses`` say where, ``allocated`` and ``reserved`` how many
+    bytes the allocator held then; each -1 where the trace does not say. ``devices`` index
+    :attr:`TraceFile.memory_devices`, ``threads`` :attr:`TraceFile.threads`, or are -1 for one without host events.
+    """
+
+    times: npt.NDArray[np.int64]
+    changes: npt.NDArray[np.int64]
+    addresses: npt.NDArray[np.int64]
+    allocated: npt.NDArray[np.int64]
+    reserved: npt.NDArray[np.int64]
+    devices: npt.NDArray[np.int32]
+    threads: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,7 +99,8 @@ class TraceFile:
     signatures: tuple[str, ...]
     host_args: dict[int, dict[str, Any]]
     device_args: dict[int, dict[str, Any]]
-    memory: tuple[MemoryEvent, ...]
+    memory: MemoryEvents
+    memory_devices: tuple[str, ...]
     metadata: dict[str, Any]
     count: int
     skipped: dict[str, int] = field(default_factory=dict)

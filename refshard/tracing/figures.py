@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from refshard.tracing.exposed import CommunicationFigures
+from refshard.tracing.held import MemoryPeak
 
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,5 +232,6 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     idle: tuple[IdleFigures, ...] = ()
     waits_for: tuple[RankWait, ...] = ()
     memory: tuple[MemoryPoint, ...] = ()
+    memory_peaks: tuple[MemoryPeak, ...] = ()
     warnings: tuple[TraceWarning, ...] = ()
     communication: CommunicationFigures | None = None

@@ -31,7 +31,7 @@ from refshard.tracing.events import (
     UNUSED,
     DeviceEvents,
     HostEvents,
-    MemoryEvent,
+    MemoryEvents,
     TraceFile,
 )
 from refshard.tracing.stream import EventStream
@@ -58,6 +58,8 @@ class _Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
     """A moment: the allocator's events among them."""
 
     name: str = ""
+    pid: int | float | str = 0
+    tid: int | float | str = 0
     ts: msgspec.Raw = msgspec.Raw(b"")
     args: msgspec.Raw = msgspec.Raw(b"{}")
 
@@ -98,9 +100,11 @@ class _HostArgs(msgspec.Struct, gc=False):
     external: _Id = msgspec.field(name="External id", default=-1)
 
 
-class _MemoryArgs(msgspec.Struct):
-    bytes: int = msgspec.field(name="Bytes", default=0)
-    total: int | None = msgspec.field(name="Total Allocated", default=None)
+class _MemoryArgs(msgspec.Struct, gc=False):
+    bytes: _Id = msgspec.field(name="Bytes", default=0)
+    address: _Id = msgspec.field(name="Addr", default=-1)
+    allocated: _Id = msgspec.field(name="Total Allocated", default=-1)
+    reserved: _Id = msgspec.field(name="Total Reserved", default=-1)
     device_type: int = msgspec.field(name="Device Type", default=0)
     device: int = msgspec.field(name="Device Id", default=-1)
 
@@ -184,7 +188,9 @@ class _Reader:
         self._rows = [0, 0]
         self._host_args: dict[int, dict[str, Any]] = {}
         self._device_args: dict[int, dict[str, Any]] = {}
-        self._memory: list[MemoryEvent] = []
+        self._memory: list[tuple[npt.NDArray[Any], ...]] = []
+        self._memory_devices: _Table[str] = _Table()
+        self._memory_threads: _Table[tuple[str, str]] = _Table()
         self._count = 0
 
     def salvage(self, array: bytes) -> list[msgspec.Struct]:
@@ -201,7 +207,8 @@ class _Reader:
         """Add a block of events."""
         self._count += len(block)
         categories = self._categories
-        self._take_memory([e for e in block if type(e) is _Instant and e.name == _MEMORY])
+        if moments := [e for e in block if type(e) is _Instant and e.name == _MEMORY]:
+            self._take_memory(moments)
         pairs = sum(type(e) is _Begin and categories[e.cat] != UNUSED for e in block)
         self._count_skipped("begin_and_end_pairs", pairs)
         used = [e for e in block if type(e) is _Complete and categories[e.cat] != UNUSED]
@@ -237,7 +244,8 @@ class _Reader:
             signatures=tuple(f"{name} {grid.decode()} {block.decode()}" for name, grid, block in self._signatures),
             host_args=self._host_args,
             device_args=self._device_args,
-            memory=tuple(self._memory),
+            memory=self._all_memory(),
+            memory_devices=tuple(self._memory_devices),
             metadata=self._metadata(metadata),
             count=self._count,
             skipped=self.skipped,
@@ -297,10 +305,23 @@ class _Reader:
 
     def _take_memory(self, events: list[_Instant]) -> None:
         times, known = nanoseconds([e.ts for e in events])
-        for ns, is_known, args in zip(times.tolist(), known, self._args([e.args for e in events], _MemoryArgs)):
-            if is_known:
-                device = "cpu" if args.device_type == 0 else f"device {args.device}"
-                self._memory.append(MemoryEvent(device=device, ns=ns, bytes=args.bytes, total=args.total))
+        args = self._args([e.args for e in events], _MemoryArgs)
+        devices = ["cpu" if a.device_type == 0 else f"device {a.device}" for a in args]
+        columns = (
+            np.array([(a.bytes, a.address, a.allocated, a.reserved) for a in args], np.int64).reshape(-1, 4).T,
+            np.array([self._memory_devices[name] for name in devices], np.int32),
+            np.array([self._memory_threads[str(e.pid), str(e.tid)] for e in events], np.int32),
+        )
+        self._memory.append((times[known], *columns[0][:, known], columns[1][known], columns[2][known]))
+
+    def _all_memory(self) -> MemoryEvents:
+        """In the order of time, which the file's is not where several threads allocate."""
+        columns = _together(MemoryEvents, self._memory)
+        order = np.argsort(columns["times"], kind="stable")
+        place = {(str(pid), str(tid)): code for code, (pid, tid) in enumerate(self._threads)}
+        threads = np.array([place.get(thread, -1) for thread in self._memory_threads], np.int32)
+        columns["threads"] = threads[columns["threads"]] if len(order) else columns["threads"]
+        return MemoryEvents(**{name: column[order] for name, column in columns.items()})
 
     def _args(self, raw: Sequence[msgspec.Raw], kind: type[T]) -> list[T]:
         """The arguments of some events, decoded together, or one by one if some are odd."""
@@ -347,6 +368,8 @@ def _together(table: type, blocks: list[tuple[npt.NDArray[Any], ...]]) -> dict[s
 
 _TYPES: dict[str, type] = {
     "starts": np.int64, "ends": np.int64, "correlations": np.int64, "externals": np.int64,
+    "times": np.int64, "changes": np.int64, "addresses": np.int64, "allocated": np.int64, "reserved": np.int64,
+    "devices": np.int32,
     "categories": np.int8, "names": np.int32, "threads": np.int32, "lanes": np.int32, "signatures": np.int32,
     "is_collective": np.bool_,
 }  # fmt: skip

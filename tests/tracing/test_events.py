@@ -269,11 +269,28 @@ def test_times_keep_their_nanoseconds(tmp_path: Path) -> None:
     assert int(trace.host.starts[1] - trace.host.starts[0]) == 7128
 
 
-def test_memory_events_are_kept(tmp_path: Path) -> None:
-    args = {"Device Type": 1, "Device Id": 0, "Bytes": 512, "Total Allocated": 1024}
-    moment = {"ph": "i", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 3, "args": args}
-    (found,) = read_trace(written(tmp_path / "t.json", [moment, {**moment, "name": "else"}])).memory
-    assert (found.device, found.ns, found.bytes, found.total) == ("device 0", 3000, 512, 1024)
+def test_memory_events_are_kept_in_the_order_of_time(tmp_path: Path) -> None:
+    args = {
+        "Device Type": 1,
+        "Device Id": 0,
+        "Bytes": -512,
+        "Addr": 4096,
+        "Total Allocated": 512,
+        "Total Reserved": 2048,
+    }
+    first = {"ph": "i", "s": "t", "name": "[memory]", "pid": 1, "tid": 1, "ts": 3, "args": {"Bytes": 8}}
+    later = {**first, "tid": "2", "ts": 5, "args": args}
+    trace = read_trace(written(tmp_path / "t.json", [later, event_of(2), first, {**first, "name": "else"}]))
+    found = trace.memory
+    assert [trace.memory_devices[code] for code in found.devices] == ["cpu", "device 0"]
+    assert [trace.threads[code] if code >= 0 else None for code in found.threads] == [None, ("1", "2")]
+    columns = (found.times, found.changes, found.addresses, found.allocated, found.reserved)
+    assert [column.tolist() for column in columns] == [[3000, 5000], [8, -512], [-1, 4096], [-1, 512], [-1, 2048]]
+
+
+def event_of(thread: int) -> dict[str, Any]:
+    """An operator on this thread, whose number the profiler writes as a number here and as text elsewhere."""
+    return {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": thread, "ts": 0, "dur": 1}
 
 
 def test_braces_without_end_cost_no_time(tmp_path: Path) -> None:
