@@ -227,7 +227,9 @@ def report(
 @app.command()
 @printed
 def trace(
-    paths: Annotated[list[Path], typer.Argument(help="Kineto traces (.json, .json.gz), or folders of them.")],
+    paths: Annotated[
+        list[Path], typer.Argument(help="Kineto traces (.json, .json.gz), folders of them, or CUDA memory snapshots.")
+    ],
     html: _Html = None,
     job: Annotated[bool, typer.Option("--job", help="Treat all files as ranks of one job.")] = False,
     calibration: Annotated[

@@ -1,4 +1,4 @@
-"""``refshard trace``: analyse Kineto traces, whoever recorded them."""
+"""``refshard trace``: analyse Kineto traces and CUDA memory snapshots, whoever recorded them."""
 
 import os
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from refshard.commands.memory_snapshot import memory_snapshots
 from refshard.errors import SpecError, TraceError
 from refshard.report.answer import Answer
 from refshard.report.trace import terminal as trace_table
@@ -16,6 +17,7 @@ from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.diff import attribute, difference
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.reader import read_trace
+from refshard.tracing.snapshot_file import is_snapshot
 
 _SUFFIXES = (".json", ".json.gz")
 _NAMED = 3
@@ -30,20 +32,27 @@ def trace(
     against: Path | None = None,
     cross_check: str | None = None,
 ) -> Answer:
-    """Analyse trace files and folders of them. ``page`` is an HTML file to write.
+    """Analyse trace files and folders of them, or CUDA memory snapshots. ``page`` is an HTML file to write.
 
     With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
     another analyser whose figures to set beside these: ``hta``.
 
     Raises:
-        TraceError: a file named is no trace or is damaged, a folder holds none, or the other analyser is not installed.
-        SpecError: ``page`` cannot be written.
+        TraceError: a file named is no trace or is damaged, a folder holds none, a snapshot is among traces, or the
+            other analyser is not installed.
+        SpecError: ``page`` cannot be written, or options do not go together.
     """
     if cross_check not in (None, "hta"):
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
     if against is not None and (page is not None or cross_check is not None):
         option = "--html" if page is not None else "--cross-check"
         raise SpecError(f"against: cannot be combined with {option}; run the command twice")
+    if snapshots := [path for path in paths if is_snapshot(path)]:
+        if len(snapshots) < len(paths):
+            raise TraceError(f"{snapshots[0]}: is a memory snapshot, other files are not; analyse them apart")
+        if page is not None or calibration is not None or against is not None or cross_check is not None:
+            raise SpecError(f"{snapshots[0]}: a memory snapshot takes no option of traces; leave them out")
+        return memory_snapshots(snapshots)
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
     keep = page is not None or against is not None or cross_check is not None
     analyses = join(_analyse_all(paths, undisturbed, keep_timelines=keep), one_job=one_job)

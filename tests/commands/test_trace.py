@@ -10,6 +10,7 @@ import pytest
 from refshard.commands.trace import trace
 from refshard.errors import SpecError, TraceError
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
+from tests.tracing import snapshots
 from tests.tracing.handmade import event, shaped, step, write
 
 
@@ -184,3 +185,14 @@ def test_names_cannot_steer_the_terminal(folder: Path) -> None:
     changed = text(trace([path], against=folder / "rank1.json"))
     assert "\x1b" not in text(trace([path]), verbose=True) + changed
     assert "aten::m\N{REPLACEMENT CHARACTER}[2Jm" in changed
+
+
+def test_a_memory_snapshot_is_known_by_its_content_and_has_an_answer_of_its_own(folder: Path) -> None:
+    allocator = snapshots.Allocator()
+    allocator.allocate(1000, 5)
+    path = snapshots.write(folder / "memory.json", allocator.snapshot())
+    assert as_json(trace([path]))["snapshots"][0]["devices"][0]["allocated_bytes"] == 1024
+    with pytest.raises(TraceError, match=r"memory\.json: is a memory snapshot, other files are not"):
+        trace([folder / "rank0.json", path])
+    with pytest.raises(SpecError, match="takes no option of traces"):
+        trace([path], page=folder / "page.html")

@@ -1,6 +1,8 @@
 """What a GPU's memory holds in a window, on a device of 200 MiB of which the allocator may have 170."""
 
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +11,8 @@ import torch
 from refshard.quantities import MIB
 from refshard.records import GpuMemory
 from refshard.tracing.memory import GpuPeaks, gpu_memory
+from refshard.tracing.snapshot import snapshot_figures
+from refshard.tracing.snapshot_file import read_snapshot
 from tests.fakecuda.child import check
 
 DEVICE = torch.device("cuda", 0)
@@ -100,3 +104,42 @@ def on_a_cpu() -> bool:
     with peaks.window():
         pass
     return peaks.memory is None
+
+
+@check
+def snapshot() -> dict[str, Any]:
+    """What the allocator counts, and what a snapshot of the same moment tells: odd sizes, a stream that still uses a
+    block, free parts of segments in use, and a segment of which nothing is used.
+    """
+    torch.cuda.empty_cache()
+    kept = [mebibytes(n, less=100 * n) for n in (3, 1, 7)]
+    passing = [mebibytes(2, less=1), mebibytes(4), mebibytes(30)]
+    small = [torch.empty(n, dtype=torch.uint8, device=DEVICE) for n in (100, 700, 5000)]
+    side = torch.cuda.Stream()
+    shared = mebibytes(5, less=3)
+    with torch.cuda.stream(side):
+        shared.add_(1)
+        elsewhere = mebibytes(6)
+    shared.record_stream(side)
+    del shared
+    passing.clear()
+    del small[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "snapshot.pickle")
+        torch.cuda.memory._dump_snapshot(str(path))
+        counted = torch.cuda.memory_stats(DEVICE)
+        (found,) = snapshot_figures(read_snapshot(path))
+    del kept, small, elsewhere
+    now = found.fragmentation
+    names = ("allocated", "active", "reserved", "inactive_split")
+    told = (now.allocated_bytes, now.active_bytes, now.reserved_bytes, now.split_bytes)
+    return {
+        "counted": {name: counted[f"{name}_bytes.all.current"] for name in names},
+        "told": dict(zip(names, told)),
+        "requested": [counted["requested_bytes.all.current"], now.requested_bytes, now.rounding_bytes],
+        "pending": now.pending_bytes,
+        "unused": now.unused_bytes,
+        "streams": len({pool.stream for pool in found.pools}),
+        "kinds": sorted({pool.kind for pool in found.pools}),
+        "history": found.history,
+    }

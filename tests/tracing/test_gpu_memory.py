@@ -44,3 +44,14 @@ def test_memory_is_read_without_a_window(seen: Seen) -> None:
 
 def test_a_cpu_has_none(seen: Seen) -> None:
     assert seen("on_a_cpu")
+
+
+def test_a_snapshot_tells_what_the_allocator_counts(seen: Seen) -> None:
+    found = seen("snapshot")
+    assert found["told"] == found["counted"]
+    active, in_use, rounding = found["requested"]
+    assert active == in_use + 5 * MIB - 3, "the allocator counts what is pending among what is requested"
+    assert in_use + rounding == found["told"]["allocated"]
+    assert (found["pending"], found["history"]) == (5 * MIB, None)
+    assert found["unused"] > 0
+    assert (found["streams"], found["kinds"]) == (2, ["large", "small"])

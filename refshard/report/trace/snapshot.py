@@ -1,0 +1,244 @@
+"""What a CUDA memory snapshot looks like in a terminal, and as JSON."""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+
+from refshard.quantities import format_bytes, format_part, format_percent, format_times
+from refshard.report.answer import Answer, Block, Notes, Table, Text, Verdict, table
+from refshard.tracing.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures
+from refshard.tracing.snapshot_file import Site
+
+_LINES, _SIZES, _OOMS = 12, 10, 5
+_LARGE = 0.1
+"""Of what is reserved: less of it lost is not worth a remedy."""
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def snapshot_answer(
+    snapshots: Sequence[tuple[str, Mapping[str, str | int | float], Sequence[DeviceFigures]]],
+) -> Answer:
+    """What there is to know of some snapshots, the verdict last."""
+    blocks: list[Block] = []
+    verdicts: list[str] = []
+    data, rows = [], []
+    for file, settings, devices in snapshots:
+        conf = str(settings.get("PYTORCH_CUDA_ALLOC_CONF") or "")
+        for one in devices:
+            blocks += _blocks(file, conf, one)
+            name = "" if len(snapshots) == len(devices) == 1 else f"{PurePath(file).name}, device {one.device}: "
+            verdicts += [f"{name}{_printable(told)}" for told in _verdict(one, conf)]
+            rows.append({"file": file, "device": one.device, **_flat(one)})
+        data.append({"file": file, "allocator_settings": settings, "devices": [_as_object(one) for one in devices]})
+    return Answer(
+        data={"verdict": verdicts, "snapshots": data},
+        rows=rows,
+        blocks=[*blocks, Verdict(sentences=verdicts)],
+    )
+
+
+def _as_object(one: DeviceFigures) -> dict[str, Any]:
+    """A device for programs: what is reserved and allocated now beside what it is made of."""
+    now = one.fragmentation
+    built: dict[str, Any] = msgspec.to_builtins(one)
+    names = ("allocated_bytes", "active_bytes", "reserved_bytes")
+    return {**built, **{name: getattr(now, name) for name in names}}
+
+
+def _flat(one: DeviceFigures) -> dict[str, Any]:
+    now, history = one.fragmentation, one.history
+    return {
+        "reserved_bytes": now.reserved_bytes,
+        "active_bytes": now.active_bytes,
+        "allocated_bytes": now.allocated_bytes,
+        **msgspec.to_builtins(now),
+        "peak_requested_bytes": None if history is None else history.requested_bytes,
+        "peak_reserved_bytes": None if history is None else history.reserved_bytes,
+        "ooms": None if history is None else len(history.ooms),
+    }
+
+
+def _blocks(file: str, conf: str, one: DeviceFigures) -> list[Block]:
+    recorded = "no recorded history" if one.history is None else f"{one.history.entries:,} recorded calls"
+    head = f"{PurePath(file).name}: device {one.device}, {recorded}{f', {conf}' if conf else ''}"
+    return [
+        Text(text=_printable(head)),
+        _sums(one),
+        _pools(one),
+        _lines(one),
+        _sizes(one),
+        Notes(sentences=[] if one.history is None else _calls(one.history)),
+        Notes(sentences=_failures(one.history.ooms) if one.history else [], title="Out of memory"),
+    ]
+
+
+def _sums(one: DeviceFigures) -> Table:
+    """Where what is reserved now is, and how much of it there was at the peak, as far as a history tells."""
+    now, history = one.fragmentation, one.history
+    peak = {} if history is None else {
+        "asked for": history.requested_bytes, "waiting for a stream": history.pending_bytes,
+        "reserved": history.reserved_bytes,
+    }  # fmt: skip
+    rows = (
+        ("asked for", now.requested_bytes),
+        ("rounding", now.rounding_bytes),
+        ("waiting for a stream", now.pending_bytes),
+        ("free, in segments in use", now.split_bytes),
+        ("free, in unused segments", now.unused_bytes),
+        ("reserved", now.reserved_bytes),
+        ("largest free block", now.largest_free_bytes),
+    )
+    return table(
+        [
+            {"memory": name, "now": format_bytes(size), "share": _share(size, now.reserved_bytes)}
+            | ({} if history is None else {"at the peak": format_bytes(peak.get(name))})
+            for name, size in rows
+        ]
+    )
+
+
+def _pools(one: DeviceFigures) -> Table:
+    return table(
+        [
+            {
+                "pool": f"{pool.kind}{', expandable' if pool.expandable else ''}{', private' if pool.private else ''}",
+                "stream": str(pool.stream),
+                "segments": f"{pool.segments:,}",
+                "reserved": format_bytes(pool.fragmentation.reserved_bytes),
+                "allocated": format_bytes(pool.fragmentation.allocated_bytes),
+                "free, in use": format_bytes(pool.fragmentation.split_bytes),
+                "free, unused": format_bytes(pool.fragmentation.unused_bytes),
+                "largest free": format_bytes(pool.fragmentation.largest_free_bytes),
+            }
+            for pool in one.pools
+        ],
+        title="Pools, now",
+    )
+
+
+def _lines(one: DeviceFigures) -> Table:
+    total, when = sum(line.bytes for line in one.lines), "at the peak" if one.history else "now"
+    shown = one.lines[:_LINES]
+    part = f": the first {len(shown)} of {len(one.lines)} lines" if len(shown) < len(one.lines) else ""
+    return table(
+        [
+            {
+                "line": _printable(_place(line)),
+                "function": _printable("-" if line.site is None else line.site.function),
+                "asked for": format_bytes(line.bytes),
+                "share": _share(line.bytes, total),
+                "blocks": f"{line.blocks:,}",
+            }
+            for line in shown
+        ],
+        left=2,
+        title=f"Held {when}, by line of Python{part}",
+    )
+
+
+def _sizes(one: DeviceFigures) -> Table:
+    return table(
+        [
+            {
+                "block size": f"{one.size:,} B",
+                "blocks": f"{one.blocks:,}",
+                "together": format_bytes(one.size * one.blocks),
+            }
+            for one in one.sizes[:_SIZES]
+        ],
+        title=f"Held {'at the peak' if one.history else 'now'}, by size of block",
+        detail=True,
+    )
+
+
+def _calls(history: HistoryFigures) -> list[str]:
+    """How often the device was asked for memory, which stops it."""
+    if not history.allocations:
+        return []
+    told = [
+        f"{history.allocations:,} allocations; memory taken from the device {format_times(history.segments_taken)}, "
+        f"given back {format_times(history.segments_given_back)}; in the latter half "
+        f"{format_times(history.late_segments_taken)} and {format_times(history.late_segments_given_back)}."
+    ]
+    if history.late_segments_taken and history.late_segments_given_back:
+        told.append(
+            "A program that has warmed up should do neither: each call stops the device. It runs near the limit of its "
+            "memory, or calls torch.cuda.empty_cache()."
+        )
+    if history.early_bytes > 0:
+        told.append(
+            f"{format_part(history.early_bytes, history.requested_bytes)} at the peak were there before the recorded "
+            "history began."
+        )
+    return told
+
+
+def _failures(ooms: Sequence[OomFigures]) -> list[str]:
+    told = [
+        f"{'' if one.time_us is None else f'{_clock(one.time_us)}: '}{format_bytes(one.asked_bytes)} asked for"
+        f"{'' if one.site is None else f' at {_where(one.site)}'}, {format_bytes(one.device_free_bytes)} free on the "
+        f"device, {format_bytes(one.reserved_bytes - one.requested_bytes)} reserved and not in use."
+        for one in ooms[:_OOMS]
+    ]
+    return [_printable(sentence) for sentence in told] + ([f"{len(ooms) - _OOMS} more."] if len(ooms) > _OOMS else [])
+
+
+def _verdict(one: DeviceFigures, conf: str) -> list[str]:
+    now, history = one.fragmentation, one.history
+    if history is None:
+        told = f"{format_part(now.allocated_bytes, now.reserved_bytes)} reserved are allocated now"
+    else:
+        told = f"Peak: {format_part(history.requested_bytes, history.reserved_bytes)} reserved were in use"
+    known = [line for line in one.lines if line.site is not None]
+    if known and (total := sum(line.bytes for line in one.lines)):
+        share = format_percent(known[0].bytes / total, 0)
+        told += f"; {_place(known[0])} holds most ({share})"
+    elif one.lines:
+        told += "; no stacks were recorded: call torch.cuda.memory._record_memory_history() first"
+    return [f"{told}.", *_remedy(now, conf), *_failure(history)]
+
+
+def _remedy(now: Fragmentation, conf: str) -> list[str]:
+    """What to do about what is lost, if it is worth it."""
+    if now.split_bytes > _LARGE * now.reserved_bytes:
+        share = format_percent(now.split_bytes / now.reserved_bytes, 0)
+        told = f"Fragmentation: {format_bytes(now.split_bytes)} ({share}) are free, in segments that are in use."
+        return [told if "expandable_segments:True" in conf else f"{told} Try {_EXPANDABLE}."]
+    return []
+
+
+def _failure(history: HistoryFigures | None) -> list[str]:
+    if history is None or not history.ooms:
+        return []
+    last = history.ooms[-1]
+    unused = last.reserved_bytes - last.requested_bytes
+    last_of = "" if len(history.ooms) == 1 else f" {len(history.ooms):,} times; the last time"
+    told = f"Out of memory{last_of or ':'} {format_bytes(last.asked_bytes)} were asked for"
+    if unused > last.asked_bytes:
+        return [f"{told} while {format_bytes(unused)} were reserved and not in use: fragmentation. Try {_EXPANDABLE}."]
+    return [f"{told}, and {format_bytes(unused)} were reserved and not in use: hold less."]
+
+
+def _place(line: LineFigures) -> str:
+    return "(no stack)" if line.site is None else _where(line.site)
+
+
+def _where(site: Site) -> str:
+    """A line by its file's last two parts."""
+    return f"{'/'.join(PurePath(site.file).parts[-2:])}:{site.line}"
+
+
+def _share(part: int, whole: int) -> str:
+    return format_percent(part / whole) if whole else "-"
+
+
+def _clock(time_us: int) -> str:
+    return datetime.fromtimestamp(time_us // 1_000_000, UTC).strftime("%H:%M:%S UTC")
+
+
+def _printable(text: str) -> str:
+    """Without characters that would steer a terminal: names in snapshots are anyone's."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
