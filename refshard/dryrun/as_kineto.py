@@ -128,8 +128,9 @@ class _Writer:
             yield _event(category, name, start, end - start, args, pid=_DEVICE, tid=stream)
 
     def _memory(self) -> Iterator[str]:
-        """What the caching allocator hands out and takes back, with what is out after that."""
+        """What the caching allocator hands out and takes back, with what is out and what is reserved after that."""
         recording, held, total = self._recording, dict[int, int](), 0
+        reserved = np.cumsum(np.where(recording.kinds == Kind.SEGMENT, recording.sizes, 0))
         inside = np.zeros(len(recording), np.bool_)
         for step in self._steps:
             inside[step.first : step.end] = True
@@ -141,7 +142,8 @@ class _Writer:
                 change = -held.pop(block, 0)  # 0 if it was handed out before the recording began
             total += change
             if inside[row] and change:
-                yield _allocation(int(self._replayed.host_starts[row]), change, total)
+                at, address = int(self._replayed.host_starts[row]), int(recording.reads[row])
+                yield _allocation(at, change, total, int(reserved[row]), address)
 
     def _message(self, row: int) -> tuple[str, str, str]:
         """The operator of a collective, its arguments, and those of what runs."""
@@ -173,8 +175,9 @@ def _event(category: str, name: str, start: int, ns: int, args: str = "{}", *, p
     )
 
 
-def _allocation(at: int, change: int, total: int) -> str:
-    about = f'"Bytes": {change}, "Total Allocated": {total}, "Device Type": 1, "Device Id": 0'
+def _allocation(at: int, change: int, total: int, reserved: int, address: int) -> str:
+    about = f'"Bytes": {change}, "Total Allocated": {total}, "Total Reserved": {reserved}, "Device Type": 1, '
+    about += '"Device Id": 0' + (f', "Addr": {address}' if address else "")
     where = f'"ph": "i", "s": "t", "name": "[memory]", "pid": {_HOST}, "tid": 1'
     return f'{{{where}, "ts": {at // 1000}.{at % 1000:03d}, "args": {{{about}}}}}'
 

@@ -21,7 +21,7 @@ from refshard.tracing.labels import Labels, find_labels, innermost
 from refshard.tracing.steps import host_steps, step_at
 
 Category = Literal[
-    "before, kept", "before, freed later", "activations", "forward", "gradients", "backward", "optimizer state",
+    "before, kept", "before, freed later", "kept", "activations", "forward", "gradients", "backward", "optimizer state",
     "optimizer", "all-gather", "reduction", "collective", "other",
 ]  # fmt: skip
 """What a block is for: ``docs/explanation/metrics.md`` has the definitions."""
@@ -29,9 +29,12 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 MOST_HOLDERS = 500
 """So many are told apart; the others are summed by category."""
-_BACKWARD = re.compile(r"^autograd::engine::evaluate_function|^(?!aten::).*Backward\d*$")
+_BACKWARD = re.compile(r"^autograd::engine::evaluate_function|^(?!aten::).*Backward\d*$|^aten::\w*_backward")
 _COLLECTIVE = re.compile(r"^(?:c10d|_c10d_functional)::(\w+)")
 _NO_UNIT = re.compile(r"^(?:ProfilerStep#|Optimizer\.|nccl:|gloo:|emulated:|autograd::)")
+_COMMUNICATES = re.compile(r"^(?:c10d|_c10d_functional|fsdp)::|^record_param_comms")
+_SHARDING = Meaning.ALL_GATHER | Meaning.REDUCE | Meaning.COPY_IN | Meaning.COPY_OUT | Meaning.WAIT
+"""Labels of what runs beside forward and backward, and belongs to neither."""
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -206,10 +209,15 @@ class _Host:
         host = trace.host
         is_operator = host.categories == HOST
         is_backward = is_operator & self._named(_BACKWARD)
-        self._backward = Intervals.union(host.starts[is_backward], host.ends[is_backward])
+        by_label = self._labels.meanings & Meaning.BACKWARD > 0
+        self._backward = Intervals.union(
+            np.concatenate((host.starts[is_backward], self._labels.starts[by_label])),
+            np.concatenate((host.ends[is_backward], self._labels.ends[by_label])),
+        )
         is_optimizer = self._labels.meanings & Meaning.OPTIMIZER > 0
         self._optimizer = Intervals.union(self._labels.starts[is_optimizer], self._labels.ends[is_optimizer])
         outside = is_operator & ~_covers(self._backward, host.starts) & ~_covers(self._optimizer, host.starts)
+        outside &= ~self._named(_COMMUNICATES) & (self._labels.under(host.threads, host.starts) & _SHARDING == 0)
         self._main = _most(host.threads[outside])
         forward = np.sort(host.starts[outside & (host.threads == self._main)])
         # Where a phase that follows backward begins.
@@ -229,12 +237,12 @@ class _Host:
             units=[names[0][unit] if unit >= 0 else names[1][note] if note >= 0 else None for unit, note in told],
             operators=[names[1][code] if code >= 0 else None for code in operators],
             under=under.astype(np.int64),
-            in_backward=_covers(self._backward, points),
+            in_backward=_covers(self._backward, points) | (under & Meaning.BACKWARD > 0),
         )
 
     def categories(self, where: _Where, points: Nanoseconds, ends: Nanoseconds) -> list[Category]:
         """What blocks are for that were made at ``points`` and freed at ``ends``, :data:`_NEVER` if they were not."""
-        after_backward = _next(self._breaks, points)
+        after_backward, backward_begins = _next(self._breaks, points), _next(self._backward.starts, points)
         call = np.searchsorted(self._optimizer.starts, points, side="right") - 1
         call_end = np.append(self._optimizer.ends, _NEVER)[call]
         collectives = [_COLLECTIVE.match(name or "") for name in where.operators]
@@ -254,11 +262,12 @@ class _Host:
             optimizer,
             backward,
             nowhere,
-            ends > _next(self._backward.starts, points),
+            ends > _next(np.sort(self._optimizer.ends), backward_begins),
+            ends > backward_begins,
         )
         names: tuple[Category, ...] = (
             "all-gather", "gradients", "reduction", "collective", "optimizer state", "optimizer", "backward", "other",
-            "activations",
+            "kept", "activations",
         )  # fmt: skip
         chosen = np.select(conditions, range(len(names)), len(names))
         return [(*names, "forward")[code] for code in chosen.tolist()]

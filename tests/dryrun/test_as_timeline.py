@@ -13,9 +13,11 @@ from refshard.dryrun.as_kineto import as_kineto
 from refshard.dryrun.as_timeline import as_timeline
 from refshard.dryrun.device import Rates
 from refshard.dryrun.figures import step_figures
+from refshard.dryrun.memory import account_memory
 from refshard.dryrun.price import Prices, price
 from refshard.dryrun.purposes import LABELS, LEAVE, purposes
 from refshard.dryrun.recording import Flag, Phase, Recording
+from refshard.dryrun.recording import Kind as RecordedKind
 from refshard.dryrun.replay import NEVER, NS, Replayed, replay
 from refshard.dryrun.steps import Step, device_windows, steps_of
 from refshard.specs.cluster import load_cluster
@@ -256,6 +258,38 @@ def test_a_trace_says_what_the_allocator_holds(tmp_path: Path) -> None:
     path.write_text(as_kineto(recording, replayed, steps=steps_of(recording)[1:]))
     found = [(point.device, point.ns, point.bytes) for point in analyse(path).figures.memory]
     assert found == [("device 0", 1000, 1536), ("device 0", 2000, 512), ("device 0", 2000, 0)]
+
+
+def test_a_trace_says_where_blocks_are_and_what_is_reserved_so_that_its_reader_finds_who_holds_the_peak(
+    tmp_path: Path,
+) -> None:
+    """Forward keeps 1 KiB of 3, backward makes 4 KiB, of 16 MiB that are reserved."""
+    made = Made()
+    made.segment(16 << 20)
+    made.allocate(512)
+    made.mark()
+    made.module, made.phase = "layers.0", Phase.FORWARD
+    saved, passing = made.allocate(1024), made.allocate(2048)
+    made.launch()
+    made.free(passing)
+    made.phase = Phase.BACKWARD
+    made.allocate(4096)
+    made.launch()
+    made.free(saved)
+    made.mark()
+    recording = made.recording()
+    is_block = np.isin(recording.kinds, (RecordedKind.ALLOCATE, RecordedKind.FREE))
+    recording = replace(recording, reads=np.where(is_block, 512 * recording.subjects, recording.reads))
+    replayed = replay(recording, prices(recording, {}, host_s=1e-6), Rates())
+    path = tmp_path / "trace.json"
+    path.write_text(as_kineto(recording, replayed, steps=steps_of(recording)[1:]))
+    (peak,) = analyse(path).figures.memory_peaks
+    account = account_memory(recording)
+    assert peak.allocated_bytes == account.peak_bytes == 512 + 1024 + 4096
+    assert peak.reserved_bytes == int(account.reserved[account.peak_at]) == 16 << 20
+    assert {(one.category, one.unit, one.bytes) for one in peak.holders} == {
+        ("before, kept", None, 512), ("activations", "layers.0", 1024), ("backward", "layers.0", 4096),
+    }  # fmt: skip
 
 
 def test_nothing_gives_an_empty_timeline() -> None:

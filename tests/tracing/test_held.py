@@ -143,6 +143,22 @@ def test_gradients_of_a_microbatch_are_gradients_in_the_next_ones_forward(tmp_pa
     assert held(peak) == {("before, kept", None): BEFORE, ("activations", None): 100, ("gradients", None): 20}
 
 
+def test_what_outlives_an_optimizers_step_is_no_activation(tmp_path: Path) -> None:
+    """Parameters that are made in the trace: backward finds them too."""
+    allocator = Allocator()
+    allocator.make(1, 50)
+    allocator.make(21, 100)
+    events = [
+        event("aten::normal_", 0, 5),
+        event("autograd::engine::evaluate_function: MmBackward0", 6, 2, tid=AUTOGRAD),
+        note("Optimizer.step#SGD.step", 10, 5),
+        event("aten::mm", 20, 5),
+        event("autograd::engine::evaluate_function: MmBackward0", 30, 2, tid=AUTOGRAD),
+    ]
+    (peak,) = peaks_of(tmp_path / "t.json", [*events, *allocator.events])
+    assert held(peak) == {("before, kept", None): BEFORE, ("kept", None): 50, ("activations", None): 100}
+
+
 def test_without_labels_the_annotation_around_a_block_is_its_unit_and_no_operator_leaves_its_purpose_open(
     tmp_path: Path,
 ) -> None:

@@ -11,6 +11,7 @@ from refshard.tracing.held import Category, Holder, MemoryPeak
 PURPOSES: dict[Category, str] = {
     "before, kept": "from before the trace, kept to its end",
     "before, freed later": "from before the trace, freed in it later",
+    "kept": "made in forward, outlives an optimizer's step",
     "activations": "activations (made in forward, alive in backward)",
     "forward": "temporaries of forward (backward does not need them)",
     "gradients": "gradients (made in backward, outlive it)",
@@ -23,11 +24,20 @@ PURPOSES: dict[Category, str] = {
     "other": "not known (under no operator)",
 }
 _SHORT: dict[Category, str] = {
-    "before, kept": "before the trace", "before, freed later": "before the trace", "activations": "activations",
-    "gradients": "gradients", "optimizer state": "optimizer state", "all-gather": "all-gather",
-    "reduction": "reduction", "collective": "collectives", "forward": "temporary", "backward": "temporary",
-    "optimizer": "temporary", "other": "other",
-}  # fmt: skip
+    "before, kept": "before the trace",
+    "before, freed later": "before the trace",
+    "kept": "kept",
+    "activations": "activations",
+    "gradients": "gradients",
+    "optimizer state": "optimizer state",
+    "all-gather": "all-gather",
+    "reduction": "reduction",
+    "collective": "collectives",
+    "forward": "temporary",
+    "backward": "temporary",
+    "optimizer": "temporary",
+    "other": "other",
+}
 """Columns, in their order."""
 _REMEDIES: dict[Category, str] = {
     "before, kept": "Most is from before the trace (parameters, gradients, optimizer state, caches): shard it",
