@@ -38,7 +38,7 @@ from refshard.tracing.stream import EventStream
 
 _DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))
 _TELLING = ("c10d::", GLOO, EMULATED, "nccl:", "record_param_comms")
-_MEMORY = "[memory]"
+_MEMORY, _CPU = "[memory]", "cpu"
 _FIELD = re.compile(r"`\$\.(.+?)`$")
 
 
@@ -189,8 +189,8 @@ class _Reader:
         self._host_args: dict[int, dict[str, Any]] = {}
         self._device_args: dict[int, dict[str, Any]] = {}
         self._memory: list[tuple[npt.NDArray[Any], ...]] = []
-        self._memory_devices: _Table[str] = _Table()
-        self._memory_threads: _Table[tuple[str, str]] = _Table()
+        self._memory_devices: _Table[int | str] = _Table()
+        self._memory_threads: _Table[tuple[int | float | str, int | float | str]] = _Table()
         self._count = 0
 
     def salvage(self, array: bytes) -> list[msgspec.Struct]:
@@ -245,7 +245,7 @@ class _Reader:
             host_args=self._host_args,
             device_args=self._device_args,
             memory=self._all_memory(),
-            memory_devices=tuple(self._memory_devices),
+            memory_devices=tuple(_CPU if one == _CPU else f"device {one}" for one in self._memory_devices),
             metadata=self._metadata(metadata),
             count=self._count,
             skipped=self.skipped,
@@ -306,11 +306,11 @@ class _Reader:
     def _take_memory(self, events: list[_Instant]) -> None:
         times, known = nanoseconds([e.ts for e in events])
         args = self._args([e.args for e in events], _MemoryArgs)
-        devices = ["cpu" if a.device_type == 0 else f"device {a.device}" for a in args]
+        devices, threads = self._memory_devices, self._memory_threads
         columns = (
             np.array([(a.bytes, a.address, a.allocated, a.reserved) for a in args], np.int64).reshape(-1, 4).T,
-            np.array([self._memory_devices[name] for name in devices], np.int32),
-            np.array([self._memory_threads[str(e.pid), str(e.tid)] for e in events], np.int32),
+            np.array([devices[a.device if a.device_type else _CPU] for a in args], np.int32),
+            np.array([threads[e.pid, e.tid] for e in events], np.int32),
         )
         self._memory.append((times[known], *columns[0][:, known], columns[1][known], columns[2][known]))
 
@@ -319,7 +319,8 @@ class _Reader:
         columns = _together(MemoryEvents, self._memory)
         order = np.argsort(columns["times"], kind="stable")
         place = {(str(pid), str(tid)): code for code, (pid, tid) in enumerate(self._threads)}
-        threads = np.array([place.get(thread, -1) for thread in self._memory_threads], np.int32)
+        # The profiler once wrote one thread as a number here and as text there.
+        threads = np.array([place.get((str(pid), str(tid)), -1) for pid, tid in self._memory_threads], np.int32)
         columns["threads"] = threads[columns["threads"]] if len(order) else columns["threads"]
         return MemoryEvents(**{name: column[order] for name, column in columns.items()})
 
