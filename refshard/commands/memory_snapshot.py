@@ -1,10 +1,12 @@
-"""``refshard trace`` of CUDA memory snapshots."""
+"""``refshard trace`` of files about memory alone: CUDA memory snapshots, and memory timelines of torch's profiler."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from refshard.report.answer import Answer
+from refshard.report.trace.memory_timeline import memory_timeline_answer
 from refshard.report.trace.snapshot import snapshot_answer
+from refshard.tracing.memory_timeline import memory_timeline
 from refshard.tracing.snapshot import snapshot_figures
 from refshard.tracing.snapshot_file import read_snapshot
 
@@ -20,3 +22,12 @@ def memory_snapshots(paths: Sequence[Path]) -> Answer:
         snapshot = read_snapshot(path)
         found.append((str(path), snapshot.settings, snapshot_figures(snapshot)))
     return snapshot_answer(found)
+
+
+def memory_timelines(paths: Sequence[Path]) -> Answer:
+    """The peak of each timeline, by what torch's profiler says that its bytes are for.
+
+    Raises:
+        TraceError: a file is damaged, or no memory timeline.
+    """
+    return memory_timeline_answer([(str(path), memory_timeline(path)) for path in paths])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from refshard.commands.memory_snapshot import memory_snapshots
+from refshard.commands.memory_snapshot import memory_snapshots, memory_timelines
 from refshard.errors import SpecError, TraceError
 from refshard.report.answer import Answer
 from refshard.report.trace import terminal as trace_table
@@ -16,11 +16,17 @@ from refshard.tracing import hta
 from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.diff import attribute, difference
 from refshard.tracing.kineto import timeline_of
+from refshard.tracing.memory_timeline import is_memory_timeline
 from refshard.tracing.reader import read_trace
 from refshard.tracing.snapshot_file import is_snapshot
 
 _SUFFIXES = (".json", ".json.gz")
 _NAMED = 3
+_OF_MEMORY = (
+    ("memory snapshot", is_snapshot, memory_snapshots),
+    ("memory timeline", is_memory_timeline, memory_timelines),
+)
+"""Files about memory alone, which have answers of their own."""
 
 
 def trace(
@@ -32,7 +38,7 @@ def trace(
     against: Path | None = None,
     cross_check: str | None = None,
 ) -> Answer:
-    """Analyse trace files and folders of them, or CUDA memory snapshots. ``page`` is an HTML file to write.
+    """Analyse trace files and folders of them, or files about memory alone. ``page`` is an HTML file to write.
 
     With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
     another analyser whose figures to set beside these: ``hta``.
@@ -47,12 +53,13 @@ def trace(
     if against is not None and (page is not None or cross_check is not None):
         option = "--html" if page is not None else "--cross-check"
         raise SpecError(f"against: cannot be combined with {option}; run the command twice")
-    if snapshots := [path for path in paths if is_snapshot(path)]:
-        if len(snapshots) < len(paths):
-            raise TraceError(f"{snapshots[0]}: is a memory snapshot, other files are not; analyse them apart")
-        if page is not None or calibration is not None or against is not None or cross_check is not None:
-            raise SpecError(f"{snapshots[0]}: a memory snapshot takes no option of traces; leave them out")
-        return memory_snapshots(snapshots)
+    for kind, is_kind, answer_of in _OF_MEMORY:
+        if of_memory := [path for path in paths if is_kind(path)]:
+            if len(of_memory) < len(paths):
+                raise TraceError(f"{of_memory[0]}: is a {kind}, other files are not; analyse them apart")
+            if page is not None or calibration is not None or against is not None or cross_check is not None:
+                raise SpecError(f"{of_memory[0]}: a {kind} takes no option of traces; leave them out")
+            return answer_of(of_memory)
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
     keep = page is not None or against is not None or cross_check is not None
     analyses = join(_analyse_all(paths, undisturbed, keep_timelines=keep), one_job=one_job)
