@@ -59,7 +59,7 @@ def memory_at_peak(figures: TraceFigures) -> Section | None:
         title=f"Memory at the peak on {peak.device}",
         caption="Blocks alive when the allocator holds most, by what they are for.",
         rows=_by_purpose(peak.holders) or [{"held for": "not known: the trace has no addresses or totals"}],
-        sentences=[_moment(peak), *_unused(peak), *_remedy(peak), *_missing(peak)],
+        sentences=[_moment(peak), *_unused(peak), *_remedy(peak), *_missing(peak), *_from_zero(peak)],
         text=("mostly by",),
     )
 
@@ -163,3 +163,9 @@ def _missing(peak: MemoryPeak) -> list[str]:
         f"{peak.unmatched:,} blocks were handed out again though the trace does not show them freed: threads that the "
         "profiler does not follow free memory, and figures by purpose may be too high."
     ]
+
+
+def _from_zero(peak: MemoryPeak) -> list[str]:
+    if peak.device != "cpu":
+        return []
+    return ["The profiler counts a CPU's memory from when it begins, so parameters made before are not in it."]

@@ -68,6 +68,11 @@ def test_little_unused_memory_has_no_advice_and_neither_has_an_even_spread() -> 
     assert unused == "1.00 of 21.0 GiB reserved are not allocated then: cache and fragmentation."
 
 
+def test_a_cpus_memory_is_said_to_be_counted_from_the_profilers_begin() -> None:
+    assert "counts a CPU's memory from when it begins" in section(memory_at_peak(figures(device="cpu"))).sentences[-1]
+    assert not any("CPU" in told for told in section(memory_at_peak(figures())).sentences)
+
+
 def test_one_row_per_unit_with_a_column_for_each_purpose_that_occurs() -> None:
     assert list(section(memory_by_unit(figures())).rows) == [
         {"unit": "layers.0", "all": "8.00 GiB", "before the trace": "-", "activations": "8.00 GiB", "temporary": "-"},
