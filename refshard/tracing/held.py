@@ -31,7 +31,10 @@ MOST_HOLDERS = 500
 """So many are told apart; the others are summed by category."""
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|^(?!aten::).*Backward\d*$|^aten::\w*_backward")
 _COLLECTIVE = re.compile(r"^(?:c10d|_c10d_functional)::(\w+)")
-_NO_UNIT = re.compile(r"^(?:ProfilerStep#|Optimizer\.|nccl:|gloo:|emulated:|autograd::)")
+_NO_UNIT = re.compile(
+    r"^(?:ProfilerStep#|Optimizer\.|nccl:|gloo:|emulated:|autograd::|## Call CompiledFxGraph|Torch-Compiled Region)"
+)
+"""Annotations of torch's own, which name no part of the model."""
 _COMMUNICATES = re.compile(r"^(?:c10d|_c10d_functional|fsdp)::|^record_param_comms")
 _SHARDING = Meaning.ALL_GATHER | Meaning.REDUCE | Meaning.COPY_IN | Meaning.COPY_OUT | Meaning.WAIT
 """Labels of what runs beside forward and backward, and belongs to neither."""

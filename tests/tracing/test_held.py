@@ -167,7 +167,8 @@ def test_without_labels_the_annotation_around_a_block_is_its_unit_and_no_operato
     allocator.make(12, 7, thread=AUTOGRAD)
     allocator.make(20, 9)
     events = [
-        note("ProfilerStep#0", 0, 30), note("block 3", 1, 15), event("aten::mm", 1, 8),
+        note("ProfilerStep#0", 0, 30), note("block 3", 1, 15), note("## Call CompiledFxGraph f ##", 1, 9),
+        event("aten::mm", 1, 8),
         event("autograd::engine::evaluate_function: MmBackward0", 11, 4, tid=AUTOGRAD),
     ]  # fmt: skip
     (peak,) = peaks_of(tmp_path / "t.json", [*events, *allocator.events])
