@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from refshard.tracing.exposed import CommunicationFigures
+from refshard.tracing.holdup_figures import HoldUps
 
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,3 +234,4 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[MemoryPoint, ...] = ()
     warnings: tuple[TraceWarning, ...] = ()
     communication: CommunicationFigures | None = None
+    holdups: HoldUps | None = None

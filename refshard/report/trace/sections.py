@@ -3,11 +3,17 @@
 from collections.abc import Callable
 
 from refshard.report.trace.communication import exposed_section, messages_section
+from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.idle import idle_section
 from refshard.report.trace.section import Section
 from refshard.tracing.figures import TraceFigures
 
-SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (exposed_section, messages_section, idle_section)
+SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
+    exposed_section,
+    messages_section,
+    idle_section,
+    holdups_section,
+)
 """What makes each section of a trace, in the order of reading; None where the trace cannot tell."""
 
 
