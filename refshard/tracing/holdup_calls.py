@@ -7,17 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import UNKNOWN, Intervals, Nanoseconds, Spans
+from refshard.tracing.calls import LONG_NS
 from refshard.tracing.device import Launches
 from refshard.tracing.events import ANNOTATION, HOST, LAUNCH, TraceFile
-from refshard.tracing.holdup_figures import Cause
+from refshard.tracing.holdup_figures import Hold
 from refshard.tracing.labels import find_labels, innermost
 
-LONG_NS = 100_000
-"""A call that should return at once is long if it takes more than this, and a launch also more than 20 usual ones."""
 TIMES_THE_MEDIAN = 20
-
-
-CAUSES = tuple(Cause)
+"""A launch is long if it takes :data:`LONG_NS`, and so many times the median of all launches."""
+HOLDS = tuple(Hold)
+"""Kinds by their code in :attr:`Calls.kinds`."""
 
 _WAITS = re.compile(r"(?:cuda|cu|hip)\w*Synchronize")
 _ALLOCATES = re.compile(
@@ -33,10 +32,10 @@ _LAUNCHES = re.compile(r"(?:cuda|cu|hip)(?!\w*Graph)(?:\w*Launch\w*|Mem(?:cpy|se
 _GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 """Calls that take as long as their graph is large."""
 _BY_OPERATOR = {
-    Cause.ITEM: ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"),
-    Cause.SHAPE: ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim",
+    Hold.ITEM: ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"),
+    Hold.SHAPE: ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim",
                   "aten::masked_select", "aten::repeat_interleave", "aten::bincount"),
-    Cause.COPY: ("aten::copy_", "aten::_to_copy", "aten::to"),
+    Hold.COPY: ("aten::copy_", "aten::_to_copy", "aten::to"),
 }  # fmt: skip
 """What a wait or a copy is for, by the innermost operator around it."""
 
@@ -45,7 +44,7 @@ _BY_OPERATOR = {
 class Calls:
     """Calls of one trace, ordered by thread and start, none within another.
 
-    ``rows`` are those of :class:`~refshard.tracing.events.HostEvents`. ``causes`` index :data:`CAUSES`. ``names``,
+    ``rows`` are those of :class:`~refshard.tracing.events.HostEvents`. ``kinds`` index :data:`HOLDS`. ``names``,
     ``operators``, ``annotations`` and ``copies`` index :attr:`TraceFile.names`, ``frames`` the names of its frames,
     ``units`` :attr:`unit_names`; :data:`UNKNOWN` where there is none. ``occurrences`` are alike for the calls that one
     operator makes for one purpose.
@@ -55,7 +54,7 @@ class Calls:
     starts: Nanoseconds
     ends: Nanoseconds
     threads: npt.NDArray[np.int32]
-    causes: npt.NDArray[np.int8]
+    kinds: npt.NDArray[np.int8]
     names: npt.NDArray[np.int32]
     operators: npt.NDArray[np.int32]
     annotations: npt.NDArray[np.int32]
@@ -73,8 +72,8 @@ def find_calls(trace: TraceFile, spans: Spans, launches: Launches, starved: Inte
     """The calls that may hold the GPU up. ``starved`` is when nothing runs and nothing is queued."""
     host = trace.host
     copies = _copies(trace, spans, launches)
-    causes = _causes(trace, copies, starved)
-    rows = np.flatnonzero(causes != UNKNOWN)
+    kinds = _kinds(trace, copies, starved)
+    rows = np.flatnonzero(kinds != UNKNOWN)
     rows = rows[np.lexsort((-host.ends[rows], host.starts[rows], host.threads[rows]))]
     rows = rows[_outermost(host.threads[rows], host.ends[rows])]
     threads, starts = host.threads[rows], host.starts[rows]
@@ -85,16 +84,16 @@ def find_calls(trace: TraceFile, spans: Spans, launches: Launches, starved: Inte
         for of in (np.flatnonzero((host.categories == category) & ~is_step),)
     }
     operators = _named(host.names, around[HOST])
-    found = _for_operators(trace, causes[rows], operators)
+    found = _for_operators(trace, kinds[rows], operators)
     frames, labels = trace.frames, find_labels(trace)
     frame = enclosing(frames.starts, frames.ends, frames.threads, threads, starts, np.arange(len(frames.starts)))
-    merged = np.isin(found, [CAUSES.index(cause) for cause in _BY_OPERATOR]) & (around[HOST] != UNKNOWN)
+    merged = np.isin(found, [HOLDS.index(kind) for kind in _BY_OPERATOR]) & (around[HOST] != UNKNOWN)
     return Calls(
         rows=rows,
         starts=starts,
         ends=host.ends[rows],
         threads=threads,
-        causes=found,
+        kinds=found,
         names=host.names[rows],
         operators=operators,
         annotations=_named(host.names, around[ANNOTATION]),
@@ -131,8 +130,8 @@ def enclosing(
     return found
 
 
-def _causes(trace: TraceFile, copies: "_Copies", starved: Intervals) -> npt.NDArray[np.int8]:
-    """Of each host event the cause for which it may hold the GPU up, or :data:`UNKNOWN`."""
+def _kinds(trace: TraceFile, copies: "_Copies", starved: Intervals) -> npt.NDArray[np.int8]:
+    """Of each host event the kind of call as which it may hold the GPU up, or :data:`UNKNOWN`."""
     host = trace.host
     lengths, is_call = host.ends - host.starts, host.categories == LAUNCH
     is_launch, is_copy = is_call & _matching(trace, _LAUNCHES), is_call & _matching(trace, _COPIES)
@@ -143,15 +142,15 @@ def _causes(trace: TraceFile, copies: "_Copies", starved: Intervals) -> npt.NDAr
     starving = np.zeros(len(lengths), np.bool_)
     starving[is_long] = starved.within(host.starts[is_long], host.ends[is_long]) > 0
     conditions = (
-        (is_call & _matching(trace, _WAITS), Cause.SYNC),
-        (is_call & _matching(trace, _ALLOCATES), Cause.ALLOCATOR),
-        ((is_call & _matching(trace, _LOADS)) | (is_long & _matching(trace, _MAY_LOAD)), Cause.LOADING),
-        (blocks, Cause.COPY),
-        (is_long & is_launch & starving, Cause.LOADING),
-        (is_long & is_launch, Cause.QUEUE),
-        (is_long & ~_matching(trace, _GRAPH_LAUNCHES), Cause.OTHER),
+        (is_call & _matching(trace, _WAITS), Hold.SYNC),
+        (is_call & _matching(trace, _ALLOCATES), Hold.ALLOCATOR),
+        ((is_call & _matching(trace, _LOADS)) | (is_long & _matching(trace, _MAY_LOAD)), Hold.LOADING),
+        (blocks, Hold.COPY),
+        (is_long & is_launch & starving, Hold.LOADING),
+        (is_long & is_launch, Hold.QUEUE),
+        (is_long & ~_matching(trace, _GRAPH_LAUNCHES), Hold.OTHER),
     )
-    codes = [CAUSES.index(cause) for _, cause in conditions]
+    codes = [HOLDS.index(kind) for _, kind in conditions]
     return np.select([condition for condition, _ in conditions], codes, UNKNOWN).astype(np.int8)
 
 
@@ -179,13 +178,16 @@ def _copies(trace: TraceFile, spans: Spans, launches: Launches) -> _Copies:
 
 
 def _for_operators(
-    trace: TraceFile, causes: npt.NDArray[np.int8], operators: npt.NDArray[np.int32]
+    trace: TraceFile, kinds: npt.NDArray[np.int8], operators: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int8]:
-    """The causes, with the purpose of waits and copies by the operator around them."""
-    found, waits = causes.copy(), np.isin(causes, [CAUSES.index(cause) for cause in (Cause.SYNC, Cause.COPY)])
-    for cause, names in _BY_OPERATOR.items():
+    """The kinds, with the purpose of waits and copies by the operator around them."""
+    found, waits = (
+        kinds.copy(),
+        np.isin(kinds, [HOLDS.index(kind) for kind in (Hold.SYNC, Hold.COPY)]),
+    )
+    for kind, names in _BY_OPERATOR.items():
         codes = [code for code, name in enumerate(trace.names) if name in names]
-        found[waits & np.isin(operators, codes)] = CAUSES.index(cause)
+        found[waits & np.isin(operators, codes)] = HOLDS.index(kind)
     return found
 
 

@@ -5,8 +5,8 @@ from enum import StrEnum
 import msgspec
 
 
-class Cause(StrEnum):
-    """Why a call takes time, or empties the GPU's queue."""
+class Hold(StrEnum):
+    """Kinds of calls that may hold the GPU up."""
 
     ITEM = "item"  # a value is read: .item(), .tolist(), if tensor:
     SHAPE = "shape"  # the size of a result depends on values: nonzero, masks, unique
@@ -19,7 +19,7 @@ class Cause(StrEnum):
 
 
 class HoldUp(msgspec.Struct, frozen=True, kw_only=True):
-    """What calls at one place of the code, made for one cause, do over all steps; without steps over the whole trace.
+    """What calls at one place of the code, of one kind, do over all steps; without steps over the whole trace.
 
     ``call`` is the driver's function that takes most of the time. ``line`` is the Python function of the user's code
     that makes the call, as the profiler names it. ``operator`` is the innermost operator around it; ``unit`` the layer,
@@ -29,7 +29,7 @@ class HoldUp(msgspec.Struct, frozen=True, kw_only=True):
     their thread launches next.
     """
 
-    cause: Cause
+    kind: Hold
     call: str
     line: str | None
     operator: str | None

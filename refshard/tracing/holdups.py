@@ -5,10 +5,10 @@ from collections import defaultdict
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, Intervals, Kind, Nanoseconds, Timeline
-from refshard.tracing.holdup_calls import CAUSES, Calls, find_calls
+from refshard.timeline import UNKNOWN, Intervals, Nanoseconds, Timeline
 from refshard.tracing.device import Launches, find_launches
 from refshard.tracing.events import LAUNCH, TraceFile
+from refshard.tracing.holdup_calls import HOLDS, Calls, find_calls
 from refshard.tracing.holdup_figures import HoldUp, HoldUps
 from refshard.tracing.idle import NEVER, Gaps, idle_gaps
 from refshard.tracing.steps import step_at
@@ -27,7 +27,7 @@ def find_holdups(trace: TraceFile, timeline: Timeline) -> HoldUps | None:
     ends = np.array([window.end for window in timeline.windows], np.int64)
     # Calls before the first kernel and after the last find the GPU idle too.
     first, last = min(starts.min(), trace.host.starts.min()), max(ends.max(), trace.host.ends.max())
-    gaps = idle_gaps(timeline.spans, timeline.busy(*Kind), int(first), int(last))
+    gaps = idle_gaps(timeline, int(first), int(last))
     calls = find_calls(trace, timeline.spans, launches, _starved(timeline, gaps))
     windows = Intervals.union(starts, ends)
     idle, followed = idle_caused(timeline.spans.starts, gaps, launches, calls, windows)
@@ -135,13 +135,13 @@ def _starved(timeline: Timeline, gaps: Gaps) -> Intervals:
 def _places(
     trace: TraceFile, calls: Calls, rows: npt.NDArray[np.int64], idle: Nanoseconds, followed: Nanoseconds
 ) -> tuple[HoldUp, ...]:
-    """Sums over the calls of each cause and place."""
+    """Sums over the calls of each kind and place."""
     known = calls.frames[rows] != UNKNOWN
     units = np.where(known, UNKNOWN, calls.units[rows])
     annotations = np.where(known | (units != UNKNOWN), UNKNOWN, calls.annotations[rows])
     operators = calls.operators[rows]
     threads = np.where(known | (operators != UNKNOWN) | (units != UNKNOWN), UNKNOWN, calls.threads[rows])
-    columns = (calls.causes[rows], calls.frames[rows], operators, units, annotations, threads)
+    columns = (calls.kinds[rows], calls.frames[rows], operators, units, annotations, threads)
     key = np.stack([column.astype(np.int64) for column in columns], axis=1)
     _, place = np.unique(key, axis=0, return_inverse=True)
     members: dict[int, list[int]] = defaultdict(list)
@@ -162,7 +162,7 @@ def _place(
     operator = int(calls.operators[row])
     label = calls.unit_names[unit] if unit != UNKNOWN else None
     return HoldUp(
-        cause=CAUSES[calls.causes[row]],
+        kind=HOLDS[calls.kinds[row]],
         call=trace.names[int(np.argmax(by_name))],
         line=None if frame == UNKNOWN else trace.frames.name_table[frame],
         operator=None if operator == UNKNOWN else trace.names[operator],

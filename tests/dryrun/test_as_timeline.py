@@ -23,7 +23,7 @@ from refshard.specs.cluster import load_cluster
 from refshard.timeline import KINDS, UNKNOWN, Kind, Span, Spans, Timeline, Window
 from refshard.tracing import steps as tracing_steps
 from refshard.tracing.analysis import analyse
-from refshard.tracing.holdup_figures import Cause
+from refshard.tracing.holdup_figures import Hold
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.labels import meaning_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns
@@ -188,7 +188,7 @@ def test_the_trace_says_which_waits_hold_the_gpu_up(tmp_path: Path) -> None:
     assert found.places is not None
     (one,) = found.places
     waits = recording.kinds == Recorded.SYNCHRONISE
-    assert (one.cause, found.steps, one.count) == (Cause.SYNC, 3, np.sum(waits)) == (Cause.SYNC, 3, 3)
+    assert (one.kind, found.steps, one.count) == (Hold.SYNC, 3, np.sum(waits)) == (Hold.SYNC, 3, 3)
     assert one.host_ns == np.sum((replayed.host_ends - replayed.host_starts)[waits])
     # Nothing runs from the end of a wait, which is for all that was launched, to the next kernel.
     ends = np.sort(replayed.host_ends[waits])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refshard.tracing.analysis import analyse
-from refshard.tracing.holdup_figures import Cause, HoldUp, HoldUps
+from refshard.tracing.holdup_figures import Hold, HoldUp, HoldUps
 from tests.tracing.handmade import event, step, write
 
 Events = list[dict[str, Any]]
@@ -67,7 +67,7 @@ def item() -> Events:
 
 def test_item_makes_the_gpu_idle_until_the_next_launch(tmp_path: Path) -> None:
     (one,) = places(tmp_path, item())
-    assert (one.cause, one.operator, one.count) == (Cause.ITEM, "aten::_local_scalar_dense", 1)
+    assert (one.kind, one.operator, one.count) == (Hold.ITEM, "aten::_local_scalar_dense", 1)
     assert one.call == "cudaMemcpyAsync"
     assert one.copied == DTOH
     # One microsecond before the copy, and 32 after it, which the 58 in both calls outlast.
@@ -77,7 +77,7 @@ def test_item_makes_the_gpu_idle_until_the_next_launch(tmp_path: Path) -> None:
 def test_a_call_causes_no_more_idle_time_than_it_takes(tmp_path: Path) -> None:
     events = [*launched(1, 10, 20, 80), call("cudaDeviceSynchronize", 200, 3), *launched(2, 600, 605, 10)]
     (one,) = places(tmp_path, events)
-    assert (one.cause, one.call) == (Cause.SYNC, "cudaDeviceSynchronize")
+    assert (one.kind, one.call) == (Hold.SYNC, "cudaDeviceSynchronize")
     assert (one.host_ns, one.idle_ns, one.followed_ns) == (3 * US, 3 * US, 405 * US)
 
 
@@ -92,14 +92,14 @@ def test_calls_before_one_launch_share_the_gap_by_their_durations(tmp_path: Path
     # Idle from 100 to 140; without the calls the launch would have come 80 earlier. The shares are 60 and 20 of 80.
     assert (wait.call, wait.idle_ns, wait.followed_ns) == ("cudaDeviceSynchronize", 30 * US, 10 * US)
     assert (allocation.call, allocation.idle_ns, allocation.followed_ns) == ("cudaMalloc", 10 * US, 30 * US)
-    assert allocation.cause is Cause.ALLOCATOR
+    assert allocation.kind is Hold.ALLOCATOR
 
 
 def test_a_long_launch_loads_if_the_gpu_has_nothing_to_do_meanwhile(tmp_path: Path) -> None:
     short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + n, 1)]
     events = [*short, *launched(2, 60, 1590, 10, takes=1500)]
     (one,) = places(tmp_path, events)
-    assert (one.cause, one.call) == (Cause.LOADING, "cudaLaunchKernel")
+    assert (one.kind, one.call) == (Hold.LOADING, "cudaLaunchKernel")
     assert (one.host_ns, one.idle_ns, one.followed_ns) == (1500 * US, 1500 * US, 1530 * US)
 
 
@@ -107,7 +107,7 @@ def test_a_long_launch_waits_for_a_full_queue_if_the_gpu_is_busy(tmp_path: Path)
     short = [part for n in range(9) for part in launched(10 + n, 1 + 3 * n, 40 + 300 * n, 299)]
     events = [*short, *launched(2, 60, 2739, 10, takes=1500)]
     (one,) = places(tmp_path, events)
-    assert (one.cause, one.host_ns, one.idle_ns, one.followed_ns) == (Cause.QUEUE, 1500 * US, 0, 0)
+    assert (one.kind, one.host_ns, one.idle_ns, one.followed_ns) == (Hold.QUEUE, 1500 * US, 0, 0)
 
 
 def test_a_pinned_copy_that_returns_at_once_holds_nothing_up(tmp_path: Path) -> None:
@@ -124,14 +124,19 @@ def test_a_pageable_copy_blocks_if_it_returns_after_its_end_or_late(tmp_path: Pa
     assert places(tmp_path, copies(20, 101)) == []
     (late,) = places(tmp_path, copies(110, 151))
     (after,) = places(tmp_path, copies(70, 101))
-    assert (late.cause, late.count, after.cause, after.count) == (Cause.COPY, 1, Cause.COPY, 1)
+    assert (late.kind, late.count, after.kind, after.count) == (Hold.COPY, 1, Hold.COPY, 1)
 
 
 @pytest.mark.parametrize(
-    ("operator", "cause"),
-    [("aten::nonzero", Cause.SHAPE), ("aten::copy_", Cause.COPY), ("aten::item", Cause.ITEM), ("mine", Cause.SYNC)],
+    ("operator", "kind"),
+    [
+        ("aten::nonzero", Hold.SHAPE),
+        ("aten::copy_", Hold.COPY),
+        ("aten::item", Hold.ITEM),
+        ("mine", Hold.SYNC),
+    ],
 )
-def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str, cause: Cause) -> None:
+def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str, kind: Hold) -> None:
     events = [
         *launched(1, 10, 20, 80),
         event(operator, 30, 80),
@@ -140,36 +145,36 @@ def test_a_wait_is_named_by_the_operator_around_it(tmp_path: Path, operator: str
         *launched(2, 120, 125, 10),
     ]
     (one,) = places(tmp_path, events)
-    assert (one.cause, one.operator, one.count) == (cause, operator, 2 if cause is Cause.SYNC else 1)
+    assert (one.kind, one.operator, one.count) == (kind, operator, 2 if kind is Hold.SYNC else 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "cause"),
+    ("name", "kind"),
     [
-        ("cudaEventSynchronize", Cause.SYNC), ("hipStreamSynchronize", Cause.SYNC), ("cuCtxSynchronize", Cause.SYNC),
-        ("cudaMalloc", Cause.ALLOCATOR), ("hipFree", Cause.ALLOCATOR), ("cudaMemGetInfo", Cause.ALLOCATOR),
-        ("cudaHostAlloc", Cause.ALLOCATOR), ("cuMemMap", Cause.ALLOCATOR), ("hipExtMallocWithFlags", Cause.ALLOCATOR),
-        ("cuModuleLoadData", Cause.LOADING), ("hipModuleLoadData", Cause.LOADING), ("cuLibraryLoadData", Cause.LOADING),
-        ("cudaMemcpy", Cause.COPY), ("hipMemcpyWithStream", Cause.COPY), ("cudaMemcpy2D", Cause.COPY),
+        ("cudaEventSynchronize", Hold.SYNC), ("hipStreamSynchronize", Hold.SYNC), ("cuCtxSynchronize", Hold.SYNC),
+        ("cudaMalloc", Hold.ALLOCATOR), ("hipFree", Hold.ALLOCATOR), ("cudaMemGetInfo", Hold.ALLOCATOR),
+        ("cudaHostAlloc", Hold.ALLOCATOR), ("cuMemMap", Hold.ALLOCATOR), ("hipExtMallocWithFlags", Hold.ALLOCATOR),
+        ("cuModuleLoadData", Hold.LOADING), ("hipModuleLoadData", Hold.LOADING), ("cuLibraryLoadData", Hold.LOADING),
+        ("cudaMemcpy", Hold.COPY), ("hipMemcpyWithStream", Hold.COPY), ("cudaMemcpy2D", Hold.COPY),
         ("cudaMallocAsync", None), ("cudaStreamWaitEvent", None), ("cudaEventRecord", None), ("cudaEventQuery", None),
         ("cudaFuncGetAttributes", None), ("hipModuleLaunchKernel", None), ("cudaGraphLaunch", None),
     ],
 )  # fmt: skip
-def test_what_calls_are_for(tmp_path: Path, name: str, cause: Cause | None) -> None:
+def test_what_calls_are_for(tmp_path: Path, name: str, kind: Hold | None) -> None:
     found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 40, 5), *launched(2, 120, 125, 10)])
-    assert [one.cause for one in found] == ([] if cause is None else [cause])
+    assert [one.kind for one in found] == ([] if kind is None else [kind])
 
 
 @pytest.mark.parametrize(
-    ("name", "cause"),
+    ("name", "kind"),
     [
-        ("cudaFuncGetAttributes", Cause.LOADING), ("cudaStreamCreateWithFlags", Cause.OTHER),
+        ("cudaFuncGetAttributes", Hold.LOADING), ("cudaStreamCreateWithFlags", Hold.OTHER),
         ("cudaGraphLaunch", None), ("hipGraphLaunch", None),
     ],
 )  # fmt: skip
-def test_what_long_calls_are_for(tmp_path: Path, name: str, cause: Cause | None) -> None:
+def test_what_long_calls_are_for(tmp_path: Path, name: str, kind: Hold | None) -> None:
     found = places(tmp_path, [*launched(1, 10, 20, 80), call(name, 200, 150), *launched(2, 420, 425, 10)])
-    assert [one.cause for one in found] == ([] if cause is None else [cause])
+    assert [one.kind for one in found] == ([] if kind is None else [kind])
 
 
 def test_the_place_is_the_innermost_function_of_the_users_code(tmp_path: Path) -> None:
@@ -247,7 +252,7 @@ def test_hip_and_the_schema_of_2021_give_the_same(tmp_path: Path) -> None:
     )
     (hip,) = renamed({"cuda_runtime": "hip_runtime"}, "hip")
     for one in (old, hip):
-        assert (one.cause, one.count, one.host_ns, one.idle_ns) == (Cause.ITEM, 1, 58 * US, 33 * US)
+        assert (one.kind, one.count, one.host_ns, one.idle_ns) == (Hold.ITEM, 1, 58 * US, 33 * US)
 
 
 def test_what_cannot_be_told_has_a_reason(tmp_path: Path) -> None:

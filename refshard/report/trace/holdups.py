@@ -4,25 +4,25 @@ from refshard.quantities import format_ns, format_percent
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import SMALL, each
 from refshard.tracing.figures import TraceFigures
-from refshard.tracing.holdup_figures import Cause, HoldUp, HoldUps
+from refshard.tracing.holdup_figures import Hold, HoldUp, HoldUps
 
 _LEAST = SMALL / 10
 """Rows are calls that take, or cause idle time of, this share of the step."""
 _SHOWN = 8
 _LONGEST = 48
 _REMEDIES = {
-    Cause.ITEM: "read values (.item(), .tolist(), if tensor:) only every n steps, or copy them into pinned memory with "
+    Hold.ITEM: "read values (.item(), .tolist(), if tensor:) only every n steps, or copy them into pinned memory with "
     "non_blocking=True and read them a step later",
-    Cause.SHAPE: "keep sizes independent of values: torch.where or a mask instead of nonzero and boolean indexing",
-    Cause.COPY: "pin_memory=True in the DataLoader, non_blocking=True in .to() and .cuda(), and read results a step "
+    Hold.SHAPE: "keep sizes independent of values: torch.where or a mask instead of nonzero and boolean indexing",
+    Hold.COPY: "pin_memory=True in the DataLoader, non_blocking=True in .to() and .cuda(), and read results a step "
     "later",
-    Cause.SYNC: "take the wait out of the step; CUDA events and wait_stream order streams without stopping the host",
-    Cause.ALLOCATOR: "leave the allocator headroom, so that it need not ask the driver: smaller batches, or "
+    Hold.SYNC: "take the wait out of the step; CUDA events and wait_stream order streams without stopping the host",
+    Hold.ALLOCATOR: "leave the allocator headroom, so that it need not ask the driver: smaller batches, or "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
-    Cause.LOADING: "run some steps to warm up before those that count; CUDA_MODULE_LOADING=EAGER loads all kernels at "
+    Hold.LOADING: "run some steps to warm up before those that count; CUDA_MODULE_LOADING=EAGER loads all kernels at "
     "the start",
-    Cause.QUEUE: "nothing: the host is ahead of the GPU",
-    Cause.OTHER: "run some steps to warm up before those that count: such calls mostly set up contexts, streams and "
+    Hold.QUEUE: "nothing: the host is ahead of the GPU",
+    Hold.OTHER: "run some steps to warm up before those that count: such calls mostly set up contexts, streams and "
     "graphs, once",
 }  # fmt: skip
 _TO_HOST = "copy results into pinned memory with non_blocking=True, and read them a step later"
@@ -31,11 +31,11 @@ _LOADING_OF_HIP = (
     "run some steps to warm up before those that count; HIP_ENABLE_DEFERRED_LOADING=0 loads all kernels at the start"
 )
 _WHAT = {
-    Cause.ITEM: "value read by the host",
-    Cause.SHAPE: "size that depends on values",
-    Cause.COPY: "blocking copy",
-    Cause.LOADING: "kernel loading",
-    Cause.QUEUE: "full launch queue",
+    Hold.ITEM: "value read by the host",
+    Hold.SHAPE: "size that depends on values",
+    Hold.COPY: "blocking copy",
+    Hold.LOADING: "kernel loading",
+    Hold.QUEUE: "full launch queue",
 }
 
 
@@ -77,7 +77,7 @@ _TITLE = "What holds the GPU up"
 
 def _what(one: HoldUp) -> str:
     """The purpose, and the driver's function."""
-    return f"{_WHAT[one.cause]} ({one.call})" if one.cause in _WHAT else one.call
+    return f"{_WHAT[one.kind]} ({one.call})" if one.kind in _WHAT else one.call
 
 
 def _where(one: HoldUp) -> str:
@@ -121,17 +121,17 @@ def _sentences(places: tuple[HoldUp, ...], found: HoldUps, unit: str) -> tuple[s
         told.append(f"All such calls cause {total} of {format_ns(found.idle_ns / steps)} of idle time a {unit}.")
     if share >= SMALL and all(one.line is None for one in places):
         told.append("With with_stack=True in the profiler, the table names the Python functions.")
-    queued = [one for one in places if one.cause is Cause.QUEUE]
+    queued = [one for one in places if one.kind is Hold.QUEUE]
     if sum(one.host_ns for one in queued) >= SMALL * found.span_ns:
         told.append("Launches that wait for a full queue are no problem: the host is ahead of the GPU.")
     return tuple(told)
 
 
 def _remedy(one: HoldUp) -> str:
-    if one.cause is Cause.COPY and one.copied is not None and one.copied.startswith("Memcpy DtoH"):
+    if one.kind is Hold.COPY and one.copied is not None and one.copied.startswith("Memcpy DtoH"):
         return _TO_HOST
-    if one.cause is Cause.COPY and one.copied is not None and one.copied.startswith("Memcpy HtoD"):
+    if one.kind is Hold.COPY and one.copied is not None and one.copied.startswith("Memcpy HtoD"):
         return _FROM_HOST
-    if one.cause is Cause.LOADING and one.call.startswith("hip"):
+    if one.kind is Hold.LOADING and one.call.startswith("hip"):
         return _LOADING_OF_HIP
-    return _REMEDIES[one.cause]
+    return _REMEDIES[one.kind]

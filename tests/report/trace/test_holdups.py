@@ -6,13 +6,13 @@ import pytest
 from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.section import Section
 from refshard.report.trace.sections import SECTIONS
-from refshard.tracing.holdup_figures import Cause, HoldUp, HoldUps
+from refshard.tracing.holdup_figures import Hold, HoldUp, HoldUps
 from tests.report.traces import figures, gpu
 
 MS = 1_000_000
 LITTLE = "No call that waits, allocates or loads makes the GPU idle for 1 % of a step."
 HOLDUP = HoldUp(
-    cause=Cause.ITEM, call="cudaMemcpyAsync", line=None, operator="aten::_local_scalar_dense", unit=None, thread="7/7",
+    kind=Hold.ITEM, call="cudaMemcpyAsync", line=None, operator="aten::_local_scalar_dense", unit=None, thread="7/7",
     copied=None, count=8, host_ns=40 * MS, idle_ns=20 * MS, followed_ns=30 * MS,
 )  # fmt: skip
 
@@ -30,9 +30,7 @@ def changed(**how: object) -> HoldUp:
 
 
 def test_rows_are_means_per_step() -> None:
-    section = of(
-        HOLDUP, changed(cause=Cause.SYNC, call="cudaDeviceSynchronize", operator=None, idle_ns=4 * MS, count=2)
-    )
+    section = of(HOLDUP, changed(kind=Hold.SYNC, call="cudaDeviceSynchronize", operator=None, idle_ns=4 * MS, count=2))
     assert section.rows == [
         {
             "what": "value read by the host (cudaMemcpyAsync)",
@@ -55,7 +53,7 @@ def test_rows_are_means_per_step() -> None:
 
 
 def test_the_worst_is_named_with_its_remedy() -> None:
-    first, remedy, together, stacks = of(HOLDUP, changed(cause=Cause.COPY, idle_ns=8 * MS)).sentences
+    first, remedy, together, stacks = of(HOLDUP, changed(kind=Hold.COPY, idle_ns=8 * MS)).sentences
     assert first == (
         "The GPU is held up most by: value read by the host (cudaMemcpyAsync) at aten::_local_scalar_dense. It makes "
         "the GPU idle for 5.00 ms a step (5.0 %)."
@@ -69,15 +67,15 @@ def test_the_worst_is_named_with_its_remedy() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"cause": Cause.SHAPE}, "torch.where"),
-        ({"cause": Cause.COPY, "copied": "Memcpy HtoD (Pageable -> Device)"}, "pin_memory=True"),
-        ({"cause": Cause.COPY, "copied": "Memcpy DtoH (Device -> Pageable)"}, "pinned memory"),
-        ({"cause": Cause.COPY}, "non_blocking=True"),
-        ({"cause": Cause.SYNC}, "wait_stream"),
-        ({"cause": Cause.ALLOCATOR}, "expandable_segments"),
-        ({"cause": Cause.LOADING}, "CUDA_MODULE_LOADING=EAGER"),
-        ({"cause": Cause.LOADING, "call": "hipLaunchKernel"}, "HIP_ENABLE_DEFERRED_LOADING=0"),
-        ({"cause": Cause.OTHER}, "warm up"),
+        ({"kind": Hold.SHAPE}, "torch.where"),
+        ({"kind": Hold.COPY, "copied": "Memcpy HtoD (Pageable -> Device)"}, "pin_memory=True"),
+        ({"kind": Hold.COPY, "copied": "Memcpy DtoH (Device -> Pageable)"}, "pinned memory"),
+        ({"kind": Hold.COPY}, "non_blocking=True"),
+        ({"kind": Hold.SYNC}, "wait_stream"),
+        ({"kind": Hold.ALLOCATOR}, "expandable_segments"),
+        ({"kind": Hold.LOADING}, "CUDA_MODULE_LOADING=EAGER"),
+        ({"kind": Hold.LOADING, "call": "hipLaunchKernel"}, "HIP_ENABLE_DEFERRED_LOADING=0"),
+        ({"kind": Hold.OTHER}, "warm up"),
     ],
 )
 def test_each_cause_has_a_remedy(changes: dict[str, object], words: str) -> None:
@@ -97,7 +95,7 @@ def test_little_is_said_to_be_little() -> None:
 
 
 def test_a_full_queue_is_no_problem() -> None:
-    section = of(changed(cause=Cause.QUEUE, call="cudaLaunchKernel", idle_ns=0))
+    section = of(changed(kind=Hold.QUEUE, call="cudaLaunchKernel", idle_ns=0))
     assert section.rows[0]["what"] == "full launch queue (cudaLaunchKernel)"
     assert section.sentences[-1] == "Launches that wait for a full queue are no problem: the host is ahead of the GPU."
 
