@@ -15,6 +15,7 @@ from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
 from refshard.tracing.held import allocated_over_time, memory_peaks
+from refshard.tracing.holdups import find_holdups
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.links import links_of
@@ -68,6 +69,7 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         memory=_memory(trace.memory, trace.memory_devices),
         memory_peaks=memory_peaks(trace),
         warnings=find_warnings(trace, timeline),
+        holdups=find_holdups(trace, timeline),
     )
     traffic = traffic_of(timeline, figures, _devices(trace))
     figures = msgspec.structs.replace(

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from refshard.tracing.frames import NO_FRAMES, Frames
+
 HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD = range(7)
 """Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`."""
 
@@ -104,6 +106,7 @@ class TraceFile:
     metadata: dict[str, Any]
     count: int
     skipped: dict[str, int] = field(default_factory=dict)
+    frames: Frames = NO_FRAMES
 
 
 def whole(value: Any) -> int | None:

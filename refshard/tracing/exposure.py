@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from refshard.timeline import UNKNOWN, Intervals, Kind, Nanoseconds, Timeline
 from refshard.tracing.collectives import ran
-from refshard.tracing.exposed import ExposedSplit, PeerWait
+from refshard.tracing.exposure_figures import ExposedSplit, PeerWait
 from refshard.tracing.idle import knows_launches
 from refshard.tracing.stragglers import Entered
 

@@ -8,8 +8,9 @@ from enum import StrEnum
 
 import msgspec
 
-from refshard.tracing.exposed import CommunicationFigures
-from refshard.tracing.held import MemoryPeak
+from refshard.tracing.exposure_figures import CommunicationFigures
+from refshard.tracing.held_figures import MemoryPeak
+from refshard.tracing.holdup_figures import HoldUps
 
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,3 +236,4 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     memory_peaks: tuple[MemoryPeak, ...] = ()
     warnings: tuple[TraceWarning, ...] = ()
     communication: CommunicationFigures | None = None
+    holdups: HoldUps | None = None

@@ -9,7 +9,6 @@ bytes they are follows from what the allocator says that it holds.
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -17,15 +16,9 @@ import numpy.typing as npt
 
 from refshard.timeline import UNKNOWN, Intervals, Meaning, Nanoseconds, Window
 from refshard.tracing.events import ANNOTATION, HOST, MemoryEvents, TraceFile
+from refshard.tracing.held_figures import Category, Holder, MemoryPeak, Phase
 from refshard.tracing.labels import Labels, find_labels, innermost
 from refshard.tracing.steps import host_steps, step_at
-
-Category = Literal[
-    "before, kept", "before, freed later", "kept", "activations", "forward", "gradients", "backward", "optimizer state",
-    "optimizer", "all-gather", "reduction", "collective", "other",
-]  # fmt: skip
-"""What a block is for: ``docs/explanation/metrics.md`` has the definitions."""
-Phase = Literal["forward", "backward", "optimizer"]
 
 MOST_HOLDERS = 500
 """So many are told apart; the others are summed by category."""
@@ -39,45 +32,6 @@ _COMMUNICATES = re.compile(r"^(?:c10d|_c10d_functional|fsdp)::|^record_param_com
 _SHARDING = Meaning.ALL_GATHER | Meaning.REDUCE | Meaning.COPY_IN | Meaning.COPY_OUT | Meaning.WAIT
 """Labels of what runs beside forward and backward, and belongs to neither."""
 _NEVER = np.iinfo(np.int64).max
-
-
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """``bytes`` in ``blocks`` blocks, for one purpose and unit, made by one operator.
-
-    ``unit`` is the unit of the labels, else the innermost annotation of the user's; ``operator`` the outermost operator
-    of the host around the allocation. Both are None where the trace does not tell, ``blocks`` too.
-    """
-
-    category: Category
-    unit: str | None
-    operator: str | None
-    bytes: int
-    blocks: int | None
-
-
-class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
-    """The moment at which an allocator held most, in bytes.
-
-    ``ns`` is the host's time, in ``step`` and ``phase`` and under ``operator``, for ``unit``. ``risen_bytes`` is
-    ``allocated_bytes`` less what was allocated when the trace began. ``reserved_bytes`` is what the allocator had taken
-    from the device at this moment, so that the difference is cache and fragmentation; ``most_reserved_bytes`` the most
-    over the trace. What a trace does not tell is None: 2021's tell no totals, a CPU has nothing reserved. ``holders``
-    add up to ``allocated_bytes``, the largest first; empty without addresses. ``unmatched`` counts blocks that were
-    handed out again though the trace does not show that they were taken back.
-    """
-
-    device: str
-    ns: int
-    step: int | None
-    phase: Phase
-    operator: str | None
-    unit: str | None
-    allocated_bytes: int | None
-    risen_bytes: int
-    reserved_bytes: int | None
-    most_reserved_bytes: int | None
-    holders: tuple[Holder, ...] = ()
-    unmatched: int = 0
 
 
 def memory_peaks(trace: TraceFile) -> tuple[MemoryPeak, ...]:

@@ -9,8 +9,8 @@ import numpy as np
 
 from refshard.timeline import Nanoseconds
 from refshard.tracing.collectives import NS, bus_factor
-from refshard.tracing.exposed import Bound, CommunicationFigures, ExposedSplit, MessageFigures
 from refshard.tracing.exposure import Exposure, split
+from refshard.tracing.exposure_figures import Bound, CommunicationFigures, ExposedSplit, MessageFigures
 from refshard.tracing.figures import CollectiveFigures
 from refshard.tracing.links import Links
 from refshard.tracing.stragglers import Entered

@@ -34,6 +34,7 @@ from refshard.tracing.events import (
     MemoryEvents,
     TraceFile,
 )
+from refshard.tracing.frames import CATEGORY, Frames, is_own
 from refshard.tracing.stream import EventStream
 
 _DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))
@@ -191,6 +192,8 @@ class _Reader:
         self._memory: list[tuple[npt.NDArray[Any], ...]] = []
         self._memory_devices: _Table[int | str] = _Table()
         self._memory_threads: _Table[tuple[int | float | str, int | float | str]] = _Table()
+        self._frames: list[tuple[npt.NDArray[Any], ...]] = []
+        self._frame_names: _Table[str] = _Table()
         self._count = 0
 
     def salvage(self, array: bytes) -> list[msgspec.Struct]:
@@ -209,6 +212,7 @@ class _Reader:
         categories = self._categories
         if moments := [e for e in block if type(e) is _Instant and e.name == _MEMORY]:
             self._take_memory(moments)
+        self._take_frames([e for e in block if type(e) is _Complete and e.cat == CATEGORY and is_own(e.name)])
         pairs = sum(type(e) is _Begin and categories[e.cat] != UNUSED for e in block)
         self._count_skipped("begin_and_end_pairs", pairs)
         used = [e for e in block if type(e) is _Complete and categories[e.cat] != UNUSED]
@@ -249,6 +253,7 @@ class _Reader:
             metadata=self._metadata(metadata),
             count=self._count,
             skipped=self.skipped,
+            frames=Frames(**_together(Frames, self._frames), name_table=tuple(self._frame_names)),
         )
 
     def _metadata(self, text: bytes) -> dict[str, Any]:
@@ -258,6 +263,14 @@ class _Reader:
             self._count_skipped("unusable_metadata", 1)
             return {}
         return found
+
+    def _take_frames(self, events: list[_Complete]) -> None:
+        starts, known = nanoseconds([e.ts for e in events])
+        lengths, known_too = nanoseconds([e.dur for e in events])
+        good = known & known_too & (lengths >= 0)
+        names = np.fromiter(map(self._frame_names.__getitem__, [e.name for e in events]), np.int32, len(events))
+        threads = np.fromiter(map(self._threads.__getitem__, [(e.pid, e.tid) for e in events]), np.int32, len(events))
+        self._frames.append(tuple(column[good] for column in (starts, starts + lengths, names, threads)))
 
     def _take_host(self, events: list[_Complete], columns: "_Columns") -> None:
         threads = np.fromiter(map(self._threads.__getitem__, [(e.pid, e.tid) for e in events]), np.int32, len(events))
@@ -357,7 +370,7 @@ class _Reader:
 
 def _together(table: type, blocks: list[tuple[npt.NDArray[Any], ...]]) -> dict[str, npt.NDArray[Any]]:
     """Columns of all blocks, which are given up one by one so that memory does not double."""
-    names = list(table.__dataclass_fields__)  # type: ignore[attr-defined]
+    names = [name for name in table.__dataclass_fields__ if name in _TYPES]  # type: ignore[attr-defined]
     columns: list[list[npt.NDArray[Any]]] = [list(column) for column in zip(*blocks)] if blocks else [[] for _ in names]
     blocks.clear()
     found = {}

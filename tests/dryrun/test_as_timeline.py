@@ -17,13 +17,14 @@ from refshard.dryrun.memory import account_memory
 from refshard.dryrun.price import Prices, price
 from refshard.dryrun.purposes import LABELS, LEAVE, purposes
 from refshard.dryrun.recording import Flag, Phase, Recording
-from refshard.dryrun.recording import Kind as RecordedKind
+from refshard.dryrun.recording import Kind as Recorded
 from refshard.dryrun.replay import NEVER, NS, Replayed, replay
 from refshard.dryrun.steps import Step, device_windows, steps_of
 from refshard.specs.cluster import load_cluster
 from refshard.timeline import KINDS, UNKNOWN, Kind, Span, Spans, Timeline, Window
 from refshard.tracing import steps as tracing_steps
 from refshard.tracing.analysis import analyse
+from refshard.tracing.holdup_figures import Hold
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.labels import meaning_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns
@@ -179,6 +180,25 @@ def test_what_the_steps_say(tmp_path: Path) -> None:
     assert figures.warnings == ()
 
 
+def test_the_trace_says_which_waits_hold_the_gpu_up(tmp_path: Path) -> None:
+    recording, _, replayed = trained()
+    path = tmp_path / "trace.json"
+    path.write_text(as_kineto(recording, replayed))
+    found = analyse(path).figures.holdups
+    assert found is not None
+    assert found.places is not None
+    (one,) = found.places
+    waits = recording.kinds == Recorded.SYNCHRONISE
+    assert (one.kind, found.steps, one.count) == (Hold.SYNC, 3, np.sum(waits)) == (Hold.SYNC, 3, 3)
+    assert one.host_ns == np.sum((replayed.host_ends - replayed.host_starts)[waits])
+    # Nothing runs from the end of a wait, which is for all that was launched, to the next kernel.
+    ends = np.sort(replayed.host_ends[waits])
+    kernels = np.sort(replayed.starts[replayed.starts >= 0])
+    after = np.searchsorted(kernels, ends[:-1])
+    assert one.followed_ns >= np.sum(kernels[after] - ends[:-1]) > 0
+    assert 0 < one.idle_ns <= one.followed_ns
+
+
 def test_a_late_host_is_seen() -> None:
     made = Made()
     kernels = [made.launch() for _ in range(4)]
@@ -278,7 +298,7 @@ def test_a_trace_says_where_blocks_are_and_what_is_reserved_so_that_its_reader_f
     made.free(saved)
     made.mark()
     recording = made.recording()
-    is_block = np.isin(recording.kinds, (RecordedKind.ALLOCATE, RecordedKind.FREE))
+    is_block = np.isin(recording.kinds, (Recorded.ALLOCATE, Recorded.FREE))
     recording = replace(recording, reads=np.where(is_block, 512 * recording.subjects, recording.reads))
     replayed = replay(recording, prices(recording, {}, host_s=1e-6), Rates())
     path = tmp_path / "trace.json"

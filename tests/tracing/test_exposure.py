@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from refshard.timeline import Kind, Timeline, Window
 from refshard.tracing.analysis import Analysis, analyse, join
-from refshard.tracing.exposed import CommunicationFigures, PeerWait
 from refshard.tracing.exposure import exposure_of, split
+from refshard.tracing.exposure_figures import CommunicationFigures, PeerWait
 from refshard.tracing.stragglers import Entered
 from tests.tracing.builder import COMPUTE_STREAM, GATHER_STREAM, REDUCE_STREAM, Trace, Work
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.tracing.analysis import analyse
-from refshard.tracing.held import MemoryPeak, memory_peaks
+from refshard.tracing.held import memory_peaks
+from refshard.tracing.held_figures import MemoryPeak
 from refshard.tracing.reader import read_trace
 from tests.tracing.handmade import event, step, write
 

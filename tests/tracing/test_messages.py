@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from refshard.tracing.exposed import CommunicationFigures, MessageFigures
 from refshard.tracing.exposure import Exposure, Pieces
+from refshard.tracing.exposure_figures import CommunicationFigures, MessageFigures
 from refshard.tracing.figures import CollectiveFigures
 from refshard.tracing.links import Links, links_of
 from refshard.tracing.messages import Group, Traffic, communication

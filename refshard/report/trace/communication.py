@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
 from refshard.report.trace.section import Section
-from refshard.tracing.exposed import CommunicationFigures, ExposedSplit, MessageFigures
+from refshard.tracing.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures
 from refshard.tracing.figures import TraceFigures
 
 _UNITS = 1e9

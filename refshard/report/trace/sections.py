@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from refshard.report.trace.communication import exposed_section, messages_section
+from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.idle import idle_section
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
 from refshard.report.trace.section import Section
@@ -12,6 +13,7 @@ SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
     exposed_section,
     messages_section,
     idle_section,
+    holdups_section,
     memory_at_peak,
     memory_by_unit,
 )

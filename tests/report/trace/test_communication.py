@@ -7,7 +7,7 @@ import pytest
 
 from refshard.report.trace.communication import answer, exposed_section, messages_section
 from refshard.report.trace.sections import sections_of
-from refshard.tracing.exposed import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
+from refshard.tracing.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
 from refshard.tracing.figures import TraceFigures
 from tests.report import traces
 

@@ -1,0 +1,137 @@
+"""What holds the GPU up, in a table and sentences: which calls, where in the code, and what to do about them."""
+
+from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.section import Section
+from refshard.report.trace.words import SMALL, each
+from refshard.tracing.figures import TraceFigures
+from refshard.tracing.holdup_figures import Hold, HoldUp, HoldUps
+
+_LEAST = SMALL / 10
+"""Rows are calls that take, or cause idle time of, this share of the step."""
+_SHOWN = 8
+_LONGEST = 48
+_REMEDIES = {
+    Hold.ITEM: "read values (.item(), .tolist(), if tensor:) only every n steps, or copy them into pinned memory with "
+    "non_blocking=True and read them a step later",
+    Hold.SHAPE: "keep sizes independent of values: torch.where or a mask instead of nonzero and boolean indexing",
+    Hold.COPY: "pin_memory=True in the DataLoader, non_blocking=True in .to() and .cuda(), and read results a step "
+    "later",
+    Hold.SYNC: "take the wait out of the step; CUDA events and wait_stream order streams without stopping the host",
+    Hold.ALLOCATOR: "leave the allocator headroom, so that it need not ask the driver: smaller batches, or "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
+    Hold.LOADING: "run some steps to warm up before those that count; CUDA_MODULE_LOADING=EAGER loads all kernels at "
+    "the start",
+    Hold.QUEUE: "nothing: the host is ahead of the GPU",
+    Hold.OTHER: "run some steps to warm up before those that count: such calls mostly set up contexts, streams and "
+    "graphs, once",
+}  # fmt: skip
+_TO_HOST = "copy results into pinned memory with non_blocking=True, and read them a step later"
+_FROM_HOST = "pin_memory=True in the DataLoader, and non_blocking=True in .to() and .cuda()"
+_LOADING_OF_HIP = (
+    "run some steps to warm up before those that count; HIP_ENABLE_DEFERRED_LOADING=0 loads all kernels at the start"
+)
+_WHAT = {
+    Hold.ITEM: "value read by the host",
+    Hold.SHAPE: "size that depends on values",
+    Hold.COPY: "blocking copy",
+    Hold.LOADING: "kernel loading",
+    Hold.QUEUE: "full launch queue",
+}
+
+
+def holdups_section(figures: TraceFigures) -> Section | None:
+    """The calls that hold the GPU up, the worst first; None for a trace without a GPU's events."""
+    found = figures.holdups
+    if found is None:
+        return None
+    if found.places is None:
+        return Section(title=_TITLE, caption="", rows=(), sentences=(
+            f"What holds the GPU up cannot be told: {found.reason}. Record CPU and CUDA activities together.",
+        ))  # fmt: skip
+    steps = found.steps or 1
+    rows = [
+        {
+            "what": _what(one),
+            "where": _where(one),
+            "GPU idle caused": format_ns(one.idle_ns / steps),
+            "host time": format_ns(one.host_ns / steps),
+            "calls": f"{one.count / steps:,.4g}",
+        }
+        for one in found.places
+        if max(one.idle_ns, one.host_ns) >= _LEAST * found.span_ns
+    ]
+    return Section(
+        title=f"{_TITLE}, per {each(figures)}",
+        caption="Calls of the host that wait, allocate or load. GPU idle caused: how much sooner the next kernel would "
+        "have started without them.",
+        rows=rows,
+        sentences=_sentences(found.places, found, each(figures)),
+        text=("where",),
+        brief=_share(found, found.places[:1]) >= SMALL,
+        shown=_SHOWN,
+    )
+
+
+_TITLE = "What holds the GPU up"
+
+
+def _what(one: HoldUp) -> str:
+    """The purpose, and the driver's function."""
+    return f"{_WHAT[one.kind]} ({one.call})" if one.kind in _WHAT else one.call
+
+
+def _where(one: HoldUp) -> str:
+    """The line and the operator; without a line the operator and its layer or annotation; else the thread."""
+    if one.line is not None:
+        operator = f", {_short(one.operator)}" if one.operator else ""
+        return f"{_short(_file(one.line))}{operator}"
+    told = " in ".join(_short(name) for name in (one.operator, one.unit) if name)
+    return told or f"thread {one.thread}"
+
+
+def _file(line: str) -> str:
+    """The last two parts of the path will do."""
+    path, bracket, rest = line.partition("(")
+    return "/".join(path.split("/")[-2:]) + bracket + rest
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _share(found: HoldUps, places: tuple[HoldUp, ...]) -> float:
+    """Of the steps' time, the idle time that some places cause."""
+    return sum(one.idle_ns for one in places) / found.span_ns if found.span_ns else 0.0
+
+
+def _sentences(places: tuple[HoldUp, ...], found: HoldUps, unit: str) -> tuple[str, ...]:
+    steps, share = found.steps or 1, _share(found, places[:1])
+    if share < SMALL:
+        limit = format_percent(SMALL, 0)
+        told = [f"No call that waits, allocates or loads makes the GPU idle for {limit} of a {unit}."]
+    else:
+        worst = places[0]
+        told = [
+            f"The GPU is held up most by: {_what(worst)} at {_where(worst)}. It makes the GPU idle for "
+            f"{format_ns(worst.idle_ns / steps)} a {unit} ({format_percent(share)}).",
+            f"Try: {_remedy(worst)}.",
+        ]
+    if len(places) > 1 and _share(found, places) >= SMALL:
+        total = format_ns(sum(one.idle_ns for one in places) / steps)
+        told.append(f"All such calls cause {total} of {format_ns(found.idle_ns / steps)} of idle time a {unit}.")
+    if share >= SMALL and all(one.line is None for one in places):
+        told.append("With with_stack=True in the profiler, the table names the Python functions.")
+    queued = [one for one in places if one.kind is Hold.QUEUE]
+    if sum(one.host_ns for one in queued) >= SMALL * found.span_ns:
+        told.append("Launches that wait for a full queue are no problem: the host is ahead of the GPU.")
+    return tuple(told)
+
+
+def _remedy(one: HoldUp) -> str:
+    if one.kind is Hold.COPY and one.copied is not None and one.copied.startswith("Memcpy DtoH"):
+        return _TO_HOST
+    if one.kind is Hold.COPY and one.copied is not None and one.copied.startswith("Memcpy HtoD"):
+        return _FROM_HOST
+    if one.kind is Hold.LOADING and one.call.startswith("hip"):
+        return _LOADING_OF_HIP
+    return _REMEDIES[one.kind]

@@ -1,0 +1,131 @@
+"""What is said about calls that hold the GPU up."""
+
+import msgspec
+import pytest
+
+from refshard.report.trace.holdups import holdups_section
+from refshard.report.trace.section import Section
+from refshard.report.trace.sections import SECTIONS
+from refshard.tracing.holdup_figures import Hold, HoldUp, HoldUps
+from tests.report.traces import figures, gpu
+
+MS = 1_000_000
+LITTLE = "No call that waits, allocates or loads makes the GPU idle for 1 % of a step."
+HOLDUP = HoldUp(
+    kind=Hold.ITEM, call="cudaMemcpyAsync", line=None, operator="aten::_local_scalar_dense", unit=None, thread="7/7",
+    copied=None, count=8, host_ns=40 * MS, idle_ns=20 * MS, followed_ns=30 * MS,
+)  # fmt: skip
+
+
+def of(*places: HoldUp, steps: int | None = 4) -> Section:
+    """The section of four steps of 100 ms."""
+    found = HoldUps(places=places, steps=steps, span_ns=400 * MS, idle_ns=50 * MS)
+    section = holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=found))
+    assert section is not None
+    return section
+
+
+def changed(**how: object) -> HoldUp:
+    return msgspec.structs.replace(HOLDUP, **how)
+
+
+def test_rows_are_means_per_step() -> None:
+    section = of(HOLDUP, changed(kind=Hold.SYNC, call="cudaDeviceSynchronize", operator=None, idle_ns=4 * MS, count=2))
+    assert section.rows == [
+        {
+            "what": "value read by the host (cudaMemcpyAsync)",
+            "where": "aten::_local_scalar_dense",
+            "GPU idle caused": "5.00 ms",
+            "host time": "10.0 ms",
+            "calls": "2",
+        },
+        {
+            "what": "cudaDeviceSynchronize",
+            "where": "thread 7/7",
+            "GPU idle caused": "1.00 ms",
+            "host time": "10.0 ms",
+            "calls": "0.5",
+        },
+    ]
+    assert section.title == "What holds the GPU up, per step"
+    assert section.brief
+    assert holdups_section in SECTIONS
+
+
+def test_the_worst_is_named_with_its_remedy() -> None:
+    first, remedy, together, stacks = of(HOLDUP, changed(kind=Hold.COPY, idle_ns=8 * MS)).sentences
+    assert first == (
+        "The GPU is held up most by: value read by the host (cudaMemcpyAsync) at aten::_local_scalar_dense. It makes "
+        "the GPU idle for 5.00 ms a step (5.0 %)."
+    )
+    assert remedy.startswith("Try: read values (.item(), .tolist(), if tensor:) only every n steps")
+    assert together == "All such calls cause 7.00 ms of 12.5 ms of idle time a step."
+    assert "with_stack=True" in stacks
+    assert len(of(changed(line="train.py(3): log")).sentences) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": Hold.SHAPE}, "torch.where"),
+        ({"kind": Hold.COPY, "copied": "Memcpy HtoD (Pageable -> Device)"}, "pin_memory=True"),
+        ({"kind": Hold.COPY, "copied": "Memcpy DtoH (Device -> Pageable)"}, "pinned memory"),
+        ({"kind": Hold.COPY}, "non_blocking=True"),
+        ({"kind": Hold.SYNC}, "wait_stream"),
+        ({"kind": Hold.ALLOCATOR}, "expandable_segments"),
+        ({"kind": Hold.LOADING}, "CUDA_MODULE_LOADING=EAGER"),
+        ({"kind": Hold.LOADING, "call": "hipLaunchKernel"}, "HIP_ENABLE_DEFERRED_LOADING=0"),
+        ({"kind": Hold.OTHER}, "warm up"),
+    ],
+)
+def test_each_cause_has_a_remedy(changes: dict[str, object], words: str) -> None:
+    assert words in of(changed(**changes)).sentences[1]
+
+
+def test_little_is_said_to_be_little() -> None:
+    section = of(changed(idle_ns=3 * MS))
+    assert section.sentences == (LITTLE,)
+    assert len(section.rows) == 1
+    assert not section.brief
+    several = of(*[changed(idle_ns=3 * MS, call=name) for name in "abc"])
+    assert several.sentences == (LITTLE, "All such calls cause 2.25 ms of 12.5 ms of idle time a step.")
+    nothing = of(changed(idle_ns=0, host_ns=0))
+    assert (nothing.rows, nothing.sentences) == ([], (LITTLE,))
+    assert of().sentences == (LITTLE,)
+
+
+def test_a_full_queue_is_no_problem() -> None:
+    section = of(changed(kind=Hold.QUEUE, call="cudaLaunchKernel", idle_ns=0))
+    assert section.rows[0]["what"] == "full launch queue (cudaLaunchKernel)"
+    assert section.sentences[-1] == "Launches that wait for a full queue are no problem: the host is ahead of the GPU."
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"line": "/a/b/project/models/net.py(7): forward"}, "models/net.py(7): forward, aten::_local_scalar_dense"),
+        ({"line": "train.py(7): main", "operator": None}, "train.py(7): main"),
+        ({"operator": "aten::empty", "unit": "layers.3"}, "aten::empty in layers.3"),
+        ({"operator": None, "unit": "validation"}, "validation"),
+        ({"operator": "x" * 60}, "x" * 47 + "…"),
+    ],
+)
+def test_where_it_is(changes: dict[str, object], where: str) -> None:
+    assert of(changed(**changes)).rows[0]["where"] == where
+
+
+def test_a_trace_that_cannot_tell_says_why() -> None:
+    told = figures(gpu(steps=1))
+    assert holdups_section(told) is None
+    unknown = HoldUps(places=None, reason="the trace holds no calls")
+    section = holdups_section(msgspec.structs.replace(told, holdups=unknown))
+    assert section is not None
+    assert section.rows == ()
+    assert section.sentences == (
+        "What holds the GPU up cannot be told: the trace holds no calls. Record CPU and CUDA activities together.",
+    )
+
+
+def test_a_trace_without_steps_has_sums() -> None:
+    section = of(HOLDUP, steps=None)
+    assert (section.rows[0]["calls"], section.rows[0]["host time"]) == ("8", "40.0 ms")
