@@ -239,12 +239,25 @@ def trace(
     cross_check: Annotated[
         str | None, typer.Option(help="Show another analyser's figures too: hta (Holistic Trace Analysis).")
     ] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            help="Take these in place of ProfilerSteps: annotations whose names match a regular expression, such as "
+            "'^decode', or a range of time from the trace's start, such as 1.5s..2s. For inference traces."
+        ),
+    ] = None,
 ) -> Answer:
     """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace."""
     from refshard.commands import trace as command
 
     return command.trace(
-        paths, page=html, one_job=job, calibration=calibration, against=against, cross_check=cross_check
+        paths,
+        page=html,
+        one_job=job,
+        calibration=calibration,
+        against=against,
+        cross_check=cross_check,
+        window=window,
     )
 
 

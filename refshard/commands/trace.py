@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.diff import attribute, difference
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.reader import read_trace
+from refshard.tracing.windows import Asked, parse_window
 
 _SUFFIXES = (".json", ".json.gz")
 _NAMED = 3
@@ -29,16 +31,20 @@ def trace(
     calibration: Path | None = None,
     against: Path | None = None,
     cross_check: str | None = None,
+    window: str | None = None,
 ) -> Answer:
     """Analyse trace files and folders of them. ``page`` is an HTML file to write.
+
+    ``window`` takes the annotations that match it, or a range of time, in place of the traces' steps.
 
     With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
     another analyser whose figures to set beside these: ``hta``.
 
     Raises:
         TraceError: a file named is no trace or is damaged, a folder holds none, or the other analyser is not installed.
-        SpecError: ``page`` cannot be written.
+        SpecError: ``page`` cannot be written, or ``window`` is neither a pattern nor a range.
     """
+    asked = None if window is None else parse_window(window)
     if cross_check not in (None, "hta"):
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
     if against is not None and (page is not None or cross_check is not None):
@@ -46,9 +52,9 @@ def trace(
         raise SpecError(f"against: cannot be combined with {option}; run the command twice")
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
     keep = page is not None or against is not None or cross_check is not None
-    analyses = join(_analyse_all(paths, undisturbed, keep_timelines=keep), one_job=one_job)
+    analyses = join(_analyse_all(paths, undisturbed, asked, keep_timelines=keep), one_job=one_job)
     if against is not None:
-        other = join(_analyse_all([against], undisturbed, keep_timelines=True), one_job=one_job)
+        other = join(_analyse_all([against], undisturbed, asked, keep_timelines=True), one_job=one_job)
         return _compare(analyses, other)
     if page is not None:
         _write(analyses, page)
@@ -61,12 +67,15 @@ def trace(
     return answer
 
 
-def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool) -> list[Analysis]:
+def _analyse_all(
+    paths: Sequence[Path], calibration: Timeline | None, asked: Asked | None, *, keep_timelines: bool
+) -> list[Analysis]:
     found, skipped, seen = [], [], set[Path]()
+    analyse_one = partial(analyse, calibration=calibration, keep_timeline=keep_timelines, window=asked)
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 -- never raises
             if path.resolve() not in seen:
-                found.append(analyse(path, calibration=calibration, keep_timeline=keep_timelines))
+                found.append(analyse_one(path))
             seen.add(path.resolve())
             continue
         inside, candidates = [], _candidates(path)
@@ -74,7 +83,7 @@ def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_ti
         seen.update(file.resolve() for file in fresh)
         for file in fresh:
             try:
-                inside.append(analyse(file, calibration=calibration, keep_timeline=keep_timelines))
+                inside.append(analyse_one(file))
             except TraceError as error:
                 skipped.append(str(error))
         if not inside and len(fresh) == len(candidates):

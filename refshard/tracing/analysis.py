@@ -19,6 +19,7 @@ from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
 from refshard.tracing.stragglers import rank_waits
+from refshard.tracing.windows import Asked, window_figures, window_warnings
 
 _MEMORY_POINTS = 2000
 
@@ -43,8 +44,12 @@ class Analysis:
         return self.identity.path
 
 
-def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True) -> Analysis:
+def analyse(
+    path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True, window: Asked | None = None
+) -> Analysis:
     """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
+
+    ``window`` says what to take in place of the trace's steps.
 
     A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
 
@@ -52,15 +57,17 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
     """
     trace = read_trace(path)
-    timeline, identity = timeline_of(trace), identity_of(trace)
+    timeline, identity = timeline_of(trace, window), identity_of(trace)
+    found = figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration)
     figures = msgspec.structs.replace(
-        figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration),
+        found,
         rank=identity.rank if identity.rank is not None else rank_in_name(path),
         world_size=identity.world_size,
         backend=identity.backend,
         events=trace.count,
         memory=_memory(trace.memory),
-        warnings=find_warnings(trace, timeline),
+        warnings=(*find_warnings(trace, timeline), *window_warnings(trace, timeline, window)),
+        windows=None if window is None else window_figures(window, found.steps),
     )
     return Analysis(figures=figures, identity=identity, kept=timeline if keep_timeline else None)
 
@@ -100,7 +107,13 @@ def _per_window(timeline: Timeline, calibration: Timeline | None) -> list[StepFi
     )
     return [
         StepFigures(
-            step=window.step, start_ns=window.start, breakdown=where, giveway=give, copies=copies, reduce_wait=wait
+            step=window.step,
+            start_ns=window.start,
+            breakdown=where,
+            giveway=give,
+            copies=copies,
+            reduce_wait=wait,
+            name=window.name,
         )
         for window, where, give, copies, wait in zip(windows, *columns)
     ]

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from refshard.quantities import format_ns
 from refshard.timeline import UNKNOWN, Kind, Spans, Timeline
+from refshard.tracing.annotations import suggestion
 from refshard.tracing.events import LAUNCH, OVERHEAD, TraceFile
 from refshard.tracing.figures import TraceWarning
 from refshard.tracing.steps import left_out
@@ -49,7 +50,8 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
     if not any(window.step is not None for window in timeline.windows):
         yield TraceWarning(
             code="no_steps",
-            message="no ProfilerStep: the trace is taken as one window; call profiler.step() after every step",
+            message="no ProfilerStep: the trace is taken as one window; call profiler.step() after every step"
+            + suggestion(trace),
         )
     devices = {device for device, _ in trace.lanes}
     if len(devices) > 1:
@@ -157,6 +159,8 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
 
 def _steps(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
     """Steps of which nothing ran, steps that contradict each other, and what ran outside of all steps."""
+    if any(window.name is not None for window in timeline.host_windows):
+        return  # chosen windows, which are not the steps that the trace announces
     unused, renumbered = left_out(trace, timeline.host_windows)
     if unused > 0:
         yield TraceWarning(

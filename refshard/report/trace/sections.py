@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from refshard.report.trace.section import Section
+from refshard.report.trace.windows import windows_section
 from refshard.tracing.figures import TraceFigures
 
-SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = ()
+SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (windows_section,)
 """What makes each section of a trace, in the order of reading; None where the trace cannot tell."""
 
 
