@@ -227,7 +227,10 @@ def report(
 @app.command()
 @printed
 def trace(
-    paths: Annotated[list[Path], typer.Argument(help="Kineto traces (.json, .json.gz), or folders of them.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="Kineto traces (.json, .json.gz), exports of nsys (.sqlite), or folders of them."),
+    ],
     html: _Html = None,
     job: Annotated[bool, typer.Option("--job", help="Treat all files as ranks of one job.")] = False,
     calibration: Annotated[
@@ -246,6 +249,9 @@ def trace(
             "'^decode', or a range of time from the trace's start, such as 1.5s..2s. For inference traces."
         ),
     ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Look at one device of a file that holds several, such as a report of nsys: 0.")
+    ] = None,
 ) -> Answer:
     """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace."""
     from refshard.commands import trace as command
@@ -258,6 +264,7 @@ def trace(
         against=against,
         cross_check=cross_check,
         window=window,
+        device=device,
     )
 
 

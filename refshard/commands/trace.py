@@ -19,7 +19,7 @@ from refshard.tracing.kineto import timeline_of
 from refshard.tracing.reader import read_trace
 from refshard.tracing.windows import Asked, parse_window
 
-_SUFFIXES = (".json", ".json.gz")
+_SUFFIXES = (".json", ".json.gz", ".sqlite")
 _NAMED = 3
 
 
@@ -32,10 +32,12 @@ def trace(
     against: Path | None = None,
     cross_check: str | None = None,
     window: str | None = None,
+    device: str | None = None,
 ) -> Answer:
     """Analyse trace files and folders of them. ``page`` is an HTML file to write.
 
-    ``window`` takes the annotations that match it, or a range of time, in place of the traces' steps.
+    ``window`` takes the annotations that match it, or a range of time, in place of the traces' steps, and ``device``
+    one of several devices in a trace.
 
     With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
     another analyser whose figures to set beside these: ``hta``.
@@ -51,10 +53,11 @@ def trace(
         option = "--html" if page is not None else "--cross-check"
         raise SpecError(f"against: cannot be combined with {option}; run the command twice")
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
+    analyse_all = partial(_analyse_all, calibration=undisturbed, asked=asked, device=device)
     keep = page is not None or against is not None or cross_check is not None
-    analyses = join(_analyse_all(paths, undisturbed, asked, keep_timelines=keep), one_job=one_job)
+    analyses = join(analyse_all(paths, keep_timelines=keep), one_job=one_job)
     if against is not None:
-        other = join(_analyse_all([against], undisturbed, asked, keep_timelines=True), one_job=one_job)
+        other = join(analyse_all([against], keep_timelines=True), one_job=one_job)
         return _compare(analyses, other)
     if page is not None:
         _write(analyses, page)
@@ -68,10 +71,15 @@ def trace(
 
 
 def _analyse_all(
-    paths: Sequence[Path], calibration: Timeline | None, asked: Asked | None, *, keep_timelines: bool
+    paths: Sequence[Path],
+    *,
+    calibration: Timeline | None,
+    asked: Asked | None,
+    device: str | None,
+    keep_timelines: bool,
 ) -> list[Analysis]:
     found, skipped, seen = [], [], set[Path]()
-    analyse_one = partial(analyse, calibration=calibration, keep_timeline=keep_timelines, window=asked)
+    analyse_one = partial(analyse, calibration=calibration, keep_timeline=keep_timelines, window=asked, device=device)
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 -- never raises
             if path.resolve() not in seen:

@@ -10,11 +10,13 @@ import numpy as np
 
 from refshard.timeline import Nanoseconds, Timeline, Window
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
+from refshard.tracing.devices import only_device
 from refshard.tracing.events import MemoryEvent, TraceFile
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
+from refshard.tracing.nsys_words import in_words_of
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
@@ -45,11 +47,16 @@ class Analysis:
 
 
 def analyse(
-    path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True, window: Asked | None = None
+    path: Path,
+    *,
+    calibration: Timeline | None = None,
+    keep_timeline: bool = True,
+    window: Asked | None = None,
+    device: str | None = None,
 ) -> Analysis:
     """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
 
-    ``window`` says what to take in place of the trace's steps.
+    ``window`` says what to take in place of the trace's steps, ``device`` which of several devices to look at.
 
     A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
 
@@ -57,6 +64,8 @@ def analyse(
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
     """
     trace = read_trace(path)
+    if device is not None:
+        trace = only_device(trace, device)
     timeline, identity = timeline_of(trace, window), identity_of(trace)
     found = figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration)
     figures = msgspec.structs.replace(
@@ -66,7 +75,7 @@ def analyse(
         backend=identity.backend,
         events=trace.count,
         memory=_memory(trace.memory),
-        warnings=(*find_warnings(trace, timeline), *window_warnings(trace, timeline, window)),
+        warnings=(*in_words_of(trace, find_warnings(trace, timeline)), *window_warnings(trace, timeline, window)),
         windows=None if window is None else window_figures(window, found.steps),
     )
     return Analysis(figures=figures, identity=identity, kept=timeline if keep_timeline else None)
@@ -159,7 +168,7 @@ def _device(trace: TraceFile, timeline: Timeline) -> str:
     if not timeline.on_device:
         return "cpu"
     properties = trace.metadata.get("deviceProperties")
-    number = next(iter(trace.lanes), ("", ""))[0]
+    number = trace.lanes[int(trace.device.lanes[0])][0].partition("/")[0]
     for device in properties if isinstance(properties, list) else ():
         if isinstance(device, dict) and str(device.get("id")) == number:
             return str(device.get("name"))

@@ -14,9 +14,12 @@ _HEAD = re.compile(r"[^\w']*[A-Za-z_]+")
 """What a pattern can start with: the first word, with what stands before it."""
 _SPECIAL = re.compile(r"[\\.^$*+?{}\[\]|()]")
 _NOT_SUGGESTED = re.compile(
-    rf"ProfilerStep|nccl|{GLOO}|{EMULATED}|## Call Compiled|Torch-Compiled|record_param_comms|enumerate\(DataLoader"
+    rf"ProfilerStep|nccl|FSDP::|FullyShardedDataParallel|{GLOO}|{EMULATED}|## Call Compiled|Torch-Compiled"
+    r"|record_param_comms|enumerate\(DataLoader"
 )
 """Repeated within a step, or around none."""
+_LEAST_SHARE = 0.1
+"""Annotations that take a smaller part of the host's time are no steps."""
 _MOST_NAMED = 8
 
 
@@ -27,7 +30,8 @@ def suggestion(trace: TraceFile) -> str:
         if (head := _HEAD.match(name)) and not _NOT_SUGGESTED.match(name) and meaning_of(name) is None:
             counts[head[0]] += count
             lengths[head[0]] += ns
-    repeated = [head for head, _ in lengths.most_common() if counts[head] > 1]
+    least = _LEAST_SHARE * (int(trace.host.ends.max()) - int(trace.host.starts.min())) if lengths else 0
+    repeated = [head for head, ns in lengths.most_common() if counts[head] > 1 and ns >= least]
     if not repeated:
         return ""
     pattern = "^" + _SPECIAL.sub(r"\\\g<0>", repeated[0])

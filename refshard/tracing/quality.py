@@ -23,6 +23,9 @@ _SKIPPED = {
     "begin_and_end_pairs": "{} begin/end events, which Kineto does not write, are left out",
     "unusable_metadata": "the file's metadata is malformed; read as absent",
     "unusable_arguments": "{} event arguments are malformed; read as absent",
+    "ranges_without_end": "{} NVTX ranges were open when the report ended and are left out",
+    "graphs_as_a_whole": "{} CUDA graphs were traced as a whole, and what ran in them is unclassified; record with "
+    "nsys profile --cuda-graph-trace=node",
 }
 
 
@@ -53,11 +56,12 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
             message="no ProfilerStep: the trace is taken as one window; call profiler.step() after every step"
             + suggestion(trace),
         )
-    devices = {device for device, _ in trace.lanes}
+    devices = {trace.lanes[lane][0] for lane in np.unique(trace.device.lanes).tolist()}
     if len(devices) > 1:
         yield TraceWarning(
             code="several_devices",
-            message=f"events of {len(devices)} devices are in one trace and are counted together",
+            message=f"events of {len(devices)} devices are in one trace and are counted together; --device "
+            f"{min(devices)} shows one alone",
             count=len(devices),
         )
 
