@@ -16,6 +16,7 @@ from refshard.tracing import hta
 from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.diff import attribute, difference
 from refshard.tracing.kineto import timeline_of
+from refshard.tracing.nsys import is_nsys
 from refshard.tracing.reader import read_trace
 from refshard.tracing.windows import Asked, parse_window
 
@@ -59,6 +60,8 @@ def trace(
     if against is not None:
         other = join(analyse_all([against], keep_timelines=True), one_job=one_job)
         return _compare(analyses, other)
+    if cross_check is not None and (exports := [one.path for one in analyses if is_nsys(one.path)]):
+        raise SpecError(f"cross-check: HTA reads Kineto traces only; leave out {exports[0]}, an export of nsys")
     if page is not None:
         _write(analyses, page)
     figures = [one.figures for one in analyses]
@@ -95,7 +98,7 @@ def _analyse_all(
             except TraceError as error:
                 skipped.append(str(error))
         if not inside and len(fresh) == len(candidates):
-            raise TraceError(f"{path}: holds no trace; traces end in {' or '.join(_SUFFIXES)}")
+            raise TraceError(f"{path}: holds no trace; traces end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
         found += inside
     for reason in skipped[:_NAMED]:
         print(f"refshard: skipped {reason}", file=sys.stderr)

@@ -18,7 +18,7 @@ def only_device(trace: TraceFile, device: str) -> TraceFile:
     """
     wanted = [lane for lane, (name, _) in enumerate(trace.lanes) if name == device]
     if not wanted:
-        names = ", ".join(sorted({name for name, _ in trace.lanes})) or "none: it has no events of a GPU"
+        names = ", ".join(sorted({name for name, _ in trace.lanes})) or "none (a CPU trace)"
         raise TraceError(f"{trace.path}: --device {device} is not in the trace; its devices: {names}")
     rows = np.flatnonzero(np.isin(trace.device.lanes, wanted))
     host = trace.host

@@ -217,7 +217,8 @@ class _Export:
         if not {"globalPid", "deviceId"} <= set(self._has(_KERNELS)):
             return False
         users = f'SELECT count(DISTINCT "globalPid") AS users FROM {_KERNELS} GROUP BY "deviceId"'
-        return bool(self._database.execute(f"SELECT max(users) > 1 FROM ({users})").fetchone()[0])
+        row = self._database.execute(f"SELECT max(users) > 1 FROM ({users})").fetchone()
+        return bool(row[0])
 
     def _calls(self) -> Iterator[Block]:
         for table in self._timed(_CALLS, ("globalTid", "correlationId", "nameId")):
@@ -241,7 +242,7 @@ class _Export:
             names = [_plain(text, domain) for text, domain in zip(texts, table[3].tolist())]
             codes = np.fromiter(map(self._names.__getitem__, names), np.int32, len(names))
             good = self._usable(table)
-            found = self._host(ANNOTATION, *(column[good] for column in (*table[:3], codes)))
+            found = self._host(ANNOTATION, table[0][good], table[1][good], table[2][good], codes[good])
             is_operator = np.array([bool(_OPERATOR.match(name)) for name in names], np.bool_)[good]
             found[2][is_operator] = HOST
             yield found
