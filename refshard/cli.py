@@ -228,7 +228,10 @@ def report(
 @printed
 def trace(
     paths: Annotated[
-        list[Path], typer.Argument(help="Kineto traces (.json, .json.gz), folders of them, or CUDA memory snapshots.")
+        list[Path],
+        typer.Argument(
+            help="Kineto traces (.json, .json.gz), exports of nsys (.sqlite), folders of them, or memory snapshots."
+        ),
     ],
     html: _Html = None,
     job: Annotated[bool, typer.Option("--job", help="Treat all files as ranks of one job.")] = False,
@@ -241,12 +244,29 @@ def trace(
     cross_check: Annotated[
         str | None, typer.Option(help="Show another analyser's figures too: hta (Holistic Trace Analysis).")
     ] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            help="Take these in place of ProfilerSteps: annotations whose names match a regular expression, such as "
+            "'^decode', or a range of time from the trace's start, such as 1.5s..2s. For inference traces."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Look at one device of a file that holds several, such as a report of nsys: 0.")
+    ] = None,
 ) -> Answer:
     """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace."""
     from refshard.commands import trace as command
 
     return command.trace(
-        paths, page=html, one_job=job, calibration=calibration, against=against, cross_check=cross_check
+        paths,
+        page=html,
+        one_job=job,
+        calibration=calibration,
+        against=against,
+        cross_check=cross_check,
+        window=window,
+        device=device,
     )
 
 

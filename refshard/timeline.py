@@ -310,11 +310,15 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """One training step of one rank, ``[start, end)`` nanoseconds; ``step`` is None for a trace without steps."""
+    """One training step of one rank, ``[start, end)`` nanoseconds; ``step`` is None for a trace without steps.
+
+    Another window that a user chose has a ``name``, and its number as ``step``.
+    """
 
     step: int | None
     start: int
     end: int
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,12 @@ from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.diff import attribute, difference
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.memory_timeline import is_memory_timeline
+from refshard.tracing.nsys import is_nsys
 from refshard.tracing.reader import read_trace
 from refshard.tracing.snapshot_file import is_snapshot
+from refshard.tracing.windows import Asked, parse_window
 
-_SUFFIXES = (".json", ".json.gz")
+_SUFFIXES = (".json", ".json.gz", ".sqlite")
 _NAMED = 3
 _OF_MEMORY = (
     ("memory snapshot", is_snapshot, memory_snapshots),
@@ -37,8 +40,13 @@ def trace(
     calibration: Path | None = None,
     against: Path | None = None,
     cross_check: str | None = None,
+    window: str | None = None,
+    device: str | None = None,
 ) -> Answer:
     """Analyse trace files and folders of them, or files about memory alone. ``page`` is an HTML file to write.
+
+    ``window`` takes the annotations that match it, or a range of time, in place of the traces' steps, and ``device``
+    one of several devices in a trace.
 
     With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
     another analyser whose figures to set beside these: ``hta``.
@@ -46,8 +54,10 @@ def trace(
     Raises:
         TraceError: a file named is no trace or is damaged, a folder holds none, a snapshot is among traces, or the
             other analyser is not installed.
-        SpecError: ``page`` cannot be written, or options do not go together.
+        SpecError: ``page`` cannot be written, ``window`` is neither a pattern nor a range, or options do not go
+            together.
     """
+    asked = None if window is None else parse_window(window)
     if cross_check not in (None, "hta"):
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
     if against is not None and (page is not None or cross_check is not None):
@@ -61,11 +71,14 @@ def trace(
                 raise SpecError(f"{of_memory[0]}: a {kind} takes no option of traces; leave them out")
             return answer_of(of_memory)
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
+    analyse_all = partial(_analyse_all, calibration=undisturbed, asked=asked, device=device)
     keep = page is not None or against is not None or cross_check is not None
-    analyses = join(_analyse_all(paths, undisturbed, keep_timelines=keep), one_job=one_job)
+    analyses = join(analyse_all(paths, keep_timelines=keep), one_job=one_job)
     if against is not None:
-        other = join(_analyse_all([against], undisturbed, keep_timelines=True), one_job=one_job)
+        other = join(analyse_all([against], keep_timelines=True), one_job=one_job)
         return _compare(analyses, other)
+    if cross_check is not None and (exports := [one.path for one in analyses if is_nsys(one.path)]):
+        raise SpecError(f"cross-check: HTA reads Kineto traces only; leave out {exports[0]}, an export of nsys")
     if page is not None:
         _write(analyses, page)
     figures = [one.figures for one in analyses]
@@ -77,12 +90,20 @@ def trace(
     return answer
 
 
-def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool) -> list[Analysis]:
+def _analyse_all(
+    paths: Sequence[Path],
+    *,
+    calibration: Timeline | None,
+    asked: Asked | None,
+    device: str | None,
+    keep_timelines: bool,
+) -> list[Analysis]:
     found, skipped, seen = [], [], set[Path]()
+    analyse_one = partial(analyse, calibration=calibration, keep_timeline=keep_timelines, window=asked, device=device)
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 -- never raises
             if path.resolve() not in seen:
-                found.append(analyse(path, calibration=calibration, keep_timeline=keep_timelines))
+                found.append(analyse_one(path))
             seen.add(path.resolve())
             continue
         inside, candidates = [], _candidates(path)
@@ -90,11 +111,11 @@ def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_ti
         seen.update(file.resolve() for file in fresh)
         for file in fresh:
             try:
-                inside.append(analyse(file, calibration=calibration, keep_timeline=keep_timelines))
+                inside.append(analyse_one(file))
             except TraceError as error:
                 skipped.append(str(error))
         if not inside and len(fresh) == len(candidates):
-            raise TraceError(f"{path}: holds no trace; traces end in {' or '.join(_SUFFIXES)}")
+            raise TraceError(f"{path}: holds no trace; traces end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
         found += inside
     for reason in skipped[:_NAMED]:
         print(f"refshard: skipped {reason}", file=sys.stderr)

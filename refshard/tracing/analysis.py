@@ -10,6 +10,7 @@ import numpy as np
 
 from refshard.timeline import Nanoseconds, Timeline, Window
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
+from refshard.tracing.devices import only_device
 from refshard.tracing.events import MemoryEvents, TraceFile
 from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
@@ -20,11 +21,13 @@ from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.links import links_of
 from refshard.tracing.messages import Group, Traffic, communication
+from refshard.tracing.nsys_words import in_words_of
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
 from refshard.tracing.stragglers import rank_waits
 from refshard.tracing.waits import idle_figures
+from refshard.tracing.windows import Asked, window_figures, window_warnings
 
 _MEMORY_POINTS = 2000
 
@@ -50,8 +53,17 @@ class Analysis:
         return self.identity.path
 
 
-def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True) -> Analysis:
+def analyse(
+    path: Path,
+    *,
+    calibration: Timeline | None = None,
+    keep_timeline: bool = True,
+    window: Asked | None = None,
+    device: str | None = None,
+) -> Analysis:
     """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
+
+    ``window`` says what to take in place of the trace's steps, ``device`` which of several devices to look at.
 
     A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
 
@@ -59,17 +71,21 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
     """
     trace = read_trace(path)
-    timeline, identity = timeline_of(trace), identity_of(trace)
+    if device is not None:
+        trace = only_device(trace, device)
+    timeline, identity = timeline_of(trace, window), identity_of(trace)
+    found = figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration)
     figures = msgspec.structs.replace(
-        figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration),
+        found,
         rank=identity.rank if identity.rank is not None else rank_in_name(path),
         world_size=identity.world_size,
         backend=identity.backend,
         events=trace.count,
         memory=_memory(trace.memory, trace.memory_devices),
         memory_peaks=memory_peaks(trace),
-        warnings=find_warnings(trace, timeline),
         holdups=find_holdups(trace, timeline),
+        warnings=(*in_words_of(trace, find_warnings(trace, timeline)), *window_warnings(trace, timeline, window)),
+        windows=None if window is None else window_figures(window, found.steps),
     )
     traffic = traffic_of(timeline, figures, _devices(trace))
     figures = msgspec.structs.replace(
@@ -116,7 +132,13 @@ def _per_window(timeline: Timeline, calibration: Timeline | None) -> list[StepFi
     )
     return [
         StepFigures(
-            step=window.step, start_ns=window.start, breakdown=where, giveway=give, copies=copies, reduce_wait=wait
+            step=window.step,
+            start_ns=window.start,
+            breakdown=where,
+            giveway=give,
+            copies=copies,
+            reduce_wait=wait,
+            name=window.name,
         )
         for window, where, give, copies, wait in zip(windows, *columns)
     ]
@@ -190,7 +212,7 @@ def _device(trace: TraceFile, timeline: Timeline) -> str:
     if not timeline.on_device:
         return "cpu"
     properties = trace.metadata.get("deviceProperties")
-    number = next(iter(trace.lanes), ("", ""))[0]
+    number = trace.lanes[int(trace.device.lanes[0])][0].partition("/")[0]
     for device in properties if isinstance(properties, list) else ():
         if isinstance(device, dict) and str(device.get("id")) == number:
             return str(device.get("name"))

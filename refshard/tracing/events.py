@@ -47,6 +47,12 @@ class MemoryEvents:
     devices: npt.NDArray[np.int32]
     threads: npt.NDArray[np.int32]
 
+    @classmethod
+    def none(cls) -> "MemoryEvents":
+        """Nothing of what allocators did is known."""
+        no, code = np.empty(0, np.int64), np.empty(0, np.int32)
+        return cls(times=no, changes=no, addresses=no, allocated=no, reserved=no, devices=code, threads=code)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostEvents:

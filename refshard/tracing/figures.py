@@ -117,7 +117,10 @@ class ReduceWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of one rank, ``[start_ns, start_ns + breakdown.span_ns)``; ``step`` is None in a trace without steps."""
+    """One step of one rank, ``[start_ns, start_ns + breakdown.span_ns)``; ``step`` is None in a trace without steps.
+
+    A window that a user chose in place of steps has a ``name``.
+    """
 
     step: int | None
     start_ns: int
@@ -125,6 +128,28 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     giveway: GiveWay
     copies: CopyOverhead
     reduce_wait: ReduceWait
+    name: str | None = None
+
+
+class WindowGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Windows of one kind; times are sums over ``count`` of them, but for the shortest and the longest one's length."""
+
+    name: str
+    count: int
+    span_ns: int
+    shortest_ns: int
+    longest_ns: int
+    compute_ns: int
+    comm_ns: int
+    exposed_ns: int
+    idle_ns: int
+
+
+class WindowFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The windows that ``asked`` chose in place of steps, by kind, in the order in which the kinds first come."""
+
+    asked: str
+    groups: tuple[WindowGroup, ...]
 
 
 class UnitFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,3 +262,4 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[TraceWarning, ...] = ()
     communication: CommunicationFigures | None = None
     holdups: HoldUps | None = None
+    windows: WindowFigures | None = None

@@ -19,6 +19,7 @@ from refshard.tracing.issued import find_collectives
 from refshard.tracing.labels import find_labels
 from refshard.tracing.reader import read_trace
 from refshard.tracing.steps import device_windows, host_steps
+from refshard.tracing.windows import Asked, asked_windows, cut_to, device_windows_apart
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -33,13 +34,15 @@ def read_timeline(path: Path) -> Timeline:
     return timeline
 
 
-def timeline_of(trace: TraceFile) -> Timeline:
-    """What the rank of this trace did. A trace without steps is one window, from its first span to its last.
+def timeline_of(trace: TraceFile, asked: Asked | None = None) -> Timeline:
+    """What the rank of this trace did, with windows ``asked`` for in place of its steps.
+
+    A trace without steps is one window, from its first span to its last.
 
     Raises:
-        TraceError: the trace holds nothing that could be analysed.
+        TraceError: the trace holds nothing that could be analysed, or nothing that was asked for.
     """
-    host_windows, step_rows = host_steps(trace)
+    host_windows, step_rows = host_steps(trace) if asked is None else asked_windows(trace, asked)
     labels = find_labels(trace)
     on_device = len(trace.device.starts) > 0
     launches = find_launches(trace) if on_device else None
@@ -52,9 +55,10 @@ def timeline_of(trace: TraceFile) -> Timeline:
             f"{trace.path}: holds no kernels and copies, no gloo:* or emulated:* spans, no steps and no operators; "
             "record it with ProfilerActivity.CPU, and CUDA where there is a GPU"
         )
-    windows = device_windows(spans, host_windows) if on_device else host_windows
+    lived = device_windows if asked is None else device_windows_apart
+    windows = lived(spans, host_windows) if on_device else host_windows
     collectives = find_collectives(trace, spans, labels, host_windows, launches)
-    return Timeline(
+    timeline = Timeline(
         rank=rank_of(trace),
         windows=windows or (Window(step=None, start=int(spans.starts.min()), end=int(spans.ends.max())),),
         host_windows=host_windows,
@@ -64,6 +68,7 @@ def timeline_of(trace: TraceFile) -> Timeline:
         on_device=on_device,
         calls=find_calls(trace, launches) if launches is not None else None,
     )
+    return timeline if asked is None or asked.pattern is not None else cut_to(timeline, trace, asked)
 
 
 def rank_of(trace: TraceFile) -> int | None:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from refshard.quantities import format_ns
 from refshard.timeline import UNKNOWN, Kind, Spans, Timeline
+from refshard.tracing.annotations import suggestion
 from refshard.tracing.events import LAUNCH, OVERHEAD, TraceFile
 from refshard.tracing.figures import TraceWarning
 from refshard.tracing.steps import left_out
@@ -22,6 +23,9 @@ _SKIPPED = {
     "begin_and_end_pairs": "{} begin/end events, which Kineto does not write, are left out",
     "unusable_metadata": "the file's metadata is malformed; read as absent",
     "unusable_arguments": "{} event arguments are malformed; read as absent",
+    "ranges_without_end": "{} NVTX ranges were open when the report ended and are left out",
+    "graphs_as_a_whole": "{} CUDA graphs were traced as a whole, and what ran in them is unclassified; record with "
+    "nsys profile --cuda-graph-trace=node",
 }
 
 
@@ -49,13 +53,15 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
     if not any(window.step is not None for window in timeline.windows):
         yield TraceWarning(
             code="no_steps",
-            message="no ProfilerStep: the trace is taken as one window; call profiler.step() after every step",
+            message="no ProfilerStep: the trace is taken as one window; call profiler.step() after every step"
+            + suggestion(trace),
         )
-    devices = {device for device, _ in trace.lanes}
+    devices = {trace.lanes[lane][0] for lane in np.unique(trace.device.lanes).tolist()}
     if len(devices) > 1:
         yield TraceWarning(
             code="several_devices",
-            message=f"events of {len(devices)} devices are in one trace and are counted together",
+            message=f"events of {len(devices)} devices are in one trace and are counted together; --device "
+            f"{min(devices)} shows one alone",
             count=len(devices),
         )
 
@@ -157,6 +163,8 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
 
 def _steps(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
     """Steps of which nothing ran, steps that contradict each other, and what ran outside of all steps."""
+    if any(window.name is not None for window in timeline.host_windows):
+        return  # chosen windows, which are not the steps that the trace announces
     unused, renumbered = left_out(trace, timeline.host_windows)
     if unused > 0:
         yield TraceWarning(

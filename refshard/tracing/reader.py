@@ -35,6 +35,7 @@ from refshard.tracing.events import (
     TraceFile,
 )
 from refshard.tracing.frames import CATEGORY, Frames, is_own
+from refshard.tracing.nsys import is_nsys, read_nsys
 from refshard.tracing.stream import EventStream
 
 _DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))
@@ -111,11 +112,15 @@ class _MemoryArgs(msgspec.Struct, gc=False):
 
 
 def read_trace(path: Path) -> TraceFile:
-    """Read the trace of one rank, ``.json`` or gzipped; memory stays far below the file's size.
+    """Read the trace of one rank, ``.json`` or gzipped, or what Nsight Systems exported to SQLite.
+
+    Memory stays far below the file's size.
 
     Raises:
         TraceError: the file cannot be read, is no trace, is damaged or truncated.
     """
+    if is_nsys(path):
+        return read_nsys(path)
     reader = _Reader()
     with _no_garbage_collection(), EventStream(path, msgspec.json.Decoder(list[_EVENT]), reader.salvage) as stream:
         for block in stream:

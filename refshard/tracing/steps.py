@@ -21,15 +21,7 @@ def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], npt.NDArray[np.int
     host = trace.host
     numbers = {code: int(match[1]) for code, name in enumerate(trace.names) if (match := _STEP.match(name))}
     rows = np.flatnonzero(np.isin(host.names, list(numbers)) & np.isin(host.categories, (ANNOTATION, HOST)))
-    if not len(rows):
-        return (), rows
-    threads, counts = np.unique(host.threads[rows], return_counts=True)
-    rows = rows[host.threads[rows] == threads[np.argmax(counts)]]
-    rows = rows[np.lexsort((-host.ends[rows], host.starts[rows]))]
-    reach = np.maximum.accumulate(host.ends[rows])
-    follows = np.ones(len(rows), np.bool_)
-    follows[1:] = host.starts[rows][1:] >= reach[:-1]
-    rows = rows[follows]
+    rows = outermost(trace, rows)
     found = [numbers[code] for code in host.names[rows].tolist()]
     if len(set(found)) < len(found):
         found = list(range(len(found)))
@@ -38,6 +30,20 @@ def host_steps(trace: TraceFile) -> tuple[tuple[Window, ...], npt.NDArray[np.int
         for number, start, end in zip(found, host.starts[rows].tolist(), host.ends[rows].tolist())
     )
     return windows, rows
+
+
+def outermost(trace: TraceFile, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Those of the thread that has most of them, in order of time, without those that begin within another."""
+    host = trace.host
+    if not len(rows):
+        return rows
+    threads, counts = np.unique(host.threads[rows], return_counts=True)
+    rows = rows[host.threads[rows] == threads[np.argmax(counts)]]
+    rows = rows[np.lexsort((-host.ends[rows], host.starts[rows]))]
+    reach = np.maximum.accumulate(host.ends[rows])
+    follows = np.ones(len(rows), np.bool_)
+    follows[1:] = host.starts[rows][1:] >= reach[:-1]
+    return np.asarray(rows[follows], np.int64)
 
 
 def left_out(trace: TraceFile, windows: tuple[Window, ...]) -> tuple[int, bool]:
@@ -66,20 +72,12 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     with the last that it launched; the first step begins with its first device event, and the last ends with its last
     one on any lane. A step that launched nothing has no window.
     """
-    numbers = np.array([UNKNOWN if window.step is None else window.step for window in host_windows], np.int32)
-    order = np.argsort(numbers, kind="stable")
-    mine = np.isin(spans.steps, numbers) & (spans.steps != UNKNOWN)
-    place = order[np.searchsorted(numbers[order], spans.steps[mine])]
-    on_main = spans.lanes[mine] == spans.main_lane()
-    first, last = _extremes(len(numbers), place, spans.starts[mine], spans.ends[mine])
-    first_on_main, last_on_main = _extremes(
-        len(numbers), place[on_main], spans.starts[mine][on_main], spans.ends[mine][on_main]
-    )
+    (first, last), (first_on_main, last_on_main) = extents(spans, host_windows)
     # One that has nothing on the main lane ends before the next begins there.
     latest = np.minimum.accumulate(first_on_main[::-1])[::-1]
-    ends = np.where(last_on_main == _NEVER[0], np.minimum(last, latest), last_on_main)
+    ends = np.where(last_on_main == NEVER[0], np.minimum(last, latest), last_on_main)
     windows: list[Window] = []
-    for number in np.flatnonzero(last != _NEVER[0]).tolist():
+    for number in np.flatnonzero(last != NEVER[0]).tolist():
         start = windows[-1].end if windows else int(first[number])
         windows.append(Window(step=host_windows[number].step, start=start, end=max(start, int(ends[number]))))
     if windows:
@@ -88,14 +86,31 @@ def device_windows(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Wind
     return tuple(windows)
 
 
-_NEVER = (int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max))
+Extremes = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+NEVER = (int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max))
+
+
+def extents(spans: Spans, host_windows: tuple[Window, ...]) -> tuple[Extremes, Extremes]:
+    """First start and last end of what each window launched: on all lanes, and on the lane that computes most.
+
+    The greatest and the least number where a window launched nothing there.
+    """
+    numbers = np.array([UNKNOWN if window.step is None else window.step for window in host_windows], np.int32)
+    order = np.argsort(numbers, kind="stable")
+    mine = np.isin(spans.steps, numbers) & (spans.steps != UNKNOWN)
+    place = order[np.searchsorted(numbers[order], spans.steps[mine])]
+    on_main = spans.lanes[mine] == spans.main_lane()
+    starts, ends = spans.starts[mine], spans.ends[mine]
+    return (
+        _extremes(len(numbers), place, starts, ends),
+        _extremes(len(numbers), place[on_main], starts[on_main], ends[on_main]),
+    )
 
 
 def _extremes(
     count: int, place: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """First start and last end of each step; the greatest and the least number where there is none."""
-    first, last = np.full(count, _NEVER[1]), np.full(count, _NEVER[0])
+) -> Extremes:
+    first, last = np.full(count, NEVER[1]), np.full(count, NEVER[0])
     np.minimum.at(first, place, starts)
     np.maximum.at(last, place, ends)
     return first, last

@@ -12,6 +12,8 @@ from refshard.errors import SpecError, TraceError
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 from tests.tracing import snapshots
 from tests.tracing.handmade import event, shaped, step, write
+from tests.tracing.inference import inference
+from tests.tracing.nsys_export import Export
 
 
 def refshard(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
@@ -129,11 +131,17 @@ def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
     [
         (["none.json"], "cannot be read (No such file or directory)"),
         (["case.json"], "not a Kineto trace (it has no traceEvents)"),
-        (["empty"], "holds no trace; traces end in .json or .json.gz"),
+        (["empty"], "holds no trace; traces end in .json, .json.gz or .sqlite"),
         (["rank0.json", "--cross-check", "hat"], "cross-check must be 'hta', got 'hat'"),
         (
             ["rank0.json", "--against", "rank1.json", "--html", "t.html"],
             "against: cannot be combined with --html; run the command twice",
+        ),
+        (["rank0.json", "--window", "decode("], "window: 'decode(' is no regular expression"),
+        (["rank0.json", "--window", "decode"], "--window 'decode' matches no annotation; the most frequent are: "),
+        (
+            ["rank0.json", "--device", "1"],
+            "--device 1 is not in the trace; its devices: none (a CPU trace)",
         ),
         (["rank0.json", "--calibration", "notes.txt"], "not a Kineto trace (it is no JSON object)"),
     ],
@@ -145,6 +153,53 @@ def test_a_mistake_is_one_line(folder: Path, arguments: list[str], message: str)
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_windows_take_the_place_of_steps_in_every_sentence(tmp_path: Path) -> None:
+    found = trace([inference(tmp_path / "engine.json")], window=r"step\[")
+    by_job, by_kind, *_ = tables(found)
+    assert rows(by_job)[0]["windows"] == "3"
+    assert rows(by_job)[0]["per window"] == "23.3 us"
+    assert by_kind.title == r"Windows of --window 'step\['"
+    assert rows(by_kind) == [
+        {"window": "step[EXTEND bs=2 toks=900]", "count": "1", "mean": "50.0 us", "shortest": "50.0 us",
+         "longest": "50.0 us", "compute": "30.0 us (60 %)", "comm.": "10.0 us (20 %)", "exposed": "10.0 us (20 %)",
+         "idle": "10.0 us (20 %)"},
+        {"window": "step[DECODE bs=#]", "count": "2", "mean": "10.0 us", "shortest": "10.0 us", "longest": "10.0 us",
+         "compute": "5.50 us (55 %)", "comm.": "0 s (0 %)", "exposed": "0 s (0 %)", "idle": "4.50 us (45 %)"},
+    ]  # fmt: skip
+    assert verdict(found)[0].endswith("of a window of 23.3 us.")
+    (one,) = as_json(found)["traces"]
+    assert [step["name"] for step in one["steps"]] == [
+        "step[EXTEND bs=2 toks=900]", "step[DECODE bs=8]", "step[DECODE bs=9]",
+    ]  # fmt: skip
+    assert [group["count"] for group in one["windows"]["groups"]] == [1, 2]
+
+
+def test_a_page_names_the_windows(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    trace([inference(tmp_path / "engine.json")], window=r"step\[", page=page)
+    written = page.read_text()
+    for said in ("1: step[DECODE bs=8]", "step[DECODE bs=#]", "per window, mean of 3"):
+        assert said in written
+
+
+def test_windows_of_two_traces_are_compared(tmp_path: Path) -> None:
+    a, b = inference(tmp_path / "a.json"), inference(tmp_path / "b.json")
+    b.write_text(b.read_text().replace('"dur": 6', '"dur": 8'))
+    found = as_json(trace([a], against=b, window="DECODE"))
+    assert found["delta_ns"] == 1000  # 2 us in one of two decodes
+
+
+def test_a_folder_of_exports_is_read_and_hta_is_not_asked(tmp_path: Path) -> None:
+    export = Export("2026.4")
+    export.kernel("gemm", 5, 9, 1)
+    export.call("cudaLaunchKernel_v7000", 1, 2, 1)
+    path = export.write(tmp_path / "rank3.sqlite")
+    (one,) = as_json(trace([tmp_path]))["traces"]
+    assert (one["rank"], one["compute_ns"]) == (3, 4)
+    with pytest.raises(SpecError, match=r"HTA reads Kineto traces only; leave out .*rank3\.sqlite, an export of nsys"):
+        trace([path], cross_check="hta")
 
 
 @pytest.mark.processes

@@ -49,7 +49,7 @@ def steps(figures: TraceFigures) -> str:
     idle = [part.idle_ns / part.span_ns for part in every if part.span_ns]
     if not exposed:
         return "The trace holds no time."
-    what = counted(len(every), "step") if has_steps(figures) else "The whole trace, which has no steps"
+    what = counted(len(every), each(figures)) if has_steps(figures) else "The whole trace, which has no steps"
     return f"{what}: exposed communication takes {_range(exposed)}, idle time {_range(idle)} of it."
 
 

@@ -89,10 +89,11 @@ def mean_split(figures: TraceFigures) -> dict[str, float]:
 
 def step_bars(figures: TraceFigures) -> go.Figure:
     """One stacked bar per step, the last :data:`MOST_STEPS` of them."""
-    every = [(f"step {step.step}", split(step.breakdown)) for step in figures.steps if step.step is not None]
+    each = trace_words.each(figures)
+    every = [(f"{each} {step.step}", split(step.breakdown)) for step in figures.steps if step.step is not None]
     every = every[-MOST_STEPS:] or [("whole trace", split(figures.whole))]
     bars = [Bar(place=place, name=name, parts=_seconds(parts)) for place, (name, parts) in enumerate(every)]
-    return _stacked([Row(text=bar.name) for bar in bars], bars, f"per {trace_words.each(figures)}")
+    return _stacked([Row(text=bar.name) for bar in bars], bars, f"per {each}")
 
 
 def rank_bars(figures: Sequence[TraceFigures], names: Mapping[int, str]) -> go.Figure:

@@ -85,7 +85,8 @@ def drawn_windows(figures: TraceFigures, timeline: Timeline) -> tuple[Window, ..
 
 def _window(step: StepFigures, why: str) -> Window:
     close = step.start_ns + step.breakdown.span_ns
-    return Window(step=step.step, begin=step.start_ns, close=close, label=f"step {step.step}, {why}")
+    what = f"step {step.step}" if step.name is None else f"window {step.step}, {step.name}"
+    return Window(step=step.step, begin=step.start_ns, close=close, label=f"{what}, {why}")
 
 
 def step_rows(timeline: Timeline, figures: TraceFigures, window: Window) -> tuple[list[LaneRow], int]:

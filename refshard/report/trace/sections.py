@@ -7,9 +7,11 @@ from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.idle import idle_section
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
 from refshard.report.trace.section import Section
+from refshard.report.trace.windows import windows_section
 from refshard.tracing.figures import TraceFigures
 
 SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
+    windows_section,
     exposed_section,
     messages_section,
     idle_section,

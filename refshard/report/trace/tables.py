@@ -9,7 +9,7 @@ import pandas as pd
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.idle import NAMES as IDLE
-from refshard.tracing.figures import Breakdown, CollectiveFigures, TraceFigures
+from refshard.tracing.figures import Breakdown, CollectiveFigures, StepFigures, TraceFigures
 from refshard.tracing.overlap import mean_ratio
 
 MOST_UNITS = 400
@@ -59,7 +59,7 @@ def steps(one: TraceFigures) -> pd.DataFrame:
     every = [step for step in one.steps if step.step is not None]
     return _frame(
         [
-            {"step": "whole trace" if step.step is None else str(step.step), **_parts_row(step.breakdown)}
+            {trace_words.each(one) if every else "step": _step_name(step), **_parts_row(step.breakdown)}
             | {
                 "give-way": format_ns(step.giveway.lost_ns),
                 "copy-in": format_ns(step.copies.copy_in_ns),
@@ -69,6 +69,13 @@ def steps(one: TraceFigures) -> pd.DataFrame:
             for step in (*every, trace_words.whole(one))
         ]
     )
+
+
+def _step_name(step: StepFigures) -> str:
+    """Its number, and the name of a window that a user chose."""
+    if step.step is None:
+        return "whole trace"
+    return str(step.step) if step.name is None else f"{step.step}: {step.name}"
 
 
 def _parts_row(part: Breakdown) -> dict[str, str]:
@@ -89,7 +96,8 @@ def per_step(one: TraceFigures) -> str:
     """What sums of units, collectives and waits are over."""
     if not trace_words.has_steps(one):
         return "over the whole trace"
-    return f"per step, mean of {len(one.steps)}" if len(one.steps) > 1 else "of the only step"
+    what = trace_words.each(one)
+    return f"per {what}, mean of {len(one.steps)}" if len(one.steps) > 1 else f"of the only {what}"
 
 
 def units(one: TraceFigures) -> pd.DataFrame:

@@ -18,7 +18,7 @@ from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
 from refshard.tracing.overlap import mean_ratio
 
-_ALWAYS = frozenset(("rank", "per step", "compute", "comm.", "exposed", "overlap", "idle"))
+_ALWAYS = frozenset(("rank", "per step", "per window", "compute", "comm.", "exposed", "overlap", "idle"))
 _SHOWN_CHANGES = 25
 _LONGEST_LABEL = 80
 _FEW_WARNINGS = 3
@@ -107,8 +107,8 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
         rows.append(
             {
                 "rank": "-" if trace.rank is None else str(trace.rank),
-                "steps": str(len(trace.steps)) if has_steps(trace) else "-",
-                "per step": format_ns(_mean(steps, "span_ns")),
+                "windows" if trace.windows else "steps": str(len(trace.steps)) if has_steps(trace) else "-",
+                "per window" if trace.windows else "per step": format_ns(_mean(steps, "span_ns")),
                 "compute": _share(steps, "compute_ns"),
                 "comm.": _share(steps, "comm_ns"),
                 "exposed": _share(steps, "exposed_ns"),

@@ -149,6 +149,8 @@ def whole(figures: TraceFigures) -> StepFigures:
 
 def each(figures: TraceFigures) -> str:
     """What times of this trace are means over, or of."""
+    if figures.windows is not None:
+        return "window"
     return "step" if has_steps(figures) else "trace"
 
 
