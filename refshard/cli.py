@@ -241,13 +241,21 @@ def trace(
     cross_check: Annotated[
         str | None, typer.Option(help="Show another analyser's figures too: hta (Holistic Trace Analysis).")
     ] = None,
+    communication: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Count kernels with this regular expression in their names as communication too; may be repeated.",
+        ),
+    ] = None,
 ) -> Answer:
     """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace."""
     from refshard.commands import trace as command
 
     return command.trace(
-        paths, page=html, one_job=job, calibration=calibration, against=against, cross_check=cross_check
-    )
+        paths, page=html, one_job=job, calibration=calibration, against=against, cross_check=cross_check,
+        communication=communication or (),
+    )  # fmt: skip
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """Traces in, figures out: one trace alone, and the ranks of a job together."""
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -49,16 +50,23 @@ class Analysis:
         return self.identity.path
 
 
-def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True) -> Analysis:
+def analyse(
+    path: Path,
+    *,
+    calibration: Timeline | None = None,
+    keep_timeline: bool = True,
+    communication: Sequence["re.Pattern[str]"] = (),
+) -> Analysis:
     """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
 
+    Device events with one of ``communication`` in their names communicate, besides those that are known to.
     A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
 
     Raises:
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
     """
     trace = read_trace(path)
-    timeline, identity = timeline_of(trace), identity_of(trace)
+    timeline, identity = timeline_of(trace, communication=communication), identity_of(trace)
     figures = msgspec.structs.replace(
         figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration),
         rank=identity.rank if identity.rank is not None else rank_in_name(path),

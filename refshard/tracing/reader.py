@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from refshard.tracing.communication import is_peer_copy
 from refshard.tracing.decimals import nanoseconds
 from refshard.tracing.events import (
     ANNOTATION,
@@ -289,7 +290,7 @@ class _Reader:
         externals = [a.external if a.external >= 0 else a.external_2021 for a in found]
         signatures = (self._signatures[e.name, bytes(a.grid), bytes(a.block)] for e, a in zip(events, found))
         for row, (event, args) in enumerate(zip(events, found)):
-            if args.collective:
+            if args.collective or is_peer_copy(event.name):
                 self._device_args[first + row] = self._json_object(event.args)
         self._rows[1] += count
         self._device.append(
