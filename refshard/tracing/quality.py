@@ -20,6 +20,10 @@ _SKIPPED = {
     "negative_durations": "{} events end before they start and are left out",
     "unusable_events": "{} events are malformed and are left out",
     "begin_and_end_pairs": "{} begin/end events, which Kineto does not write, are left out",
+    "trailing_commas": "{} commas stand before a closing bracket, which is no JSON; read as absent",
+    "unclosed_array": "the array of events is never closed: the file may be cut off, and its last events missing",
+    "far_events": "left out as errors of the recorder's clock: {} events an hour or more away from all others",
+    "unread_device_events": "{} events of an MTIA device are not read: what they mean is not documented",
     "unusable_metadata": "the file's metadata is malformed; read as absent",
     "unusable_arguments": "{} event arguments are malformed; read as absent",
 }
@@ -28,7 +32,7 @@ _SKIPPED = {
 def find_warnings(trace: TraceFile, timeline: Timeline) -> tuple[TraceWarning, ...]:
     """Every doubt about a trace, and about the figures that are made of it."""
     found = [
-        TraceWarning(code=code, message=_SKIPPED[code].format(count), count=count)
+        TraceWarning(code=code, message=_SKIPPED[code].format(count), count=count if "{}" in _SKIPPED[code] else None)
         for code, count in trace.skipped.items()
     ]
     found += _identity(trace, timeline)
