@@ -15,6 +15,7 @@ from refshard.tracing.events import MemoryEvents, TraceFile
 from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
+from refshard.tracing.graphs import find_graphs
 from refshard.tracing.held import allocated_over_time, memory_peaks
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
@@ -24,6 +25,7 @@ from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
 from refshard.tracing.stragglers import rank_waits
+from refshard.tracing.untold import missing_device, mostly_capture
 from refshard.tracing.waits import idle_figures
 
 _MEMORY_POINTS = 2000
@@ -67,6 +69,7 @@ def analyse(
     """
     trace = read_trace(path)
     timeline, identity = timeline_of(trace, communication=communication), identity_of(trace)
+    missing, graphs = missing_device(trace), find_graphs(trace, timeline)
     figures = msgspec.structs.replace(
         figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration),
         rank=identity.rank if identity.rank is not None else rank_in_name(path),
@@ -76,6 +79,9 @@ def analyse(
         memory=_memory(trace.memory, trace.memory_devices),
         memory_peaks=memory_peaks(trace),
         warnings=find_warnings(trace, timeline),
+        untold=missing or mostly_capture(timeline, graphs),
+        host_only=missing is not None,
+        graphs=graphs,
     )
     traffic = traffic_of(timeline, figures, _devices(trace))
     figures = msgspec.structs.replace(
@@ -193,14 +199,17 @@ def _host_bounds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
 
 def _device(trace: TraceFile, timeline: Timeline) -> str:
     """What the trace ran on, by the name that its recorder gives."""
-    if not timeline.on_device:
+    if not timeline.on_device and missing_device(trace) is None:
         return "cpu"
     properties = trace.metadata.get("deviceProperties")
+    known = [device for device in properties if isinstance(device, dict)] if isinstance(properties, list) else []
+    if not timeline.on_device:
+        names = dict.fromkeys(str(device["name"]) for device in known if device.get("name"))
+        return f"{next(iter(names))}, no device events" if len(names) == 1 else "no device events"
     number = next(iter(trace.lanes), ("", ""))[0]
-    for device in properties if isinstance(properties, list) else ():
-        if isinstance(device, dict) and str(device.get("id")) == number:
-            return str(device.get("name"))
-    return "gpu"
+    return next(
+        (str(device["name"]) for device in known if str(device.get("id")) == number and device.get("name")), "gpu"
+    )
 
 
 def _memory(events: MemoryEvents, devices: Sequence[str]) -> tuple[MemoryPoint, ...]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from refshard.tracing.events import DeviceEvents, HostEvents, TraceFile
+from refshard.tracing.events import DeviceEvents, HostEvents, MemoryEvents, TraceFile
 
 HOUR_NS = 3600 * 10**9
 SPANS = 100
@@ -18,7 +18,7 @@ RULES = ((HOUR_NS, 0.99), (24 * HOUR_NS, 0.5))
 """Apart by how much, and by what share of the events, others are told from those that were recorded. A pause of an hour
 may be meant, but hardly for a single event; no recording pauses for a day."""
 
-Columns = TypeVar("Columns", HostEvents, DeviceEvents)
+Columns = TypeVar("Columns", HostEvents, DeviceEvents, MemoryEvents)
 T = TypeVar("T")
 
 
@@ -42,7 +42,7 @@ def without_far_events(trace: TraceFile) -> TraceFile:
         device=_at(device, near_device),
         host_args=_renumbered(trace.host_args, near_host),
         device_args=_renumbered(trace.device_args, near_device),
-        memory=tuple(event for event in trace.memory if bounds[0] <= event.ns <= bounds[1]),
+        memory=_near_memory(trace.memory, bounds),
         skipped={**trace.skipped, "far_events": far},
     )
 
@@ -68,6 +68,13 @@ def _bounds(
 
 def _near(events: HostEvents | DeviceEvents, bounds: tuple[int, int]) -> npt.NDArray[np.bool_]:
     return np.asarray((events.starts >= bounds[0]) & (events.ends <= bounds[1]), np.bool_)
+
+
+def _near_memory(events: MemoryEvents, bounds: tuple[int, int]) -> MemoryEvents:
+    """Without what is far, unless a device would be left without events."""
+    near = (events.times >= bounds[0]) & (events.times <= bounds[1])
+    is_whole = len(np.unique(events.devices[near])) == len(np.unique(events.devices))
+    return _at(events, np.asarray(near, np.bool_)) if is_whole else events
 
 
 def _at(events: Columns, rows: npt.NDArray[np.bool_]) -> Columns:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from refshard.report.trace.communication import exposed_section, messages_section
+from refshard.report.trace.graphs import graphs
 from refshard.report.trace.idle import idle_section
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
 from refshard.report.trace.section import Section
@@ -14,6 +15,7 @@ SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
     idle_section,
     memory_at_peak,
     memory_by_unit,
+    graphs,
 )
 """What makes each section of a trace, in the order of reading; None where the trace cannot tell."""
 
