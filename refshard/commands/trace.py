@@ -95,7 +95,7 @@ class _How:
 
     def analyse(self, path: Path) -> Analysis:
         return analyse(
-            path, calibration=self.calibration, keep_timeline=self.keep_timelines, communication=self.communication
+            path, calibration=self.calibration, keep_timeline=self.keep_timelines, communicating=self.communication
         )
 
 
@@ -106,7 +106,7 @@ def _analyse_all(paths: Sequence[Path], how: _How) -> list[Analysis]:
         TraceError: none can be.
     """
     files, named = _files(paths)
-    found, inside = [], []
+    found, inside = [], list[str]()
     for file in files:
         try:
             found.append(how.analyse(file))
@@ -170,6 +170,8 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Answer:
     of_a, of_b = attribute(a.timeline), attribute(b.timeline)
     sides = [(what, getattr(a.figures, what), getattr(b.figures, what)) for what in ("device", "world_size")]
     doubts = [f"A and B differ in {what}: {ours} and {theirs}." for what, ours, theirs in sides if ours != theirs]
+    doubts += [f"{name} has no device events: what it did on the device is unknown." for name, one in zip("AB", (a, b))
+               if one.figures.host_only]  # fmt: skip
     return trace_table.difference_answer((str(a.path), str(b.path)), of_a, of_b, difference(of_a, of_b), doubts)
 
 

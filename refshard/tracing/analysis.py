@@ -57,18 +57,18 @@ def analyse(
     *,
     calibration: Timeline | None = None,
     keep_timeline: bool = True,
-    communication: Sequence["re.Pattern[str]"] = (),
+    communicating: Sequence["re.Pattern[str]"] = (),
 ) -> Analysis:
     """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
 
-    Device events with one of ``communication`` in their names communicate, besides those that are known to.
+    Device events with one of ``communicating`` in their names communicate, besides those that are known to.
     A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
 
     Raises:
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
     """
     trace = read_trace(path)
-    timeline, identity = timeline_of(trace, communication=communication), identity_of(trace)
+    timeline, identity = timeline_of(trace, communication=communicating), identity_of(trace)
     missing, graphs = missing_device(trace), find_graphs(trace, timeline)
     figures = msgspec.structs.replace(
         figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration),

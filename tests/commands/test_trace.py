@@ -185,8 +185,8 @@ def test_one_bad_file_does_not_end_the_others(folder: Path) -> None:
 
 
 def test_a_trace_without_host_events_does_not_end_the_others(folder: Path) -> None:
-    device = {"stream": 7, "device": 0, "correlation": 3}
-    write(folder / "bare.json", [event("gemm", 5, 10, cat="kernel", tid=7, **device)], rank=1)
+    gemm = event("gemm", 5, 10, cat="kernel", tid=7, stream=7, device=0, correlation=3)
+    write(folder / "bare.json", [gemm], rank=1)
     found = as_json(trace([folder / "bare.json", folder / "rank0.json"]))["traces"]
     assert [one["compute_ns"] for one in found] == [10_000, 30_000]
     assert found[0]["idle_host_ns"] is None
@@ -195,8 +195,8 @@ def test_a_trace_without_host_events_does_not_end_the_others(folder: Path) -> No
 
 @pytest.mark.processes
 def test_kernels_of_ones_own_communicate(folder: Path) -> None:
-    device = {"stream": 7, "device": 0, "correlation": 3}
-    write(folder / "own.json", [event("my_ring(float*)", 5, 10, cat="kernel", tid=7, **device)])
+    ring = event("my_ring(float*)", 5, 10, cat="kernel", tid=7, stream=7, device=0, correlation=3)
+    write(folder / "own.json", [ring])
     done = refshard("trace", "own.json", "--communication", "no such", "--communication", "RING", "--json",
                     folder=folder)  # fmt: skip
     assert json.loads(done.stdout)["traces"][0]["comm_ns"] == 10_000

@@ -89,7 +89,7 @@ def test_each_is_a_collective_with_its_operation(tmp_path: Path) -> None:
     assert (figures.whole.comm_ns, figures.whole.copy_ns, figures.whole.compute_ns) == (9000, 2000, 13_000)
     assert [(one.op, one.bytes) for one in figures.collectives] == [("all_reduce", None), ("peer_copy", 4096)]
     assert figures.collectives[1].bus_bandwidth == 4096 / 5e-6
-    own = analyse(path, communication=patterns(["^void RING::", "gemm$"])).figures
+    own = analyse(path, communicating=patterns(["^void RING::", "gemm$"])).figures
     assert own.whole.comm_ns == 22_000
     assert [one.op for one in own.collectives] == ["gemm", "all_reduce", "peer_copy", "exchange"]
 

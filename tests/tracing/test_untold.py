@@ -46,8 +46,8 @@ def test_a_device_without_events_is_named(tmp_path: Path, more: list[dict[str, A
     (found,) = as_json(answer)["traces"]
     assert (found["span_ns"], found["compute_ns"], found["steps"][0]["idle_ns"]) == (100_000, None, None)
     assert "device_events_missing" in {one.code for one in figures.warnings}
-    (row,) = summary([figures]).to_dict("records")
-    assert (row["span"], row["compute"], row["idle"]) == ("100 us", "-", "-")
+    (told_page,) = summary([figures]).to_dict("records")
+    assert (told_page["span"], told_page["compute"], told_page["idle"]) == ("100 us", "-", "-")
     assert list(steps_table(figures)["span"]) == ["100 us", "100 us"]
 
 
