@@ -220,6 +220,8 @@ def _memory(events: MemoryEvents, devices: Sequence[str]) -> tuple[MemoryPoint, 
     found = []
     for code, device in enumerate(devices):
         rows = np.flatnonzero(events.devices == code)
+        if not len(rows):  # none of its events has a usable time
+            continue
         sizes, _ = allocated_over_time(events, rows)
         lowest = min(0, int(sizes.min()))
         every = -(-len(rows) // _MEMORY_POINTS)

@@ -189,7 +189,7 @@ def test_a_trace_without_host_events_does_not_end_the_others(folder: Path) -> No
     write(folder / "bare.json", [gemm], rank=1)
     found = as_json(trace([folder / "bare.json", folder / "rank0.json"]))["traces"]
     assert [one["compute_ns"] for one in found] == [10_000, 30_000]
-    assert found[0]["idle_host_ns"] is None
+    assert found[0]["idle_launch_ns"] is None
     assert [one["code"] for one in found[0]["warnings"]] == ["no_steps", "launches_missing"]
 
 
