@@ -254,20 +254,21 @@ def trace(
     device: Annotated[
         str | None, typer.Option(help="Look at one device of a file that holds several, such as a report of nsys: 0.")
     ] = None,
+    communication: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Count kernels with this regular expression in their names as communication too; may be repeated.",
+        ),
+    ] = None,
 ) -> Answer:
     """Analyse profiler traces: overlap, idle time, give-way, stragglers, and warnings about the trace."""
     from refshard.commands import trace as command
 
     return command.trace(
-        paths,
-        page=html,
-        one_job=job,
-        calibration=calibration,
-        against=against,
-        cross_check=cross_check,
-        window=window,
-        device=device,
-    )
+        paths, page=html, one_job=job, calibration=calibration, against=against, cross_check=cross_check,
+        window=window, device=device, communication=communication or (),
+    )  # fmt: skip
 
 
 @app.command()

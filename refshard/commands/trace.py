@@ -1,9 +1,10 @@
 """``refshard trace``: analyse Kineto traces and CUDA memory snapshots, whoever recorded them."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from refshard.report.trace import terminal as trace_table
 from refshard.timeline import Timeline
 from refshard.tracing import hta
 from refshard.tracing.analysis import Analysis, analyse, join
+from refshard.tracing.communication import patterns
 from refshard.tracing.diff import attribute, difference
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.memory_timeline import is_memory_timeline
@@ -42,6 +44,7 @@ def trace(
     cross_check: str | None = None,
     window: str | None = None,
     device: str | None = None,
+    communication: Sequence[str] = (),
 ) -> Answer:
     """Analyse trace files and folders of them, or files about memory alone. ``page`` is an HTML file to write.
 
@@ -49,13 +52,14 @@ def trace(
     one of several devices in a trace.
 
     With ``against``, say instead what accounts for the change in step time from ``paths`` to it. ``cross_check`` names
-    another analyser whose figures to set beside these: ``hta``.
+    another analyser whose figures to set beside these: ``hta``. Kernels whose names hold one of ``communication``,
+    regular expressions, communicate, besides those that are known to. A file that cannot be analysed is named on
+    standard error, and the others are analysed.
 
     Raises:
-        TraceError: a file named is no trace or is damaged, a folder holds none, a snapshot is among traces, or the
-            other analyser is not installed.
-        SpecError: ``page`` cannot be written, ``window`` is neither a pattern nor a range, or options do not go
-            together.
+        TraceError: no file can be analysed, a snapshot is among traces, or the other analyser is not installed.
+        SpecError: ``page`` cannot be written, options do not go together, ``window`` is neither a pattern nor a range,
+            or ``communication`` holds what is no regular expression.
     """
     asked = None if window is None else parse_window(window)
     if cross_check not in (None, "hta"):
@@ -70,12 +74,13 @@ def trace(
             if page is not None or calibration is not None or against is not None or cross_check is not None:
                 raise SpecError(f"{of_memory[0]}: a {kind} takes no option of traces; leave them out")
             return answer_of(of_memory)
-    undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
-    analyse_all = partial(_analyse_all, calibration=undisturbed, asked=asked, device=device)
+    own = patterns(communication)
+    undisturbed = None if calibration is None else timeline_of(read_trace(calibration), communication=own)
     keep = page is not None or against is not None or cross_check is not None
-    analyses = join(analyse_all(paths, keep_timelines=keep), one_job=one_job)
+    how = _How(calibration=undisturbed, keep_timelines=keep, communication=own, window=asked, device=device)
+    analyses = join(_analyse_all(paths, how), one_job=one_job)
     if against is not None:
-        other = join(analyse_all([against], keep_timelines=True), one_job=one_job)
+        other = join(_analyse_all([against], how), one_job=one_job)
         return _compare(analyses, other)
     if cross_check is not None and (exports := [one.path for one in analyses if is_nsys(one.path)]):
         raise SpecError(f"cross-check: HTA reads Kineto traces only; leave out {exports[0]}, an export of nsys")
@@ -90,38 +95,66 @@ def trace(
     return answer
 
 
-def _analyse_all(
-    paths: Sequence[Path],
-    *,
-    calibration: Timeline | None,
-    asked: Asked | None,
-    device: str | None,
-    keep_timelines: bool,
-) -> list[Analysis]:
-    found, skipped, seen = [], [], set[Path]()
-    analyse_one = partial(analyse, calibration=calibration, keep_timeline=keep_timelines, window=asked, device=device)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _How:
+    """How each file is analysed; as :func:`analyse` takes it."""
+
+    calibration: Timeline | None
+    keep_timelines: bool
+    communication: tuple["re.Pattern[str]", ...]
+    window: Asked | None
+    device: str | None
+
+    def analyse(self, path: Path) -> Analysis:
+        return analyse(
+            path, calibration=self.calibration, keep_timeline=self.keep_timelines, communicating=self.communication,
+            window=self.window, device=self.device,
+        )  # fmt: skip
+
+
+def _analyse_all(paths: Sequence[Path], how: _How) -> list[Analysis]:
+    """Every file that can be analysed, each once; the others are named on standard error.
+
+    Raises:
+        TraceError: none can be.
+    """
+    files, named = _files(paths)
+    found, inside = [], list[str]()
+    for file in files:
+        try:
+            found.append(how.analyse(file))
+        except TraceError as error:
+            (named if file in paths else inside).append(str(error))
+    reasons = [*named, *inside]
+    if not found and len(reasons) == 1:
+        raise TraceError(reasons[0])
+    _print_skipped(named, inside)
+    if not found:
+        raise TraceError(f"none of {len(reasons)} files and folders could be analysed, for the reasons above")
+    return found
+
+
+def _print_skipped(named: Sequence[str], inside: Sequence[str]) -> None:
+    """Every file that the user named, and the first few of folders, which may hold many that are no traces."""
+    for reason in (*named, *inside[:_NAMED]):
+        print(f"refshard: skipped {reason}", file=sys.stderr)
+    if len(inside) > _NAMED:
+        print(f"refshard: skipped {len(inside) - _NAMED} more files that cannot be analysed", file=sys.stderr)
+
+
+def _files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Files as they are named and those of folders that may be traces, each once; and which folders hold none."""
+    found, empty = dict[Path, Path](), []
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 -- never raises
-            if path.resolve() not in seen:
-                found.append(analyse_one(path))
-            seen.add(path.resolve())
+            found.setdefault(path.resolve(), path)
             continue
-        inside, candidates = [], _candidates(path)
-        fresh = [file for file in candidates if file.resolve() not in seen]
-        seen.update(file.resolve() for file in fresh)
-        for file in fresh:
-            try:
-                inside.append(analyse_one(file))
-            except TraceError as error:
-                skipped.append(str(error))
-        if not inside and len(fresh) == len(candidates):
-            raise TraceError(f"{path}: holds no trace; traces end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
-        found += inside
-    for reason in skipped[:_NAMED]:
-        print(f"refshard: skipped {reason}", file=sys.stderr)
-    if len(skipped) > _NAMED:
-        print(f"refshard: skipped {len(skipped) - _NAMED} more files that are no traces", file=sys.stderr)
-    return found
+        inside = _candidates(path)
+        if not inside:
+            empty.append(f"{path}: holds no trace; traces end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+        for file in inside:
+            found.setdefault(file.resolve(), file)
+    return list(found.values()), empty
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -150,6 +183,8 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Answer:
     of_a, of_b = attribute(a.timeline), attribute(b.timeline)
     sides = [(what, getattr(a.figures, what), getattr(b.figures, what)) for what in ("device", "world_size")]
     doubts = [f"A and B differ in {what}: {ours} and {theirs}." for what, ours, theirs in sides if ours != theirs]
+    doubts += [f"{name} has no device events: what it did on the device is unknown." for name, one in zip("AB", (a, b))
+               if one.figures.host_only]  # fmt: skip
     return trace_table.difference_answer((str(a.path), str(b.path)), of_a, of_b, difference(of_a, of_b), doubts)
 
 

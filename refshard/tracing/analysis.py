@@ -1,5 +1,6 @@
 """Traces in, figures out: one trace alone, and the ranks of a job together."""
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from refshard.tracing.events import MemoryEvents, TraceFile
 from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
+from refshard.tracing.graphs import find_graphs
 from refshard.tracing.held import allocated_over_time, memory_peaks
 from refshard.tracing.holdups import find_holdups
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
@@ -26,6 +28,7 @@ from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
 from refshard.tracing.stragglers import rank_waits
+from refshard.tracing.untold import missing_device, mostly_capture
 from refshard.tracing.waits import idle_figures
 from refshard.tracing.windows import Asked, window_figures, window_warnings
 
@@ -60,10 +63,12 @@ def analyse(
     keep_timeline: bool = True,
     window: Asked | None = None,
     device: str | None = None,
+    communicating: Sequence["re.Pattern[str]"] = (),
 ) -> Analysis:
     """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
 
-    ``window`` says what to take in place of the trace's steps, ``device`` which of several devices to look at.
+    ``window`` says what to take in place of the trace's steps, ``device`` which of several devices to look at. Device
+    events with one of ``communicating`` in their names communicate, besides those that are known to.
 
     A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
 
@@ -73,7 +78,8 @@ def analyse(
     trace = read_trace(path)
     if device is not None:
         trace = only_device(trace, device)
-    timeline, identity = timeline_of(trace, window), identity_of(trace)
+    timeline, identity = timeline_of(trace, window, communication=communicating), identity_of(trace)
+    missing, graphs = missing_device(trace), find_graphs(trace, timeline)
     found = figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration)
     figures = msgspec.structs.replace(
         found,
@@ -86,6 +92,9 @@ def analyse(
         holdups=find_holdups(trace, timeline),
         warnings=(*in_words_of(trace, find_warnings(trace, timeline)), *window_warnings(trace, timeline, window)),
         windows=None if window is None else window_figures(window, found.steps),
+        untold=missing or mostly_capture(timeline, graphs),
+        host_only=missing is not None,
+        graphs=graphs,
     )
     traffic = traffic_of(timeline, figures, _devices(trace))
     figures = msgspec.structs.replace(
@@ -209,14 +218,17 @@ def _host_bounds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
 
 def _device(trace: TraceFile, timeline: Timeline) -> str:
     """What the trace ran on, by the name that its recorder gives."""
-    if not timeline.on_device:
+    if not timeline.on_device and missing_device(trace) is None:
         return "cpu"
     properties = trace.metadata.get("deviceProperties")
+    known = [device for device in properties if isinstance(device, dict)] if isinstance(properties, list) else []
+    if not timeline.on_device:
+        names = dict.fromkeys(str(device["name"]) for device in known if device.get("name"))
+        return f"{next(iter(names))}, no device events" if len(names) == 1 else "no device events"
     number = trace.lanes[int(trace.device.lanes[0])][0].partition("/")[0]
-    for device in properties if isinstance(properties, list) else ():
-        if isinstance(device, dict) and str(device.get("id")) == number:
-            return str(device.get("name"))
-    return "gpu"
+    return next(
+        (str(device["name"]) for device in known if str(device.get("id")) == number and device.get("name")), "gpu"
+    )
 
 
 def _memory(events: MemoryEvents, devices: Sequence[str]) -> tuple[MemoryPoint, ...]:
@@ -227,6 +239,8 @@ def _memory(events: MemoryEvents, devices: Sequence[str]) -> tuple[MemoryPoint, 
     found = []
     for code, device in enumerate(devices):
         rows = np.flatnonzero(events.devices == code)
+        if not len(rows):  # none of its events has a usable time
+            continue
         sizes, _ = allocated_over_time(events, rows)
         lowest = min(0, int(sizes.min()))
         every = -(-len(rows) // _MEMORY_POINTS)

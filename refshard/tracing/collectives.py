@@ -10,7 +10,7 @@ from refshard.tracing.figures import CollectiveFigures, CopyOverhead, ReduceWait
 from refshard.tracing.idle import knows_launches, latest_launches
 
 _ONE_WAY = frozenset(("all_gather", "reduce_scatter", "all_to_all"))
-_WHOLE = frozenset(("broadcast", "reduce", "send", "recv", "send_recv"))
+_WHOLE = frozenset(("broadcast", "reduce", "send", "recv", "send_recv", "peer_copy"))
 NS = 1e-9
 
 

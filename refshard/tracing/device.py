@@ -1,18 +1,17 @@
 """Device events of a trace become spans: of which class, launched when, in which step and for which unit."""
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
+from refshard.tracing.communication import communicates, is_peer_copy
 from refshard.tracing.events import HOST, KERNEL, LAUNCH, TraceFile
 from refshard.tracing.labels import Labels
 from refshard.tracing.steps import step_at
-
-COMM_KERNEL = re.compile(r"nccl|rccl|msccl|nvshmem|deep_ep::|refshard_(?:emulated|simulated)", re.IGNORECASE)
-"""Names of kernels that communicate: NCCL 2.4 to 2.28, RCCL, MSCCL++, NVSHMEM, DeepEP, and what is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,6 +33,8 @@ class Launches:
 def find_launches(trace: TraceFile) -> Launches:
     """Match device events with the host's calls by correlation id, or else with operators by external id."""
     host, device, order = trace.host, trace.device, device_order(trace)
+    if not len(host.starts):
+        return _unknown_launches(len(order))
     calls = np.flatnonzero((host.categories == LAUNCH) & (host.correlations > 0))
     call = _match(trace, device.correlations[order], host.correlations[calls], calls)
     ops = np.flatnonzero((host.categories == HOST) & (host.externals > 0))
@@ -54,6 +55,13 @@ def find_launches(trace: TraceFile) -> Launches:
         threads=np.where(known, host.threads[source], UNKNOWN).astype(np.int32),
         operators=np.where(op != UNKNOWN, host.names[op], UNKNOWN).astype(np.int32),
     )
+
+
+def _unknown_launches(count: int) -> Launches:
+    """Of a trace without host events."""
+    unknown = np.full(count, UNKNOWN, np.int64)
+    narrow = unknown.astype(np.int32)
+    return Launches(calls=unknown, points=unknown, queued=unknown, threads=narrow, operators=narrow)
 
 
 def _match(
@@ -77,8 +85,14 @@ def _match(
     return found
 
 
-def device_spans(trace: TraceFile, labels: Labels, host_windows: tuple[Window, ...], launches: Launches) -> Spans:
-    """All device events of a trace, ordered by start."""
+def device_spans(
+    trace: TraceFile,
+    labels: Labels,
+    host_windows: tuple[Window, ...],
+    launches: Launches,
+    communication: Sequence["re.Pattern[str]"] = (),
+) -> Spans:
+    """All device events of a trace, ordered by start; those whose name holds one of ``communication`` communicate."""
     device, order = trace.device, device_order(trace)
     starts, names = device.starts[order], device.names[order]
     units, under = labels.of_work(launches.threads, launches.points)
@@ -87,7 +101,7 @@ def device_spans(trace: TraceFile, labels: Labels, host_windows: tuple[Window, .
     return Spans(
         starts=starts,
         ends=device.ends[order],
-        kinds=_kinds(trace, order, under),
+        kinds=_kinds(trace, order, under, communication),
         lanes=device.lanes[order],
         names=names,
         operators=np.where(launches.operators == UNKNOWN, names, launches.operators),
@@ -109,18 +123,32 @@ def device_order(trace: TraceFile) -> npt.NDArray[np.int64]:
     return np.lexsort((trace.device.ends, trace.device.starts))
 
 
-def _kinds(trace: TraceFile, order: npt.NDArray[np.int64], under: npt.NDArray[np.int16]) -> npt.NDArray[np.int8]:
+def _kinds(
+    trace: TraceFile,
+    order: npt.NDArray[np.int64],
+    under: npt.NDArray[np.int16],
+    communication: Sequence["re.Pattern[str]"],
+) -> npt.NDArray[np.int8]:
     """Classes in the order of precedence of the definitions."""
     names, is_collective = trace.device.names[order], trace.device.is_collective[order]
-    communicates = np.array([bool(COMM_KERNEL.search(name)) for name in trace.names] or [False])
-    nameless = np.array([not name for name in trace.names] or [False])
     is_kernel = trace.device.categories[order] == KERNEL
+
+    def named(test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
+        found = np.zeros(len(trace.names), np.bool_)
+        for code in np.unique(names).tolist():
+            found[code] = test(trace.names[code])
+        return np.asarray(found[names], np.bool_)
+
+    own = named(lambda name: any(pattern.search(name) for pattern in communication))
     code = {kind: KINDS.index(kind) for kind in Kind}
     conditions = (
-        is_collective | (is_kernel & communicates[names]) | (under & Meaning.COLLECTIVE > 0),
+        is_collective
+        | own
+        | np.where(is_kernel, named(communicates), named(is_peer_copy))
+        | (under & Meaning.COLLECTIVE > 0),
         under & Meaning.REDUCE > 0,
         ~is_kernel | (under & (Meaning.COPY_IN | Meaning.COPY_OUT) > 0),
-        ~nameless[names],
+        named(bool),
     )
     classes = (code[Kind.COMM], code[Kind.PREP], code[Kind.COPY], code[Kind.COMPUTE])
     return np.select(conditions, classes, code[Kind.UNCLASSIFIED]).astype(np.int8)

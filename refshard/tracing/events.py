@@ -15,6 +15,8 @@ HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD = range(7)
 GLOO, EMULATED = "gloo:", "emulated:"
 """What the names of the spans begin with in which a collective runs on a CPU: gloo's, and emulated ones."""
 UNUSED = -1
+UNREAD = -2
+"""Events of a device whose meaning no document gives: they are counted, not read."""
 
 CATEGORIES = {
     "cpu_op": HOST, "operator": HOST,
@@ -26,6 +28,7 @@ CATEGORIES = {
     "gpu_memcpy": MEMCPY, "memcpy": MEMCPY,
     "gpu_memset": MEMSET, "memset": MEMSET,
     "overhead": OVERHEAD,
+    "mtia_ccp_events": UNREAD, "mtia_insight": UNREAD,
 }  # fmt: skip
 """What Kineto calls a category, in lower case (2021's traces capitalise), and what it is."""
 

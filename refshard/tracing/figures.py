@@ -9,6 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from refshard.tracing.exposure_figures import CommunicationFigures
+from refshard.tracing.graph_figures import GraphFigures
 from refshard.tracing.held_figures import MemoryPeak
 from refshard.tracing.holdup_figures import HoldUps
 
@@ -238,7 +239,9 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``job`` is the number of the job that its file belongs to, among the files analysed together. ``whole`` is over the
     whole trace, from the first device event's start to the last one's end (of a CPU trace: over its steps, or from the
-    first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here.
+    first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``untold`` says
+    why no verdict on losses can be given, where that is so. If ``host_only``, a device was used of which the trace has
+    no events: the breakdowns are of the host's operators, and are shown to nobody.
     """
 
     file: str
@@ -263,3 +266,6 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     communication: CommunicationFigures | None = None
     holdups: HoldUps | None = None
     windows: WindowFigures | None = None
+    untold: str | None = None
+    host_only: bool = False
+    graphs: GraphFigures | None = None

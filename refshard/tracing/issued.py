@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import UNKNOWN, Collective, Kind, Spans, Window
+from refshard.tracing.communication import PEER_COPY, custom_operation
 from refshard.tracing.device import Launches, device_order
 from refshard.tracing.events import ANNOTATION, EMULATED, GLOO, TraceFile, whole
 from refshard.tracing.labels import Labels, innermost
@@ -287,9 +288,11 @@ class _Describe:
     def unannounced(self, row: int) -> Collective:
         args, spans = self._args.of(row), self._spans
         name = args.get(_NAME)
-        op = operation_of(name if isinstance(name, str) and name else spans.name_table[spans.names[row]])
+        kernel = spans.name_table[spans.names[row]]
+        op = operation_of(name) if isinstance(name, str) and name else custom_operation(kernel) or operation_of(kernel)
         unit, step, launched = int(spans.units[row]), int(spans.steps[row]), int(spans.launches[row])
-        return self._described(op, args, [row], unit=unit, step=step, launched=launched, announced=False)
+        size = whole(args.get("bytes")) if op == PEER_COPY else None
+        return self._described(op, args, [row], unit=unit, step=step, launched=launched, size=size, announced=False)
 
     def _described(
         self, op: str, args: Args, rows: list[int], *, unit: int, step: int, launched: int,
@@ -335,7 +338,17 @@ def operation_of(name: str) -> str:
     ('reduce_scatter', 'all_gather')
     """
     plain = name.lower().replace("_", "").partition("(")[0]
-    return next((op for part, op in _NAMES if part in plain), name)
+    return next((op for part, op in _NAMES if part in plain), _identifier(name))
+
+
+def _identifier(name: str) -> str:
+    """The name of a function without its result, namespaces, template and arguments.
+
+    >>> _identifier("void (anonymous namespace)::ring::exchange<float, 4>(float*, int)"), _identifier("what")
+    ('exchange', 'what')
+    """
+    plain = name.replace("(anonymous namespace)::", "").partition("(")[0].partition("<")[0]
+    return plain.rpartition("::")[2].rpartition(" ")[2] or name
 
 
 def run_of(op: str, *, emulated: bool) -> str:

@@ -4,6 +4,8 @@ What a span is spent on follows the definitions in ``docs/explanation/metrics.md
 (kernels, copies) is read by those; one without is a CPU trace.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +36,14 @@ def read_timeline(path: Path) -> Timeline:
     return timeline
 
 
-def timeline_of(trace: TraceFile, asked: Asked | None = None) -> Timeline:
+def timeline_of(
+    trace: TraceFile, asked: Asked | None = None, *, communication: Sequence["re.Pattern[str]"] = ()
+) -> Timeline:
     """What the rank of this trace did, with windows ``asked`` for in place of its steps.
 
     A trace without steps is one window, from its first span to its last.
+
+    Device events with one of ``communication`` in their names communicate, besides those that are known to.
 
     Raises:
         TraceError: the trace holds nothing that could be analysed, or nothing that was asked for.
@@ -47,7 +53,7 @@ def timeline_of(trace: TraceFile, asked: Asked | None = None) -> Timeline:
     on_device = len(trace.device.starts) > 0
     launches = find_launches(trace) if on_device else None
     if launches is not None:
-        spans = device_spans(trace, labels, host_windows, launches)
+        spans = device_spans(trace, labels, host_windows, launches, communication)
     else:
         spans = cpu_spans(trace, labels, host_windows, main_thread(trace, step_rows))
     if not len(spans) and not host_windows:

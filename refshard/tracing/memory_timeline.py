@@ -6,6 +6,7 @@ was there before. A tensor that is written to goes and comes again, maybe for an
 """
 
 import gzip
+import os
 import zlib
 from pathlib import Path
 
@@ -38,6 +39,8 @@ class MemoryTimelineFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_memory_timeline(path: Path) -> bool:
     """Whether a file begins as such a timeline does; it may be gzipped."""
+    if not os.path.isfile(path):  # noqa: PTH113 -- never raises; opening a pipe would wait for its writer
+        return False
     try:
         return _text(path, most=64).lstrip().replace(b" ", b"").startswith(_START)
     except (OSError, EOFError, zlib.error):

@@ -6,6 +6,7 @@ asked first. NVTX ranges stand for annotations, and runtime and driver calls for
 nor external ids.
 """
 
+import os
 import re
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,8 @@ def is_nsys(path: Path) -> bool:
     """Whether a file is an SQLite database, or a report that has yet to be exported to one."""
     if path.name.endswith(_REPORTS):
         return True
+    if not os.path.isfile(path):  # noqa: PTH113 -- never raises; opening a pipe would wait for its writer
+        return False
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC

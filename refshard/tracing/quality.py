@@ -1,19 +1,23 @@
 """What is doubtful about a trace: what its recorder dropped, and where its clocks and claims contradict each other."""
 
-import re
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from refshard.quantities import format_ns
-from refshard.timeline import UNKNOWN, Kind, Spans, Timeline
+from refshard.timeline import UNKNOWN, Collective, Kind, Spans, Timeline
 from refshard.tracing.annotations import suggestion
-from refshard.tracing.events import LAUNCH, OVERHEAD, TraceFile
+from refshard.tracing.communication import PEER_COPY, custom_operation
+from refshard.tracing.events import OVERHEAD, TraceFile, whole
 from refshard.tracing.figures import TraceWarning
+from refshard.tracing.graph_figures import GraphFigures
+from refshard.tracing.graphs import LAUNCHES_KERNEL, calls, captured, find_graphs
+from refshard.tracing.jobs import rank_in_name
 from refshard.tracing.steps import left_out
+from refshard.tracing.untold import missing_device
 
-_LAUNCHES_KERNEL = re.compile(r"LaunchKernel|GraphLaunch|LaunchCooperativeKernel")
 _NOTABLE_OVERHEAD = 0.01
 _SKIPPED = {
     "not_numbers": "{} numbers are NaN or infinity; read as null",
@@ -21,6 +25,10 @@ _SKIPPED = {
     "negative_durations": "{} events end before they start and are left out",
     "unusable_events": "{} events are malformed and are left out",
     "begin_and_end_pairs": "{} begin/end events, which Kineto does not write, are left out",
+    "trailing_commas": "{} commas stand before a closing bracket, which is no JSON; read as absent",
+    "unclosed_array": "the array of events is never closed: the file may be cut off, and its last events missing",
+    "far_events": "left out as errors of the recorder's clock: {} events an hour or more away from all others",
+    "unread_device_events": "{} events of an MTIA device are not read: what they mean is not documented",
     "unusable_metadata": "the file's metadata is malformed; read as absent",
     "unusable_arguments": "{} event arguments are malformed; read as absent",
     "ranges_without_end": "{} NVTX ranges were open when the report ended and are left out",
@@ -32,11 +40,20 @@ _SKIPPED = {
 def find_warnings(trace: TraceFile, timeline: Timeline) -> tuple[TraceWarning, ...]:
     """Every doubt about a trace, and about the figures that are made of it."""
     found = [
-        TraceWarning(code=code, message=_SKIPPED[code].format(count), count=count)
+        TraceWarning(code=code, message=_SKIPPED[code].format(count), count=count if "{}" in _SKIPPED[code] else None)
         for code, count in trace.skipped.items()
     ]
     found += _identity(trace, timeline)
-    found += _collectives(timeline)
+    host_only = missing_device(trace) is not None
+    if host_only:
+        found.append(
+            TraceWarning(
+                code="device_events_missing",
+                message="the trace has no device events: compute, communication and idle time are unknown",
+            )
+        )
+    found += _collectives(trace, timeline, host_only=host_only)
+    found += _captured(find_graphs(trace, timeline))
     if timeline.on_device:
         found += _launches(trace, timeline.spans)
         found += _streams(timeline.spans)
@@ -46,9 +63,12 @@ def find_warnings(trace: TraceFile, timeline: Timeline) -> tuple[TraceWarning, .
 
 
 def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
-    if timeline.rank is None:
+    if timeline.rank is None and _has_peers(trace, timeline):
+        named = rank_in_name(trace.path)
+        instead = "" if named is None else f"; {named} is taken from the file's name"
         yield TraceWarning(
-            code="no_rank", message="the trace does not say which rank it is: its distributedInfo has no rank"
+            code="no_rank",
+            message=f"the trace does not say which rank it is: its distributedInfo has no rank{instead}",
         )
     if not any(window.step is not None for window in timeline.windows):
         yield TraceWarning(
@@ -66,27 +86,69 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
         )
 
 
-def _collectives(timeline: Timeline) -> Iterator[TraceWarning]:
+def _has_peers(trace: TraceFile, timeline: Timeline) -> bool:
+    """Whether the trace speaks of other ranks: in its metadata, or by a collective of a group that is not known to be
+    of one rank.
+    """
+    info = trace.metadata.get("distributedInfo")
+    size = whole(info.get("world_size")) if isinstance(info, dict) else None
+    groups = {one.group_size for one in timeline.collectives if one.op != PEER_COPY}
+    return size != 1 and bool((size or 0) > 1 or groups - {1})
+
+
+def _collectives(trace: TraceFile, timeline: Timeline, *, host_only: bool) -> Iterator[TraceWarning]:
     ran = [one for one in timeline.collectives if one.start is not None]
-    if timeline.on_device and (nameless := sum(one.group is None for one in ran)):
+    of_torch = [one for one in ran if not _is_custom(one, timeline.spans)]
+    if timeline.on_device and (nameless := sum(one.group is None for one in of_torch)):
         yield TraceWarning(
             code="no_process_group_metadata",
-            message=f"{nameless} collectives do not name their process group (torch before 2.2 or so): "
+            message=f"{nameless} collectives do not name their process group ({_why_no_group(trace)}): "
             "no bus bandwidth, and ranks are matched by order alone",
             count=nameless,
         )
-    if shapeless := sum(one.bytes is None for one in ran):
+    if shapeless := [one for one in ran if one.bytes is None]:
+        causes = Counter(_why_no_size(one, trace, timeline.spans) for one in shapeless)
+        told = "; ".join(cause if len(causes) == 1 else f"{count}: {cause}" for cause, count in causes.most_common())
         yield TraceWarning(
             code="no_collective_sizes",
-            message=f"{shapeless} collectives have no size, so no bandwidth; record with record_shapes=True",
-            count=shapeless,
+            message=f"{len(shapeless)} collectives have no size, so no bandwidth: {told}",
+            count=len(shapeless),
         )
-    if unseen := sum(one.start is None for one in timeline.collectives):
+    if not host_only and (unseen := sum(one.start is None for one in timeline.collectives)):
         yield TraceWarning(
             code="collectives_without_execution",
             message=f"{unseen} collectives were issued but did not run in the trace: dropped, or after its end",
             count=unseen,
         )
+
+
+def _is_custom(one: Collective, spans: Spans) -> bool:
+    """Whether it ran as a kernel or copy that no process group of torch knows of."""
+    return not one.announced and one.group is None and _operation(one, spans) is not None
+
+
+def _operation(one: Collective, spans: Spans) -> str | None:
+    return custom_operation(spans.name_table[spans.names[one.rows[0]]]) if one.rows else None
+
+
+def _why_no_group(trace: TraceFile) -> str:
+    if any("Process Group Name" in args for table in (trace.host_args, trace.device_args) for args in table.values()):
+        return "others of this trace do, but theirs lacks the event that names it"
+    return "no event of this trace does; torch before 2.2 does not record it"
+
+
+def _why_no_size(one: Collective, trace: TraceFile, spans: Spans) -> str:
+    """Why a collective that ran has no size, as far as the trace shows."""
+    with_shapes = any("Input Dims" in args for args in trace.host_args.values())
+    if one.announced and not with_shapes:
+        return "no operator has its shapes; record with record_shapes=True"
+    if one.announced:
+        return "the shapes of their operators do not give it"
+    if _operation(one, spans) is not None:
+        return "kernels of their own kind, outside of torch's process groups, do not record it"
+    if trace.device.starts.size and one.launched is None:
+        return "the launches of their kernels are not in the trace, and so neither are their operators"
+    return "the trace has no c10d operator of theirs; the cause is unknown"
 
 
 def _launches(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
@@ -116,13 +178,12 @@ def _launches(trace: TraceFile, spans: Spans) -> Iterator[TraceWarning]:
 
 def _dropped(trace: TraceFile) -> Iterator[TraceWarning]:
     """Launches of kernels whose kernel is not in the trace, by where they lie."""
-    host = trace.host
-    launches_kernel = np.array([bool(_LAUNCHES_KERNEL.search(name)) for name in trace.names] or [False])
-    calls = np.flatnonzero((host.categories == LAUNCH) & launches_kernel[host.names] & (host.correlations >= 0))
-    seen = np.isin(host.correlations[calls], trace.device.correlations)
+    host, launches = trace.host, calls(trace, LAUNCHES_KERNEL)
+    launches = launches[host.correlations[launches] >= 0]
+    seen = np.isin(host.correlations[launches], trace.device.correlations)
     if seen.all() or not seen.any():
         return
-    times, lost = host.starts[calls], ~seen
+    times, lost = host.starts[launches], ~seen & ~np.isin(launches, captured(trace))
     first, last = times[seen].min(), times[seen].max()
     for code, where, rows in (
         ("kernels_dropped_at_start", "before the first kernel of the trace: the profiler started too late for them",
@@ -134,6 +195,21 @@ def _dropped(trace: TraceFile) -> Iterator[TraceWarning]:
         if rows.any():
             count = int(rows.sum())
             yield TraceWarning(code=code, message=f"{count} launches have no kernel, {where}", count=count)
+
+
+def _captured(graphs: GraphFigures | None) -> Iterator[TraceWarning]:
+    """Launches that did not run, and were not meant to."""
+    if graphs is None or not (count := sum(one.launches for one in graphs.captures)):
+        return
+    ns = sum(one.end_ns - one.start_ns for one in graphs.captures)
+    into = "a graph" if len(graphs.captures) == 1 else f"{len(graphs.captures)} graphs"
+    yield TraceWarning(
+        code="launches_captured",
+        message=f"{count} kernel launches were captured into {into}, not run, within {format_ns(ns)} of the host: "
+        "no kernel of theirs is missing",
+        count=count,
+        ns=ns,
+    )
 
 
 def _streams(spans: Spans) -> Iterator[TraceWarning]:

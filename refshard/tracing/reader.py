@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from refshard.errors import TraceError
+from refshard.tracing.communication import is_peer_copy
 from refshard.tracing.decimals import nanoseconds
 from refshard.tracing.events import (
     ANNOTATION,
@@ -28,6 +30,7 @@ from refshard.tracing.events import (
     LAUNCH,
     MEMCPY,
     MEMSET,
+    UNREAD,
     UNUSED,
     DeviceEvents,
     HostEvents,
@@ -36,6 +39,7 @@ from refshard.tracing.events import (
 )
 from refshard.tracing.frames import CATEGORY, Frames, is_own
 from refshard.tracing.nsys import is_nsys, read_nsys
+from refshard.tracing.outliers import without_far_events
 from refshard.tracing.stream import EventStream
 
 _DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))
@@ -125,9 +129,10 @@ def read_trace(path: Path) -> TraceFile:
     with _no_garbage_collection(), EventStream(path, msgspec.json.Decoder(list[_EVENT]), reader.salvage) as stream:
         for block in stream:
             reader.take(block)
-        if stream.not_numbers:
-            reader.skipped["not_numbers"] = stream.not_numbers
-        return reader.finish(path, stream.size, stream.metadata)
+        reader.count("not_numbers", stream.not_numbers)
+        reader.count("trailing_commas", stream.trailing_commas)
+        reader.count("unclosed_array", int(stream.is_unclosed))
+        return without_far_events(reader.finish(path, stream.size, stream.metadata))
 
 
 @contextmanager
@@ -158,7 +163,9 @@ class _Categories(dict[str, int]):
     """Codes by the name that a trace uses."""
 
     def __missing__(self, name: str) -> int:
-        self[name] = code = CATEGORIES.get(name.lower(), UNUSED)
+        """Of several categories in one, separated by commas, the first that is known."""
+        several = [CATEGORIES[part] for one in name.lower().split(",") if (part := one.strip()) in CATEGORIES]
+        self[name] = code = several[0] if several else UNUSED
         return code
 
 
@@ -208,7 +215,7 @@ class _Reader:
             try:
                 found.append(decoder.decode(text))
             except (msgspec.ValidationError, UnicodeDecodeError, RecursionError, OverflowError):
-                self._count_skipped("unusable_events", 1)
+                self.count("unusable_events", 1)
         return found
 
     def take(self, block: list[msgspec.Struct]) -> None:
@@ -219,14 +226,17 @@ class _Reader:
             self._take_memory(moments)
         self._take_frames([e for e in block if type(e) is _Complete and e.cat == CATEGORY and is_own(e.name)])
         pairs = sum(type(e) is _Begin and categories[e.cat] != UNUSED for e in block)
-        self._count_skipped("begin_and_end_pairs", pairs)
+        self.count("begin_and_end_pairs", pairs)
         used = [e for e in block if type(e) is _Complete and categories[e.cat] != UNUSED]
+        if any(categories[name] == UNREAD for name in categories):
+            self.count("unread_device_events", sum(categories[e.cat] == UNREAD for e in used))
+            used = [e for e in used if categories[e.cat] != UNREAD]
         starts, known = nanoseconds([e.ts for e in used])
         lengths, known_too = nanoseconds([e.dur for e in used])
         good = known & known_too & (lengths >= 0)
         if not good.all():
-            self._count_skipped("without_times", int(np.sum(~(known & known_too))))
-            self._count_skipped("negative_durations", int(np.sum(known & known_too & (lengths < 0))))
+            self.count("without_times", int(np.sum(~(known & known_too))))
+            self.count("negative_durations", int(np.sum(known & known_too & (lengths < 0))))
             used = [e for e, is_good in zip(used, good) if is_good]
             starts, lengths = starts[good], lengths[good]
         codes = np.array([categories[e.cat] for e in used], np.int8)
@@ -241,7 +251,13 @@ class _Reader:
             take([used[row] for row in rows.tolist()], columns.at(rows))
 
     def finish(self, path: Path, size: int, metadata: bytes) -> TraceFile:
-        """All blocks together."""
+        """All blocks together.
+
+        Raises:
+            TraceError: there are elements, but none is an event.
+        """
+        if not self._count and (others := self.skipped.get("unusable_events")):
+            raise TraceError(f"{path}: not a Kineto trace (none of its {others} elements is an event)")
         return TraceFile(
             path=path,
             size=size,
@@ -265,7 +281,7 @@ class _Reader:
         try:
             found: dict[str, Any] = json.loads(text)  # which takes a number of any size
         except (ValueError, RecursionError):
-            self._count_skipped("unusable_metadata", 1)
+            self.count("unusable_metadata", 1)
             return {}
         return found
 
@@ -307,7 +323,7 @@ class _Reader:
         externals = [a.external if a.external >= 0 else a.external_2021 for a in found]
         signatures = (self._signatures[e.name, bytes(a.grid), bytes(a.block)] for e, a in zip(events, found))
         for row, (event, args) in enumerate(zip(events, found)):
-            if args.collective:
+            if args.collective or is_peer_copy(event.name):
                 self._device_args[first + row] = self._json_object(event.args)
         self._rows[1] += count
         self._device.append(
@@ -357,7 +373,7 @@ class _Reader:
                 return msgspec.json.decode(msgspec.json.encode(known), type=kind, strict=False)
             except (msgspec.ValidationError, OverflowError) as error:
                 field = _FIELD.search(str(error))
-                self._count_skipped("unusable_arguments", 1)
+                self.count("unusable_arguments", 1)
                 if field is None or known.pop(field[1], None) is None:
                     return kind()
 
@@ -365,10 +381,11 @@ class _Reader:
         try:
             return msgspec.json.decode(bytes(raw).decode("utf-8", "replace"), type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError):
-            self._count_skipped("unusable_arguments", 1)
+            self.count("unusable_arguments", 1)
             return {}
 
-    def _count_skipped(self, reason: str, count: int) -> None:
+    def count(self, reason: str, count: int) -> None:
+        """Note that so many things could not be used."""
         if count:
             self.skipped[reason] = self.skipped.get(reason, 0) + count
 

@@ -6,6 +6,7 @@ numbers, and a file that names anything is refused. The schema is that of ``torc
 """
 
 import gzip
+import os
 import pickle
 import re
 import zlib
@@ -115,6 +116,8 @@ class MemorySnapshot:
 
 def is_snapshot(path: Path) -> bool:
     """Whether a file is a pickle, by its first bytes; it may be gzipped."""
+    if not os.path.isfile(path):  # noqa: PTH113 -- never raises; opening a pipe would wait for its writer
+        return False
     try:
         with _opened(path) as file:
             head = file.read(2)

@@ -14,7 +14,7 @@ from refshard.timeline import Intervals
 from refshard.tracing.figures import CollectiveFigures, RankWait, TraceFigures, TraceWarning
 from refshard.tracing.partners import Match, match
 
-_POINT_TO_POINT = frozenset(("send", "recv", "send_recv"))
+_POINT_TO_POINT = frozenset(("send", "recv", "send_recv", "peer_copy"))
 _ONE_SIDED = frozenset(("broadcast", "reduce", "gather", "scatter"))
 """In these a rank may leave before another has entered, so that durations tell of no wait."""
 

@@ -30,7 +30,10 @@ _GUESSES, _SEARCHED = 4, MIB // 4
 _BETWEEN = re.compile(rb"\}\s*+,\s*+\{")
 _SKIPPED = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{}]', re.DOTALL)
 _AFTER_KEY = re.compile(rb"\s*(:?)\s*(\[?)")
-_NOT_JSON = re.compile(rb'"(?:[^"\\]++|\\.)*+"|-?\b(?:nan|NaN|inf|Inf|infinity|Infinity)\b', re.DOTALL)
+_NOT_JSON = re.compile(
+    rb'"(?:[^"\\]++|\\.)*+"|-?\b(?:nan|NaN|inf|Inf|infinity|Infinity)\b|,(?=[ \t\r\n]*+[\]}])', re.DOTALL
+)
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _BYTE = re.compile(r"\(byte (\d+)\)")
 _EMPTY = b" \t\r\n"
 
@@ -43,7 +46,9 @@ class EventStream(Generic[T]):
     ``decoder`` decodes a JSON array of events. ``salvage`` is asked, for a block that the decoder finds valid JSON but
     of unexpected types, for the events that it can use; it raises msgspec.DecodeError for what is no JSON. When the
     iteration has ended, ``metadata`` is the file's object without its events, as JSON, and ``not_numbers`` says how
-    often NaN or infinity stood where JSON has null. ``block`` bytes are read at a time.
+    often NaN or infinity stood where JSON has null, ``trailing_commas`` how many commas stood before a closing bracket,
+    and ``is_unclosed`` whether an array that is the whole file ended without its bracket. Chrome's format allows both.
+    ``block`` bytes are read at a time.
 
     Raises:
         TraceError: the file cannot be read, is no trace, is damaged or truncated, or expands as no trace does.
@@ -59,6 +64,8 @@ class EventStream(Generic[T]):
     ) -> None:
         self.metadata = b"{}"
         self.not_numbers = 0
+        self.trailing_commas = 0
+        self.is_unclosed = False
         self.size = 0
         self._path = path
         self._block = block
@@ -93,9 +100,12 @@ class EventStream(Generic[T]):
         while True:
             fresh = self._read()
             block, rest = rest + fresh, b""
+            if not block.strip(_EMPTY) and not is_object:
+                self.is_unclosed = True
+                return
             if not block.strip(_EMPTY):
                 raise self._truncated()
-            events, used, tail = self._decode_some(block, at_end=not fresh)
+            events, used, tail = self._decode_some(block, at_end=not fresh, is_object=is_object)
             self._offset += used
             if events:
                 yield events
@@ -127,6 +137,10 @@ class EventStream(Generic[T]):
         first = head.lstrip(_EMPTY)[:1]
         if first == b"[":
             return head.partition(b"[")[2], False
+        if head.startswith(_LFS_POINTER):
+            raise TraceError(
+                f"{self._path}: is a Git LFS pointer, not the trace itself; fetch the trace with: git lfs pull"
+            )
         if first != b"{":
             raise TraceError(f"{self._path}: not a Kineto trace (it is {'empty' if not first else 'no JSON object'})")
         while True:
@@ -156,7 +170,7 @@ class EventStream(Generic[T]):
                 raise TraceError(f"{self._path}: not a Kineto trace (no events in its first {format_bytes(len(head))})")
             head += fresh
 
-    def _decode_some(self, block: bytes, *, at_end: bool) -> tuple[list[T], int, bytes | None]:
+    def _decode_some(self, block: bytes, *, at_end: bool, is_object: bool) -> tuple[list[T], int, bytes | None]:
         """Events at the start of ``block``, how many bytes they took, and what follows the array if it ends there."""
         for cut in _guesses(block):
             try:
@@ -171,6 +185,8 @@ class EventStream(Generic[T]):
         try:
             events, tail = self._decode(block, b"")
         except _Truncated:
+            if at_end and not is_object:
+                return self._decode_unclosed(block), len(block), b""
             if at_end:
                 raise self._truncated() from None
             raise TraceError(
@@ -178,6 +194,15 @@ class EventStream(Generic[T]):
                 f"{format_bytes(LARGEST_EVENT)})"
             ) from None
         return events, len(block), (tail or b"") + self._remainder()
+
+    def _decode_unclosed(self, block: bytes) -> list[T]:
+        """The last events of an array that is never closed, if its last event is whole."""
+        try:
+            events, _ = self._decode(block.rstrip(_EMPTY).removesuffix(b","), b"]")
+        except (_Truncated, TraceError):  # what was no error before the bracket is none of the file's own
+            raise self._truncated() from None
+        self.is_unclosed = True
+        return events
 
     def _decode(self, elements: bytes, closing: bytes) -> tuple[list[T], bytes | None]:
         """The events of an array after its bracket, and what of ``elements`` follows if the array ends before them."""
@@ -187,14 +212,15 @@ class EventStream(Generic[T]):
         except (UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
             if (place := _end_of_array(error)) is not None:
                 return self._decode(text[1 : place - 1], b"]")[0], text[place : len(text) - len(closing)]
-        cleaned, count = _without_numbers_that_are_none(text)
+        cleaned, numbers, commas = _as_json(text)
         try:
             events, tail = self._salvage(cleaned), None
         except (msgspec.DecodeError, RecursionError) as error:
             if (place := _end_of_array(error)) is None:
                 raise self._damaged(error) from None
             events, tail = self._salvage(cleaned[:place]), cleaned[place : len(cleaned) - len(closing)]
-        self.not_numbers += count
+        self.not_numbers += numbers
+        self.trailing_commas += commas
         return events, tail
 
     def _damaged(self, error: Exception) -> TraceError:
@@ -221,7 +247,7 @@ class EventStream(Generic[T]):
             return b"{}"
         if not tail:
             raise self._truncated()
-        text, count = _without_numbers_that_are_none(prefix + b'"":null' + tail)
+        text, numbers, commas = _as_json(prefix + b'"":null' + tail)
         try:
             keys = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -230,7 +256,8 @@ class EventStream(Generic[T]):
             ) from None
         if "traceEvents" in keys:
             raise TraceError(f"{self._path}: holds traceEvents twice; a trace has them once, so split the file in two")
-        self.not_numbers += count
+        self.not_numbers += numbers
+        self.trailing_commas += commas
         return text
 
     def _truncated(self) -> TraceError:
@@ -265,16 +292,22 @@ def _guesses(block: bytes) -> Iterator[int]:
     yield from reversed(places[-_GUESSES:])
 
 
-def _without_numbers_that_are_none(text: bytes) -> tuple[bytes, int]:
-    """Valid UTF-8 with null for NaN and infinities outside of strings, and how many there were."""
-    count = 0
+def _as_json(text: bytes) -> tuple[bytes, int, int]:
+    """Valid UTF-8 with null for NaN and infinities outside of strings, and without commas before a closing bracket.
+
+    Says too how many of each there were.
+    """
+    numbers = commas = 0
 
     def replace(token: "re.Match[bytes]") -> bytes:
-        nonlocal count
+        nonlocal numbers, commas
         if token[0].startswith(b'"'):
             return token[0]
-        count += 1
+        if token[0] == b",":
+            commas += 1
+            return b""
+        numbers += 1
         return b"null"
 
     text = text.decode("utf-8", "replace").encode()
-    return _NOT_JSON.sub(replace, text), count
+    return _NOT_JSON.sub(replace, text), numbers, commas

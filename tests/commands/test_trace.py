@@ -222,6 +222,44 @@ def test_a_damaged_file_in_a_folder_is_skipped_and_named(folder: Path) -> None:
     assert "rank1.json: truncated: it ends within its events" in done.stderr
 
 
+@pytest.mark.processes
+def test_one_bad_file_does_not_end_the_others(folder: Path) -> None:
+    """Of files named and of folders alike; status 2 only where nothing could be analysed."""
+    (folder / "empty").mkdir()
+    bad = ["case.json", "missing.json", "empty"]
+    done = refshard("trace", "case.json", "rank0.json", "missing.json", "empty", "rank1.json", "--json", folder=folder)
+    assert done.returncode == 0
+    assert [one["rank"] for one in json.loads(done.stdout)["traces"]] == [0, 1]
+    assert sorted(line.split()[2].rstrip(":") for line in done.stderr.splitlines()) == sorted(bad)
+    nothing = refshard("trace", *bad, folder=folder)
+    assert nothing.returncode == 2
+    assert nothing.stdout == ""
+    *reasons, last = nothing.stderr.splitlines()
+    assert len(reasons) == 3
+    assert last == "refshard: none of 3 files and folders could be analysed, for the reasons above"
+
+
+def test_a_trace_without_host_events_does_not_end_the_others(folder: Path) -> None:
+    gemm = event("gemm", 5, 10, cat="kernel", tid=7, stream=7, device=0, correlation=3)
+    write(folder / "bare.json", [gemm], rank=1)
+    found = as_json(trace([folder / "bare.json", folder / "rank0.json"]))["traces"]
+    assert [one["compute_ns"] for one in found] == [10_000, 30_000]
+    assert found[0]["idle_launch_ns"] is None
+    assert [one["code"] for one in found[0]["warnings"]] == ["no_steps", "launches_missing"]
+
+
+@pytest.mark.processes
+def test_kernels_of_ones_own_communicate(folder: Path) -> None:
+    ring = event("my_ring(float*)", 5, 10, cat="kernel", tid=7, stream=7, device=0, correlation=3)
+    write(folder / "own.json", [ring])
+    done = refshard("trace", "own.json", "--communication", "no such", "--communication", "RING", "--json",
+                    folder=folder)  # fmt: skip
+    assert json.loads(done.stdout)["traces"][0]["comm_ns"] == 10_000
+    wrong = refshard("trace", "own.json", "--communication", "ring(", folder=folder)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "communication: 'ring(' is no regular expression" in wrong.stderr
+
+
 def test_an_unwritable_page_is_a_users_mistake(folder: Path) -> None:
     with pytest.raises(SpecError, match=r"html: .* cannot be written"):
         trace([folder / "rank0.json"], page=folder / "none" / "t.html")

@@ -140,6 +140,44 @@ def test_numbers_that_json_does_not_know_are_absent_and_counted(tmp_path: Path) 
     assert trace.skipped == {"not_numbers": 3, "without_times": 1}
 
 
+ONE, TWO = (json.dumps(kernel(name, start, 2)) for name, start in (("a,}", 1), ("b", 5)))
+
+
+@pytest.mark.parametrize(
+    ("text", "skipped"),
+    [
+        (f"[{ONE}, {TWO},]", {"trailing_commas": 1}),
+        (f'{{"traceEvents": [{ONE}, {TWO} ,\n], "traceName": "x",}}', {"trailing_commas": 2}),
+        (f"[{ONE[:-2]},}},}},{TWO}]", {"trailing_commas": 2}),
+        (f"[{ONE}, {TWO}", {"unclosed_array": 1}),
+        (f"[{ONE},\n{TWO},\n", {"unclosed_array": 1}),
+        (f"[{ONE}, {TWO[:-2]},}}}}, ", {"unclosed_array": 1, "trailing_commas": 1}),
+    ],
+)
+def test_what_chrome_and_perfetto_allow_is_read(tmp_path: Path, text: str, skipped: dict[str, int]) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    trace = read_trace(path)
+    assert names(trace) == ["a,}", "b"]
+    assert trace.skipped == skipped
+    assert {one.code for one in analyse(path).figures.warnings} >= set(skipped)
+
+
+@pytest.mark.parametrize(
+    "text", [f"[{ONE}, {TWO[:-3]}", f"[{ONE}, {TWO[:30]}", f'{{"traceEvents": [{ONE}, {TWO}', "[{"]
+)
+def test_a_file_that_ends_within_an_event_or_an_object_is_truncated(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(TraceError, match="truncated: it ends within its events"):
+        read_trace(path)
+
+
+def test_of_several_categories_the_first_known_counts(tmp_path: Path) -> None:
+    events = [{**kernel(cat, 5 * i, 2), "cat": cat} for i, cat in enumerate(("kernel,foo", "foo, Kernel", "foo,bar"))]
+    assert names(read_trace(written(tmp_path / "t.json", events))) == ["kernel,foo", "foo, Kernel"]
+
+
 def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
     events = [
         kernel("good", 1, 2),
@@ -199,6 +237,20 @@ def test_what_is_no_trace_is_one_clear_error(tmp_path: Path, content: bytes, mes
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_git_lfs_pointer_is_named_with_its_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
+    with pytest.raises(TraceError, match=r"t.json.gz: is a Git LFS pointer, .* git lfs pull"):
+        read_trace(path)
+
+
+def test_an_array_of_other_things_is_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text('[{"file": "a.json.gz", "batch_size": 32}]')
+    with pytest.raises(TraceError, match=r"not a Kineto trace \(none of its 1 elements is an event"):
+        read_trace(path)
 
 
 def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:

@@ -70,14 +70,85 @@ def test_each_doubt_is_named(tmp_path: Path, more: list[dict[str, Any]], code: s
     assert found[code].message
 
 
-def test_a_trace_without_rank_or_steps_says_so(tmp_path: Path) -> None:
+def without_rank(path: Path, events: list[dict[str, Any]], info: str = "{}", name: str = "t.json") -> Path:
+    path = write(path / name, events)
+    path.write_text(path.read_text().replace('{"rank": 0}', info).replace("{", '{"with_stack": 1, ', 1))
+    return path
+
+
+def test_a_trace_without_steps_says_so(tmp_path: Path) -> None:
     wait = event("FSDP::post_backward_rs_wait (a)", 2.5, 0.25, cat="user_annotation")
-    path = write(tmp_path / "t.json", [*CLEAN[1:], wait])
-    path.write_text(path.read_text().replace('{"rank": 0}', "{}").replace("{", '{"with_stack": 1, ', 1))
-    figures = analyse(path).figures
-    assert {w.code for w in figures.warnings} == {"no_rank", "no_steps", "recorded_with_stacks"}
+    figures = analyse(without_rank(tmp_path, [*CLEAN[1:], wait])).figures
+    assert {w.code for w in figures.warnings} == {"no_steps", "recorded_with_stacks"}
     assert figures.rank is None
     assert [s.step for s in figures.steps] == [None]
     assert figures.steps[0].breakdown == figures.whole
     assert figures.steps[0].reduce_wait == figures.reduce_wait
     assert figures.reduce_wait.host_ns == 250
+
+
+NCCL = [launch(4, 4), kernel(4, 36, name="ncclDevKernel_AllReduce", stream=9, collective="allreduce", **GROUP)]
+COPY = event("Memcpy PtoP (Device -> Device)", 40, 1, cat="gpu_memcpy", tid=7, stream=7)
+
+
+@pytest.mark.parametrize(
+    ("info", "more", "warned"),
+    [
+        ("{}", [], False),
+        ('{"world_size": 1}', [], False),
+        ('{"world_size": 4}', [], True),
+        ("{}", NCCL, True),
+        ('{"world_size": 1}', NCCL, False),
+        ("{}", [COPY], False),
+        ('{"rank": 2, "world_size": 4}', NCCL, False),
+    ],
+)
+def test_only_a_trace_that_has_peers_lacks_a_rank(
+    tmp_path: Path, info: str, more: list[dict[str, Any]], warned: bool
+) -> None:
+    path = without_rank(tmp_path, [*CLEAN, *more], info)
+    assert ("no_rank" in {w.code for w in analyse(path).figures.warnings}) == warned
+
+
+def test_a_rank_from_the_files_name_is_told(tmp_path: Path) -> None:
+    path = without_rank(tmp_path, [*CLEAN, *NCCL], name="trace_rank3.json")
+    (told,) = [w.message for w in analyse(path).figures.warnings if w.code == "no_rank"]
+    assert told.endswith("; 3 is taken from the file's name")
+
+
+@pytest.mark.parametrize(
+    ("more", "cause"),
+    [
+        ([event("c10d::allreduce_", 3.5, 2), launch(4, 4), kernel(4, 36, name="ncclAllReduce")],
+         "no operator has its shapes; record with record_shapes=True"),
+        ([event("c10d::allreduce_", 3.5, 2, **shaped([[["x"]], []], ["TensorList", ""])), launch(4, 4),
+          kernel(4, 36, name="ncclAllReduce")], "the shapes of their operators do not give it"),
+        ([kernel(4, 36, name="ncclAllReduce")], "the launches of their kernels are not in the trace"),
+        ([launch(4, 4), kernel(4, 36, name="ncclAllReduce")], "no c10d operator of theirs; the cause is unknown"),
+        ([launch(4, 4), kernel(4, 36, name="cross_device_reduce_1stage")], "outside of torch's process groups"),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_missing_size_is_what_the_trace_shows(
+    tmp_path: Path, more: list[dict[str, Any]], cause: str
+) -> None:
+    warning = warnings(tmp_path, [*CLEAN, *more])["no_collective_sizes"]
+    assert warning.count == 1
+    assert warning.message.startswith("1 collectives have no size, so no bandwidth: ")
+    assert cause in warning.message
+
+
+def test_several_causes_are_counted(tmp_path: Path) -> None:
+    three = [kernel(n, 36 + n, 1, name="ncclAllReduce") for n in (7, 8)] + [
+        kernel(9, 40, 1, name="two_shot_all_reduce")
+    ]
+    told = warnings(tmp_path, [*CLEAN, *three])["no_collective_sizes"].message
+    assert "2: the launches of their kernels are not in the trace" in told
+    assert "; 1: kernels of their own kind" in told
+
+
+def test_the_age_of_torch_is_blamed_only_where_no_event_names_a_group(tmp_path: Path) -> None:
+    nameless = [launch(5, 5), kernel(5, 42, 1, name="ncclAllReduce", stream=9)]
+    told = warnings(tmp_path, [*CLEAN, *nameless])["no_process_group_metadata"].message
+    assert "no event of this trace does; torch before 2.2 does not record it" in told
+    told = warnings(tmp_path, [*CLEAN, *NCCL, *nameless])["no_process_group_metadata"].message
+    assert "others of this trace do, but theirs lacks the event that names it" in told

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from refshard.report.trace.communication import exposed_section, messages_section
+from refshard.report.trace.graphs import graphs
 from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.idle import idle_section
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
@@ -18,6 +19,7 @@ SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
     holdups_section,
     memory_at_peak,
     memory_by_unit,
+    graphs,
 )
 """What makes each section of a trace, in the order of reading; None where the trace cannot tell."""
 

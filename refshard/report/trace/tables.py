@@ -34,20 +34,21 @@ def summary(figures: Sequence[TraceFigures]) -> pd.DataFrame:
 def _summary_row(one: TraceFigures) -> dict[str, str]:
     every = [part.breakdown for part in trace_words.parts(one)]
 
-    def mean(of: Callable[[Breakdown], int | None]) -> str:
-        values = [value for part in every if (value := of(part)) is not None]
+    def mean(of: Callable[[Breakdown], int | None], *, of_host: bool = False) -> str:
+        known = every if of_host or not one.host_only else []
+        values = [value for part in known if (value := of(part)) is not None]
         return format_ns(sum(values) / len(values)) if values else "-"
 
     return {
         "rank": f"{'-' if one.rank is None else one.rank} of {'?' if one.world_size is None else one.world_size}",
         "device": one.device,
         "steps": str(len(one.steps)) if trace_words.has_steps(one) else "-",
-        "span": mean(lambda part: part.span_ns),
+        "span": mean(lambda part: part.span_ns, of_host=True),
         "compute": mean(lambda part: part.compute_ns),
         "communication": mean(lambda part: part.comm_ns),
         "exposed": mean(lambda part: part.exposed_ns),
         "exposed to all": mean(lambda part: part.exposed_any_ns),
-        "overlap ratio": format_percent(mean_ratio(every)),
+        "overlap ratio": "-" if one.host_only else format_percent(mean_ratio(every)),
         "idle": mean(lambda part: part.idle_ns),
         "idle, host's": mean(lambda part: part.idle_host_ns),
         "give-way index": format_percent(one.giveway.index, 2),
@@ -59,7 +60,7 @@ def steps(one: TraceFigures) -> pd.DataFrame:
     every = [step for step in one.steps if step.step is not None]
     return _frame(
         [
-            {trace_words.each(one) if every else "step": _step_name(step), **_parts_row(step.breakdown)}
+            {trace_words.each(one) if every else "step": _step_name(step), **_parts_row(one, step.breakdown)}
             | {
                 "give-way": format_ns(step.giveway.lost_ns),
                 "copy-in": format_ns(step.copies.copy_in_ns),
@@ -78,7 +79,9 @@ def _step_name(step: StepFigures) -> str:
     return str(step.step) if step.name is None else f"{step.step}: {step.name}"
 
 
-def _parts_row(part: Breakdown) -> dict[str, str]:
+def _parts_row(one: TraceFigures, part: Breakdown) -> dict[str, str]:
+    if one.host_only:
+        return {"span": format_ns(part.span_ns)}
     return {
         "span": format_ns(part.span_ns),
         "compute": format_ns(part.compute_ns),

@@ -33,10 +33,15 @@ def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:
 
 def _as_object(trace: TraceFigures) -> dict[str, Any]:
     built: dict[str, Any] = msgspec.to_builtins(trace)
-    whole = built.pop("whole")
+    whole = _of_device(trace, built.pop("whole"))
     identity = {key: built.pop(key) for key in ("file", "job", "rank", "world_size", "backend", "device", "events")}
-    steps = [{**step.pop("breakdown"), **step} for step in built.pop("steps")]
+    steps = [{**_of_device(trace, step.pop("breakdown")), **step} for step in built.pop("steps")]
     return {**identity, **whole, "giveway_index": trace.giveway.index, **built, "steps": steps}
+
+
+def _of_device(trace: TraceFigures, breakdown: dict[str, Any]) -> dict[str, Any]:
+    """A breakdown, of which nothing but its length is known if the device's events are missing."""
+    return {key: None if trace.host_only and key != "span_ns" else value for key, value in breakdown.items()}
 
 
 def trace_answer(traces: Sequence[TraceFigures], checks: Sequence[Block] = (), more: str = "") -> Answer:
@@ -104,17 +109,18 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
     rows = []
     for trace in members:
         steps = [part.breakdown for part in parts(trace)]
+        device = [] if trace.host_only else steps
         rows.append(
             {
                 "rank": "-" if trace.rank is None else str(trace.rank),
                 "windows" if trace.windows else "steps": str(len(trace.steps)) if has_steps(trace) else "-",
                 "per window" if trace.windows else "per step": format_ns(_mean(steps, "span_ns")),
-                "compute": _share(steps, "compute_ns"),
-                "comm.": _share(steps, "comm_ns"),
-                "exposed": _share(steps, "exposed_ns"),
-                "overlap": format_percent(mean_ratio(steps)),
-                "idle": _share(steps, "idle_ns"),
-                "idle, host's": _share(steps, "idle_host_ns"),
+                "compute": _share(device, "compute_ns"),
+                "comm.": _share(device, "comm_ns"),
+                "exposed": _share(device, "exposed_ns"),
+                "overlap": format_percent(mean_ratio(device)),
+                "idle": _share(device, "idle_ns"),
+                "idle, host's": _share(device, "idle_host_ns"),
                 "give-way": format_percent(trace.giveway.index, 2),
                 "warnings": str(len(trace.warnings) or "-"),
             }
@@ -125,7 +131,7 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
 
 def _mean(steps: Sequence[Breakdown], key: str) -> float | None:
     values = [getattr(step, key) for step in steps]
-    return None if None in values else fmean(values)
+    return None if None in values or not values else fmean(values)
 
 
 def _share(steps: Sequence[Breakdown], key: str) -> str:

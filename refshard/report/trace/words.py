@@ -223,6 +223,8 @@ def ranks(members: Sequence[TraceFigures]) -> str:
 
 
 def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
+    if untold := [one for one in members if one.untold is not None]:
+        return _without(untold, title, [one for one in members if one.untold is None])
     is_cpu = members[0].device.lower() == "cpu"
     instead = {_LAUNCH: _LAUNCH_OF_CPU} if is_cpu else {}
     if members[0].whole.idle_host_ns is None:
@@ -260,6 +262,16 @@ def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
         f"({counted(most.count, 'gap')} in all, the longest {format_ns(most.longest_ns)}).",
         f"Try: {BUSY_HOST if busy_host else loss.remedy}.",
     ]
+
+
+def _without(untold: Sequence[TraceFigures], title: str, others: Sequence[TraceFigures]) -> Finding:
+    """The finding of a job in which some traces allow no verdict: that of the others, if there are any."""
+    told = tuple(dict.fromkeys(one.untold for one in untold if one.untold is not None))
+    if not others:
+        return Finding(title=title, lead=told[0], more=told[1:])
+    found = _finding(title, others)
+    left_out = f"Left out of this: {', '.join(who(one) for one in untold)}."
+    return Finding(title=title, lead=found.lead, more=(*found.more, left_out, *told))
 
 
 def _share(members: Sequence[TraceFigures], loss: _Loss) -> float:
