@@ -19,6 +19,7 @@ from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
 from refshard.tracing.links import links_of
 from refshard.tracing.messages import Group, Traffic, communication
+from refshard.tracing.operators import operator_report
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
@@ -59,8 +60,9 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
     """
     trace = read_trace(path)
     timeline, identity = timeline_of(trace), identity_of(trace)
+    device = _device(trace, timeline)
     figures = msgspec.structs.replace(
-        figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration),
+        figures_of(timeline, file=str(path), device=device, calibration=calibration),
         rank=identity.rank if identity.rank is not None else rank_in_name(path),
         world_size=identity.world_size,
         backend=identity.backend,
@@ -68,6 +70,7 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         memory=_memory(trace.memory, trace.memory_devices),
         memory_peaks=memory_peaks(trace),
         warnings=find_warnings(trace, timeline),
+        operators=operator_report(trace, timeline, device),
     )
     traffic = traffic_of(timeline, figures, _devices(trace))
     figures = msgspec.structs.replace(
@@ -189,10 +192,12 @@ def _device(trace: TraceFile, timeline: Timeline) -> str:
         return "cpu"
     properties = trace.metadata.get("deviceProperties")
     number = next(iter(trace.lanes), ("", ""))[0]
-    for device in properties if isinstance(properties, list) else ():
-        if isinstance(device, dict) and str(device.get("id")) == number:
+    properties = [device for device in properties if isinstance(device, dict)] if isinstance(properties, list) else []
+    for device in properties:
+        if str(device.get("id")) == number:
             return str(device.get("name"))
-    return "gpu"
+    names = {str(device.get("name")) for device in properties}
+    return names.pop() if len(names) == 1 else "gpu"  # the numbers may be another container's
 
 
 def _memory(events: MemoryEvents, devices: Sequence[str]) -> tuple[MemoryPoint, ...]:

@@ -28,6 +28,19 @@ CATEGORIES = {
 """What Kineto calls a category, in lower case (2021's traces capitalise), and what it is."""
 
 
+class Operands(msgspec.Struct, frozen=True, gc=False):
+    """An operator's arguments as the trace spells them, each a JSON array with an entry per argument, or empty.
+
+    ``dims`` are sizes, ``strides`` in elements, ``types`` of the elements, ``values`` of what is no tensor. The
+    last are kept only for operators whose FLOPs depend on them.
+    """
+
+    dims: bytes
+    strides: bytes
+    types: bytes
+    values: bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryEvents:
     """What allocators handed out and took back, in the order of time.
@@ -51,7 +64,7 @@ class HostEvents:
     """Operators, annotations and launches, in the file's order.
 
     ``correlations`` are -1 but for launches, ``externals`` but for operators and annotations; ``threads`` index
-    :attr:`TraceFile.threads`.
+    :attr:`TraceFile.threads`. ``operands`` index :attr:`TraceFile.operands`, and are -1 where nothing is kept of them.
     """
 
     starts: npt.NDArray[np.int64]
@@ -61,6 +74,7 @@ class HostEvents:
     threads: npt.NDArray[np.int32]
     correlations: npt.NDArray[np.int64]
     externals: npt.NDArray[np.int64]
+    operands: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,8 +99,8 @@ class DeviceEvents:
 class TraceFile:
     """A trace as columns, with its tables of names and what the file says of itself.
 
-    ``host_args`` and ``device_args`` are the arguments of the events, by row, that tell of collectives. ``skipped``
-    counts what could not be used, by reason.
+    ``host_args`` and ``device_args`` are the arguments of the events, by row, that tell of collectives. ``operands``
+    are those of operators that compute, each distinct one once. ``skipped`` counts what could not be used, by reason.
     """
 
     path: Path
@@ -99,6 +113,7 @@ class TraceFile:
     signatures: tuple[str, ...]
     host_args: dict[int, dict[str, Any]]
     device_args: dict[int, dict[str, Any]]
+    operands: tuple[Operands, ...]
     memory: MemoryEvents
     memory_devices: tuple[str, ...]
     metadata: dict[str, Any]

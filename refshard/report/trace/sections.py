@@ -5,6 +5,13 @@ from collections.abc import Callable
 from refshard.report.trace.communication import exposed_section, messages_section
 from refshard.report.trace.idle import idle_section
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
+from refshard.report.trace.operators import (
+    class_section,
+    contention_section,
+    kernel_section,
+    operator_section,
+    shape_section,
+)
 from refshard.report.trace.section import Section
 from refshard.tracing.figures import TraceFigures
 
@@ -12,6 +19,11 @@ SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
     exposed_section,
     messages_section,
     idle_section,
+    class_section,
+    operator_section,
+    shape_section,
+    kernel_section,
+    contention_section,
     memory_at_peak,
     memory_by_unit,
 )
