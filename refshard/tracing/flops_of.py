@@ -95,7 +95,7 @@ def work_of(name: str, operands: Operands) -> Work:
 
 
 def _operands_of_product(name: str, call: _Call) -> tuple[Tensor | None, ...]:
-    return call.tensors[_FIRST_FACTOR.get(name.rstrip("_"), 0) :]
+    return call.tensors[_FIRST_FACTOR.get(name.removeprefix("aten::").rstrip("_"), 0) :]
 
 
 def _call(operands: Operands) -> _Call:
@@ -162,14 +162,6 @@ def _product(a: int, b: int) -> _Formula:
         return 2 * rows * x[-1] * n, read + rows * n * _out_bytes(call.tensor(a))
 
     return formula
-
-
-def _linear(call: _Call) -> tuple[int, int]:
-    """(..., k) by the transpose of (n, k)."""
-    x, w = call.shape(0), call.shape(1)
-    if len(w) != 2 or not x or x[-1] != w[1]:
-        raise _UnknownError
-    return 2 * prod(x) * w[0], call.bytes + prod(x[:-1]) * w[0] * _out_bytes(call.tensor(0))
 
 
 def _grouped(call: _Call) -> tuple[int, int]:
@@ -289,8 +281,8 @@ _FIRST_FACTOR = {"addmm": 1, "baddbmm": 1, "addbmm": 1, "_addmm_activation": 1, 
 _FORMULAS: dict[str, _Formula] = {
     "mm": _product(0, 1), "bmm": _product(0, 1), "_scaled_mm": _product(0, 1), "_int_mm": _product(0, 1),
     "addmm": _product(1, 2), "baddbmm": _product(1, 2), "_addmm_activation": _product(1, 2),
-    "linear": _linear, "_grouped_mm": _grouped, "_scaled_grouped_mm": _grouped,
-    "mv": _vector(0, 1), "addmv": _vector(1, 2), "dot": _vector(0, 1),
+    "_grouped_mm": _grouped, "_scaled_grouped_mm": _grouped,
+    "addmv": _vector(1, 2), "dot": _vector(0, 1),
     "convolution": _convolution, "convolution_backward": _convolution_backward,
     "_scaled_dot_product_flash_attention": _attention(0, 4),
     "_scaled_dot_product_efficient_attention": _attention(0, 6),
@@ -304,11 +296,14 @@ _FORMULAS: dict[str, _Formula] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(1, 7, products=5),
     "copy_": _copied, "_softmax": _same_size, "_log_softmax": _same_size, "native_layer_norm": _same_size,
     "_fused_rms_norm": _same_size, "native_group_norm": _same_size, "native_batch_norm": _same_size,
-    "cudnn_batch_norm": _same_size, "miopen_batch_norm": _same_size, "clone": _same_size,
+    "cudnn_batch_norm": _same_size, "miopen_batch_norm": _same_size,
     "_softmax_backward_data": _same_size, "_log_softmax_backward_data": _same_size,
     "native_layer_norm_backward": _same_size, "native_dropout": _same_size,
 }  # fmt: skip
-"""By the name without ``aten::``. Forms that end in an underscore write into their first operand."""
+"""By the name without ``aten::``; those in ``_FIRST_FACTOR`` also in place, with an underscore at the end.
+
+None calls another of these, so that nothing counts twice: ``linear``, ``matmul`` and ``mv`` are what they call.
+"""
 _WRITTEN_ONLY = frozenset(("fill", "zero"))
 _ELEMENTWISE = frozenset((
     "abs", "add", "addcdiv", "addcmul", "clamp", "clamp_min", "clamp_max", "cos", "div", "erf", "exp", "gelu",

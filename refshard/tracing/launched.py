@@ -113,7 +113,7 @@ def _on_cpu(trace: TraceFile, timeline: Timeline) -> Launched:
     host, main = trace.host, main_thread(trace, host_steps(trace)[1])
     computes = _named(trace, COMPUTE_OP)
     is_mine = np.isin(host.categories, (HOST, ANNOTATION)) & (host.threads == main)
-    rows = np.flatnonzero(is_mine & (computes | _named(trace, IN_GRAPH)))
+    rows = np.flatnonzero(is_mine & (computes | _named(trace, IN_GRAPH)) & (host.ends > host.starts))
     rows = rows[nested_order(host.starts[rows], host.ends[rows])]
     own = Nesting.of(host.starts[rows], host.ends[rows]).own()
     rows, own = rows[computes[rows]], own[computes[rows]]

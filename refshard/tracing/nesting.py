@@ -12,7 +12,8 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Nesting:
-    """Intervals of one thread, ordered by start and the longer first; of two that overlap, one must enclose the other.
+    """Intervals of one thread, ordered by start and the longer first; of two that overlap, one must enclose the
+    other. None is empty.
 
     ``keys`` sort them by depth and then by order, so that the innermost at depth d is found by bisection: the last
     that began at that depth.

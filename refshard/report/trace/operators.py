@@ -37,8 +37,8 @@ def class_section(figures: TraceFigures) -> Section | None:
     return Section(
         title="Work by class",
         caption=(
-            f"Per {each(figures)}; shares are of all work but communication. Durations add up: what runs at once counts "
-            "twice."
+            f"Per {each(figures)}; shares are of all work but communication. Durations add up: what runs at once "
+            "counts twice."
         ),
         rows=rows,
         sentences=sentences,
