@@ -17,6 +17,7 @@ from refshard.timeline import Kind
 from refshard.tracing.analysis import analyse
 from refshard.tracing.contention import find_contention
 from refshard.tracing.operator_figures import CLASSES, OperatorReport
+from refshard.tracing.reader import read_trace
 from tests.tracing.handmade import event, shaped, step, write
 from tests.tracing.small import NAMES, Row, timeline_of
 
@@ -239,3 +240,44 @@ def test_shapes_tell_runs_of_one_kernel_apart() -> None:
     alike = find_contention(timeline, places, classes, np.full(6, -1, np.int32), shorts)
     assert alike is not None
     assert (alike.lost_ns, alike.by_shape) == (12, False)
+
+
+def compared(alone: list[int], beside: list[tuple[int, int]]) -> tuple[int, int, int] | None:
+    """Runs of one kernel alone, of these lengths, and after them others of (length, part within communication)."""
+    rows, at = [], 0
+    for length in alone:
+        rows.append(Row(kind=Kind.COMPUTE, lane=0, start=at, end=at + length, launch=0))
+        at += 100
+    for length, part in beside:
+        rows.append(Row(kind=Kind.COMPUTE, lane=0, start=at, end=at + length, launch=0))
+        rows.append(Row(kind=Kind.COMM, lane=1, start=at, end=at + part, launch=0, name=2))
+        at += 100
+    rows.sort(key=lambda row: (row.start, row.end))
+    places = np.array([n for n, row in enumerate(rows) if row.kind is Kind.COMPUTE], np.int64)
+    classes, operands = np.zeros(len(places), np.int8), np.full(len(places), -1, np.int32)
+    found = find_contention(timeline_of(rows), places, classes, operands, dict(enumerate(NAMES)))
+    if found is None:
+        return None
+    (one,) = found.kernels
+    return one.runs, one.beside_ns, one.alone_ns
+
+
+def test_a_run_is_beside_communication_if_more_than_half_of_it_is() -> None:
+    """The median of 4 runs is half-way between the middle two. Of a run half within communication nothing is said."""
+    assert compared([10, 10, 12, 14], [(20, 11), (20, 20), (26, 20), (30, 16)]) == (4, 4 * 23, 4 * 11)
+    assert compared([10, 10, 10], [(20, 11), (20, 20), (20, 10)]) is None
+
+
+def test_operands_are_kept_once_and_values_only_where_flops_depend_on_them(tmp_path: Path) -> None:
+    same = shaped([[4, 4], []], [BF16, "Scalar"])
+    events = [
+        event("aten::mul", 0, 1, **same, Concrete_Inputs=["", "0.5"]),
+        event("aten::mul", 2, 1, **same, Concrete_Inputs=["", "0.7"]),
+        event("aten::view", 4, 1, **same),
+        event("aten::convolution", 6, 1, **same, Concrete_Inputs=["", "[1, 1]"]),
+        event("aten::convolution", 8, 1, **same, Concrete_Inputs=["", "[2, 2]"]),
+    ]
+    trace = read_trace(write(tmp_path / "t.json", events))
+    assert trace.host.operands.tolist() == [0, 0, -1, 1, 2]
+    assert [json.loads(one.values or b"null") for one in trace.operands] == [None, ["", "[1, 1]"], ["", "[2, 2]"]]
+    assert {json.dumps(json.loads(one.dims)) for one in trace.operands} == {"[[4, 4], []]"}
