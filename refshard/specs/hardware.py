@@ -77,7 +77,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device, and both are the cost of one eager operation. ``multiprocessors`` is 0 where there is no such thing.
     ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it; ``also_named`` are further
     names of devices with the same peaks. ``tf32_peak`` is the dense rate of fp32 products whose operands tensor cores
-    round to TF32, which torch does only if allowed (0: unknown).
+    round to TF32, which torch does only if allowed (0: unknown). ``memory_peak_bytes_per_s`` is the bandwidth of the
+    memory by the data sheet, which rooflines are drawn with (0: unknown).
 
     ``matmul`` and ``attention`` are what a device sustains. ``matmul_burst`` and ``attention_burst`` are what it
     reached in short bursts, before power and temperature brought its clocks down; nothing is predicted from these.
@@ -98,6 +99,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention_points: tuple[AttentionPoint, ...] = ()
     attention_kernels: dict[AttentionKernel, float] = {}
     tf32_peak: float = 0.0
+    memory_peak_bytes_per_s: float = 0.0
     matmul_burst: dict[ProductDtype, Rate] = {}
     attention_burst: dict[Dtype, Rate] = {}
     device_name: str = ""
@@ -110,7 +112,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         within("memory_bytes", self.memory_bytes, 1, most=2**60)
         finite("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
         optional = ("transcendental_per_s", "optimizer_bytes_per_s", "first_touch_bytes_per_s", "host_link_bytes_per_s")
-        for field in ("kernel_s", "host_s", "tf32_peak", *optional):
+        for field in ("kernel_s", "host_s", "tf32_peak", "memory_peak_bytes_per_s", *optional):
             finite(field, getattr(self, field))
         within("multiprocessors", self.multiprocessors, 0)
         if self.matmul.keys() - {"fp8"} != self.attention.keys() or not self.attention:

@@ -24,6 +24,7 @@ from refshard.tracing.kineto import timeline_of
 from refshard.tracing.links import links_of
 from refshard.tracing.messages import Group, Traffic, communication
 from refshard.tracing.nsys_words import in_words_of
+from refshard.tracing.operators import operator_report
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
@@ -79,8 +80,8 @@ def analyse(
     if device is not None:
         trace = only_device(trace, device)
     timeline, identity = timeline_of(trace, window, communication=communicating), identity_of(trace)
-    missing, graphs = missing_device(trace), find_graphs(trace, timeline)
-    found = figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration)
+    missing, graphs, name = missing_device(trace), find_graphs(trace, timeline), _device(trace, timeline)
+    found = figures_of(timeline, file=str(path), device=name, calibration=calibration)
     figures = msgspec.structs.replace(
         found,
         rank=identity.rank if identity.rank is not None else rank_in_name(path),
@@ -95,6 +96,7 @@ def analyse(
         untold=missing or mostly_capture(timeline, graphs),
         host_only=missing is not None,
         graphs=graphs,
+        operators=operator_report(trace, timeline, name),
     )
     traffic = traffic_of(timeline, figures, _devices(trace))
     figures = msgspec.structs.replace(
@@ -222,12 +224,13 @@ def _device(trace: TraceFile, timeline: Timeline) -> str:
         return "cpu"
     properties = trace.metadata.get("deviceProperties")
     known = [device for device in properties if isinstance(device, dict)] if isinstance(properties, list) else []
+    names = dict.fromkeys(str(device["name"]) for device in known if device.get("name"))
     if not timeline.on_device:
-        names = dict.fromkeys(str(device["name"]) for device in known if device.get("name"))
         return f"{next(iter(names))}, no device events" if len(names) == 1 else "no device events"
     number = trace.lanes[int(trace.device.lanes[0])][0].partition("/")[0]
+    only = next(iter(names)) if len(names) == 1 else "gpu"  # the numbers may be another container's
     return next(
-        (str(device["name"]) for device in known if str(device.get("id")) == number and device.get("name")), "gpu"
+        (str(device["name"]) for device in known if str(device.get("id")) == number and device.get("name")), only
     )
 
 

@@ -15,8 +15,8 @@ from refshard.tracing.steps import step_at
 
 _COMPILED = re.compile(r"^(## Call CompiledFxGraph|Torch-Compiled Region)")
 """What torch.compile made into one: what is fused there has no operators, so it computes wherever it does not wait."""
-_COMPUTE_OP = re.compile(rf"^(aten::|fsdp::)|{_COMPILED.pattern}")
-_IN_GRAPH = "_c10d_functional::"
+COMPUTE_OP = re.compile(rf"^(aten::|fsdp::)|{_COMPILED.pattern}")
+IN_GRAPH = re.compile(r"^_c10d_functional::")
 """Operators by which compiled graphs and DTensors issue collectives, and wait for them."""
 
 
@@ -29,10 +29,10 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
     """
     host = trace.host
     is_run = _named(trace, lambda name: name.startswith((GLOO, EMULATED))) & (host.categories == ANNOTATION)
-    computes = _named(trace, lambda name: bool(_COMPUTE_OP.match(name))) & (host.threads == main)
+    computes = _named(trace, lambda name: bool(COMPUTE_OP.match(name))) & (host.threads == main)
     computes &= np.isin(host.categories, (HOST, ANNOTATION))
     outermost = _outermost(host.starts, host.ends, np.flatnonzero(computes))
-    is_cut = _named(trace, lambda name: name.startswith(_IN_GRAPH)) & (host.threads == main)
+    is_cut = _named(trace, lambda name: bool(IN_GRAPH.match(name))) & (host.threads == main)
     encloses = _enclose(host.starts[outermost], host.ends[outermost], np.sort(host.starts[is_cut]))
     whole = np.concatenate((np.flatnonzero(is_run), outermost[~encloses]))
     pieces, cut_starts, cut_ends = _pieces(host.starts, host.ends, outermost[encloses], is_cut)
@@ -76,7 +76,7 @@ def main_thread(trace: TraceFile, step_rows: npt.NDArray[np.int64]) -> int:
     """The thread that holds the steps; without steps, the one with most operators; :data:`UNKNOWN` without either."""
     if len(step_rows):
         return int(trace.host.threads[step_rows[0]])
-    computes = _named(trace, lambda name: bool(_COMPUTE_OP.match(name))) & (trace.host.categories == HOST)
+    computes = _named(trace, lambda name: bool(COMPUTE_OP.match(name))) & (trace.host.categories == HOST)
     return int(np.argmax(np.bincount(trace.host.threads[computes]))) if computes.any() else UNKNOWN
 
 

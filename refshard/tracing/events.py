@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,6 +32,19 @@ CATEGORIES = {
     "mtia_ccp_events": UNREAD, "mtia_insight": UNREAD,
 }  # fmt: skip
 """What Kineto calls a category, in lower case (2021's traces capitalise), and what it is."""
+
+
+class Operands(msgspec.Struct, frozen=True, gc=False):
+    """An operator's arguments as the trace spells them, each a JSON array with an entry per argument, or empty.
+
+    ``dims`` are sizes, ``strides`` in elements, ``types`` of the elements, ``values`` of what is no tensor. The
+    last are kept only for operators whose FLOPs depend on them.
+    """
+
+    dims: bytes
+    strides: bytes
+    types: bytes
+    values: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +76,7 @@ class HostEvents:
     """Operators, annotations and launches, in the file's order.
 
     ``correlations`` are -1 but for launches, ``externals`` but for operators and annotations; ``threads`` index
-    :attr:`TraceFile.threads`.
+    :attr:`TraceFile.threads`. ``operands`` index :attr:`TraceFile.operands`, and are -1 where nothing is kept of them.
     """
 
     starts: npt.NDArray[np.int64]
@@ -72,6 +86,7 @@ class HostEvents:
     threads: npt.NDArray[np.int32]
     correlations: npt.NDArray[np.int64]
     externals: npt.NDArray[np.int64]
+    operands: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,8 +111,8 @@ class DeviceEvents:
 class TraceFile:
     """A trace as columns, with its tables of names and what the file says of itself.
 
-    ``host_args`` and ``device_args`` are the arguments of the events, by row, that tell of collectives. ``skipped``
-    counts what could not be used, by reason.
+    ``host_args`` and ``device_args`` are the arguments of the events, by row, that tell of collectives. ``operands``
+    are those of operators that compute, each distinct one once. ``skipped`` counts what could not be used, by reason.
     """
 
     path: Path
@@ -110,6 +125,7 @@ class TraceFile:
     signatures: tuple[str, ...]
     host_args: dict[int, dict[str, Any]]
     device_args: dict[int, dict[str, Any]]
+    operands: tuple[Operands, ...]
     memory: MemoryEvents
     memory_devices: tuple[str, ...]
     metadata: dict[str, Any]

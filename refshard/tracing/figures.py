@@ -12,6 +12,7 @@ from refshard.tracing.exposure_figures import CommunicationFigures
 from refshard.tracing.graph_figures import GraphFigures
 from refshard.tracing.held_figures import MemoryPeak
 from refshard.tracing.holdup_figures import HoldUps
+from refshard.tracing.operator_figures import OperatorReport
 
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,7 +242,8 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     whole trace, from the first device event's start to the last one's end (of a CPU trace: over its steps, or from the
     first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``untold`` says
     why no verdict on losses can be given, where that is so. If ``host_only``, a device was used of which the trace has
-    no events: the breakdowns are of the host's operators, and are shown to nobody.
+    no events: the breakdowns are of the host's operators, and are shown to nobody. ``operators`` is None without a
+    trace file to read them from, or without work in its steps.
     """
 
     file: str
@@ -269,3 +271,4 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     untold: str | None = None
     host_only: bool = False
     graphs: GraphFigures | None = None
+    operators: OperatorReport | None = None

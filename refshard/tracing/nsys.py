@@ -143,6 +143,7 @@ class _Export:
             signatures=tuple(self._signatures),
             host_args={row: {} for row in np.flatnonzero(np.isin(host["names"], telling)).tolist()},
             device_args={},
+            operands=(),
             memory=MemoryEvents.none(),
             memory_devices=(),
             metadata=self._metadata(),
@@ -267,6 +268,7 @@ class _Export:
             np.array(threads, np.int32)[which],
             unknown if correlations is None else correlations,
             unknown,
+            unknown.astype(np.int32),
         )
 
     def _correlated(self, correlations: Column, global_ids: Column) -> Column:

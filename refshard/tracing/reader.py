@@ -35,6 +35,7 @@ from refshard.tracing.events import (
     DeviceEvents,
     HostEvents,
     MemoryEvents,
+    Operands,
     TraceFile,
 )
 from refshard.tracing.frames import CATEGORY, Frames, is_own
@@ -45,6 +46,19 @@ from refshard.tracing.stream import EventStream
 _DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))
 _TELLING = ("c10d::", GLOO, EMULATED, "nccl:", "record_param_comms")
 _MEMORY, _CPU = "[memory]", "cpu"
+_VIEWS = (
+    "empty|empty_like|empty_strided|new_empty|view|_unsafe_view|reshape|_reshape_alias|as_strided|transpose|t|permute|"
+    "expand|expand_as|select|slice|narrow|split|split_with_sizes|chunk|unbind|squeeze|unsqueeze|unflatten|flatten|"
+    "detach|detach_|alias|resize_|set_|item|_local_scalar_dense|result_type|is_nonzero|to|contiguous|lift_fresh|view_as"
+)
+_SHAPED = re.compile(
+    rf"(?!aten::(?:{_VIEWS})$|autograd::|c10d::|record_param_comms|nccl:|ProfilerStep#|Optimizer\.|\w+Backward\d*$)"
+)
+"""Operators that may compute: the sizes of the others, which are most in number, tell nothing."""
+_VALUED = re.compile(r"aten::(?:convolution|_scaled_dot_product_)")
+"""Operators whose FLOPs depend on arguments that are no tensors: strides of a convolution, a causal mask."""
+_MOST_OPERANDS = 100_000
+"""So many distinct ones are kept of a trace; each takes some hundred bytes."""
 _FIELD = re.compile(r"`\$\.(.+?)`$")
 
 
@@ -104,6 +118,14 @@ class _LaunchArgs(msgspec.Struct, gc=False):
 
 class _HostArgs(msgspec.Struct, gc=False):
     external: _Id = msgspec.field(name="External id", default=-1)
+
+
+class _OperandArgs(msgspec.Struct, gc=False):
+    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b""))
+    dims_2021: msgspec.Raw = msgspec.field(name="Input dims", default=msgspec.Raw(b""))
+    strides: msgspec.Raw = msgspec.field(name="Input Strides", default=msgspec.Raw(b""))
+    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b""))
+    values: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw(b""))
 
 
 class _MemoryArgs(msgspec.Struct, gc=False):
@@ -192,6 +214,9 @@ class _Reader:
         self.skipped: dict[str, int] = {}
         self._names: _Table[str] = _Table()
         self._telling: set[int] = set()
+        self._shaped: set[int] = set()
+        self._valued: set[int] = set()
+        self._operands: _Table[tuple[bytes, bytes, bytes, bytes]] = _Table()
         self._threads: _Table[tuple[int | float | str, int | float | str]] = _Table()
         self._lanes: _Table[tuple[Any, Any]] = _Table()
         self._signatures: _Table[tuple[str, bytes, bytes]] = _Table()
@@ -243,8 +268,10 @@ class _Reader:
         on_device = np.isin(codes, tuple(_DEVICE))
         known_names = len(self._names)
         names = np.fromiter(map(self._names.__getitem__, [e.name for e in used]), np.int32, len(used))
-        new_names = islice(self._names.items(), known_names, None)
+        new_names = list(islice(self._names.items(), known_names, None))
         self._telling.update(code for name, code in new_names if name.startswith(_TELLING))
+        self._shaped.update(code for name, code in new_names if _SHAPED.match(name))
+        self._valued.update(code for name, code in new_names if _VALUED.match(name))
         columns = _Columns(starts=starts, ends=starts + lengths, codes=codes, names=names)
         for is_device, take in ((True, self._take_device), (False, self._take_host)):
             rows = np.flatnonzero(on_device == is_device)
@@ -269,6 +296,7 @@ class _Reader:
             signatures=tuple(f"{name} {grid.decode()} {block.decode()}" for name, grid, block in self._signatures),
             host_args=self._host_args,
             device_args=self._device_args,
+            operands=tuple(Operands(*found) for found in self._operands),
             memory=self._all_memory(),
             memory_devices=tuple(_CPU if one == _CPU else f"device {one}" for one in self._memory_devices),
             metadata=self._metadata(metadata),
@@ -307,7 +335,22 @@ class _Reader:
         for row in np.flatnonzero(np.isin(columns.names, list(self._telling))).tolist():
             self._host_args[first + row] = self._json_object(events[row].args)
         self._rows[0] += len(events)
-        self._host.append((*columns.all, threads, correlations, externals))
+        self._host.append((*columns.all, threads, correlations, externals, self._operands_of(events, columns)))
+
+    def _operands_of(self, events: list[_Complete], columns: "_Columns") -> npt.NDArray[np.int32]:
+        """The number of what each operator that may compute was given; -1 of one of which nothing is known."""
+        found = np.full(len(events), -1, np.int32)
+        rows = np.flatnonzero(np.isin(columns.names, list(self._shaped)) & (columns.codes == HOST))
+        args = self._args([events[row].args for row in rows.tolist()], _OperandArgs)
+        for row, name, one in zip(rows.tolist(), columns.names[rows].tolist(), args):
+            dims = bytes(one.dims) or bytes(one.dims_2021)
+            if not dims:
+                continue
+            values = bytes(one.values) if name in self._valued else b""
+            key = (dims, bytes(one.strides), bytes(one.types), values)
+            if key in self._operands or len(self._operands) < _MOST_OPERANDS:
+                found[row] = self._operands[key]
+        return found
 
     def _take_device(self, events: list[_Complete], columns: "_Columns") -> None:
         found = self._args([e.args for e in events], _DeviceArgs)
@@ -407,5 +450,5 @@ _TYPES: dict[str, type] = {
     "times": np.int64, "changes": np.int64, "addresses": np.int64, "allocated": np.int64, "reserved": np.int64,
     "devices": np.int32,
     "categories": np.int8, "names": np.int32, "threads": np.int32, "lanes": np.int32, "signatures": np.int32,
-    "is_collective": np.bool_,
+    "operands": np.int32, "is_collective": np.bool_,
 }  # fmt: skip

@@ -7,6 +7,13 @@ from refshard.report.trace.graphs import graphs
 from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.idle import idle_section
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
+from refshard.report.trace.operators import (
+    class_section,
+    contention_section,
+    kernel_section,
+    operator_section,
+    shape_section,
+)
 from refshard.report.trace.section import Section
 from refshard.report.trace.windows import windows_section
 from refshard.tracing.figures import TraceFigures
@@ -17,6 +24,11 @@ SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
     messages_section,
     idle_section,
     holdups_section,
+    class_section,
+    operator_section,
+    shape_section,
+    kernel_section,
+    contention_section,
     memory_at_peak,
     memory_by_unit,
     graphs,

@@ -1,0 +1,233 @@
+"""Which operators and kernels take the time, at which rate, and what communication beside them costs, as sections."""
+
+from collections.abc import Mapping, Sequence
+
+from refshard.quantities import format_ns, format_percent, format_rate
+from refshard.report.trace.section import Section
+from refshard.report.trace.words import SMALL, each
+from refshard.tracing.figures import TraceFigures
+from refshard.tracing.operator_figures import Contention, OperatorFigures, OperatorReport, Slowdown
+
+_CALLED: dict[str, str] = {
+    "GEMM": "GEMMs", "convolution": "convolutions", "elementwise": "elementwise kernels", "others": "other kernels",
+}  # fmt: skip
+"""Classes in sentences, where not by their names."""
+_LONGEST = 60
+
+
+def class_section(figures: TraceFigures) -> Section | None:
+    """What kind of work takes which part of all, and what to look at first."""
+    report = figures.operators
+    if report is None or not report.work_ns:
+        return None
+    rows = [
+        {
+            "class": one.name,
+            "count": _per_step(one.count, report),
+            "time": format_ns(one.ns / report.steps),
+            "share": format_percent(one.share),
+        }
+        for one in report.classes
+    ]
+    sentences = [_shares(report, figures), *_first(report, figures)]
+    if not report.has_shapes:
+        sentences.append("No FLOPs: the trace has no shapes; record it with record_shapes=True.")
+    elif report.hardware is None:
+        sentences.append(f"No shares of a peak: there is no hardware profile of {figures.device}.")
+    return Section(
+        title="Work by class",
+        caption=(
+            f"Per {each(figures)}; shares are of all work but communication. Durations add up: what runs at once "
+            "counts twice."
+        ),
+        rows=rows,
+        sentences=sentences,
+    )
+
+
+def operator_section(figures: TraceFigures) -> Section | None:
+    """The operators that take longest, whatever their shapes."""
+    report = figures.operators
+    if report is None or not report.totals:
+        return None
+    rows = [
+        {
+            "operator": _cut(one.name),
+            "class": one.kind,
+            "calls": _per_step(one.calls, report),
+            "time": format_ns(one.ns / report.steps),
+            "per call": format_ns(one.ns / one.calls),
+            "share": format_percent(one.share),
+            "TFLOPS": _tera(one.flops_per_s),
+            "of peak": format_percent(one.of_peak, 0),
+            "of roofline": format_percent(one.of_roofline, 0),
+        }
+        for one in report.totals
+    ]
+    return Section(
+        title="Operators",
+        caption=(
+            f"Per {each(figures)}: what the host called, and how long the kernels took that it launched for it."
+            f"{_left_out(report.totals, report.total_count)}"
+        ),
+        rows=_told(rows, "TFLOPS", "of peak", "of roofline"),
+        text=("class",),
+    )
+
+
+def shape_section(figures: TraceFigures) -> Section | None:
+    """The same by the shapes of their arguments, with the rate that each reaches."""
+    report = figures.operators
+    if report is None or not any(one.shapes for one in report.operators):
+        return None
+    rows = [
+        {
+            "operator": _cut(one.name),
+            "shapes": _cut(one.shapes or "-"),
+            "dtype": one.dtype or "-",
+            "calls": _per_step(one.calls, report),
+            "time": format_ns(one.ns / report.steps),
+            "share": format_percent(one.share),
+            "TFLOPS": _tera(one.flops_per_s),
+            "of peak": format_percent(one.of_peak, 0),
+            "of roofline": format_percent(one.of_roofline, 0),
+            "bound by": one.bound or "-",
+        }
+        for one in report.operators
+    ]
+    profile = f" Peaks: the hardware profile {report.hardware}." if report.hardware else ""
+    return Section(
+        title="Operators by shape",
+        caption=f"Per {each(figures)}; bytes are the least that each must move.{profile}"
+        f"{_left_out(report.operators, report.operator_count)}",
+        rows=_told(rows, "TFLOPS", "of peak", "of roofline", "bound by"),
+        text=("shapes", "dtype", "bound by"),
+    )
+
+
+def kernel_section(figures: TraceFigures) -> Section | None:
+    """The kernels that take longest."""
+    report = figures.operators
+    if report is None or not report.kernels:
+        return None
+    rows = [
+        {
+            "kernel": one.short,
+            "class": one.kind,
+            "count": _per_step(one.count, report),
+            "time": format_ns(one.ns / report.steps),
+            "each": format_ns(one.ns / one.count),
+            "share": format_percent(one.share),
+        }
+        for one in report.kernels
+    ]
+    caption = f"Per {each(figures)}, without those that communicate; names are shortened (--json has them whole)."
+    caption += _left_out(report.kernels, report.kernel_count)
+    return Section(title="Kernels", caption=caption, rows=rows, text=("class",))
+
+
+def contention_section(figures: TraceFigures) -> Section | None:
+    """How much longer kernels take beside communication than alone."""
+    report = figures.operators
+    if report is None or report.contention is None:
+        return None
+    found = report.contention
+    rows = [_slowdown(one, report, f"all {_CALLED.get(one.kind, one.kind)}") for one in _gemms_first(found)] + [
+        _slowdown(one, report, one.name) for one in found.kernels
+    ]
+    return Section(
+        title="Beside communication",
+        caption=(
+            f"Per {each(figures)}: kernels that ran at least 3 times mostly beside communication and 3 times without "
+            "any, of one launch geometry and shapes; medians are compared."
+        ),
+        rows=rows,
+        sentences=_lost(found, report, figures),
+    )
+
+
+def _gemms_first(found: Contention) -> list[Slowdown]:
+    return sorted(found.classes, key=lambda one: (one.kind != "GEMM", -one.lost_ns))
+
+
+def _slowdown(one: Slowdown, report: OperatorReport, name: str) -> dict[str, str]:
+    return {
+        "kernels": name,
+        "runs beside": _per_step(one.runs, report),
+        "time": format_ns(one.beside_ns / report.steps),
+        "alone": format_ns(one.alone_ns / report.steps),
+        "slower": "-" if one.times is None else f"{one.times:.2f}x",
+        "lost": format_ns(one.lost_ns / report.steps),
+    }
+
+
+def _lost(found: Contention, report: OperatorReport, figures: TraceFigures) -> list[str]:
+    """What is lost in all, GEMMs first, and of how much of the work that can be said."""
+    sentences = []
+    for one in _gemms_first(found)[:3]:
+        if one.times and one.times > 1 + SMALL:
+            what = _CALLED.get(one.kind, one.kind)
+            verb = "are" if what.endswith("s") else "is"
+            lost = format_ns(one.lost_ns / report.steps)
+            name = f"{what[0].upper()}{what[1:]}"
+            sentences.append(f"{name} {verb} {one.times:.2f}x slower beside communication: {lost} a {each(figures)}.")
+    if not sentences:
+        sentences.append("Kernels are not slower beside communication.")
+    part = format_percent(found.compared_ns / found.beside_ns if found.beside_ns else None, 0)
+    sentences.append(f"Compared: {part} of the time of kernels beside communication.")
+    if not found.by_shape:
+        sentences.append("Without shapes, kernels of one name and launch geometry are taken to do the same work.")
+    return sentences
+
+
+def _shares(report: OperatorReport, figures: TraceFigures) -> str:
+    """Which classes take which part."""
+    told = [one for one in report.classes if one.share is not None and one.share >= SMALL][:4]
+    parts = [f"{_CALLED.get(one.name, one.name)} {format_percent(one.share, 0)}" for one in told]
+    work = "operators" if not report.kernels else "kernels and copies"
+    every = f"Of {format_ns(report.work_ns / report.steps)} of {work} a {each(figures)}: {', '.join(parts)}."
+    comm = sum(one.ns for one in report.classes if one.share is None)
+    return f"{every} Communication takes {format_ns(comm / report.steps)} more." if comm else every
+
+
+def _first(report: OperatorReport, figures: TraceFigures) -> list[str]:
+    """The operator that would gain most at its roofline; without one, the one that takes longest."""
+    gains = [(one.ns * (1 - min(1.0, one.of_roofline)), one) for one in report.operators if one.of_roofline is not None]
+    if gains:
+        gain, worst = max(gains, key=lambda pair: pair[0])
+        if gain >= SMALL * report.work_ns:
+            return [
+                f"Look first at {_call(worst)}: {format_ns(worst.ns / report.steps)} a {each(figures)} at "
+                f"{format_percent(worst.of_roofline, 0)} of its roofline ({worst.bound}-bound); at most "
+                f"{format_ns(gain / report.steps)} can be gained."
+            ]
+        return []
+    most = report.totals[0]
+    return [f"Look first at {most.name}: {format_percent(most.share, 0)} of the work."]
+
+
+def _call(one: OperatorFigures) -> str:
+    return f"{one.name} of {_cut(one.shapes)} {one.dtype}" if one.shapes else one.name
+
+
+def _per_step(count: int, report: OperatorReport) -> str:
+    """How many in a step: a whole number where steps are alike."""
+    return f"{count // report.steps:,}" if count % report.steps == 0 else f"{count / report.steps:,.1f}"
+
+
+def _tera(rate: float | None) -> str:
+    return "-" if rate is None else format_rate(rate / 1e12)
+
+
+def _left_out(told: Sequence[object], count: int) -> str:
+    return f" The first {len(told)} of {count:,}." if len(told) < count else ""
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+
+
+def _told(rows: list[dict[str, str]], *columns: str) -> list[Mapping[str, str]]:
+    """Rows without those of the columns that hold nothing."""
+    empty = {column for column in columns if all(row[column] == "-" for row in rows)}
+    return [{key: value for key, value in row.items() if key not in empty} for row in rows]

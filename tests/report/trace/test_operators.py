@@ -1,0 +1,148 @@
+"""What is said of operators and kernels: by figures whose answer is known."""
+
+from typing import Any
+
+import msgspec
+
+from refshard.report.trace.operators import (
+    class_section,
+    contention_section,
+    kernel_section,
+    operator_section,
+    shape_section,
+)
+from refshard.tracing.figures import TraceFigures
+from refshard.tracing.operator_figures import (
+    ClassFigures,
+    Contention,
+    KernelFigures,
+    OperatorFigures,
+    OperatorReport,
+    OperatorTotal,
+    Slowdown,
+)
+from tests.report import traces
+
+MS = 1_000_000
+GPU = traces.figures(traces.gpu(layers=2, steps=2))
+
+
+def mm(**others: Any) -> OperatorFigures:
+    known: dict[str, Any] = {
+        "name": "aten::mm", "kind": "GEMM", "shapes": "[64, 32], [32, 16]", "dtype": "bf16", "calls": 4, "ns": 120 * MS,
+        "share": 0.6, "flops": 10**13, "bytes": 10**9, "flops_per_s": 333e12, "of_peak": 0.337, "of_roofline": 0.337,
+        "bound": "compute",
+    }  # fmt: skip
+    return OperatorFigures(**{**known, **others})
+
+
+def told(**others: Any) -> TraceFigures:
+    """Two steps of 100 ms of work each: 60 % of it GEMMs."""
+    known: dict[str, Any] = {
+        "steps": 2,
+        "work_ns": 200 * MS,
+        "classes": (
+            ClassFigures(name="GEMM", count=4, ns=120 * MS, share=0.6),
+            ClassFigures(name="elementwise", count=7, ns=80 * MS, share=0.4),
+            ClassFigures(name="communication", count=2, ns=50 * MS, share=None),
+        ),
+        "totals": (OperatorTotal(name="aten::mm", kind="GEMM", calls=4, shapes=1, ns=120 * MS, share=0.6),),
+        "total_count": 1,
+        "operators": (mm(), mm(name="my::op", shapes=None, dtype=None, ns=80 * MS, of_roofline=None, bound=None)),
+        "operator_count": 2,
+        "kernels": (KernelFigures(name="x" * 300, short="x", kind="GEMM", count=4, ns=120 * MS, share=0.6),),
+        "kernel_count": 1,
+        "contention": None,
+        "hardware": "h100-sxm-80gb",
+        "has_shapes": True,
+    }
+    return msgspec.structs.replace(GPU, operators=OperatorReport(**{**known, **others}))
+
+
+def slowdown(kind: Any, beside: int, alone: int, name: str = "x") -> Slowdown:
+    return Slowdown(name=name, kind=kind, runs=8, beside_ns=beside * MS, alone_ns=alone * MS)
+
+
+def test_classes_and_the_first_thing_to_look_at() -> None:
+    section = class_section(told())
+    assert section is not None
+    assert [list(row.values()) for row in section.rows] == [
+        ["GEMM", "2", "60.0 ms", "60.0 %"],
+        ["elementwise", "3.5", "40.0 ms", "40.0 %"],
+        ["communication", "1", "25.0 ms", "-"],
+    ]
+    assert list(section.sentences) == [
+        "Of 100 ms of kernels and copies a step: GEMMs 60 %, elementwise kernels 40 %. "
+        "Communication takes 25.0 ms more.",
+        "Look first at aten::mm of [64, 32], [32, 16] bf16: 60.0 ms a step at 34 % of its roofline (compute-bound); at "
+        "most 39.8 ms can be gained.",
+    ]
+
+
+def test_the_first_is_what_gains_most_not_what_takes_longest() -> None:
+    fast = mm(name="fast", of_roofline=0.95)
+    slow = mm(name="slow", ns=60 * MS, of_roofline=0.1, bound="memory")
+    section = class_section(told(operators=(fast, slow)))
+    assert section is not None
+    assert section.sentences[1].startswith("Look first at slow of")
+    assert section.sentences[1].endswith("at 10 % of its roofline (memory-bound); at most 27.0 ms can be gained.")
+
+
+def test_what_is_missing_is_named() -> None:
+    without = class_section(told(has_shapes=False, operators=(mm(of_roofline=None),)))
+    assert without is not None
+    assert list(without.sentences[1:]) == [
+        "Look first at aten::mm: 60 % of the work.",
+        "No FLOPs: the trace has no shapes; record it with record_shapes=True.",
+    ]
+    unknown = class_section(told(hardware=None, operators=(mm(of_roofline=None),)))
+    assert unknown is not None
+    assert unknown.sentences[-1] == f"No shares of a peak: there is no hardware profile of {GPU.device}."
+    assert class_section(GPU) is None
+
+
+def test_columns_that_hold_nothing_are_left_out() -> None:
+    whole, part = shape_section(told()), shape_section(told(operators=(mm(flops_per_s=None, of_peak=None),)))
+    assert whole is not None
+    assert part is not None
+    assert [row["TFLOPS"] for row in whole.rows] == ["333", "333"]
+    assert set(whole.rows[0]) - set(part.rows[0]) == {"TFLOPS", "of peak"}
+    assert shape_section(told(operators=(mm(shapes=None),))) is None
+
+
+def test_kernels_go_by_their_short_names_and_say_how_many_are_left_out() -> None:
+    section = kernel_section(told(kernel_count=2000))
+    assert section is not None
+    assert list(section.rows[0].values()) == ["x", "GEMM", "2", "60.0 ms", "30.0 ms", "60.0 %"]
+    assert section.caption.endswith("The first 1 of 2,000.")
+    assert kernel_section(told(kernels=())) is None
+    operators = operator_section(told())
+    assert operators is not None
+    assert "of 1" not in operators.caption
+
+
+def test_contention_names_gemms_first() -> None:
+    found = Contention(
+        classes=(slowdown("elementwise", 40, 20), slowdown("GEMM", 118, 100), slowdown("copies", 9, 10)),
+        kernels=(slowdown("GEMM", 118, 100, "nvjet"),),
+        compared_ns=167 * MS,
+        beside_ns=334 * MS,
+        by_shape=False,
+    )
+    section = contention_section(told(contention=found))
+    assert section is not None
+    assert [row["kernels"] for row in section.rows] == ["all GEMMs", "all elementwise kernels", "all copies", "nvjet"]
+    assert list(section.rows[0].values()) == ["all GEMMs", "4", "59.0 ms", "50.0 ms", "1.18x", "9.00 ms"]
+    assert list(section.sentences) == [
+        "GEMMs are 1.18x slower beside communication: 9.00 ms a step.",
+        "Elementwise kernels are 2.00x slower beside communication: 10.0 ms a step.",
+        "Compared: 50 % of the time of kernels beside communication.",
+        "Without shapes, kernels of one name and launch geometry are taken to do the same work.",
+    ]
+
+
+def test_without_a_loss_it_says_so() -> None:
+    found = Contention(classes=(slowdown("GEMM", 100, 100),), kernels=(), compared_ns=100, beside_ns=100, by_shape=True)
+    section = contention_section(told(contention=found))
+    assert section is not None
+    assert section.sentences[0] == "Kernels are not slower beside communication."
