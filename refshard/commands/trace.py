@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,12 +12,14 @@ from refshard.commands.memory_snapshot import memory_snapshots, memory_timelines
 from refshard.errors import SpecError, TraceError
 from refshard.report.answer import Answer
 from refshard.report.trace import terminal as trace_table
+from refshard.report.trace.difference import Compared, difference_answer
 from refshard.timeline import Timeline
 from refshard.tracing import hta
 from refshard.tracing.analysis import Analysis, analyse, join
-from refshard.tracing.diff import attribute, difference
 from refshard.tracing.kineto import timeline_of
+from refshard.tracing.matching import difference, mean_steps
 from refshard.tracing.memory_timeline import is_memory_timeline
+from refshard.tracing.pairing import pair
 from refshard.tracing.reader import read_trace
 from refshard.tracing.snapshot_file import is_snapshot
 
@@ -61,11 +64,12 @@ def trace(
                 raise SpecError(f"{of_memory[0]}: a {kind} takes no option of traces; leave them out")
             return answer_of(of_memory)
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
-    keep = page is not None or against is not None or cross_check is not None
-    analyses = join(_analyse_all(paths, undisturbed, keep_timelines=keep), one_job=one_job)
+    keep = page is not None or cross_check is not None
+    found = _analyse_all(paths, undisturbed, keep_timelines=keep, compare=against is not None)
+    analyses = join(found, one_job=one_job)
     if against is not None:
-        other = join(_analyse_all([against], undisturbed, keep_timelines=True), one_job=one_job)
-        return _compare(analyses, other)
+        other = join(_analyse_all([against], undisturbed, keep_timelines=False, compare=True), one_job=one_job)
+        return difference_answer(_compare(analyses, other))
     if page is not None:
         _write(analyses, page)
     figures = [one.figures for one in analyses]
@@ -77,12 +81,15 @@ def trace(
     return answer
 
 
-def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool) -> list[Analysis]:
+def _analyse_all(
+    paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool, compare: bool = False
+) -> list[Analysis]:
+    look = partial(analyse, calibration=calibration, keep_timeline=keep_timelines, compare=compare)
     found, skipped, seen = [], [], set[Path]()
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 -- never raises
             if path.resolve() not in seen:
-                found.append(analyse(path, calibration=calibration, keep_timeline=keep_timelines))
+                found.append(look(path))
             seen.add(path.resolve())
             continue
         inside, candidates = [], _candidates(path)
@@ -90,7 +97,7 @@ def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_ti
         seen.update(file.resolve() for file in fresh)
         for file in fresh:
             try:
-                inside.append(analyse(file, calibration=calibration, keep_timeline=keep_timelines))
+                inside.append(look(file))
             except TraceError as error:
                 skipped.append(str(error))
         if not inside and len(fresh) == len(candidates):
@@ -124,28 +131,26 @@ def _write(analyses: Sequence[Analysis], page: Path) -> None:
         raise SpecError(f"html: {page} cannot be written ({error.strerror}); name a writable file") from None
 
 
-def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Answer:
-    a, b = _one_rank(before, after)
-    of_a, of_b = attribute(a.timeline), attribute(b.timeline)
-    sides = [(what, getattr(a.figures, what), getattr(b.figures, what)) for what in ("device", "world_size")]
-    doubts = [f"A and B differ in {what}: {ours} and {theirs}." for what, ours, theirs in sides if ours != theirs]
-    return trace_table.difference_answer((str(a.path), str(b.path)), of_a, of_b, difference(of_a, of_b), doubts)
+def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
+    # scipy takes half a second to import, and no other output needs it.
+    import numpy as np
+
+    from refshard.stats.means import change_of_means
+
+    pairing = pair(before, after)
+    of_a, of_b = ([one.attribution for one in side if one.attribution is not None] for side in (pairing.a, pairing.b))
+    scatter = [np.array(mean_steps(side)) for side in (of_a, of_b)]
+    return Compared(
+        names=(_common_name(pairing.a), _common_name(pairing.b)),
+        steps=(len(scatter[0]), len(scatter[1])),
+        difference=difference(of_a, of_b, pairing.ranks),
+        interval=change_of_means(*scatter),
+        doubts=pairing.doubts,
+    )
 
 
-def _one_rank(before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[Analysis, Analysis]:
-    """The traces to compare: the only ones, or those of the lowest rank that both jobs have."""
-    if len(before) == len(after) == 1:
-        return before[0], after[0]
-    for name, side in (("A", before), ("B", after)):
-        first_of = {one.figures.job: one.path.name for one in reversed(side)}
-        if len(first_of) > 1:
-            raise TraceError(
-                f"--against compares two jobs, but {name} holds {len(first_of)}, with {', '.join(first_of.values())}; "
-                "name one file of each"
-            )
-    ranks = {one.figures.rank for one in before} & {one.figures.rank for one in after} - {None}
-    if not ranks:
-        raise TraceError("--against compares one rank of two jobs, but they have none in common; name one file of each")
-    rank = min(rank for rank in ranks if rank is not None)
-    print(f"refshard: comparing rank {rank}", file=sys.stderr)
-    return tuple(next(one for one in side if one.figures.rank == rank) for side in (before, after))  # type: ignore[return-value]
+def _common_name(side: Sequence[Analysis]) -> str:
+    """The file, or the folder that all files lie in and how many there are."""
+    if len(side) == 1:
+        return str(side[0].path)
+    return f"{os.path.commonpath([one.path.absolute().parent for one in side])} ({len(side)} ranks)"

@@ -10,6 +10,7 @@ import numpy as np
 
 from refshard.timeline import Nanoseconds, Timeline, Window
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
+from refshard.tracing.diff import Attribution, attribute
 from refshard.tracing.events import MemoryEvents, TraceFile
 from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
@@ -30,12 +31,16 @@ _MEMORY_POINTS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept."""
+    """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept.
+
+    ``attribution`` says who owns the time of its steps, if that was asked for.
+    """
 
     figures: TraceFigures
     identity: Identity
     kept: Timeline | None
     traffic: Traffic | None = None
+    attribution: Attribution | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -49,10 +54,13 @@ class Analysis:
         return self.identity.path
 
 
-def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True) -> Analysis:
+def analyse(
+    path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True, compare: bool = False
+) -> Analysis:
     """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
 
-    A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
+    A timeline takes 70 bytes a span: of hundreds of ranks, keep it only for what draws spans. To ``compare`` it with
+    another, its attribution is enough.
 
     Raises:
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
@@ -74,8 +82,12 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         figures, communication=communication(traffic, figures.collectives, {}, alone=True)
     )
     return Analysis(
-        figures=figures, identity=identity, kept=timeline if keep_timeline else None, traffic=traffic
-    )  # fmt: skip
+        figures=figures,
+        identity=identity,
+        kept=timeline if keep_timeline else None,
+        traffic=traffic,
+        attribution=attribute(timeline) if compare else None,
+    )
 
 
 def figures_of(timeline: Timeline, *, file: str, device: str, calibration: Timeline | None = None) -> TraceFigures:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Window
+from refshard.tracing.device import in_autograd, inputs_at
 from refshard.tracing.events import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
 from refshard.tracing.labels import Labels
 from refshard.tracing.steps import step_at
@@ -69,6 +70,10 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
         name_table=trace.names,
         unit_names=labels.unit_names,
         signature_names=trace.names,
+        calls=np.where(communicates, UNKNOWN, rows).astype(np.int32),
+        inputs=inputs_at(trace, np.where(communicates, UNKNOWN, rows)),
+        in_autograd=in_autograd(trace, starts, host.threads[rows]),
+        input_names=trace.inputs,
     )
 
 

@@ -9,10 +9,14 @@ import numpy.typing as npt
 from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
 from refshard.tracing.events import HOST, KERNEL, LAUNCH, TraceFile
 from refshard.tracing.labels import Labels
+from refshard.tracing.nesting import innermost_at
 from refshard.tracing.steps import step_at
 
 COMM_KERNEL = re.compile(r"nccl|rccl|msccl|nvshmem|deep_ep::|refshard_(?:emulated|simulated)", re.IGNORECASE)
 """Names of kernels that communicate: NCCL 2.4 to 2.28, RCCL, MSCCL++, NVSHMEM, DeepEP, and what is not measured."""
+
+AUTOGRAD = "autograd::engine::evaluate_function"
+"""What the names of operators begin with that autograd's engine evaluates in a backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,7 +25,8 @@ class Launches:
 
     ``calls`` are the rows of :class:`~refshard.tracing.events.HostEvents` that launched, ``points`` when they began,
     ``queued`` when they returned, at the latest when the event started. In the order of the spans; :data:`UNKNOWN`
-    where the trace does not tell.
+    where the trace does not tell. ``operator_rows`` are the rows of the operators, ``in_autograd`` says which launches
+    autograd's engine made.
     """
 
     calls: npt.NDArray[np.int64]
@@ -29,10 +34,15 @@ class Launches:
     queued: npt.NDArray[np.int64]
     threads: npt.NDArray[np.int32]
     operators: npt.NDArray[np.int32]
+    operator_rows: npt.NDArray[np.int64]
+    in_autograd: npt.NDArray[np.bool_]
 
 
 def find_launches(trace: TraceFile) -> Launches:
-    """Match device events with the host's calls by correlation id, or else with operators by external id."""
+    """Match device events with the host's calls by correlation id, and with operators by external id.
+
+    Where an operator's id tells nothing, as in traces of 2022, it is the innermost one around the call.
+    """
     host, device, order = trace.host, trace.device, device_order(trace)
     calls = np.flatnonzero((host.categories == LAUNCH) & (host.correlations > 0))
     call = _match(trace, device.correlations[order], host.correlations[calls], calls)
@@ -43,17 +53,46 @@ def find_launches(trace: TraceFile) -> Launches:
     point = host.starts[call]
     wrong = launched & (op != UNKNOWN) & ((point < host.starts[op]) | (point >= host.ends[op]))
     op = np.where(wrong, UNKNOWN, op)
+    around = launched & (op == UNKNOWN)
+    op[around] = _operators_around(trace, point[around], host.threads[call[around]])
     known = launched | (op != UNKNOWN)
     source = np.where(launched, call, op)
     # An operator goes on after its launches, so that only a call tells when it returned.
     returned = np.where(launched, host.ends[source], host.starts[source])
+    points = np.where(known, host.starts[source], UNKNOWN)
+    threads = np.where(known, host.threads[source], UNKNOWN).astype(np.int32)
     return Launches(
         calls=np.where(known, source, UNKNOWN),
-        points=np.where(known, host.starts[source], UNKNOWN),
+        points=points,
         queued=np.where(known, np.maximum(host.starts[source], np.minimum(returned, device.starts[order])), UNKNOWN),
-        threads=np.where(known, host.threads[source], UNKNOWN).astype(np.int32),
+        threads=threads,
         operators=np.where(op != UNKNOWN, host.names[op], UNKNOWN).astype(np.int32),
+        operator_rows=op,
+        in_autograd=in_autograd(trace, points, threads),
     )
+
+
+def _operators_around(
+    trace: TraceFile, points: npt.NDArray[np.int64], threads: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int64]:
+    """The rows of the innermost operators that ran on ``threads[i]`` at ``points[i]``."""
+    host = trace.host
+    # In 2021 the profiler wrote its steps, and an optimizer's, as operators.
+    marks = [code for code, name in enumerate(trace.names) if "#" in name]
+    rows = np.flatnonzero((host.categories == HOST) & ~np.isin(host.names, marks))
+    found = innermost_at(host.starts[rows], host.ends[rows], host.threads[rows], points, threads)
+    return np.where(found == UNKNOWN, UNKNOWN, rows[found]) if len(rows) else found
+
+
+def in_autograd(
+    trace: TraceFile, points: npt.NDArray[np.int64], threads: npt.NDArray[np.int32]
+) -> npt.NDArray[np.bool_]:
+    """Whether autograd's engine evaluated a function on ``threads[i]`` at ``points[i]``."""
+    host = trace.host
+    codes = [code for code, name in enumerate(trace.names) if name.startswith(AUTOGRAD)]
+    rows = np.flatnonzero(np.isin(host.names, codes))
+    found = innermost_at(host.starts[rows], host.ends[rows], host.threads[rows], points, threads)
+    return np.asarray(found != UNKNOWN, np.bool_)
 
 
 def _match(
@@ -101,7 +140,18 @@ def device_spans(trace: TraceFile, labels: Labels, host_windows: tuple[Window, .
         name_table=trace.names,
         unit_names=labels.unit_names,
         signature_names=trace.signatures,
+        calls=launches.operator_rows.astype(np.int32),
+        inputs=inputs_at(trace, launches.operator_rows),
+        in_autograd=launches.in_autograd,
+        input_names=trace.inputs,
     )
+
+
+def inputs_at(trace: TraceFile, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """The inputs of the operators in these rows, some of which may be :data:`UNKNOWN`."""
+    if not len(trace.host.inputs):
+        return np.full(len(rows), UNKNOWN, np.int32)
+    return np.where(rows == UNKNOWN, UNKNOWN, trace.host.inputs[rows]).astype(np.int32)
 
 
 def device_order(trace: TraceFile) -> npt.NDArray[np.int64]:

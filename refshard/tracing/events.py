@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from refshard.timeline import Inputs
+
 HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD = range(7)
 """Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`."""
 
@@ -51,7 +53,7 @@ class HostEvents:
     """Operators, annotations and launches, in the file's order.
 
     ``correlations`` are -1 but for launches, ``externals`` but for operators and annotations; ``threads`` index
-    :attr:`TraceFile.threads`.
+    :attr:`TraceFile.threads`, ``inputs`` :attr:`TraceFile.inputs`, -1 where an operator's inputs are not recorded.
     """
 
     starts: npt.NDArray[np.int64]
@@ -61,6 +63,7 @@ class HostEvents:
     threads: npt.NDArray[np.int32]
     correlations: npt.NDArray[np.int64]
     externals: npt.NDArray[np.int64]
+    inputs: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,6 +107,7 @@ class TraceFile:
     metadata: dict[str, Any]
     count: int
     skipped: dict[str, int] = field(default_factory=dict)
+    inputs: tuple[Inputs, ...] = ()
 
 
 def whole(value: Any) -> int | None:

@@ -34,6 +34,7 @@ from refshard.tracing.events import (
     MemoryEvents,
     TraceFile,
 )
+from refshard.tracing.inputs import LONGEST_INPUTS, inputs_of
 from refshard.tracing.stream import EventStream
 
 _DEVICE = frozenset((KERNEL, MEMCPY, MEMSET))
@@ -98,6 +99,8 @@ class _LaunchArgs(msgspec.Struct, gc=False):
 
 class _HostArgs(msgspec.Struct, gc=False):
     external: _Id = msgspec.field(name="External id", default=-1)
+    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b""))
+    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b""))
 
 
 class _MemoryArgs(msgspec.Struct, gc=False):
@@ -182,6 +185,7 @@ class _Reader:
         self._threads: _Table[tuple[int | float | str, int | float | str]] = _Table()
         self._lanes: _Table[tuple[Any, Any]] = _Table()
         self._signatures: _Table[tuple[str, bytes, bytes]] = _Table()
+        self._inputs: _Table[tuple[bytes, bytes]] = _Table()
         self._categories = _Categories()
         self._host: list[tuple[npt.NDArray[Any], ...]] = []
         self._device: list[tuple[npt.NDArray[Any], ...]] = []
@@ -249,6 +253,7 @@ class _Reader:
             metadata=self._metadata(metadata),
             count=self._count,
             skipped=self.skipped,
+            inputs=tuple(inputs_of(dims, types) for dims, types in self._inputs),
         )
 
     def _metadata(self, text: bytes) -> dict[str, Any]:
@@ -269,11 +274,18 @@ class _Reader:
         is_operator = (columns.codes == HOST) | (columns.codes == ANNOTATION)
         operators = self._args([events[row].args for row in np.flatnonzero(is_operator).tolist()], _HostArgs)
         externals[is_operator] = [args.external for args in operators]
+        inputs = np.full(len(events), -1, np.int32)
+        inputs[is_operator] = [self._inputs_code(args) for args in operators]
         first = self._rows[0]
         for row in np.flatnonzero(np.isin(columns.names, list(self._telling))).tolist():
             self._host_args[first + row] = self._json_object(events[row].args)
         self._rows[0] += len(events)
-        self._host.append((*columns.all, threads, correlations, externals))
+        self._host.append((*columns.all, threads, correlations, externals, inputs))
+
+    def _inputs_code(self, args: _HostArgs) -> int:
+        """Shapes and types as the file spells them, numbered; -1 for what is not recorded or too long to keep."""
+        dims = bytes(args.dims)
+        return self._inputs[dims, bytes(args.types)] if 2 < len(dims) <= LONGEST_INPUTS else -1
 
     def _take_device(self, events: list[_Complete], columns: "_Columns") -> None:
         found = self._args([e.args for e in events], _DeviceArgs)
@@ -372,5 +384,6 @@ _TYPES: dict[str, type] = {
     "times": np.int64, "changes": np.int64, "addresses": np.int64, "allocated": np.int64, "reserved": np.int64,
     "devices": np.int32,
     "categories": np.int8, "names": np.int32, "threads": np.int32, "lanes": np.int32, "signatures": np.int32,
+    "inputs": np.int32,
     "is_collective": np.bool_,
 }  # fmt: skip
