@@ -1,8 +1,9 @@
 """How the steps of one job differ from those of another: owners of time matched by what they do.
 
 What is done on both sides is matched, the closest description first: the same operator in the same unit and phase with
-the same inputs; with inputs of another type; in the same order within its unit; the same operator in the same unit; in
-the same phase. What is left over is gone or new. All parts add up to the change of the mean step.
+the same inputs; with inputs of another type, or as another library's operator; in the same order within its unit; the
+same operator in the same unit; in the same phase. What is left over is gone or new. All parts add up to the change of
+the mean step.
 """
 
 import math
@@ -16,7 +17,7 @@ import msgspec
 
 from refshard.quantities import format_bytes
 from refshard.tracing.diff import IDLE, Attribution
-from refshard.tracing.works import Work
+from refshard.tracing.works import Work, family
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _APART_OF_TIME, _APART_OF_SPREAD, _APART_OF_STEP, _FEW_UNITS = 0.25, 5, 0.001, 3
@@ -119,10 +120,10 @@ _Side = dict[Work, _Part]
 _Key = Callable[[Work], tuple[object, ...]]
 _LEVELS: tuple[tuple[str, _Key], ...] = (
     ("inputs", lambda w: (w.kind, w.unit, w.phase, w.operator, w.bound, w.dims, w.dtype, w.bytes, w.group)),
-    ("shapes", lambda w: (w.kind, w.unit, w.phase, w.operator, w.bound, w.dims, w.bytes)),
-    ("order", lambda w: (w.kind, w.unit, w.phase, w.operator, w.bound, w.ordinal)),
-    ("unit", lambda w: (w.kind, w.unit, w.phase, w.operator, w.bound)),
-    ("operator", lambda w: (w.kind, w.phase, w.operator, w.bound)),
+    ("shapes", lambda w: (w.kind, w.unit, w.phase, family(w.operator), w.bound, w.dims, w.bytes)),
+    ("order", lambda w: (w.kind, w.unit, w.phase, family(w.operator), w.bound, w.ordinal)),
+    ("unit", lambda w: (w.kind, w.unit, w.phase, family(w.operator), w.bound)),
+    ("operator", lambda w: (w.kind, w.phase, family(w.operator), w.bound)),
 )
 """By what works are the same, the closest first."""
 
@@ -271,6 +272,7 @@ def _common(a: Sequence[Work], b: Sequence[Work], *, ordinal: bool = False) -> W
 
     return msgspec.structs.replace(
         first,
+        operator=both("operator") or family(first.operator),
         unit=same("unit"),
         dims=both("dims"),
         dtype=both("dtype"),
@@ -353,7 +355,7 @@ def label_of(work: Work) -> str:
     >>> label_of(Work(kind="comm", operator="all_gather", unit="layers.0", bytes=2**20, group="0, 8 ranks"))
     'all_gather 1.00 MiB (0, 8 ranks) in layers.0'
     """
-    parts = [f"before {work.operator}" if work.kind == IDLE else work.operator, work.dims, work.dtype]
+    parts = [f"idle before {work.operator}" if work.kind == IDLE else work.operator, work.dims, work.dtype]
     if work.ordinal is not None:
         parts.append(f"#{work.ordinal + 1}")
     parts.append("" if work.bytes is None else format_bytes(work.bytes))

@@ -20,10 +20,13 @@ _ARCHITECTURE = re.compile(r"\b(?:sm_?\d+a?|volta|turing|ampere|ada|hopper|black
 _TILE = re.compile(r"_?(?:tile(?:size)?|warpsize|warpgroupsize|tensor|sliced|stages?|MT|MI|align)?\d+(?:x\d+)+", re.I)
 
 
+_OF_A_LIBRARY = re.compile(r"_?(?:cudnn|miopen|mkldnn|flash|efficient)_(?=convolution|attention|batch_norm|rnn)")
+
+
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What a span does; None, or no text, where the trace does not tell or it does not apply.
 
-    ``kind`` is one of :class:`Kind`, or ``idle`` for the time before such work; then ``bound`` says which bound it.
+    ``kind`` is one of :class:`Kind`, or ``idle`` for the time before such work; then ``bound`` is the cause.
     ``operator`` launched the span; if ``by_name``, nothing tells which, and it is the kernel's name without what
     changes with library and GPU. ``ordinal`` counts the calls of one operator in one unit, phase and step from 0.
     ``dims`` and ``dtype`` are an operator's inputs; ``bytes`` and ``group`` are of a collective.
@@ -57,6 +60,15 @@ def plain_name(kernel: str) -> str:
         before, name = name, _INNERMOST.sub("", name)
     name = name.strip().rpartition(" ")[2]
     return _TILE.sub("", _ARCHITECTURE.sub("", name)).strip("_") or kernel
+
+
+def family(operator: str) -> str:
+    """What operators of several libraries have in common that do the same.
+
+    >>> family("aten::cudnn_convolution") == family("aten::miopen_convolution")
+    True
+    """
+    return _OF_A_LIBRARY.sub("", operator)
 
 
 def works_of(timeline: Timeline) -> tuple[list[Work], npt.NDArray[np.int64]]:
@@ -159,11 +171,13 @@ def _with_collectives(
     places: dict[Work, int] = {}
     for one in collectives:
         if one.rows:
+            # What a sharded unit reduces are gradients, whichever thread runs it.
+            reduces = one.unit is not None and one.op in ("reduce_scatter", "all_reduce")
             work = Work(
                 kind=Kind.COMM.value,
                 operator=one.op,
                 unit=one.unit,
-                phase=_PHASES[phases[one.rows[0]]],
+                phase=BACKWARD if reduces else _PHASES[phases[one.rows[0]]],
                 bytes=one.bytes,
                 group=_group(one),
             )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from refshard.tracing.diff import Attribution, Owner, attribute
 from refshard.tracing.matching import Change, Difference, difference, mean_steps
-from refshard.tracing.works import Work
+from refshard.tracing.works import Work, family
 from tests.tracing.builder import Training
 
 works = st.builds(
@@ -90,7 +90,7 @@ def test_a_job_does_not_differ_from_itself(side: list[tuple[dict[Work, tuple[int
 
 
 def least(work: Work) -> tuple[object, ...]:
-    return work.kind, work.phase, work.operator, work.bound
+    return work.kind, work.phase, family(work.operator), work.bound
 
 
 @given(ranks, ranks)
@@ -155,6 +155,20 @@ def test_works_are_matched_by_the_closest_description_that_both_have() -> None:
         ("aten::mm [8,8] fp32 -> bf16, forward", 10, "shapes"),
         ("aten::mm [8,4] bf16, forward", 1, "inputs"),
     ]
+
+
+def test_operators_of_different_libraries_are_the_same_work() -> None:
+    a = one_step((mm(operator="aten::cudnn_convolution", dims="[8]"), 5), (mm(operator="aten::_flash_attention"), 9))
+    b = one_step(
+        (mm(operator="aten::miopen_convolution", dims="[8]"), 8), (mm(operator="aten::_efficient_attention"), 8)
+    )
+    assert summary(difference(a, b).changes) == [
+        ("aten::cudnn_convolution -> aten::miopen_convolution [8], forward", 3, "shapes"),
+        ("aten::_flash_attention -> aten::_efficient_attention, forward", -1, "shapes"),
+    ]
+    several = one_step((mm(operator="aten::_flash_attention"), 9), (mm(operator="aten::_cudnn_attention"), 9))
+    (change,) = difference(several, one_step((mm(operator="aten::_efficient_attention"), 8))).changes
+    assert (change.label, change.delta_ns) == ("aten::attention, forward", -10)
 
 
 def test_phases_count_only_if_both_sides_tell_them() -> None:
@@ -228,7 +242,7 @@ def test_a_training_run_that_changed_names_what_changed_most_first() -> None:
     assert found.delta_ns == after.step_ns - before.step_ns
     assert [(one.rank, one.delta_ns) for one in found.ranks] == [(0, found.delta_ns), (1, found.delta_ns)]
     # Of fewer steps, a greater share is the last.
-    (end,) = [change for change in found.changes if change.label == "before the end (launch)"]
+    (end,) = [change for change in found.changes if change.label == "idle before the end (launch)"]
     assert end.delta_ns == before.tail / 4 - before.tail / 2
 
 

@@ -130,6 +130,17 @@ def test_a_collectives_spans_do_what_it_does(found: list[Row], sized: bool) -> N
     assert [works[code] for code in codes[1:]] == expected(found)[1:]
 
 
+def test_a_sharded_unit_reduces_in_its_backward() -> None:
+    """Over gloo the span is of another thread, and tells no phase."""
+    row = Row(
+        kind=Kind.COMM, name=2, operator=0, launch=0, step=0, unit=0, under=0, call=0, inputs=UNKNOWN, autograd=False
+    )
+    for unit, expected_phase in (("layers.0", "backward"), (None, None)):
+        collective = Collective(op="reduce_scatter", bytes=64, step=0, unit=unit, rows=(0,))
+        works, codes = works_of(timeline_of([row], (collective,)))
+        assert works[codes[0]].phase == expected_phase
+
+
 @pytest.mark.parametrize(
     ("kernel", "plain"),
     [

@@ -184,7 +184,9 @@ def signed(ns: float) -> str:
 
 def _cut(change: Change) -> str:
     """A label cut in its middle, and what is new or gone."""
-    mark = " [new]" if change.new else " [gone]" if change.gone else ""
+    mark = ""
+    if change.kind != IDLE:  # idle time before an operator comes and goes with the operator's speed
+        mark = " [new]" if change.new else " [gone]" if change.gone else ""
     return _shortened(change.label, _LONGEST_LABEL - len(mark)) + mark
 
 
