@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -53,9 +54,8 @@ def trace(
     """
     if cross_check not in (None, "hta"):
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
-    if against is not None and (page is not None or cross_check is not None):
-        option = "--html" if page is not None else "--cross-check"
-        raise SpecError(f"against: cannot be combined with {option}; run the command twice")
+    if against is not None and cross_check is not None:
+        raise SpecError("against: cannot be combined with --cross-check; run the command twice")
     for kind, is_kind, answer_of in _OF_MEMORY:
         if of_memory := [path for path in paths if is_kind(path)]:
             if len(of_memory) < len(paths):
@@ -64,12 +64,15 @@ def trace(
                 raise SpecError(f"{of_memory[0]}: a {kind} takes no option of traces; leave them out")
             return answer_of(of_memory)
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration))
-    keep = page is not None or cross_check is not None
+    keep = against is None and (page is not None or cross_check is not None)
     found = _analyse_all(paths, undisturbed, keep_timelines=keep, compare=against is not None)
     analyses = join(found, one_job=one_job)
     if against is not None:
         other = join(_analyse_all([against], undisturbed, keep_timelines=False, compare=True), one_job=one_job)
-        return difference_answer(_compare(analyses, other))
+        compared = _compare(analyses, other)
+        if page is not None:
+            _write_difference(compared, [*analyses, *other], page)
+        return difference_answer(compared, f"page: {page}" if page is not None else "")
     if page is not None:
         _write(analyses, page)
     figures = [one.figures for one in analyses]
@@ -122,11 +125,25 @@ def _write(analyses: Sequence[Analysis], page: Path) -> None:
     # plotly and pandas take a second to import, and no other output needs them.
     from refshard.report.trace.page import AnalysedTrace, write_trace_page
 
+    traces = [AnalysedTrace(figures=one.figures, timeline=one.timeline, path=one.path) for one in analyses]
+    with _writing(page, analyses):
+        write_trace_page(traces, page)
+
+
+def _write_difference(compared: Compared, analyses: Sequence[Analysis], page: Path) -> None:
+    from refshard.report.trace.difference_page import write_difference_page
+
+    with _writing(page, analyses):
+        write_difference_page(compared, page)
+
+
+@contextmanager
+def _writing(page: Path, analyses: Sequence[Analysis]) -> Iterator[None]:
+    """Say what is wrong with the page's path, whichever page is written."""
     if page.resolve() in {one.path.resolve() for one in analyses}:
         raise SpecError(f"html: {page} is one of the traces, which the page would overwrite; name another file")
-    traces = [AnalysedTrace(figures=one.figures, timeline=one.timeline, path=one.path) for one in analyses]
     try:
-        write_trace_page(traces, page)
+        yield
     except OSError as error:
         raise SpecError(f"html: {page} cannot be written ({error.strerror}); name a writable file") from None
 

@@ -9,6 +9,7 @@ import pytest
 
 from refshard.commands.trace import trace
 from refshard.errors import SpecError, TraceError
+from tests.report.pages import Page
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 from tests.tracing import snapshots
 from tests.tracing.handmade import event, shaped, step, write
@@ -135,6 +136,16 @@ def test_all_ranks_are_compared_by_number(tmp_path: Path) -> None:
     assert [row["rank"] for row in rows(tables(answer)[2])] == ["1", "2"]
 
 
+def test_a_difference_is_a_page_too(folder: Path) -> None:
+    page = folder / "d.html"
+    answer = trace([folder / "rank0.json"], against=folder / "rank1.json", page=page)
+    assert text(answer).endswith(f"page: {page}")
+    told = Page(page.read_text()).text.replace("\N{NO-BREAK SPACE}", " ")
+    assert all(sentence in told for sentence in verdict(answer))
+    with pytest.raises(SpecError, match="is one of the traces, which the page would overwrite"):
+        trace([folder / "rank0.json"], against=folder / "rank1.json", page=folder / "rank1.json")
+
+
 def test_jobs_of_different_sizes_are_compared_by_their_mean_ranks(tmp_path: Path) -> None:
     a, b = job(tmp_path / "a", {0: 30, 1: 32}), job(tmp_path / "b", {0: 35, 1: 36, 2: 40})
     for path in b.glob("*.json"):
@@ -178,8 +189,8 @@ def test_what_one_side_does_not_record_is_named(folder: Path) -> None:
         (["empty"], "holds no trace; traces end in .json or .json.gz"),
         (["rank0.json", "--cross-check", "hat"], "cross-check must be 'hta', got 'hat'"),
         (
-            ["rank0.json", "--against", "rank1.json", "--html", "t.html"],
-            "against: cannot be combined with --html; run the command twice",
+            ["rank0.json", "--against", "rank1.json", "--cross-check", "hta"],
+            "against: cannot be combined with --cross-check; run the command twice",
         ),
         (["rank0.json", "--calibration", "notes.txt"], "not a Kineto trace (it is no JSON object)"),
     ],

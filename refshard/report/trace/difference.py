@@ -41,23 +41,32 @@ class Compared:
         return self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
 
 
-def difference_answer(found: Compared) -> Answer:
-    """What accounts for the change in step time: by class, and then in detail, each adding up to the whole."""
+def difference_answer(found: Compared, more: str = "") -> Answer:
+    """What accounts for the change in step time: by class, and then in detail, each adding up to the whole.
+
+    ``more`` is printed below the verdict.
+    """
     changes, lead = found.difference.changes, verdict(found)
     data = {"verdict": lead, "interval_ns": found.interval, **msgspec.to_builtins(found.difference)}
     rows = [_flat(change) for change in changes]
+    blocks: list[Block] = [Text(text=printable("\n".join(sides(found))))]
+    if any(change.delta_ns for change in changes):
+        blocks += [by_class(found.difference), by_work(found.difference)]
+        if (ranks := by_rank(found.difference)) is not None:
+            blocks.append(ranks)
+        blocks.append(Notes(sentences=[printable(sentence) for sentence in remarks(found)]))
+    blocks.append(Verdict(sentences=[printable(one) for one in lead]))
+    return Answer(data=data, rows=rows, blocks=[*blocks, *([Text(text=more)] if more else [])])
+
+
+def sides(found: Compared) -> list[str]:
+    """What A and B are."""
     ns = (found.difference.a_ns, found.difference.b_ns)
     ranks = f", mean of {len(found.difference.ranks)} ranks" if len(found.difference.ranks) > 1 else ""
-    sides = [
+    return [
         f"{name}: {path}, {steps} steps of {format_ns(mean)}{ranks}"
         for name, path, steps, mean in zip("AB", found.names, found.steps, ns)
     ]
-    blocks: list[Block] = [Text(text=printable("\n".join(sides)))]
-    if any(change.delta_ns for change in changes):
-        blocks += [by_class(found.difference), by_work(found.difference)]
-        blocks += by_rank(found.difference)
-        blocks.append(Notes(sentences=[printable(sentence) for sentence in remarks(found)]))
-    return Answer(data=data, rows=rows, blocks=[*blocks, Verdict(sentences=[printable(one) for one in lead])])
 
 
 def verdict(found: Compared) -> list[str]:
@@ -65,17 +74,18 @@ def verdict(found: Compared) -> list[str]:
     whole, changes = found.difference, found.difference.changes
     if not any(change.delta_ns for change in changes):
         return ["No difference."]
-    share = f" ({format_percent(abs(whole.delta_ns) / whole.a_ns)})" if whole.a_ns else ""
-    more = "more" if whole.delta_ns > 0 else "less"
-    parts = sorted(_classes(changes).items(), key=lambda part: -abs(part[1]))
+    parts = sorted(((name, b - a) for name, (a, b) in class_sums(whole).items()), key=lambda part: -abs(part[1]))
     largest = abs(parts[0][1])
     cancels = abs(whole.delta_ns) < _SMALL * largest
+    share = f" ({format_percent(abs(whole.delta_ns) / whole.a_ns)})" if whole.a_ns else ""
+    more = "more" if whole.delta_ns > 0 else "less"
     told = [
         f"{name} {signed(ns)}" + ("" if cancels else f" ({format_percent(ns / whole.delta_ns, 0)}{of})")
         for (name, ns), of in zip(parts, (" of the change", "", ""))
         if abs(ns) >= _SMALL * largest
     ]
-    sentences = [f"B takes {format_ns(abs(whole.delta_ns))}{share} {more} per step than A: {', '.join(told)}."]
+    takes = f"{format_ns(abs(whole.delta_ns))}{share} {more} per step than A" if whole.delta_ns else "as long as A"
+    sentences = [f"B takes {takes}: {', '.join(told)}."]
     sentences.append(f"The largest single change is {_cut(changes[0])}, {signed(changes[0].delta_ns)}.")
     if found.is_noise and found.interval is not None:
         low, high = map(signed, found.interval)
@@ -92,7 +102,7 @@ def remarks(found: Compared) -> list[str]:
         low, high = map(signed, found.interval)
         told.append(f"95 % interval of the change over steps: {low} to {high}. Another recording may differ more.")
     ranks = sorted(found.difference.ranks, key=lambda one: abs(one.delta_ns))
-    if len(ranks) > 1:
+    if len(ranks) > 1 and ranks[-1].delta_ns:
         least, most = (f"rank {one.rank}" + f" ({signed(one.delta_ns)})" for one in (ranks[0], ranks[-1]))
         told.append(f"Of {len(ranks)} ranks, {most} changed most and {least} least.")
     return [*told, *_unmatched(found.difference), *found.doubts]
@@ -135,33 +145,39 @@ def by_class(difference: Difference) -> Table:
 _ORDER = ("forward", "backward", "optimizer", "")
 
 
-def by_work(difference: Difference) -> Table:
-    """The largest changes, the sum of the others, and the step."""
-    changes = difference.changes
-    shown = [change for change in changes[:_SHOWN_CHANGES] if change.delta_ns]
-    rows = [[*_row(_cut(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)), _kernels(c)] for c in shown]
-    if rest := changes[_SHOWN_CHANGES:]:
-        rows.append([*_sum_row(f"{len(rest)} others", rest, ""), ""])
-    rows.append([*_row("step", difference.a_ns, difference.b_ns, ""), ""])
-    built = _table(("what", "class"), rows, "")
-    return Table(columns=[*built.columns, Column("kernels", "left")], rows=built.rows)
+def by_work(difference: Difference, shown: int = _SHOWN_CHANGES) -> Table:
+    """The largest changes, the sum of the others, and the step; of several ranks, the one that changed most."""
+    listed = [change for change in difference.changes[:shown] if change.delta_ns]
+    rows = [_row(_cut(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in listed]
+    more = [[_most(c), _kernels(c)] for c in listed]
+    if rest := difference.changes[shown:]:
+        rows.append(_sum_row(f"{len(rest)} others", rest, ""))
+    rows.append(_row("step", difference.a_ns, difference.b_ns, ""))
+    several = len(difference.ranks) > 1
+    heads = [*([Column("most, on rank")] if several else []), Column("kernels", "left")]
+    cells = [found[not several :] for found in (*more, *[["", ""]] * (len(rows) - len(more)))]
+    built = _table(("what", "class"), [[*row, *cell] for row, cell in zip(rows, cells)], "")
+    return Table(columns=[*built.columns, *heads], rows=built.rows)
 
 
-def by_rank(difference: Difference) -> list[Block]:
-    """The ranks that changed most; nothing for one."""
+def by_rank(difference: Difference, shown: int = _SHOWN_RANKS) -> Table | None:
+    """The ranks that changed most; None for one."""
     ranks = sorted(difference.ranks, key=lambda one: -abs(one.delta_ns))
     if len(ranks) < 2:
-        return []
-    part = f", the {_SHOWN_RANKS} of {len(ranks)} that changed most" if len(ranks) > _SHOWN_RANKS else ""
-    rows = [_row(str(one.rank), one.a_ns, one.b_ns) for one in ranks[:_SHOWN_RANKS]]
-    return [_table(("rank",), rows, f"Mean step by rank{part}")]
+        return None
+    part = f", the {shown} of {len(ranks)} that changed most" if len(ranks) > shown else ""
+    rows = [_row(str(one.rank), one.a_ns, one.b_ns) for one in ranks[:shown]]
+    return _table(("rank",), rows, f"Mean step by rank{part}")
 
 
-def _classes(changes: Sequence[Change]) -> dict[str, float]:
-    members: dict[str, list[Change]] = {}
-    for change in changes:
-        members.setdefault(_CLASSES.get(change.kind, change.kind), []).append(change)
-    return {name: sum(c.b_ns for c in mine) - sum(c.a_ns for c in mine) for name, mine in members.items()}
+def class_sums(difference: Difference) -> dict[str, tuple[float, float]]:
+    """Nanoseconds per step of A and of B by class; they add up to the steps."""
+    found: dict[str, tuple[float, float]] = {}
+    for change in difference.changes:
+        name = _CLASSES.get(change.kind, change.kind)
+        a, b = found.get(name, (0.0, 0.0))
+        found[name] = (a + change.a_ns, b + change.b_ns)
+    return found
 
 
 def _table(names: tuple[str, ...], rows: Sequence[Sequence[str]], title: str) -> Table:
@@ -190,10 +206,14 @@ def _cut(change: Change) -> str:
     return _shortened(change.label, _LONGEST_LABEL - len(mark)) + mark
 
 
+def _most(change: Change) -> str:
+    return "" if change.most_ns is None else f"{signed(change.most_ns)}, {change.most_rank}"
+
+
 def _kernels(change: Change) -> str:
     """The longest kernel of each side; one of the same name once."""
-    names = [kernels[0] for kernels in (change.a_kernels, change.b_kernels) if kernels]
-    return " -> ".join(_shortened(name.removeprefix("void "), _LONGEST_KERNEL) for name in dict.fromkeys(names))
+    names = [kernels[0].removeprefix("void ") for kernels in (change.a_kernels, change.b_kernels) if kernels]
+    return " -> ".join(dict.fromkeys(_shortened(name, _LONGEST_KERNEL) for name in names))
 
 
 def _shortened(text: str, room: int) -> str:

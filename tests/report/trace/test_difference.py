@@ -3,10 +3,13 @@
 import msgspec
 
 from refshard.report.trace.difference import Compared, by_class, difference_answer, remarks, verdict
+from refshard.report.trace.difference_page import difference_page
 from refshard.tracing.diff import Attribution, Owner
 from refshard.tracing.matching import difference
 from refshard.tracing.works import Work
+from tests.report.pages import Page
 from tests.report.printed import as_csv, rows, tables, text
+from tests.report.traces import HOSTILE
 
 MM = Work(kind="compute", operator="aten::mm", phase="forward")
 GATHER = Work(kind="comm", operator="all_gather", phase="forward")
@@ -43,6 +46,11 @@ def test_a_total_that_parts_cancel_has_no_shares() -> None:
     assert verdict(compared(a, b))[0] == (
         "B takes 100 ns (0.1 %) more per step than A: communication +10.1 us, compute -10.0 us."
     )
+
+
+def test_steps_that_take_as_long_may_still_differ() -> None:
+    a, b = [side((MM, 60_000), (GATHER, 30_000))], [side((MM, 50_000), (GATHER, 40_000))]
+    assert verdict(compared(a, b))[0] == "B takes as long as A: communication +10.0 us, compute -10.0 us."
 
 
 def test_a_change_within_the_scatter_of_steps_is_called_that() -> None:
@@ -101,3 +109,16 @@ def test_rows_add_up_to_the_step() -> None:
     assert found[-2]["B - A"] == f"+{sum(range(15)) / 10:.1f} us"
     assert found[-1]["B - A"] == f"+{sum(range(40)) / 10:.1f} us"
     assert "No difference." in text(difference_answer(compared(a, a)))
+
+
+def test_the_page_holds_what_the_terminal_shows_and_escapes_names() -> None:
+    work = msgspec.structs.replace(MM, operator=HOSTILE)
+    found = compared([side((work, 60), kernel=HOSTILE)] * 2, [side((work, 50)), side((work, 45))], ranks=(0, 1))
+    written = "".join(difference_page(found))
+    assert "<script>alert" not in written
+    told = Page(written).text.replace("\N{NO-BREAK SPACE}", " ")
+    for table in tables(difference_answer(found)):
+        for row in table.rows:
+            assert all(str(cell) in told for cell in row if HOSTILE[:5] not in str(cell))
+    assert all(sentence in told for sentence in remarks(found))
+    assert [row["most, on rank"] for row in rows(tables(difference_answer(found))[1])] == ["-15 ns, 1", ""]
