@@ -145,7 +145,8 @@ def difference(a: Sequence[Attribution], b: Sequence[Attribution], ranks: Sequen
     scale = _Scale(steps=math.lcm(*(one.steps for one in (*a, *b))), ranks=(len(a), len(b)), names=tuple(ranks))
     before, after = _totals(a, scale), _totals(b, scale)
     rows = _matched(*_alike(_side(a, scale), _side(b, scale)), scale)
-    changes = [_change(row, scale) for row in _summed(rows, scale, max(sum(before), sum(after)) / len(a))]
+    longer = max(scale.mean(sum(before), 0), scale.mean(sum(after), 1))
+    changes = [_change(row, scale) for row in _summed(rows, scale, longer)]
     return Difference(
         a_ns=scale.mean(sum(before), 0),
         b_ns=scale.mean(sum(after), 1),
@@ -284,7 +285,7 @@ def _common(a: Sequence[Work], b: Sequence[Work], *, ordinal: bool = False) -> W
 
 
 def _summed(rows: Iterable[_Row], scale: _Scale, step: float) -> list[_Row]:
-    """The same rows with numbered units that change alike as one; ``step`` is the longer side's."""
+    """The same rows with numbered units that change alike as one; ``step`` is the longer side's, in nanoseconds."""
     alike, found = defaultdict(list), []
     for row in rows:
         general = None if row.work.unit is None else _NUMBER.sub("*", row.work.unit)
@@ -315,7 +316,7 @@ def _apart(rows: Sequence[_Row], scale: _Scale, step: float) -> list[bool]:
     middle = median(changes)
     offs = [abs(change - middle) for change in changes]
     time = sum(max(scale.mean(sum(row.a.ns), 0), scale.mean(sum(row.b.ns), 1)) for row in rows) / len(rows)
-    limit = max(_APART_OF_TIME * time, _APART_OF_SPREAD * median(offs), _APART_OF_STEP * step / scale.steps)
+    limit = max(_APART_OF_TIME * time, _APART_OF_SPREAD * median(offs), _APART_OF_STEP * step)
     return [off > limit for off in offs]
 
 

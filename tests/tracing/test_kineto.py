@@ -265,7 +265,7 @@ def test_a_correlation_of_another_numbering_launches_nothing(tmp_path: Path) -> 
 
 def test_spans_know_the_operators_inputs_calls_and_whether_autograd_made_them(tmp_path: Path) -> None:
     """The innermost operator counts, by id or around the call; a step is none, though it was written as one in 2021."""
-    shapes = {"Input Dims": [[2, 3], [3, 4], []], "Input type": ["c10::BFloat16", "c10::BFloat16", "Scalar"]}
+    shapes = shaped([[2, 3], [3, 4], []], ["c10::BFloat16", "c10::BFloat16", "Scalar"])
     path = write(
         tmp_path / "t.json",
         [
@@ -295,7 +295,7 @@ def test_inputs_too_long_to_keep_are_not_told(tmp_path: Path) -> None:
         tmp_path / "t.json",
         [
             step(0, 0, 100),
-            event("aten::_foreach_add_", 1, 5, **{"Input Dims": [[[1024, 1024]] * 100], "Input type": ["TensorList"]}),
+            event("aten::_foreach_add_", 1, 5, **shaped([[[1024, 1024]] * 100], ["TensorList"])),
             *launched("a", 2, 20, 1, 1),
         ],
     )
