@@ -9,7 +9,7 @@ from refshard.folders import replace_file
 from refshard.quantities import format_ns
 from refshard.report.answer import Table
 from refshard.report.draw.charts import Bar, Chart, Row, chart, stacked, theme
-from refshard.report.draw.palette import STEP
+from refshard.report.draw.palette import GREY, STEP, Look
 from refshard.report.draw.render import fill, resource, script
 from refshard.report.trace.difference import (
     Compared,
@@ -28,7 +28,7 @@ _LOOKS = {
     "communication": STEP["exposed communication"],
     "preparation": STEP["compute over communication"],
     "copy": STEP["copy, preparation, other"],
-    "unclassified": STEP["idle, dependency-bound"],
+    "unclassified": Look(GREY, "+"),
     "idle": STEP["idle"],
 }
 
