@@ -239,7 +239,7 @@ def trace(
         Path | None, typer.Option(help="A trace taken with CUDA_LAUNCH_BLOCKING=1, for the give-way index.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Another trace B: show what accounts for B - A in step time.")
+        Path | None, typer.Option(help="Another trace or job B: show what accounts for B - A in step time.")
     ] = None,
     cross_check: Annotated[
         str | None, typer.Option(help="Show another analyser's figures too: hta (Holistic Trace Analysis).")

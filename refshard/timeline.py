@@ -5,8 +5,9 @@ All times are int64 nanoseconds. A measured trace, an emulated one and a simulat
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag, StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -171,6 +172,17 @@ class Span:
     end: int
 
 
+class Inputs(NamedTuple):
+    """The tensors that an operator was given: ``dims`` as in ``[8192,4096]x[4096,14336]``, ``dtype`` as in ``bf16``."""
+
+    dims: str
+    dtype: str
+
+
+def _untold() -> npt.NDArray[np.int32]:
+    return np.empty(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
     """What ran, a row each, ordered by start and then by end; columns are arrays of one length.
@@ -183,6 +195,9 @@ class Spans:
     holds the :class:`Meaning` of the phases that the span was launched under. Spans of one ``signatures`` code do the
     same work: one kernel in one launch geometry; ``signature_names`` spells the codes out, so that the spans of two
     timelines can be matched (left empty, by name alone).
+
+    Columns that are empty tell nothing: ``calls`` number the calls of operators (spans of one number were launched by
+    one call), ``inputs`` index ``input_names``, ``in_autograd`` says whether autograd's engine launched the span.
     """
 
     starts: Nanoseconds
@@ -201,6 +216,10 @@ class Spans:
     name_table: tuple[str, ...]
     unit_names: tuple[str, ...] = ()
     signature_names: tuple[str, ...] = ()
+    calls: npt.NDArray[np.int32] = field(default_factory=_untold)
+    inputs: npt.NDArray[np.int32] = field(default_factory=_untold)
+    in_autograd: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    input_names: tuple[Inputs, ...] = ()
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> "Spans":

@@ -3,7 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from refshard.commands.memory_snapshot import memory_snapshots, memory_timelines
 from refshard.errors import SpecError, TraceError
 from refshard.report.answer import Answer
 from refshard.report.trace import terminal as trace_table
+from refshard.report.trace.difference import Compared, difference_answer
 from refshard.timeline import Timeline
 from refshard.tracing import hta
 from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.communication import patterns
-from refshard.tracing.diff import attribute, difference
 from refshard.tracing.kineto import timeline_of
+from refshard.tracing.matching import difference, mean_steps
 from refshard.tracing.memory_timeline import is_memory_timeline
 from refshard.tracing.nsys import is_nsys
+from refshard.tracing.pairing import pair
 from refshard.tracing.reader import read_trace
 from refshard.tracing.snapshot_file import is_snapshot
 from refshard.tracing.windows import Asked, parse_window
@@ -64,9 +67,8 @@ def trace(
     asked = None if window is None else parse_window(window)
     if cross_check not in (None, "hta"):
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
-    if against is not None and (page is not None or cross_check is not None):
-        option = "--html" if page is not None else "--cross-check"
-        raise SpecError(f"against: cannot be combined with {option}; run the command twice")
+    if against is not None and cross_check is not None:
+        raise SpecError("against: cannot be combined with --cross-check; run the command twice")
     for kind, is_kind, answer_of in _OF_MEMORY:
         if of_memory := [path for path in paths if is_kind(path)]:
             if len(of_memory) < len(paths):
@@ -76,12 +78,18 @@ def trace(
             return answer_of(of_memory)
     own = patterns(communication)
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration), communication=own)
-    keep = page is not None or against is not None or cross_check is not None
-    how = _How(calibration=undisturbed, keep_timelines=keep, communication=own, window=asked, device=device)
+    keep = against is None and (page is not None or cross_check is not None)
+    how = _How(
+        calibration=undisturbed, keep_timelines=keep, communication=own, window=asked, device=device,
+        compare=against is not None,
+    )  # fmt: skip
     analyses = join(_analyse_all(paths, how), one_job=one_job)
     if against is not None:
         other = join(_analyse_all([against], how), one_job=one_job)
-        return _compare(analyses, other)
+        compared = _compare(analyses, other)
+        if page is not None:
+            _write_difference(compared, [*analyses, *other], page)
+        return difference_answer(compared, f"page: {page}" if page is not None else "")
     if cross_check is not None and (exports := [one.path for one in analyses if is_nsys(one.path)]):
         raise SpecError(f"cross-check: HTA reads Kineto traces only; leave out {exports[0]}, an export of nsys")
     if page is not None:
@@ -104,11 +112,12 @@ class _How:
     communication: tuple["re.Pattern[str]", ...]
     window: Asked | None
     device: str | None
+    compare: bool
 
     def analyse(self, path: Path) -> Analysis:
         return analyse(
             path, calibration=self.calibration, keep_timeline=self.keep_timelines, communicating=self.communication,
-            window=self.window, device=self.device,
+            window=self.window, device=self.device, compare=self.compare,
         )  # fmt: skip
 
 
@@ -169,39 +178,49 @@ def _write(analyses: Sequence[Analysis], page: Path) -> None:
     # plotly and pandas take a second to import, and no other output needs them.
     from refshard.report.trace.page import AnalysedTrace, write_trace_page
 
+    traces = [AnalysedTrace(figures=one.figures, timeline=one.timeline, path=one.path) for one in analyses]
+    with _writing(page, analyses):
+        write_trace_page(traces, page)
+
+
+def _write_difference(compared: Compared, analyses: Sequence[Analysis], page: Path) -> None:
+    from refshard.report.trace.difference_page import write_difference_page
+
+    with _writing(page, analyses):
+        write_difference_page(compared, page)
+
+
+@contextmanager
+def _writing(page: Path, analyses: Sequence[Analysis]) -> Iterator[None]:
+    """Say what is wrong with the page's path, whichever page is written."""
     if page.resolve() in {one.path.resolve() for one in analyses}:
         raise SpecError(f"html: {page} is one of the traces, which the page would overwrite; name another file")
-    traces = [AnalysedTrace(figures=one.figures, timeline=one.timeline, path=one.path) for one in analyses]
     try:
-        write_trace_page(traces, page)
+        yield
     except OSError as error:
         raise SpecError(f"html: {page} cannot be written ({error.strerror}); name a writable file") from None
 
 
-def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Answer:
-    a, b = _one_rank(before, after)
-    of_a, of_b = attribute(a.timeline), attribute(b.timeline)
-    sides = [(what, getattr(a.figures, what), getattr(b.figures, what)) for what in ("device", "world_size")]
-    doubts = [f"A and B differ in {what}: {ours} and {theirs}." for what, ours, theirs in sides if ours != theirs]
-    doubts += [f"{name} has no device events: what it did on the device is unknown." for name, one in zip("AB", (a, b))
-               if one.figures.host_only]  # fmt: skip
-    return trace_table.difference_answer((str(a.path), str(b.path)), of_a, of_b, difference(of_a, of_b), doubts)
+def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
+    # scipy takes half a second to import, and no other output needs it.
+    import numpy as np
+
+    from refshard.stats.means import change_of_means
+
+    pairing = pair(before, after)
+    of_a, of_b = ([one.attribution for one in side if one.attribution is not None] for side in (pairing.a, pairing.b))
+    scatter = [np.array(mean_steps(side)) for side in (of_a, of_b)]
+    return Compared(
+        names=(_common_name(pairing.a), _common_name(pairing.b)),
+        steps=(len(scatter[0]), len(scatter[1])),
+        difference=difference(of_a, of_b, pairing.ranks),
+        interval=change_of_means(*scatter),
+        doubts=pairing.doubts,
+    )
 
 
-def _one_rank(before: Sequence[Analysis], after: Sequence[Analysis]) -> tuple[Analysis, Analysis]:
-    """The traces to compare: the only ones, or those of the lowest rank that both jobs have."""
-    if len(before) == len(after) == 1:
-        return before[0], after[0]
-    for name, side in (("A", before), ("B", after)):
-        first_of = {one.figures.job: one.path.name for one in reversed(side)}
-        if len(first_of) > 1:
-            raise TraceError(
-                f"--against compares two jobs, but {name} holds {len(first_of)}, with {', '.join(first_of.values())}; "
-                "name one file of each"
-            )
-    ranks = {one.figures.rank for one in before} & {one.figures.rank for one in after} - {None}
-    if not ranks:
-        raise TraceError("--against compares one rank of two jobs, but they have none in common; name one file of each")
-    rank = min(rank for rank in ranks if rank is not None)
-    print(f"refshard: comparing rank {rank}", file=sys.stderr)
-    return tuple(next(one for one in side if one.figures.rank == rank) for side in (before, after))  # type: ignore[return-value]
+def _common_name(side: Sequence[Analysis]) -> str:
+    """The file, or the folder that all files lie in and how many there are."""
+    if len(side) == 1:
+        return str(side[0].path)
+    return f"{os.path.commonpath([one.path.absolute().parent for one in side])} ({len(side)} ranks)"

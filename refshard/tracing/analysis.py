@@ -12,6 +12,7 @@ import numpy as np
 from refshard.timeline import Nanoseconds, Timeline, Window
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
 from refshard.tracing.devices import only_device
+from refshard.tracing.diff import Attribution, attribute
 from refshard.tracing.events import MemoryEvents, TraceFile
 from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
@@ -38,12 +39,16 @@ _MEMORY_POINTS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept."""
+    """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept.
+
+    ``attribution`` says who owns the time of its steps, if that was asked for.
+    """
 
     figures: TraceFigures
     identity: Identity
     kept: Timeline | None
     traffic: Traffic | None = None
+    attribution: Attribution | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -62,6 +67,7 @@ def analyse(
     *,
     calibration: Timeline | None = None,
     keep_timeline: bool = True,
+    compare: bool = False,
     window: Asked | None = None,
     device: str | None = None,
     communicating: Sequence["re.Pattern[str]"] = (),
@@ -71,7 +77,8 @@ def analyse(
     ``window`` says what to take in place of the trace's steps, ``device`` which of several devices to look at. Device
     events with one of ``communicating`` in their names communicate, besides those that are known to.
 
-    A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
+    A timeline takes 70 bytes a span: of hundreds of ranks, keep it only for what draws spans. To ``compare`` it with
+    another, its attribution is enough.
 
     Raises:
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
@@ -103,8 +110,12 @@ def analyse(
         figures, communication=communication(traffic, figures.collectives, {}, alone=True)
     )
     return Analysis(
-        figures=figures, identity=identity, kept=timeline if keep_timeline else None, traffic=traffic
-    )  # fmt: skip
+        figures=figures,
+        identity=identity,
+        kept=timeline if keep_timeline else None,
+        traffic=traffic,
+        attribution=attribute(timeline) if compare else None,
+    )
 
 
 def figures_of(timeline: Timeline, *, file: str, device: str, calibration: Timeline | None = None) -> TraceFigures:

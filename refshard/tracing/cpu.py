@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Window
+from refshard.tracing.device import in_autograd
 from refshard.tracing.events import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
+from refshard.tracing.inputs import input_table
 from refshard.tracing.labels import Labels
 from refshard.tracing.steps import step_at
 
@@ -48,6 +50,7 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
         np.where(under & Meaning.WAIT > 0, KINDS.index(Kind.PREP), KINDS.index(Kind.COMPUTE)),
     )
     lanes = np.where(communicates, host.threads[rows], main)
+    inputs = input_table(trace.operands)
     emulated = set(host.threads[is_run & _named(trace, lambda name: name.startswith(EMULATED))].tolist())
     return Spans(
         starts=starts,
@@ -69,6 +72,10 @@ def cpu_spans(trace: TraceFile, labels: Labels, windows: tuple[Window, ...], mai
         name_table=trace.names,
         unit_names=labels.unit_names,
         signature_names=trace.names,
+        calls=np.where(communicates, UNKNOWN, rows).astype(np.int32),
+        inputs=inputs.at(host.operands, np.where(communicates, UNKNOWN, rows)),
+        in_autograd=in_autograd(trace, starts, host.threads[rows]),
+        input_names=inputs.names,
     )
 
 

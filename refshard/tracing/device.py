@@ -10,8 +10,13 @@ import numpy.typing as npt
 from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
 from refshard.tracing.communication import communicates, is_peer_copy
 from refshard.tracing.events import HOST, KERNEL, LAUNCH, TraceFile
+from refshard.tracing.inputs import input_table
 from refshard.tracing.labels import Labels
+from refshard.tracing.nesting import innermost_on
 from refshard.tracing.steps import step_at
+
+AUTOGRAD = "autograd::engine::evaluate_function"
+"""What the names of operators begin with that autograd's engine evaluates in a backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -20,7 +25,8 @@ class Launches:
 
     ``calls`` are the rows of :class:`~refshard.tracing.events.HostEvents` that launched, ``points`` when they began,
     ``queued`` when they returned, at the latest when the event started. In the order of the spans; :data:`UNKNOWN`
-    where the trace does not tell.
+    where the trace does not tell. ``operator_rows`` are the rows of the operators, ``in_autograd`` says which launches
+    autograd's engine made.
     """
 
     calls: npt.NDArray[np.int64]
@@ -28,10 +34,15 @@ class Launches:
     queued: npt.NDArray[np.int64]
     threads: npt.NDArray[np.int32]
     operators: npt.NDArray[np.int32]
+    operator_rows: npt.NDArray[np.int64]
+    in_autograd: npt.NDArray[np.bool_]
 
 
 def find_launches(trace: TraceFile) -> Launches:
-    """Match device events with the host's calls by correlation id, or else with operators by external id."""
+    """Match device events with the host's calls by correlation id, and with operators by external id.
+
+    Where an operator's id tells nothing, as in traces of 2022, it is the innermost one around the call.
+    """
     host, device, order = trace.host, trace.device, device_order(trace)
     if not len(host.starts):
         return _unknown_launches(len(order))
@@ -44,16 +55,22 @@ def find_launches(trace: TraceFile) -> Launches:
     point = host.starts[call]
     wrong = launched & (op != UNKNOWN) & ((point < host.starts[op]) | (point >= host.ends[op]))
     op = np.where(wrong, UNKNOWN, op)
+    around = launched & (op == UNKNOWN)
+    op[around] = _operators_around(trace, point[around], host.threads[call[around]])
     known = launched | (op != UNKNOWN)
     source = np.where(launched, call, op)
     # An operator goes on after its launches, so that only a call tells when it returned.
     returned = np.where(launched, host.ends[source], host.starts[source])
+    points = np.where(known, host.starts[source], UNKNOWN)
+    threads = np.where(known, host.threads[source], UNKNOWN).astype(np.int32)
     return Launches(
         calls=np.where(known, source, UNKNOWN),
-        points=np.where(known, host.starts[source], UNKNOWN),
+        points=points,
         queued=np.where(known, np.maximum(host.starts[source], np.minimum(returned, device.starts[order])), UNKNOWN),
-        threads=np.where(known, host.threads[source], UNKNOWN).astype(np.int32),
+        threads=threads,
         operators=np.where(op != UNKNOWN, host.names[op], UNKNOWN).astype(np.int32),
+        operator_rows=op,
+        in_autograd=in_autograd(trace, points, threads),
     )
 
 
@@ -61,7 +78,33 @@ def _unknown_launches(count: int) -> Launches:
     """Of a trace without host events."""
     unknown = np.full(count, UNKNOWN, np.int64)
     narrow = unknown.astype(np.int32)
-    return Launches(calls=unknown, points=unknown, queued=unknown, threads=narrow, operators=narrow)
+    return Launches(
+        calls=unknown, points=unknown, queued=unknown, threads=narrow, operators=narrow, operator_rows=unknown,
+        in_autograd=np.zeros(count, np.bool_),
+    )  # fmt: skip
+
+
+def _operators_around(
+    trace: TraceFile, points: npt.NDArray[np.int64], threads: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int64]:
+    """The rows of the innermost operators that ran on ``threads[i]`` at ``points[i]``."""
+    host = trace.host
+    # In 2021 the profiler wrote its steps, and an optimizer's, as operators.
+    marks = [code for code, name in enumerate(trace.names) if "#" in name]
+    rows = np.flatnonzero((host.categories == HOST) & ~np.isin(host.names, marks))
+    found = innermost_on(host.threads[rows], host.starts[rows], host.ends[rows], threads, points)
+    return np.where(found == UNKNOWN, UNKNOWN, rows[found]) if len(rows) else found
+
+
+def in_autograd(
+    trace: TraceFile, points: npt.NDArray[np.int64], threads: npt.NDArray[np.int32]
+) -> npt.NDArray[np.bool_]:
+    """Whether autograd's engine evaluated a function on ``threads[i]`` at ``points[i]``."""
+    host = trace.host
+    codes = [code for code, name in enumerate(trace.names) if name.startswith(AUTOGRAD)]
+    rows = np.flatnonzero(np.isin(host.names, codes))
+    found = innermost_on(host.threads[rows], host.starts[rows], host.ends[rows], threads, points)
+    return np.asarray(found != UNKNOWN, np.bool_)
 
 
 def _match(
@@ -98,6 +141,7 @@ def device_spans(
     units, under = labels.of_work(launches.threads, launches.points)
     # Where the trace holds no launch at all, an event belongs to the step in which it ran.
     in_time = launches.points if (launches.points != UNKNOWN).any() else starts
+    inputs = input_table(trace.operands)
     return Spans(
         starts=starts,
         ends=device.ends[order],
@@ -115,6 +159,10 @@ def device_spans(
         name_table=trace.names,
         unit_names=labels.unit_names,
         signature_names=trace.signatures,
+        calls=launches.operator_rows.astype(np.int32),
+        inputs=inputs.at(trace.host.operands, launches.operator_rows),
+        in_autograd=launches.in_autograd,
+        input_names=inputs.names,
     )
 
 

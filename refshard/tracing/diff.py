@@ -1,67 +1,61 @@
-"""Where the steps of one trace differ from those of another, so that the differences add up to the whole.
+"""Who owns the time of a trace's steps: every nanosecond belongs to exactly one owner.
 
-Every nanosecond of the steps belongs to exactly one owner, so two traces differ by exactly what their owners differ by.
+Two traces differ by exactly what their owners differ by (:mod:`refshard.tracing.matching`).
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Nanoseconds, Spans, Timeline
+from refshard.timeline import Intervals, Kind, Nanoseconds, Spans, Timeline
 from refshard.tracing.idle import CAUSES, idle_gaps, knows_launches
+from refshard.tracing.works import Work, works_of
 
 PRIORITY = (Kind.COMPUTE, Kind.PREP, Kind.COPY, Kind.UNCLASSIFIED, Kind.COMM)
 """Of spans that run at once, one of the kind that stands first here owns the time."""
 
-IDLE = "idle"
+IDLE, END = "idle", "the end"
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """What owns ``ns`` nanoseconds of all steps together: ``label`` of ``kind``, one of :class:`Kind` or ``idle``.
+    """What owns ``ns`` nanoseconds of all steps together.
 
-    ``count`` spans of it start in the steps, whether they own time or not; of idle, so many gaps.
+    ``count`` spans of it start in the steps, whether they own time or not; of idle, so many gaps. ``kernels`` are the
+    names of its spans, each with the nanoseconds that it owns, the greatest first.
     """
 
-    kind: str
-    label: str
+    work: Work
     ns: int
     count: int
+    kernels: tuple[tuple[str, int], ...] = ()
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Who owns the ``span_ns`` nanoseconds of ``steps`` steps, the greatest owner first; they add up to ``span_ns``."""
+    """Who owns the nanoseconds of steps of ``step_ns`` each, the greatest owner first; they add up to ``span_ns``."""
 
-    steps: int
-    span_ns: int
+    step_ns: tuple[int, ...]
     owners: tuple[Owner, ...]
 
+    @property
+    def steps(self) -> int:
+        """How many steps there are."""
+        return len(self.step_ns)
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One owner in two traces: nanoseconds and spans per step, as means over the steps of each.
-
-    ``delta_ns`` is B's less A's. ``new`` is what only B has, ``gone`` what only A has.
-    """
-
-    kind: str
-    label: str
-    a_ns: float
-    b_ns: float
-    delta_ns: float
-    a_count: float
-    b_count: float
-    new: bool
-    gone: bool
+    @property
+    def span_ns(self) -> int:
+        """Length of all steps together."""
+        return sum(self.step_ns)
 
 
 def attribute(timeline: Timeline) -> Attribution:
     """Give every nanosecond of the steps to exactly one owner.
 
     Of what runs at once, the kind that stands first in :data:`PRIORITY` owns the time, among spans of one kind the one
-    that started first, among those the one on the first lane. Time in which nothing runs is owned by what ends it.
-    Labels are the operator that launched a span, ``op (unit)`` for a collective (its span's name where the trace does
-    not tell which), and for idle ``before`` such a label and which bound it.
+    that started first, among those the one on the first lane. Time in which nothing runs is owned by what ends it, and
+    by its cause.
 
     Raises:
         ValueError: two steps overlap, so that a nanosecond would count twice.
@@ -71,19 +65,20 @@ def attribute(timeline: Timeline) -> Attribution:
     ends = np.array([window.end for window in windows], np.int64)
     if np.any(starts[1:] < ends[:-1]):
         raise ValueError("steps must not overlap each other, or their time would count twice")
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    labels, label_of = _labels(timeline)
-    for kind, label, ns, count in (
-        *_of_spans(timeline.spans, labels, label_of, starts, ends),
-        *_of_idle(timeline, labels, label_of, starts, ends),
+    found: dict[Work, tuple[int, int]] = {}
+    kernels: dict[Work, tuple[tuple[str, int], ...]] = {}
+    works, work_of = works_of(timeline)
+    for work, ns, count, names in (
+        *_of_spans(timeline.spans, works, work_of, starts, ends),
+        *_of_idle(timeline, works, work_of, starts, ends),
     ):
-        total, number = found.get((kind, label), (0, 0))
-        found[kind, label] = (total + ns, number + count)
-    owners = [Owner(kind=kind, label=label, ns=ns, count=count) for (kind, label), (ns, count) in found.items()]
+        total, number = found.get(work, (0, 0))
+        found[work] = (total + ns, number + count)
+        kernels[work] = (*kernels.get(work, ()), *names)
+    owners = [Owner(work=work, ns=ns, count=n, kernels=kernels[work]) for work, (ns, n) in found.items()]
     return Attribution(
-        steps=len(windows),
-        span_ns=int((ends - starts).sum()),
-        owners=tuple(sorted(owners, key=lambda o: (-o.ns, o.kind, o.label))),
+        step_ns=tuple((ends - starts).tolist()),
+        owners=tuple(sorted(owners, key=lambda o: (-o.ns, o.work.kind, o.work.operator))),
     )
 
 
@@ -101,92 +96,56 @@ def _owned(spans: Spans, free: Intervals) -> Nanoseconds:
     return owned
 
 
-def _labels(timeline: Timeline) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """A table of labels, and which of them each span bears."""
-    spans = timeline.spans
-    labels = list(spans.name_table)
-    label_of = np.where(spans.of_kind(Kind.COMM) | (spans.operators == UNKNOWN), spans.names, spans.operators)
-    label_of = label_of.astype(np.int64)
-    codes: dict[str, int] = {}
-    for collective in timeline.collectives:
-        if collective.rows:
-            unit = None if collective.unit is None else collective.unit.strip("()")
-            label = collective.op if unit is None else f"{collective.op} ({unit})"
-            if label not in codes:
-                codes[label] = len(labels)
-                labels.append(label)
-            label_of[list(collective.rows)] = codes[label]
-    return labels, label_of
-
-
 def _of_spans(
-    spans: Spans, labels: list[str], label_of: npt.NDArray[np.int64], starts: Nanoseconds, ends: Nanoseconds
-) -> Iterator[tuple[str, str, int, int]]:
-    """Kind, label, nanoseconds and spans begun of everything that ran in the windows."""
+    spans: Spans, works: list[Work], work_of: npt.NDArray[np.int64], starts: Nanoseconds, ends: Nanoseconds
+) -> Iterator[tuple[Work, int, int, tuple[tuple[str, int], ...]]]:
+    """Work, nanoseconds, spans begun and kernels of everything that ran in the windows."""
+    if not len(spans):
+        return
     owned = _owned(spans, Intervals.union(starts, ends))
     inside = np.searchsorted(starts, spans.starts, side="right") - 1
     begun = inside >= 0
     begun[begun] = spans.starts[begun] < ends[inside[begun]]
-    keys = spans.kinds.astype(np.int64) * len(labels) + label_of
-    for key, ns, count in _sums(keys, owned, begun.astype(np.int64)):
+    kernels = _kernels(spans, work_of, owned, begun)
+    for work, ns, count in _sums(work_of, owned, begun.astype(np.int64)):
         if ns or count:
-            yield KINDS[key // len(labels)].value, labels[key % len(labels)], ns, count
+            yield works[work], ns, count, tuple(kernels[work])
+
+
+def _kernels(
+    spans: Spans, work_of: npt.NDArray[np.int64], owned: Nanoseconds, begun: npt.NDArray[np.bool_]
+) -> dict[int, list[tuple[str, int]]]:
+    """The kernels of each work, the one that owns most first."""
+    found = defaultdict(list)
+    several = len(spans.name_table)
+    for key, ns, count in sorted(_sums(work_of * several + spans.names, owned, begun), key=lambda row: -row[1]):
+        if ns or count:
+            found[key // several].append((spans.name_table[key % several], ns))
+    return found
 
 
 def _of_idle(
-    timeline: Timeline, labels: list[str], label_of: npt.NDArray[np.int64], starts: Nanoseconds, ends: Nanoseconds
-) -> Iterator[tuple[str, str, int, int]]:
-    """Kind, label, nanoseconds and number of every gap in the windows."""
+    timeline: Timeline, works: list[Work], work_of: npt.NDArray[np.int64], starts: Nanoseconds, ends: Nanoseconds
+) -> Iterator[tuple[Work, int, int, tuple[tuple[str, int], ...]]]:
+    """Work, nanoseconds and number of every gap in the windows."""
     if not len(starts):
         return
     gaps = idle_gaps(timeline, int(starts[0]), int(ends[-1])).split(starts, ends)
-    # What never comes has number -1, and so the label that is last.
-    followers = np.append(label_of, len(labels))[gaps.followers]
+    # What never comes has number -1, and so the work that is last.
+    followers = np.append(work_of, len(works))[gaps.followers]
     told = knows_launches(timeline.spans)
-    for key, ns, count in _sums(
-        followers * len(CAUSES) + gaps.causes.astype(np.int64), gaps.ends - gaps.starts, np.ones_like(followers)
-    ):
+    keys = followers * len(CAUSES) + gaps.causes.astype(np.int64)
+    for key, ns, count in _sums(keys, gaps.ends - gaps.starts, np.ones_like(followers)):
         follower, cause = divmod(key, len(CAUSES))
-        label = f"before {labels[follower] if follower < len(labels) else 'the end'}"
-        yield IDLE, f"{label} ({CAUSES[cause].replace('_', ' ')})" if told else label, ns, count
+        after = works[follower] if follower < len(works) else Work(kind=IDLE, operator=END)
+        bound = CAUSES[cause].replace("_", " ") if told else None
+        yield Work(kind=IDLE, operator=after.operator, unit=after.unit, phase=after.phase, bound=bound), ns, count, ()
 
 
-def _sums(keys: Nanoseconds, ns: Nanoseconds, counts: Nanoseconds) -> list[tuple[int, int, int]]:
+def _sums(keys: Nanoseconds, ns: Nanoseconds, counts: npt.NDArray[np.generic]) -> list[tuple[int, int, int]]:
     """Each key once, with the sums over its rows."""
     found, row_of = np.unique(keys, return_inverse=True)
     totals, numbers = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)
     np.add.at(totals, row_of, ns)
     np.add.at(numbers, row_of, counts)
     return list(zip(found.tolist(), totals.tolist(), numbers.tolist()))
-
-
-def difference(a: Attribution, b: Attribution) -> tuple[Change, ...]:
-    """Every owner's change per step from ``a`` to ``b``, the greatest first; they add up to the mean step's change.
-
-    Raises:
-        ValueError: one of them has no step.
-    """
-    for name, attribution in (("A", a), ("B", b)):
-        if not attribution.steps:
-            raise ValueError(f"trace {name} has no step, so it has no mean step to compare")
-    of_a = {(owner.kind, owner.label): owner for owner in a.owners}
-    of_b = {(owner.kind, owner.label): owner for owner in b.owners}
-    found = []
-    for kind, label in dict.fromkeys((*of_a, *of_b)):
-        mine, theirs = of_a.get((kind, label)), of_b.get((kind, label))
-        a_ns, a_count = (mine.ns / a.steps, mine.count / a.steps) if mine else (0.0, 0.0)
-        b_ns, b_count = (theirs.ns / b.steps, theirs.count / b.steps) if theirs else (0.0, 0.0)
-        found.append(
-            Change(
-                kind=kind,
-                label=label,
-                a_ns=a_ns,
-                b_ns=b_ns,
-                delta_ns=b_ns - a_ns,
-                a_count=a_count,
-                b_count=b_count,
-                new=mine is None,
-                gone=theirs is None,
-            )
-        )
-    return tuple(sorted(found, key=lambda c: (-abs(c.delta_ns), c.kind, c.label)))

@@ -9,6 +9,7 @@ import pytest
 
 from refshard.commands.trace import trace
 from refshard.errors import SpecError, TraceError
+from tests.report.pages import Page
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 from tests.tracing import snapshots
 from tests.tracing.handmade import event, shaped, step, write
@@ -100,22 +101,69 @@ def test_a_difference_adds_up_to_the_change_in_step_time(folder: Path) -> None:
     found = as_json(answer)
     changes = {(one["kind"], one["label"]): one["delta_ns"] for one in found["changes"]}
     assert changes[("compute", "aten::mm")] == 15_000
-    assert changes[("comm", "all_reduce")] == -15_000
+    assert changes[("comm", "all_reduce 100 B")] == -15_000
     assert sum(changes.values()) == found["delta_ns"] == found["b_ns"] - found["a_ns"] == 0
+    assert found["interval_ns"] is None
     assert text(answer).startswith(
         f"A: {folder}/rank0.json, 1 steps of 100 us\nB: {folder}/slower.json, 1 steps of 100 us"
     )
     by_class, by_label = tables(answer)
     communication = {"class": "communication", "A": "50.0 us", "B": "35.0 us", "B - A": "-15.0 us"}
     assert communication in rows(by_class)
-    assert {"what": "aten::mm", "class": "compute", "A": "30.0 us", "B": "45.0 us", "B - A": "+15.0 us"} in rows(
-        by_label
-    )
+    mm = {"what": "aten::mm", "class": "compute", "A": "30.0 us", "B": "45.0 us", "B - A": "+15.0 us"}
+    assert {**mm, "kernels": "aten::mm"} in rows(by_label)
     assert rows(by_class)[-1]["class"] == rows(by_label)[-1]["what"] == "step"
     assert len(as_csv(answer)) == len(found["changes"])
 
 
-def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
+def job(folder: Path, ranks: dict[int, float]) -> Path:
+    """A folder with the traces of these ranks, each with so many microseconds of compute."""
+    folder.mkdir()
+    for rank, compute in ranks.items():
+        rank_of_a_job(folder / f"rank{rank}.json", rank, late=0, compute=compute)
+    return folder
+
+
+def test_all_ranks_are_compared_by_number(tmp_path: Path) -> None:
+    a = job(tmp_path / "a", {0: 30, 1: 30, 2: 30})
+    b = job(tmp_path / "b", {1: 32, 2: 41, 3: 70})
+    answer = trace([a], against=b)
+    found = as_json(answer)
+    changes = {one["label"]: (one["delta_ns"], one["most_rank"], one["most_ns"]) for one in found["changes"]}
+    assert changes["aten::mm"] == (6_500, 2, 11_000)
+    assert [one["rank"] for one in found["ranks"]] == [1, 2]
+    assert text(answer).startswith(f"A: {a} (2 ranks), 1 steps of 100 us, mean of 2 ranks\nB: {b} (2 ranks)")
+    assert "Left out: rank 0, only in A." in notes(answer)
+    assert "Left out: rank 3, only in B." in notes(answer)
+    assert [row["rank"] for row in rows(tables(answer)[2])] == ["1", "2"]
+
+
+def test_a_difference_is_a_page_too(folder: Path) -> None:
+    page = folder / "d.html"
+    answer = trace([folder / "rank0.json"], against=folder / "rank1.json", page=page)
+    assert text(answer).endswith(f"page: {page}")
+    told = Page(page.read_text()).text.replace("\N{NO-BREAK SPACE}", " ")
+    assert all(sentence in told for sentence in verdict(answer))
+    with pytest.raises(SpecError, match="is one of the traces, which the page would overwrite"):
+        trace([folder / "rank0.json"], against=folder / "rank1.json", page=folder / "rank1.json")
+
+
+def test_jobs_of_different_sizes_are_compared_by_their_mean_ranks(tmp_path: Path) -> None:
+    a, b = job(tmp_path / "a", {0: 30, 1: 32}), job(tmp_path / "b", {0: 35, 1: 36, 2: 40})
+    for path in b.glob("*.json"):
+        path.write_text(path.read_text().replace('"world_size": 2', '"world_size": 3'))
+    answer = trace([a], against=b)
+    found = as_json(answer)
+    assert {one["label"]: one["delta_ns"] for one in found["changes"]}["aten::mm"] == 6_000
+    assert found["ranks"] == []
+    assert (
+        "The world sizes differ, so ranks are not matched: the means of 2 of A's ranks and of 3 of B's ranks are "
+        "compared."
+    ) in notes(answer)
+    assert "A and B differ in world_size: 2 and 3." in notes(answer)
+
+
+def test_a_difference_needs_two_jobs_with_a_rank_in_common(folder: Path) -> None:
     assert verdict(trace([folder / "rank0.json", folder / "rank1.json"], against=folder)) == ["No difference."]
     several = folder / "several"
     several.mkdir()
@@ -123,6 +171,15 @@ def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
         rank_of_a_job(several / name, 0, late=0)
     with pytest.raises(TraceError, match=r"compares two jobs, but B holds 2, with [tu].json, [tu].json; name one file"):
         trace([folder / "rank0.json"], against=several)
+    with pytest.raises(TraceError, match="they have none in common; name one file of each"):
+        trace([job(folder / "a", {0: 30, 1: 30})], against=job(folder / "b", {2: 30, 3: 30}))
+
+
+def test_what_one_side_does_not_record_is_named(folder: Path) -> None:
+    (one,) = (note for note in notes(trace([folder / "rank0.json"], against=folder / "rank1.json")) if "record" in note)
+    assert one.startswith(
+        "A and B record no input shapes (record_shapes=True): operators are matched by name and order"
+    )
 
 
 @pytest.mark.processes
@@ -134,8 +191,8 @@ def test_a_difference_needs_one_rank_of_two_jobs(folder: Path) -> None:
         (["empty"], "holds no trace; traces end in .json, .json.gz or .sqlite"),
         (["rank0.json", "--cross-check", "hat"], "cross-check must be 'hta', got 'hat'"),
         (
-            ["rank0.json", "--against", "rank1.json", "--html", "t.html"],
-            "against: cannot be combined with --html; run the command twice",
+            ["rank0.json", "--against", "rank1.json", "--cross-check", "hta"],
+            "against: cannot be combined with --cross-check; run the command twice",
         ),
         (["rank0.json", "--window", "decode("], "window: 'decode(' is no regular expression"),
         (["rank0.json", "--window", "decode"], "--window 'decode' matches no annotation; the most frequent are: "),

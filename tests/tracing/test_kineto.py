@@ -244,19 +244,64 @@ def test_classes_stand_in_order_of_precedence(tmp_path: Path) -> None:
 
 
 def test_a_correlation_of_another_numbering_launches_nothing(tmp_path: Path) -> None:
-    """Traces of 2023 number kernels' external ids by correlation: an operator that was over launched none of them."""
+    """Traces of 2023 number kernels' external ids by correlation: an operator that was over launched none of them.
+
+    What ran around the call did.
+    """
     path = write(
         tmp_path / "t.json",
         [
             step(0, 0, 100),
             event("aten::mm", 1, 2, External_id=5),
             event("aten::add", 10, 5, External_id=6),
-            *launched("a", 11, 20, 1, 1, External_id=5),
+            *launched("a", 8, 20, 1, 1, External_id=5),
             *launched("b", 12, 22, 1, 2, External_id=6),
+            *launched("c", 13, 24, 1, 3, External_id=5),
         ],
     )
     spans = read_timeline(path).spans
-    assert [spans.name_table[code] for code in spans.operators] == ["a", "aten::add"]
+    assert [spans.name_table[code] for code in spans.operators] == ["a", "aten::add", "aten::add"]
+
+
+def test_spans_know_the_operators_inputs_calls_and_whether_autograd_made_them(tmp_path: Path) -> None:
+    """The innermost operator counts, by id or around the call; a step is none, though it was written as one in 2021."""
+    shapes = shaped([[2, 3], [3, 4], []], ["c10::BFloat16", "c10::BFloat16", "Scalar"])
+    path = write(
+        tmp_path / "t.json",
+        [
+            event("ProfilerStep#0", 0, 100, cat="operator"),
+            event("aten::linear", 1, 9),
+            event("aten::mm", 2, 7, External_id=5, **shapes),
+            *launched("a", 3, 20, 1, 1, External_id=5), *launched("b", 4, 22, 1, 2),
+            *launched("c", 9, 24, 1, 3), *launched("d", 12, 26, 1, 4),
+            event("autograd::engine::evaluate_function: MmBackward0", 30, 10, External_id=9),
+            event("aten::mm", 31, 5, **shapes), *launched("e", 32, 40, 1, 5),
+        ],
+    )  # fmt: skip
+    spans = read_timeline(path).spans
+    assert [spans.name_table[code] for code in spans.operators] == ["aten::mm"] * 2 + ["aten::linear", "d", "aten::mm"]
+    inputs = [spans.input_names[code] if code >= 0 else None for code in spans.inputs]
+    both = ("[2,3]x[3,4]", "bf16")
+    assert inputs == [both, both, None, None, both]
+    assert spans.in_autograd.tolist() == [False] * 4 + [True]
+    first, second, third, fourth, fifth = spans.calls.tolist()
+    assert first == second
+    assert len({first, third, fourth, fifth}) == 4
+    assert fourth == -1
+
+
+def test_inputs_too_long_to_keep_are_not_told(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.json",
+        [
+            step(0, 0, 100),
+            event("aten::_foreach_add_", 1, 5, **shaped([[[1024, 1024]] * 100], ["TensorList"])),
+            *launched("a", 2, 20, 1, 1),
+        ],
+    )
+    spans = read_timeline(path).spans
+    assert spans.inputs.tolist() == [-1]
+    assert spans.input_names == ()
 
 
 def test_a_trace_without_shapes_cannot_prove_bytes(tmp_path: Path) -> None:

@@ -13,17 +13,13 @@ from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict, table
 from refshard.report.trace.sections import sections_of
 from refshard.report.trace.words import findings, has_steps, job_names, jobs, parts, who
-from refshard.tracing.diff import Attribution, Change
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
 from refshard.tracing.overlap import mean_ratio
 
 _ALWAYS = frozenset(("rank", "per step", "per window", "compute", "comm.", "exposed", "overlap", "idle"))
-_SHOWN_CHANGES = 25
-_LONGEST_LABEL = 80
 _FEW_WARNINGS = 3
 """So many are shown without being asked for."""
-_CLASSES = {"comm": "communication", "prep": "preparation"}
 
 
 def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:
@@ -182,78 +178,3 @@ def check_block(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFail
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:,.3f}".rstrip("0").rstrip(".")
-
-
-def difference_objects(a: Attribution, b: Attribution, changes: Sequence[Change]) -> dict[str, Any]:
-    """A difference for programs; ``changes`` add up to ``delta_ns``, nanoseconds per step."""
-    before, after = a.span_ns / a.steps, b.span_ns / b.steps
-    return {"a_ns": before, "b_ns": after, "delta_ns": after - before, "changes": msgspec.to_builtins(tuple(changes))}
-
-
-def difference_answer(
-    names: tuple[str, str], a: Attribution, b: Attribution, changes: Sequence[Change], doubts: Sequence[str]
-) -> Answer:
-    """What accounts for the change in step time: by class, and then in detail, each adding up to the whole."""
-    data = difference_objects(a, b, changes)
-    before, after = a.span_ns / a.steps, b.span_ns / b.steps
-    sides = [
-        f"{name}: {path}, {one.steps} steps of {format_ns(one.span_ns / one.steps)}"
-        for name, path, one in zip("AB", names, (a, b))
-    ]
-    head = [Text(text=_printable("\n".join(sides)))]
-    if not any(change.delta_ns for change in changes):
-        return Answer(data=data, rows=data["changes"], blocks=[*head, Verdict(sentences=["No difference."])])
-    whole = _change_row("step", before, after)
-    shown = [change for change in changes[:_SHOWN_CHANGES] if change.delta_ns]
-    details = [_change_row(_label(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in shown]
-    if rest := changes[_SHOWN_CHANGES:]:
-        details.append(_sum_row(f"{len(rest)} others", rest, ""))
-    title = "Per step; overlapping time counts once: as compute if any runs, as communication only if exposed"
-    most = shown[0]
-    return Answer(
-        data=data,
-        rows=data["changes"],
-        blocks=[
-            *head,
-            _difference_table(("class",), [*_by_class(changes), whole], title),
-            _difference_table(("what", "class"), [*details, [whole[0], "", *whole[1:]]], ""),
-            Notes(sentences=doubts),
-            Verdict(
-                sentences=[
-                    f"B takes {format_ns(abs(after - before))} {'more' if after > before else 'less'} per step than A; "
-                    f"the largest change is {_printable(_label(most))}, {_signed(most.delta_ns)}."
-                ]
-            ),
-        ],
-    )
-
-
-def _by_class(changes: Sequence[Change]) -> list[list[str]]:
-    kinds = dict.fromkeys(change.kind for change in changes)
-    return [_sum_row(_CLASSES.get(kind, kind), [change for change in changes if change.kind == kind]) for kind in kinds]
-
-
-def _difference_table(names: tuple[str, ...], rows: Sequence[Sequence[str]], title: str) -> Table:
-    columns = [*(Column(name, "left") for name in names), Column("A"), Column("B"), Column("B - A")]
-    return Table(columns=columns, rows=[[_printable(cell) for cell in row] for row in rows], title=title)
-
-
-def _sum_row(label: str, changes: Sequence[Change], *more: str) -> list[str]:
-    return _change_row(label, sum(c.a_ns for c in changes), sum(c.b_ns for c in changes), *more)
-
-
-def _change_row(label: str, a_ns: float, b_ns: float, *more: str) -> list[str]:
-    return [label, *more, format_ns(a_ns), format_ns(b_ns), _signed(b_ns - a_ns)]
-
-
-def _signed(ns: float) -> str:
-    return f"{'+' if ns > 0 else ''}{format_ns(ns)}"
-
-
-def _label(change: Change) -> str:
-    """A name cut in its middle, where kernels hold their template's arguments, and what is new or gone."""
-    mark = " [new]" if change.new else " [gone]" if change.gone else ""
-    label, room = change.label, _LONGEST_LABEL - len(mark)
-    if len(label) > room:
-        label = f"{label[: room // 2]}…{label[-(room - room // 2 - 1) :]}"
-    return label + mark
