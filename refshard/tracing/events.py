@@ -7,8 +7,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD = range(7)
-"""Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`."""
+HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD, SYNC = range(8)
+"""Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`; ``SYNC`` stands in :class:`SyncEvents`."""
+
+STREAM_WAIT, EVENT_SYNC, STREAM_SYNC, CONTEXT_SYNC = range(4)
+SYNC_KINDS = {
+    "Stream Wait Event": STREAM_WAIT, "Event Sync": EVENT_SYNC, "Stream Sync": STREAM_SYNC, "Context Sync": CONTEXT_SYNC,
+}  # fmt: skip
+"""Names of Kineto's ``cuda_sync`` events, and codes of :attr:`SyncEvents.kinds`."""
 
 GLOO, EMULATED = "gloo:", "emulated:"
 """What the names of the spans begin with in which a collective runs on a CPU: gloo's, and emulated ones."""
@@ -24,6 +30,7 @@ CATEGORIES = {
     "gpu_memcpy": MEMCPY, "memcpy": MEMCPY,
     "gpu_memset": MEMSET, "memset": MEMSET,
     "overhead": OVERHEAD,
+    "cuda_sync": SYNC,
 }  # fmt: skip
 """What Kineto calls a category, in lower case (2021's traces capitalise), and what it is."""
 
@@ -82,6 +89,23 @@ class DeviceEvents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SyncEvents:
+    """What waited for which stream, where the profiler recorded it (``enable_cuda_sync_events``), in the file's order.
+
+    ``correlations`` name the host's call that waits or has a stream wait, ``records`` the call that recorded the event
+    waited for. ``streams`` wait or, in a stream's synchronisation, are waited for; ``sources`` are those that the event
+    was recorded on. All but ``kinds`` are -1 where the trace does not say.
+    """
+
+    kinds: npt.NDArray[np.int8]
+    correlations: npt.NDArray[np.int64]
+    devices: npt.NDArray[np.int64]
+    streams: npt.NDArray[np.int64]
+    sources: npt.NDArray[np.int64]
+    records: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TraceFile:
     """A trace as columns, with its tables of names and what the file says of itself.
 
@@ -93,6 +117,7 @@ class TraceFile:
     size: int
     host: HostEvents
     device: DeviceEvents
+    syncs: SyncEvents
     names: tuple[str, ...]
     threads: tuple[tuple[str, str], ...]
     lanes: tuple[tuple[str, str], ...]
