@@ -27,6 +27,8 @@ _OF_MEMORY = (
     ("memory timeline", is_memory_timeline, memory_timelines),
 )
 """Files about memory alone, which have answers of their own."""
+_MOST_GRAPHS = 8
+"""So many ranks' graphs are kept in memory to tell what a step would take if all were on time."""
 
 
 def trace(
@@ -78,19 +80,24 @@ def trace(
 
 
 def _analyse_all(paths: Sequence[Path], calibration: Timeline | None, *, keep_timelines: bool) -> list[Analysis]:
-    found, skipped, seen = [], [], set[Path]()
+    found, skipped, seen = list[Analysis](), [], set[Path]()
+
+    def read(path: Path, before: int) -> Analysis:
+        keep_graph = before < _MOST_GRAPHS
+        return analyse(path, calibration=calibration, keep_timeline=keep_timelines, keep_graph=keep_graph)
+
     for path in paths:
         if not os.path.isdir(path):  # noqa: PTH112 -- never raises
             if path.resolve() not in seen:
-                found.append(analyse(path, calibration=calibration, keep_timeline=keep_timelines))
+                found.append(read(path, len(found)))
             seen.add(path.resolve())
             continue
-        inside, candidates = [], _candidates(path)
+        inside, candidates = list[Analysis](), _candidates(path)
         fresh = [file for file in candidates if file.resolve() not in seen]
         seen.update(file.resolve() for file in fresh)
         for file in fresh:
             try:
-                inside.append(analyse(file, calibration=calibration, keep_timeline=keep_timelines))
+                inside.append(read(file, len(found) + len(inside)))
             except TraceError as error:
                 skipped.append(str(error))
         if not inside and len(fresh) == len(candidates):

@@ -14,6 +14,7 @@ from refshard.tracing.events import MemoryEvents, TraceFile
 from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
+from refshard.tracing.graph import Graph, graph_of
 from refshard.tracing.held import allocated_over_time, memory_peaks
 from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
 from refshard.tracing.kineto import timeline_of
@@ -22,20 +23,26 @@ from refshard.tracing.messages import Group, Traffic, communication
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
-from refshard.tracing.stragglers import rank_waits
+from refshard.tracing.stragglers import Entered, rank_waits
 from refshard.tracing.waits import idle_figures
+from refshard.tracing.whatif import what_ifs
+from refshard.tracing.whatif_figures import WhatIfFigures
 
 _MEMORY_POINTS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
-    """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept."""
+    """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept.
+
+    ``graph`` is of a GPU's trace, if it was kept.
+    """
 
     figures: TraceFigures
     identity: Identity
     kept: Timeline | None
     traffic: Traffic | None = None
+    graph: Graph | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -49,16 +56,20 @@ class Analysis:
         return self.identity.path
 
 
-def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True) -> Analysis:
+def analyse(
+    path: Path, *, calibration: Timeline | None = None, keep_timeline: bool = True, keep_graph: bool = True
+) -> Analysis:
     """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
 
-    A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans.
+    A timeline takes 60 bytes a span: of hundreds of ranks, keep it only for what draws or compares spans. A graph takes
+    up to 20 MB; it tells, when ranks are joined, what a step would take if all of them were on time.
 
     Raises:
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
     """
     trace = read_trace(path)
     timeline, identity = timeline_of(trace), identity_of(trace)
+    graph = graph_of(trace, timeline)
     figures = msgspec.structs.replace(
         figures_of(timeline, file=str(path), device=_device(trace, timeline), calibration=calibration),
         rank=identity.rank if identity.rank is not None else rank_in_name(path),
@@ -67,6 +78,7 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         events=trace.count,
         memory=_memory(trace.memory, trace.memory_devices),
         memory_peaks=memory_peaks(trace),
+        what_if=None if graph is None else what_ifs(graph),
         warnings=find_warnings(trace, timeline),
     )
     traffic = traffic_of(timeline, figures, _devices(trace))
@@ -74,8 +86,12 @@ def analyse(path: Path, *, calibration: Timeline | None = None, keep_timeline: b
         figures, communication=communication(traffic, figures.collectives, {}, alone=True)
     )
     return Analysis(
-        figures=figures, identity=identity, kept=timeline if keep_timeline else None, traffic=traffic
-    )  # fmt: skip
+        figures=figures,
+        identity=identity,
+        kept=timeline if keep_timeline else None,
+        traffic=traffic,
+        graph=graph if keep_graph else None,
+    )
 
 
 def figures_of(timeline: Timeline, *, file: str, device: str, calibration: Timeline | None = None) -> TraceFigures:
@@ -139,9 +155,20 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
             traffic, one = analyses[place].traffic, figures[place]
             told = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
             figures[place] = msgspec.structs.replace(
-                one, waits_for=waits_for, warnings=(*one.warnings, *waits.warnings), communication=told
+                one,
+                waits_for=waits_for,
+                warnings=(*one.warnings, *waits.warnings),
+                communication=told,
+                what_if=_with_waits(analyses[place], entered),
             )
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
+
+
+def _with_waits(one: Analysis, entered: dict[int, Entered]) -> WhatIfFigures | None:
+    """What ifs of a rank of which is known where it waited for others, as far as its graph was kept."""
+    collectives = one.figures.collectives
+    waited = [(collectives[number].start_ns, found.waited_ns) for number, found in entered.items() if found.waited_ns]
+    return what_ifs(one.graph, waited) if one.graph is not None and waited else one.figures.what_if
 
 
 def traffic_of(timeline: Timeline, figures: TraceFigures, devices: int | None) -> Traffic:

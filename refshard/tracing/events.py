@@ -8,12 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD, SYNC = range(8)
-"""Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`; ``SYNC`` stands in :class:`SyncEvents`."""
+"""Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`; a ``SYNC`` is a :class:`SyncEvents`."""
 
 STREAM_WAIT, EVENT_SYNC, STREAM_SYNC, CONTEXT_SYNC = range(4)
 SYNC_KINDS = {
-    "Stream Wait Event": STREAM_WAIT, "Event Sync": EVENT_SYNC, "Stream Sync": STREAM_SYNC, "Context Sync": CONTEXT_SYNC,
-}  # fmt: skip
+    "Stream Wait Event": STREAM_WAIT,
+    "Event Sync": EVENT_SYNC,
+    "Stream Sync": STREAM_SYNC,
+    "Context Sync": CONTEXT_SYNC,
+}
 """Names of Kineto's ``cuda_sync`` events, and codes of :attr:`SyncEvents.kinds`."""
 
 GLOO, EMULATED = "gloo:", "emulated:"

@@ -10,6 +10,7 @@ import msgspec
 
 from refshard.tracing.exposed import CommunicationFigures
 from refshard.tracing.held import MemoryPeak
+from refshard.tracing.whatif_figures import WhatIfFigures
 
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,7 +213,8 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     ``job`` is the number of the job that its file belongs to, among the files analysed together. ``whole`` is over the
     whole trace, from the first device event's start to the last one's end (of a CPU trace: over its steps, or from the
-    first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here.
+    first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``what_if`` is
+    None for a CPU's trace.
     """
 
     file: str
@@ -235,3 +237,4 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     memory_peaks: tuple[MemoryPeak, ...] = ()
     warnings: tuple[TraceWarning, ...] = ()
     communication: CommunicationFigures | None = None
+    what_if: WhatIfFigures | None = None

@@ -404,5 +404,5 @@ _TYPES: dict[str, type] = {
     "devices": np.int32,
     "categories": np.int8, "names": np.int32, "threads": np.int32, "lanes": np.int32, "signatures": np.int32,
     "is_collective": np.bool_,
-    "kinds": np.int8, "devices": np.int64, "streams": np.int64, "sources": np.int64, "records": np.int64,
+    "kinds": np.int8, "streams": np.int64, "sources": np.int64, "records": np.int64,
 }  # fmt: skip
