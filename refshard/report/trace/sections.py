@@ -6,12 +6,14 @@ from refshard.report.trace.communication import exposed_section, messages_sectio
 from refshard.report.trace.idle import idle_section
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
 from refshard.report.trace.section import Section
+from refshard.report.trace.whatif import what_if_section
 from refshard.tracing.figures import TraceFigures
 
 SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
     exposed_section,
     messages_section,
     idle_section,
+    what_if_section,
     memory_at_peak,
     memory_by_unit,
 )
