@@ -222,6 +222,7 @@ class _Builder:
             name: np.concatenate(([root], np.concatenate((of_calls, of_spans))[order])).astype(np.int64)
             for name, root, of_calls, of_spans in self._columns(blocks)
         }
+        self._drop_later_host(columns)
         waiting, waited_for, delays = self._all_waits
         full = np.isin(waiting, self.node_of_call[self.full_calls])
         # A dependency on what comes later contradicts the trace's own times.
@@ -233,6 +234,15 @@ class _Builder:
             full_queue=full[fits], fixed=1 + int(np.searchsorted(keys[order], self.windows[0].start, "left")),
             recorded=self.recorded, inferred=self.inferred, only_launches=self.only_launches, **columns,
         )  # fmt: skip
+
+    def _drop_later_host(self, columns: dict[str, npt.NDArray[np.int64]]) -> None:
+        """Where clocks disagree, so that a span began before the host had reached its launch, it follows no call."""
+        later = columns["host"] >= np.arange(len(columns["host"]))
+        later[_ROOT] = False
+        columns["host"][later], columns["host_delays"][later] = _ROOT, NEVER
+        alone = later & (columns["before_delays"] == NEVER)
+        starts = columns["ends"] - columns["durations"] - columns["holds"]
+        columns["before"][alone], columns["before_delays"][alone] = _ROOT, (starts - self.root)[alone]
 
     def _columns(self, blocks: Rows) -> list[tuple[str, int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
         """Of each column of the graph its value at the root, of the blocking calls and of the spans."""

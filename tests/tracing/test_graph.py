@@ -141,3 +141,13 @@ def test_one_late_start_does_not_make_lateness_usual(tmp_path: Path) -> None:
     assert found.only_launches
     made.append(call("cudaStreamSynchronize", 500, 1))
     assert not graph(tmp_path, made).only_launches
+
+
+def test_a_kernel_that_begins_before_its_launch_follows_no_call(tmp_path: Path) -> None:
+    """The clocks of host and device disagree: the second kernel starts while the host still waits for the first."""
+    made = [
+        call("cudaLaunchKernel", 0, 5, 1), kernel("gemm", 10, 100, 1),
+        call("cudaDeviceSynchronize", 10, 110),
+        call("cudaLaunchKernel", 130, 5, 2), kernel("other", 105, 50, 2, 20),
+    ]  # fmt: skip
+    assert steps(tmp_path, made) == {whatif.LAUNCHES: 145, whatif.NO_SYNC: 145, whatif.KERNEL: 145}
