@@ -84,6 +84,9 @@ class _Walk:
         source, delay, by_host = max(
             (one for one in between if one[1] != NEVER), key=lambda one: int(self.at[one[0]]) + one[1]
         )
+        reached = int(self.at[source]) + delay
+        self._add(UNEXPLAINED, "", reached, ready)
+        ready = reached
         if by_host:
             self._add_host(int(graph.launched_by[node]), source, ready)
         elif span == UNKNOWN:
@@ -106,6 +109,7 @@ class _Walk:
             since = since if opens else since + shift
             self._add(HOST, f"before {self._operator(call)}", since, begin)
             until, call = since, UNKNOWN if opens else parent
+        self._add(UNEXPLAINED, "", int(self.at[opened]), until)
 
     def _work(self, span: int) -> tuple[str, str]:
         spans = self.graph.spans
@@ -120,6 +124,7 @@ class _Walk:
         return self._call_name(call) if span == UNKNOWN else str(spans.name_table[spans.operators[span]])
 
     def _add(self, kind: str, name: str, start: int, end: int) -> None:
-        start = max(start, self.graph.start)
-        if end != start and end > self.graph.start:
+        """Count a piece as far as it lies in the steps. One that overlaps the next counts less than nothing."""
+        start, end = max(start, self.graph.start), max(end, self.graph.start)
+        if end != start:
             self.found[kind, name] += end - start

@@ -1,7 +1,11 @@
 """The dependency graph of a trace: what each kind of dependency does to a step, on traces made for it."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from refshard.tracing import whatif_figures as whatif
 from refshard.tracing.analysis import analyse
@@ -151,3 +155,22 @@ def test_a_kernel_that_begins_before_its_launch_follows_no_call(tmp_path: Path) 
         call("cudaLaunchKernel", 130, 5, 2), kernel("other", 105, 50, 2, 20),
     ]  # fmt: skip
     assert steps(tmp_path, made) == {whatif.LAUNCHES: 145, whatif.NO_SYNC: 145, whatif.KERNEL: 145}
+
+
+NAMES = ("cudaLaunchKernel", "cudaMemcpyAsync", "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaStreamWaitEvent")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(*(st.integers(0, 300) for _ in range(6))), min_size=1, max_size=25))
+def test_times_that_contradict_each_other_do_no_harm(rows: list[tuple[int, ...]]) -> None:
+    """Any calls and kernels at any times: nothing becomes slower, and the critical path is as long as the step."""
+    made = []
+    for number, (begin, length, start, ns, which, where) in enumerate(rows, 1):
+        made.append(call(NAMES[which % len(NAMES)], begin, length % 60, number, thread=1 + where % 2))
+        made.append(kernel("nccl" if which % 3 else "gemm", start, ns % 50, number, 7 + where % 3))
+    made.append(kernel("gemm", 0, 1, 0))
+    with TemporaryDirectory() as folder:
+        figures = analyse(write(Path(folder) / "trace.json", made)).figures.what_if
+    assert figures is not None
+    assert all(one.gain_ns >= 0 for one in figures.what_ifs)
+    assert sum(part.ns for part in figures.path.parts) == figures.step_ns
