@@ -35,6 +35,8 @@ _OF_MEMORY = (
     ("memory timeline", is_memory_timeline, memory_timelines),
 )
 """Files about memory alone, which have answers of their own."""
+_MOST_GRAPHS = 8
+"""So many ranks' graphs are kept in memory to tell what a step would take if all were on time."""
 
 
 def trace(
@@ -114,10 +116,10 @@ class _How:
     device: str | None
     compare: bool
 
-    def analyse(self, path: Path) -> Analysis:
+    def analyse(self, path: Path, *, keep_graph: bool) -> Analysis:
         return analyse(
             path, calibration=self.calibration, keep_timeline=self.keep_timelines, communicating=self.communication,
-            window=self.window, device=self.device, compare=self.compare,
+            window=self.window, device=self.device, compare=self.compare, keep_graph=keep_graph,
         )  # fmt: skip
 
 
@@ -128,10 +130,10 @@ def _analyse_all(paths: Sequence[Path], how: _How) -> list[Analysis]:
         TraceError: none can be.
     """
     files, named = _files(paths)
-    found, inside = [], list[str]()
+    found, inside = list[Analysis](), list[str]()
     for file in files:
         try:
-            found.append(how.analyse(file))
+            found.append(how.analyse(file, keep_graph=len(found) < _MOST_GRAPHS))
         except TraceError as error:
             (named if file in paths else inside).append(str(error))
     reasons = [*named, *inside]

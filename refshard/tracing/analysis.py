@@ -17,6 +17,7 @@ from refshard.tracing.events import MemoryEvents, TraceFile
 from refshard.tracing.exposure import exposure_of
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
 from refshard.tracing.giveway import give_ways
+from refshard.tracing.graph import Graph, graph_of
 from refshard.tracing.graphs import find_graphs
 from refshard.tracing.held import allocated_over_time, memory_peaks
 from refshard.tracing.holdups import find_holdups
@@ -29,9 +30,11 @@ from refshard.tracing.operators import operator_report
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
 from refshard.tracing.reader import read_trace
-from refshard.tracing.stragglers import rank_waits
+from refshard.tracing.stragglers import Entered, rank_waits
 from refshard.tracing.untold import missing_device, mostly_capture
 from refshard.tracing.waits import idle_figures
+from refshard.tracing.whatif import what_ifs
+from refshard.tracing.whatif_figures import WhatIfFigures
 from refshard.tracing.windows import Asked, window_figures, window_warnings
 
 _MEMORY_POINTS = 2000
@@ -41,7 +44,8 @@ _MEMORY_POINTS = 2000
 class Analysis:
     """One trace analysed: its figures, what it says of its job, and what they were computed from, if that was kept.
 
-    ``attribution`` says who owns the time of its steps, if that was asked for.
+    ``attribution`` says who owns the time of its steps, if that was asked for; ``graph`` is of a GPU's trace, if it was
+    kept.
     """
 
     figures: TraceFigures
@@ -49,6 +53,7 @@ class Analysis:
     kept: Timeline | None
     traffic: Traffic | None = None
     attribution: Attribution | None = None
+    graph: Graph | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -67,6 +72,7 @@ def analyse(
     *,
     calibration: Timeline | None = None,
     keep_timeline: bool = True,
+    keep_graph: bool = True,
     compare: bool = False,
     window: Asked | None = None,
     device: str | None = None,
@@ -78,7 +84,8 @@ def analyse(
     events with one of ``communicating`` in their names communicate, besides those that are known to.
 
     A timeline takes 70 bytes a span: of hundreds of ranks, keep it only for what draws spans. To ``compare`` it with
-    another, its attribution is enough.
+    another, its attribution is enough. A graph takes up to 20 MB; it tells, when ranks are joined, what a step would
+    take if all of them were on time.
 
     Raises:
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
@@ -89,6 +96,7 @@ def analyse(
     timeline, identity = timeline_of(trace, window, communication=communicating), identity_of(trace)
     missing, graphs, name = missing_device(trace), find_graphs(trace, timeline), _device(trace, timeline)
     found = figures_of(timeline, file=str(path), device=name, calibration=calibration)
+    graph = graph_of(trace, timeline)
     figures = msgspec.structs.replace(
         found,
         rank=identity.rank if identity.rank is not None else rank_in_name(path),
@@ -104,6 +112,7 @@ def analyse(
         host_only=missing is not None,
         graphs=graphs,
         operators=operator_report(trace, timeline, name),
+        what_if=None if graph is None else what_ifs(graph),
     )
     traffic = traffic_of(timeline, figures, _devices(trace))
     figures = msgspec.structs.replace(
@@ -115,6 +124,7 @@ def analyse(
         kept=timeline if keep_timeline else None,
         traffic=traffic,
         attribution=attribute(timeline) if compare else None,
+        graph=graph if keep_graph else None,
     )
 
 
@@ -185,9 +195,20 @@ def join(analyses: Sequence[Analysis], *, one_job: bool = False) -> tuple[Analys
             traffic, one = analyses[place].traffic, figures[place]
             told = None if traffic is None else communication(traffic, one.collectives, entered, alone=False)
             figures[place] = msgspec.structs.replace(
-                one, waits_for=waits_for, warnings=(*one.warnings, *waits.warnings), communication=told
+                one,
+                waits_for=waits_for,
+                warnings=(*one.warnings, *waits.warnings),
+                communication=told,
+                what_if=_with_waits(analyses[place], entered),
             )
     return tuple(replace(one, figures=found) for found, one in zip(figures, analyses))
+
+
+def _with_waits(one: Analysis, entered: dict[int, Entered]) -> WhatIfFigures | None:
+    """What ifs of a rank of which is known where it waited for others, as far as its graph was kept."""
+    collectives = one.figures.collectives
+    waited = [(collectives[number].start_ns, found.waited_ns) for number, found in entered.items() if found.waited_ns]
+    return what_ifs(one.graph, waited) if one.graph is not None and waited else one.figures.what_if
 
 
 def traffic_of(timeline: Timeline, figures: TraceFigures, devices: int | None) -> Traffic:

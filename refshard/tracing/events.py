@@ -10,8 +10,17 @@ import numpy.typing as npt
 
 from refshard.tracing.frames import NO_FRAMES, Frames
 
-HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD = range(7)
-"""Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`."""
+HOST, LAUNCH, ANNOTATION, KERNEL, MEMCPY, MEMSET, OVERHEAD, SYNC = range(8)
+"""Codes of :attr:`HostEvents.categories` and :attr:`DeviceEvents.categories`; a ``SYNC`` is a :class:`SyncEvents`."""
+
+STREAM_WAIT, EVENT_SYNC, STREAM_SYNC, CONTEXT_SYNC = range(4)
+SYNC_KINDS = {
+    "Stream Wait Event": STREAM_WAIT,
+    "Event Sync": EVENT_SYNC,
+    "Stream Sync": STREAM_SYNC,
+    "Context Sync": CONTEXT_SYNC,
+}
+"""Names of Kineto's ``cuda_sync`` events, and codes of :attr:`SyncEvents.kinds`."""
 
 GLOO, EMULATED = "gloo:", "emulated:"
 """What the names of the spans begin with in which a collective runs on a CPU: gloo's, and emulated ones."""
@@ -30,6 +39,7 @@ CATEGORIES = {
     "gpu_memset": MEMSET, "memset": MEMSET,
     "overhead": OVERHEAD,
     "mtia_ccp_events": UNREAD, "mtia_insight": UNREAD,
+    "cuda_sync": SYNC,
 }  # fmt: skip
 """What Kineto calls a category, in lower case (2021's traces capitalise), and what it is."""
 
@@ -108,6 +118,29 @@ class DeviceEvents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SyncEvents:
+    """What waited for which stream, where the profiler recorded it (``enable_cuda_sync_events``), in the file's order.
+
+    ``correlations`` name the host's call that waits or has a stream wait, ``records`` the call that recorded the event
+    waited for. ``streams`` wait or, in a stream's synchronisation, are waited for; ``sources`` are those that the event
+    was recorded on. All but ``kinds`` are -1 where the trace does not say.
+    """
+
+    kinds: npt.NDArray[np.int8]
+    correlations: npt.NDArray[np.int64]
+    devices: npt.NDArray[np.int64]
+    streams: npt.NDArray[np.int64]
+    sources: npt.NDArray[np.int64]
+    records: npt.NDArray[np.int64]
+
+    @classmethod
+    def none(cls) -> "SyncEvents":
+        """Nothing of what waited is known."""
+        no = np.empty(0, np.int64)
+        return cls(kinds=no.astype(np.int8), correlations=no, devices=no, streams=no, sources=no, records=no)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TraceFile:
     """A trace as columns, with its tables of names and what the file says of itself.
 
@@ -119,6 +152,7 @@ class TraceFile:
     size: int
     host: HostEvents
     device: DeviceEvents
+    syncs: SyncEvents
     names: tuple[str, ...]
     threads: tuple[tuple[str, str], ...]
     lanes: tuple[tuple[str, str], ...]

@@ -13,6 +13,7 @@ from refshard.tracing.graph_figures import GraphFigures
 from refshard.tracing.held_figures import MemoryPeak
 from refshard.tracing.holdup_figures import HoldUps
 from refshard.tracing.operator_figures import OperatorReport
+from refshard.tracing.whatif_figures import WhatIfFigures
 
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,7 +244,7 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     first to the last span without steps). ``waits_for`` is empty for a rank whose peers are not here. ``untold`` says
     why no verdict on losses can be given, where that is so. If ``host_only``, a device was used of which the trace has
     no events: the breakdowns are of the host's operators, and are shown to nobody. ``operators`` is None without a
-    trace file to read them from, or without work in its steps.
+    trace file to read them from, or without work in its steps. ``what_if`` is None for a CPU's trace.
     """
 
     file: str
@@ -272,3 +273,4 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     host_only: bool = False
     graphs: GraphFigures | None = None
     operators: OperatorReport | None = None
+    what_if: WhatIfFigures | None = None

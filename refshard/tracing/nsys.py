@@ -29,6 +29,7 @@ from refshard.tracing.events import (
     DeviceEvents,
     HostEvents,
     MemoryEvents,
+    SyncEvents,
     TraceFile,
 )
 
@@ -137,6 +138,7 @@ class _Export:
             size=size,
             host=HostEvents(**host),
             device=DeviceEvents(**device),
+            syncs=SyncEvents.none(),
             names=names,
             threads=tuple(self._threads),
             lanes=tuple(self._lanes),

@@ -30,12 +30,15 @@ from refshard.tracing.events import (
     LAUNCH,
     MEMCPY,
     MEMSET,
+    SYNC,
+    SYNC_KINDS,
     UNREAD,
     UNUSED,
     DeviceEvents,
     HostEvents,
     MemoryEvents,
     Operands,
+    SyncEvents,
     TraceFile,
 )
 from refshard.tracing.frames import CATEGORY, Frames, is_own
@@ -126,6 +129,14 @@ class _OperandArgs(msgspec.Struct, gc=False):
     strides: msgspec.Raw = msgspec.field(name="Input Strides", default=msgspec.Raw(b""))
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b""))
     values: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw(b""))
+
+
+class _SyncArgs(msgspec.Struct, gc=False):
+    correlation: _Id = -1
+    device: _Id = -1
+    stream: _Id = -1
+    source: _Id = msgspec.field(name="wait_on_stream", default=-1)
+    record: _Id = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=-1)
 
 
 class _MemoryArgs(msgspec.Struct, gc=False):
@@ -223,6 +234,7 @@ class _Reader:
         self._categories = _Categories()
         self._host: list[tuple[npt.NDArray[Any], ...]] = []
         self._device: list[tuple[npt.NDArray[Any], ...]] = []
+        self._syncs: list[tuple[npt.NDArray[Any], ...]] = []
         self._rows = [0, 0]
         self._host_args: dict[int, dict[str, Any]] = {}
         self._device_args: dict[int, dict[str, Any]] = {}
@@ -273,8 +285,13 @@ class _Reader:
         self._shaped.update(code for name, code in new_names if _SHAPED.match(name))
         self._valued.update(code for name, code in new_names if _VALUED.match(name))
         columns = _Columns(starts=starts, ends=starts + lengths, codes=codes, names=names)
-        for is_device, take in ((True, self._take_device), (False, self._take_host)):
-            rows = np.flatnonzero(on_device == is_device)
+        is_sync = codes == SYNC
+        for mine, take in (
+            (on_device, self._take_device),
+            (is_sync, self._take_syncs),
+            (~(on_device | is_sync), self._take_host),
+        ):
+            rows = np.flatnonzero(mine)
             take([used[row] for row in rows.tolist()], columns.at(rows))
 
     def finish(self, path: Path, size: int, metadata: bytes) -> TraceFile:
@@ -290,6 +307,7 @@ class _Reader:
             size=size,
             host=HostEvents(**_together(HostEvents, self._host)),
             device=DeviceEvents(**_together(DeviceEvents, self._device)),
+            syncs=SyncEvents(**_together(SyncEvents, self._syncs)),
             names=tuple(self._names),
             threads=tuple((str(pid), str(tid)) for pid, tid in self._threads),
             lanes=tuple((str(device), str(stream)) for device, stream in self._lanes),
@@ -380,6 +398,19 @@ class _Reader:
             )
         )
 
+    def _take_syncs(self, events: list[_Complete], columns: "_Columns") -> None:
+        known = [event for event in events if event.name in SYNC_KINDS]
+        found = self._args([event.args for event in known], _SyncArgs)
+        self._syncs.append(
+            (
+                np.array([SYNC_KINDS[event.name] for event in known], np.int8),
+                *(
+                    np.array([getattr(args, field) for args in found], np.int64)
+                    for field in ("correlation", "device", "stream", "source", "record")
+                ),
+            )
+        )
+
     def _take_memory(self, events: list[_Instant]) -> None:
         times, known = nanoseconds([e.ts for e in events])
         args = self._args([e.args for e in events], _MemoryArgs)
@@ -451,4 +482,5 @@ _TYPES: dict[str, type] = {
     "devices": np.int32,
     "categories": np.int8, "names": np.int32, "threads": np.int32, "lanes": np.int32, "signatures": np.int32,
     "operands": np.int32, "is_collective": np.bool_,
+    "kinds": np.int8, "streams": np.int64, "sources": np.int64, "records": np.int64,
 }  # fmt: skip

@@ -15,6 +15,7 @@ from refshard.report.trace.operators import (
     shape_section,
 )
 from refshard.report.trace.section import Section
+from refshard.report.trace.whatif import what_if_section
 from refshard.report.trace.windows import windows_section
 from refshard.tracing.figures import TraceFigures
 
@@ -23,6 +24,7 @@ SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
     exposed_section,
     messages_section,
     idle_section,
+    what_if_section,
     holdups_section,
     class_section,
     operator_section,

@@ -1,0 +1,100 @@
+"""A section of a trace: what a step would take with one cause of lost time gone, and in which order fixing pays."""
+
+from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.section import Section
+from refshard.report.trace.words import counted, has_steps
+from refshard.tracing import whatif_figures as whatif
+from refshard.tracing.figures import TraceFigures
+from refshard.tracing.whatif_figures import TOLERATED_ERROR, PathPart, WhatIf, WhatIfFigures
+
+_NAMES = {
+    whatif.OVERLAPPED: "communication fully overlapped",
+    whatif.ON_TIME: "every rank on time",
+    whatif.LAUNCHES: "launches free",
+    whatif.NO_SYNC: "no synchronisation with the host",
+}
+_PATH = {
+    "compute": "compute",
+    "communication": "communication",
+    "copy": "copies and preparation",
+    "host": "host and launches",
+    "between_kernels": "between kernels",
+    "unexplained": "unexplained",
+}
+_SMALL = 0.005
+"""A gain under this share of the step is not named in the order, nor a part of the path."""
+_LONGEST_NAME = 60
+_OWNERS = 3
+
+
+def what_if_section(figures: TraceFigures) -> Section | None:
+    """Each change with the step that it leads to; the order in which they pay; and the critical path."""
+    found = figures.what_if
+    if found is None:
+        return None
+    each = "step" if has_steps(figures) else "trace"
+    gains = found.what_ifs
+    rows = [{"what if": _name(one), each: format_ns(one.step_ns), "gain": _gain(one, found.step_ns)} for one in gains]
+    of = f"the mean of {counted(found.steps, 'step')}" if each == "step" else "the whole trace"
+    doubt = (
+        "The trace holds no calls but launches: if the host waited for the device, that counts as its own time."
+        if found.only_launches
+        else ""
+    )
+    return Section(
+        title="What if",
+        caption=f"Replays of the trace's dependency graph, over {of} ({format_ns(found.step_ns)}). "
+        f"{counted(found.waits_recorded, 'wait')} between streams recorded, {found.waits_inferred:,} inferred.",
+        rows=rows,
+        sentences=tuple(sentence for sentence in (_order(found), doubt, *_path(found, each)) if sentence),
+        brief=True,
+    )
+
+
+def _order(found: WhatIfFigures) -> str:
+    """In which order fixing things pays, or why that cannot be said."""
+    if found.replay_error > TOLERATED_ERROR:
+        return (
+            f"No order is given: the replay is {format_percent(found.replay_error)} off the trace's own time, because "
+            "the trace does not show what some work waited for."
+        )
+    worth = [one for one in found.order if one.gain_ns >= _SMALL * found.step_ns]
+    if not worth:
+        return "None of these would make a difference."
+    steps = [f"{_name(one)} ({format_ns(one.step_ns)})" for one in worth]
+    return f"Fix first: {', then '.join(steps)}. Replay error: {format_percent(found.replay_error)}."
+
+
+def _path(found: WhatIfFigures, each: str) -> list[str]:
+    """What the critical path is made of, and the kernels and host calls that it goes through longest."""
+    parts = [
+        f"{_PATH[part.kind]} {format_percent(part.ns / found.step_ns, 0)}"
+        for part in found.path.parts
+        if part.ns >= _SMALL * found.step_ns
+    ]
+    owners = [
+        f"{_owner(part)} {format_percent(part.ns / found.step_ns, 0)}"
+        for part in found.path.owners[:_OWNERS]
+        if part.ns >= _SMALL * found.step_ns
+    ]
+    sentences = [f"Critical path, of the {each}: {', '.join(parts)}."] if parts else []
+    return [*sentences, f"Longest on it: {', '.join(owners)}."] if owners else sentences
+
+
+def _owner(part: PathPart) -> str:
+    name = _short(part.name or "")
+    return f"host code {name}" if name.startswith("before ") else name
+
+
+def _name(one: WhatIf) -> str:
+    return f"{_short(one.detail or '')} twice as fast" if one.what == whatif.KERNEL else _NAMES[one.what]
+
+
+def _gain(one: WhatIf, base: int) -> str:
+    return f"{format_ns(one.gain_ns)} ({format_percent(one.gain_ns / base)})" if one.gain_ns else "none"
+
+
+def _short(name: str) -> str:
+    """A name cut in its middle, where kernels hold their template's arguments."""
+    half = _LONGEST_NAME // 2
+    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half + 1 :]}"

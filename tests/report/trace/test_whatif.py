@@ -1,0 +1,84 @@
+"""The section on what ifs: its rows, the order in which fixing pays, and the critical path, in words."""
+
+import msgspec
+
+from refshard.report.trace.whatif import what_if_section
+from refshard.tracing import whatif_figures as whatif
+from refshard.tracing.figures import TraceFigures
+from refshard.tracing.whatif_figures import CriticalPath, PathPart, WhatIf, WhatIfFigures
+from tests.report import traces
+
+MS = 1_000_000
+FIGURES = WhatIfFigures(
+    steps=3,
+    step_ns=100 * MS,
+    replay_error=0.002,
+    waits_recorded=0,
+    waits_inferred=1234,
+    only_launches=False,
+    what_ifs=(
+        WhatIf(what=whatif.LAUNCHES, step_ns=80 * MS, gain_ns=20 * MS),
+        WhatIf(what=whatif.OVERLAPPED, step_ns=90 * MS, gain_ns=10 * MS),
+        WhatIf(what=whatif.KERNEL, step_ns=100 * MS, gain_ns=0, detail="gemm"),
+    ),
+    order=(
+        WhatIf(what=whatif.LAUNCHES, step_ns=80 * MS, gain_ns=20 * MS),
+        WhatIf(what=whatif.KERNEL, step_ns=65 * MS, gain_ns=15 * MS, detail="gemm"),
+        WhatIf(what=whatif.OVERLAPPED, step_ns=64_900_000, gain_ns=100_000),
+    ),
+    path=CriticalPath(
+        parts=(PathPart(kind="host", ns=70 * MS), PathPart(kind="compute", ns=29_800_000), PathPart(kind="copy", ns=9)),
+        owners=(
+            PathPart(kind="host", ns=60 * MS, name="before aten::add"),
+            PathPart(kind="compute", ns=29 * MS, name="gemm"),
+        ),
+    ),
+)
+
+
+def with_figures(what_if: WhatIfFigures | None) -> TraceFigures:
+    return msgspec.structs.replace(traces.figures(traces.gpu(layers=2)), what_if=what_if)
+
+
+def test_rows_order_and_path() -> None:
+    section = what_if_section(with_figures(FIGURES))
+    assert section is not None
+    assert section.brief
+    assert section.rows == [
+        {"what if": "launches free", "step": "80.0 ms", "gain": "20.0 ms (20.0 %)"},
+        {"what if": "communication fully overlapped", "step": "90.0 ms", "gain": "10.0 ms (10.0 %)"},
+        {"what if": "gemm twice as fast", "step": "100 ms", "gain": "none"},
+    ]
+    assert section.sentences == (
+        "Fix first: launches free (80.0 ms), then gemm twice as fast (65.0 ms). Replay error: 0.2 %.",
+        "Critical path, of the step: host and launches 70 %, compute 30 %.",
+        "Longest on it: host code before aten::add 60 %, gemm 29 %.",
+    )
+    assert section.caption == (
+        "Replays of the trace's dependency graph, over the mean of 3 steps (100 ms). 0 waits between streams recorded, "
+        "1,234 inferred."
+    )
+
+
+def test_no_order_where_the_replay_is_off() -> None:
+    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, replay_error=0.11, order=())))
+    assert section is not None
+    assert section.sentences[0] == (
+        "No order is given: the replay is 11.0 % off the trace's own time, because the trace does not show what some "
+        "work waited for."
+    )
+
+
+def test_nothing_to_gain_and_no_figures() -> None:
+    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, order=())))
+    assert section is not None
+    assert section.sentences[0] == "None of these would make a difference."
+    assert what_if_section(with_figures(None)) is None
+
+
+def test_a_trace_that_holds_only_launches_is_doubted() -> None:
+    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, only_launches=True)))
+    assert section is not None
+    assert section.sentences[1] == (
+        "The trace holds no calls but launches: if the host waited for the device, that counts as its own time."
+    )
