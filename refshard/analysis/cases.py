@@ -4,13 +4,13 @@ A run holds one record per launch. Readers think in cases: one strategy at one w
 :mod:`refshard.analysis.evidence` sorts them into settings that may be compared.
 """
 
-import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from refshard.analysis.efficiency import lower_bound, overlap_efficiency
 from refshard.errors import SpecError
+from refshard.plain import plain
 from refshard.records import METRICS, LaunchRecord, Run, RunRecord, State, StepTrace
 from refshard.specs.case import REPEATING, CaseSpec, Fidelity
 from refshard.specs.model import load_model
@@ -35,8 +35,6 @@ FIDELITY: dict[Fidelity, str] = {
     "simulated": "all times are modelled",
 }
 """What is real in a case of each fidelity."""
-
-_TERMINAL_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,12 +148,6 @@ def ranks(world_size: int) -> str:
     ('1 rank', '2 ranks')
     """
     return f"{world_size:,} rank{'' if world_size == 1 else 's'}"
-
-
-def plain(text: str) -> str:
-    """Text from a log, without colours and other codes that a terminal or a page would act on."""
-    uncoloured = _TERMINAL_ESCAPE.sub("", text).replace("\t", "    ")
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in uncoloured)
 
 
 def cases_of(run: Run) -> tuple[CaseResult, ...]:

@@ -1,6 +1,7 @@
 """What the launches of a case proved together, and in words why something is not known."""
 
-from refshard.analysis.cases import CaseResult, plain
+from refshard.analysis.cases import CaseResult
+from refshard.plain import plain
 from refshard.records import parity_tolerance
 
 

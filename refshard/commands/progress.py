@@ -13,9 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from refshard.analysis.cases import plain
 from refshard.commands.printing import LOG
 from refshard.harness.run import Observer
+from refshard.plain import plain
 from refshard.quantities import format_duration, format_rate, format_seconds
 from refshard.records import LaunchRecord
 from refshard.specs.case import CaseSpec

@@ -15,7 +15,7 @@ from typing import Any
 
 from tabulate import MIN_PADDING, tabulate
 
-from refshard.analysis.cases import plain
+from refshard.plain import plain
 from refshard.report.answer import Answer, Block, Cell, Column, Marked, Notes, Style, Table, Text, Verdict
 
 SCHEMA_VERSION = 1

@@ -30,6 +30,9 @@ def without_far_events(trace: TraceFile) -> TraceFile:
     of it. Else the same holds with a day and half of the events. Where no part has so many, all events stay.
     """
     host, device = trace.host, trace.device
+    tables = [table for table in (host, device) if len(table.starts)]
+    if not tables or max(int(t.ends.max()) for t in tables) - min(int(t.starts.min()) for t in tables) <= HOUR_NS:
+        return trace
     starts, ends = np.concatenate((host.starts, device.starts)), np.concatenate((host.ends, device.ends))
     bounds = next((found for rule in RULES if (found := _bounds(starts, ends, *rule)) is not None), None)
     if bounds is None:

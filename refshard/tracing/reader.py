@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.errors import TraceError
+from refshard.tracing.columns import Growing
 from refshard.tracing.communication import is_peer_copy
 from refshard.tracing.decimals import nanoseconds
 from refshard.tracing.events import (
@@ -232,16 +233,16 @@ class _Reader:
         self._lanes: _Table[tuple[Any, Any]] = _Table()
         self._signatures: _Table[tuple[str, bytes, bytes]] = _Table()
         self._categories = _Categories()
-        self._host: list[tuple[npt.NDArray[Any], ...]] = []
-        self._device: list[tuple[npt.NDArray[Any], ...]] = []
-        self._syncs: list[tuple[npt.NDArray[Any], ...]] = []
+        self._host = Growing(HostEvents)
+        self._device = Growing(DeviceEvents)
+        self._syncs = Growing(SyncEvents)
         self._rows = [0, 0]
         self._host_args: dict[int, dict[str, Any]] = {}
         self._device_args: dict[int, dict[str, Any]] = {}
-        self._memory: list[tuple[npt.NDArray[Any], ...]] = []
+        self._memory = Growing(MemoryEvents)
         self._memory_devices: _Table[int | str] = _Table()
         self._memory_threads: _Table[tuple[int | float | str, int | float | str]] = _Table()
-        self._frames: list[tuple[npt.NDArray[Any], ...]] = []
+        self._frames = Growing(Frames)
         self._frame_names: _Table[str] = _Table()
         self._count = 0
 
@@ -305,9 +306,9 @@ class _Reader:
         return TraceFile(
             path=path,
             size=size,
-            host=HostEvents(**_together(HostEvents, self._host)),
-            device=DeviceEvents(**_together(DeviceEvents, self._device)),
-            syncs=SyncEvents(**_together(SyncEvents, self._syncs)),
+            host=HostEvents(**self._host.columns()),
+            device=DeviceEvents(**self._device.columns()),
+            syncs=SyncEvents(**self._syncs.columns()),
             names=tuple(self._names),
             threads=tuple((str(pid), str(tid)) for pid, tid in self._threads),
             lanes=tuple((str(device), str(stream)) for device, stream in self._lanes),
@@ -320,7 +321,7 @@ class _Reader:
             metadata=self._metadata(metadata),
             count=self._count,
             skipped=self.skipped,
-            frames=Frames(**_together(Frames, self._frames), name_table=tuple(self._frame_names)),
+            frames=Frames(**self._frames.columns(), name_table=tuple(self._frame_names)),
         )
 
     def _metadata(self, text: bytes) -> dict[str, Any]:
@@ -424,7 +425,7 @@ class _Reader:
 
     def _all_memory(self) -> MemoryEvents:
         """In the order of time, which the file's is not where several threads allocate."""
-        columns = _together(MemoryEvents, self._memory)
+        columns: dict[str, Any] = self._memory.columns()
         order = np.argsort(columns["times"], kind="stable")
         place = {(str(pid), str(tid)): code for code, (pid, tid) in enumerate(self._threads)}
         # The profiler once wrote one thread as a number here and as text there.
@@ -462,25 +463,3 @@ class _Reader:
         """Note that so many things could not be used."""
         if count:
             self.skipped[reason] = self.skipped.get(reason, 0) + count
-
-
-def _together(table: type, blocks: list[tuple[npt.NDArray[Any], ...]]) -> dict[str, npt.NDArray[Any]]:
-    """Columns of all blocks, which are given up one by one so that memory does not double."""
-    names = [name for name in table.__dataclass_fields__ if name in _TYPES]  # type: ignore[attr-defined]
-    columns: list[list[npt.NDArray[Any]]] = [list(column) for column in zip(*blocks)] if blocks else [[] for _ in names]
-    blocks.clear()
-    found = {}
-    for name, column in zip(names, columns):
-        found[name] = np.concatenate(column) if column else np.empty(0, _TYPES[name])
-        column.clear()
-    return found
-
-
-_TYPES: dict[str, type] = {
-    "starts": np.int64, "ends": np.int64, "correlations": np.int64, "externals": np.int64,
-    "times": np.int64, "changes": np.int64, "addresses": np.int64, "allocated": np.int64, "reserved": np.int64,
-    "devices": np.int32,
-    "categories": np.int8, "names": np.int32, "threads": np.int32, "lanes": np.int32, "signatures": np.int32,
-    "operands": np.int32, "is_collective": np.bool_,
-    "kinds": np.int8, "streams": np.int64, "sources": np.int64, "records": np.int64,
-}  # fmt: skip

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.errors import TraceError
+from refshard.plain import plain
 
 ACTIONS = (
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
@@ -178,7 +179,7 @@ def _plain(path: Path) -> Any:
             return _PlainUnpickler(file).load()
     except _NotPlainError as error:
         raise TraceError(
-            f"{path}: is a pickle that asks for {_printable(str(error))}; a CUDA memory snapshot holds plain values "
+            f"{path}: is a pickle that asks for {plain(str(error))[:200]}; a CUDA memory snapshot holds plain values "
             "only, and anything else is not loaded, because it could run code"
         ) from None
     except OSError as error:
@@ -186,7 +187,7 @@ def _plain(path: Path) -> Any:
     except MemoryError:
         raise TraceError(f"{path}: does not fit into memory; record fewer entries (max_entries)") from None
     except Exception as error:
-        reason = _printable(str(error) or type(error).__name__)
+        reason = plain(str(error) or type(error).__name__)[:200]
         raise TraceError(f"{path}: damaged pickle ({reason}); copy or write it again") from None
 
 
@@ -196,10 +197,6 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         packed = raw.read(2) == _GZIP
         raw.seek(0)
         yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)[:200]
 
 
 class _Sites:

@@ -20,7 +20,7 @@ import msgspec
 from refshard.errors import TraceError
 from refshard.quantities import MIB, format_bytes
 
-BLOCK = 8 * MIB
+BLOCK = 2 * MIB
 LARGEST_EVENT = 64 * MIB
 """An event, or what stands before the events, may not be longer: it has to be in memory as a whole."""
 LARGEST_EXPANSION = 300

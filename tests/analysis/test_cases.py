@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
-from refshard.analysis.cases import BREAKDOWN, plain
+from refshard.analysis.cases import BREAKDOWN
 from refshard.analysis.evidence import gather
+from refshard.plain import plain
 from refshard.records import LaunchRecord, Run, StepTrace
 from refshard.specs.case import Fidelity
 from tests.report.runs import CASES, FAILED, STRATEGIES, both, run, spec, with_record

@@ -334,7 +334,7 @@ def test_names_cannot_steer_the_terminal(folder: Path) -> None:
     path.write_text(path.read_text().replace('"gloo"', '"gl\\u001b[31moo"').replace("aten::mm", "aten::m\\u001b[2Jm"))
     changed = text(trace([path], against=folder / "rank1.json"))
     assert "\x1b" not in text(trace([path]), verbose=True) + changed
-    assert "aten::m\N{REPLACEMENT CHARACTER}[2Jm" in changed
+    assert "aten::mm" in changed
 
 
 def test_a_memory_snapshot_is_known_by_its_content_and_has_an_answer_of_its_own(folder: Path) -> None:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import msgspec
 
-from refshard.analysis.cases import plain
+from refshard.plain import plain
 from refshard.quantities import format_percent
 from refshard.report import answer as printed
 from refshard.report.answer import Answer, Notes, Style, Text, table

@@ -1,7 +1,7 @@
 """A run as an answer: its tables, what to know of them, and the verdict last."""
 
-from refshard.analysis.cases import plain
 from refshard.analysis.evidence import Evidence, Setting
+from refshard.plain import plain
 from refshard.report.answer import Answer, Cell, Column, Marked, Notes, Style, Table, Verdict
 from refshard.report.run.columns import names
 from refshard.report.run.verdict import (

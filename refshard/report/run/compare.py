@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from refshard.analysis.cases import plain
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.analysis.ratios import RATIO_COLUMNS, Ratio, ratio_columns, ratios
 from refshard.errors import SpecError, nearest
+from refshard.plain import plain
 from refshard.quantities import format_percent
 from refshard.report.answer import Answer, Cell, Column, Marked, Notes, Style, Table, Verdict
 from refshard.report.run.against import Changed, against

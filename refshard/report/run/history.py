@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from refshard.analysis.cases import plain
 from refshard.analysis.history import Series
+from refshard.plain import plain
 from refshard.records import METRICS
 from refshard.report.answer import Answer, table
 

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from refshard.analysis.cases import FIDELITY, CaseResult, plain, ranks
+from refshard.analysis.cases import FIDELITY, CaseResult, ranks
 from refshard.analysis.evidence import Evidence
 from refshard.analysis.rankings import ALIKE, RELEVANT, Ranking, Rival, rankings, step_time
+from refshard.plain import plain
 from refshard.quantities import format_bytes, format_percent, format_seconds
 from refshard.records import Run, State
 from refshard.report.run.busy import busy_in

@@ -9,10 +9,11 @@ import math
 
 import pandas as pd
 
-from refshard.analysis.cases import CaseResult, plain
+from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.analysis.gpu_memory import gpu_memory_of
 from refshard.analysis.proof import bit_identical, bits_note, parity_note, parity_of, proof_summary
+from refshard.plain import plain
 from refshard.quantities import (
     format_bytes,
     format_part,

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from refshard.plain import plain
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict
 from refshard.tracing.diff import IDLE
@@ -49,13 +50,13 @@ def difference_answer(found: Compared, more: str = "") -> Answer:
     changes, lead = found.difference.changes, verdict(found)
     data = {"verdict": lead, "interval_ns": found.interval, **msgspec.to_builtins(found.difference)}
     rows = [_flat(change) for change in changes]
-    blocks: list[Block] = [Text(text=printable("\n".join(sides(found))))]
+    blocks: list[Block] = [Text(text=plain("\n".join(sides(found))))]
     if any(change.delta_ns for change in changes):
         blocks += [by_class(found.difference), by_work(found.difference)]
         if (ranks := by_rank(found.difference)) is not None:
             blocks.append(ranks)
-        blocks.append(Notes(sentences=[printable(sentence) for sentence in remarks(found)]))
-    blocks.append(Verdict(sentences=[printable(one) for one in lead]))
+        blocks.append(Notes(sentences=[plain(sentence) for sentence in remarks(found)]))
+    blocks.append(Verdict(sentences=[plain(one) for one in lead]))
     return Answer(data=data, rows=rows, blocks=[*blocks, *([Text(text=more)] if more else [])])
 
 
@@ -182,7 +183,7 @@ def class_sums(difference: Difference) -> dict[str, tuple[float, float]]:
 
 def _table(names: tuple[str, ...], rows: Sequence[Sequence[str]], title: str) -> Table:
     columns = [*(Column(name, "left") for name in names), Column("A"), Column("B"), Column("B - A")]
-    return Table(columns=columns, rows=[[printable(cell) for cell in row] for row in rows], title=title)
+    return Table(columns=columns, rows=[[plain(cell) for cell in row] for row in rows], title=title)
 
 
 def _sum_row(label: str, changes: Sequence[Change], *more: str) -> list[str]:
@@ -226,8 +227,3 @@ def _flat(change: Change) -> dict[str, Any]:
     work = built.pop("work")
     kernels = {side: "; ".join(built.pop(side)) for side in ("a_kernels", "b_kernels")}
     return {**built, **{key: value for key, value in work.items() if key != "kind"}, **kernels}
-
-
-def printable(text: str) -> str:
-    """Without characters that would steer a terminal: names in traces are anyone's."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from refshard.plain import plain
 from refshard.quantities import format_bytes, format_part, format_percent, format_times
 from refshard.report.answer import Answer, Block, Notes, Table, Text, Verdict, table
 from refshard.tracing.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures
@@ -30,7 +31,7 @@ def snapshot_answer(
         for one in devices:
             blocks += _blocks(file, conf, one)
             name = "" if len(snapshots) == len(devices) == 1 else f"{PurePath(file).name}, device {one.device}: "
-            verdicts += [f"{name}{_printable(told)}" for told in _verdict(one, conf)]
+            verdicts += [f"{name}{plain(told)}" for told in _verdict(one, conf)]
             rows.append({"file": file, "device": one.device, **_flat(one)})
         data.append({"file": file, "allocator_settings": settings, "devices": [_as_object(one) for one in devices]})
     return Answer(
@@ -65,7 +66,7 @@ def _blocks(file: str, conf: str, one: DeviceFigures) -> list[Block]:
     recorded = "no recorded history" if one.history is None else f"{one.history.entries:,} recorded calls"
     head = f"{PurePath(file).name}: device {one.device}, {recorded}{f', {conf}' if conf else ''}"
     return [
-        Text(text=_printable(head)),
+        Text(text=plain(head)),
         _sums(one),
         _pools(one),
         _lines(one),
@@ -126,8 +127,8 @@ def _lines(one: DeviceFigures) -> Table:
     return table(
         [
             {
-                "line": _printable(_place(line)),
-                "function": _printable("-" if line.site is None else line.site.function),
+                "line": plain(_place(line)),
+                "function": plain("-" if line.site is None else line.site.function),
                 "asked for": format_bytes(line.bytes),
                 "share": _share(line.bytes, total),
                 "blocks": f"{line.blocks:,}",
@@ -183,7 +184,7 @@ def _failures(ooms: Sequence[OomFigures]) -> list[str]:
         f"device, {format_bytes(one.reserved_bytes - one.requested_bytes)} reserved and not in use."
         for one in ooms[:_OOMS]
     ]
-    return [_printable(sentence) for sentence in told] + ([f"{len(ooms) - _OOMS} more."] if len(ooms) > _OOMS else [])
+    return [plain(sentence) for sentence in told] + ([f"{len(ooms) - _OOMS} more."] if len(ooms) > _OOMS else [])
 
 
 def _verdict(one: DeviceFigures, conf: str) -> list[str]:
@@ -237,8 +238,3 @@ def _share(part: int, whole: int) -> str:
 
 def _clock(time_us: int) -> str:
     return datetime.fromtimestamp(time_us // 1_000_000, UTC).strftime("%H:%M:%S UTC")
-
-
-def _printable(text: str) -> str:
-    """Without characters that would steer a terminal: names in snapshots are anyone's."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from refshard.plain import plain
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict, table
 from refshard.report.trace.sections import sections_of
@@ -46,12 +47,12 @@ def trace_answer(traces: Sequence[TraceFigures], checks: Sequence[Block] = (), m
     told = findings(traces)
     for (_, members), finding in zip(jobs(traces).items(), told):
         ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
-        blocks.append(_job_table(ranks, _printable(f"{finding.title} ({_pattern(ranks)})")))
-        blocks.append(Notes(sentences=[_printable(sentence) for sentence in finding.more]))
+        blocks.append(_job_table(ranks, plain(f"{finding.title} ({_pattern(ranks)})")))
+        blocks.append(Notes(sentences=[plain(sentence) for sentence in finding.more]))
         blocks += _sections(ranks)
     alone = len(told) == 1
     names = job_names(traces).values()
-    lead = [_printable(one.lead if alone else f"{name}: {one.lead}") for name, one in zip(names, told)]
+    lead = [plain(one.lead if alone else f"{name}: {one.lead}") for name, one in zip(names, told)]
     return Answer(
         data={"verdict": lead, "traces": as_objects(traces)},
         rows=[_flat(trace) for trace in traces],
@@ -67,10 +68,10 @@ def _sections(members: Sequence[TraceFigures]) -> list[Block]:
         heads, rows = list(section.rows[0]) if section.rows else [], section.rows[: section.shown]
         columns = [Column(head, "left" if head in (heads[0], *section.text) else "right") for head in heads]
         part = f": the first {len(rows)} of {len(section.rows)}" if len(rows) < len(section.rows) else ""
-        cells = [[_printable(cell) for cell in row.values()] for row in rows]
-        title, detail = _printable(f"{section.title}{who_else}{part}"), not section.brief
+        cells = [[plain(cell) for cell in row.values()] for row in rows]
+        title, detail = plain(f"{section.title}{who_else}{part}"), not section.brief
         blocks.append(Table(columns=columns, rows=cells, title=title, detail=detail))
-        blocks.append(Notes(sentences=[_printable(sentence) for sentence in section.sentences], detail=detail))
+        blocks.append(Notes(sentences=[plain(sentence) for sentence in section.sentences], detail=detail))
     return blocks
 
 
@@ -86,11 +87,6 @@ def _flat(trace: TraceFigures) -> dict[str, Any]:
         if not isinstance(value, dict)
         and not (isinstance(value, list) and value and isinstance(value[0], (dict, list)))
     }
-
-
-def _printable(text: str) -> str:
-    """Without characters that would steer a terminal: names in traces are anyone's."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _pattern(members: Sequence[TraceFigures]) -> str:
@@ -145,7 +141,7 @@ def _warnings(traces: Sequence[TraceFigures]) -> list[Block]:
         return []
     counted = ", ".join(f"{code} ({count})" if count > 1 else code for code, count in codes.items())
     each = [
-        _printable(f"{Path(trace.file).name}: [{warning.code}] {warning.message}")
+        plain(f"{Path(trace.file).name}: [{warning.code}] {warning.message}")
         for trace in traces
         for warning in trace.warnings
     ]
