@@ -1,6 +1,6 @@
 """The host's calls to the device's runtime: which block their thread, and which tell a stream to wait."""
 
-import re
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -8,16 +8,7 @@ import numpy.typing as npt
 from refshard.timeline import UNKNOWN, HostCalls
 from refshard.tracing.device import Launches, device_order
 from refshard.tracing.events import LAUNCH, TraceFile
-
-BLOCKING = re.compile(
-    r"Synchronize|Malloc(?!.*Async)|Free(?!.*Async)|Mem[Cc]py(?!.*Async)|HostAlloc|HostRegister|MemGetInfo|"
-    r"Module(?:Unl|L)oad|GraphInstantiate"
-)
-"""Names of calls of CUDA's and HIP's runtimes and drivers that return only when the device, or its memory, is ready."""
-WAIT = re.compile(r"StreamWaitEvent")
-LONG_NS = 100_000
-"""Any other call blocks if it takes as long: a launch takes some microseconds, unless it loads a module or its queue is
-full."""
+from refshard.tracing.runtime import LONG_NS, STREAM_WAITS, blocks
 
 
 def find_calls(trace: TraceFile, launches: Launches) -> HostCalls:
@@ -25,11 +16,11 @@ def find_calls(trace: TraceFile, launches: Launches) -> HostCalls:
     host = trace.host
     calls = host.categories == LAUNCH
     long = host.ends - host.starts >= LONG_NS
-    rows = np.flatnonzero(calls & (long | _named(trace, BLOCKING)[host.names]))
+    rows = np.flatnonzero(calls & (long | _named(trace, blocks)[host.names]))
     rows = rows[np.argsort(host.starts[rows], kind="stable")]
     return HostCalls(
         threads=launches.threads,
-        awaits=_awaits(trace, launches, np.flatnonzero(calls & _named(trace, WAIT)[host.names])),
+        awaits=_awaits(trace, launches, np.flatnonzero(calls & _named(trace, STREAM_WAITS.match)[host.names])),
         starts=host.starts[rows],
         ends=host.ends[rows],
         callers=host.threads[rows],
@@ -37,9 +28,9 @@ def find_calls(trace: TraceFile, launches: Launches) -> HostCalls:
     )
 
 
-def _named(trace: TraceFile, pattern: re.Pattern[str]) -> npt.NDArray[np.bool_]:
-    """Which names of the trace's table the pattern finds."""
-    return np.array([bool(pattern.search(name)) for name in trace.names] or [False])
+def _named(trace: TraceFile, test: Callable[[str], object]) -> npt.NDArray[np.bool_]:
+    """Which names of the trace's table pass a test."""
+    return np.array([bool(test(name)) for name in trace.names] or [False])
 
 
 def _awaits(trace: TraceFile, launches: Launches, waits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

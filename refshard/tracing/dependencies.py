@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from refshard.timeline import KINDS, UNKNOWN, Kind, Nanoseconds, Spans
 from refshard.tracing.events import CONTEXT_SYNC, LAUNCH, STREAM_WAIT, TraceFile
-from refshard.tracing.hostcalls import WHOLE_DEVICE, HostCalls
+from refshard.tracing.hostcalls import WHOLE_DEVICE, CallOrder
+from refshard.tracing.runtime import STREAM_WAITS
 
 Rows = npt.NDArray[np.int64]
 Pairs = tuple[Rows, Rows]
@@ -21,7 +22,6 @@ Pairs = tuple[Rows, Rows]
 NEAR_NS = 10_000
 """A kernel that was queued and starts so soon after the end of one on another stream is taken to have waited for it."""
 _LOWEST = int(np.iinfo(np.int64).min)
-_STREAM_WAIT_CALLS = ("cudaStreamWaitEvent", "hipStreamWaitEvent", "cuStreamWaitEvent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,7 +111,7 @@ def _issued(spans: Spans, threads: npt.NDArray[np.int32]) -> Pairs:
 def _after_stream_waits(trace: TraceFile, spans: Spans, threads: npt.NDArray[np.int32], streams: Streams) -> Pairs:
     """What a thread launches after making a stream wait follows the last to end of what other lanes had been given."""
     host = trace.host
-    codes = [code for code, name in enumerate(trace.names) if name.startswith(_STREAM_WAIT_CALLS)]
+    codes = [code for code, name in enumerate(trace.names) if STREAM_WAITS.match(name)]
     rows = np.flatnonzero(np.isin(host.names, codes) & (host.categories == LAUNCH))
     pairs = [_as_pairs([])]
     for thread in np.unique(host.threads[rows]).tolist():
@@ -130,7 +130,7 @@ def _after_stream_waits(trace: TraceFile, spans: Spans, threads: npt.NDArray[np.
     return np.concatenate([one for one, _ in pairs]), np.concatenate([other for _, other in pairs])
 
 
-def blocked_for(trace: TraceFile, calls: HostCalls, streams: Streams, blocking: Rows, lanes: Rows) -> Pairs:
+def blocked_for(trace: TraceFile, calls: CallOrder, streams: Streams, blocking: Rows, lanes: Rows) -> Pairs:
     """The calls ``blocking``, each with the spans that it waits for.
 
     ``lanes`` are those on which each call's thread had launched last. Where the profiler did not record what a call
@@ -152,7 +152,7 @@ def blocked_for(trace: TraceFile, calls: HostCalls, streams: Streams, blocking: 
     return blocking[waiting], np.concatenate((last[lane, place], told[1]))
 
 
-def _recorded_sources(trace: TraceFile, calls: HostCalls, streams: Streams, blocking: Rows) -> list[tuple[int, int]]:
+def _recorded_sources(trace: TraceFile, calls: CallOrder, streams: Streams, blocking: Rows) -> list[tuple[int, int]]:
     """For places in ``blocking``, the spans that the profiler says each waited for."""
     syncs, numbers = trace.syncs, _lane_numbers(trace)
     if not len(syncs.kinds) or not len(blocking):

@@ -28,7 +28,7 @@ from refshard.tracing.dependencies import (
 )
 from refshard.tracing.device import find_launches
 from refshard.tracing.events import LAUNCH, TraceFile
-from refshard.tracing.hostcalls import HostCalls, blocking_rows, host_calls
+from refshard.tracing.hostcalls import CallOrder, blocking_rows, host_calls
 
 Rows = npt.NDArray[np.int64]
 
@@ -61,7 +61,7 @@ class Graph:
     host_span_ns: int
     host_last: int | None
     spans: Spans
-    calls: HostCalls
+    calls: CallOrder
     call_names: tuple[str, ...]
     rows: Rows
     call_of: Rows

@@ -7,30 +7,27 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import UNKNOWN, Intervals, Nanoseconds, Spans
-from refshard.tracing.calls import LONG_NS
 from refshard.tracing.device import Launches
 from refshard.tracing.events import ANNOTATION, HOST, LAUNCH, TraceFile
 from refshard.tracing.holdup_figures import Hold
 from refshard.tracing.labels import find_labels, innermost
+from refshard.tracing.runtime import (
+    ALLOCATES,
+    COPIES,
+    GRAPH_LAUNCHES,
+    LAUNCHES,
+    LOADS,
+    LONG_NS,
+    MAY_LOAD,
+    SYNCHRONISES,
+)
 
 TIMES_THE_MEDIAN = 20
 """A launch is long if it takes :data:`LONG_NS`, and so many times the median of all launches."""
 HOLDS = tuple(Hold)
 """Kinds by their code in :attr:`Calls.kinds`."""
 
-_WAITS = re.compile(r"(?:cuda|cu|hip)\w*Synchronize")
-_ALLOCATES = re.compile(
-    r"(?:cuda|hip)(?:Ext)?(?:Malloc|Free|Host|MemGetInfo)(?!\w*Async)"
-    r"|(?:cu|hip)Mem(?:Alloc|Free|Create|Release|Map|Unmap|SetAccess|Address|GetInfo|Host)(?!\w*Async)"
-)
-_LOADS = re.compile(r"(?:cuda|cu|hip)(?:Module|Library)(?:Load|Unload|GetFunction)")
-_MAY_LOAD = re.compile(r"(?:cuda|cu|hip)(?:Func|Occupancy)")
-"""Calls that ask about a kernel, and load it first where modules are loaded lazily."""
 _STEPS = re.compile(r"ProfilerStep#")
-_COPIES = re.compile(r"(?:cuda|cu|hip)Memcpy")
-_LAUNCHES = re.compile(r"(?:cuda|cu|hip)(?!\w*Graph)(?:\w*Launch\w*|Mem(?:cpy|set)\w*Async)$")
-_GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
-"""Calls that take as long as their graph is large."""
 _BY_OPERATOR = {
     Hold.ITEM: ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"),
     Hold.SHAPE: ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim",
@@ -134,7 +131,7 @@ def _kinds(trace: TraceFile, copies: "_Copies", starved: Intervals) -> npt.NDArr
     """Of each host event the kind of call as which it may hold the GPU up, or :data:`UNKNOWN`."""
     host = trace.host
     lengths, is_call = host.ends - host.starts, host.categories == LAUNCH
-    is_launch, is_copy = is_call & _matching(trace, _LAUNCHES), is_call & _matching(trace, _COPIES)
+    is_launch, is_copy = is_call & _matching(trace, LAUNCHES), is_call & _matching(trace, COPIES)
     is_long = is_call & (lengths > LONG_NS)
     if is_launch.any():
         is_long &= ~is_launch | (lengths > TIMES_THE_MEDIAN * np.median(lengths[is_launch]))
@@ -142,13 +139,13 @@ def _kinds(trace: TraceFile, copies: "_Copies", starved: Intervals) -> npt.NDArr
     starving = np.zeros(len(lengths), np.bool_)
     starving[is_long] = starved.within(host.starts[is_long], host.ends[is_long]) > 0
     conditions = (
-        (is_call & _matching(trace, _WAITS), Hold.SYNC),
-        (is_call & _matching(trace, _ALLOCATES), Hold.ALLOCATOR),
-        ((is_call & _matching(trace, _LOADS)) | (is_long & _matching(trace, _MAY_LOAD)), Hold.LOADING),
+        (is_call & _matching(trace, SYNCHRONISES), Hold.SYNC),
+        (is_call & _matching(trace, ALLOCATES), Hold.ALLOCATOR),
+        ((is_call & _matching(trace, LOADS)) | (is_long & _matching(trace, MAY_LOAD)), Hold.LOADING),
         (blocks, Hold.COPY),
         (is_long & is_launch & starving, Hold.LOADING),
         (is_long & is_launch, Hold.QUEUE),
-        (is_long & ~_matching(trace, _GRAPH_LAUNCHES), Hold.OTHER),
+        (is_long & ~_matching(trace, GRAPH_LAUNCHES), Hold.OTHER),
     )
     codes = [HOLDS.index(kind) for _, kind in conditions]
     return np.select([condition for condition, _ in conditions], codes, UNKNOWN).astype(np.int8)

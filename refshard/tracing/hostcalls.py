@@ -13,18 +13,15 @@ import numpy.typing as npt
 
 from refshard.timeline import UNKNOWN, Nanoseconds
 from refshard.tracing.events import HOST, LAUNCH, HostEvents, TraceFile
+from refshard.tracing.runtime import awaits_work
 
 Rows = npt.NDArray[np.int64]
 
-BLOCKING = re.compile(
-    r"Synchronize(?:_v\d|_ptsz)*$|^(?:cuda|hip)(?:Memcpy|Memcpy2D|MemcpyWithStream|Free)$|^cuMemcpy(?!.*Async)"
-)
-"""Names of calls that return only when work of the device has ended."""
 WHOLE_DEVICE = re.compile(r"(?:Device|Ctx|Context|Thread)Synchronize|Free$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostCalls:
+class CallOrder:
     """Calls in the order in which they began.
 
     ``rows`` are those of :class:`~refshard.tracing.events.HostEvents`. ``parents`` are the calls that each one follows,
@@ -49,12 +46,12 @@ class HostCalls:
 def blocking_rows(trace: TraceFile, start: int, end: int) -> Rows:
     """Rows of calls in ``[start, end)`` that block by their name."""
     host = trace.host
-    codes = [code for code, name in enumerate(trace.names) if BLOCKING.search(name)]
+    codes = [code for code, name in enumerate(trace.names) if awaits_work(name)]
     inside = (host.starts >= start) & (host.starts < end) & (host.categories == LAUNCH)
     return np.flatnonzero(inside & np.isin(host.names, codes))
 
 
-def host_calls(host: HostEvents, rows: Rows, blocking: Rows) -> HostCalls:
+def host_calls(host: HostEvents, rows: Rows, blocking: Rows) -> CallOrder:
     """The calls ``rows``, of which ``blocking`` wait for the device."""
     # An operator that stands for its launch goes on after it: it counts as a moment.
     ends = np.where(host.categories[rows] == LAUNCH, host.ends[rows], host.starts[rows])
@@ -66,7 +63,7 @@ def host_calls(host: HostEvents, rows: Rows, blocking: Rows) -> HostCalls:
     after = np.zeros(len(rows), np.bool_)
     has = parents != UNKNOWN
     after[has] = begins[has] >= ends[parents[has]]
-    return HostCalls(
+    return CallOrder(
         rows=rows, begins=begins, ends=ends, threads=threads, names=host.names[rows], blocks=blocks, parents=parents,
         after=after, segments=_segments(parents, after, blocks),
     )  # fmt: skip

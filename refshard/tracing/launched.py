@@ -11,6 +11,7 @@ from refshard.tracing.cpu import COMPUTE_OP, IN_GRAPH, main_thread
 from refshard.tracing.device import device_order
 from refshard.tracing.events import ANNOTATION, HOST, LAUNCH, TraceFile
 from refshard.tracing.nesting import Nesting, Rows, innermost_on, nested_order
+from refshard.tracing.runtime import GRAPH_LAUNCHES
 from refshard.tracing.steps import host_steps, step_at
 
 _NO_OPERATOR = re.compile(
@@ -24,8 +25,6 @@ _WHOLE = re.compile(
     r"_scaled_dot_product_(?:flash|efficient|cudnn|fused)_attention(?:_\w+)?)$"
 )
 """Operators that say best what the operators do that they call: these have other arguments, or fewer."""
-_GRAPH = re.compile(r"GraphLaunch")
-"""Calls that launch kernels which were captured elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,7 +81,7 @@ def _launching_operators(trace: TraceFile, points: npt.NDArray[np.int64]) -> Row
     """The row of the operator of each device event, by the call that launched it."""
     host, order = trace.host, device_order(trace)
     found = np.full(len(points), UNKNOWN, np.int64)
-    calls = np.flatnonzero((host.categories == LAUNCH) & (host.correlations > 0) & ~_named(trace, _GRAPH))
+    calls = np.flatnonzero((host.categories == LAUNCH) & (host.correlations > 0) & ~_named(trace, GRAPH_LAUNCHES))
     if not len(calls):
         return found
     calls = calls[np.lexsort((host.starts[calls], host.correlations[calls]))]

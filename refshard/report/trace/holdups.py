@@ -17,8 +17,8 @@ _REMEDIES = {
     Hold.COPY: "pin_memory=True in the DataLoader, non_blocking=True in .to() and .cuda(), and read results a step "
     "later",
     Hold.SYNC: "take the wait out of the step; CUDA events and wait_stream order streams without stopping the host",
-    Hold.ALLOCATOR: "leave the allocator headroom, so that it need not ask the driver: smaller batches, or "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
+    Hold.ALLOCATOR: "warm up before the steps that count; if it goes on, leave the allocator headroom: smaller "
+    "batches, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
     Hold.LOADING: "run some steps to warm up before those that count; CUDA_MODULE_LOADING=EAGER loads all kernels at "
     "the start",
     Hold.QUEUE: "nothing: the host is ahead of the GPU",
