@@ -236,7 +236,11 @@ def trace(
     html: _Html = None,
     job: Annotated[bool, typer.Option("--job", help="Treat all files as ranks of one job.")] = False,
     calibration: Annotated[
-        Path | None, typer.Option(help="A trace taken with CUDA_LAUNCH_BLOCKING=1, for the give-way index.")
+        Path | None,
+        typer.Option(
+            help="A trace taken with CUDA_LAUNCH_BLOCKING=1, from which to learn how long kernels "
+            "before a reduction take alone (for the give-way index)."
+        ),
     ] = None,
     against: Annotated[
         Path | None, typer.Option(help="Another trace or job B: show what accounts for B - A in step time.")

@@ -138,7 +138,7 @@ def _row(one: Traced) -> dict[str, str]:
     known = whole.idle_host_ns is not None
     return {
         "case": one.case.full_label,
-        "give-way index": format_percent(figures.giveway.index, 2),
+        "late reductions (give-way)": format_percent(figures.giveway.index, 2),
         "blocking gaps": trace_tables.blocking(figures.collectives, steps),
         "queued": format_ns(trace_tables.middle_of([found.queued_ns for found in figures.collectives])),
         "copies": format_ns((copies.copy_in_ns + copies.copy_out_ns) / steps),

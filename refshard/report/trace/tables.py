@@ -26,7 +26,7 @@ def summary(figures: Sequence[TraceFigures]) -> pd.DataFrame:
         "job": len(names) > 1,
         "device": len({one.device for one in figures}) > 1,
         "exposed to all": any(part.exposed_ns != part.exposed_any_ns for part in every),
-        "give-way index": any(one.giveway.index is not None for one in figures),
+        "late reductions (give-way)": any(one.giveway.index is not None for one in figures),
     }
     return _frame(rows).drop(columns=[column for column, is_told in told.items() if not is_told])
 
@@ -51,7 +51,7 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
         "overlap ratio": "-" if one.host_only else format_percent(mean_ratio(every)),
         "idle": mean(lambda part: part.idle_ns),
         "idle, host's": mean(lambda part: part.idle_host_ns),
-        "give-way index": format_percent(one.giveway.index, 2),
+        "late reductions (give-way)": format_percent(one.giveway.index, 2),
     }
 
 
@@ -62,7 +62,7 @@ def steps(one: TraceFigures) -> pd.DataFrame:
         [
             {trace_words.each(one) if every else "step": _step_name(step), **_parts_row(one, step.breakdown)}
             | {
-                "give-way": format_ns(step.giveway.lost_ns),
+                "late reductions (give-way)": format_ns(step.giveway.lost_ns),
                 "copy-in": format_ns(step.copies.copy_in_ns),
                 "copy-out": format_ns(step.copies.copy_out_ns),
                 "waits for a reduction": format_ns(step.reduce_wait.host_ns),
@@ -202,12 +202,12 @@ def overheads(one: TraceFigures) -> list[tuple[str, str]]:
          f"{device}" if wait.count else "none"),
     ]  # fmt: skip
     if give.index is None:
-        return [*found, ("give-way", give.reason or "not known")]
+        return [*found, ("late reductions (give-way)", give.reason or "not known")]
     stretch = "" if give.stretch is None else f"preparatory kernels take {give.stretch:.2f} times as long; "
     baseline = f"; baseline: {give.baseline}, {give.samples} samples" if give.baseline else ""
     return [
         *found,
-        ("give-way", f"{format_percent(give.index)} of the trace, {mean(give.lost_ns)}: {stretch}"
+        ("late reductions (give-way)", f"{format_percent(give.index)} of the trace, {mean(give.lost_ns)}: {stretch}"
          f"{_number(give.reduces, steps)} reductions{baseline}"),
     ]  # fmt: skip
 

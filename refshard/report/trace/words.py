@@ -122,7 +122,7 @@ _LOSSES = (
         of=lambda step: step.copies.exposed_ns,
     ),
     _Loss(
-        name="give-way of preparatory kernels",
+        name="reductions held up by slow preparatory kernels (give-way)",
         remedy="prepare the reduction with fewer kernels on side streams",
         of=lambda step: step.giveway.lost_ns,
     ),

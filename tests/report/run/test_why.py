@@ -68,7 +68,7 @@ def test_a_row_for_each_trace(evidence: Evidence, traced: list[Traced]) -> None:
     (setting,) = [setting for setting in evidence.ranked if traced[0].case in setting.cases]
     found = why(setting, {one.case: one for one in traced}, "s")
     assert found is not None
-    assert list(found.table["give-way index"]) == ["-", "-"], "a CPU trace has none"
+    assert list(found.table["late reductions (give-way)"]) == ["-", "-"], "a CPU trace has none"
     assert all("GiB/s" in text for text in found.table["bus bandwidth"])
     assert all("% of the link" in text for text in found.table["bus bandwidth"])
     assert why(setting, {one.case: one for one in traced}, "s", with_layers=False).layers == ()  # type: ignore[union-attr]

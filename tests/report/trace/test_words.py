@@ -59,7 +59,7 @@ def lead(figures: Sequence[TraceFigures]) -> str:
         (made(exposed=3, dependency=1, host=2, call=9), "idle time in blocking calls: 9.0 %"),
         (made(exposed=3, dependency=1, host=2), "idle time of unknown cause: 12.0 %"),
         (made(exposed=3, dependency=None, host=None), "idle time of unknown cause: 15.0 %"),
-        (made(exposed=3, lost=30), "give-way of preparatory kernels: 30.0 %"),
+        (made(exposed=3, lost=30), "reductions held up by slow preparatory kernels (give-way): 30.0 %"),
         (made(exposed=3, copies=30), "exposed copies into and out of collective buffers: 30.0 %"),
     ],
 )
@@ -252,7 +252,7 @@ def test_the_summary_holds_means_and_says_what_is_not_known() -> None:
     assert row["overlap ratio"] == "60.0 %"
     assert row["idle, host's"] == "-"
     assert row["rank"] == "- of ?"
-    assert "give-way index" not in row
+    assert "late reductions (give-way)" not in row
     assert "job" not in row
     assert "device" not in row
     whole = made(steps=())
@@ -276,7 +276,7 @@ def test_every_step_and_the_whole_trace_are_told_in_full() -> None:
     table = trace_tables.steps(traces.figures(GPU))
     assert table["step"].tolist() == ["0", "1", "2", "whole trace"]
     assert not table.isna().any().any()
-    assert table["give-way"].tolist() == ["400 us"] * 4
+    assert table["late reductions (give-way)"].tolist() == ["400 us"] * 4
     assert table["copy-in"].tolist() == ["300 us"] * 4
     (row,) = trace_tables.steps(made(steps=())).to_dict("records")
     assert row["step"] == "whole trace"
