@@ -6,9 +6,9 @@ from pathlib import Path
 from refshard.report.answer import Answer
 from refshard.report.trace.memory_timeline import memory_timeline_answer
 from refshard.report.trace.snapshot import snapshot_answer
-from refshard.tracing.memory_timeline import memory_timeline
-from refshard.tracing.snapshot import snapshot_figures
-from refshard.tracing.snapshot_file import read_snapshot
+from refshard.tracing.allocator.memory_timeline import memory_timeline
+from refshard.tracing.allocator.snapshot import snapshot_figures
+from refshard.tracing.allocator.snapshot_file import read_snapshot
 
 
 def memory_snapshots(paths: Sequence[Path]) -> Answer:

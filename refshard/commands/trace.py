@@ -17,15 +17,15 @@ from refshard.report.trace import terminal as trace_table
 from refshard.report.trace.difference import Compared, difference_answer
 from refshard.timeline import Timeline
 from refshard.tracing import hta
+from refshard.tracing.allocator.memory_timeline import is_memory_timeline
+from refshard.tracing.allocator.snapshot_file import is_snapshot
 from refshard.tracing.analysis import Analysis, analyse, join
 from refshard.tracing.communication import patterns
+from refshard.tracing.difference.matching import difference, mean_steps
+from refshard.tracing.difference.pairing import pair
+from refshard.tracing.files.nsys import is_nsys
+from refshard.tracing.files.reader import read_trace
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.matching import difference, mean_steps
-from refshard.tracing.memory_timeline import is_memory_timeline
-from refshard.tracing.nsys import is_nsys
-from refshard.tracing.pairing import pair
-from refshard.tracing.reader import read_trace
-from refshard.tracing.snapshot_file import is_snapshot
 from refshard.tracing.windows import Asked, parse_window
 
 _SUFFIXES = (".json", ".json.gz", ".sqlite")

@@ -10,31 +10,31 @@ import msgspec
 import numpy as np
 
 from refshard.timeline import Nanoseconds, Timeline, Window
+from refshard.tracing.allocator.held import allocated_over_time, memory_peaks
 from refshard.tracing.collectives import collective_figures, copy_overhead, reduce_waits, unit_figures
-from refshard.tracing.devices import only_device
-from refshard.tracing.diff import Attribution, attribute
-from refshard.tracing.events import MemoryEvents, TraceFile
-from refshard.tracing.exposure import exposure_of
+from refshard.tracing.difference.diff import Attribution, attribute
 from refshard.tracing.figures import MemoryPoint, StepFigures, TraceFigures
+from refshard.tracing.files.devices import only_device
+from refshard.tracing.files.events import MemoryEvents, TraceFile
+from refshard.tracing.files.nsys_words import in_words_of
+from refshard.tracing.files.reader import read_trace
 from refshard.tracing.giveway import give_ways
-from refshard.tracing.graph import Graph, graph_of
 from refshard.tracing.graphs import find_graphs
-from refshard.tracing.held import allocated_over_time, memory_peaks
-from refshard.tracing.holdups import find_holdups
-from refshard.tracing.jobs import Identity, group, identity_of, rank_in_name
+from refshard.tracing.host.holdups import find_holdups
 from refshard.tracing.kineto import timeline_of
-from refshard.tracing.links import links_of
-from refshard.tracing.messages import Group, Traffic, communication
-from refshard.tracing.nsys_words import in_words_of
-from refshard.tracing.operators import operator_report
+from refshard.tracing.operators.operators import operator_report
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
-from refshard.tracing.reader import read_trace
-from refshard.tracing.stragglers import Entered, rank_waits
+from refshard.tracing.ranks.exposure import exposure_of
+from refshard.tracing.ranks.jobs import Identity, group, identity_of, rank_in_name
+from refshard.tracing.ranks.links import links_of
+from refshard.tracing.ranks.messages import Group, Traffic, communication
+from refshard.tracing.ranks.stragglers import Entered, rank_waits
+from refshard.tracing.replay.graph import Graph, graph_of
+from refshard.tracing.replay.whatif import what_ifs
+from refshard.tracing.replay.whatif_figures import WhatIfFigures
 from refshard.tracing.untold import missing_device, mostly_capture
 from refshard.tracing.waits import idle_figures
-from refshard.tracing.whatif import what_ifs
-from refshard.tracing.whatif_figures import WhatIfFigures
 from refshard.tracing.windows import Asked, window_figures, window_warnings
 
 _MEMORY_POINTS = 2000

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Nanoseconds, Spans, Window
 from refshard.tracing.device import in_autograd
-from refshard.tracing.events import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
-from refshard.tracing.inputs import input_table
+from refshard.tracing.difference.inputs import input_table
+from refshard.tracing.files.events import ANNOTATION, EMULATED, GLOO, HOST, TraceFile
 from refshard.tracing.labels import Labels
 from refshard.tracing.steps import step_at
 

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from refshard.timeline import KINDS, UNKNOWN, Kind, Meaning, Spans, Window
 from refshard.tracing.communication import communicates, is_peer_copy
-from refshard.tracing.events import HOST, KERNEL, LAUNCH, TraceFile
-from refshard.tracing.inputs import input_table
+from refshard.tracing.difference.inputs import input_table
+from refshard.tracing.files.events import HOST, KERNEL, LAUNCH, TraceFile
 from refshard.tracing.labels import Labels
-from refshard.tracing.nesting import innermost_on
+from refshard.tracing.operators.nesting import innermost_on
 from refshard.tracing.steps import step_at
 
 AUTOGRAD = "autograd::engine::evaluate_function"
@@ -23,7 +23,7 @@ AUTOGRAD = "autograd::engine::evaluate_function"
 class Launches:
     """When and on which thread the host launched each device event, and which operator did.
 
-    ``calls`` are the rows of :class:`~refshard.tracing.events.HostEvents` that launched, ``points`` when they began,
+    ``calls`` are the rows of :class:`~refshard.tracing.files.events.HostEvents` that launched, ``points`` when they began,
     ``queued`` when they returned, at the latest when the event started. In the order of the spans; :data:`UNKNOWN`
     where the trace does not tell. ``operator_rows`` are the rows of the operators, ``in_autograd`` says which launches
     autograd's engine made.

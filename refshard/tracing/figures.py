@@ -8,12 +8,12 @@ from enum import StrEnum
 
 import msgspec
 
-from refshard.tracing.exposure_figures import CommunicationFigures
+from refshard.tracing.allocator.held_figures import MemoryPeak
 from refshard.tracing.graph_figures import GraphFigures
-from refshard.tracing.held_figures import MemoryPeak
-from refshard.tracing.holdup_figures import HoldUps
-from refshard.tracing.operator_figures import OperatorReport
-from refshard.tracing.whatif_figures import WhatIfFigures
+from refshard.tracing.host.holdup_figures import HoldUps
+from refshard.tracing.operators.operator_figures import OperatorReport
+from refshard.tracing.ranks.exposure_figures import CommunicationFigures
+from refshard.tracing.replay.whatif_figures import WhatIfFigures
 
 
 class TraceWarning(msgspec.Struct, frozen=True, kw_only=True):

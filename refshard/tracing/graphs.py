@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from refshard.timeline import Intervals, Spans, Timeline
 from refshard.tracing.device import device_order
-from refshard.tracing.events import LAUNCH, TraceFile
+from refshard.tracing.files.events import LAUNCH, TraceFile
 from refshard.tracing.graph_figures import Capture, GraphFigures, Replays
 
 LAUNCHES_KERNEL = re.compile(r"LaunchKernel|GraphLaunch|LaunchCooperativeKernel|KernelLaunch")

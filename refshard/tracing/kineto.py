@@ -13,13 +13,13 @@ import numpy as np
 
 from refshard.errors import TraceError
 from refshard.timeline import UNKNOWN, Collective, Spans, Timeline, Window
-from refshard.tracing.calls import find_calls
 from refshard.tracing.cpu import cpu_spans, main_thread
 from refshard.tracing.device import device_spans, find_launches
-from refshard.tracing.events import TraceFile, whole
+from refshard.tracing.files.events import TraceFile, whole
+from refshard.tracing.files.reader import read_trace
+from refshard.tracing.host.calls import find_calls
 from refshard.tracing.issued import find_collectives
 from refshard.tracing.labels import find_labels
-from refshard.tracing.reader import read_trace
 from refshard.tracing.steps import device_windows, host_steps
 from refshard.tracing.windows import Asked, asked_windows, cut_to, device_windows_apart
 

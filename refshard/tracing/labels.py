@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import UNKNOWN, Label, Meaning
-from refshard.tracing.events import ANNOTATION, EMULATED, HOST, TraceFile
+from refshard.tracing.files.events import ANNOTATION, EMULATED, HOST, TraceFile
 
 ROOT = "(root)"
 """Name of the unit that FSDP2 leaves without one: the model itself, less its wrapped parts."""

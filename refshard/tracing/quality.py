@@ -10,11 +10,11 @@ from refshard.quantities import format_ns
 from refshard.timeline import UNKNOWN, Collective, Kind, Spans, Timeline
 from refshard.tracing.annotations import suggestion
 from refshard.tracing.communication import PEER_COPY, custom_operation
-from refshard.tracing.events import OVERHEAD, TraceFile, whole
 from refshard.tracing.figures import TraceWarning
+from refshard.tracing.files.events import OVERHEAD, TraceFile, whole
 from refshard.tracing.graph_figures import GraphFigures
 from refshard.tracing.graphs import LAUNCHES_KERNEL, calls, captured, find_graphs
-from refshard.tracing.jobs import rank_in_name
+from refshard.tracing.ranks.jobs import rank_in_name
 from refshard.tracing.steps import left_out
 from refshard.tracing.untold import missing_device
 

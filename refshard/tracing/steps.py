@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.timeline import UNKNOWN, Spans, Window
-from refshard.tracing.events import ANNOTATION, HOST, TraceFile
+from refshard.tracing.files.events import ANNOTATION, HOST, TraceFile
 
 _STEP = re.compile(r"^ProfilerStep#(\d{1,9})$")
 

@@ -4,7 +4,7 @@ import re
 
 from refshard.quantities import format_ns, format_percent
 from refshard.timeline import Intervals, Timeline
-from refshard.tracing.events import TraceFile
+from refshard.tracing.files.events import TraceFile
 from refshard.tracing.graph_figures import GraphFigures
 from refshard.tracing.graphs import LAUNCHES_KERNEL, calls, captured
 

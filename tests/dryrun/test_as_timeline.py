@@ -24,7 +24,7 @@ from refshard.specs.cluster import load_cluster
 from refshard.timeline import KINDS, UNKNOWN, Kind, Span, Spans, Timeline, Window
 from refshard.tracing import steps as tracing_steps
 from refshard.tracing.analysis import analyse
-from refshard.tracing.holdup_figures import Hold
+from refshard.tracing.host.holdup_figures import Hold
 from refshard.tracing.kineto import read_timeline
 from refshard.tracing.labels import meaning_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns

@@ -8,9 +8,9 @@ import pytest
 
 from refshard.timeline import UNKNOWN, HostCalls, Kind, Window
 from refshard.tracing.figures import Cause, IdleFigures
+from refshard.tracing.files.reader import read_trace
 from refshard.tracing.idle import CAUSES, idle_gaps
 from refshard.tracing.kineto import timeline_of as read
-from refshard.tracing.reader import read_trace
 from refshard.tracing.waits import idle_figures
 from tests.tracing.handmade import event, write
 from tests.tracing.small import LANES, NAMES, Row, timeline_of

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.timeline import Meaning
+from refshard.tracing.files.reader import read_trace
 from refshard.tracing.labels import ROOT, Labels, find_labels, meaning_of
-from refshard.tracing.reader import read_trace
 from tests.tracing.handmade import BASE_US, event, write
 
 

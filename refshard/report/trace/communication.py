@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
 from refshard.report.trace.section import Section
-from refshard.tracing.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures
 from refshard.tracing.figures import TraceFigures
+from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures
 
 _UNITS = 1e9
 """Bus bandwidths are in GB/s, as nccl-tests and data sheets give them."""

@@ -9,8 +9,8 @@ import msgspec
 from refshard.plain import plain
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict
-from refshard.tracing.diff import IDLE
-from refshard.tracing.matching import Change, Difference
+from refshard.tracing.difference.diff import IDLE
+from refshard.tracing.difference.matching import Change, Difference
 
 _SHOWN_CHANGES, _SHOWN_RANKS = 25, 8
 _LONGEST_LABEL, _LONGEST_KERNEL = 80, 40

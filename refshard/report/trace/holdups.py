@@ -4,7 +4,7 @@ from refshard.quantities import format_ns, format_percent
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import SMALL, each
 from refshard.tracing.figures import TraceFigures
-from refshard.tracing.holdup_figures import Hold, HoldUp, HoldUps
+from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
 
 _LEAST = SMALL / 10
 """Rows are calls that take, or cause idle time of, this share of the step."""

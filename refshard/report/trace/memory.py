@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_part, format_percent
 from refshard.report.trace.section import Section
+from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
 from refshard.tracing.figures import TraceFigures
-from refshard.tracing.held_figures import Category, Holder, MemoryPeak
 
 PURPOSES: dict[Category, str] = {
     "before, kept": "from before the trace, kept to its end",

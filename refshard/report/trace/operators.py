@@ -6,7 +6,7 @@ from refshard.quantities import format_ns, format_percent, format_rate
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import SMALL, each
 from refshard.tracing.figures import TraceFigures
-from refshard.tracing.operator_figures import Contention, OperatorFigures, OperatorReport, Slowdown
+from refshard.tracing.operators.operator_figures import Contention, OperatorFigures, OperatorReport, Slowdown
 
 _CALLED: dict[str, str] = {
     "GEMM": "GEMMs", "convolution": "convolutions", "elementwise": "elementwise kernels", "others": "other kernels",

@@ -3,9 +3,9 @@
 from refshard.quantities import format_ns, format_percent
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import counted, has_steps
-from refshard.tracing import whatif_figures as whatif
 from refshard.tracing.figures import TraceFigures
-from refshard.tracing.whatif_figures import TOLERATED_ERROR, PathPart, WhatIf, WhatIfFigures
+from refshard.tracing.replay import whatif_figures as whatif
+from refshard.tracing.replay.whatif_figures import TOLERATED_ERROR, PathPart, WhatIf, WhatIfFigures
 
 _NAMES = {
     whatif.OVERLAPPED: "communication fully overlapped",

@@ -7,8 +7,8 @@ import pytest
 
 from refshard.report.trace.communication import answer, exposed_section, messages_section
 from refshard.report.trace.sections import sections_of
-from refshard.tracing.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
 from refshard.tracing.figures import TraceFigures
+from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
 from tests.report import traces
 
 MS, GB, MIB = 1_000_000, 1e9, 2**20

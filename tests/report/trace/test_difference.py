@@ -4,9 +4,9 @@ import msgspec
 
 from refshard.report.trace.difference import Compared, by_class, difference_answer, remarks, verdict
 from refshard.report.trace.difference_page import difference_page
-from refshard.tracing.diff import Attribution, Owner
-from refshard.tracing.matching import difference
-from refshard.tracing.works import Work
+from refshard.tracing.difference.diff import Attribution, Owner
+from refshard.tracing.difference.matching import difference
+from refshard.tracing.difference.works import Work
 from tests.report.pages import Page
 from tests.report.printed import as_csv, rows, tables, text
 from tests.report.traces import HOSTILE

@@ -6,7 +6,7 @@ import pytest
 from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.section import Section
 from refshard.report.trace.sections import SECTIONS
-from refshard.tracing.holdup_figures import Hold, HoldUp, HoldUps
+from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
 from tests.report.traces import figures, gpu
 
 MS = 1_000_000

@@ -8,8 +8,8 @@ import msgspec
 from refshard.quantities import GIB
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
 from refshard.report.trace.section import Section
+from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
 from refshard.tracing.figures import TraceFigures
-from refshard.tracing.held_figures import Category, Holder, MemoryPeak
 from tests.report import traces
 
 

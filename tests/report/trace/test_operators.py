@@ -12,7 +12,7 @@ from refshard.report.trace.operators import (
     shape_section,
 )
 from refshard.tracing.figures import TraceFigures
-from refshard.tracing.operator_figures import (
+from refshard.tracing.operators.operator_figures import (
     ClassFigures,
     Contention,
     KernelFigures,

@@ -3,9 +3,9 @@
 import msgspec
 
 from refshard.report.trace.whatif import what_if_section
-from refshard.tracing import whatif_figures as whatif
 from refshard.tracing.figures import TraceFigures
-from refshard.tracing.whatif_figures import CriticalPath, PathPart, WhatIf, WhatIfFigures
+from refshard.tracing.replay import whatif_figures as whatif
+from refshard.tracing.replay.whatif_figures import CriticalPath, PathPart, WhatIf, WhatIfFigures
 from tests.report import traces
 
 MS = 1_000_000

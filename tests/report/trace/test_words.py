@@ -15,8 +15,8 @@ from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import gaps as trace_gaps
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
-from refshard.tracing.exposure_figures import CommunicationFigures, ExposedSplit, PeerWait
 from refshard.tracing.figures import Cause, GiveWay, IdleFigures, MemoryPoint, RankWait, TraceFigures, TraceWarning
+from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, PeerWait
 from tests.report import traces
 
 MS = 1_000_000

@@ -1,0 +1,1 @@
+"""What allocators hold, from traces and from snapshots."""

@@ -1,0 +1,1 @@
+"""What accounts for the change in step time between two traces, or two jobs."""

@@ -1,0 +1,1 @@
+"""A trace's own dependency graph, replayed with changes."""
