@@ -23,7 +23,7 @@ AUTOGRAD = "autograd::engine::evaluate_function"
 class Launches:
     """When and on which thread the host launched each device event, and which operator did.
 
-    ``calls`` are the rows of :class:`~refshard.tracing.files.events.HostEvents` that launched, ``points`` when they began,
+    ``calls`` are the rows of :class:`HostEvents` that launched, ``points`` when they began,
     ``queued`` when they returned, at the latest when the event started. In the order of the spans; :data:`UNKNOWN`
     where the trace does not tell. ``operator_rows`` are the rows of the operators, ``in_autograd`` says which launches
     autograd's engine made.

@@ -34,7 +34,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputTable:
-    """The inputs of a trace, each once, and which of :attr:`~refshard.tracing.files.events.TraceFile.operands` each is."""
+    """The inputs of a trace, each once, and which of :attr:`TraceFile.operands` each is."""
 
     names: tuple[Inputs, ...]
     codes: npt.NDArray[np.int32]

@@ -14,7 +14,7 @@ TYPES: dict[str, type] = {
     "operands": np.int32, "is_collective": np.bool_,
     "kinds": np.int8, "streams": np.int64, "sources": np.int64, "records": np.int64,
 }  # fmt: skip
-"""Of the columns of the tables in :mod:`refshard.tracing.files.events` and :mod:`refshard.tracing.files.frames`, by name."""
+"""Of the columns of the tables in ``events.py`` and ``frames.py``, by name."""
 
 
 class Growing:

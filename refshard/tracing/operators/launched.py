@@ -32,7 +32,7 @@ class Launched:
     """A row for each piece of work: a span of a device, or an operator of a CPU less those that it calls.
 
     ``spans`` are rows of :class:`~refshard.timeline.Spans` (on a CPU :data:`UNKNOWN`), ``calls`` the rows of
-    :class:`~refshard.tracing.files.events.HostEvents` of the operator that the work is for, or :data:`UNKNOWN`. ``names``
+    :class:`HostEvents` of the operator that the work is for, or :data:`UNKNOWN`. ``names``
     index :attr:`TraceFile.names`, the work's own name where there is no operator, ``operands``
     :attr:`TraceFile.operands`.
     ``at`` is when the host was there, ``steps`` in which step, each :data:`UNKNOWN` where the trace does not say.

@@ -55,7 +55,7 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
 def rank_waits(figures: Sequence[TraceFigures]) -> Waits:
     """How long each rank of one job stood in collectives that another was the last to enter.
 
-    Collectives are matched by :func:`~refshard.tracing.ranks.partners.match` within a group; where groups are unnamed, within
+    Collectives are matched by :func:`match` within a group; where groups are unnamed, within
     an operation over the whole job. Of ranks that entered last together the lowest is named. A rank waits at the
     beginning of a collective, and waits that run at once, in collectives of several streams or threads, count once. A
     wait of nothing is no wait. In traces with steps, only waits in collectives of the steps count.

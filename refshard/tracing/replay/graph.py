@@ -4,7 +4,7 @@ Nodes are the device's spans and the host's calls that block on it. A span follo
 host's call that launched it, and spans of other streams that it waits for; a blocking call follows the host's calls
 before it and the spans that it waits for. Each dependency costs what such a dependency usually costs in the trace: the
 median distance of two kernels on a stream, the median latency of a launch into an empty queue. Where a node was later
-than all of them, the last one cost more this time, within limits (:mod:`refshard.tracing.replay.delays`); for what is left the
+than all of them, the last one cost more this time, within limits (``delays.py``); for what is left the
 graph has no explanation, and it stays as a hold.
 """
 

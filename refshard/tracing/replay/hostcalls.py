@@ -24,7 +24,7 @@ WHOLE_DEVICE = re.compile(r"(?:Device|Ctx|Context|Thread)Synchronize|Free$")
 class CallOrder:
     """Calls in the order in which they began.
 
-    ``rows`` are those of :class:`~refshard.tracing.files.events.HostEvents`. ``parents`` are the calls that each one follows,
+    ``rows`` are those of :class:`HostEvents`. ``parents`` are the calls that each one follows,
     and ``after`` says whether it began after its parent returned. ``blocks`` are the calls that wait for the device;
     ``segments`` the blocking call that the host had returned from last before each. :data:`UNKNOWN` without one.
     """
