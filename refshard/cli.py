@@ -238,12 +238,11 @@ def trace(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="A trace taken with CUDA_LAUNCH_BLOCKING=1, from which to learn how long kernels "
-            "before a reduction take alone (for the give-way index)."
+            help="A trace recorded with CUDA_LAUNCH_BLOCKING=1, to time kernels before a reduction alone (give-way)."
         ),
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Another trace or job B: show what accounts for B - A in step time.")
+        Path | None, typer.Option(help="Compare with this trace or job: explain the change in step time.")
     ] = None,
     cross_check: Annotated[
         str | None, typer.Option(help="Show another analyser's figures too: hta (Holistic Trace Analysis).")
@@ -251,12 +250,12 @@ def trace(
     window: Annotated[
         str | None,
         typer.Option(
-            help="Take these in place of ProfilerSteps: annotations whose names match a regular expression, such as "
-            "'^decode', or a range of time from the trace's start, such as 1.5s..2s. For inference traces."
+            help="Use as steps: annotations that match a regular expression ('^decode'), or a range of time from the "
+            "trace's start (1.5s..2s). For inference."
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Look at one device of a file that holds several, such as a report of nsys: 0.")
+        str | None, typer.Option(help="Look at one device of a file that holds several (e.g. 0).")
     ] = None,
     communication: Annotated[
         list[str] | None,

@@ -111,7 +111,7 @@ def analyse(
         untold=missing or mostly_capture(timeline, graphs),
         host_only=missing is not None,
         graphs=graphs,
-        operators=operator_report(trace, timeline, name),
+        operators=None if missing is not None else operator_report(trace, timeline, name),
         what_if=None if graph is None else what_ifs(graph),
     )
     traffic = traffic_of(timeline, figures, _devices(trace))

@@ -66,7 +66,7 @@ STEP = {
     "copy, preparation, other": Look(PINK, "x"),
     "idle, launch-bound": Look(YELLOW, "|"),
     "idle, blocked call": Look("#b8860b", "x"),
-    "idle, between queued kernels": Look("#d9d9d9", "-"),
+    "idle, back to back": Look("#d9d9d9", "-"),
     "idle, waiting for a stream": Look("#9a9a9a", "."),
     "idle, cause unknown": Look("#bbbbbb"),
     "idle": Look("#bbbbbb"),

@@ -18,14 +18,14 @@ def exposed_section(figures: TraceFigures) -> Section | None:
         return None
     rows = [_row(f"step {one.step}", one) for one in told.steps] or [_row("whole trace", told.whole)]
     kept = [key for key in rows[0] if key in ("", "exposed") or any(row[key] != "-" for row in rows)]
-    reasons = [f"Not divided: {told.missing}."] if told.missing else []
-    reasons += [f"Launch unknown: {told.no_launch}."] if told.no_launch else []
+    reasons = [f"Transfer and waiting cannot be told apart: {told.missing}."] if told.missing else []
+    reasons += [f"Late launches are unknown: {told.no_launch}."] if told.no_launch else []
     return Section(
         title="Exposed communication",
         caption="transfer, waiting for a rank to enter, and what may be either; besides, idle time before a collective "
         "that the host launched late",
         rows=[{key: row[key] for key in kept} for row in rows],
-        sentences=[*([sentence] if (sentence := answer(figures)) else []), *reasons],
+        sentences=reasons,
         text=("waits for",),
     )
 
@@ -39,8 +39,8 @@ def _row(name: str, one: ExposedSplit) -> dict[str, str]:
         "transfer": format_ns(one.transfer_ns),
         "waiting": format_ns(one.waiting_ns),
         "waits for": f"{peers}{more}" or "-",
-        "not divided": format_ns(one.undivided_ns) if one.undivided_ns else "-",
-        "launch, besides": format_ns(one.launch_ns),
+        "transfer or waiting": format_ns(one.undivided_ns) if one.undivided_ns else "-",
+        "idle before, late launch": format_ns(one.launch_ns),
     }
 
 
@@ -51,14 +51,14 @@ def messages_section(figures: TraceFigures) -> Section | None:
         return None
     steps = max(1, len(told.steps))
     rows = [_message_row(one, steps) for one in told.messages]
-    kept = [key for key in rows[0] if key in ("collective", "count") or any(row[key] != "-" for row in rows)]
-    link = [f"The link's bandwidth is that of the cluster profile {told.profile}."] if "link" in kept else []
+    kept = [key for key in rows[0] if key in ("collective", "count in all") or any(row[key] != "-" for row in rows)]
+    link = [f"The link's bandwidth is that of the cluster profile {told.profile}."] if "link GB/s" in kept else []
     return Section(
         title="Messages",
         caption="bus bandwidths in GB/s, medians; without waiting: by the rank that entered last",
         rows=[{key: row[key] for key in kept} for row in rows],
         sentences=link,
-        text=("size", "group", "reaches"),
+        text=("size", "group", "spans"),
     )
 
 
@@ -67,14 +67,14 @@ def _message_row(one: MessageFigures, steps: int) -> dict[str, str]:
         "collective": short(one.op),
         "size": size_of(one),
         "group": group_name(one) or "-",
-        "reaches": reach(one) or "-",
-        "count": f"{one.count:,}",
+        "spans": reach(one) or "-",
+        "count in all": f"{one.count:,}",
         "exposed per step": format_ns(one.exposed_ns / steps),
         "waiting": "-" if one.waiting_ns is None else format_ns(one.waiting_ns / steps),
         "GB/s": _rate(one.bus_bandwidth),
         "without waiting": _rate(one.transfer_bandwidth),
-        "largest": _rate(one.largest_bandwidth),
-        "link": _rate(one.link_bandwidth),
+        "most GB/s": _rate(one.largest_bandwidth),
+        "link GB/s": _rate(one.link_bandwidth),
         "latency-bound": {True: "yes", False: "no", None: "-"}[one.is_latency_bound],
     }
 
@@ -149,7 +149,7 @@ def _of_rate(told: CommunicationFigures, device: str) -> str:
     if reached is None:
         lacks = "its size" if most.most_bytes is None else "how many ranks its group has"
         return f"Most exposed communication is {_named(most)}; its bandwidth is unknown: the trace lacks {lacks}."
-    waiting = "without waiting" if alone else "waiting included (only the traces of all its ranks tell how much)"
+    waiting = "without waiting" if alone else "including waiting (the traces of all its ranks would tell how much)"
     if told.bound == "unknown" or most.link_bandwidth is None:
         why = f"no cluster profile names {device}" if told.profile is None else "its group's ranks are not known"
         return f"{_named(most)} reaches {_rate(reached)} GB/s, {waiting}; the link's rate is unknown: {why}."

@@ -13,7 +13,7 @@ def graphs(figures: TraceFigures) -> Section | None:
     captures = found.captures
     rows = [
         {
-            "graph": "captured before the trace, or not told" if one.capture is None else f"capture {one.capture + 1}",
+            "graph": "capture not in the trace" if one.capture is None else f"capture {one.capture + 1}",
             "captured launches": "-" if one.capture is None else f"{captures[one.capture].launches:,}",
             "replays": f"{one.count:,}",
             "device events each": f"{one.events:,}",
@@ -30,7 +30,7 @@ def graphs(figures: TraceFigures) -> Section | None:
             "What is captured runs only when it is replayed."
         )
     if rows:
-        sentences.append("Kernels of a replay were launched by the call that replays their graph, not one by one.")
+        sentences.append("All kernels of a replay count as launched by the call that replays their graph.")
     return Section(
         title="Graphs",
         caption="Replays of CUDA or HIP graphs, those with equally many device events in one row",

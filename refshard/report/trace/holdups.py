@@ -54,7 +54,7 @@ def holdups_section(figures: TraceFigures) -> Section | None:
             "what": _what(one),
             "where": _where(one),
             "GPU idle caused": format_ns(one.idle_ns / steps),
-            "host time": format_ns(one.host_ns / steps),
+            "host time in calls": format_ns(one.host_ns / steps),
             "calls": f"{one.count / steps:,.4g}",
         }
         for one in found.places
@@ -108,7 +108,7 @@ def _sentences(places: tuple[HoldUp, ...], found: HoldUps, unit: str) -> tuple[s
     steps, share = found.steps or 1, _share(found, places[:1])
     if share < SMALL:
         limit = format_percent(SMALL, 0)
-        told = [f"No call that waits, allocates or loads makes the GPU idle for {limit} of a {unit}."]
+        told = [f"No blocking call idles the GPU for {limit} of a {unit} or more."]
     else:
         worst = places[0]
         told = [

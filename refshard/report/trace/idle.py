@@ -8,7 +8,7 @@ from refshard.tracing.figures import Cause, TraceFigures
 NAMES = {
     Cause.LAUNCH: "idle, launch-bound",
     Cause.CALL: "idle, blocked call",
-    Cause.BACK_TO_BACK: "idle, between queued kernels",
+    Cause.BACK_TO_BACK: "idle, back to back",
     Cause.DEPENDENCY: "idle, waiting for a stream",
     Cause.UNKNOWN: "idle, cause unknown",
 }
@@ -17,13 +17,15 @@ NAMES = {
 
 def idle_section(figures: TraceFigures) -> Section | None:
     """What the device waited for."""
+    if figures.host_only:
+        return None
     steps = len(parts(figures))
     span = sum(part.breakdown.span_ns for part in parts(figures))
     rows = [
         {
             "cause": NAMES[Cause(one.cause)].removeprefix("idle, "), "what": one.what or "-",
             "per step": format_ns(one.ns / steps), "share": format_percent(one.ns / span),
-            "gaps": f"{one.count / steps:,.4g}", "longest": format_ns(one.longest_ns),
+            "gaps per step": f"{one.count / steps:,.1f}", "longest": format_ns(one.longest_ns),
         }
         for one in figures.idle
         if one.ns

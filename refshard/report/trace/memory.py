@@ -9,9 +9,9 @@ from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
 from refshard.tracing.figures import TraceFigures
 
 PURPOSES: dict[Category, str] = {
-    "before, kept": "from before the trace, kept to its end",
-    "before, freed later": "from before the trace, freed in it later",
-    "kept": "made in forward, outlives an optimizer's step",
+    "before, kept": "allocated before the trace, never freed in it",
+    "before, freed later": "allocated before the trace, freed in it",
+    "kept": "allocated in forward, alive after an optimizer step",
     "activations": "activations (made in forward, alive in backward)",
     "forward": "temporaries of forward (backward does not need them)",
     "gradients": "gradients (made in backward, outlive it)",
@@ -40,7 +40,7 @@ _SHORT: dict[Category, str] = {
 }
 """Columns, in their order."""
 _REMEDIES: dict[Category, str] = {
-    "before, kept": "Most is from before the trace (parameters, gradients, optimizer state, caches): shard it",
+    "before, kept": "Most was allocated before the trace: shard parameters, gradients and optimizer state",
     "activations": "Most is activations: checkpoint them, or use a smaller microbatch or shorter sequences",
     "all-gather": "Most is unsharded parameters: reshard after forward, wrap smaller units, or prefetch fewer",
     "reduction": "Most is gradient reduction buffers: wrap smaller units, or reduce in a narrower dtype",

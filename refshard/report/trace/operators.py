@@ -172,7 +172,7 @@ def _lost(found: Contention, report: OperatorReport, figures: TraceFigures) -> l
             name = f"{what[0].upper()}{what[1:]}"
             sentences.append(f"{name} {verb} {one.times:.2f}x slower beside communication: {lost} a {each(figures)}.")
     if not sentences:
-        sentences.append("Kernels are not slower beside communication.")
+        sentences.append("No class of kernels is slower beside communication.")
     part = format_percent(found.compared_ns / found.beside_ns if found.beside_ns else None, 0)
     sentences.append(f"Compared: {part} of the time of kernels beside communication.")
     if not found.by_shape:
@@ -197,13 +197,13 @@ def _first(report: OperatorReport, figures: TraceFigures) -> list[str]:
         gain, worst = max(gains, key=lambda pair: pair[0])
         if gain >= SMALL * report.work_ns:
             return [
-                f"Look first at {_call(worst)}: {format_ns(worst.ns / report.steps)} a {each(figures)} at "
-                f"{format_percent(worst.of_roofline, 0)} of its roofline ({worst.bound}-bound); at most "
-                f"{format_ns(gain / report.steps)} can be gained."
+                f"Among operators, {_call(worst)} could gain most: {format_ns(worst.ns / report.steps)} a "
+                f"{each(figures)} at {format_percent(worst.of_roofline, 0)} of its roofline ({worst.bound}-bound); at "
+                f"most {format_ns(gain / report.steps)} can be gained."
             ]
         return []
     most = report.totals[0]
-    return [f"Look first at {most.name}: {format_percent(most.share, 0)} of the work."]
+    return [f"Among operators, {most.name} takes most: {format_percent(most.share, 0)} of the work."]
 
 
 def _call(one: OperatorFigures) -> str:

@@ -50,7 +50,7 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
         "exposed to all": mean(lambda part: part.exposed_any_ns),
         "overlap ratio": "-" if one.host_only else format_percent(mean_ratio(every)),
         "idle": mean(lambda part: part.idle_ns),
-        "idle, host's": mean(lambda part: part.idle_host_ns),
+        "host idle": mean(lambda part: part.idle_host_ns),
         "late reductions (give-way)": format_percent(one.giveway.index, 2),
     }
 

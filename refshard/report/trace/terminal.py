@@ -112,7 +112,7 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
                 "exposed": _share(device, "exposed_ns"),
                 "overlap": format_percent(mean_ratio(device)),
                 "idle": _share(device, "idle_ns"),
-                "idle, host's": _share(device, "idle_host_ns"),
+                "host idle": _share(device, "idle_host_ns"),
                 "late reductions (give-way)": format_percent(trace.giveway.index, 2),
                 "warnings": str(len(trace.warnings) or "-"),
             }

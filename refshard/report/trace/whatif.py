@@ -55,14 +55,14 @@ def _order(found: WhatIfFigures) -> str:
     """In which order fixing things pays, or why that cannot be said."""
     if found.replay_error > TOLERATED_ERROR:
         return (
-            f"No order is given: the replay is {format_percent(found.replay_error)} off the trace's own time, because "
-            "the trace does not show what some work waited for."
+            f"The replay is {format_percent(found.replay_error)} off the trace's own time, because the trace does not "
+            "show what some work waited for: the gains are uncertain, and no order is given."
         )
     worth = [one for one in found.order if one.gain_ns >= _SMALL * found.step_ns]
     if not worth:
         return "None of these would make a difference."
-    steps = [f"{_name(one)} ({format_ns(one.step_ns)})" for one in worth]
-    return f"Fix first: {', then '.join(steps)}. Replay error: {format_percent(found.replay_error)}."
+    steps = [f"{_name(one)}, {format_ns(one.step_ns)}" for one in worth]
+    return f"One after the other: {'; then also '.join(steps)}. Replay error: {format_percent(found.replay_error)}."
 
 
 def _path(found: WhatIfFigures, each: str) -> list[str]:

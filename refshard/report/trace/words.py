@@ -27,7 +27,7 @@ LONG_NS = 1_000_000
 """In longer gaps the host does something else than launch kernels one by one."""
 BUSY_HOST = (
     "move what the host does meanwhile (data loading, preprocessing, logging) off the training thread, or do it less "
-    "often; record with with_stack=True to see it"
+    "often"
 )
 
 
@@ -257,9 +257,11 @@ def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
     on = f" on {who(one)}" if len(members) > 1 else ""
     before = "before " if loss.cause in (Cause.LAUNCH, Cause.UNKNOWN) else ""
     busy_host = loss is _LAUNCH and most.ns > LONG_NS * most.count
+    of_cause = sum(idle.ns for idle in one.idle if idle.cause == loss.cause)
     return [
-        f"Most of it{on}: {before}{most.what}, {format_ns(most.ns / number)} a {each(one)} "
-        f"({counted(most.count, 'gap')} in all, the longest {format_ns(most.longest_ns)}).",
+        f"Largest part{on}: {before}{most.what}, {format_ns(most.ns / number)} a {each(one)}, "
+        f"{format_percent(most.ns / of_cause, 0)} of it ({counted(most.count, 'gap')} in all, the longest "
+        f"{format_ns(most.longest_ns)}).",
         f"Try: {BUSY_HOST if busy_host else loss.remedy}.",
     ]
 

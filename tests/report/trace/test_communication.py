@@ -53,7 +53,7 @@ WAITED = {
         (
             figures("below"),
             "Below the link: all_reduce of 16.0 MiB (mesh_tp [0-7], inside a node) reaches 3.50 of 300 GB/s (profile "
-            "mi300x), waiting included (only the traces of all its ranks tell how much).",
+            "mi300x), including waiting (the traces of all its ranks would tell how much).",
         ),
         (
             figures("bandwidth", message(transfer_bandwidth=280 * GB, nodes=2, description=None)),
@@ -62,8 +62,9 @@ WAITED = {
         ),
         (
             figures("unknown", message(link_bandwidth=None), profile=None, device="NVIDIA X"),
-            "all_reduce of 16.0 MiB (mesh_tp [0-7], inside a node) reaches 3.50 GB/s, waiting included (only the "
-            "traces of all its ranks tell how much); the link's rate is unknown: no cluster profile names NVIDIA X.",
+            "all_reduce of 16.0 MiB (mesh_tp [0-7], inside a node) reaches 3.50 GB/s, including waiting (the "
+            "traces of all its ranks would tell how much); the link's rate is unknown: no cluster profile names "
+            "NVIDIA X.",
         ),
         (figures("unknown", message(link_bandwidth=None), profile=None, device="cpu"), ""),
         (
@@ -93,8 +94,10 @@ def test_what_is_unknown_has_no_column_and_a_reason() -> None:
     assert [list(row.values()) for row in section.rows] == [
         ["step 0", "10.0 ms", "10.0 ms", "2.00 ms"], ["step 1", "10.0 ms", "10.0 ms", "2.00 ms"],
     ]  # fmt: skip
-    assert list(section.rows[0]) == ["", "exposed", "not divided", "launch, besides"]
-    assert section.sentences[1:] == ["Not divided: the traces of the other ranks are not here."]
+    assert list(section.rows[0]) == ["", "exposed", "transfer or waiting", "idle before, late launch"]
+    assert section.sentences == [
+        "Transfer and waiting cannot be told apart: the traces of the other ranks are not here."
+    ]
 
 
 def test_waiting_is_told_with_whom_it_is_for() -> None:
@@ -102,9 +105,10 @@ def test_waiting_is_told_with_whom_it_is_for() -> None:
     assert section is not None
     assert dict(section.rows[0]) == {
         "": "whole trace", "exposed": "10.0 ms", "transfer": "3.00 ms", "waiting": "6.00 ms",
-        "waits for": "rank 5 4.00 ms, rank 3 2.00 ms", "not divided": "1.00 ms", "launch, besides": "2.00 ms",
+        "waits for": "rank 5 4.00 ms, rank 3 2.00 ms", "transfer or waiting": "1.00 ms",
+        "idle before, late launch": "2.00 ms",
     }  # fmt: skip
-    assert section.sentences[-1] == "Launch unknown: no host."
+    assert section.sentences[-1] == "Late launches are unknown: no host."
 
 
 def test_messages_show_their_bandwidths_in_gb_per_s_and_times_per_step() -> None:
@@ -113,9 +117,10 @@ def test_messages_show_their_bandwidths_in_gb_per_s_and_times_per_step() -> None
     section = messages_section(figures("below", message(transfer_bandwidth=7 * GB, waiting_ns=9 * MS), kernel))
     assert section is not None
     assert dict(section.rows[0]) == {
-        "collective": "all_reduce", "size": "16.0 MiB", "group": "mesh_tp [0-7]", "reaches": "inside a node",
-        "count": "6", "exposed per step": "9.00 ms", "waiting": "4.50 ms", "GB/s": "3.50", "without waiting": "7.00",
-        "largest": "4.00", "link": "300", "latency-bound": "no",
+        "collective": "all_reduce", "size": "16.0 MiB", "group": "mesh_tp [0-7]", "spans": "inside a node",
+        "count in all": "6", "exposed per step": "9.00 ms", "waiting": "4.50 ms", "GB/s": "3.50",
+        "without waiting": "7.00",
+        "most GB/s": "4.00", "link GB/s": "300", "latency-bound": "no",
     }  # fmt: skip
     assert (section.rows[1]["collective"], section.rows[1]["group"]) == ("ncclDevKernel_Generic", "8 ranks")
     assert section.sentences == ["The link's bandwidth is that of the cluster profile mi300x."]

@@ -10,7 +10,7 @@ from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
 from tests.report.traces import figures, gpu
 
 MS = 1_000_000
-LITTLE = "No call that waits, allocates or loads makes the GPU idle for 1 % of a step."
+LITTLE = "No blocking call idles the GPU for 1 % of a step or more."
 HOLDUP = HoldUp(
     kind=Hold.ITEM, call="cudaMemcpyAsync", line=None, operator="aten::_local_scalar_dense", unit=None, thread="7/7",
     copied=None, count=8, host_ns=40 * MS, idle_ns=20 * MS, followed_ns=30 * MS,
@@ -36,14 +36,14 @@ def test_rows_are_means_per_step() -> None:
             "what": "value read by the host (cudaMemcpyAsync)",
             "where": "aten::_local_scalar_dense",
             "GPU idle caused": "5.00 ms",
-            "host time": "10.0 ms",
+            "host time in calls": "10.0 ms",
             "calls": "2",
         },
         {
             "what": "cudaDeviceSynchronize",
             "where": "thread 7/7",
             "GPU idle caused": "1.00 ms",
-            "host time": "10.0 ms",
+            "host time in calls": "10.0 ms",
             "calls": "0.5",
         },
     ]
@@ -128,4 +128,4 @@ def test_a_trace_that_cannot_tell_says_why() -> None:
 
 def test_a_trace_without_steps_has_sums() -> None:
     section = of(HOLDUP, steps=None)
-    assert (section.rows[0]["calls"], section.rows[0]["host time"]) == ("8", "40.0 ms")
+    assert (section.rows[0]["calls"], section.rows[0]["host time in calls"]) == ("8", "40.0 ms")

@@ -44,7 +44,7 @@ def section(made: Section | None) -> Section:
 def test_purposes_add_up_and_the_largest_comes_first() -> None:
     found = section(memory_at_peak(figures()))
     assert [(row["held for"].partition(" ")[0], row["bytes"], row["share"], row["blocks"]) for row in found.rows] == [
-        ("activations", "12.0 GiB", "60.0 %", "12"), ("from", "4.00 GiB", "20.0 %", "-"),
+        ("activations", "12.0 GiB", "60.0 %", "12"), ("allocated", "4.00 GiB", "20.0 %", "-"),
         ("temporaries", "4.00 GiB", "20.0 %", "4"),
     ]  # fmt: skip
     assert [row["mostly by"] for row in found.rows] == ["aten::linear", "-", "MmBackward0"]

@@ -74,8 +74,8 @@ def test_classes_and_the_first_thing_to_look_at() -> None:
     assert list(section.sentences) == [
         "Of 100 ms of kernels and copies a step: GEMMs 60 %, elementwise kernels 40 %. "
         "Communication takes 25.0 ms more.",
-        "Look first at aten::mm of [64, 32], [32, 16] bf16: 60.0 ms a step at 34 % of its roofline (compute-bound); at "
-        "most 39.8 ms can be gained.",
+        "Among operators, aten::mm of [64, 32], [32, 16] bf16 could gain most: 60.0 ms a step at 34 % of its "
+        "roofline (compute-bound); at most 39.8 ms can be gained.",
     ]
 
 
@@ -84,7 +84,7 @@ def test_the_first_is_what_gains_most_not_what_takes_longest() -> None:
     slow = mm(name="slow", ns=60 * MS, of_roofline=0.1, bound="memory")
     section = class_section(told(operators=(fast, slow)))
     assert section is not None
-    assert section.sentences[1].startswith("Look first at slow of")
+    assert section.sentences[1].startswith("Among operators, slow of")
     assert section.sentences[1].endswith("at 10 % of its roofline (memory-bound); at most 27.0 ms can be gained.")
 
 
@@ -92,7 +92,7 @@ def test_what_is_missing_is_named() -> None:
     without = class_section(told(has_shapes=False, operators=(mm(of_roofline=None),)))
     assert without is not None
     assert list(without.sentences[1:]) == [
-        "Look first at aten::mm: 60 % of the work.",
+        "Among operators, aten::mm takes most: 60 % of the work.",
         "No FLOPs: the trace has no shapes; record it with record_shapes=True.",
     ]
     unknown = class_section(told(hardware=None, operators=(mm(of_roofline=None),)))
@@ -145,4 +145,4 @@ def test_without_a_loss_it_says_so() -> None:
     found = Contention(classes=(slowdown("GEMM", 100, 100),), kernels=(), compared_ns=100, beside_ns=100, by_shape=True)
     section = contention_section(told(contention=found))
     assert section is not None
-    assert section.sentences[0] == "Kernels are not slower beside communication."
+    assert section.sentences[0] == "No class of kernels is slower beside communication."

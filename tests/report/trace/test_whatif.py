@@ -50,7 +50,7 @@ def test_rows_order_and_path() -> None:
         {"what if": "gemm twice as fast", "step": "100 ms", "gain": "none"},
     ]
     assert section.sentences == (
-        "Fix first: launches free (80.0 ms), then gemm twice as fast (65.0 ms). Replay error: 0.2 %.",
+        "One after the other: launches free, 80.0 ms; then also gemm twice as fast, 65.0 ms. Replay error: 0.2 %.",
         "Critical path, of the step: host and launches 70 %, compute 30 %.",
         "Longest on it: host code before aten::add 60 %, gemm 29 %.",
     )
@@ -64,8 +64,8 @@ def test_no_order_where_the_replay_is_off() -> None:
     section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, replay_error=0.11, order=())))
     assert section is not None
     assert section.sentences[0] == (
-        "No order is given: the replay is 11.0 % off the trace's own time, because the trace does not show what some "
-        "work waited for."
+        "The replay is 11.0 % off the trace's own time, because the trace does not show what some work waited for: the "
+        "gains are uncertain, and no order is given."
     )
 
 

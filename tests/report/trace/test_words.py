@@ -74,7 +74,9 @@ def test_idle_time_is_told_with_what_was_waited_for_and_how_long_gaps_are(count:
     """20 ms in 40 gaps are launches one by one; in 4 of them the host did something else."""
     idle = IdleFigures(cause=Cause.LAUNCH, what="aten::mm", ns=20 * MS, count=count, longest_ns=9 * MS)
     (finding,) = trace_words.findings([made(exposed=3, host=10, dependency=5, idle=(idle,))])
-    assert finding.more[0] == f"Most of it: before aten::mm, 10.0 ms a step ({count} gaps in all, the longest 9.00 ms)."
+    assert finding.more[0] == (
+        f"Largest part: before aten::mm, 10.0 ms a step, 100 % of it ({count} gaps in all, the longest 9.00 ms)."
+    )
     assert finding.more[1].startswith(told)
 
 
@@ -250,7 +252,7 @@ def test_the_summary_holds_means_and_says_what_is_not_known() -> None:
     assert row["span"] == "100 ms"
     assert row["exposed"] == "20.0 ms"
     assert row["overlap ratio"] == "60.0 %"
-    assert row["idle, host's"] == "-"
+    assert row["host idle"] == "-"
     assert row["rank"] == "- of ?"
     assert "late reductions (give-way)" not in row
     assert "job" not in row
