@@ -94,7 +94,7 @@ def test_a_replays_kernels_belong_to_its_launch_and_its_capture(tmp_path: Path) 
     assert [(row["graph"], row["replays"]) for row in section.rows] == [
         ("capture 1", "2"),
         ("capture 2", "1"),
-        ("captured before the trace, or not told", "1"),
+        ("capture not in the trace", "1"),
     ]
 
 
