@@ -1,8 +1,8 @@
 """Which kernels communicate, by their names, and what each does.
 
-Each pattern names the project that its kernels are from. Those of torch, FlashInfer, AITER and TensorRT-LLM were read in
-its sources; those of vLLM, SGLang, MoRI and Transformer Engine's userbuffers in excerpts of theirs. A kernel of one's
-own is named with ``refshard trace --communication``.
+Each pattern names the project that its kernels are from. Those of torch, FlashInfer, AITER and TensorRT-LLM were read
+in its sources; those of vLLM, SGLang, MoRI and Transformer Engine's userbuffers in excerpts of theirs. A kernel of
+one's own is named with ``refshard trace --communication``.
 """
 
 import re
