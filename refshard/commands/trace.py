@@ -71,13 +71,9 @@ def trace(
         raise SpecError(f"cross-check must be 'hta', got '{cross_check}'")
     if against is not None and cross_check is not None:
         raise SpecError("against: cannot be combined with --cross-check; run the command twice")
-    for kind, is_kind, answer_of in _OF_MEMORY:
-        if of_memory := [path for path in paths if is_kind(path)]:
-            if len(of_memory) < len(paths):
-                raise TraceError(f"{of_memory[0]}: is a {kind}, other files are not; analyse them apart")
-            if page is not None or calibration is not None or against is not None or cross_check is not None:
-                raise SpecError(f"{of_memory[0]}: a {kind} takes no option of traces; leave them out")
-            return answer_of(of_memory)
+    takes_options = any(given is not None for given in (page, calibration, against, cross_check))
+    if (of_memory := _of_memory(paths, takes_options=takes_options)) is not None:
+        return of_memory
     own = patterns(communication)
     undisturbed = None if calibration is None else timeline_of(read_trace(calibration), communication=own)
     keep = against is None and (page is not None or cross_check is not None)
@@ -103,6 +99,20 @@ def trace(
     for one, (ours, theirs) in zip(answer.data["traces"], checks):
         one["cross_check"] = msgspec.to_builtins({"refshard": ours, "hta": theirs})
     return answer
+
+
+def _of_memory(paths: Sequence[Path], *, takes_options: bool) -> Answer | None:
+    """The answer of files that are about memory alone; None where none is."""
+    for kind, is_kind, answer_of in _OF_MEMORY:
+        found = [path for path in paths if is_kind(path)]
+        if not found:
+            continue
+        if len(found) < len(paths):
+            raise TraceError(f"{found[0]}: is a {kind}, other files are not; analyse them apart")
+        if takes_options:
+            raise SpecError(f"{found[0]}: a {kind} takes no option of traces; leave them out")
+        return answer_of(found)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
