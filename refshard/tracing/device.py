@@ -13,6 +13,7 @@ from refshard.tracing.difference.inputs import input_table
 from refshard.tracing.files.events import HOST, KERNEL, LAUNCH, TraceFile
 from refshard.tracing.labels import Labels
 from refshard.tracing.operators.nesting import innermost_on
+from refshard.tracing.operators.owners import column_at, operators_of
 from refshard.tracing.steps import step_at
 
 AUTOGRAD = "autograd::engine::evaluate_function"
@@ -21,79 +22,48 @@ AUTOGRAD = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Launches:
-    """When and on which thread the host launched each device event, and which operator did.
+    """When and on which thread the host launched each device event.
 
     ``calls`` are the rows of :class:`HostEvents` that launched, ``points`` when they began,
     ``queued`` when they returned, at the latest when the event started. In the order of the spans; :data:`UNKNOWN`
-    where the trace does not tell. ``operator_rows`` are the rows of the operators, ``in_autograd`` says which launches
-    autograd's engine made.
+    where the trace does not tell.
     """
 
     calls: npt.NDArray[np.int64]
     points: npt.NDArray[np.int64]
     queued: npt.NDArray[np.int64]
     threads: npt.NDArray[np.int32]
-    operators: npt.NDArray[np.int32]
-    operator_rows: npt.NDArray[np.int64]
-    in_autograd: npt.NDArray[np.bool_]
 
 
 def find_launches(trace: TraceFile) -> Launches:
-    """Match device events with the host's calls by correlation id, and with operators by external id.
+    """Match device events with the host's calls by correlation id, and those left over with operators by external id.
 
-    Where an operator's id tells nothing, as in traces of 2022, it is the innermost one around the call.
+    An operator then stands for the call that the trace lacks.
     """
     host, device, order = trace.host, trace.device, device_order(trace)
     if not len(host.starts):
         return _unknown_launches(len(order))
-    calls = np.flatnonzero((host.categories == LAUNCH) & (host.correlations > 0))
-    call = _match(trace, device.correlations[order], host.correlations[calls], calls)
-    ops = np.flatnonzero((host.categories == HOST) & (host.externals > 0))
-    op = _match(trace, device.externals[order], host.externals[ops], ops)
-    launched = call != UNKNOWN
-    # Ids of another numbering may coincide: an operator that was over when its kernel was launched did not launch it.
-    point = host.starts[call]
-    wrong = launched & (op != UNKNOWN) & ((point < host.starts[op]) | (point >= host.ends[op]))
-    op = np.where(wrong, UNKNOWN, op)
-    around = launched & (op == UNKNOWN)
-    op[around] = _operators_around(trace, point[around], host.threads[call[around]])
-    known = launched | (op != UNKNOWN)
-    source = np.where(launched, call, op)
+    rows = np.flatnonzero((host.categories == LAUNCH) & (host.correlations > 0))
+    calls = _match(trace, device.correlations[order], host.correlations[rows], rows)
+    launched = calls != UNKNOWN
+    if not launched.all():
+        rows = np.flatnonzero((host.categories == HOST) & (host.externals > 0))
+        calls = np.where(launched, calls, _match(trace, device.externals[order], host.externals[rows], rows))
+    known = calls != UNKNOWN
     # An operator goes on after its launches, so that only a call tells when it returned.
-    returned = np.where(launched, host.ends[source], host.starts[source])
-    points = np.where(known, host.starts[source], UNKNOWN)
-    threads = np.where(known, host.threads[source], UNKNOWN).astype(np.int32)
+    returned = np.where(launched, host.ends[calls], host.starts[calls])
     return Launches(
-        calls=np.where(known, source, UNKNOWN),
-        points=points,
-        queued=np.where(known, np.maximum(host.starts[source], np.minimum(returned, device.starts[order])), UNKNOWN),
-        threads=threads,
-        operators=np.where(op != UNKNOWN, host.names[op], UNKNOWN).astype(np.int32),
-        operator_rows=op,
-        in_autograd=in_autograd(trace, points, threads),
+        calls=calls,
+        points=np.where(known, host.starts[calls], UNKNOWN),
+        queued=np.where(known, np.maximum(host.starts[calls], np.minimum(returned, device.starts[order])), UNKNOWN),
+        threads=np.where(known, host.threads[calls], UNKNOWN).astype(np.int32),
     )
 
 
 def _unknown_launches(count: int) -> Launches:
     """Of a trace without host events."""
     unknown = np.full(count, UNKNOWN, np.int64)
-    narrow = unknown.astype(np.int32)
-    return Launches(
-        calls=unknown, points=unknown, queued=unknown, threads=narrow, operators=narrow, operator_rows=unknown,
-        in_autograd=np.zeros(count, np.bool_),
-    )  # fmt: skip
-
-
-def _operators_around(
-    trace: TraceFile, points: npt.NDArray[np.int64], threads: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int64]:
-    """The rows of the innermost operators that ran on ``threads[i]`` at ``points[i]``."""
-    host = trace.host
-    # In 2021 the profiler wrote its steps, and an optimizer's, as operators.
-    marks = [code for code, name in enumerate(trace.names) if "#" in name]
-    rows = np.flatnonzero((host.categories == HOST) & ~np.isin(host.names, marks))
-    found = innermost_on(host.threads[rows], host.starts[rows], host.ends[rows], threads, points)
-    return np.where(found == UNKNOWN, UNKNOWN, rows[found]) if len(rows) else found
+    return Launches(calls=unknown, points=unknown, queued=unknown, threads=unknown.astype(np.int32))
 
 
 def in_autograd(
@@ -141,14 +111,14 @@ def device_spans(
     units, under = labels.of_work(launches.threads, launches.points)
     # Where the trace holds no launch at all, an event belongs to the step in which it ran.
     in_time = launches.points if (launches.points != UNKNOWN).any() else starts
-    inputs = input_table(trace.operands)
+    inputs, operators = input_table(trace.operands), operators_of(trace, launches.calls)
     return Spans(
         starts=starts,
         ends=device.ends[order],
         kinds=_kinds(trace, order, under, communication),
         lanes=device.lanes[order],
         names=names,
-        operators=np.where(launches.operators == UNKNOWN, names, launches.operators),
+        operators=np.where(operators == UNKNOWN, names, column_at(trace.host.names, operators)),
         launches=launches.points,
         queued=launches.queued,
         steps=step_at(in_time, host_windows),
@@ -159,9 +129,9 @@ def device_spans(
         name_table=trace.names,
         unit_names=labels.unit_names,
         signature_names=trace.signatures,
-        calls=launches.operator_rows.astype(np.int32),
-        inputs=inputs.at(trace.host.operands, launches.operator_rows),
-        in_autograd=launches.in_autograd,
+        calls=operators.astype(np.int32),
+        inputs=inputs.at(trace.host.operands, operators),
+        in_autograd=in_autograd(trace, launches.points, launches.threads),
         input_names=inputs.names,
     )
 
