@@ -13,6 +13,10 @@ _CALLED: dict[str, str] = {
 }  # fmt: skip
 """Classes in sentences, where not by their names."""
 _LONGEST = 60
+_COMPARED = (
+    "kernels that ran at least 3 times mostly beside communication and 3 times without any, and did the same work; "
+    "medians are compared."
+)
 
 
 def class_section(figures: TraceFigures) -> Section | None:
@@ -137,10 +141,7 @@ def contention_section(figures: TraceFigures) -> Section | None:
     ]
     return Section(
         title="Beside communication",
-        caption=(
-            f"Per {each(figures)}: kernels that ran at least 3 times mostly beside communication and 3 times without "
-            "any, of one launch geometry and shapes; medians are compared."
-        ),
+        caption=f"Per {each(figures)}: {_COMPARED}" if rows else "",
         rows=rows,
         sentences=_lost(found, report, figures),
     )
@@ -156,8 +157,8 @@ def _slowdown(one: Slowdown, report: OperatorReport, name: str) -> dict[str, str
         "runs beside": _per_step(one.runs, report),
         "time": format_ns(one.beside_ns / report.steps),
         "alone": format_ns(one.alone_ns / report.steps),
-        "slower": "-" if one.times is None else f"{one.times:.2f}x",
-        "lost": format_ns(one.lost_ns / report.steps),
+        "slower": "no" if one.times is None else f"{one.times:.2f}x",
+        "lost": format_ns(one.lost_ns / report.steps) if one.slower else "none",
     }
 
 
@@ -171,13 +172,24 @@ def _lost(found: Contention, report: OperatorReport, figures: TraceFigures) -> l
             lost = format_ns(one.lost_ns / report.steps)
             name = f"{what[0].upper()}{what[1:]}"
             sentences.append(f"{name} {verb} {one.times:.2f}x slower beside communication: {lost} a {each(figures)}.")
-    if not sentences:
+    if not sentences and found.classes:
         sentences.append("No class of kernels is slower beside communication.")
-    part = format_percent(found.compared_ns / found.beside_ns if found.beside_ns else None, 0)
-    sentences.append(f"Compared: {part} of the time of kernels beside communication.")
-    if not found.by_shape:
-        sentences.append("Without shapes, kernels of one name and launch geometry are taken to do the same work.")
+    if found.classes:
+        sentences.append(f"Compared: {_part(found.compared_ns, found)} of the time of kernels beside communication.")
+    else:
+        sentences.append(
+            "No kernel can be compared: none did the same work 3 times beside communication and 3 times without any."
+        )
+    if found.shapeless_ns:
+        sentences.append(
+            f"For {_part(found.shapeless_ns, found)} of that time the shapes are unknown, and nothing else tells which "
+            "kernels do the same work; record the trace with record_shapes=True."
+        )
     return sentences
+
+
+def _part(ns: int, found: Contention) -> str:
+    return format_percent(ns / found.beside_ns if found.beside_ns else None, 0)
 
 
 def _shares(report: OperatorReport, figures: TraceFigures) -> str:

@@ -1,74 +1,123 @@
 """How much longer kernels take beside communication than alone."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import Kind, Timeline
+from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Timeline
+from refshard.tracing.operators.alike import grouped, same_work
+from refshard.tracing.operators.nesting import Rows
 from refshard.tracing.operators.operator_figures import CLASSES, Contention, Slowdown
 
 ENOUGH = 3
-"""So many runs of each sort are needed before their medians are compared."""
+"""So many runs of each sort are needed before they are compared."""
+SURE = 1.96
+"""Beyond so many standard deviations a difference of ranks is no chance, at 5 %."""
 _MOST = 50
 
 
 def find_contention(
-    timeline: Timeline, rows: npt.NDArray[np.int64], classes: npt.NDArray[np.int8], operands: npt.NDArray[np.int32],
+    timeline: Timeline, rows: Rows, classes: npt.NDArray[np.int8], operands: npt.NDArray[np.int32],
     shorts: Mapping[int, str],
 ) -> Contention | None:  # fmt: skip
     """Compare the spans ``rows``, of these ``classes`` and ``operands``; ``shorts`` are their kernels' names by code.
 
-    A run is beside communication if more than half of it is, and alone if nothing of it is.
+    A run is beside communication if more than half of it is, and alone if nothing of it is. None if no run is beside
+    communication.
     """
-    spans, comm = timeline.spans, timeline.busy(Kind.COMM)
-    starts, ends = spans.starts[rows], spans.ends[rows]
-    lengths, within = ends - starts, comm.within(starts, ends)
-    beside, alone = 2 * within > lengths, within == 0
-    sample, group = grouped(spans.signatures[rows], operands, classes)
-    count = len(sample)
-    runs = np.bincount(group[beside], minlength=count)
-    enough = (runs >= ENOUGH) & (np.bincount(group[alone], minlength=count) >= ENOUGH)
-    if not enough.any():
+    spans, comm, works = timeline.spans, timeline.busy(Kind.COMM), same_work(timeline.spans, rows, operands)
+    lengths = spans.ends[rows] - spans.starts[rows]
+    within = comm.within(spans.starts[rows], spans.ends[rows])
+    beside = 2 * within > lengths
+    if not beside.any():
         return None
-    medians = [_medians(group[which], lengths[which], count) for which in (beside, alone)]
-    slow, plain = (np.where(enough, runs * median, 0.0) for median in medians)
-    names = spans.names[rows][sample]
-    by_kernel, kinds = names.astype(np.int64) * len(CLASSES) + classes[sample], classes[sample]
+    mine = np.flatnonzero((beside | (within == 0)) & (works != UNKNOWN))
+    sample, group = grouped(works[mine], classes[mine], spans.names[rows[mine]])
+    found = _Comparison.of(group, beside[mine], lengths[mine], len(sample))
+    enough, sample = found.enough, mine[sample]
+    kinds = classes[sample].astype(np.int64)
+    by_kernel = spans.names[rows[sample]] * len(CLASSES) + kinds
 
-    def slowdowns(by: npt.NDArray[np.integer], label: Mapping[int, str] | None) -> tuple[Slowdown, ...]:
-        found = []
+    def slowdowns(by: Rows, label: Mapping[int, str] | None) -> tuple[Slowdown, ...]:
+        told = []
         for code in np.unique(by[enough]).tolist():
-            mine = enough & (by == code)
             kind = CLASSES[code % len(CLASSES)]
-            found.append(
-                Slowdown(
-                    name=kind if label is None else label[code // len(CLASSES)], kind=kind,
-                    runs=int(runs[mine].sum()), beside_ns=round(slow[mine].sum()), alone_ns=round(plain[mine].sum()),
-                )
-            )  # fmt: skip
-        return tuple(sorted(found, key=lambda one: -one.lost_ns))
+            name = kind if label is None else label[code // len(CLASSES)]
+            told.append(Slowdown(name=name, kind=kind, **found.over(enough & (by == code))))
+        return tuple(sorted(told, key=lambda one: (-one.lost_ns, -one.beside_ns)))
 
+    compared = np.zeros(len(rows), np.bool_)
+    compared[mine] = beside[mine] & enough[group]
     return Contention(
         classes=slowdowns(kinds, None),
         kernels=slowdowns(by_kernel, shorts)[:_MOST],
-        compared_ns=int(lengths[beside & enough[group]].sum()),
+        compared_ns=int(lengths[compared].sum()),
         beside_ns=int(lengths[beside].sum()),
-        by_shape=bool((operands >= 0).any()),
+        shapeless_ns=int(lengths[beside & ~compared & (operands == UNKNOWN)].sum()),
     )
 
 
-def grouped(*columns: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rows alike in all columns: the first row of each group, and the group of each row."""
-    key = np.zeros(len(columns[0]), np.int64)
-    for column in columns:
-        lowest, highest = (int(column.min()), int(column.max())) if len(column) else (0, 0)
-        key = key * (highest - lowest + 1) + (column.astype(np.int64) - lowest)
-    _, first, group = np.unique(key, return_index=True, return_inverse=True)
-    return first, group
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Comparison:
+    """Of each group: whether it has enough runs of both sorts, how many are ``beside``, the medians of both, and the
+    rank sum of those beside: by how much it exceeds its expectation, and its variance, as :meth:`over` weighs them.
+    """
+
+    enough: npt.NDArray[np.bool_]
+    runs: Rows
+    slow: npt.NDArray[np.float64]
+    plain: npt.NDArray[np.float64]
+    excess: npt.NDArray[np.float64]
+    variance: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, group: Rows, beside: npt.NDArray[np.bool_], lengths: Nanoseconds, count: int) -> "_Comparison":
+        runs, alone = (np.bincount(group[which], minlength=count) for which in (beside, ~beside))
+        ranks, ties = _ranks(group, lengths, count)
+        every = np.maximum(2, runs + alone)  # of one run nothing is said
+        excess = np.bincount(group[beside], ranks[beside], minlength=count) - runs * (every + 1) / 2
+        variance = runs * alone / 12 * (every + 1 - ties / (every * (every - 1)))
+        weights = 1 / (every + 1)
+        return cls(
+            enough=(runs >= ENOUGH) & (alone >= ENOUGH), runs=runs,
+            slow=runs * _medians(group[beside], lengths[beside], count),
+            plain=runs * _medians(group[~beside], lengths[~beside], count),
+            excess=excess * weights, variance=variance * weights**2,
+        )  # fmt: skip
+
+    def over(self, groups: npt.NDArray[np.bool_]) -> dict[str, int | bool]:
+        """Fields of a :class:`Slowdown` over some groups.
+
+        Whether it is one is decided by Wilcoxon's rank sums, joined over the groups as by van Elteren (1960).
+        """
+        excess, variance = self.excess[groups].sum(), self.variance[groups].sum()
+        slow, plain = round(self.slow[groups].sum()), round(self.plain[groups].sum())
+        return {
+            "runs": int(self.runs[groups].sum()), "beside_ns": slow, "alone_ns": plain,
+            "slower": bool(slow > plain and excess >= SURE * np.sqrt(variance) and variance > 0),
+        }  # fmt: skip
 
 
-def _medians(groups: npt.NDArray[np.int64], values: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.float64]:
+def _ranks(groups: Rows, values: Nanoseconds, count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Each value's rank in its group, from 1, equal ones sharing their mean; and of each group the sum of t³ - t over
+    its t equal values.
+    """
+    order = np.lexsort((values, groups))
+    first = np.append(True, (np.diff(groups[order]) != 0) | (np.diff(values[order]) != 0))[: len(order)]
+    starts, run = np.flatnonzero(first), np.cumsum(first) - 1
+    equal = np.diff(np.append(starts, len(order)))
+    sizes = np.bincount(groups, minlength=count)
+    begins = (np.cumsum(sizes) - sizes)[groups[order]]
+    ranks = np.empty(len(order), np.float64)
+    ranks[order] = starts[run] - begins + (equal[run] + 1) / 2
+    ties = np.zeros(count, np.int64)
+    np.add.at(ties, groups[order][starts], equal**3 - equal)
+    return ranks, ties
+
+
+def _medians(groups: Rows, values: Nanoseconds, count: int) -> npt.NDArray[np.float64]:
     """The median of each group's values; 0 of a group without any."""
     order = np.lexsort((values, groups))
     sizes = np.bincount(groups, minlength=count)

@@ -85,9 +85,10 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """How much longer kernels run beside communication than alone.
 
-    Only kernels count that ran at least three times each way, with the same launch geometry and, where the trace has
-    them, the same shapes. ``runs`` are those with more than half of their time in communication. ``beside_ns`` and
-    ``alone_ns`` are their time by the median of runs beside it and of runs without any; the difference is lost.
+    Only runs of the same work are compared, as :mod:`~.alike` tells, with three or more each way. ``runs`` are those
+    with more than half of their time in communication. ``beside_ns`` and ``alone_ns`` are their time by the median of
+    runs beside it and of runs without any. They are ``slower`` if it is more and no chance: the rank sums of runs
+    beside and alone differ at the 5 % level. Else nothing is lost.
     """
 
     name: str
@@ -95,31 +96,32 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     runs: int
     beside_ns: int
     alone_ns: int
+    slower: bool
 
     @property
     def lost_ns(self) -> int:
-        """Negative where kernels ran faster beside communication, as noise does."""
-        return self.beside_ns - self.alone_ns
+        """What communication costs these kernels; 0 where they are not slower beside it."""
+        return self.beside_ns - self.alone_ns if self.slower else 0
 
     @property
     def times(self) -> float | None:
-        """How many times as long; None where the kernels take no time."""
-        return self.beside_ns / self.alone_ns if self.alone_ns else None
+        """How many times as long; None where they are not slower, or take no time alone."""
+        return self.beside_ns / self.alone_ns if self.slower and self.alone_ns else None
 
 
 class Contention(msgspec.Struct, frozen=True, kw_only=True):
     """What communication costs the kernels that run beside it, over all steps.
 
-    ``classes`` and ``kernels`` are in order of the time lost. ``compared_ns`` is the time of the runs beside
-    communication that could be compared, of ``beside_ns`` of all such runs. ``by_shape`` is whether shapes are known:
-    without them, kernels of one name and geometry are taken to do the same work.
+    ``classes`` and ``kernels`` are in order of the time lost; empty where no run could be compared. ``compared_ns`` is
+    the time of the runs beside communication that could, of ``beside_ns`` of all such runs; ``shapeless_ns`` is of
+    those that could not and whose operators' shapes are unknown.
     """
 
     classes: tuple[Slowdown, ...]
     kernels: tuple[Slowdown, ...]
     compared_ns: int
     beside_ns: int
-    by_shape: bool
+    shapeless_ns: int
 
     @property
     def lost_ns(self) -> int:
@@ -133,7 +135,7 @@ class OperatorReport(msgspec.Struct, frozen=True, kw_only=True):
     ``work_ns`` is all work but communication. ``totals`` (by operator), ``operators`` (by operator and shapes) and
     ``kernels`` are those that take longest, out of ``total_count``, ``operator_count`` and ``kernel_count``; on a CPU
     there are no kernels. ``hardware`` is the profile that peaks come from. ``contention`` is None where no kernel ran
-    often enough with and without communication.
+    beside communication.
     """
 
     steps: int

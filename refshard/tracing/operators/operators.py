@@ -10,7 +10,8 @@ import numpy.typing as npt
 from refshard.timeline import KINDS, UNKNOWN, Intervals, Kind, Meaning, Timeline
 from refshard.tracing.device import device_order
 from refshard.tracing.files.events import KERNEL, TraceFile
-from refshard.tracing.operators.contention import find_contention, grouped
+from refshard.tracing.operators.alike import grouped
+from refshard.tracing.operators.contention import find_contention
 from refshard.tracing.operators.flops_of import Work, work_of
 from refshard.tracing.operators.kernel_names import short_kernel_names
 from refshard.tracing.operators.launched import Launched, launched_work

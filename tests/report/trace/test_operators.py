@@ -60,7 +60,7 @@ def told(**others: Any) -> TraceFigures:
 
 
 def slowdown(kind: Any, beside: int, alone: int, name: str = "x") -> Slowdown:
-    return Slowdown(name=name, kind=kind, runs=8, beside_ns=beside * MS, alone_ns=alone * MS)
+    return Slowdown(name=name, kind=kind, runs=8, beside_ns=beside * MS, alone_ns=alone * MS, slower=beside > alone)
 
 
 def test_classes_and_the_first_thing_to_look_at() -> None:
@@ -127,22 +127,39 @@ def test_contention_names_gemms_first() -> None:
         kernels=(slowdown("GEMM", 118, 100, "nvjet"),),
         compared_ns=167 * MS,
         beside_ns=334 * MS,
-        by_shape=False,
+        shapeless_ns=100 * MS,
     )
     section = contention_section(told(contention=found))
     assert section is not None
     assert [row["kernels"] for row in section.rows] == ["all GEMMs", "all elementwise kernels", "all copies", "nvjet"]
     assert list(section.rows[0].values()) == ["all GEMMs", "4", "59.0 ms", "50.0 ms", "1.18x", "9.00 ms"]
+    assert list(section.rows[2].values()) == ["all copies", "4", "4.50 ms", "5.00 ms", "no", "none"]
     assert list(section.sentences) == [
         "GEMMs are 1.18x slower beside communication: 9.00 ms a step.",
         "Elementwise kernels are 2.00x slower beside communication: 10.0 ms a step.",
         "Compared: 50 % of the time of kernels beside communication.",
-        "Without shapes, kernels of one name and launch geometry are taken to do the same work.",
+        "For 30 % of that time the shapes are unknown, and nothing else tells which kernels do the same work; record "
+        "the trace with record_shapes=True.",
     ]
 
 
 def test_without_a_loss_it_says_so() -> None:
-    found = Contention(classes=(slowdown("GEMM", 100, 100),), kernels=(), compared_ns=100, beside_ns=100, by_shape=True)
+    found = Contention(
+        classes=(slowdown("GEMM", 100, 100),), kernels=(), compared_ns=100, beside_ns=100, shapeless_ns=0
+    )
     section = contention_section(told(contention=found))
     assert section is not None
     assert section.sentences[0] == "No class of kernels is slower beside communication."
+    assert section.rows[0]["lost"] == "none"
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    found = Contention(classes=(), kernels=(), compared_ns=0, beside_ns=100, shapeless_ns=90)
+    section = contention_section(told(contention=found))
+    assert section is not None
+    assert (section.rows, section.caption) == ([], "")
+    assert [sentence.split(":")[0] for sentence in section.sentences] == [
+        "No kernel can be compared",
+        "For 90 % of that time the shapes are unknown, and nothing else tells which kernels do the same work; record "
+        "the trace with record_shapes=True.",
+    ]

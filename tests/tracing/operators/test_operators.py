@@ -2,24 +2,17 @@
 
 import json
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from refshard.timeline import Kind
 from refshard.tracing.analysis import analyse
 from refshard.tracing.files.reader import read_trace
-from refshard.tracing.operators.contention import find_contention
 from refshard.tracing.operators.operator_figures import CLASSES, OperatorReport
 from tests.tracing.handmade import event, shaped, step, write
-from tests.tracing.small import NAMES, Row, timeline_of
 
 H100 = "NVIDIA H100 80GB HBM3"
 BF16 = "c10::BFloat16"
@@ -195,77 +188,6 @@ def test_a_step_of_a_model_has_the_flops_that_torch_counts(tmp_path: Path) -> No
     assert counted["attention"] == (4 + 10) * heads * pairs * width
     # On a CPU the operators' own times add up to what computes.
     assert report.work_ns == sum(one.breakdown.compute_ns for one in figures.steps)
-
-
-def lengths(kind: Kind, lane: int, name: int) -> st.SearchStrategy[Row]:
-    return st.tuples(st.integers(0, 30), st.integers(0, 9)).map(
-        lambda pair: Row(kind=kind, lane=lane, start=pair[0], end=pair[0] + pair[1], launch=0, name=name)
-    )
-
-
-@given(st.lists(lengths(Kind.COMPUTE, 0, 0) | lengths(Kind.COMPUTE, 0, 3) | lengths(Kind.COMM, 1, 2), max_size=30))
-def test_contention_is_the_difference_of_medians(rows: list[Row]) -> None:
-    rows = sorted(rows, key=lambda row: (row.start, row.end))
-    timeline = timeline_of(rows)
-    places = np.array([n for n, row in enumerate(rows) if row.kind is Kind.COMPUTE], np.int64)
-    classes, operands = np.zeros(len(places), np.int8), np.full(len(places), -1, np.int32)
-    found = find_contention(timeline, places, classes, operands, dict(enumerate(NAMES)))
-
-    busy = {point for row in rows if row.kind is Kind.COMM for point in row.points}
-    expected = {}
-    for name in (0, 3):
-        mine = [row for row in rows if row.kind is Kind.COMPUTE and row.name == name]
-        beside = [len(row.points) for row in mine if 2 * len(row.points & busy) > len(row.points)]
-        alone = [len(row.points) for row in mine if not row.points & busy]
-        if len(beside) >= 3 and len(alone) >= 3:
-            count = len(beside)
-            expected[NAMES[name]] = (count, round(count * median(beside)), round(count * median(alone)))
-    if not expected:
-        assert found is None
-    else:
-        assert found is not None
-        assert {one.name: (one.runs, one.beside_ns, one.alone_ns) for one in found.kernels} == expected
-        assert [one.lost_ns for one in found.kernels] == sorted((b - a for _, b, a in expected.values()), reverse=True)
-
-
-def test_shapes_tell_runs_of_one_kernel_apart() -> None:
-    """One kernel with two shapes, the longer only beside communication: nothing can be compared."""
-    rows = [Row(kind=Kind.COMPUTE, lane=0, start=n, end=n + 1, launch=0) for n in range(3)]
-    rows += [Row(kind=Kind.COMPUTE, lane=0, start=10 + 5 * n, end=15 + 5 * n, launch=0) for n in range(3)]
-    rows.append(Row(kind=Kind.COMM, lane=1, start=10, end=25, launch=0, name=2))
-    timeline = timeline_of(sorted(rows, key=lambda row: (row.start, row.end)))
-    places = np.array([0, 1, 2, *(n for n in range(3, 7) if timeline.spans.names[n] == 0)], np.int64)
-    classes, shorts = np.zeros(6, np.int8), dict(enumerate(NAMES))
-    assert find_contention(timeline, places, classes, np.array([1, 1, 1, 2, 2, 2], np.int32), shorts) is None
-    alike = find_contention(timeline, places, classes, np.full(6, -1, np.int32), shorts)
-    assert alike is not None
-    assert (alike.lost_ns, alike.by_shape) == (12, False)
-
-
-def compared(alone: list[int], beside: list[tuple[int, int]]) -> tuple[int, int, int] | None:
-    """Runs of one kernel alone, of these lengths, and after them others of (length, part within communication)."""
-    rows, at = [], 0
-    for length in alone:
-        rows.append(Row(kind=Kind.COMPUTE, lane=0, start=at, end=at + length, launch=0))
-        at += 100
-    for length, part in beside:
-        rows.append(Row(kind=Kind.COMPUTE, lane=0, start=at, end=at + length, launch=0))
-        rows.append(Row(kind=Kind.COMM, lane=1, start=at, end=at + part, launch=0, name=2))
-        at += 100
-    rows.sort(key=lambda row: (row.start, row.end))
-    places = np.array([n for n, row in enumerate(rows) if row.kind is Kind.COMPUTE], np.int64)
-    classes, operands = np.zeros(len(places), np.int8), np.full(len(places), -1, np.int32)
-    found = find_contention(timeline_of(rows), places, classes, operands, dict(enumerate(NAMES)))
-    if found is None:
-        return None
-    (one,) = found.kernels
-    return one.runs, one.beside_ns, one.alone_ns
-
-
-def test_a_run_is_beside_communication_if_more_than_half_of_it_is() -> None:
-    """The median of 4 runs is half-way between the middle two. Of a run half within communication nothing is said."""
-    assert compared([10, 10, 12, 14], [(20, 11), (20, 20), (26, 20), (30, 16)]) == (4, 4 * 23, 4 * 11)
-    assert compared([10, 10, 10], [(20, 11), (20, 20), (20, 10)]) is None
 
 
 def test_operands_are_kept_once_and_values_only_where_flops_depend_on_them(tmp_path: Path) -> None:
