@@ -286,6 +286,9 @@ class HostCalls:
     not tell), and ``awaits`` whether that thread told the stream to wait for an event since it last launched on the
     stream. ``starts`` and ``ends`` are of calls that blocked their thread, ``callers`` are the threads, and ``names``
     index :attr:`Spans.name_table`; they are ordered by start.
+
+    ``waiting`` are rows of spans that waited for the spans ``sources`` of other lanes, as the profiler recorded it;
+    both are empty where it recorded no waits of streams.
     """
 
     threads: npt.NDArray[np.int32]
@@ -294,6 +297,8 @@ class HostCalls:
     ends: Nanoseconds
     callers: npt.NDArray[np.int32]
     names: npt.NDArray[np.int32]
+    waiting: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    sources: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

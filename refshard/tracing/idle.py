@@ -26,9 +26,9 @@ class Gaps:
 
     ``followers`` are the rows that begin where the gap ends; of several the one launched first, of these the one on the
     first lane; :data:`UNKNOWN` where nothing comes any more. ``before`` are the rows that end where it begins, of
-    several one on the follower's lane. ``causes`` are codes of :data:`CAUSES`. ``calls`` are rows of
-    :class:`~refshard.timeline.HostCalls`: the call that the launching thread stood in for longest; :data:`UNKNOWN` for
-    none.
+    several the one that the follower is known to have waited for, or else one on its lane. ``causes`` are codes of
+    :data:`CAUSES`. ``calls`` are rows of :class:`~refshard.timeline.HostCalls`: the call that the launching thread
+    stood in for longest; :data:`UNKNOWN` for none.
     """
 
     starts: Nanoseconds
@@ -137,17 +137,41 @@ def _explained(gaps: Gaps, timeline: Timeline, launches: Nanoseconds) -> Gaps:
     empty = (queued > gaps.starts) | (gaps.ends - launched <= LATENCIES * latency)
     ordered = comes & (gaps.before != UNKNOWN) & (spans.lanes[gaps.before] == spans.lanes[gaps.followers])
     near = lengths <= _distance(lengths[ordered & ~empty])
-    awaits = np.zeros(len(lengths), np.bool_) if calls is None else comes & calls.awaits[gaps.followers]
+    depends, before = _dependencies(gaps, timeline, near & ~ordered & (gaps.before != UNKNOWN))
     blocked, call = _blocked(gaps, np.minimum(queued, gaps.ends), calls)
     causes = np.select(
-        (empty & blocked, empty, ordered & near, awaits | (near & ~ordered & (gaps.before != UNKNOWN))),
+        (empty & blocked, empty, ordered & near, depends),
         [CAUSES.index(c) for c in (Cause.CALL, Cause.LAUNCH, Cause.BACK_TO_BACK, Cause.DEPENDENCY)],
         CAUSES.index(Cause.UNKNOWN),
     )
     return Gaps(
-        starts=gaps.starts, ends=gaps.ends, followers=gaps.followers, before=gaps.before,
+        starts=gaps.starts, ends=gaps.ends, followers=gaps.followers, before=before,
         causes=causes.astype(np.int8), calls=np.where(empty & blocked, call, UNKNOWN),
     )  # fmt: skip
+
+
+def _dependencies(
+    gaps: Gaps, timeline: Timeline, near: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """Which followers waited for an event of another lane, and the gaps' ``before`` with the spans waited for.
+
+    Where waits of streams are recorded, a follower waited if one of its is for a span that ended as the gap began; or,
+    as an event may be one that waited for another, if it has any and started ``near`` the end of another lane's span.
+    Elsewhere it did if its thread told a stream to wait, and all are taken to that started ``near`` such an end.
+    """
+    spans, calls, comes = timeline.spans, timeline.calls, gaps.followers != UNKNOWN
+    if calls is None or not len(calls.waiting):
+        told = np.zeros(len(comes), np.bool_) if calls is None else comes & calls.awaits[gaps.followers]
+        return told | near, gaps.before
+    waits = np.append(np.zeros(len(spans), np.bool_), False)
+    waits[calls.waiting] = True
+    gap_of = np.full(len(spans), UNKNOWN, np.int64)
+    gap_of[gaps.followers[comes]] = np.flatnonzero(comes)
+    gap = gap_of[calls.waiting]
+    ended = (gap != UNKNOWN) & (spans.ends[calls.sources] == gaps.starts[gap])
+    found, before = waits[gaps.followers] & near, gaps.before.copy()
+    found[gap[ended]], before[gap[ended]] = True, calls.sources[ended]
+    return found, before
 
 
 def _distance(lengths: Nanoseconds) -> float:

@@ -72,7 +72,7 @@ def timeline_of(
         collectives=collectives,
         labels=labels.as_labels(),
         on_device=on_device,
-        calls=find_calls(trace, launches) if launches is not None else None,
+        calls=find_calls(trace, launches, spans) if launches is not None else None,
     )
     return timeline if asked is None or asked.pattern is not None else cut_to(timeline, trace, asked)
 

@@ -5,19 +5,21 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import UNKNOWN, HostCalls
+from refshard.timeline import UNKNOWN, HostCalls, Spans
 from refshard.tracing.device import Launches, device_order
 from refshard.tracing.files.events import LAUNCH, TraceFile
 from refshard.tracing.host.runtime import LONG_NS, STREAM_WAITS, blocks
+from refshard.tracing.host.stream_waits import recorded_waits
 
 
-def find_calls(trace: TraceFile, launches: Launches) -> HostCalls:
+def find_calls(trace: TraceFile, launches: Launches, spans: Spans) -> HostCalls:
     """What the calls of a trace tell of waits, for its device events in the order of the spans."""
     host = trace.host
     calls = host.categories == LAUNCH
     long = host.ends - host.starts >= LONG_NS
     rows = np.flatnonzero(calls & (long | _named(trace, blocks)[host.names]))
     rows = rows[np.argsort(host.starts[rows], kind="stable")]
+    waiting, sources = recorded_waits(trace, spans)
     return HostCalls(
         threads=launches.threads,
         awaits=_awaits(trace, launches, np.flatnonzero(calls & _named(trace, STREAM_WAITS.match)[host.names])),
@@ -25,6 +27,8 @@ def find_calls(trace: TraceFile, launches: Launches) -> HostCalls:
         ends=host.ends[rows],
         callers=host.threads[rows],
         names=host.names[rows],
+        waiting=waiting,
+        sources=sources,
     )
 
 

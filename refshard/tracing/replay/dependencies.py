@@ -1,73 +1,22 @@
 """What waits for what in a trace: kernels for kernels of other streams, and calls of the host for the device.
 
-Where the profiler recorded synchronisation, its events say it. Elsewhere it is inferred: from c10d's rule that a
+Where the profiler recorded synchronisation, its events say it (:mod:`~refshard.tracing.host.stream_waits`). Elsewhere
+it is inferred: from c10d's rule that a
 collective waits for what its thread launched before, from the order of the calls that make a stream wait, and from a
 queued kernel that starts within microseconds of the end of a kernel on another stream.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
-from refshard.timeline import KINDS, UNKNOWN, Kind, Nanoseconds, Spans
+from refshard.timeline import KINDS, UNKNOWN, Kind, Spans
 from refshard.tracing.files.events import CONTEXT_SYNC, LAUNCH, STREAM_WAIT, TraceFile
 from refshard.tracing.host.runtime import STREAM_WAITS
+from refshard.tracing.host.stream_waits import LOWEST, Pairs, Rows, Streams, begins_by_correlation, lane_numbers
 from refshard.tracing.replay.hostcalls import WHOLE_DEVICE, CallOrder
-
-Rows = npt.NDArray[np.int64]
-Pairs = tuple[Rows, Rows]
-"""What waits, and the span that it waits for."""
 
 NEAR_NS = 10_000
 """A kernel that was queued and starts so soon after the end of one on another stream is taken to have waited for it."""
-_LOWEST = int(np.iinfo(np.int64).min)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Streams:
-    """The spans of each lane in the order in which they run, and when they had been launched at the latest."""
-
-    rows: tuple[Rows, ...]
-    launches: tuple[Nanoseconds, ...]
-    starts: Nanoseconds
-    ends: Nanoseconds
-
-    @classmethod
-    def of(cls, spans: Spans) -> "Streams":
-        """A lane runs in the order of its launches, so a span of unknown launch counts as launched with the last."""
-        order = np.argsort(spans.lanes, kind="stable")
-        cuts = np.searchsorted(spans.lanes[order], np.arange(1, len(spans.lane_names)))
-        rows = tuple(np.split(order, cuts))
-        launches = np.where(spans.launches == UNKNOWN, _LOWEST, spans.launches)
-        ordered = tuple(np.maximum.accumulate(launches[mine]) if len(mine) else launches[mine] for mine in rows)
-        return cls(rows=rows, launches=ordered, starts=spans.starts, ends=spans.ends)
-
-    def last_before(self, lane: int, points: Nanoseconds) -> Rows:
-        """The last span of a lane launched before each point, :data:`UNKNOWN` without one."""
-        place = np.searchsorted(self.launches[lane], points, "left")
-        rows = self.rows[lane]
-        return np.where(place > 0, rows[np.maximum(place, 1) - 1], UNKNOWN) if len(rows) else place * 0 + UNKNOWN
-
-    def first_after(self, lane: int, point: int) -> int:
-        """The first span of a lane launched at a point or later."""
-        place = int(np.searchsorted(self.launches[lane], point, "left"))
-        return int(self.rows[lane][place]) if place < len(self.rows[lane]) else UNKNOWN
-
-
-def recorded_waits(trace: TraceFile, streams: Streams, start: int, end: int) -> Pairs:
-    """Streams' waits that the profiler recorded, of calls in ``[start, end)``."""
-    syncs, lanes, begins = trace.syncs, _lane_numbers(trace), _begins_by_correlation(trace, start, end)
-    pairs = []
-    for row in np.flatnonzero(syncs.kinds == STREAM_WAIT).tolist():
-        device = int(syncs.devices[row])
-        waiting, source = lanes.get((device, int(syncs.streams[row]))), lanes.get((device, int(syncs.sources[row])))
-        called, recorded = (begins.get(int(ids[row])) for ids in (syncs.correlations, syncs.records))
-        if waiting is None or source is None or waiting == source or called is None or recorded is None:
-            continue
-        last = int(streams.last_before(source, np.array([recorded]))[0])
-        pairs.append((streams.first_after(waiting, called), last))
-    return _as_pairs([pair for pair in pairs if UNKNOWN not in pair])
 
 
 def inferred_waits(trace: TraceFile, spans: Spans, threads: npt.NDArray[np.int32], streams: Streams) -> Pairs:
@@ -81,10 +30,10 @@ def inferred_waits(trace: TraceFile, spans: Spans, threads: npt.NDArray[np.int32
 def _near(spans: Spans, streams: Streams) -> Pairs:
     """Of queued spans that start just after the end of one on another lane."""
     before = previous_on_lane(spans)
-    free = np.where(before == UNKNOWN, _LOWEST, spans.ends[before])
+    free = np.where(before == UNKNOWN, LOWEST, spans.ends[before])
     late = spans.starts - NEAR_NS
     idle = np.flatnonzero((spans.queued != UNKNOWN) & (spans.queued < late) & (free < late))
-    best, source = np.full(len(idle), _LOWEST), np.full(len(idle), UNKNOWN)
+    best, source = np.full(len(idle), LOWEST), np.full(len(idle), UNKNOWN)
     for lane, rows in enumerate(streams.rows):
         order = rows[np.argsort(spans.ends[rows], kind="stable")]
         place = np.searchsorted(spans.ends[order], spans.starts[idle], "right") - 1
@@ -120,7 +69,7 @@ def _after_stream_waits(trace: TraceFile, spans: Spans, threads: npt.NDArray[np.
         calls = host.starts[rows[host.threads[rows] == thread]]
         place = np.searchsorted(spans.launches[mine], calls, "left")
         waiting, calls = mine[place[place < len(mine)]], calls[place < len(mine)]
-        best, source = np.full(len(waiting), _LOWEST), np.full(len(waiting), UNKNOWN)
+        best, source = np.full(len(waiting), LOWEST), np.full(len(waiting), UNKNOWN)
         for lane in range(len(streams.rows)):
             row = streams.last_before(lane, calls)
             fits = (row != UNKNOWN) & (spans.lanes[waiting] != lane)
@@ -138,9 +87,9 @@ def blocked_for(trace: TraceFile, calls: CallOrder, streams: Streams, blocking: 
     """
     begins, ends = calls.begins[blocking], calls.ends[blocking]
     last = np.stack([streams.last_before(lane, begins) for lane in range(len(streams.rows))])
-    ended = np.where(last == UNKNOWN, _LOWEST, streams.ends[last])
-    during = np.where((ended > begins) & (ended <= ends), ended, _LOWEST)
-    chosen = np.where(during.max(axis=0) > _LOWEST, during.argmax(axis=0), lanes[blocking])
+    ended = np.where(last == UNKNOWN, LOWEST, streams.ends[last])
+    during = np.where((ended > begins) & (ended <= ends), ended, LOWEST)
+    chosen = np.where(during.max(axis=0) > LOWEST, during.argmax(axis=0), lanes[blocking])
     whole = np.array([bool(WHOLE_DEVICE.search(trace.names[code])) for code in calls.names[blocking].tolist()], bool)
     wanted = (np.arange(len(last))[:, None] == chosen) | whole
     wanted &= (last != UNKNOWN) & (ended <= ends)
@@ -154,11 +103,11 @@ def blocked_for(trace: TraceFile, calls: CallOrder, streams: Streams, blocking: 
 
 def _recorded_sources(trace: TraceFile, calls: CallOrder, streams: Streams, blocking: Rows) -> list[tuple[int, int]]:
     """For places in ``blocking``, the spans that the profiler says each waited for."""
-    syncs, numbers = trace.syncs, _lane_numbers(trace)
+    syncs, numbers = trace.syncs, lane_numbers(trace)
     if not len(syncs.kinds) or not len(blocking):
         return []
     places = {int(trace.host.correlations[row]): place for place, row in enumerate(calls.rows[blocking].tolist())}
-    recorded = _begins_by_correlation(trace, _LOWEST, int(calls.begins[blocking].max()) + 1)
+    begins = begins_by_correlation(trace, syncs.records)
     found = []
     for row in np.flatnonzero(syncs.kinds != STREAM_WAIT).tolist():
         place = places.get(int(syncs.correlations[row]))
@@ -170,7 +119,7 @@ def _recorded_sources(trace: TraceFile, calls: CallOrder, streams: Streams, bloc
         else:
             streams_of = (int(syncs.sources[row]), int(syncs.streams[row]))
             waited = [numbers[device, stream] for stream in streams_of if (device, stream) in numbers][:1]
-            point = recorded.get(int(syncs.records[row]), point)
+            point = int(begins[row]) if begins[row] != UNKNOWN else point
         found += [(place, int(streams.last_before(lane, np.array([point]))[0])) for lane in waited]
     return [pair for pair in found if pair[1] != UNKNOWN]
 
@@ -182,26 +131,6 @@ def previous_on_lane(spans: Spans) -> Rows:
     same = np.flatnonzero(spans.lanes[order][1:] == spans.lanes[order][:-1])
     found[order[same + 1]] = order[same]
     return found
-
-
-def _lane_numbers(trace: TraceFile) -> dict[tuple[int, int], int]:
-    """Lanes by device and stream."""
-    return {
-        (int(device), int(stream)): lane
-        for lane, (device, stream) in enumerate(trace.lanes)
-        if device.isdigit() and stream.isdigit()
-    }
-
-
-def _begins_by_correlation(trace: TraceFile, start: int, end: int) -> dict[int, int]:
-    """When the calls in ``[start, end)`` began."""
-    if not len(trace.syncs.kinds):
-        return {}
-    host = trace.host
-    inside = (host.categories == LAUNCH) & (host.correlations > 0) & (host.starts >= start) & (host.starts < end)
-    wanted = np.concatenate((trace.syncs.correlations, trace.syncs.records))
-    rows = np.flatnonzero(inside & np.isin(host.correlations, wanted))
-    return dict(zip(host.correlations[rows].tolist(), host.starts[rows].tolist()))
 
 
 def _as_pairs(pairs: list[tuple[int, int]]) -> Pairs:

@@ -19,14 +19,13 @@ import numpy.typing as npt
 from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Spans, Timeline, Window
 from refshard.tracing.device import find_launches
 from refshard.tracing.files.events import LAUNCH, TraceFile
+from refshard.tracing.host.stream_waits import Pairs, Streams
 from refshard.tracing.replay.delays import NEVER, ORDINARY, Delays, usual
 from refshard.tracing.replay.dependencies import (
     NEAR_NS,
-    Streams,
     blocked_for,
     inferred_waits,
     previous_on_lane,
-    recorded_waits,
 )
 from refshard.tracing.replay.hostcalls import CallOrder, blocking_rows, host_calls
 
@@ -116,7 +115,8 @@ def graph_of(trace: TraceFile, timeline: Timeline, *, most_spans: int = MOST_SPA
     found = find_launches(trace)
     chosen = slice(first, last)
     spans, callers = _part(timeline.spans, chosen), found.calls[chosen]
-    graph = _Builder(trace, timeline, windows, spans, callers, found.threads[chosen]).build()
+    waits = _recorded(timeline, chosen)
+    graph = _Builder(trace, timeline, windows, spans, callers, found.threads[chosen], waits).build()
     ended = graph.is_span & (graph.ends <= graph.end) & (np.arange(len(graph.ends)) >= graph.fixed)
     return graph if ended.any() else None
 
@@ -143,14 +143,26 @@ def _part(spans: Spans, rows: slice) -> Spans:
     return replace(spans, **parts)
 
 
+def _recorded(timeline: Timeline, rows: slice) -> Pairs | None:
+    """Recorded waits of some spans for others of them; None where the trace records none at all."""
+    calls = timeline.calls
+    if calls is None or not len(calls.waiting):
+        return None
+    inside = (np.minimum(calls.waiting, calls.sources) >= rows.start) & (
+        np.maximum(calls.waiting, calls.sources) < rows.stop
+    )
+    return calls.waiting[inside] - rows.start, calls.sources[inside] - rows.start
+
+
 class _Builder:
     """Builds the graph of some spans. ``callers`` are the host's rows that launched them, on ``threads``."""
 
     def __init__(
         self, trace: TraceFile, timeline: Timeline, windows: tuple[Window, ...], spans: Spans, callers: Rows,
-        threads: npt.NDArray[np.int32],
+        threads: npt.NDArray[np.int32], recorded_waits: Pairs | None,
     ) -> None:  # fmt: skip
         self.trace, self.windows, self.spans, self.threads = trace, windows, spans, threads
+        self.recorded_waits = recorded_waits
         self.host_windows = {window.step: window for window in timeline.host_windows}
         self.streams = Streams.of(spans)
         known = callers[callers != UNKNOWN]
@@ -288,11 +300,10 @@ class _Builder:
     def _span_dependencies(self) -> tuple[Rows, Nanoseconds, Nanoseconds, Nanoseconds, tuple[Rows, Rows, Rows]]:
         """Of the spans: what runs before, its delay, the host's delay, holds, and waits for other streams."""
         spans, streams = self.spans, self.streams
-        since, until = self.since, self.windows[-1].end
-        waits = recorded_waits(self.trace, streams, since, until)
-        self.recorded = len(waits[0])
+        waits = self.recorded_waits
+        self.recorded = 0 if waits is None else len(waits[0])
         self.inferred = 0
-        if not self.recorded:
+        if waits is None:
             waits = inferred_waits(self.trace, spans, self.threads, streams)
             self.inferred = len(waits[0])
         before = previous_on_lane(spans)
