@@ -9,7 +9,7 @@ import numpy.typing as npt
 from refshard.timeline import UNKNOWN, Kind, Nanoseconds, Timeline
 from refshard.tracing.operators.alike import grouped, same_work
 from refshard.tracing.operators.nesting import Rows
-from refshard.tracing.operators.operator_figures import CLASSES, Contention, Slowdown
+from refshard.tracing.operators.operator_figures import CLASSES, Contention, OperatorClass, Slowdown
 
 ENOUGH = 3
 """So many runs of each sort are needed before they are compared."""
@@ -45,7 +45,7 @@ def find_contention(
         for code in np.unique(by[enough]).tolist():
             kind = CLASSES[code % len(CLASSES)]
             name = kind if label is None else label[code // len(CLASSES)]
-            told.append(Slowdown(name=name, kind=kind, **found.over(enough & (by == code))))
+            told.append(found.over(enough & (by == code), name, kind))
         return tuple(sorted(told, key=lambda one: (-one.lost_ns, -one.beside_ns)))
 
     compared = np.zeros(len(rows), np.bool_)
@@ -87,17 +87,17 @@ class _Comparison:
             excess=excess * weights, variance=variance * weights**2,
         )  # fmt: skip
 
-    def over(self, groups: npt.NDArray[np.bool_]) -> dict[str, int | bool]:
-        """Fields of a :class:`Slowdown` over some groups.
+    def over(self, groups: npt.NDArray[np.bool_], name: str, kind: OperatorClass) -> Slowdown:
+        """All of some groups.
 
-        Whether it is one is decided by Wilcoxon's rank sums, joined over the groups as by van Elteren (1960).
+        Whether it is a slowdown is decided by Wilcoxon's rank sums, joined over the groups as by van Elteren (1960).
         """
         excess, variance = self.excess[groups].sum(), self.variance[groups].sum()
         slow, plain = round(self.slow[groups].sum()), round(self.plain[groups].sum())
-        return {
-            "runs": int(self.runs[groups].sum()), "beside_ns": slow, "alone_ns": plain,
-            "slower": bool(slow > plain and excess >= SURE * np.sqrt(variance) and variance > 0),
-        }  # fmt: skip
+        return Slowdown(
+            name=name, kind=kind, runs=int(self.runs[groups].sum()), beside_ns=slow, alone_ns=plain,
+            slower=bool(slow > plain and excess >= SURE * np.sqrt(variance) and variance > 0),
+        )  # fmt: skip
 
 
 def _ranks(groups: Rows, values: Nanoseconds, count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:

@@ -21,7 +21,7 @@ def call(name: str, number: int, at: float) -> dict[str, Any]:
 
 
 def launch(number: int, at: float, stream: int, start: float, duration: float) -> Events:
-    args = {"stream": stream, "device": 0, "correlation": number}
+    args: dict[str, Any] = {"stream": stream, "device": 0, "correlation": number}
     kernel = event(f"k{number}", start, duration, cat="kernel", tid=stream, **args)
     return [call("cudaLaunchKernel", number, at), kernel]
 

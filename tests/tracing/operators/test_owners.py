@@ -18,8 +18,8 @@ CPP_NODE = "torch::autograd::CppNode<Mine>"
 ATTENTION = "aten::_scaled_dot_product_flash_attention"
 
 
-def kernel(number: int, *, external: int | None = None) -> dict[str, Any]:
-    ids = {} if external is None else {"External id": external}
+def kernel(number: int, *, external: int = -1) -> dict[str, Any]:
+    ids: dict[str, Any] = {} if external < 0 else {"External id": external}
     return event(
         f"k{number}", 500 + number, 0.5, cat="kernel", tid=7, stream=7, device=0, correlation=number, **ids
     )  # fmt: skip
@@ -119,7 +119,8 @@ def walked(operators: list[tuple[str, int, int, int]], at: float, tid: int) -> s
     held = sorted((one for one in operators if one[3] == tid and one[1] <= at < one[2]), key=lambda one: one[1])
     whole = [name for name, *_ in held if name == "aten::convolution"]
     mine = [name for name, *_ in held if name not in ("record_param_comms", "CompiledFunction")]
-    return (whole or mine or [None])[-1]
+    found = whole or mine
+    return found[-1] if found else None
 
 
 @given(nested(), nested(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from([1, 2])), min_size=1, max_size=12))
