@@ -29,11 +29,21 @@ class _Family:
 
 
 _GENERAL = (
-    # NCCL 2.4 to 2.28, RCCL, MSCCL, MSCCL++, NVSHMEM and torch's c10d::nvshmem_extension, rocSHMEM, DeepEP, and what
-    # refshard itself does not measure. What each does is read from the rest of its name.
-    _Family(pattern=r"nccl|rccl|mscclpp|msccl|nvshmem|rocshmem|deep_ep|refshard_(?:emulated|simulated)"),
+    # NCCL 2.4 to 2.28, RCCL, MSCCL, MSCCL++, NVSHMEM and torch's c10d::nvshmem_extension, rocSHMEM, and what refshard
+    # itself does not measure. What each does is read from the rest of its name.
+    _Family(pattern=r"nccl|rccl|mscclpp|msccl|nvshmem|rocshmem|refshard_(?:emulated|simulated)"),
+    # The other kernels of DeepEP: barriers, buffers cleaned for all ranks. The layout of a dispatch and the epilogues
+    # work on this rank's memory alone.
+    _Family(pattern=r"deep_ep(?![^\s<(]*(?:get_dispatch_layout|_epilogue))"),
+    _Family(pattern=r"(?<![a-z_])ep(?:::|\d+)int(?:er|ra)node(?![^\s<(]*get_dispatch_layout)"),
 )
+# DeepEP csrc/kernels/{intranode,internode,internode_ll}.cu and deep_ep/include/deep_ep/impls. DeepSeek's own traces have
+# the same kernels in the namespace dpsk::ep (deepseek-ai/profile-data).
+_OF_DEEP_EP = r"(?:deep_ep|(?<![a-z_])ep)(?:::|\d+)(?:legacy(?:::|\d+))?(?:int(?:er|ra)node(?:_ll)?|elastic)(?:::|\d+)(?:hybrid_)?"
 _CUSTOM = (
+    _Family(pattern=_OF_DEEP_EP + r"dispatch(?!_copy)", op="dispatch"),
+    _Family(pattern=_OF_DEEP_EP + r"combine(?!_reduce)", op="combine"),
+    _Family(pattern=_OF_DEEP_EP + r"(?:cached_)?notify", op="notify"),
     # vllm csrc/custom_all_reduce.cuh, sglang sgl-kernel/csrc/allreduce/custom_all_reduce.cuh, aiter
     # csrc/include/custom_all_reduce.cuh, flashinfer include/flashinfer/comm/vllm_custom_all_reduce.cuh. Aiter's
     # reduce_scatter_cross_device_store is the first half of an all-reduce, and comes first.

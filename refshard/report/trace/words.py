@@ -72,6 +72,7 @@ _REMEDIES = {
 }
 """What makes less of an operation exposed."""
 _REMEDIES |= {"recv": _REMEDIES["send"], "send_recv": _REMEDIES["send"]}
+_REMEDIES |= dict.fromkeys(("dispatch", "combine", "notify"), _REMEDIES["all_to_all"])  # of experts
 _LAUNCH = _Loss(
     name="launch-bound idle time",
     remedy="fewer and larger kernels (torch.compile), CUDA graphs, no synchronisation within the step",

@@ -167,7 +167,9 @@ def test_where_communication_is_exposed_most_is_named() -> None:
         ("all_to_all", "layers.0", "start it earlier"),  # shards of a unit, not tokens of experts
         ("send_recv", None, "more and smaller microbatches"),
         ("broadcast", None, "broadcast less often"),
-        ("dispatch", None, "gather earlier"),
+        ("dispatch", None, "balance what ranks send each other"),
+        ("notify", None, "balance what ranks send each other"),
+        ("exchange", None, "gather earlier"),
     ],
 )
 def test_the_remedy_knows_the_operation(op: str, unit: str | None, remedy: str) -> None:
