@@ -22,6 +22,7 @@ from refshard.tracing.giveway import give_ways
 from refshard.tracing.graphs import find_graphs
 from refshard.tracing.host.holdups import find_holdups
 from refshard.tracing.kineto import timeline_of
+from refshard.tracing.lone_copies import lone_copies
 from refshard.tracing.operators.operators import operator_report
 from refshard.tracing.overlap import breakdowns
 from refshard.tracing.quality import find_warnings
@@ -147,6 +148,7 @@ def figures_of(timeline: Timeline, *, file: str, device: str, calibration: Timel
         units=unit_figures(timeline),
         collectives=collective_figures(timeline),
         idle=idle_figures(timeline),
+        lone_copies=lone_copies(timeline, *_bounds(timeline)),
     )
 
 
@@ -239,6 +241,13 @@ def _extent(timeline: Timeline) -> tuple[int, int]:
     if timeline.on_device:
         return int(timeline.spans.starts.min()), int(timeline.spans.ends.max())
     return timeline.windows[0].start, max(window.end for window in timeline.windows)
+
+
+def _bounds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
+    """Start and end of each step; without steps, of the whole trace."""
+    found = [(window.start, window.end) for window in timeline.windows] or [_extent(timeline)]
+    starts, ends = np.array(found, np.int64).T
+    return starts, ends
 
 
 def _host_bounds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:

@@ -37,9 +37,10 @@ _GENERAL = (
     _Family(pattern=r"deep_ep(?![^\s<(]*(?:get_dispatch_layout|_epilogue))"),
     _Family(pattern=r"(?<![a-z_])ep(?:::|\d+)int(?:er|ra)node(?![^\s<(]*get_dispatch_layout)"),
 )
-# DeepEP csrc/kernels/{intranode,internode,internode_ll}.cu and deep_ep/include/deep_ep/impls. DeepSeek's own traces have
-# the same kernels in the namespace dpsk::ep (deepseek-ai/profile-data).
-_OF_DEEP_EP = r"(?:deep_ep|(?<![a-z_])ep)(?:::|\d+)(?:legacy(?:::|\d+))?(?:int(?:er|ra)node(?:_ll)?|elastic)(?:::|\d+)(?:hybrid_)?"
+# DeepEP csrc/kernels/{intranode,internode,internode_ll}.cu and deep_ep/include/deep_ep/impls. DeepSeek's own traces
+# have the same kernels in the namespace dpsk::ep (deepseek-ai/profile-data).
+_DEEP_EP = r"(?:deep_ep|(?<![a-z_])ep)(?:::|\d+)(?:legacy(?:::|\d+))?"
+_OF_DEEP_EP = _DEEP_EP + r"(?:int(?:er|ra)node(?:_ll)?|elastic)(?:::|\d+)(?:hybrid_)?"
 _CUSTOM = (
     _Family(pattern=_OF_DEEP_EP + r"dispatch(?!_copy)", op="dispatch"),
     _Family(pattern=_OF_DEEP_EP + r"combine(?!_reduce)", op="combine"),

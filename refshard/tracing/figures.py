@@ -50,7 +50,8 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
 
     The window is ``span_ns`` long. ``busy_ns`` is the union of all classes; each class is the union of its own spans,
     so that their sum exceeds it where they overlap. ``exposed_ns`` is communication during which no compute runs,
-    ``exposed_any_ns`` communication during which nothing else runs. ``idle_ns`` splits by
+    ``exposed_any_ns`` communication during which nothing else runs, ``lone_copy_ns`` copies and fills during which
+    nothing else runs, but for those into and out of the buffers of collectives. ``idle_ns`` splits by
     :class:`Cause`; in a trace without launches all of it is ``idle_unknown_ns`` and the others
     are None.
     """
@@ -71,6 +72,7 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     idle_back_to_back_ns: int | None
     idle_dependency_ns: int | None
     idle_unknown_ns: int
+    lone_copy_ns: int = 0
 
     @property
     def idle_host_ns(self) -> int | None:
@@ -236,6 +238,17 @@ class RankWait(msgspec.Struct, frozen=True, kw_only=True):
     collectives: int
 
 
+class LoneCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies of one name, such as ``Memcpy HtoD (Pageable -> Device)``, over all steps.
+
+    In ``ns`` of their time nothing else runs than copies; ``count`` of them have such time.
+    """
+
+    name: str
+    ns: int
+    count: int
+
+
 class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one rank's trace.
 
@@ -274,3 +287,4 @@ class TraceFigures(msgspec.Struct, frozen=True, kw_only=True):
     graphs: GraphFigures | None = None
     operators: OperatorReport | None = None
     what_if: WhatIfFigures | None = None
+    lone_copies: tuple[LoneCopy, ...] = ()

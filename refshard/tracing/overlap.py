@@ -12,6 +12,7 @@ from refshard.errors import TraceError
 from refshard.timeline import Intervals, Kind, Nanoseconds, Timeline
 from refshard.tracing.figures import Breakdown, Cause
 from refshard.tracing.idle import idle_gaps, knows_launches
+from refshard.tracing.lone_copies import lone
 
 _KNOWN = tuple(cause for cause in Cause if cause is not Cause.UNKNOWN)
 
@@ -41,6 +42,7 @@ def breakdowns(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> tu
         "exposed_ns": exposed,
         "exposed_any_ns": exposed_any,
         "idle_ns": ends - starts - busy.within(starts, ends),
+        "lone_copy_ns": lone(timeline).within(starts, ends),
     }
     rows = zip(*(column.tolist() for column in columns.values()))
     return tuple(

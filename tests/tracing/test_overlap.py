@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from refshard.errors import TraceError
-from refshard.timeline import UNKNOWN, Collective, Kind, Spans, Timeline, Window
+from refshard.timeline import UNKNOWN, Collective, Kind, Meaning, Spans, Timeline, Window
 from refshard.tracing.figures import Breakdown, Cause
 from refshard.tracing.overlap import breakdowns, collectives_per_step, mean_ratio, step_breakdowns
 from tests.tracing.builder import Training
@@ -24,6 +24,8 @@ def counted(found: list[Row], start: int, end: int, first: int, last: int) -> Br
     busy = points(found, *Kind) & window
     others = set().union(*(of_kind[kind] for kind in Kind if kind is not COMM))
     exposed = of_kind[COMM] - of_kind[COMPUTE]
+    copies = [row for row in found if row.kind is Kind.COPY and not row.under & (Meaning.COPY_IN | Meaning.COPY_OUT)]
+    alone = set().union(*(row.points for row in copies)) - set().union(*(x.points for x in found if x not in copies))
     known = any(row.launch != UNKNOWN for row in found)
     idle: Counter[Cause] = Counter()
     for gap in idle_gaps(found, start, end, first, last):
@@ -45,6 +47,7 @@ def counted(found: list[Row], start: int, end: int, first: int, last: int) -> Br
         idle_back_to_back_ns=idle[Cause.BACK_TO_BACK] if known else None,
         idle_dependency_ns=idle[Cause.DEPENDENCY] if known else None,
         idle_unknown_ns=idle[Cause.UNKNOWN],
+        lone_copy_ns=len(alone & window),
     )
 
 

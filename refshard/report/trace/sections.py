@@ -6,6 +6,7 @@ from refshard.report.trace.communication import exposed_section, messages_sectio
 from refshard.report.trace.graphs import graphs
 from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.idle import idle_section
+from refshard.report.trace.lone_copies import lone_copy_section
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
 from refshard.report.trace.operators import (
     class_section,
@@ -24,6 +25,7 @@ SECTIONS: tuple[Callable[[TraceFigures], Section | None], ...] = (
     exposed_section,
     messages_section,
     idle_section,
+    lone_copy_section,
     what_if_section,
     holdups_section,
     class_section,

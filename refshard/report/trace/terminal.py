@@ -13,7 +13,7 @@ from refshard.plain import plain
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict, table
 from refshard.report.trace.sections import sections_of
-from refshard.report.trace.words import findings, has_steps, job_names, jobs, parts, who
+from refshard.report.trace.words import SMALL, findings, has_steps, job_names, jobs, parts, who
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
 from refshard.tracing.overlap import mean_ratio
@@ -111,6 +111,7 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
                 "comm.": _share(device, "comm_ns"),
                 "exposed": _share(device, "exposed_ns"),
                 "overlap": format_percent(mean_ratio(device)),
+                "copies alone": _if_any(device, "lone_copy_ns"),
                 "idle": _share(device, "idle_ns"),
                 "host idle": _share(device, "idle_host_ns"),
                 "late reductions (give-way)": format_percent(trace.giveway.index, 2),
@@ -132,6 +133,12 @@ def _share(steps: Sequence[Breakdown], key: str) -> str:
     if mean is None or not span:
         return "-"
     return f"{format_ns(mean)} ({format_percent(mean / span, 0)})"
+
+
+def _if_any(steps: Sequence[Breakdown], key: str) -> str:
+    """The same, where it is 1 % of the steps or more."""
+    part, span = (sum(getattr(step, name) for step in steps) for name in (key, "span_ns"))
+    return _share(steps, key) if part >= SMALL * span > 0 else "-"
 
 
 def _warnings(traces: Sequence[TraceFigures]) -> list[Block]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.trace import lone_copies
 from refshard.report.trace.communication import answer, short
 from refshard.tracing.figures import Breakdown, Cause, StepFigures, TraceFigures, TraceWarning
 
@@ -95,6 +96,12 @@ _UNKNOWN_WITHOUT_LAUNCHES = _Loss(
     remedy="record CPU activities too: without launches the cause is unknown",
     of=_UNKNOWN.of,
 )
+_LONE_COPIES = _Loss(
+    name="copies beside which nothing else runs",
+    remedy="",
+    of=lambda step: step.breakdown.lone_copy_ns,
+)
+"""Its remedy depends on the copies."""
 _LOSSES = (
     _EXPOSED,
     _LAUNCH,
@@ -127,6 +134,7 @@ _LOSSES = (
         remedy="prepare the reduction with fewer kernels on side streams",
         of=lambda step: step.giveway.lost_ns,
     ),
+    _LONE_COPIES,
 )
 
 
@@ -251,11 +259,13 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
 def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
     """What to do about a loss; of idle time also what most of it was waited for, on the rank that lost most by it."""
     one = max(members, key=lambda one: _share([one], loss))
+    on = f" on {who(one)}" if len(members) > 1 else ""
+    if loss is _LONE_COPIES:
+        return lone_copies.sentences(one, parts(one), on, each(one))
     named = [idle for idle in one.idle if idle.cause == loss.cause and idle.what]
     if not named or one.device.lower() == "cpu":
         return [f"Try: {loss.remedy}."]
     most, number = named[0], len(parts(one))
-    on = f" on {who(one)}" if len(members) > 1 else ""
     before = "before " if loss.cause in (Cause.LAUNCH, Cause.UNKNOWN) else ""
     busy_host = loss is _LAUNCH and most.ns > LONG_NS * most.count
     of_cause = sum(idle.ns for idle in one.idle if idle.cause == loss.cause)

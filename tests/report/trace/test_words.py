@@ -15,7 +15,16 @@ from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import gaps as trace_gaps
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
-from refshard.tracing.figures import Cause, GiveWay, IdleFigures, MemoryPoint, RankWait, TraceFigures, TraceWarning
+from refshard.tracing.figures import (
+    Cause,
+    GiveWay,
+    IdleFigures,
+    LoneCopy,
+    MemoryPoint,
+    RankWait,
+    TraceFigures,
+    TraceWarning,
+)
 from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, PeerWait
 from tests.report import traces
 
@@ -25,7 +34,8 @@ GPU = traces.gpu(layers=4)
 
 def made(
     *, span: int = 100, compute: int = 60, comm: int = 50, exposed: int = 20, host: int | None = 5,
-    dependency: int | None = 10, call: int = 0, lost: int = 1, copies: int = 0, **others: Any,
+    dependency: int | None = 10, call: int = 0, lost: int = 1, copies: int = 0,
+    lone: int = 0, **others: Any,
 ) -> TraceFigures:  # fmt: skip
     """Two equal steps, times in ms; 5 ms of other work beside compute, communication and 15 ms of idle."""
     base = traces.figures(GPU)
@@ -34,7 +44,7 @@ def made(
         exposed_ns=exposed * MS, idle_ns=15 * MS, idle_launch_ns=None if host is None else host * MS,
         idle_call_ns=None if host is None else call * MS, idle_back_to_back_ns=None if host is None else 0,
         idle_dependency_ns=None if dependency is None else dependency * MS,
-        idle_unknown_ns=(15 - (host or 0) - call - (dependency or 0)) * MS,
+        idle_unknown_ns=(15 - (host or 0) - call - (dependency or 0)) * MS, lone_copy_ns=lone * MS,
     )  # fmt: skip
     step = msgspec.structs.replace(
         base.steps[0],
@@ -177,6 +187,30 @@ def test_the_remedy_knows_the_operation(op: str, unit: str | None, remedy: str) 
     (finding,) = trace_words.findings([made(exposed=30, collectives=(first,))])
     (told,) = (sentence for sentence in finding.more if sentence.startswith("Try: "))
     assert told.startswith(f"Try: {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("Memcpy HtoD (Pageable -> Device)", "copy from pinned memory"),
+        ("CopyDeviceToHost", "copy to pinned memory"),
+        ("Memset (Device)", "fill less"),
+        ("Memcpy DtoD (Device -> Device)", "copy less"),
+    ],
+)
+def test_copies_alone_are_a_loss_with_a_remedy_for_their_kind(name: str, remedy: str) -> None:
+    """A step that only copies loses nothing by any other measure."""
+    figures = made(exposed=3, host=5, lone=60, lone_copies=(LoneCopy(name=name, ns=100 * MS, count=4),))
+    (finding,) = trace_words.findings([figures])
+    assert finding.lead == "The largest loss is copies beside which nothing else runs: 60.0 % of a step of 100 ms."
+    assert finding.more[0] == f"Largest part: {name}, 50.0 ms a step, 83 % of it (4 in all)."
+    assert finding.more[1].startswith(f"Try: {remedy}")
+
+
+def test_concurrent_copies_are_said_to_be_summed() -> None:
+    figures = made(exposed=3, lone=60, lone_copies=(LoneCopy(name="Memset (Device)", ns=130 * MS, count=4),))
+    (finding,) = trace_words.findings([figures])
+    assert "65.0 ms a step, sum over concurrent copies (4 in all)" in finding.more[0]
 
 
 def exposed_of(figures: TraceFigures, op: str, unit: str | None) -> int:

@@ -1,0 +1,58 @@
+"""What to do about copies beside which the device does nothing else: which they are, and a remedy for their kind."""
+
+from collections.abc import Sequence
+
+from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.section import Section
+from refshard.tracing.figures import LoneCopy, StepFigures, TraceFigures
+
+_REMEDIES = (
+    (
+        ("HtoD", "HostToDevice"),
+        "copy from pinned memory (pin_memory=True) with non_blocking=True, on a stream of its own and a step ahead, or "
+        "keep the data on the device",
+    ),
+    (
+        ("DtoH", "DeviceToHost"),
+        "copy to pinned memory with non_blocking=True on a stream of its own, copy less often, or compute on the "
+        "device what the host needs it for",
+    ),
+    (("Memset",), "fill less: zero_grad(set_to_none=True), and torch.empty where all is written anyway"),
+)
+"""By a part of the copy's name."""
+_ELSE = "copy less: write results where they are needed, or copy on a stream of its own"
+
+
+def sentences(one: TraceFigures, parts: Sequence[StepFigures], on: str, each: str) -> list[str]:
+    """The kind of copies that accounts for most of the time of ``parts``, and what to do about it."""
+    if not one.lone_copies:
+        return [f"Try: {_ELSE}."]
+    most, total = one.lone_copies[0], sum(step.breakdown.lone_copy_ns for step in parts)
+    # Copies at once, in both directions or of several devices, count each.
+    at_once = sum(copy.ns for copy in one.lone_copies) > total
+    share = "sum over concurrent copies" if at_once else f"{format_percent(most.ns / total, 0)} of it"
+    return [
+        f"Largest part{on}: {most.name}, {format_ns(most.ns / len(parts))} a {each}, {share} ({most.count:,} in all).",
+        f"Try: {remedy(most)}.",
+    ]
+
+
+def remedy(copy: LoneCopy) -> str:
+    """What makes less of such copies run alone."""
+    return next((told for parts, told in _REMEDIES if any(part in copy.name for part in parts)), _ELSE)
+
+
+def lone_copy_section(figures: TraceFigures) -> Section | None:
+    """The copies beside which nothing else runs, by name."""
+    steps = figures.steps or (None,)
+    span = sum(step.breakdown.span_ns for step in figures.steps) or figures.whole.span_ns
+    rows = [
+        {
+            "copies": copy.name, "per step": format_ns(copy.ns / len(steps)),
+            "share": format_percent(copy.ns / span), "count in all": f"{copy.count:,}",
+        }
+        for copy in figures.lone_copies
+    ]  # fmt: skip
+    if not rows or figures.host_only:
+        return None
+    return Section(title="Copies alone", caption="Copies and fills beside which nothing else runs", rows=rows)
