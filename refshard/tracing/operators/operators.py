@@ -1,6 +1,8 @@
 """Which operators and kernels take the time of a step, at which rate, and what communication beside them costs."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -33,6 +35,8 @@ MOST = 60
 _MOST_HELD = 3000
 """Of so many, by operator and shapes, FLOPs and bytes are counted."""
 _LACKS = "no shapes of its arguments"
+_OVER_LINK = "it copies from or to the host: the link bounds it, not the device's memory"
+_TO_OR_FROM_HOST = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost")
 _COMMUNICATION, _OPTIMIZER, _COPIES = map(CLASSES.index, ("communication", "optimizer", "copies"))
 
 
@@ -134,7 +138,8 @@ def _operators(
     sample, group = grouped(work.names, work.operands, classes)
     totals, work_ns = _sums(group, work.ns, len(sample)), int(work.ns.sum())
     calls = _calls(group, work.calls, len(sample))
-    tf32 = _rounds_to_tf32(timeline, work, group, len(sample))
+    tf32 = _holds(TF32_KERNEL, timeline, work, group, len(sample))
+    over_link = _holds(_TO_OR_FROM_HOST, timeline, work, group, len(sample))
     found = []
     for rank, place in enumerate(np.argsort(-totals, kind="stable").tolist()):
         row = int(sample[place])
@@ -142,6 +147,8 @@ def _operators(
         name = shorts.get(code, trace.names[code]) if work.calls[row] == UNKNOWN else trace.names[code]
         operands = trace.operands[work.operands[row]] if work.operands[row] != UNKNOWN else None
         told = work_of(name, operands) if operands and rank < _MOST_HELD else Work(shapes="", dtype=None, reason=_LACKS)
+        if over_link[place]:
+            told = replace(told, flops=None, bytes=None, reason=_OVER_LINK)
         calls_here, ns = int(calls[place]), int(totals[place])
         found.append(
             OperatorFigures(
@@ -162,14 +169,14 @@ def _held(told: Work, calls: int, seconds: float, device: str, *, tf32: bool) ->
     return {"flops_per_s": flops / seconds if flops else None, **msgspec.structs.asdict(held)}
 
 
-def _rounds_to_tf32(
-    timeline: Timeline, work: Launched, group: npt.NDArray[np.int64], count: int
+def _holds(
+    pattern: "re.Pattern[str]", timeline: Timeline, work: Launched, group: npt.NDArray[np.int64], count: int
 ) -> npt.NDArray[np.bool_]:
-    """Which groups hold a kernel that says so."""
+    """Which groups hold a kernel or a copy with such a name."""
     found = np.zeros(count, np.bool_)
     if timeline.on_device:
-        rounds = np.array([bool(TF32_KERNEL.search(name)) for name in timeline.spans.name_table] or [False])
-        found[group[rounds[timeline.spans.names[work.spans]]]] = True
+        named = np.array([bool(pattern.search(name)) for name in timeline.spans.name_table] or [False])
+        found[group[named[timeline.spans.names[work.spans]]]] = True
     return found
 
 
