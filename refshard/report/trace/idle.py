@@ -4,6 +4,7 @@ from refshard.quantities import format_ns, format_percent
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import parts
 from refshard.tracing.figures import Cause, TraceFigures
+from refshard.tracing.operators.kernel_names import name_in_words
 
 NAMES = {
     Cause.LAUNCH: "idle, launch-bound",
@@ -23,7 +24,7 @@ def idle_section(figures: TraceFigures) -> Section | None:
     span = sum(part.breakdown.span_ns for part in parts(figures))
     rows = [
         {
-            "cause": NAMES[Cause(one.cause)].removeprefix("idle, "), "what": one.what or "-",
+            "cause": NAMES[Cause(one.cause)].removeprefix("idle, "), "what": name_in_words(one.what or "-"),
             "per step": format_ns(one.ns / steps), "share": format_percent(one.ns / span),
             "gaps per step": f"{one.count / steps:,.1f}", "longest": format_ns(one.longest_ns),
         }

@@ -20,6 +20,8 @@ _REMEDIES = (
     (("Memset",), "fill less: zero_grad(set_to_none=True), and torch.empty where all is written anyway"),
 )
 """By a part of the copy's name."""
+_SMALL = 0.001
+"""Less of the steps' time is in no table."""
 _ELSE = "copy less: write results where they are needed, or copy on a stream of its own"
 
 
@@ -44,15 +46,15 @@ def remedy(copy: LoneCopy) -> str:
 
 def lone_copy_section(figures: TraceFigures) -> Section | None:
     """The copies beside which nothing else runs, by name."""
-    steps = figures.steps or (None,)
-    span = sum(step.breakdown.span_ns for step in figures.steps) or figures.whole.span_ns
+    parts = [step.breakdown for step in figures.steps] or [figures.whole]
+    span = sum(part.span_ns for part in parts)
     rows = [
         {
-            "copies": copy.name, "per step": format_ns(copy.ns / len(steps)),
+            "copies": copy.name, "per step": format_ns(copy.ns / len(parts)),
             "share": format_percent(copy.ns / span), "count in all": f"{copy.count:,}",
         }
         for copy in figures.lone_copies
     ]  # fmt: skip
-    if not rows or figures.host_only:
+    if not rows or figures.host_only or sum(part.lone_copy_ns for part in parts) < _SMALL * span:
         return None
     return Section(title="Copies alone", caption="Copies and fills beside which nothing else runs", rows=rows)

@@ -4,6 +4,7 @@ from refshard.quantities import format_ns, format_percent
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import counted, has_steps
 from refshard.tracing.figures import TraceFigures
+from refshard.tracing.operators.kernel_names import name_in_words
 from refshard.tracing.replay import whatif_figures as whatif
 from refshard.tracing.replay.whatif_figures import TOLERATED_ERROR, PathPart, WhatIf, WhatIfFigures
 
@@ -23,8 +24,9 @@ _PATH = {
 }
 _SMALL = 0.005
 """A gain under this share of the step is not named in the order, nor a part of the path."""
-_LONGEST_NAME = 60
 _OWNERS = 3
+_MUCH = 0.1
+"""From this share of the path on, a reader may think that the host bounds the step."""
 
 
 def what_if_section(figures: TraceFigures) -> Section | None:
@@ -78,23 +80,32 @@ def _path(found: WhatIfFigures, each: str) -> list[str]:
         if part.ns >= _SMALL * found.step_ns
     ]
     sentences = [f"Critical path, of the {each}: {', '.join(parts)}."] if parts else []
-    return [*sentences, f"Longest on it: {', '.join(owners)}."] if owners else sentences
+    sentences += [f"Longest on it: {', '.join(owners)}."] if owners else []
+    return [*sentences, *_not_by_the_host(found)]
+
+
+def _not_by_the_host(found: WhatIfFigures) -> list[str]:
+    """A path through the host says little about it where launches that cost nothing would gain little."""
+    on_path = sum(part.ns for part in found.path.parts if part.kind == whatif.HOST)
+    gains = [one.gain_ns for one in found.what_ifs if one.what == whatif.LAUNCHES]
+    if not gains or on_path < _MUCH * found.step_ns or gains[0] >= on_path / 2:
+        return []
+    return [
+        f"Free launches gain only {format_ns(gains[0])}: while the host is on the path, the device is mostly busy with "
+        "other work."
+    ]
 
 
 def _owner(part: PathPart) -> str:
-    name = _short(part.name or "")
-    return f"host code {name}" if name.startswith("before ") else name
+    name = part.name or ""
+    before = "before " if name.startswith("before ") else ""
+    told = name_in_words(name.removeprefix(before))
+    return f"host code {before}{told}" if before else told
 
 
 def _name(one: WhatIf) -> str:
-    return f"{_short(one.detail or '')} twice as fast" if one.what == whatif.KERNEL else _NAMES[one.what]
+    return f"{name_in_words(one.detail or '')} twice as fast" if one.what == whatif.KERNEL else _NAMES[one.what]
 
 
 def _gain(one: WhatIf, base: int) -> str:
     return f"{format_ns(one.gain_ns)} ({format_percent(one.gain_ns / base)})" if one.gain_ns else "none"
-
-
-def _short(name: str) -> str:
-    """A name cut in its middle, where kernels hold their template's arguments."""
-    half = _LONGEST_NAME // 2
-    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half + 1 :]}"

@@ -14,6 +14,7 @@ from refshard.quantities import format_ns, format_percent
 from refshard.report.trace import lone_copies
 from refshard.report.trace.communication import answer, short
 from refshard.tracing.figures import Breakdown, Cause, StepFigures, TraceFigures, TraceWarning
+from refshard.tracing.operators.kernel_names import name_in_words
 
 SMALL = 0.01
 """A loss under this share of the step is not called one."""
@@ -267,10 +268,11 @@ def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
         return [f"Try: {loss.remedy}."]
     most, number = named[0], len(parts(one))
     before = "before " if loss.cause in (Cause.LAUNCH, Cause.UNKNOWN) else ""
+    what = name_in_words(most.what or "")
     busy_host = loss is _LAUNCH and most.ns > LONG_NS * most.count
     of_cause = sum(idle.ns for idle in one.idle if idle.cause == loss.cause)
     return [
-        f"Largest part{on}: {before}{most.what}, {format_ns(most.ns / number)} a {each(one)}, "
+        f"Largest part{on}: {before}{what}, {format_ns(most.ns / number)} a {each(one)}, "
         f"{format_percent(most.ns / of_cause, 0)} of it ({counted(most.count, 'gap')} in all, the longest "
         f"{format_ns(most.longest_ns)}).",
         f"Try: {BUSY_HOST if busy_host else loss.remedy}.",

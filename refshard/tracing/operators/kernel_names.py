@@ -9,6 +9,7 @@ _TENSILE = re.compile(
     r"^(Cijk_[A-Za-z]+_[A-Za-z]+(?:_[A-Z]+)*?)_(?:Bias|HA|UserArgs|MT).*?(MT\d+x\d+x\d+)(?:_(MI\d+x\d+x\d+))?"
 )
 _TILE = re.compile(r"^.*?tilesize\d+x\d+x\d+")
+_COPY = re.compile(r"^Mem(?:cpy|set)\b")
 _CLONE = re.compile(r" ?\[clone[^\]]*\]$")
 _TOKEN = re.compile(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*|\b\d+(?=u?l{0,2}\b)(?:u?l{0,2})")
 _DTYPES = {
@@ -50,6 +51,8 @@ def short_kernel_name(name: str) -> str:
     >>> short_kernel_name("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)")
     'vectorized_elementwise_kernel<CUDAFunctor_add, fp32, 4>'
     """
+    if _COPY.match(name):  # what stands in parentheses tells pinned memory from pageable
+        return _cut(name)
     if match := _TENSILE.match(name):
         return _cut(" ".join(part for part in match.groups() if part))
     if match := _TILE.match(name):
@@ -67,6 +70,15 @@ def short_kernel_name(name: str) -> str:
         return _cut(plain)
     inside = _arguments(plain[head.end() :]) if plain[head.end()] == "<" else ""
     return _told(head[0].rpartition("::")[2], [token[0] for token in _TOKEN.finditer(inside)])
+
+
+def name_in_words(name: str) -> str:
+    """A name for a sentence or a cell: a kernel's is shortened where it is long, all others are cut at most.
+
+    >>> name_in_words("aten::copy_"), name_in_words("Memcpy HtoD (Pageable -> Device)")
+    ('aten::copy_', 'Memcpy HtoD (Pageable -> Device)')
+    """
+    return name if len(name) <= LONGEST else short_kernel_name(name)
 
 
 def _arguments(text: str) -> str:

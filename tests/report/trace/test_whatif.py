@@ -53,11 +53,19 @@ def test_rows_order_and_path() -> None:
         "One after the other: launches free, 80.0 ms; then also gemm twice as fast, 65.0 ms. Replay error: 0.2 %.",
         "Critical path, of the step: host and launches 70 %, compute 30 %.",
         "Longest on it: host code before aten::add 60 %, gemm 29 %.",
+        "Free launches gain only 20.0 ms: while the host is on the path, the device is mostly busy with other work.",
     )
     assert section.caption == (
         "Replays of the trace's dependency graph, over the mean of 3 steps (100 ms). 0 waits between streams recorded, "
         "1,234 inferred."
     )
+
+
+def test_a_host_that_bounds_the_step_is_not_excused() -> None:
+    free = WhatIf(what=whatif.LAUNCHES, step_ns=60 * MS, gain_ns=40 * MS)
+    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, what_ifs=(free,))))
+    assert section is not None
+    assert section.sentences[-1].startswith("Longest on it")
 
 
 def test_no_order_where_the_replay_is_off() -> None:

@@ -15,6 +15,7 @@ from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import gaps as trace_gaps
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
+from refshard.report.trace.idle import idle_section
 from refshard.tracing.figures import (
     Cause,
     GiveWay,
@@ -25,6 +26,7 @@ from refshard.tracing.figures import (
     TraceFigures,
     TraceWarning,
 )
+from refshard.tracing.operators.kernel_names import LONGEST
 from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, PeerWait
 from tests.report import traces
 
@@ -211,6 +213,18 @@ def test_concurrent_copies_are_said_to_be_summed() -> None:
     figures = made(exposed=3, lone=60, lone_copies=(LoneCopy(name="Memset (Device)", ns=130 * MS, count=4),))
     (finding,) = trace_words.findings([figures])
     assert "65.0 ms a step, sum over concurrent copies (4 in all)" in finding.more[0]
+
+
+def test_a_kernel_that_is_waited_for_has_a_short_name() -> None:
+    """The names of lambdas in templates have hundreds of letters, and would make a table wider than any terminal."""
+    kernel = f"void clover::par_ranged2d_kernel<ideal_gas_kernel({', '.join(['clover::Buffer2D<double> &'] * 9)})>(T1)"
+    idle = IdleFigures(cause=Cause.LAUNCH, what=kernel, ns=20 * MS, count=2, longest_ns=9 * MS)
+    figures = made(exposed=3, dependency=5, host=10, idle=(idle,))
+    (finding,) = trace_words.findings([figures])
+    section = idle_section(figures)
+    assert section is not None
+    assert len(section.rows[0]["what"]) <= LONGEST
+    assert finding.more[0].startswith(f"Largest part: before {section.rows[0]['what']}, ")
 
 
 def exposed_of(figures: TraceFigures, op: str, unit: str | None) -> int:

@@ -34,6 +34,8 @@ MANGLED = "_ZN2ck16tensor_operation6device12_GLOBAL__N_111kernel_gemmINS_9Gridwi
             "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
         ),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNN"),
+        ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pageable -> Device)"),
+        ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)"),
         ("triton_poi_fused_add_mul_0", "triton_poi_fused_add_mul_0"),
         (MANGLED, "kernel_gemm<Gridwise1, bf16, 256, 16>"),
         (
