@@ -9,6 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from statistics import median
+
+import msgspec
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.trace import lone_copies
@@ -21,6 +24,9 @@ SMALL = 0.01
 LONGER = 1.02
 """A rank that computes so many times as long as another computes longer."""
 MOST_NAMED = 6
+_LONG_STEP = 1.5
+"""A step so many times as long as the median one is told apart."""
+_STEPS_FOR_A_MEDIAN = 3
 _HASH = re.compile(r"-(?=[a-z]*\d)[0-9a-f]{8,40}(?=-|$)")
 _RANK = re.compile(r"[-_.]?rank[-_]?\d*$|[-_.]r\d*$", re.IGNORECASE)
 
@@ -235,12 +241,7 @@ def ranks(members: Sequence[TraceFigures]) -> str:
 def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
     if untold := [one for one in members if one.untold is not None]:
         return _without(untold, title, [one for one in members if one.untold is None])
-    is_cpu = members[0].device.lower() == "cpu"
-    instead = {_LAUNCH: _LAUNCH_OF_CPU} if is_cpu else {}
-    if members[0].whole.idle_host_ns is None:
-        instead |= {_UNKNOWN: _UNKNOWN_WITHOUT_LAUNCHES}
-    losses = [instead.get(loss, loss) for loss in _LOSSES]
-    shares = sorted(((_share(members, loss), loss) for loss in losses), key=lambda pair: -pair[0])
+    shares = _shares(members)
     share, worst = shares[0]
     span = f"{each(members[0])} of {format_ns(_mean(members, lambda part: part.span_ns))}"
     others = [f"{loss.name} {format_percent(value)}" for value, loss in shares[1:] if value >= SMALL / 10]
@@ -254,7 +255,46 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
         more.append(f"Also: {', '.join(others)}.")
     if worst is not _EXPOSED and (told := late(members)):
         more.append(told)
-    return Finding(title=title, lead=lead, more=tuple(more))
+    return Finding(title=title, lead=lead, more=(*_uneven(members), *more))
+
+
+def _shares(members: Sequence[TraceFigures]) -> list[tuple[float, _Loss]]:
+    """Every loss with its share of the steps, the largest first."""
+    instead = {_LAUNCH: _LAUNCH_OF_CPU} if members[0].device.lower() == "cpu" else {}
+    if members[0].whole.idle_host_ns is None:
+        instead |= {_UNKNOWN: _UNKNOWN_WITHOUT_LAUNCHES}
+    losses = [instead.get(loss, loss) for loss in _LOSSES]
+    return sorted(((_share(members, loss), loss) for loss in losses), key=lambda pair: -pair[0])
+
+
+def _uneven(members: Sequence[TraceFigures]) -> list[str]:
+    """Steps so long, on every rank, that means over all steps tell of none; and what holds without them."""
+    if members[0].windows is not None or any(len(one.steps) < _STEPS_FOR_A_MEDIAN for one in members):
+        return []
+    long = set[int | None].intersection(*(_long_steps(one) for one in members))
+    rest = [
+        msgspec.structs.replace(one, steps=tuple(step for step in one.steps if step.step not in long))
+        for one in members
+    ]
+    if not long or not all(one.steps for one in rest):
+        return []
+    of_long = [msgspec.structs.replace(one, steps=tuple(s for s in one.steps if s.step in long)) for one in members]
+    length, usual = (_mean(which, lambda part: part.span_ns) for which in (of_long, rest))
+    numbers = ", ".join(map(str, sorted(step for step in long if step is not None)))
+    take, them = (f"Step {numbers} takes", "it") if len(long) == 1 else (f"Steps {numbers} take", "them")
+    share, worst = _shares(rest)[0]
+    loss = f"the largest loss is {worst.name}, {format_percent(share)}" if share >= SMALL else "no loss reaches 1 %"
+    first = min(step.step for one in members for step in one.steps if step.step is not None)
+    advice = " Record later, after the warm-up." if first in long else ""
+    return [
+        f"{take} {format_ns(length)}{'' if len(long) == 1 else ' on average'}, the others {format_ns(usual)}: the "
+        f"means over all steps are of neither. Without {them} {loss} of a step of {format_ns(usual)}.{advice}"
+    ]
+
+
+def _long_steps(one: TraceFigures) -> set[int | None]:
+    usual = median(step.breakdown.span_ns for step in one.steps)
+    return {step.step for step in one.steps if step.breakdown.span_ns > _LONG_STEP * usual}
 
 
 def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:

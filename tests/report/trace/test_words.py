@@ -227,6 +227,50 @@ def test_a_kernel_that_is_waited_for_has_a_short_name() -> None:
     assert finding.more[0].startswith(f"Largest part: before {section.rows[0]['what']}, ")
 
 
+def uneven(*lengths: int, exposed: int = 3) -> TraceFigures:
+    """Steps of these lengths in ms; what one is longer than 100 ms by is blocked calls."""
+    base = made(exposed=exposed)
+    steps = []
+    for number, length in enumerate(lengths, 4):
+        part = base.steps[0].breakdown
+        more = (length - 100) * MS
+        idle = msgspec.structs.replace(
+            part, span_ns=part.span_ns + more, idle_ns=part.idle_ns + more, idle_call_ns=more
+        )
+        steps.append(msgspec.structs.replace(base.steps[0], step=number, breakdown=idle))
+    return msgspec.structs.replace(base, steps=tuple(steps))
+
+
+def test_a_step_that_warms_up_is_told_apart() -> None:
+    """Its blocked calls are the mean's largest loss; the steps that count lose to a stream."""
+    (finding,) = trace_words.findings([uneven(400, 100, 100)])
+    assert finding.lead.startswith("The largest loss is idle time in blocking calls: 50.0 % of a step of 200 ms")
+    assert finding.more[0] == (
+        "Step 4 takes 400 ms, the others 100 ms: the means over all steps are of neither. Without it the largest loss "
+        "is idle time waiting for another stream, 10.0 % of a step of 100 ms. Record later, after the warm-up."
+    )
+
+
+def test_several_long_steps_in_the_middle() -> None:
+    (finding,) = trace_words.findings([uneven(100, 400, 100, 200, 100)])
+    assert finding.more[0] == (
+        "Steps 5, 7 take 300 ms on average, the others 100 ms: the means over all steps are of neither. Without them "
+        "the largest loss is idle time waiting for another stream, 10.0 % of a step of 100 ms."
+    )
+
+
+@pytest.mark.parametrize("lengths", [(400, 100), (140, 100, 100), (100, 100, 100)])
+def test_steps_that_are_alike_or_few_are_not(lengths: tuple[int, ...]) -> None:
+    (finding,) = trace_words.findings([uneven(*lengths)])
+    assert "the means over all steps" not in str(finding.more)
+
+
+def test_a_step_is_long_only_if_it_is_on_every_rank() -> None:
+    alike = msgspec.structs.replace(uneven(100, 100, 100), rank=1)
+    (finding,) = trace_words.findings([uneven(400, 100, 100), alike])
+    assert "the means over all steps" not in str(finding.more)
+
+
 def exposed_of(figures: TraceFigures, op: str, unit: str | None) -> int:
     return sum(c.exposed_ns for c in figures.collectives if (c.op, c.unit) == (op, unit))
 
