@@ -37,16 +37,16 @@ def format_part(n: float, of: float) -> str:
 def format_seconds(s: float | None) -> str:
     """Seconds with three significant digits, as s, ms or us.
 
-    >>> format_seconds(0.0123), format_seconds(75.0), format_seconds(0)
-    ('12.3 ms', '75.0 s', '0 s')
+    >>> format_seconds(0.0123), format_seconds(75.0), format_seconds(0.9997), format_seconds(0)
+    ('12.3 ms', '75.0 s', '1.00 s', '0 s')
     """
     if s is None:
         return "-"
     if s == 0:
         return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(s) >= size:
-            return f"{_three_digits(s / size)} {unit}"
+        if abs(s) >= 0.9995 * size:  # what rounds to 1,000 of a unit is 1.00 of the next
+            return f"{_three_digits(round(s / size, 3))} {unit}"
     return f"{s / 1e-9:.0f} ns"
 
 

@@ -416,10 +416,27 @@ def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: floa
         return f"{told}Balance the work, or look at the host of rank {last}."
     its, own = (_mean([one], lambda part: part.compute_ns) for one in (late_one, worst))
     times = f"{format_ns(its)} {a} against {format_ns(own)}"
-    if its > LONGER * own:
+    waited = sum(waits.values()) / steps
+    # Compute explains a wait only if there is enough of it: 1 ms more does not hold another rank up for a second.
+    if its > LONGER * own and its - own >= waited / 2:
         return f"{told}{_capital(who(late_one))} computes {times}: balance the work, or look at that host."
-    how = "less" if own > LONGER * its else "about as long"
-    return f"{told}{_capital(who(late_one))} computes {how} ({times}): look at what else delays that host."
+    how = "less" if own > LONGER * its else "more" if its > LONGER * own else "about as long"
+    told += f"{_capital(who(late_one))} computes {how} ({times})"
+    idle = _mean([late_one], lambda part: part.idle_ns)
+    if idle >= waited / 2 and late_one.idle:
+        return f"{told} but idles for {format_ns(idle)}, {_mostly(late_one)}"
+    return f"{told}: look at what else delays that host."
+
+
+def _mostly(one: TraceFigures) -> str:
+    """What a rank that others wait for idled for most, and what to do about it."""
+    most = max(one.idle, key=lambda idle: idle.ns)
+    place = "in" if most.cause == Cause.CALL else "before"
+    what = name_in_words(most.what) if most.what else "the next kernel"
+    return (
+        f"{format_ns(most.ns / len(parts(one)))} of it {place} {what}: look at what that host does there, not at the "
+        "network."
+    )
 
 
 def _for_whom(waits: dict[int, int], last: int, steps: int) -> str:

@@ -154,6 +154,20 @@ def test_exposed_communication_that_is_waiting_asks_for_balance(compute: int, ad
     assert any(told.startswith("Try: ") for told in trace_words.findings([made(rank=0), less])[0].more)
 
 
+@pytest.mark.parametrize(("cause", "place"), [(Cause.LAUNCH, "before all_to_all"), (Cause.CALL, "in all_to_all")])
+def test_a_late_rank_that_idles_is_told_where(cause: Cause, place: str) -> None:
+    """2 ms more of compute hold nobody up for 16: the rank sleeps."""
+    idle = IdleFigures(cause=cause, what="all_to_all", ns=26 * MS, count=2, longest_ns=13 * MS)
+    less = IdleFigures(cause=Cause.LAUNCH, what="aten::mm", ns=4 * MS, count=2, longest_ns=2 * MS)
+    late_one = made(compute=62, rank=0, exposed=3, idle=(less, idle))
+    waiting = made(exposed=30, rank=1, communication=exposing(30, {0: 32}))
+    (finding,) = trace_words.findings([late_one, waiting])
+    assert (
+        f"Rank 0 computes more (62.0 ms a step against 60.0 ms) but idles for 15.0 ms, 13.0 ms of it {place}: look at "
+        "what that host does there, not at the network." in str(finding.more)
+    )
+
+
 def test_of_several_late_ranks_the_one_waited_for_longest_is_named() -> None:
     (finding,) = trace_words.findings([made(rank=1, exposed=30, communication=exposing(30, {5: 30, 3: 10}))])
     assert "20.0 ms of it waiting in collectives for the last rank (longest for rank 5: 15.0 ms) to enter" in str(
