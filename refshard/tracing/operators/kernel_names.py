@@ -18,6 +18,8 @@ _DTYPES = {
     "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8", "cutlass::tfloat32_t": "tf32", "nv_bfloat16": "bf16",
     "cutlass::float_e4m3_t": "fp8", "cutlass::float_e5m2_t": "fp8",
 }  # fmt: skip
+_FLOATS = {"DF16b": "c10::BFloat16", "DF16_": "c10::Half"}
+"""The ABI's names of types; their digits are no length of an identifier."""
 _HOLDERS = frozenset(("Kernel", "Kernel2", "device_kernel", "kentry", "trampoline_kernel"))
 """Functions that only hold what runs: their argument is the name."""
 _TELL_NOTHING = frozenset((
@@ -121,8 +123,8 @@ def _mangled(name: str) -> tuple[str, list[str]]:
         if match := re.compile(r"L[a-z](\d+)E").match(name, place):
             tokens.append(match[1])
             place = match.end()
-        elif match := re.compile(r"DF16b").match(name, place):
-            tokens.append("c10::BFloat16")
+        elif match := re.compile(r"DF(\d+)([b_x])").match(name, place):
+            tokens += [_FLOATS[match[0]]] if match[0] in _FLOATS else []
             place = match.end()
         elif match := re.compile(r"\d+").match(name, place):
             word = name[match.end() : match.end() + int(match[0])]

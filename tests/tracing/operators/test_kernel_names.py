@@ -37,6 +37,11 @@ MANGLED = "_ZN2ck16tensor_operation6device12_GLOBAL__N_111kernel_gemmINS_9Gridwi
         ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pageable -> Device)"),
         ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)"),
         ("triton_poi_fused_add_mul_0", "triton_poi_fused_add_mul_0"),
+        (
+            "_Z28kn_fmla_fwd_splictkv_combineI19FlashMlaKernelTraitILi576ELi512ELi16ELi64ELi4EELi96EDF16_"
+            "Ev17FlashMlaFwdParams",
+            "kn_fmla_fwd_splictkv_combine<FlashMlaKernelTrait, FlashMlaFwdParams>",
+        ),
         (MANGLED, "kernel_gemm<Gridwise1, bf16, 256, 16>"),
         (
             "std::enable_if<(8)>(0), void>::type vllm::rms_norm_kernel<c10::BFloat16, 8>(int)",
