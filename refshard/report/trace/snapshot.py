@@ -164,6 +164,11 @@ def _calls(history: HistoryFigures) -> list[str]:
         f"given back {format_times(history.segments_given_back)}; in the latter half "
         f"{format_times(history.late_segments_taken)} and {format_times(history.late_segments_given_back)}."
     ]
+    if history.gone_bytes:
+        told.append(
+            f"The history ends before the snapshot was taken: {format_bytes(history.gone_bytes)} that it leaves in use "
+            "are not there any more. Take the snapshot before recording is switched off."
+        )
     if history.late_segments_taken and history.late_segments_given_back:
         told.append(
             "A program that has warmed up should do neither: each call stops the device. It runs near the limit of its "

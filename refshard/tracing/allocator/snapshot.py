@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from refshard.tracing.allocator.snapshot_file import NO_SITE, AllocatorHistory, Block, MemorySnapshot, Segment, Site
 
+_Rows = npt.NDArray[np.intp]
 ALLOCATED, INACTIVE = "active_allocated", "inactive"
 _TAKEN, _GIVEN_BACK = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
 _MOST = 100
@@ -95,6 +96,7 @@ class HistoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     ``reserved_bytes`` are of that moment, ``most_reserved_bytes`` of any. ``early_bytes`` of it were there before the
     history began. ``segments_taken`` and ``segments_given_back`` count the calls to the device for memory, ``late_*``
     those in the latter half of the allocations, when a program should have warmed up. ``peak_time_us`` is since 1970.
+    ``gone_bytes`` are in use when the history ends and not in the segments: it ends before the snapshot was taken.
     """
 
     entries: int
@@ -111,6 +113,7 @@ class HistoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     late_segments_taken: int
     late_segments_given_back: int
     ooms: tuple[OomFigures, ...]
+    gone_bytes: int = 0
 
 
 class DeviceFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,7 +231,8 @@ def _follow(
     history: AllocatorHistory, now: _Now, fragmentation: Fragmentation, sites: Sequence[Site]
 ) -> tuple[HistoryFigures, list[tuple[int, int]]]:
     """What the history tells, and size and line of each block that is held at its peak."""
-    used = _course(history, ("alloc",), ("free_requested",), int(now.sizes.sum()))
+    gone = _gone(history, now)
+    used = _course(history, ("alloc",), ("free_requested",), int(now.sizes.sum()) + gone)
     at = int(np.argmax(used))
     reserved = _course(history, _TAKEN, _GIVEN_BACK, fragmentation.reserved_bytes)
     pending = _course(history, ("free_requested",), ("free_completed",), now.pending_bytes)
@@ -252,9 +256,17 @@ def _follow(
         late_segments_taken=int((taken & late).sum()),
         late_segments_given_back=int((given_back & late).sum()),
         ooms=_ooms(history, used, reserved, sites),
+        gone_bytes=gone,
     )
     unknown = figures.early_bytes - sum(size for size, _ in early)
     return figures, [*made, *early, *([(unknown, NO_SITE)] if unknown > 0 else [])]
+
+
+def _gone(history: AllocatorHistory, now: _Now) -> int:
+    """Bytes of blocks that the history leaves in use and that are not there now."""
+    end = len(history.actions)
+    rows = _made(history, end)
+    return int(history.sizes[rows[~np.isin(history.addresses[rows], now.addresses)]].sum())
 
 
 def _course(history: AllocatorHistory, more: Sequence[str], less: Sequence[str], last: int) -> npt.NDArray[np.int64]:
@@ -266,20 +278,31 @@ def _course(history: AllocatorHistory, more: Sequence[str], less: Sequence[str],
 
 def _held(history: AllocatorHistory, now: _Now, at: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Size and line of each block that is held after ``at`` entries: those made in the history, and earlier ones."""
-    rows = np.flatnonzero(history.of("alloc", "free_requested"))
-    order = rows[np.argsort(history.addresses[rows], kind="stable")]
-    addresses, is_made = history.addresses[order], history.of("alloc")[order]
-    same = addresses[1:] == addresses[:-1]
-    never = len(history.actions)
-    ends = np.where(np.append(same, False), np.append(order[1:], never), never)
-    alive = is_made & (order < at) & (ends >= at)
-    made = list(zip(history.sizes[order[alive]].tolist(), history.sites[order[alive]].tolist()))
+    order, is_made, same = _by_address(history)
+    alive = _made(history, at)
+    made = list(zip(history.sizes[alive].tolist(), history.sites[alive].tolist()))
     # A block from before that is freed later: only where it was freed is known. Of one still there, where it was made.
     freed = order[~is_made & ~np.append(False, same & is_made[:-1])]
     early = [(size, NO_SITE) for size in history.sizes[freed[freed >= at]].tolist()]
     kept = ~np.isin(now.addresses, history.addresses[order[is_made]])
     early += list(zip(now.sizes[kept].tolist(), now.sites[kept].tolist()))
     return made, early
+
+
+def _by_address(history: AllocatorHistory) -> tuple[_Rows, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Entries that take or free a block, by its address; which take it; and which have the address of the next one."""
+    rows = np.flatnonzero(history.of("alloc", "free_requested"))
+    order = rows[np.argsort(history.addresses[rows], kind="stable")]
+    addresses = history.addresses[order]
+    return order, history.of("alloc")[order], addresses[1:] == addresses[:-1]
+
+
+def _made(history: AllocatorHistory, at: int) -> _Rows:
+    """Entries that took the blocks of the history that are in use after ``at`` entries."""
+    order, is_made, same = _by_address(history)
+    never = len(history.actions)
+    ends = np.where(np.append(same, False), np.append(order[1:], never), never)
+    return order[is_made & (order < at) & (ends >= at)]
 
 
 def _ooms(

@@ -41,6 +41,18 @@ def test_tables_say_where_reserved_memory_is_and_who_holds_the_peak(tmp_path: Pa
     assert rows(sizes) == [{"block size": "2,048 B", "blocks": "4", "together": "8.00 KiB"}]
 
 
+def test_a_history_that_ends_before_the_snapshot_is_said_to(tmp_path: Path) -> None:
+    allocator = fragmented()
+    recorded = len(allocator.entries)
+    allocator.free(next(part for part in allocator.segments[min(allocator.segments)] if part.line == 5))
+    snapshot = allocator.snapshot()
+    snapshot["device_traces"] = [trace[:recorded] for trace in snapshot["device_traces"]]
+    told = notes(memory_snapshots([write(tmp_path / "s.pickle", snapshot)]))
+    assert "The history ends before the snapshot was taken: 2.00 KiB that it leaves in use are not there any more." in (
+        " ".join(told)
+    )
+
+
 def test_the_verdict_names_the_line_and_what_to_do_about_fragmentation(tmp_path: Path) -> None:
     assert verdict(answer(tmp_path, fragmented())) == [
         "Peak: 8.00 of 8.00 KiB reserved were in use; project/train.py:5 holds most (100 %).",

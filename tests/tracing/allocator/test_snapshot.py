@@ -60,6 +60,23 @@ def test_the_peak_and_who_holds_it(tmp_path: Path) -> None:
     assert [(one.size, one.blocks) for one in found.sizes] == [(16 * KIB, 1), (4 * KIB, 1), (3 * KIB, 1), (1000, 1)]
 
 
+def test_a_history_that_ends_before_the_snapshot_keeps_its_peak(tmp_path: Path) -> None:
+    """The last two blocks are freed after recording stops: counting back from now would lose them from the peak."""
+    allocator = worked()
+    whole = figures(tmp_path / "whole.pickle", allocator.snapshot())
+    recorded = len(allocator.entries)
+    for block in [part for parts in allocator.segments.values() for part in parts if part.state == "active_allocated"]:
+        allocator.free(block)
+    snapshot = allocator.snapshot()
+    snapshot["device_traces"] = [trace[:recorded] for trace in snapshot["device_traces"]]
+    cut = figures(tmp_path / "cut.pickle", snapshot)
+    assert whole.history is not None
+    assert cut.history is not None
+    assert (whole.history.gone_bytes, cut.history.gone_bytes) == (0, 3 * KIB + 1000)
+    assert cut.history.requested_bytes == whole.history.requested_bytes == 23 * KIB + 1000
+    assert (cut.lines, cut.sizes) == (whole.lines, whole.sizes)
+
+
 def test_a_block_freed_while_a_stream_uses_it_is_pending_and_not_in_use(tmp_path: Path) -> None:
     allocator = Allocator()
     allocator.free(allocator.allocate(700, 1), pending=True)
