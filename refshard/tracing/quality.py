@@ -80,8 +80,8 @@ def _identity(trace: TraceFile, timeline: Timeline) -> Iterator[TraceWarning]:
     if len(devices) > 1:
         yield TraceWarning(
             code="several_devices",
-            message=f"events of {len(devices)} devices are in one trace and are counted together; --device "
-            f"{min(devices)} shows one alone",
+            message=f"events of {len(devices)} devices are in one trace and are counted together, so that what one "
+            f"computes hides the others' idle time and communication; --device {min(devices)} shows one alone",
             count=len(devices),
         )
 

@@ -198,7 +198,7 @@ def job_names(figures: Sequence[TraceFigures]) -> dict[int, str]:
     Ranks and hashes are left out, as far as the names stay unique; where they do not, jobs go by number.
     """
     files = {job: [PurePath(one.file) for one in members] for job, members in jobs(figures).items()}
-    for of in (lambda file: file.name, str):
+    for of in (lambda file: file.name, lambda file: f"{file.parent.name}/{file.name}", str):
         long = {job: _common([of(file) for file in members]) for job, members in files.items()}
         without = {job: _HASH.sub("", name) for job, name in long.items()}
         for names in (_shorter(without), without, long):
@@ -211,6 +211,8 @@ def _common(names: Sequence[str]) -> str:
     """What names of one job have in common, without the rank and what every trace's name ends with."""
     stems = [name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace") for name in names]
     start = stems[0] if len(stems) == 1 else os.path.commonprefix(stems)  # noqa: RUF071 -- of characters
+    if any(stem[len(start) :][:1].isdigit() for stem in stems):  # a part of a number, such as of a process, is no name
+        start = start.rstrip("0123456789")
     return _RANK.sub("", start).rstrip("-_./")
 
 
@@ -255,7 +257,13 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
         more.append(f"Also: {', '.join(others)}.")
     if worst is not _EXPOSED and (told := late(members)):
         more.append(told)
-    return Finding(title=title, lead=lead, more=(*_uneven(members), *more))
+    return Finding(title=title, lead=lead, more=(*_several_devices(members), *_uneven(members), *more))
+
+
+def _several_devices(members: Sequence[TraceFigures]) -> list[str]:
+    """That figures are of no device, which is no detail: the warnings of a trace are."""
+    told = {warning.message for one in members for warning in one.warnings if warning.code == "several_devices"}
+    return [f"{message[:1].upper()}{message[1:]}." for message in sorted(told)]
 
 
 def _shares(members: Sequence[TraceFigures]) -> list[tuple[float, _Loss]]:

@@ -306,11 +306,20 @@ HASHED = ("fsdp2-w2-tiny-5a30c0d831ee-r0-rank{}.json.gz", "yafsdp-w2-tiny-7c1d8d
         ([["one/rank0.json"], ["two/rank0.json"]], ["one", "two"]),
         ([["rank0.json"], ["rank0.json"]], ["job 0", "job 1"]),
         ([["rank0.json", "rank1.json"]], ["job 0"]),
+        ([["a.internal_8586.17.pt.trace.json", "a.internal_8587.18.pt.trace.json"]], ["a.internal"]),  # processes
+        ([["runs/four/447.json", "runs/four/448.json"]], ["four"]),
     ],
 )
 def test_jobs_are_named_by_what_tells_their_files_apart(files: list[list[str]], names: list[str]) -> None:
     members = [made(job=job, file=file, rank=rank) for job, of in enumerate(files) for rank, file in enumerate(of)]
     assert list(trace_words.job_names(members).values()) == names
+
+
+def test_devices_counted_together_are_told_first() -> None:
+    """What one device computes hides the idle time and the communication of the other: no figure is of either."""
+    told = TraceWarning(code="several_devices", message="events of 2 devices are counted together", count=2)
+    (finding,) = trace_words.findings([made(warnings=(told,))])
+    assert finding.more[0] == "Events of 2 devices are counted together."
 
 
 @pytest.mark.parametrize(
