@@ -25,6 +25,12 @@ _REMEDIES = {
     Hold.OTHER: "run some steps to warm up before those that count: such calls mostly set up contexts, streams and "
     "graphs, once",
 }  # fmt: skip
+_UNCACHED = 0.25
+"""From so many calls of the allocator for each kernel on, memory is not cached at all."""
+_CACHE = (
+    "let torch cache memory: tensors are taken from the driver and given back to it all the time. Is "
+    "PYTORCH_NO_CUDA_MEMORY_CACHING (on ROCm also PYTORCH_NO_HIP_MEMORY_CACHING) set?"
+)
 _TO_HOST = "copy results into pinned memory with non_blocking=True, and read them a step later"
 _FROM_HOST = "pin_memory=True in the DataLoader, and non_blocking=True in .to() and .cuda()"
 _LOADING_OF_HIP = (
@@ -65,7 +71,7 @@ def holdups_section(figures: TraceFigures) -> Section | None:
         caption="Calls of the host that wait, allocate or load. GPU idle caused: how much sooner the next kernel would "
         "have started without them.",
         rows=rows,
-        sentences=_sentences(found.places, found, each(figures)),
+        sentences=_sentences(found.places, found, figures),
         text=("where",),
         brief=_share(found, found.places[:1]) >= SMALL,
         shown=_SHOWN,
@@ -104,7 +110,8 @@ def _share(found: HoldUps, places: tuple[HoldUp, ...]) -> float:
     return sum(one.idle_ns for one in places) / found.span_ns if found.span_ns else 0.0
 
 
-def _sentences(places: tuple[HoldUp, ...], found: HoldUps, unit: str) -> tuple[str, ...]:
+def _sentences(places: tuple[HoldUp, ...], found: HoldUps, figures: TraceFigures) -> tuple[str, ...]:
+    unit = each(figures)
     steps, share = found.steps or 1, _share(found, places[:1])
     if share < SMALL:
         limit = format_percent(SMALL, 0)
@@ -114,7 +121,7 @@ def _sentences(places: tuple[HoldUp, ...], found: HoldUps, unit: str) -> tuple[s
         told = [
             f"The GPU is held up most by: {_what(worst)} at {_where(worst)}. It makes the GPU idle for "
             f"{format_ns(worst.idle_ns / steps)} a {unit} ({format_percent(share)}).",
-            f"Try: {_remedy(worst)}.",
+            f"Try: {_CACHE}" if _is_uncached(worst, places, figures) else f"Try: {_remedy(worst)}.",
         ]
     if len(places) > 1 and _share(found, places) >= SMALL:
         total = format_ns(sum(one.idle_ns for one in places) / steps)
@@ -125,6 +132,14 @@ def _sentences(places: tuple[HoldUp, ...], found: HoldUps, unit: str) -> tuple[s
     if sum(one.host_ns for one in queued) >= SMALL * found.span_ns:
         told.append("Launches that wait for a full queue are no problem: the host is ahead of the GPU.")
     return tuple(told)
+
+
+def _is_uncached(worst: HoldUp, places: tuple[HoldUp, ...], figures: TraceFigures) -> bool:
+    """Whether the allocator gives memory back so often that it cannot cache anything."""
+    if worst.kind is not Hold.ALLOCATOR or not worst.call.endswith("Free"):  # a first step takes memory, and keeps it
+        return False
+    kernels = 0 if figures.operators is None else sum(one.count for one in figures.operators.classes)
+    return 0 < _UNCACHED * kernels <= sum(one.count for one in places if one.kind is Hold.ALLOCATOR)
 
 
 def _remedy(one: HoldUp) -> str:

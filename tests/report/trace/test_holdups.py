@@ -7,6 +7,7 @@ from refshard.report.trace.holdups import holdups_section
 from refshard.report.trace.section import Section
 from refshard.report.trace.sections import SECTIONS
 from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
+from refshard.tracing.operators.operator_figures import ClassFigures, OperatorReport
 from tests.report.traces import figures, gpu
 
 MS = 1_000_000
@@ -27,6 +28,21 @@ def of(*places: HoldUp, steps: int | None = 4) -> Section:
 
 def changed(**how: object) -> HoldUp:
     return msgspec.structs.replace(HOLDUP, **how)
+
+
+@pytest.mark.parametrize(("calls", "words"), [(25, "PYTORCH_NO_CUDA_MEMORY_CACHING"), (24, "expandable_segments")])
+def test_an_allocator_that_does_not_cache_is_told_apart(calls: int, words: str) -> None:
+    """Four steps of 25 kernels each, and a call of the allocator for every fourth of them or for fewer."""
+    places = (changed(kind=Hold.ALLOCATOR, call="hipFree", count=20), changed(kind=Hold.ALLOCATOR, count=calls - 20))
+    work = ClassFigures(name="GEMM", count=100, ns=300 * MS, share=1.0)
+    report = OperatorReport(
+        steps=4, work_ns=300 * MS, classes=(work,), totals=(), total_count=0, operators=(), operator_count=0,
+        kernels=(), kernel_count=0, contention=None, hardware=None, has_shapes=False,
+    )  # fmt: skip
+    found = HoldUps(places=places, steps=4, span_ns=400 * MS, idle_ns=50 * MS)
+    section = holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=found, operators=report))
+    assert section is not None
+    assert words in section.sentences[1]
 
 
 def test_rows_are_means_per_step() -> None:
