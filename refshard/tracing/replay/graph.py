@@ -27,6 +27,7 @@ from refshard.tracing.replay.dependencies import (
     inferred_waits,
     previous_on_lane,
 )
+from refshard.tracing.replay.hidden_waits import with_hidden_waits
 from refshard.tracing.replay.hostcalls import CallOrder, blocking_rows, host_calls
 
 Rows = npt.NDArray[np.int64]
@@ -171,7 +172,8 @@ class _Builder:
         named = blocking_rows(trace, self.since, windows[-1].end) if len(known) else known
         own = self._blocked_on_their_own(callers)
         full = self._blocked_by_full_queue(np.unique(known))
-        self.calls = host_calls(trace.host, np.union1d(known, named), np.union1d(named, np.union1d(own, full)))
+        ordered = host_calls(trace.host, np.union1d(known, named), np.union1d(named, np.union1d(own, full)))
+        self.calls = with_hidden_waits(ordered, trace, spans.ends)
         place = {row: i for i, row in enumerate(self.calls.rows.tolist())}
         self.launched_by = np.array([place.get(row, UNKNOWN) for row in callers.tolist()], np.int64)
         by_name = np.array([place[row] for row in np.setdiff1d(named, own).tolist()], np.int64)

@@ -132,6 +132,28 @@ def test_what_a_call_by_name_waits_for_without_a_record(tmp_path: Path) -> None:
     assert steps(tmp_path, made)[whatif.KERNEL] == 330 - 150
 
 
+def freeing(after: int, *others: dict[str, Any]) -> list[dict[str, Any]]:
+    """A kernel of 400 us that ends at 410; the host frees memory ``after`` that, and launches 50 us later."""
+    return [
+        call("cudaLaunchKernel", 0, 5, 1), kernel("gemm", 10, 400, 1),
+        *others,
+        call("cudaFree", 410 + after, 20),
+        call("cudaLaunchKernel", 480 + after, 5, 2), kernel("small", 490 + after, 30, 2),
+    ]  # fmt: skip
+
+
+def test_memory_that_is_freed_as_work_ends_was_waited_for(tmp_path: Path) -> None:
+    """The allocator waited for an event, which is not recorded: a gemm half as long lets the host go on."""
+    assert steps(tmp_path, freeing(20))[whatif.KERNEL] == 530 - 200
+    assert steps(tmp_path, freeing(20, call("cudaMalloc", 10, 30)))[whatif.KERNEL] == 530 - 200
+
+
+def test_memory_that_is_freed_later_or_after_a_call_was_not(tmp_path: Path) -> None:
+    """The host computed until then, however long the gemm takes."""
+    assert steps(tmp_path, freeing(300))[whatif.KERNEL] == 810
+    assert steps(tmp_path, freeing(20, call("cudaEventQuery", 400, 12)))[whatif.KERNEL] == 530
+
+
 def test_one_late_start_does_not_make_lateness_usual(tmp_path: Path) -> None:
     """Kernels start 5 us after their launch; one starts after 75, of which ten times the usual may be the launch."""
     made, late = list[dict[str, Any]](), 6
