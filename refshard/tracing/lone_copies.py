@@ -34,5 +34,7 @@ def lone_copies(timeline: Timeline, starts: Nanoseconds, ends: Nanoseconds) -> t
 
 def _copies(timeline: Timeline) -> npt.NDArray[np.bool_]:
     spans = timeline.spans
-    of_collectives = (spans.under & (Meaning.COPY_IN | Meaning.COPY_OUT)) != 0
-    return spans.of_kind(Kind.COPY) & np.logical_not(of_collectives)
+    found: npt.NDArray[np.bool_] = spans.of_kind(Kind.COPY) & (
+        (spans.under & (Meaning.COPY_IN | Meaning.COPY_OUT)) == 0
+    )
+    return found
