@@ -3,6 +3,7 @@
 GiB is 2**30 bytes and is written GiB. TFLOPS is 10**12 floating-point operations per second.
 """
 
+import math
 from typing import Literal
 
 KIB = 1024
@@ -46,7 +47,7 @@ def format_seconds(s: float | None) -> str:
         return "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(s) >= 0.9995 * size:  # what rounds to 1,000 of a unit is 1.00 of the next
-            return f"{_three_digits(round(s / size, 3))} {unit}"
+            return f"{_three_digits(math.copysign(max(1.0, abs(s) / size), s))} {unit}"
     return f"{s / 1e-9:.0f} ns"
 
 

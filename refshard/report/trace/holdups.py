@@ -26,7 +26,7 @@ _REMEDIES = {
     "graphs, once",
 }  # fmt: skip
 _UNCACHED = 0.25
-"""From so many calls of the allocator for each kernel on, memory is not cached at all."""
+"""From so many calls that give memory back for each kernel on, it is not cached at all."""
 _CACHE = (
     "let torch cache memory: tensors are taken from the driver and given back to it all the time. Is "
     "PYTORCH_NO_CUDA_MEMORY_CACHING (on ROCm also PYTORCH_NO_HIP_MEMORY_CACHING) set?"
@@ -139,7 +139,8 @@ def _is_uncached(worst: HoldUp, places: tuple[HoldUp, ...], figures: TraceFigure
     if worst.kind is not Hold.ALLOCATOR or not worst.call.endswith("Free"):  # a first step takes memory, and keeps it
         return False
     kernels = 0 if figures.operators is None else sum(one.count for one in figures.operators.classes)
-    return 0 < _UNCACHED * kernels <= sum(one.count for one in places if one.kind is Hold.ALLOCATOR)
+    frees = sum(one.count for one in places if one.kind is Hold.ALLOCATOR and one.call.endswith("Free"))
+    return 0 < _UNCACHED * kernels <= frees
 
 
 def _remedy(one: HoldUp) -> str:

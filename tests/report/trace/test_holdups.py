@@ -32,8 +32,12 @@ def changed(**how: object) -> HoldUp:
 
 @pytest.mark.parametrize(("calls", "words"), [(25, "PYTORCH_NO_CUDA_MEMORY_CACHING"), (24, "expandable_segments")])
 def test_an_allocator_that_does_not_cache_is_told_apart(calls: int, words: str) -> None:
-    """Four steps of 25 kernels each, and a call of the allocator for every fourth of them or for fewer."""
-    places = (changed(kind=Hold.ALLOCATOR, call="hipFree", count=20), changed(kind=Hold.ALLOCATOR, count=calls - 20))
+    """Four steps of 25 kernels each, and memory given back for every fourth of them or for fewer."""
+    places = (
+        changed(kind=Hold.ALLOCATOR, call="hipFree", count=20),
+        changed(kind=Hold.ALLOCATOR, call="hipFree", count=calls - 20),
+        changed(kind=Hold.ALLOCATOR, call="hipMalloc", count=90),
+    )
     work = ClassFigures(name="GEMM", count=100, ns=300 * MS, share=1.0)
     report = OperatorReport(
         steps=4, work_ns=300 * MS, classes=(work,), totals=(), total_count=0, operators=(), operator_count=0,
