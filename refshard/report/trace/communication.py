@@ -18,16 +18,27 @@ def exposed_section(figures: TraceFigures) -> Section | None:
         return None
     rows = [_row(f"step {one.step}", one) for one in told.steps] or [_row("whole trace", told.whole)]
     kept = [key for key in rows[0] if key in ("", "exposed") or any(row[key] != "-" for row in rows)]
-    reasons = [f"Transfer and waiting cannot be told apart: {told.missing}."] if told.missing else []
-    reasons += [f"Late launches are unknown: {told.no_launch}."] if told.no_launch else []
     return Section(
         title="Exposed communication",
         caption="transfer, waiting for a rank to enter, and what may be either; besides, idle time before a collective "
         "that the host launched late",
         rows=[{key: row[key] for key in kept} for row in rows],
-        sentences=reasons,
+        sentences=_unknown(told),
         text=("waits for",),
     )
+
+
+def _unknown(told: CommunicationFigures) -> list[str]:
+    """Why a part of what is shown is not divided, and how large it is unless it is all."""
+    parts = told.steps or (told.whole,)
+    exposed, undivided = sum(one.exposed_ns for one in parts), sum(one.undivided_ns for one in parts)
+    some = "" if undivided == exposed else f"In {format_ns(undivided)} of {format_ns(exposed)}, "
+    of = "" if all(one.launch_ns is None for one in parts) else " of some steps"
+    apart = f"{some}{'t' if some else 'T'}ransfer and waiting cannot be told apart"
+    return [
+        *([f"{apart}: {told.missing}."] if told.missing and undivided else []),
+        *([f"Late launches{of} are unknown: {told.no_launch}."] if told.no_launch else []),
+    ]
 
 
 def _row(name: str, one: ExposedSplit) -> dict[str, str]:

@@ -62,7 +62,10 @@ def memory_timeline(path: Path) -> MemoryTimelineFigures:
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read ({error})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
-        raise TraceError(f"{path}: no memory timeline of torch.profiler ({error})") from None
+        raise TraceError(
+            f"{path}: an array of arrays, but no memory timeline of torch.profiler ({error}); a trace is an object with "
+            "traceEvents, or an array of events"
+        ) from None
     if not len(times) or categories.min() < 0 or categories.max() >= len(CATEGORIES):
         raise TraceError(
             f"{path}: no memory timeline of torch.profiler (no events, or categories that it does not have)"

@@ -108,7 +108,22 @@ def test_waiting_is_told_with_whom_it_is_for() -> None:
         "waits for": "rank 5 4.00 ms, rank 3 2.00 ms", "transfer or waiting": "1.00 ms",
         "idle before, late launch": "2.00 ms",
     }  # fmt: skip
-    assert section.sentences[-1] == "Late launches are unknown: no host."
+    assert section.sentences[-1] == "Late launches of some steps are unknown: no host."
+
+
+def test_what_is_mostly_divided_is_not_said_to_be_unknown() -> None:
+    """9 of 10 ms are divided; a reason that concerns what lies outside the steps is not told."""
+    mixed = figures("skew", steps=0, whole=part(None, **WAITED), missing="a rank is not here")
+    section = exposed_section(mixed)
+    assert section is not None
+    assert section.sentences[0] == (
+        "In 1.00 ms of 10.0 ms, transfer and waiting cannot be told apart: a rank is not here."
+    )
+    inside = part(0, **{**WAITED, "transfer_ns": 4 * MS, "undivided_ns": 0})
+    communication = msgspec.structs.replace(mixed.communication, steps=(inside,))
+    section = exposed_section(msgspec.structs.replace(mixed, communication=communication))
+    assert section is not None
+    assert not any("told apart" in sentence for sentence in section.sentences)
 
 
 def test_messages_show_their_bandwidths_in_gb_per_s_and_times_per_step() -> None:
