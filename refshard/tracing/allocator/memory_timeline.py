@@ -63,8 +63,8 @@ def memory_timeline(path: Path) -> MemoryTimelineFigures:
         raise TraceError(f"{path}: cannot be read ({error})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
         raise TraceError(
-            f"{path}: an array of arrays, but no memory timeline of torch.profiler ({error}); a trace is an object with "
-            "traceEvents, or an array of events"
+            f"{path}: an array of arrays, but no memory timeline of torch.profiler ({error}); a trace is an object "
+            "with traceEvents, or an array of events"
         ) from None
     if not len(times) or categories.min() < 0 or categories.max() >= len(CATEGORIES):
         raise TraceError(

@@ -119,6 +119,7 @@ def test_what_is_mostly_divided_is_not_said_to_be_unknown() -> None:
     assert section.sentences[0] == (
         "In 1.00 ms of 10.0 ms, transfer and waiting cannot be told apart: a rank is not here."
     )
+    assert mixed.communication is not None
     inside = part(0, **{**WAITED, "transfer_ns": 4 * MS, "undivided_ns": 0})
     communication = msgspec.structs.replace(mixed.communication, steps=(inside,))
     section = exposed_section(msgspec.structs.replace(mixed, communication=communication))
