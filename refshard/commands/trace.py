@@ -228,6 +228,7 @@ def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:
         difference=difference(of_a, of_b, pairing.ranks),
         interval=change_of_means(*scatter),
         doubts=pairing.doubts,
+        unlike=pairing.unlike,
     )
 
 

@@ -40,7 +40,9 @@ _SKIPPED = {
 def find_warnings(trace: TraceFile, timeline: Timeline) -> tuple[TraceWarning, ...]:
     """Every doubt about a trace, and about the figures that are made of it."""
     found = [
-        TraceWarning(code=code, message=_SKIPPED[code].format(count), count=count if "{}" in _SKIPPED[code] else None)
+        TraceWarning(
+            code=code, message=_SKIPPED[code].format(f"{count:,}"), count=count if "{}" in _SKIPPED[code] else None
+        )
         for code, count in trace.skipped.items()
     ]
     found += _identity(trace, timeline)
@@ -223,8 +225,8 @@ def _streams(spans: Spans) -> Iterator[TraceWarning]:
     if count:
         yield TraceWarning(
             code="overlap_on_stream",
-            message=f"{count} events start before the previous one on their stream ends, "
-            f"{format_ns(overlap)} in all: programmatic dependent launch, or a profiler error",
+            message=f"{'1 event starts' if count == 1 else f'{count:,} events start'} before the previous one on the "
+            f"same stream ends, {format_ns(overlap)} in all: programmatic dependent launch, or a profiler error",
             count=count,
             ns=overlap,
         )

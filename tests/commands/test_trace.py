@@ -105,7 +105,7 @@ def test_a_difference_adds_up_to_the_change_in_step_time(folder: Path) -> None:
     assert sum(changes.values()) == found["delta_ns"] == found["b_ns"] - found["a_ns"] == 0
     assert found["interval_ns"] is None
     assert text(answer).startswith(
-        f"A: {folder}/rank0.json, 1 steps of 100 us\nB: {folder}/slower.json, 1 steps of 100 us"
+        f"A: {folder}/rank0.json, 1 step of 100 us\nB: {folder}/slower.json, 1 step of 100 us"
     )
     by_class, by_label = tables(answer)
     communication = {"class": "communication", "A": "50.0 us", "B": "35.0 us", "B - A": "-15.0 us"}
@@ -132,7 +132,7 @@ def test_all_ranks_are_compared_by_number(tmp_path: Path) -> None:
     changes = {one["label"]: (one["delta_ns"], one["most_rank"], one["most_ns"]) for one in found["changes"]}
     assert changes["aten::mm"] == (6_500, 2, 11_000)
     assert [one["rank"] for one in found["ranks"]] == [1, 2]
-    assert text(answer).startswith(f"A: {a} (2 ranks), 1 steps of 100 us, mean of 2 ranks\nB: {b} (2 ranks)")
+    assert text(answer).startswith(f"A: {a} (2 ranks), 1 step of 100 us, mean of 2 ranks\nB: {b} (2 ranks)")
     assert "Left out: rank 0, only in A." in notes(answer)
     assert "Left out: rank 3, only in B." in notes(answer)
     assert [row["rank"] for row in rows(tables(answer)[2])] == ["1", "2"]
@@ -160,7 +160,7 @@ def test_jobs_of_different_sizes_are_compared_by_their_mean_ranks(tmp_path: Path
         "The world sizes differ, so ranks are not matched: the means of 2 of A's ranks and of 3 of B's ranks are "
         "compared."
     ) in notes(answer)
-    assert "A and B differ in world_size: 2 and 3." in notes(answer)
+    assert "Not like for like: A and B differ in world size (2 and 3)." in notes(answer)
 
 
 def test_a_difference_needs_two_jobs_with_a_rank_in_common(folder: Path) -> None:

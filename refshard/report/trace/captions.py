@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_ns, format_percent
-from refshard.report.trace.words import counted, each, has_steps, parts, who
+from refshard.report.trace.per_step import each, has_steps
+from refshard.report.trace.words import counted, parts, who
 from refshard.tracing.figures import MemoryPoint, TraceFigures
 
 
@@ -56,7 +57,8 @@ def steps(figures: TraceFigures) -> str:
 def gaps(collective: Sequence[int], blocking: int, idle: Sequence[int]) -> str:
     """What the histogram of gaps shows."""
     between = _gaps("gap{} between collectives", collective)
-    return f"{between}{f'; {blocking} blocking' if collective else ''}. {_gaps('idle gap{}', idle)}."
+    blocks = f"; {blocking} blocking" if collective else ""
+    return f"Over the whole trace. {between}{blocks}. {_gaps('idle gap{}', idle)}."
 
 
 def _gaps(noun: str, lengths: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from refshard.report.trace import words as trace_words
 from refshard.report.trace.gaps import GapSet, gap_histogram, sentence_of
 from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import Window, step_rows
+from refshard.report.trace.per_step import each, has_steps, per
 from refshard.report.trace.spans_figure import Extent, spans_figure
 from refshard.timeline import Timeline
 from refshard.tracing.figures import Breakdown, MemoryPoint, TraceFigures
@@ -56,7 +57,7 @@ def _timeline(timeline: Timeline, figures: TraceFigures, window: Window, identit
 
 def charts_of(figures: TraceFigures, gaps: Sequence[GapSet], prefix: str) -> tuple[Chart, ...]:
     """The charts that this trace has data for."""
-    title = "Where each step goes" if trace_words.has_steps(figures) else "Where the time goes"
+    title = "Where each step goes" if has_steps(figures) else "Where the time goes"
     drawn = [chart(f"{prefix}-steps", title, step_bars(figures), trace_captions.steps(figures))]
     if gaps:
         drawn.append(chart(f"{prefix}-gaps", "Gaps", gap_histogram(gaps), sentence_of(gaps)))
@@ -89,11 +90,11 @@ def mean_split(figures: TraceFigures) -> dict[str, float]:
 
 def step_bars(figures: TraceFigures) -> go.Figure:
     """One stacked bar per step, the last :data:`MOST_STEPS` of them."""
-    each = trace_words.each(figures)
-    every = [(f"{each} {step.step}", split(step.breakdown)) for step in figures.steps if step.step is not None]
+    what = each(figures)
+    every = [(f"{what} {step.step}", split(step.breakdown)) for step in figures.steps if step.step is not None]
     every = every[-MOST_STEPS:] or [("whole trace", split(figures.whole))]
     bars = [Bar(place=place, name=name, parts=_seconds(parts)) for place, (name, parts) in enumerate(every)]
-    return _stacked([Row(text=bar.name) for bar in bars], bars, f"per {each}")
+    return _stacked([Row(text=bar.name) for bar in bars], bars, per(figures))
 
 
 def rank_bars(figures: Sequence[TraceFigures], names: Mapping[int, str]) -> go.Figure:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
+from refshard.report.trace.per_step import per
 from refshard.report.trace.section import Section
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures
@@ -23,12 +24,12 @@ def exposed_section(figures: TraceFigures) -> Section | None:
         caption="transfer, waiting for a rank to enter, and what may be either; besides, idle time before a collective "
         "that the host launched late",
         rows=[{key: row[key] for key in kept} for row in rows],
-        sentences=_unknown(told),
+        sentences=_unknown(told, figures),
         text=("waits for",),
     )
 
 
-def _unknown(told: CommunicationFigures) -> list[str]:
+def _unknown(told: CommunicationFigures, figures: TraceFigures) -> list[str]:
     """Why a part of what is shown is not divided, and how large it is unless it is all."""
     parts = told.steps or (told.whole,)
     exposed, undivided = sum(one.exposed_ns for one in parts), sum(one.undivided_ns for one in parts)
@@ -36,7 +37,7 @@ def _unknown(told: CommunicationFigures) -> list[str]:
     of = "" if all(one.launch_ns is None for one in parts) else " of some steps"
     apart = f"{some}{'t' if some else 'T'}ransfer and waiting cannot be told apart"
     return [
-        *([f"{apart}: {told.missing}."] if told.missing and undivided else []),
+        *([f"{apart}: {told.missing}. {_record(figures)}"] if told.missing and undivided else []),
         *([f"Late launches{of} are unknown: {told.no_launch}."] if told.no_launch else []),
     ]
 
@@ -51,7 +52,7 @@ def _row(name: str, one: ExposedSplit) -> dict[str, str]:
         "waiting": format_ns(one.waiting_ns),
         "waits for": f"{peers}{more}" or "-",
         "transfer or waiting": format_ns(one.undivided_ns) if one.undivided_ns else "-",
-        "idle before, late launch": format_ns(one.launch_ns),
+        "idle before late launch": format_ns(one.launch_ns),
     }
 
 
@@ -61,7 +62,7 @@ def messages_section(figures: TraceFigures) -> Section | None:
     if told is None or not told.messages:
         return None
     steps = max(1, len(told.steps))
-    rows = [_message_row(one, steps) for one in told.messages]
+    rows = [_message_row(one, steps, per(figures)) for one in told.messages]
     kept = [key for key in rows[0] if key in ("collective", "count in all") or any(row[key] != "-" for row in rows)]
     link = [f"The link's bandwidth is that of the cluster profile {told.profile}."] if "link GB/s" in kept else []
     return Section(
@@ -73,18 +74,18 @@ def messages_section(figures: TraceFigures) -> Section | None:
     )
 
 
-def _message_row(one: MessageFigures, steps: int) -> dict[str, str]:
+def _message_row(one: MessageFigures, steps: int, head: str) -> dict[str, str]:
     return {
         "collective": short(one.op),
         "size": size_of(one),
         "group": group_name(one) or "-",
         "spans": reach(one) or "-",
         "count in all": f"{one.count:,}",
-        "exposed per step": format_ns(one.exposed_ns / steps),
+        f"exposed {head}": format_ns(one.exposed_ns / steps),
         "waiting": "-" if one.waiting_ns is None else format_ns(one.waiting_ns / steps),
         "GB/s": _rate(one.bus_bandwidth),
         "without waiting": _rate(one.transfer_bandwidth),
-        "most GB/s": _rate(one.largest_bandwidth),
+        "best GB/s": _rate(one.largest_bandwidth),
         "link GB/s": _rate(one.link_bandwidth),
         "latency-bound": {True: "yes", False: "no", None: "-"}[one.is_latency_bound],
     }
@@ -159,8 +160,10 @@ def _of_rate(told: CommunicationFigures, device: str) -> str:
         return ""
     if reached is None:
         lacks = "its size" if most.most_bytes is None else "how many ranks its group has"
-        return f"Most exposed communication is {_named(most)}; its bandwidth is unknown: the trace lacks {lacks}."
-    waiting = "without waiting" if alone else "including waiting (the traces of all its ranks would tell how much)"
+        return (
+            f"Most exposed communication is {_named(most)}; its bandwidth is unknown: the trace does not say {lacks}."
+        )
+    waiting = "without waiting" if alone else "waiting for other ranks included"
     if told.bound == "unknown" or most.link_bandwidth is None:
         why = f"no cluster profile names {device}" if told.profile is None else "its group's ranks are not known"
         return f"{_named(most)} reaches {_rate(reached)} GB/s, {waiting}; the link's rate is unknown: {why}."
@@ -169,6 +172,27 @@ def _of_rate(told: CommunicationFigures, device: str) -> str:
         f"{word}: {_named(most)} reaches {_rate(reached)} of {_rate(most.link_bandwidth)} GB/s "
         f"(profile {told.profile}), {waiting}."
     )
+
+
+def unknown_waiting(figures: TraceFigures) -> str:
+    """That most of exposed communication may be waiting, and how to find out; empty where that is known.
+
+    A link that runs near its peak, or messages that are all latency, leave no room for waiting.
+    """
+    told = figures.communication
+    if told is None or told.missing is None or told.bound not in ("below", "unknown"):
+        return ""
+    parts = told.steps or (told.whole,)
+    if 2 * sum(part.undivided_ns for part in parts) < sum(part.exposed_ns for part in parts):
+        return ""
+    return f"Waiting for other ranks cannot be told from a slow link: {told.missing}. {_record(figures)}"
+
+
+def _record(figures: TraceFigures) -> str:
+    """How to tell waiting."""
+    size = figures.world_size
+    ranks = "both ranks" if size == 2 else "all ranks" if size is None else f"all {size} ranks"
+    return f"Record the same steps on {ranks}, a file each, and run refshard trace on their folder."
 
 
 def _named(one: MessageFigures) -> str:

@@ -27,7 +27,7 @@ def of_collective(one: CollectiveFigures) -> Note:
     """Size, bandwidth, exposed part, wait in the queue, and the gap before it."""
     told = [] if one.bytes is None else [format_bytes(one.bytes)]
     for word, rate in (("algorithm", one.algorithm_bandwidth), ("bus", one.bus_bandwidth)):
-        told += [] if rate is None else [f"{word} bandwidth {format_rate(rate / 2**30)} GiB/s"]
+        told += [] if rate is None else [f"{word} bandwidth {format_rate(rate / 1e9)} GB/s"]
     told.append(f"exposed {format_ns(one.exposed_ns)}" if one.exposed_ns else "not exposed")
     told += [] if one.queued_ns is None else [f"queued {format_ns(one.queued_ns)}"]
     return short_name(one), "; ".join([*told, _gap(one)])

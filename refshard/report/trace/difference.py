@@ -9,6 +9,8 @@ import msgspec
 from refshard.plain import plain
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict
+from refshard.report.trace.words import counted
+from refshard.tracing.difference.alike import Unlike
 from refshard.tracing.difference.diff import IDLE
 from refshard.tracing.difference.matching import Change, Difference
 
@@ -16,8 +18,7 @@ _SHOWN_CHANGES, _SHOWN_RANKS = 25, 8
 _LONGEST_LABEL, _LONGEST_KERNEL = 80, 40
 _CLASSES = {"comm": "communication", "prep": "preparation"}
 _SMALL = 0.05
-"""Classes under this share of the largest one are not in the verdict, and nor are shares of a total that parts cancel.
-"""
+"""Classes under this share of the largest one are not in the verdict."""
 _TELLING = 0.01
 """Less of a step than this is not worth a sentence."""
 
@@ -25,6 +26,8 @@ _TELLING = 0.01
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """A difference of two jobs, ``names`` and ``steps`` (how many) of each, and the doubts about it.
+
+    ``unlike`` says in what the jobs are not like for like.
 
     ``interval`` bounds the change in nanoseconds as far as the scatter of steps leaves it open (95 %); None where there
     are too few.
@@ -35,6 +38,7 @@ class Compared:
     difference: Difference
     interval: tuple[float, float] | None = None
     doubts: Sequence[str] = ()
+    unlike: Sequence[Unlike] = ()
 
     @property
     def is_noise(self) -> bool:
@@ -48,9 +52,15 @@ def difference_answer(found: Compared, more: str = "") -> Answer:
     ``more`` is printed below the verdict.
     """
     changes, lead = found.difference.changes, verdict(found)
-    data = {"verdict": lead, "interval_ns": found.interval, **msgspec.to_builtins(found.difference)}
+    data = {
+        "verdict": lead,
+        "unlike": msgspec.to_builtins(found.unlike),
+        "interval_ns": found.interval,
+        **msgspec.to_builtins(found.difference),
+    }
     rows = [_flat(change) for change in changes]
     blocks: list[Block] = [Text(text=plain("\n".join(sides(found))))]
+    blocks.append(Notes(sentences=[plain(sentence) for sentence in not_alike(found)]))
     if any(change.delta_ns for change in changes):
         blocks += [by_class(found.difference), by_work(found.difference)]
         if (ranks := by_rank(found.difference)) is not None:
@@ -65,25 +75,52 @@ def sides(found: Compared) -> list[str]:
     ns = (found.difference.a_ns, found.difference.b_ns)
     ranks = f", mean of {len(found.difference.ranks)} ranks" if len(found.difference.ranks) > 1 else ""
     return [
-        f"{name}: {path}, {steps} steps of {format_ns(mean)}{ranks}"
+        f"{name}: {path}, {counted(steps, 'step')} of {format_ns(mean)}{ranks}"
         for name, path, steps, mean in zip("AB", found.names, found.steps, ns)
     ]
 
 
+def not_alike(found: Compared) -> list[str]:
+    """In what A and B are not like for like, with what each is; no sentence where they are."""
+    if not found.unlike:
+        return []
+    named = [
+        f"{one.what} ({'for example ' if one.what in _OF_SHAPES else ''}{_shortened(one.a, _LONGEST_LABEL)} and "
+        f"{_shortened(one.b, _LONGEST_LABEL)})"
+        for one in found.unlike
+    ]
+    return [f"{_NOT_ALIKE} {_listed(named)}."]
+
+
 def verdict(found: Compared) -> list[str]:
+    """Whether A and B are like for like, and what accounts for the change."""
+    named = [one.what for one in found.unlike]
+    return [*([f"{_NOT_ALIKE} {_listed(named)}."] if named else []), *claims(found)]
+
+
+_NOT_ALIKE = "Not like for like: A and B differ in"
+_OF_SHAPES = ("batch size", "input shapes")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def claims(found: Compared) -> list[str]:
     """How much longer B's step is, which classes make the change up, and whether it could be chance."""
     whole, changes = found.difference, found.difference.changes
     if not any(change.delta_ns for change in changes):
         return ["No difference."]
     parts = sorted(((name, b - a) for name, (a, b) in class_sums(whole).items()), key=lambda part: -abs(part[1]))
     largest = abs(parts[0][1])
-    cancels = abs(whole.delta_ns) < _SMALL * largest
+    named = [(name, ns) for name, ns in parts if abs(ns) >= _SMALL * largest]
+    cancels = any(ns * whole.delta_ns <= 0 for _, ns in named)  # shares over 100 % or below 0 need a second reading
     share = f" ({format_percent(abs(whole.delta_ns) / whole.a_ns)})" if whole.a_ns else ""
     more = "more" if whole.delta_ns > 0 else "less"
     told = [
         f"{name} {signed(ns)}" + ("" if cancels else f" ({format_percent(ns / whole.delta_ns, 0)}{of})")
-        for (name, ns), of in zip(parts, (" of the change", "", ""))
-        if abs(ns) >= _SMALL * largest
+        for place, (name, ns) in enumerate(named)
+        for of in ("" if place else " of the change",)
     ]
     takes = f"{format_ns(abs(whole.delta_ns))}{share} {more} per step than A" if whole.delta_ns else "as long as A"
     sentences = [f"B takes {takes}: {', '.join(told)}."]

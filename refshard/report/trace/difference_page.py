@@ -16,10 +16,11 @@ from refshard.report.trace.difference import (
     by_class,
     by_rank,
     by_work,
+    claims,
     class_sums,
+    not_alike,
     remarks,
     sides,
-    verdict,
 )
 
 _MOST_CHANGES = 400
@@ -48,7 +49,8 @@ def difference_page(found: Compared) -> Iterable[str]:
     content = {
         "title": "Difference of two jobs",
         "sides": sides(found),
-        "lead": verdict(found),
+        "unlike": not_alike(found),
+        "lead": claims(found),
         "more": remarks(found),
         "bars": _bars(found),
         "classes": _frame(by_class(found.difference)),

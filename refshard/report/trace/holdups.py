@@ -1,8 +1,9 @@
 """What holds the GPU up, in a table and sentences: which calls, where in the code, and what to do about them."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.per_step import in_each, of_each, per
 from refshard.report.trace.section import Section
-from refshard.report.trace.words import SMALL, each
+from refshard.report.trace.words import SMALL
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
 
@@ -67,7 +68,7 @@ def holdups_section(figures: TraceFigures) -> Section | None:
         if max(one.idle_ns, one.host_ns) >= _LEAST * found.span_ns
     ]
     return Section(
-        title=f"{_TITLE}, per {each(figures)}",
+        title=f"{_TITLE}, {per(figures)}",
         caption="Calls of the host that wait, allocate or load. GPU idle caused: how much sooner the next kernel would "
         "have started without them.",
         rows=rows,
@@ -111,21 +112,22 @@ def _share(found: HoldUps, places: tuple[HoldUp, ...]) -> float:
 
 
 def _sentences(places: tuple[HoldUp, ...], found: HoldUps, figures: TraceFigures) -> tuple[str, ...]:
-    unit = each(figures)
     steps, share = found.steps or 1, _share(found, places[:1])
     if share < SMALL:
         limit = format_percent(SMALL, 0)
-        told = [f"No blocking call idles the GPU for {limit} of a {unit} or more."]
+        told = [f"No blocking call idles the GPU for {limit} of {of_each(figures)} or more."]
     else:
         worst = places[0]
         told = [
             f"The GPU is held up most by: {_what(worst)} at {_where(worst)}. It makes the GPU idle for "
-            f"{format_ns(worst.idle_ns / steps)} a {unit} ({format_percent(share)}).",
+            f"{format_ns(worst.idle_ns / steps)} {in_each(figures)} ({format_percent(share)}).",
             f"Try: {_CACHE}" if _is_uncached(worst, places, figures) else f"Try: {_remedy(worst)}.",
         ]
     if len(places) > 1 and _share(found, places) >= SMALL:
         total = format_ns(sum(one.idle_ns for one in places) / steps)
-        told.append(f"All such calls cause {total} of {format_ns(found.idle_ns / steps)} of idle time a {unit}.")
+        told.append(
+            f"All such calls cause {total} of {format_ns(found.idle_ns / steps)} of idle time {in_each(figures)}."
+        )
     if share >= SMALL and all(one.line is None for one in places):
         told.append("With with_stack=True in the profiler, the table names the Python functions.")
     queued = [one for one in places if one.kind is Hold.QUEUE]

@@ -1,6 +1,7 @@
 """Why a device idled, in words: the name of each cause, and a table of what was waited for."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.per_step import per
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import parts
 from refshard.tracing.figures import Cause, TraceFigures
@@ -16,6 +17,24 @@ NAMES = {
 """Of the parts of a step in charts and tables."""
 
 
+_CAPTION = (
+    "Gaps in which nothing runs. What: the operator launched too late, the call that took most of the gap, or the "
+    "streams; the whole gap counts for it"
+)
+_CAPTION_OF_CPU = "Gaps in which neither an operator nor a collective runs. What: the operator that ends the gap"
+
+
+def _cause(cause: Cause, device: str) -> str:
+    """On a CPU nothing is launched: the thread does something else between its operators."""
+    if device == "cpu" and cause is Cause.LAUNCH:
+        return "between operators"
+    return NAMES[cause].removeprefix("idle, ")
+
+
+def _number(count: int, steps: int) -> str:
+    return f"{count // steps:,}" if count % steps == 0 else f"{count / steps:,.1f}"
+
+
 def idle_section(figures: TraceFigures) -> Section | None:
     """What the device waited for."""
     if figures.host_only:
@@ -24,9 +43,9 @@ def idle_section(figures: TraceFigures) -> Section | None:
     span = sum(part.breakdown.span_ns for part in parts(figures))
     rows = [
         {
-            "cause": NAMES[Cause(one.cause)].removeprefix("idle, "), "what": name_in_words(one.what or "-"),
-            "per step": format_ns(one.ns / steps), "share": format_percent(one.ns / span),
-            "gaps per step": f"{one.count / steps:,.1f}", "longest": format_ns(one.longest_ns),
+            "cause": _cause(one.cause, figures.device), "what": name_in_words(one.what or "-"),
+            per(figures): format_ns(one.ns / steps), "share": format_percent(one.ns / span),
+            f"gaps {per(figures)}": _number(one.count, steps), "longest": format_ns(one.longest_ns),
         }
         for one in figures.idle
         if one.ns
@@ -35,6 +54,6 @@ def idle_section(figures: TraceFigures) -> Section | None:
         return None
     return Section(
         title="Idle time by cause",
-        caption="Gaps in which nothing runs. What: the operator launched too late, the call that blocked, the streams",
+        caption=_CAPTION_OF_CPU if figures.device == "cpu" else _CAPTION,
         rows=rows, text=("what",),
     )  # fmt: skip

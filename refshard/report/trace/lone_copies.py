@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.per_step import in_each, per
 from refshard.report.trace.section import Section
 from refshard.tracing.figures import LoneCopy, StepFigures, TraceFigures
 
@@ -25,16 +26,17 @@ _SMALL = 0.001
 _ELSE = "copy less: write results where they are needed, or copy on a stream of its own"
 
 
-def sentences(one: TraceFigures, parts: Sequence[StepFigures], on: str, each: str) -> list[str]:
+def sentences(one: TraceFigures, parts: Sequence[StepFigures], on: str) -> list[str]:
     """The kind of copies that accounts for most of the time of ``parts``, and what to do about it."""
     if not one.lone_copies:
-        return [f"Try: {_ELSE}."]
+        return [f"To reduce copies alone, try: {_ELSE}."]
     most, total = one.lone_copies[0], sum(step.breakdown.lone_copy_ns for step in parts)
     # Copies at once, in both directions or of several devices, count each.
     at_once = sum(copy.ns for copy in one.lone_copies) > total
     share = "sum over concurrent copies" if at_once else f"{format_percent(most.ns / total, 0)} of it"
     return [
-        f"Largest part{on}: {most.name}, {format_ns(most.ns / len(parts))} a {each}, {share} ({most.count:,} in all).",
+        f"Most of the time of copies alone{on}: {most.name}, {format_ns(most.ns / len(parts))} {in_each(one)}, {share} "
+        f"({most.count:,} in all).",
         f"Try: {remedy(most)}.",
     ]
 
@@ -50,7 +52,7 @@ def lone_copy_section(figures: TraceFigures) -> Section | None:
     span = sum(part.span_ns for part in parts)
     rows = [
         {
-            "copies": copy.name, "per step": format_ns(copy.ns / len(parts)),
+            "copies": copy.name, per(figures): format_ns(copy.ns / len(parts)),
             "share": format_percent(copy.ns / span), "count in all": f"{copy.count:,}",
         }
         for copy in figures.lone_copies

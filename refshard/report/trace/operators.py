@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from refshard.quantities import format_ns, format_percent, format_rate
+from refshard.report.trace.per_step import in_each, per
 from refshard.report.trace.section import Section
-from refshard.report.trace.words import SMALL, each
+from refshard.report.trace.words import SMALL
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.operators.operator_figures import Contention, OperatorFigures, OperatorReport, Slowdown
 
@@ -37,16 +38,27 @@ def class_section(figures: TraceFigures) -> Section | None:
     if not report.has_shapes:
         sentences.append("No FLOPs: the trace has no shapes; record it with record_shapes=True.")
     elif report.hardware is None:
-        sentences.append(f"No shares of a peak: there is no hardware profile of {figures.device}.")
+        sentences.append(f"No shares of a peak: {_no_peak(figures.device)}.")
     return Section(
         title="Work by class",
         caption=(
-            f"Per {each(figures)}; shares are of all work but communication. Durations add up: what runs at once "
+            f"{_head(figures)}; shares are of all work but communication. Durations add up: what runs at once "
             "counts twice."
         ),
         rows=rows,
         sentences=sentences,
     )
+
+
+def _no_peak(device: str) -> str:
+    if device == "gpu":
+        return "the trace does not name its GPU"
+    return f"there is no hardware profile of {'this CPU' if device == 'cpu' else device}"
+
+
+def _head(figures: TraceFigures) -> str:
+    """What the times of a table are for, as its caption begins."""
+    return per(figures).capitalize()
 
 
 def operator_section(figures: TraceFigures) -> Section | None:
@@ -71,7 +83,7 @@ def operator_section(figures: TraceFigures) -> Section | None:
     return Section(
         title="Operators",
         caption=(
-            f"Per {each(figures)}: what the host called, and how long the kernels took that it launched for it."
+            f"{_head(figures)}: what the host called, and how long the kernels took that it launched for it."
             f"{_left_out(report.totals, report.total_count)}"
         ),
         rows=_told(rows, "TFLOPS", "of peak", "of roofline"),
@@ -102,7 +114,7 @@ def shape_section(figures: TraceFigures) -> Section | None:
     profile = f" Peaks: the hardware profile {report.hardware}." if report.hardware else ""
     return Section(
         title="Operators by shape",
-        caption=f"Per {each(figures)}; bytes are the least that each must move.{profile}"
+        caption=f"{_head(figures)}; bytes are the least that each must move.{profile}"
         f"{_left_out(report.operators, report.operator_count)}",
         rows=_told(rows, "TFLOPS", "of peak", "of roofline", "bound by"),
         text=("shapes", "dtype", "bound by"),
@@ -125,7 +137,7 @@ def kernel_section(figures: TraceFigures) -> Section | None:
         }
         for one in report.kernels
     ]
-    caption = f"Per {each(figures)}, without those that communicate; names are shortened (--json has them whole)."
+    caption = f"{_head(figures)}, without those that communicate; names are shortened (--json has them whole)."
     caption += _left_out(report.kernels, report.kernel_count)
     return Section(title="Kernels", caption=caption, rows=rows, text=("class",))
 
@@ -141,7 +153,7 @@ def contention_section(figures: TraceFigures) -> Section | None:
     ]
     return Section(
         title="Beside communication",
-        caption=f"Per {each(figures)}: {_COMPARED}" if rows else "",
+        caption=f"{_head(figures)}: {_COMPARED}" if rows else "",
         rows=rows,
         sentences=_lost(found, report, figures),
     )
@@ -155,8 +167,8 @@ def _slowdown(one: Slowdown, report: OperatorReport, name: str) -> dict[str, str
     return {
         "kernels": name,
         "runs beside": _per_step(one.runs, report),
-        "time": format_ns(one.beside_ns / report.steps),
-        "alone": format_ns(one.alone_ns / report.steps),
+        "time beside": format_ns(one.beside_ns / report.steps),
+        "time alone": format_ns(one.alone_ns / report.steps),
         "slower": "no" if one.times is None else f"{one.times:.2f}x",
         "lost": format_ns(one.lost_ns / report.steps) if one.slower else "none",
     }
@@ -171,7 +183,7 @@ def _lost(found: Contention, report: OperatorReport, figures: TraceFigures) -> l
             verb = "are" if what.endswith("s") else "is"
             lost = format_ns(one.lost_ns / report.steps)
             name = f"{what[0].upper()}{what[1:]}"
-            sentences.append(f"{name} {verb} {one.times:.2f}x slower beside communication: {lost} a {each(figures)}.")
+            sentences.append(f"{name} {verb} {one.times:.2f}x slower beside communication: {lost} {in_each(figures)}.")
     if not sentences and found.classes:
         sentences.append("No class of kernels is slower beside communication.")
     if found.classes:
@@ -197,7 +209,7 @@ def _shares(report: OperatorReport, figures: TraceFigures) -> str:
     told = [one for one in report.classes if one.share is not None and one.share >= SMALL][:4]
     parts = [f"{_CALLED.get(one.name, one.name)} {format_percent(one.share, 0)}" for one in told]
     work = "operators" if not report.kernels else "kernels and copies"
-    every = f"Of {format_ns(report.work_ns / report.steps)} of {work} a {each(figures)}: {', '.join(parts)}."
+    every = f"Of {format_ns(report.work_ns / report.steps)} of {work} {in_each(figures)}: {', '.join(parts)}."
     comm = sum(one.ns for one in report.classes if one.share is None)
     return f"{every} Communication takes {format_ns(comm / report.steps)} more." if comm else every
 
@@ -209,9 +221,9 @@ def _first(report: OperatorReport, figures: TraceFigures) -> list[str]:
         gain, worst = max(gains, key=lambda pair: pair[0])
         if gain >= SMALL * report.work_ns:
             return [
-                f"Among operators, {_call(worst)} could gain most: {format_ns(worst.ns / report.steps)} a "
-                f"{each(figures)} at {format_percent(worst.of_roofline, 0)} of its roofline ({worst.bound}-bound); at "
-                f"most {format_ns(gain / report.steps)} can be gained."
+                f"The operator that could gain most is {_call(worst)}: it takes {format_ns(worst.ns / report.steps)} "
+                f"{in_each(figures)}, at {format_percent(worst.of_roofline, 0)} of its roofline ({worst.bound}-bound), "
+                f"so at most {format_ns(gain / report.steps)} can be gained."
             ]
         return []
     most = report.totals[0]

@@ -9,6 +9,7 @@ import pandas as pd
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.idle import NAMES as IDLE
+from refshard.report.trace.per_step import each, has_steps
 from refshard.tracing.figures import Breakdown, CollectiveFigures, StepFigures, TraceFigures
 from refshard.tracing.overlap import mean_ratio
 
@@ -25,6 +26,7 @@ def summary(figures: Sequence[TraceFigures]) -> pd.DataFrame:
     told = {
         "job": len(names) > 1,
         "device": len({one.device for one in figures}) > 1,
+        "idle, host late": any(one.device != "cpu" for one in figures),
         "exposed to all": any(part.exposed_ns != part.exposed_any_ns for part in every),
         "late reductions (give-way)": any(one.giveway.index is not None for one in figures),
     }
@@ -42,7 +44,7 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
     return {
         "rank": f"{'-' if one.rank is None else one.rank} of {'?' if one.world_size is None else one.world_size}",
         "device": one.device,
-        "steps": str(len(one.steps)) if trace_words.has_steps(one) else "-",
+        "steps": str(len(one.steps)) if has_steps(one) else "-",
         "span": mean(lambda part: part.span_ns, of_host=True),
         "compute": mean(lambda part: part.compute_ns),
         "communication": mean(lambda part: part.comm_ns),
@@ -50,7 +52,7 @@ def _summary_row(one: TraceFigures) -> dict[str, str]:
         "exposed to all": mean(lambda part: part.exposed_any_ns),
         "overlap ratio": "-" if one.host_only else format_percent(mean_ratio(every)),
         "idle": mean(lambda part: part.idle_ns),
-        "host idle": mean(lambda part: part.idle_host_ns),
+        "idle, host late": "-" if one.device == "cpu" else mean(lambda part: part.idle_host_ns),
         "late reductions (give-way)": format_percent(one.giveway.index, 2),
     }
 
@@ -60,7 +62,7 @@ def steps(one: TraceFigures) -> pd.DataFrame:
     every = [step for step in one.steps if step.step is not None]
     return _frame(
         [
-            {trace_words.each(one) if every else "step": _step_name(step), **_parts_row(one, step.breakdown)}
+            {each(one) if every else "step": _step_name(step), **_parts_row(one, step.breakdown)}
             | {
                 "late reductions (give-way)": format_ns(step.giveway.lost_ns),
                 "copy-in": format_ns(step.copies.copy_in_ns),
@@ -97,9 +99,9 @@ def _parts_row(one: TraceFigures, part: Breakdown) -> dict[str, str]:
 
 def per_step(one: TraceFigures) -> str:
     """What sums of units, collectives and waits are over."""
-    if not trace_words.has_steps(one):
+    if not has_steps(one):
         return "over the whole trace"
-    what = trace_words.each(one)
+    what = each(one)
     return f"per {what}, mean of {len(one.steps)}" if len(one.steps) > 1 else f"of the only {what}"
 
 
@@ -178,7 +180,7 @@ def middle_of(values: Sequence[float | None]) -> float | None:
 
 def _rate(values: Sequence[float | None]) -> str:
     middle = middle_of(values)
-    return "-" if middle is None else f"{format_rate(middle / 2**30)} GiB/s"
+    return "-" if middle is None else f"{format_rate(middle / 1e9)} GB/s"
 
 
 def blocking(members: Sequence[CollectiveFigures], steps: int) -> str:

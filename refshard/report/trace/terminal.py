@@ -12,13 +12,14 @@ import msgspec
 from refshard.plain import plain
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict, table
+from refshard.report.trace.per_step import each, has_steps, per
 from refshard.report.trace.sections import sections_of
-from refshard.report.trace.words import SMALL, findings, has_steps, job_names, jobs, parts, who
+from refshard.report.trace.words import SMALL, findings, job_names, jobs, parts, who
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
 from refshard.tracing.overlap import mean_ratio
 
-_ALWAYS = frozenset(("rank", "per step", "per window", "compute", "comm.", "exposed", "overlap", "idle"))
+_ALWAYS = frozenset(("rank", "compute", "comm.", "exposed", "overlap", "idle"))
 _FEW_WARNINGS = 3
 """So many are shown without being asked for."""
 
@@ -106,20 +107,27 @@ def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
             {
                 "rank": "-" if trace.rank is None else str(trace.rank),
                 "windows" if trace.windows else "steps": str(len(trace.steps)) if has_steps(trace) else "-",
-                "per window" if trace.windows else "per step": format_ns(_mean(steps, "span_ns")),
+                _length_head(members): format_ns(_mean(steps, "span_ns")),
                 "compute": _share(device, "compute_ns"),
                 "comm.": _share(device, "comm_ns"),
                 "exposed": _share(device, "exposed_ns"),
                 "overlap": format_percent(mean_ratio(device)),
                 "copies alone": _if_any(device, "lone_copy_ns"),
                 "idle": _share(device, "idle_ns"),
-                "host idle": _share(device, "idle_host_ns"),
+                "idle, host late": "-" if trace.device == "cpu" else _share(device, "idle_host_ns"),
                 "late reductions (give-way)": format_percent(trace.giveway.index, 2),
                 "warnings": str(len(trace.warnings) or "-"),
             }
         )
-    told = [key for key in rows[0] if key in _ALWAYS or any(row[key] != "-" for row in rows)]
+    always = {*_ALWAYS, _length_head(members)}
+    told = [key for key in rows[0] if key in always or any(row[key] != "-" for row in rows)]
     return table([{key: row[key] for key in told} for row in rows], left=0, title=title)
+
+
+def _length_head(members: Sequence[TraceFigures]) -> str:
+    """The head of the lengths: of a step, or of the whole of what a trace without steps holds."""
+    told = {per(one).replace("in the", "whole") for one in members}
+    return told.pop() if len(told) == 1 else f"per {each(members[0])}"
 
 
 def _mean(steps: Sequence[Breakdown], key: str) -> float | None:

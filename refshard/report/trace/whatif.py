@@ -1,8 +1,9 @@
 """A section of a trace: what a step would take with one cause of lost time gone, and in which order fixing pays."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.per_step import has_steps, in_each
 from refshard.report.trace.section import Section
-from refshard.report.trace.words import counted, has_steps
+from refshard.report.trace.words import counted, parts
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.operators.kernel_names import name_in_words
 from refshard.tracing.replay import whatif_figures as whatif
@@ -11,7 +12,7 @@ from refshard.tracing.replay.whatif_figures import TOLERATED_ERROR, PathPart, Wh
 _NAMES = {
     whatif.OVERLAPPED: "communication fully overlapped",
     whatif.ON_TIME: "every rank on time",
-    whatif.LAUNCHES: "launches free",
+    whatif.LAUNCHES: "host and launches take no time",
     whatif.NO_SYNC: "no synchronisation with the host",
 }
 _PATH = {
@@ -24,6 +25,8 @@ _PATH = {
 }
 _SMALL = 0.005
 """A gain under this share of the step is not named in the order, nor a part of the path."""
+_NEAR = 0.03
+"""A step this much longer than its communication is bound by that."""
 _OWNERS = 3
 _MUCH = 0.1
 """From this share of the path on, a reader may think that the host bounds the step."""
@@ -33,38 +36,89 @@ def what_if_section(figures: TraceFigures) -> Section | None:
     """Each change with the step that it leads to; the order in which they pay; and the critical path."""
     found = figures.what_if
     if found is None:
-        return None
+        return _not_on_a_cpu() if figures.device == "cpu" else None
     each = "step" if has_steps(figures) else "trace"
-    gains = found.what_ifs
-    rows = [{"what if": _name(one), each: format_ns(one.step_ns), "gain": _gain(one, found.step_ns)} for one in gains]
+    gains = found.what_ifs if _is_telling(found) else ()
+    rows = [
+        {"what if": _name(one), f"{each} takes": format_ns(one.step_ns), "gain": _gain(one, found.step_ns)}
+        for one in gains
+    ]
     of = f"the mean of {counted(found.steps, 'step')}" if each == "step" else "the whole trace"
     doubt = (
         "The trace holds no calls but launches: if the host waited for the device, that counts as its own time."
         if found.only_launches
         else ""
     )
+    told = (_order(found), _beside_exposed(figures, found) if gains else "", doubt, *_path(found, each))
     return Section(
-        title="What if",
+        title=f"What if: the {each} replayed with one change",
         caption=f"Replays of the trace's dependency graph, over {of} ({format_ns(found.step_ns)}). "
         f"{counted(found.waits_recorded, 'wait')} between streams recorded, {found.waits_inferred:,} inferred.",
         rows=rows,
-        sentences=tuple(sentence for sentence in (_order(found), doubt, *_path(found, each)) if sentence),
+        sentences=tuple(sentence for sentence in told if sentence),
         brief=True,
     )
+
+
+def _not_on_a_cpu() -> Section:
+    return Section(
+        title="What if",
+        caption="",
+        rows=(),
+        sentences=(
+            "What if cannot be told: a CPU trace records no launches, so it has no dependency graph to replay.",
+        ),
+    )
+
+
+def _is_telling(found: WhatIfFigures) -> bool:
+    """Whether a gain exceeds what the replay is off by, if that is much."""
+    largest = max((one.gain_ns for one in found.what_ifs), default=0)
+    return found.replay_error <= TOLERATED_ERROR or largest >= found.replay_error * found.step_ns
 
 
 def _order(found: WhatIfFigures) -> str:
     """In which order fixing things pays, or why that cannot be said."""
     if found.replay_error > TOLERATED_ERROR:
-        return (
-            f"The replay is {format_percent(found.replay_error)} off the trace's own time, because the trace does not "
-            "show what some work waited for: the gains are uncertain, and no order is given."
-        )
+        off = f"{format_percent(found.replay_error)} off the trace's own time"
+        why = "because the trace does not show what the host or some work waited for"
+        if not _is_telling(found):
+            return f"What if cannot be told: the replay is {off}, {why}."
+        return f"The replay is {off}, {why}: the gains are uncertain, and no order is given."
     worth = [one for one in found.order if one.gain_ns >= _SMALL * found.step_ns]
     if not worth:
         return "None of these would make a difference."
     steps = [f"{_name(one)}, {format_ns(one.step_ns)}" for one in worth]
-    return f"One after the other: {'; then also '.join(steps)}. Replay error: {format_percent(found.replay_error)}."
+    off = f"Unchanged, the replay is {format_percent(found.replay_error)} off."
+    return f"Best order: {'; then also '.join(steps)}. {off}"
+
+
+def _beside_exposed(figures: TraceFigures, found: WhatIfFigures) -> str:
+    """Why overlapping communication gains another time than is exposed; empty where it does not."""
+    one = next((one for one in found.what_ifs if one.what == whatif.OVERLAPPED), None)
+    if one is None:
+        return ""
+    every = [part.breakdown for part in parts(figures)]
+    exposed, comm = (sum(getattr(part, key) for part in every) / len(every) for key in ("exposed_ns", "comm_ns"))
+    if abs(one.gain_ns - exposed) < _SMALL * found.step_ns:
+        return ""
+    gained = f"overlapping it gains {format_ns(one.gain_ns) if one.gain_ns else 'nothing'}"
+    return (
+        f"Communication is exposed for {format_ns(exposed)} {in_each(figures)}, but {gained}: "
+        f"{_why(found, one, exposed, comm)}."
+    )
+
+
+def _why(found: WhatIfFigures, one: WhatIf, exposed: float, comm: float) -> str:
+    if one.gain_ns > exposed:
+        return "idle time before and after it goes too"
+    if one.step_ns <= (1 + _NEAR) * comm:
+        return f"communication itself takes {format_ns(comm)}"
+    path = [part for part in found.path.parts if part.kind != whatif.COMMUNICATION]
+    most = max(path, key=lambda part: part.ns, default=None)
+    if most is not None and most.kind == whatif.HOST:
+        return "the host launches what follows no sooner"
+    return "what follows waits for other work too"
 
 
 def _path(found: WhatIfFigures, each: str) -> list[str]:
@@ -79,7 +133,7 @@ def _path(found: WhatIfFigures, each: str) -> list[str]:
         for part in found.path.owners[:_OWNERS]
         if part.ns >= _SMALL * found.step_ns
     ]
-    sentences = [f"Critical path, of the {each}: {', '.join(parts)}."] if parts else []
+    sentences = [f"Critical path of the {each}: {', '.join(parts)}."] if parts else []
     sentences += [f"Longest on it: {', '.join(owners)}."] if owners else []
     return [*sentences, *_not_by_the_host(found)]
 
@@ -91,8 +145,8 @@ def _not_by_the_host(found: WhatIfFigures) -> list[str]:
     if not gains or on_path < _MUCH * found.step_ns or gains[0] >= on_path / 2:
         return []
     return [
-        f"Free launches gain only {format_ns(gains[0])}: while the host is on the path, the device is mostly busy with "
-        "other work."
+        f"Without the time of host and launches, only {format_ns(gains[0])} would be gained: while the host is on the "
+        "path, the device is mostly busy with other work."
     ]
 
 

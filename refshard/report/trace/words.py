@@ -15,7 +15,8 @@ import msgspec
 
 from refshard.quantities import format_ns, format_percent
 from refshard.report.trace import lone_copies
-from refshard.report.trace.communication import answer, short
+from refshard.report.trace.communication import answer, short, unknown_waiting
+from refshard.report.trace.per_step import has_steps, in_each, is_alone, of_each
 from refshard.tracing.figures import Breakdown, Cause, StepFigures, TraceFigures, TraceWarning
 from refshard.tracing.operators.kernel_names import name_in_words
 
@@ -34,8 +35,8 @@ _RANK = re.compile(r"[-_.]?rank[-_]?\d*$|[-_.]r\d*$", re.IGNORECASE)
 LONG_NS = 1_000_000
 """In longer gaps the host does something else than launch kernels one by one."""
 BUSY_HOST = (
-    "move what the host does meanwhile (data loading, preprocessing, logging) off the training thread, or do it less "
-    "often"
+    "move what the host does meanwhile (data loading, preprocessing, logging) off the thread that launches kernels, or "
+    "do it less often"
 )
 
 
@@ -73,8 +74,8 @@ _REMEDIES = {
     "compute",
     "reduce_scatter": "reduce in bf16, overlap with backward, accumulate gradients without reductions in between, or "
     "give each rank more to compute",
-    "all_to_all": "balance what ranks send each other (the load of experts), send fewer bytes, or compute other "
-    "tokens meanwhile",
+    "all_to_all": "balance what ranks send each other (tokens of experts, rows of embedding tables), send fewer bytes, "
+    "or compute something else meanwhile",
     "send": "more and smaller microbatches, or a schedule with a smaller pipeline bubble",
     "broadcast": "broadcast less often (buffers of DDP: broadcast_buffers=False), or beside compute",
 }
@@ -83,12 +84,12 @@ _REMEDIES |= {"recv": _REMEDIES["send"], "send_recv": _REMEDIES["send"]}
 _REMEDIES |= dict.fromkeys(("dispatch", "combine", "notify"), _REMEDIES["all_to_all"])  # of experts
 _LAUNCH = _Loss(
     name="launch-bound idle time",
-    remedy="fewer and larger kernels (torch.compile), CUDA graphs, no synchronisation within the step",
+    remedy="fewer and larger kernels (torch.compile), CUDA graphs, no synchronisation with the host",
     of=lambda step: step.breakdown.idle_launch_ns,
     cause=Cause.LAUNCH,
 )
 _LAUNCH_OF_CPU = _Loss(
-    name="host-bound idle time",
+    name="idle time between operators",
     remedy="fewer and larger operators, torch.compile, data loading off the training thread",
     of=_LAUNCH.of,
 )
@@ -145,11 +146,6 @@ _LOSSES = (
 )
 
 
-def has_steps(figures: TraceFigures) -> bool:
-    """Whether the trace tells steps apart; one that does not has its whole length as its only step, or none."""
-    return any(step.step is not None for step in figures.steps)
-
-
 def parts(figures: TraceFigures) -> tuple[StepFigures, ...]:
     """The steps; of a trace without steps the whole."""
     return figures.steps or (whole(figures),)
@@ -161,13 +157,6 @@ def whole(figures: TraceFigures) -> StepFigures:
         step=None, start_ns=0, breakdown=figures.whole, giveway=figures.giveway, copies=figures.copies,
         reduce_wait=figures.reduce_wait,
     )  # fmt: skip
-
-
-def each(figures: TraceFigures) -> str:
-    """What times of this trace are means over, or of."""
-    if figures.windows is not None:
-        return "window"
-    return "step" if has_steps(figures) else "trace"
 
 
 def counted(n: int, noun: str) -> str:
@@ -245,16 +234,17 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
         return _without(untold, title, [one for one in members if one.untold is None])
     shares = _shares(members)
     share, worst = shares[0]
-    span = f"{each(members[0])} of {format_ns(_mean(members, lambda part: part.span_ns))}"
+    length = format_ns(_mean(members, lambda part: part.span_ns))
+    span = f"{of_each(members[0])} ({length})" if is_alone(members[0]) else f"{of_each(members[0])} of {length}"
     others = [f"{loss.name} {format_percent(value)}" for value, loss in shares[1:] if value >= SMALL / 10]
     if share < SMALL:
-        lead, more = f"No loss reaches {format_percent(SMALL, 0)} of a {span}.", []
+        lead, more = f"No loss reaches {format_percent(SMALL, 0)} of {span}.", []
     else:
         spread = _spread(members, worst)
-        lead = f"The largest loss is {worst.name}: {format_percent(share)} of a {span}{spread}."
+        lead = f"The largest loss is {worst.name}: {format_percent(share)} of {span}{spread}."
         more = _exposed(members) if worst is _EXPOSED else _remedy(members, worst)
     if others:
-        more.append(f"Also: {', '.join(others)}.")
+        more.append(f"Also lost: {', '.join(others)}.")
     if worst is not _EXPOSED and (told := late(members)):
         more.append(told)
     return Finding(title=title, lead=lead, more=(*_several_devices(members), *_uneven(members), *more))
@@ -308,23 +298,31 @@ def _long_steps(one: TraceFigures) -> set[int | None]:
 def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
     """What to do about a loss; of idle time also what most of it was waited for, on the rank that lost most by it."""
     one = max(members, key=lambda one: _share([one], loss))
-    on = f" on {who(one)}" if len(members) > 1 else ""
     if loss is _LONE_COPIES:
-        return lone_copies.sentences(one, parts(one), on, each(one))
+        return lone_copies.sentences(one, parts(one), f" on {who(one)}" if len(members) > 1 else "")
     named = [idle for idle in one.idle if idle.cause == loss.cause and idle.what]
     if not named or one.device.lower() == "cpu":
-        return [f"Try: {loss.remedy}."]
+        return [f"To reduce {loss.name}, try: {loss.remedy}."]
     most, number = named[0], len(parts(one))
-    before = "before " if loss.cause in (Cause.LAUNCH, Cause.UNKNOWN) else ""
+    name = f"On {who(one)}, {loss.name}" if len(members) > 1 else loss.name[0].upper() + loss.name[1:]
     what = name_in_words(most.what or "")
     busy_host = loss is _LAUNCH and most.ns > LONG_NS * most.count
     of_cause = sum(idle.ns for idle in one.idle if idle.cause == loss.cause)
     return [
-        f"Largest part{on}: {before}{what}, {format_ns(most.ns / number)} a {each(one)}, "
+        f"{name} is longest {_PLACES[most.cause]} {what}: {format_ns(most.ns / number)} {in_each(one)}, "
         f"{format_percent(most.ns / of_cause, 0)} of it ({counted(most.count, 'gap')} in all, the longest "
         f"{format_ns(most.longest_ns)}).",
         f"Try: {BUSY_HOST if busy_host else loss.remedy}.",
     ]
+
+
+_PLACES = {
+    Cause.LAUNCH: "before",
+    Cause.CALL: "in gaps spent mostly in",
+    Cause.DEPENDENCY: "where",
+    Cause.UNKNOWN: "before",
+}
+"""Where gaps of a cause lie, before what they are told by."""
 
 
 def _without(untold: Sequence[TraceFigures], title: str, others: Sequence[TraceFigures]) -> Finding:
@@ -369,8 +367,10 @@ def _exposed(members: Sequence[TraceFigures]) -> list[str]:
     where = [] if most is None else _where(worst, *most)
     if sum(waits.values()) > exposed * len(parts(worst)) / 2:
         return [*where, _balance(members, worst, exposed, waits)]
-    told = [sentence for sentence in (answer(worst), f"Try: {_remedy_of(most)}.", late(members)) if sentence]
-    return [*where, *told]
+    unknown, remedy = unknown_waiting(worst), _remedy_of(most)
+    attempt = f"If the ranks hardly wait, try: {remedy}." if unknown else f"Try: {remedy}."
+    named = attempt if where or unknown else f"To reduce exposed communication, try: {remedy}."
+    return [*where, *(sentence for sentence in (answer(worst), unknown, named, late(members)) if sentence)]
 
 
 def exposed_waits(one: TraceFigures) -> dict[int, int]:
@@ -407,13 +407,13 @@ def _where(one: TraceFigures, op: str, unit: str | None, most: int) -> list[str]
     place = f" of {unit}" if unit else ""
     at_once = most > sum(part.breakdown.exposed_ns for part in parts(one))
     return [
-        f"Most exposed on {who(one)}: {short(op)}{place}, {format_ns(most / len(parts(one)))} a {each(one)}"
+        f"Most exposed on {who(one)}: {short(op)}{place}, {format_ns(most / len(parts(one)))} {in_each(one)}"
         f"{' (sum over concurrent collectives)' if at_once else ''}."
     ]
 
 
 def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: float, waits: dict[int, int]) -> str:
-    a, steps = f"a {each(worst)}", len(parts(worst))
+    a, steps = in_each(worst), len(parts(worst))
     last = next(iter(waits))
     told = (
         f"{_capital(who(worst))} exposes {format_ns(exposed)} {a}, {format_ns(sum(waits.values()) / steps)} of it "
@@ -472,10 +472,11 @@ def late(members: Sequence[TraceFigures]) -> str:
         return ""
     last, waited = total.most_common(1)[0]
     others = [one for one in members if one.rank != last]
+    on_average = "" if len(others) == 1 else " on average"
     waiting = f"{who(others[0])} waits" if len(others) == 1 else f"the {len(others)} others wait"
     return (
         f"Of the {len(members)} ranks here, rank {last} is waited for longest: {waiting} "
-        f"{format_ns(mean[last] / len(others))} a {each(members[0])} for it{'' if len(others) == 1 else ' on average'} "
+        f"{format_ns(mean[last] / len(others))} {in_each(members[0])} for it{on_average} "
         f"({format_percent(waited / total.total(), 0)} of all waiting between them)."
     )
 

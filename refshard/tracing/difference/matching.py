@@ -22,6 +22,13 @@ from refshard.tracing.difference.works import Work, family
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _APART_OF_TIME, _APART_OF_SPREAD, _APART_OF_STEP, _FEW_UNITS = 0.25, 5, 0.001, 3
 _MOST_KERNELS = 3
+_CAUSES = {
+    "launch": "launch-bound",
+    "call": "blocked call",
+    "dependency": "waiting for a stream",
+    "unknown": "cause unknown",
+}
+"""Causes of idle time in labels, where not by their own names."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -363,4 +370,4 @@ def label_of(work: Work) -> str:
     parts.append(f"({work.group})" if work.group else "")
     parts.append(f"in {work.unit.strip('()')}" if work.unit else "")
     text = ", ".join(filter(None, (" ".join(filter(None, parts)), work.phase)))
-    return f"{text} ({work.bound})" if work.bound else text
+    return f"{text} ({_CAUSES.get(work.bound, work.bound)})" if work.bound else text

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from refshard.errors import TraceError
 from refshard.tracing.analysis import Analysis
+from refshard.tracing.difference.alike import Unlike, unlike
 from refshard.tracing.difference.diff import IDLE, Attribution
 
 _MOST_NAMED = 8
@@ -12,12 +13,16 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """Traces of A and of B; with ``ranks``, trace by trace of these ranks. ``doubts`` are sentences for people."""
+    """Traces of A and of B; with ``ranks``, trace by trace of these ranks.
+
+    ``unlike`` says in what the two jobs are not like for like; ``doubts`` are sentences for people.
+    """
 
     a: tuple[Analysis, ...]
     b: tuple[Analysis, ...]
     ranks: tuple[int, ...] = ()
     doubts: tuple[str, ...] = ()
+    unlike: tuple[Unlike, ...] = ()
 
 
 def pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> Pairing:
@@ -30,13 +35,13 @@ def pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> Pairing:
     """
     sides = (tuple(before), tuple(after))
     if len(before) == len(after) == 1:
-        return Pairing(a=sides[0], b=sides[1], doubts=_unlike(sides))
+        return Pairing(a=sides[0], b=sides[1], doubts=_unrecorded(sides), unlike=_unlike(sides))
     _check_one_job(sides)
     sizes = [{one.figures.world_size for one in side} - {None} for side in sides]
     if sizes[0] and sizes[1] and sizes[0] != sizes[1]:
         counts = " and of ".join(f"{len(side)} of {name}'s ranks" for name, side in zip("AB", sides))
         mean = f"The world sizes differ, so ranks are not matched: the means of {counts} are compared."
-        return Pairing(a=sides[0], b=sides[1], doubts=(mean, *_unlike(sides)))
+        return Pairing(a=sides[0], b=sides[1], doubts=(mean, *_unrecorded(sides)), unlike=_unlike(sides))
     of_a, of_b = ({one.figures.rank: one for one in side if one.figures.rank is not None} for side in sides)
     common = sorted(of_a.keys() & of_b.keys())
     if not common:
@@ -46,7 +51,8 @@ def pair(before: Sequence[Analysis], after: Sequence[Analysis]) -> Pairing:
         a=chosen[0],
         b=chosen[1],
         ranks=tuple(common),
-        doubts=(*_alone("A", of_a.keys() - of_b.keys()), *_alone("B", of_b.keys() - of_a.keys()), *_unlike(chosen)),
+        doubts=(*_alone("A", of_a.keys() - of_b.keys()), *_alone("B", of_b.keys() - of_a.keys()), *_unrecorded(chosen)),
+        unlike=_unlike(chosen),
     )
 
 
@@ -67,20 +73,24 @@ def _alone(name: str, ranks: set[int]) -> tuple[str, ...]:
     return (f"Left out: rank{'s' if len(ranks) > 1 else ''} {named}, only in {name}.",)
 
 
-def _unlike(sides: Sequence[Sequence[Analysis]]) -> tuple[str, ...]:
-    """In what the sides are not alike, and what one of them does not record."""
-    found = []
-    for what in ("device", "world_size"):
-        ours, theirs = (sorted({str(getattr(one.figures, what)) for one in side}) for side in sides)
-        if ours != theirs:
-            found.append(f"A and B differ in {what}: {', '.join(ours)} and {', '.join(theirs)}.")
-    found += [
+def _unlike(sides: Sequence[Sequence[Analysis]]) -> tuple[Unlike, ...]:
+    a, b = ([one.figures for one in side] for side in sides)
+    return unlike((a, b), _attributions(sides))
+
+
+def _unrecorded(sides: Sequence[Sequence[Analysis]]) -> tuple[str, ...]:
+    """What one of the sides does not record."""
+    found = [
         f"{name} has no device events: what it did on the device is unknown."
         for name, side in zip("AB", sides)
         if any(one.figures.host_only for one in side)
     ]
-    attributions = [[one.attribution for one in side if one.attribution is not None] for side in sides]
-    return (*found, *unrecorded(attributions[0], attributions[1]))
+    return (*found, *unrecorded(*_attributions(sides)))
+
+
+def _attributions(sides: Sequence[Sequence[Analysis]]) -> tuple[list[Attribution], list[Attribution]]:
+    a, b = ([one.attribution for one in side if one.attribution is not None] for side in sides)
+    return a, b
 
 
 def unrecorded(a: Sequence[Attribution], b: Sequence[Attribution]) -> tuple[str, ...]:

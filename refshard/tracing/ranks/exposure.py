@@ -12,7 +12,7 @@ from refshard.tracing.idle import knows_launches
 from refshard.tracing.ranks.exposure_figures import ExposedSplit, PeerWait
 from refshard.tracing.ranks.stragglers import Entered
 
-NO_HOST = "a CPU trace: nothing is launched there"
+NO_HOST = "nothing is launched on a CPU"
 NO_LAUNCHES = "the trace has no launches; record CPU activities too"
 _EVER = np.iinfo(np.int64)
 SOME_LAUNCHES = "some collectives have no launch in the trace"

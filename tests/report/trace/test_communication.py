@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.report.trace.communication import answer, exposed_section, messages_section
+from refshard.report.trace.communication import answer, exposed_section, messages_section, unknown_waiting
 from refshard.report.trace.sections import sections_of
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
@@ -53,7 +53,7 @@ WAITED = {
         (
             figures("below"),
             "Below the link: all_reduce of 16.0 MiB (mesh_tp [0-7], inside a node) reaches 3.50 of 300 GB/s (profile "
-            "mi300x), including waiting (the traces of all its ranks would tell how much).",
+            "mi300x), waiting for other ranks included.",
         ),
         (
             figures("bandwidth", message(transfer_bandwidth=280 * GB, nodes=2, description=None)),
@@ -62,15 +62,14 @@ WAITED = {
         ),
         (
             figures("unknown", message(link_bandwidth=None), profile=None, device="NVIDIA X"),
-            "all_reduce of 16.0 MiB (mesh_tp [0-7], inside a node) reaches 3.50 GB/s, including waiting (the "
-            "traces of all its ranks would tell how much); the link's rate is unknown: no cluster profile names "
-            "NVIDIA X.",
+            "all_reduce of 16.0 MiB (mesh_tp [0-7], inside a node) reaches 3.50 GB/s, waiting for other ranks "
+            "included; the link's rate is unknown: no cluster profile names NVIDIA X.",
         ),
         (figures("unknown", message(link_bandwidth=None), profile=None, device="cpu"), ""),
         (
             figures("unknown", message(bus_bandwidth=None, group=None, group_size=None, nodes=None)),
-            "Most exposed communication is all_reduce of 16.0 MiB; its bandwidth is unknown: the trace lacks how many "
-            "ranks its group has.",
+            "Most exposed communication is all_reduce of 16.0 MiB; its bandwidth is unknown: the trace does not say "
+            "how many ranks its group has.",
         ),
         (
             figures("latency", message(exposed_ns=5 * MS), message(exposed_ns=15 * MS, is_latency_bound=True)),
@@ -94,10 +93,33 @@ def test_what_is_unknown_has_no_column_and_a_reason() -> None:
     assert [list(row.values()) for row in section.rows] == [
         ["step 0", "10.0 ms", "10.0 ms", "2.00 ms"], ["step 1", "10.0 ms", "10.0 ms", "2.00 ms"],
     ]  # fmt: skip
-    assert list(section.rows[0]) == ["", "exposed", "transfer or waiting", "idle before, late launch"]
+    assert list(section.rows[0]) == ["", "exposed", "transfer or waiting", "idle before late launch"]
     assert section.sentences == [
-        "Transfer and waiting cannot be told apart: the traces of the other ranks are not here."
+        "Transfer and waiting cannot be told apart: the traces of the other ranks are not here. Record the same steps "
+        "on all 8 ranks, a file each, and run refshard trace on their folder."
     ]
+
+
+NOT_HERE = "Waiting for other ranks cannot be told from a slow link: the traces of the other ranks are not here. "
+FOLDER = ", a file each, and run refshard trace on their folder."
+
+
+@pytest.mark.parametrize(
+    ("told", "size", "sentence"),
+    [
+        (figures("below"), 8, f"{NOT_HERE}Record the same steps on all 8 ranks{FOLDER}"),
+        (figures("unknown"), 2, f"{NOT_HERE}Record the same steps on both ranks{FOLDER}"),
+        (figures("unknown"), None, f"{NOT_HERE}Record the same steps on all ranks{FOLDER}"),
+        (figures("bandwidth"), 8, ""),  # a full link leaves no room for waiting
+        (figures("latency"), 8, ""),
+        (figures("below", missing=None), 8, ""),
+        (figures("below", steps=0, whole=part(None, undivided_ns=4 * MS, transfer_ns=6 * MS)), 8, ""),
+    ],
+)
+def test_waiting_that_one_rank_cannot_tell_is_said_with_what_to_record(
+    told: TraceFigures, size: int | None, sentence: str
+) -> None:
+    assert unknown_waiting(msgspec.structs.replace(told, world_size=size)) == sentence
 
 
 def test_waiting_is_told_with_whom_it_is_for() -> None:
@@ -106,7 +128,7 @@ def test_waiting_is_told_with_whom_it_is_for() -> None:
     assert dict(section.rows[0]) == {
         "": "whole trace", "exposed": "10.0 ms", "transfer": "3.00 ms", "waiting": "6.00 ms",
         "waits for": "rank 5 4.00 ms, rank 3 2.00 ms", "transfer or waiting": "1.00 ms",
-        "idle before, late launch": "2.00 ms",
+        "idle before late launch": "2.00 ms",
     }  # fmt: skip
     assert section.sentences[-1] == "Late launches of some steps are unknown: no host."
 
@@ -136,7 +158,7 @@ def test_messages_show_their_bandwidths_in_gb_per_s_and_times_per_step() -> None
         "collective": "all_reduce", "size": "16.0 MiB", "group": "mesh_tp [0-7]", "spans": "inside a node",
         "count in all": "6", "exposed per step": "9.00 ms", "waiting": "4.50 ms", "GB/s": "3.50",
         "without waiting": "7.00",
-        "most GB/s": "4.00", "link GB/s": "300", "latency-bound": "no",
+        "best GB/s": "4.00", "link GB/s": "300", "latency-bound": "no",
     }  # fmt: skip
     assert (section.rows[1]["collective"], section.rows[1]["group"]) == ("ncclDevKernel_Generic", "8 ranks")
     assert section.sentences == ["The link's bandwidth is that of the cluster profile mi300x."]

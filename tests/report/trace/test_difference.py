@@ -1,9 +1,12 @@
 """What is said of a difference: which classes make it up, which ranks, and whether it could be chance."""
 
+from dataclasses import replace
+
 import msgspec
 
-from refshard.report.trace.difference import Compared, by_class, difference_answer, remarks, verdict
+from refshard.report.trace.difference import Compared, by_class, difference_answer, not_alike, remarks, verdict
 from refshard.report.trace.difference_page import difference_page
+from refshard.tracing.difference.alike import Unlike
 from refshard.tracing.difference.diff import Attribution, Owner
 from refshard.tracing.difference.matching import difference
 from refshard.tracing.difference.works import Work
@@ -13,7 +16,7 @@ from tests.report.traces import HOSTILE
 
 MM = Work(kind="compute", operator="aten::mm", phase="forward")
 GATHER = Work(kind="comm", operator="all_gather", phase="forward")
-IDLE = Work(kind="idle", operator="aten::mm", phase="forward", bound="host-bound")
+IDLE = Work(kind="idle", operator="aten::mm", phase="forward", bound="launch")
 
 
 def side(*rows: tuple[Work, int], kernel: str = "k") -> Attribution:
@@ -46,6 +49,35 @@ def test_a_total_that_parts_cancel_has_no_shares() -> None:
     assert verdict(compared(a, b))[0] == (
         "B takes 100 ns (0.1 %) more per step than A: communication +10.1 us, compute -10.0 us."
     )
+
+
+def test_parts_of_both_signs_have_no_shares() -> None:
+    """A share over 100 %, or one below 0, needs a second reading."""
+    a, b = [side((MM, 60_000), (GATHER, 30_000))], [side((MM, 90_000), (GATHER, 20_000))]
+    assert verdict(compared(a, b))[0] == (
+        "B takes 20.0 us (22.2 %) more per step than A: compute +30.0 us, communication -10.0 us."
+    )
+
+
+def test_what_is_not_like_for_like_is_said_before_the_difference() -> None:
+    unlike = (
+        Unlike(what="device", a="H100", b="MI300X"),
+        Unlike(what="world size", a="8", b="2"),
+        Unlike(what="batch size", a="aten::mm [8,4]x[4,2]", b="aten::mm [16,4]x[4,2]"),
+    )
+    found = replace(compared([side((MM, 60_000))], [side((MM, 90_000))]), unlike=unlike)
+    told = (
+        "Not like for like: A and B differ in device (H100 and MI300X), world size (8 and 2) and batch size (for "
+        "example aten::mm [8,4]x[4,2] and aten::mm [16,4]x[4,2])."
+    )
+    assert not_alike(found) == [told]
+    assert verdict(found)[0] == "Not like for like: A and B differ in device, world size and batch size."
+    assert verdict(found)[1].startswith("B takes 30.0 us")
+    printed = " ".join(text(difference_answer(found)).split())
+    assert printed.index(told) < printed.index("overlapping time counts once")
+    shown = " ".join(Page("".join(difference_page(found))).text.replace("\N{NO-BREAK SPACE}", " ").split())
+    assert shown.index(told) < shown.index("B takes 30.0 us")
+    assert not_alike(compared([side((MM, 1))], [side((MM, 2))])) == []
 
 
 def test_steps_that_take_as_long_may_still_differ() -> None:

@@ -204,7 +204,7 @@ def test_blocks_tell_of_their_units_and_collectives_of_bytes_and_bandwidths() ->
     assert notes_of(rows, "prep")[0] == f"{traces.PREP}; model.layers.1"
     reductions = [note for note in notes_of(rows, "comm") if note.startswith("reduce_scatter")]
     assert reductions[0] == (
-        "reduce_scatter model.layers.1; 416 MiB; algorithm bandwidth 369 GiB/s; bus bandwidth 323 GiB/s; exposed "
+        "reduce_scatter model.layers.1; 416 MiB; algorithm bandwidth 397 GB/s; bus bandwidth 347 GB/s; exposed "
         f"19.0 us; queued 40.0 us; gap of 666 us before it, which does not block; {traces.REDUCE}"
     )
     assert len(reductions) == 2

@@ -1,6 +1,7 @@
 """The section on what ifs: its rows, the order in which fixing pays, and the critical path, in words."""
 
 import msgspec
+import pytest
 
 from refshard.report.trace.whatif import what_if_section
 from refshard.tracing.figures import TraceFigures
@@ -45,13 +46,16 @@ def test_rows_order_and_path() -> None:
     assert section is not None
     assert section.brief
     assert section.rows == [
-        {"what if": "launches free", "step": "80.0 ms", "gain": "20.0 ms (20.0 %)"},
-        {"what if": "communication fully overlapped", "step": "90.0 ms", "gain": "10.0 ms (10.0 %)"},
-        {"what if": "gemm twice as fast", "step": "100 ms", "gain": "none"},
+        {"what if": "host and launches take no time", "step takes": "80.0 ms", "gain": "20.0 ms (20.0 %)"},
+        {"what if": "communication fully overlapped", "step takes": "90.0 ms", "gain": "10.0 ms (10.0 %)"},
+        {"what if": "gemm twice as fast", "step takes": "100 ms", "gain": "none"},
     ]
     assert section.sentences == (
-        "One after the other: launches free, 80.0 ms; then also gemm twice as fast, 65.0 ms. Replay error: 0.2 %.",
-        "Critical path, of the step: host and launches 70 %, compute 30 %.",
+        "Best order: host and launches take no time, 80.0 ms; then also gemm twice as fast, 65.0 ms. Unchanged, the "
+        "replay is 0.2 % off.",
+        "Communication is exposed for 2.20 ms a step, but overlapping it gains 10.0 ms: idle time before and after it "
+        "goes too.",
+        "Critical path of the step: host and launches 70 %, compute 30 %.",
         "Longest on it: host code before aten::add 60 %, gemm 29 %.",
         "Free launches gain only 20.0 ms: while the host is on the path, the device is mostly busy with other work.",
     )
@@ -72,8 +76,60 @@ def test_no_order_where_the_replay_is_off() -> None:
     section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, replay_error=0.11, order=())))
     assert section is not None
     assert section.sentences[0] == (
-        "The replay is 11.0 % off the trace's own time, because the trace does not show what some work waited for: the "
-        "gains are uncertain, and no order is given."
+        "The replay is 11.0 % off the trace's own time, because the trace does not show what the host or some work "
+        "waited for: the gains are uncertain, and no order is given."
+    )
+
+
+def test_gains_that_are_less_than_the_replay_is_off_are_not_shown() -> None:
+    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, replay_error=0.97, order=())))
+    assert section is not None
+    assert section.rows == []
+    assert section.sentences[:2] == (
+        "What if cannot be told: the replay is 97.0 % off the trace's own time, because the trace does not show what "
+        "the host or some work waited for.",
+        "Critical path of the step: host and launches 70 %, compute 30 %.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("gain", "kind", "comm", "told"),
+    [
+        (0, "host", 40, "but overlapping it gains nothing: the host launches what follows no sooner."),
+        (10, "host", 90, "but overlapping it gains 10.0 ms: communication itself takes 90.0 ms."),
+        (10, "compute", 40, "but overlapping it gains 10.0 ms: what follows waits for other work too."),
+        (29.6, "host", 40, None),  # under half a percent of the step apart
+    ],
+)
+def test_a_gain_that_is_not_the_exposed_time_is_explained(gain: float, kind: str, comm: int, told: str | None) -> None:
+    """30 of 100 ms are exposed."""
+    ns = int(gain * MS)
+    found = msgspec.structs.replace(
+        FIGURES,
+        what_ifs=(WhatIf(what=whatif.OVERLAPPED, step_ns=100 * MS - ns, gain_ns=ns),),
+        path=CriticalPath(
+            parts=(PathPart(kind="communication", ns=60 * MS), PathPart(kind=kind, ns=40 * MS)), owners=()
+        ),
+    )
+    figures = with_figures(found)
+    steps = tuple(
+        msgspec.structs.replace(
+            step, breakdown=msgspec.structs.replace(step.breakdown, comm_ns=comm * MS, exposed_ns=30 * MS)
+        )
+        for step in figures.steps
+    )
+    section = what_if_section(msgspec.structs.replace(figures, steps=steps))
+    assert section is not None
+    sentences = [one for one in section.sentences if one.startswith("Communication is exposed")]
+    assert sentences == ([] if told is None else [f"Communication is exposed for 30.0 ms a step, {told}"])
+
+
+def test_a_cpu_trace_says_why_it_has_no_what_if() -> None:
+    section = what_if_section(msgspec.structs.replace(with_figures(None), device="cpu"))
+    assert section is not None
+    assert not section.brief
+    assert section.sentences == (
+        "What if cannot be told: a CPU trace records no launches, so it has no dependency graph to replay.",
     )
 
 
@@ -87,6 +143,6 @@ def test_nothing_to_gain_and_no_figures() -> None:
 def test_a_trace_that_holds_only_launches_is_doubted() -> None:
     section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, only_launches=True)))
     assert section is not None
-    assert section.sentences[1] == (
+    assert section.sentences[2] == (
         "The trace holds no calls but launches: if the host waited for the device, that counts as its own time."
     )

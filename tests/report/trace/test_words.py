@@ -16,6 +16,7 @@ from refshard.report.trace import gaps as trace_gaps
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.idle import idle_section
+from refshard.report.trace.per_step import in_each, of_each, per
 from refshard.tracing.figures import (
     Cause,
     GiveWay,
@@ -25,6 +26,7 @@ from refshard.tracing.figures import (
     RankWait,
     TraceFigures,
     TraceWarning,
+    WindowFigures,
 )
 from refshard.tracing.operators.kernel_names import LONGEST
 from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, PeerWait
@@ -87,9 +89,103 @@ def test_idle_time_is_told_with_what_was_waited_for_and_how_long_gaps_are(count:
     idle = IdleFigures(cause=Cause.LAUNCH, what="aten::mm", ns=20 * MS, count=count, longest_ns=9 * MS)
     (finding,) = trace_words.findings([made(exposed=3, host=10, dependency=5, idle=(idle,))])
     assert finding.more[0] == (
-        f"Largest part: before aten::mm, 10.0 ms a step, 100 % of it ({count} gaps in all, the longest 9.00 ms)."
+        f"Launch-bound idle time is longest before aten::mm: 10.0 ms a step, 100 % of it ({count} gaps in all, the "
+        "longest 9.00 ms)."
     )
     assert finding.more[1].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("cause", "what", "told"),
+    [
+        (Cause.CALL, "cudaFree", "Idle time in blocking calls is longest in gaps spent mostly in cudaFree: "),
+        (
+            Cause.DEPENDENCY,
+            "stream 0 waits for stream 4",
+            "Idle time waiting for another stream is longest where stream 0 waits for stream 4: ",
+        ),
+        (Cause.UNKNOWN, "aten::mm", "Idle time of unknown cause is longest before aten::mm: "),
+    ],
+)
+def test_the_first_sentence_names_the_loss_that_it_is_about(cause: Cause, what: str, told: str) -> None:
+    """In a terminal the verdict stands below it."""
+    sizes = {Cause.CALL: {"call": 9}, Cause.DEPENDENCY: {"dependency": 9}}.get(cause, {})
+    idle = IdleFigures(cause=cause, what=what, ns=18 * MS, count=1, longest_ns=18 * MS)
+    figures = made(exposed=3, **{"host": 1, "dependency": 1, **sizes}, idle=(idle,), rank=3)
+    (finding,) = trace_words.findings([figures])
+    assert finding.more[0].startswith(told)
+    both = trace_words.findings([figures, msgspec.structs.replace(figures, rank=4)])[0]
+    assert both.more[0].startswith(f"On rank 3, {told[0].lower()}{told[1:]}")
+
+
+def test_a_loss_that_nothing_names_is_in_its_remedy() -> None:
+    (finding,) = trace_words.findings([made(exposed=3, host=10, dependency=5)])
+    assert finding.more[0].startswith("To reduce launch-bound idle time, try: fewer and larger kernels")
+    (finding,) = trace_words.findings([made(exposed=3, host=10, dependency=5, device="cpu")])
+    assert finding.lead == "The largest loss is idle time between operators: 10.0 % of a step of 100 ms."
+
+
+def test_a_trace_without_steps_has_no_times_per_step() -> None:
+    idle = IdleFigures(cause=Cause.LAUNCH, what="aten::mm", ns=20 * MS, count=40, longest_ns=9 * MS)
+    step = msgspec.structs.replace(made(exposed=3, host=10, dependency=5).steps[0], step=None)
+    (finding,) = trace_words.findings([made(steps=(step,), idle=(idle,))])
+    assert finding.lead == "The largest loss is launch-bound idle time: 10.0 % of the trace (100 ms)."
+    assert finding.more[0].startswith("Launch-bound idle time is longest before aten::mm: 20.0 ms in the trace, ")
+    section = idle_section(made(steps=(step,), idle=(idle,)))
+    assert section is not None
+    assert section.rows == [
+        {
+            "cause": "launch-bound", "what": "aten::mm", "in the trace": "20.0 ms", "share": "20.0 %",
+            "gaps in the trace": "40", "longest": "9.00 ms",
+        }
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("steps", "windows", "head", "after", "share"),
+    [
+        (3, False, "per step", "a step", "a step"),
+        (0, False, "in the trace", "in the trace", "the trace"),
+        (3, True, "per window", "a window", "a window"),
+        (1, True, "in the window", "in the window", "the window"),
+    ],
+)
+def test_times_are_of_steps_windows_or_the_whole(
+    steps: int, *, windows: bool, head: str, after: str, share: str
+) -> None:
+    chosen = WindowFigures(asked="x", groups=()) if windows else None
+    figures = made(steps=made().steps[:1] * steps, windows=chosen)
+    assert (per(figures), in_each(figures), of_each(figures)) == (head, after, share)
+
+
+def test_an_idle_cpu_is_between_operators() -> None:
+    idle = IdleFigures(cause=Cause.LAUNCH, what="aten::mm", ns=20 * MS, count=5, longest_ns=9 * MS)
+    section = idle_section(made(idle=(idle,), device="cpu"))
+    assert section is not None
+    assert dict(section.rows[0]) == {
+        "cause": "between operators", "what": "aten::mm", "per step": "10.0 ms", "share": "10.0 %",
+        "gaps per step": "2.5", "longest": "9.00 ms",
+    }  # fmt: skip
+    assert "idle, host late" not in trace_tables.summary([made(device="cpu")])
+
+
+def test_one_ranks_exposed_communication_asks_for_all_ranks_first() -> None:
+    """Larger buckets help where the link is slow, and not where ranks wait."""
+    whole = ExposedSplit(
+        step=None, exposed_ns=60 * MS, transfer_ns=None, waiting_ns=None, undivided_ns=60 * MS, launch_ns=0
+    )
+    told = CommunicationFigures(
+        whole=whole, steps=(), messages=(), bound="below", profile=None, no_launch=None,
+        missing="the traces of the other ranks are not here",
+    )  # fmt: skip
+    first = msgspec.structs.replace(made().collectives[0], op="all_reduce", unit=None, step=0, exposed_ns=60 * MS)
+    (finding,) = trace_words.findings([made(exposed=30, collectives=(first,), communication=told)])
+    assert finding.more[1:3] == (
+        "Waiting for other ranks cannot be told from a slow link: the traces of the other ranks are not here. Record "
+        "the same steps on all 8 ranks, a file each, and run refshard trace on their folder.",
+        "If the ranks hardly wait, try: larger buckets, gradients in bf16, overlap with backward, or gradient "
+        "accumulation without reductions in between.",
+    )
 
 
 def test_no_small_loss_is_called_the_largest() -> None:
@@ -119,7 +215,7 @@ def test_a_job_is_told_with_its_extremes_and_its_late_rank() -> None:
     ranks.append(made(exposed=25, rank=2, waits_for=(wait(0, 1),), collectives=()))
     (finding,) = trace_words.findings(ranks)
     assert "25.0 % of a step of 100 ms (from 20.0 % on rank 0 to 30.0 % on rank 1)" in finding.lead
-    assert finding.more[0].startswith("Try: gather earlier")
+    assert finding.more[0].startswith("To reduce exposed communication, try: gather earlier")
     assert finding.more[1] == (
         "Of the 3 ranks here, rank 2 is waited for longest: the 2 others wait 1.00 ms a step for it on average "
         "(80 % of all waiting between them)."
@@ -369,7 +465,7 @@ def test_the_summary_holds_means_and_says_what_is_not_known() -> None:
     assert row["span"] == "100 ms"
     assert row["exposed"] == "20.0 ms"
     assert row["overlap ratio"] == "60.0 %"
-    assert row["host idle"] == "-"
+    assert row["idle, host late"] == "-"
     assert row["rank"] == "- of ?"
     assert "late reductions (give-way)" not in row
     assert "job" not in row
@@ -486,7 +582,7 @@ def test_a_trace_without_steps_is_one_bar_of_the_whole() -> None:
     figures = made(steps=(step,))
     bars = trace_charts.step_bars(figures)
     assert list(bars.layout.yaxis.ticktext) == ["whole trace"]
-    assert bars.layout.xaxis.title.text == "ms per trace"
+    assert bars.layout.xaxis.title.text == "ms in the trace"
     assert trace_captions.steps(figures).startswith("The whole trace, which has no steps: ")
 
 
@@ -546,5 +642,5 @@ def test_a_trace_without_collectives_or_gaps_is_still_told() -> None:
     bare = replace(GPU, collectives=())
     figures = msgspec.structs.replace(made(), collectives=(), units=(), waits_for=(), memory=(), steps=())
     assert trace_tables.collectives(figures).empty
-    assert lead([figures]).endswith("of a trace of 100 ms.")
+    assert lead([figures]).endswith("20.0 % of the trace (100 ms).")
     assert trace_charts.charts_of(figures, trace_gaps.gaps_of(figures, bare), "t")

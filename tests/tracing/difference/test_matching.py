@@ -24,7 +24,7 @@ works = st.builds(
     dtype=st.sampled_from(("", "bf16", "fp32")),
     ordinal=st.sampled_from((None, 0, 1)),
     bytes=st.sampled_from((None, 8)),
-    bound=st.sampled_from((None, "host-bound")),
+    bound=st.sampled_from((None, "launch")),
 )
 owned = st.dictionaries(works, st.tuples(st.integers(0, 10**12), st.integers(0, 9)), max_size=12)
 ranks = st.lists(st.tuples(owned, st.integers(1, 999)), min_size=1, max_size=3)
@@ -242,7 +242,7 @@ def test_a_training_run_that_changed_names_what_changed_most_first() -> None:
     assert found.delta_ns == after.step_ns - before.step_ns
     assert [(one.rank, one.delta_ns) for one in found.ranks] == [(0, found.delta_ns), (1, found.delta_ns)]
     # Of fewer steps, a greater share is the last.
-    (end,) = [change for change in found.changes if change.label == "idle before the end (launch)"]
+    (end,) = [change for change in found.changes if change.label == "idle before the end (launch-bound)"]
     assert end.delta_ns == before.tail / 4 - before.tail / 2
 
 
