@@ -6,6 +6,7 @@ from refshard.report.trace.section import Section
 from refshard.report.trace.words import SMALL
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
+from refshard.tracing.replay.whatif_figures import NO_SYNC, TOLERATED_ERROR
 
 _LEAST = SMALL / 10
 """Rows are calls that take, or cause idle time of, this share of the step."""
@@ -115,7 +116,7 @@ def _sentences(places: tuple[HoldUp, ...], found: HoldUps, figures: TraceFigures
     steps, share = found.steps or 1, _share(found, places[:1])
     if share < SMALL:
         limit = format_percent(SMALL, 0)
-        told = [f"No blocking call idles the GPU for {limit} of {of_each(figures)} or more."]
+        told = [f"No blocking call itself idles the GPU for {limit} of {of_each(figures)} or more."]
     else:
         worst = places[0]
         told = [
@@ -130,6 +131,11 @@ def _sentences(places: tuple[HoldUp, ...], found: HoldUps, figures: TraceFigures
         )
     if share >= SMALL and all(one.line is None for one in places):
         told.append("With with_stack=True in the profiler, the table names the Python functions.")
+    if share < SMALL and (gain := _gain_without_waits(figures)):
+        told.append(
+            "But the host starts what follows later because it waits: if it never waited for the GPU, "
+            f"{format_ns(gain)} {in_each(figures)} would be saved (see What if)."
+        )
     queued = [one for one in places if one.kind is Hold.QUEUE]
     if sum(one.host_ns for one in queued) >= SMALL * found.span_ns:
         told.append("Launches that wait for a full queue are no problem: the host is ahead of the GPU.")
@@ -143,6 +149,18 @@ def _is_uncached(worst: HoldUp, places: tuple[HoldUp, ...], figures: TraceFigure
     kernels = 0 if figures.operators is None else sum(one.count for one in figures.operators.classes)
     frees = sum(one.count for one in places if one.kind is Hold.ALLOCATOR and one.call.endswith("Free"))
     return 0 < _UNCACHED * kernels <= frees
+
+
+def _gain_without_waits(figures: TraceFigures) -> int:
+    """Nanoseconds of a step that go if the host never waits for the device, where a replay tells and it is no trifle.
+
+    A wait idles the device longer than it lasts if the host has much to do after it.
+    """
+    found = figures.what_if
+    if found is None or found.replay_error > TOLERATED_ERROR:
+        return 0
+    gain = next((one.gain_ns for one in found.what_ifs if one.what == NO_SYNC), 0)
+    return gain if gain >= SMALL * found.step_ns else 0
 
 
 def _remedy(one: HoldUp) -> str:

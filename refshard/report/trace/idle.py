@@ -1,7 +1,7 @@
 """Why a device idled, in words: the name of each cause, and a table of what was waited for."""
 
 from refshard.quantities import format_ns, format_percent
-from refshard.report.trace.per_step import per
+from refshard.report.trace.per_step import is_alone, per
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import parts
 from refshard.tracing.figures import Cause, TraceFigures
@@ -45,7 +45,8 @@ def idle_section(figures: TraceFigures) -> Section | None:
         {
             "cause": _cause(one.cause, figures.device), "what": name_in_words(one.what or "-"),
             per(figures): format_ns(one.ns / steps), "share": format_percent(one.ns / span),
-            f"gaps {per(figures)}": _number(one.count, steps), "longest": format_ns(one.longest_ns),
+            "gaps" if is_alone(figures) else f"gaps {per(figures)}": _number(one.count, steps),
+            "longest": format_ns(one.longest_ns),
         }
         for one in figures.idle
         if one.ns

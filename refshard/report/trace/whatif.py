@@ -1,7 +1,7 @@
 """A section of a trace: what a step would take with one cause of lost time gone, and in which order fixing pays."""
 
 from refshard.quantities import format_ns, format_percent
-from refshard.report.trace.per_step import has_steps, in_each
+from refshard.report.trace.per_step import each, has_steps, in_each
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import counted, parts
 from refshard.tracing.figures import TraceFigures
@@ -37,21 +37,21 @@ def what_if_section(figures: TraceFigures) -> Section | None:
     found = figures.what_if
     if found is None:
         return _not_on_a_cpu() if figures.device == "cpu" else None
-    each = "step" if has_steps(figures) else "trace"
+    what = each(figures)
     gains = found.what_ifs if _is_telling(found) else ()
     rows = [
-        {"what if": _name(one), f"{each} takes": format_ns(one.step_ns), "gain": _gain(one, found.step_ns)}
+        {"what if": _name(one), f"{what} takes": format_ns(one.step_ns), "gain": _gain(one, found.step_ns)}
         for one in gains
     ]
-    of = f"the mean of {counted(found.steps, 'step')}" if each == "step" else "the whole trace"
+    of = f"the mean of {counted(found.steps, what)}" if has_steps(figures) else "the whole trace"
     doubt = (
         "The trace holds no calls but launches: if the host waited for the device, that counts as its own time."
         if found.only_launches
         else ""
     )
-    told = (_order(found), _beside_exposed(figures, found) if gains else "", doubt, *_path(found, each))
+    told = (_order(found), _beside_exposed(figures, found) if gains else "", doubt, *_path(found, what))
     return Section(
-        title=f"What if: the {each} replayed with one change",
+        title=f"What if: the {what} replayed with one change",
         caption=f"Replays of the trace's dependency graph, over {of} ({format_ns(found.step_ns)}). "
         f"{counted(found.waits_recorded, 'wait')} between streams recorded, {found.waits_inferred:,} inferred.",
         rows=rows,
@@ -121,7 +121,7 @@ def _why(found: WhatIfFigures, one: WhatIf, exposed: float, comm: float) -> str:
     return "what follows waits for other work too"
 
 
-def _path(found: WhatIfFigures, each: str) -> list[str]:
+def _path(found: WhatIfFigures, what: str) -> list[str]:
     """What the critical path is made of, and the kernels and host calls that it goes through longest."""
     parts = [
         f"{_PATH[part.kind]} {format_percent(part.ns / found.step_ns, 0)}"
@@ -133,7 +133,7 @@ def _path(found: WhatIfFigures, each: str) -> list[str]:
         for part in found.path.owners[:_OWNERS]
         if part.ns >= _SMALL * found.step_ns
     ]
-    sentences = [f"Critical path of the {each}: {', '.join(parts)}."] if parts else []
+    sentences = [f"Critical path of the {what}: {', '.join(parts)}."] if parts else []
     sentences += [f"Longest on it: {', '.join(owners)}."] if owners else []
     return [*sentences, *_not_by_the_host(found)]
 

@@ -17,7 +17,7 @@ from refshard.quantities import format_ns, format_percent
 from refshard.report.trace import lone_copies
 from refshard.report.trace.communication import answer, short, unknown_waiting
 from refshard.report.trace.per_step import has_steps, in_each, is_alone, of_each
-from refshard.tracing.figures import Breakdown, Cause, StepFigures, TraceFigures, TraceWarning
+from refshard.tracing.figures import Breakdown, Cause, IdleFigures, StepFigures, TraceFigures, TraceWarning
 from refshard.tracing.operators.kernel_names import name_in_words
 
 SMALL = 0.01
@@ -95,7 +95,8 @@ _LAUNCH_OF_CPU = _Loss(
 )
 _UNKNOWN = _Loss(
     name="idle time of unknown cause",
-    remedy="look in the timeline at what comes next: it was queued, and the trace names nothing that it waited for",
+    remedy="look in the timeline (--html) at what comes next: it was queued, and the trace names nothing that it "
+    "waited for",
     of=lambda step: step.breakdown.idle_unknown_ns,
     cause=Cause.UNKNOWN,
 )
@@ -310,10 +311,14 @@ def _remedy(members: Sequence[TraceFigures], loss: _Loss) -> list[str]:
     of_cause = sum(idle.ns for idle in one.idle if idle.cause == loss.cause)
     return [
         f"{name} is longest {_PLACES[most.cause]} {what}: {format_ns(most.ns / number)} {in_each(one)}, "
-        f"{format_percent(most.ns / of_cause, 0)} of it ({counted(most.count, 'gap')} in all, the longest "
-        f"{format_ns(most.longest_ns)}).",
+        f"{format_percent(most.ns / of_cause, 0)} of it ({_gaps(most)}).",
         f"Try: {BUSY_HOST if busy_host else loss.remedy}.",
     ]
+
+
+def _gaps(idle: IdleFigures) -> str:
+    longest = "" if idle.count == 1 else f" in all, the longest {format_ns(idle.longest_ns)}"
+    return f"{counted(idle.count, 'gap')}{longest}"
 
 
 _PLACES = {

@@ -8,10 +8,11 @@ from refshard.report.trace.section import Section
 from refshard.report.trace.sections import SECTIONS
 from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
 from refshard.tracing.operators.operator_figures import ClassFigures, OperatorReport
+from refshard.tracing.replay.whatif_figures import NO_SYNC, CriticalPath, WhatIf, WhatIfFigures
 from tests.report.traces import figures, gpu
 
 MS = 1_000_000
-LITTLE = "No blocking call idles the GPU for 1 % of a step or more."
+LITTLE = "No blocking call itself idles the GPU for 1 % of a step or more."
 HOLDUP = HoldUp(
     kind=Hold.ITEM, call="cudaMemcpyAsync", line=None, operator="aten::_local_scalar_dense", unit=None, thread="7/7",
     copied=None, count=8, host_ns=40 * MS, idle_ns=20 * MS, followed_ns=30 * MS,
@@ -112,6 +113,38 @@ def test_little_is_said_to_be_little() -> None:
     nothing = of(changed(idle_ns=0, host_ns=0))
     assert (nothing.rows, nothing.sentences) == ([], (LITTLE,))
     assert of().sentences == (LITTLE,)
+
+
+def what_if(gain: int, error: float = 0.0) -> WhatIfFigures:
+    """Of four steps of 100 ms: what they gain, in ms, if the host never waits."""
+    one = WhatIf(what=NO_SYNC, step_ns=(100 - gain) * MS, gain_ns=gain * MS)
+    return WhatIfFigures(
+        steps=4, step_ns=100 * MS, replay_error=error, waits_recorded=0, waits_inferred=0, only_launches=False,
+        what_ifs=(one,), order=(), path=CriticalPath(parts=(), owners=()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (
+            what_if(28),
+            [
+                "But the host starts what follows later because it waits: if it never waited for the GPU, 28.0 ms a "
+                "step would be saved (see What if)."
+            ],
+        ),
+        (what_if(0), []),
+        (what_if(28, error=0.5), []),
+        (None, []),
+    ],
+)
+def test_waits_that_delay_the_host_are_said_to(found: WhatIfFigures | None, told: list[str]) -> None:
+    """A wait of 10 ms that ends before the queue does idles nothing, and yet delays all launches after it."""
+    few = HoldUps(places=(changed(idle_ns=MS, kind=Hold.SYNC),), steps=4, span_ns=400 * MS, idle_ns=50 * MS)
+    section = holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=few, what_if=found))
+    assert section is not None
+    assert list(section.sentences) == [LITTLE, *told]
 
 
 def test_a_full_queue_is_no_problem() -> None:
