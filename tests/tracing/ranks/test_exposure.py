@@ -129,7 +129,7 @@ def test_an_unknown_launch_makes_launch_unknown() -> None:
     assert none.launch == (None,)
     assert none.no_launch == "the trace has no launches; record CPU activities too"
     cpu = exposure_of(replace(timeline, on_device=False), [0], *window)
-    assert cpu.no_launch == "a CPU trace: nothing is launched there"
+    assert cpu.no_launch == "nothing is launched on a CPU"
 
 
 STEP = 1000
