@@ -212,7 +212,7 @@ def figures(timeline: Timeline, *, file: str = "rank0.json.gz", job: int = 0, wo
     return TraceFigures(
         file=file, job=job, rank=timeline.rank, world_size=world_size,
         backend="nccl" if timeline.on_device else "gloo",
-        device="NVIDIA H100 80GB HBM3" if timeline.on_device else "CPU", events=len(spans), whole=whole,
+        device="NVIDIA H100 80GB HBM3" if timeline.on_device else "cpu", events=len(spans), whole=whole,
         giveway=giveway, copies=copies, reduce_wait=wait,
         steps=tuple(
             StepFigures(

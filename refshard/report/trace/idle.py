@@ -17,6 +17,8 @@ NAMES = {
 """Of the parts of a step in charts and tables."""
 
 
+BETWEEN_OPERATORS = "between operators"
+"""What launch-bound is called on a CPU."""
 _CAPTION = (
     "Gaps in which nothing runs. What: the operator launched too late, the call that took most of the gap, or the "
     "streams; the whole gap counts for it"
@@ -27,7 +29,7 @@ _CAPTION_OF_CPU = "Gaps in which neither an operator nor a collective runs. What
 def _cause(cause: Cause, device: str) -> str:
     """On a CPU nothing is launched: the thread does something else between its operators."""
     if device == "cpu" and cause is Cause.LAUNCH:
-        return "between operators"
+        return BETWEEN_OPERATORS
     return NAMES[cause].removeprefix("idle, ")
 
 

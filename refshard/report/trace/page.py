@@ -22,6 +22,7 @@ from refshard.report.trace import words as trace_words
 from refshard.report.trace.gaps import gap_table, gaps_of
 from refshard.report.trace.lanes import drawn_windows
 from refshard.report.trace.layer import find_layer, layer_chart
+from refshard.report.trace.of_cpu import chart_of_cpu, table_of_cpu
 from refshard.report.trace.section import Section
 from refshard.report.trace.sections import sections_of
 from refshard.timeline import Timeline
@@ -86,6 +87,8 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
     figures = [one.figures for one in traces]
     sections = _sections(traces)
     ranks = trace_charts.ranks_chart(figures)
+    if ranks is not None and all(one.device == "cpu" for one in figures):
+        ranks = chart_of_cpu(ranks)
     content = {
         "title": _title(figures),
         "findings": trace_words.findings(figures),
@@ -139,7 +142,7 @@ def _section(one: AnalysedTrace, identity: str, content: str | None) -> _Section
     windows = drawn_windows(figures, timeline) if len(timeline.spans) else ()
     layer = find_layer(timeline, windows[0].begin, windows[0].close) if windows else None
     gaps = gaps_of(figures, timeline)
-    return _Section(
+    found = _Section(
         id=identity,
         figures=figures,
         who=trace_words.who(figures),
@@ -155,4 +158,15 @@ def _section(one: AnalysedTrace, identity: str, content: str | None) -> _Section
         per_step=trace_tables.per_step(figures),
         file_name=one.path.name,
         content=content,
+    )
+    return _of_cpu(found) if figures.device == "cpu" else found
+
+
+def _of_cpu(found: _Section) -> _Section:
+    return replace(
+        found,
+        timelines=tuple(map(chart_of_cpu, found.timelines)),
+        charts=tuple(map(chart_of_cpu, found.charts)),
+        steps=table_of_cpu(found.steps),
+        gaps=table_of_cpu(found.gaps),
     )

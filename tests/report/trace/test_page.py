@@ -131,6 +131,16 @@ def test_a_trace_without_steps_is_called_a_trace(tmp_path: Path) -> None:
         assert word not in text
 
 
+def test_a_page_of_cpus_calls_no_idle_time_launch_bound(tmp_path: Path) -> None:
+    ranks = [traces.trace(tmp_path, traces.cpu(rank=rank), file=f"rank{rank}.json") for rank in (0, 1)]
+    written = "".join(page(ranks))
+    assert "idle, launch-bound" not in written
+    assert "idle, between operators" in written
+    gpu = "".join(page([traces.trace(tmp_path, traces.gpu(layers=2), file="gpu.json")]))
+    assert "idle, launch-bound" in gpu
+    assert "idle, between operators" not in gpu
+
+
 def test_the_answer_and_the_doubts_come_first(seen: Page) -> None:
     assert [section["id"] for section in seen.having("section")] == ["verdict", "summary", "traces", "waits", "words"]
     assert seen.text.count("The largest loss is ") == 2
