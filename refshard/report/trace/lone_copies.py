@@ -37,7 +37,7 @@ def sentences(one: TraceFigures, parts: Sequence[StepFigures], on: str) -> list[
     return [
         f"Most of the time of copies alone{on}: {most.name}, {format_ns(most.ns / len(parts))} {in_each(one)}, {share} "
         f"({most.count:,} in all).",
-        f"Try: {remedy(most)}.",
+        f"To reduce copies alone, try: {remedy(most)}.",
     ]
 
 

@@ -369,7 +369,7 @@ def _exposed(members: Sequence[TraceFigures]) -> list[str]:
     exposed = _mean([worst], lambda part: part.exposed_ns)
     waits = exposed_waits(worst)
     most = _most_exposed(worst)
-    where = [] if most is None else _where(worst, *most)
+    where = [] if most is None else [_where(worst, most)]
     if sum(waits.values()) > exposed * len(parts(worst)) / 2:
         return [*where, _balance(members, worst, exposed, waits)]
     unknown, remedy = unknown_waiting(worst), _remedy_of(most)
@@ -388,33 +388,56 @@ def exposed_waits(one: TraceFigures) -> dict[int, int]:
     return dict(sums.most_common())
 
 
-def _remedy_of(most: tuple[str, str | None, int] | None) -> str:
+def _remedy_of(most: "_MostExposed | None") -> str:
     if most is None:
         return _EXPOSED.remedy
-    op, unit, _ = most
     # With a unit, an all-to-all moves shards; else it is what experts exchange.
-    return _SHARDED if op == "all_to_all" and unit is not None else _REMEDIES.get(op, _EXPOSED.remedy)
+    if most.op == "all_to_all" and most.unit is not None:
+        return _SHARDED
+    return _REMEDIES.get(most.op, _EXPOSED.remedy)
 
 
-def _most_exposed(one: TraceFigures) -> tuple[str, str | None, int] | None:
-    """The operation and the unit with most exposed time, by the collectives of the steps, and that time."""
-    sums: Counter[tuple[str, str | None]] = Counter()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MostExposed:
+    """The operation with most exposed time, and the one of its ``units`` with most; nanoseconds over all steps."""
+
+    op: str
+    ns: int
+    unit: str | None
+    unit_ns: int
+    units: int
+
+
+def _most_exposed(one: TraceFigures) -> _MostExposed | None:
+    """By the collectives of the steps; None without exposed time.
+
+    Times of operations add up to what is exposed where each nanosecond was given to one message.
+    """
+    of_unit: dict[str, Counter[str | None]] = defaultdict(Counter)
     for found in one.collectives:
         if found.step is not None or not has_steps(one):
-            sums[found.op, found.unit] += found.exposed_ns
-    if not sums.total():
+            of_unit[found.op][found.unit] += found.exposed_ns
+    of_op: Counter[str] = Counter()
+    for message in () if one.communication is None else one.communication.messages:
+        of_op[message.op] += message.exposed_ns
+    if not of_op.total():
+        of_op = Counter({op: units.total() for op, units in of_unit.items()})
+    if not of_op.total():
         return None
-    (op, unit), most = sums.most_common(1)[0]
-    return op, unit, most
+    (op, ns) = of_op.most_common(1)[0]
+    units = of_unit[op] or Counter({None: ns})
+    unit, most = units.most_common(1)[0]
+    return _MostExposed(op=op, ns=ns, unit=unit, unit_ns=most, units=len(units))
 
 
-def _where(one: TraceFigures, op: str, unit: str | None, most: int) -> list[str]:
-    place = f" of {unit}" if unit else ""
-    at_once = most > sum(part.breakdown.exposed_ns for part in parts(one))
-    return [
-        f"Most exposed on {who(one)}: {short(op)}{place}, {format_ns(most / len(parts(one)))} {in_each(one)}"
-        f"{' (sum over concurrent collectives)' if at_once else ''}."
-    ]
+def _where(one: TraceFigures, most: _MostExposed) -> str:
+    steps = len(parts(one))
+    place = f" of {most.unit}" if most.unit and most.units == 1 else ""
+    at_once = most.ns > sum(part.breakdown.exposed_ns for part in parts(one))
+    more = " (sum over concurrent collectives)" if at_once else ""
+    if most.unit and most.units > 1:
+        more += f"; the unit with most of it is {most.unit} ({format_ns(most.unit_ns / steps)})"
+    return f"Most exposed on {who(one)}: {short(most.op)}{place}, {format_ns(most.ns / steps)} {in_each(one)}{more}."
 
 
 def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: float, waits: dict[int, int]) -> str:

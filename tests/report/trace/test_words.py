@@ -10,12 +10,14 @@ import msgspec
 import pytest
 
 from refshard.quantities import format_ns
+from refshard.report.draw.charts import chart
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace import charts as trace_charts
 from refshard.report.trace import gaps as trace_gaps
 from refshard.report.trace import tables as trace_tables
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.idle import idle_section
+from refshard.report.trace.of_cpu import chart_of_cpu
 from refshard.report.trace.per_step import in_each, of_each, per
 from refshard.tracing.figures import (
     Cause,
@@ -29,7 +31,7 @@ from refshard.tracing.figures import (
     WindowFigures,
 )
 from refshard.tracing.operators.kernel_names import LONGEST
-from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, PeerWait
+from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
 from tests.report import traces
 
 MS = 1_000_000
@@ -273,10 +275,42 @@ def test_of_several_late_ranks_the_one_waited_for_longest_is_named() -> None:
 
 
 def test_where_communication_is_exposed_most_is_named() -> None:
-    figures = made(exposed=30)
-    (finding,) = trace_words.findings([figures])
-    most = max({(c.op, c.unit) for c in figures.collectives}, key=lambda key: exposed_of(figures, *key))
-    assert finding.more[0].startswith(f"Most exposed on rank 0: {most[0]} of {most[1]}, ")
+    """The operation by all of its collectives, and then the unit."""
+    first = msgspec.structs.replace(made().collectives[0], step=0)
+    collectives = tuple(
+        msgspec.structs.replace(first, op=op, unit=unit, exposed_ns=ms * MS)
+        for op, unit, ms in (
+            ("all_gather", "layers.0", 8), ("all_gather", "layers.1", 12), ("all_gather", "layers.0", 8),
+            ("reduce_scatter", "layers.0", 18),
+        )
+    )  # fmt: skip
+    (finding,) = trace_words.findings([made(exposed=30, collectives=collectives)])
+    assert finding.more[0] == (
+        "Most exposed on rank 0: all_gather, 14.0 ms a step; the unit with most of it is layers.0 (8.00 ms)."
+    )
+    (finding,) = trace_words.findings([made(exposed=30, collectives=collectives[3:])])
+    assert finding.more[0] == "Most exposed on rank 0: reduce_scatter of layers.0, 9.00 ms a step."
+
+
+def test_exposed_time_of_an_operation_is_that_of_its_messages() -> None:
+    """Collectives that run at once are each exposed; a message owns its nanoseconds alone."""
+    first = msgspec.structs.replace(made().collectives[0], step=0, op="all_gather", exposed_ns=40 * MS)
+    two = tuple(msgspec.structs.replace(first, unit=unit) for unit in ("layers.0", "layers.1"))
+    (finding,) = trace_words.findings([made(exposed=30, collectives=two)])
+    assert finding.more[0] == (
+        "Most exposed on rank 0: all_gather, 40.0 ms a step (sum over concurrent collectives); the unit with most of "
+        "it is layers.0 (20.0 ms)."
+    )
+    message = MessageFigures(
+        op="all_gather", group=None, description=None, group_size=8, nodes=None, count=2, bytes=None, least_bytes=None,
+        most_bytes=None, exposed_ns=60 * MS, waiting_ns=None, bus_bandwidth=None, transfer_bandwidth=None,
+        largest_bandwidth=None, link_bandwidth=None, is_latency_bound=None,
+    )  # fmt: skip
+    told = msgspec.structs.replace(exposing(30, {}), messages=(message,))
+    (finding,) = trace_words.findings([made(exposed=30, collectives=two, communication=told)])
+    assert finding.more[0] == (
+        "Most exposed on rank 0: all_gather, 30.0 ms a step; the unit with most of it is layers.0 (20.0 ms)."
+    )
 
 
 @pytest.mark.parametrize(
@@ -315,8 +349,10 @@ def test_copies_alone_are_a_loss_with_a_remedy_for_their_kind(name: str, remedy:
     figures = made(exposed=3, host=5, lone=60, lone_copies=(LoneCopy(name=name, ns=100 * MS, count=4),))
     (finding,) = trace_words.findings([figures])
     assert finding.lead == "The largest loss is copies beside which nothing else runs: 60.0 % of a step of 100 ms."
-    assert finding.more[0] == f"Largest part: {name}, 50.0 ms a step, 83 % of it (4 in all)."
-    assert finding.more[1].startswith(f"Try: {remedy}")
+    assert finding.more[0] == (
+        f"Most of the time of copies alone: {name}, 50.0 ms a step, 83 % of it (4 in all)."
+    )
+    assert finding.more[1].startswith(f"To reduce copies alone, try: {remedy}")
 
 
 def test_concurrent_copies_are_said_to_be_summed() -> None:
@@ -334,7 +370,7 @@ def test_a_kernel_that_is_waited_for_has_a_short_name() -> None:
     section = idle_section(figures)
     assert section is not None
     assert len(section.rows[0]["what"]) <= LONGEST
-    assert finding.more[0].startswith(f"Largest part: before {section.rows[0]['what']}, ")
+    assert f" is longest before {section.rows[0]['what']}: " in finding.more[0]
 
 
 def uneven(*lengths: int, exposed: int = 3) -> TraceFigures:
@@ -379,10 +415,6 @@ def test_a_step_is_long_only_if_it_is_on_every_rank() -> None:
     alike = msgspec.structs.replace(uneven(100, 100, 100), rank=1)
     (finding,) = trace_words.findings([uneven(400, 100, 100), alike])
     assert "the means over all steps" not in str(finding.more)
-
-
-def exposed_of(figures: TraceFigures, op: str, unit: str | None) -> int:
-    return sum(c.exposed_ns for c in figures.collectives if (c.op, c.unit) == (op, unit))
 
 
 def test_a_cpu_is_not_advised_cuda_graphs() -> None:
@@ -554,27 +586,38 @@ def test_the_bars_hold_the_parts() -> None:
     assert sum(bar.x[0] for bar in bars.data) == pytest.approx(100)
 
 
+def test_a_cpus_chart_names_idle_time_between_operators() -> None:
+    drawn = chart("steps", "Where each step goes", trace_charts.step_bars(made(host=5)), "")
+    names = [bar["name"] for bar in drawn.figure["data"]]
+    renamed = chart_of_cpu(drawn)
+    assert "idle, launch-bound" in names
+    assert [bar["name"] for bar in renamed.figure["data"]] == [
+        "idle, between operators" if name == "idle, launch-bound" else name for name in names
+    ]
+    assert "launch-bound" not in str(renamed.figure)
+
+
 def test_ranks_stand_beside_each_other_by_job() -> None:
     ranks = [
         made(job=job, rank=rank, file=f"{job}x-rank{rank}", exposed=20 + rank) for job in (0, 1) for rank in (0, 1)
     ]
-    chart = trace_charts.ranks_chart(ranks)
-    assert chart is not None
-    bars = {bar["name"]: bar for bar in chart.figure["data"]}
+    drawn = trace_charts.ranks_chart(ranks)
+    assert drawn is not None
+    bars = {bar["name"]: bar for bar in drawn.figure["data"]}
     assert bars["exposed communication"]["x"] == [20, 21, 20, 21]
     assert bars["exposed communication"]["y"] == [1, 2, 4, 5]
-    rows = [row["text"] for row in chart.figure["layout"]["meta"]["rows"]]
+    rows = [row["text"] for row in drawn.figure["layout"]["meta"]["rows"]]
     assert rows == ["<b>0x</b>", "rank 0", "rank 1", "<b>1x</b>", "rank 0", "rank 1"]
     assert trace_charts.ranks_chart(ranks[:1]) is None
 
 
 def test_of_many_ranks_the_slowest_are_drawn() -> None:
     many = [made(rank=rank, span=100 + (37 * rank) % 60) for rank in range(60)]
-    chart = trace_charts.ranks_chart(many)
-    assert chart is not None
-    assert len(chart.figure["data"][0]["x"]) == trace_charts.MOST_RANKS
-    assert "Of 60 ranks, the 40 with the longest step are drawn." in chart.alternative
-    assert "to 159 ms on " in chart.alternative
+    drawn = trace_charts.ranks_chart(many)
+    assert drawn is not None
+    assert len(drawn.figure["data"][0]["x"]) == trace_charts.MOST_RANKS
+    assert "Of 60 ranks, the 40 with the longest step are drawn." in drawn.alternative
+    assert "to 159 ms on " in drawn.alternative
 
 
 def test_a_trace_without_steps_is_one_bar_of_the_whole() -> None:
