@@ -349,9 +349,7 @@ def test_copies_alone_are_a_loss_with_a_remedy_for_their_kind(name: str, remedy:
     figures = made(exposed=3, host=5, lone=60, lone_copies=(LoneCopy(name=name, ns=100 * MS, count=4),))
     (finding,) = trace_words.findings([figures])
     assert finding.lead == "The largest loss is copies beside which nothing else runs: 60.0 % of a step of 100 ms."
-    assert finding.more[0] == (
-        f"Most of the time of copies alone: {name}, 50.0 ms a step, 83 % of it (4 in all)."
-    )
+    assert finding.more[0] == (f"Most of the time of copies alone: {name}, 50.0 ms a step, 83 % of it (4 in all).")
     assert finding.more[1].startswith(f"To reduce copies alone, try: {remedy}")
 
 
