@@ -139,8 +139,8 @@ def test_what_is_mostly_divided_is_not_said_to_be_unknown() -> None:
     section = exposed_section(mixed)
     assert section is not None
     assert section.sentences[0] == (
-        "In 1.00 ms of 10.0 ms, transfer and waiting cannot be told apart: a rank is not here. Record the same steps on "
-        "all 8 ranks, a file each, and run refshard trace on their folder."
+        "In 1.00 ms of 10.0 ms, transfer and waiting cannot be told apart: a rank is not here. Record the same steps "
+        "on all 8 ranks, a file each, and run refshard trace on their folder."
     )
     assert mixed.communication is not None
     inside = part(0, **{**WAITED, "transfer_ns": 4 * MS, "undivided_ns": 0})

@@ -57,8 +57,8 @@ def test_rows_order_and_path() -> None:
         "goes too.",
         "Critical path of the step: host and launches 70 %, compute 30 %.",
         "Longest on it: host code before aten::add 60 %, gemm 29 %.",
-        "Without the time of host and launches, only 20.0 ms would be gained: while the host is on the path, the device "
-        "is mostly busy with other work.",
+        "Without the time of host and launches, only 20.0 ms would be gained: while the host is on the path, the "
+        "device is mostly busy with other work.",
     )
     assert section.caption == (
         "Replays of the trace's dependency graph, over the mean of 3 steps (100 ms). 0 waits between streams recorded, "
