@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_ns, format_percent
+from refshard.report.trace.jobs import counted, parts, who
 from refshard.report.trace.per_step import each, has_steps
-from refshard.report.trace.words import counted, parts, who
 from refshard.tracing.figures import MemoryPoint, TraceFigures
 
 

@@ -9,7 +9,7 @@ from refshard.quantities import axis_unit, format_bytes
 from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_text, shortened, stacked
 from refshard.report.draw.palette import INK, OKABE_ITO, STEP
 from refshard.report.trace import captions as trace_captions
-from refshard.report.trace import words as trace_words
+from refshard.report.trace import jobs as trace_jobs
 from refshard.report.trace.gaps import GapSet, gap_histogram, sentence_of
 from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.lanes import Window, step_rows
@@ -34,7 +34,7 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
     """A bar per rank of every job; None where there is but one trace."""
     if len(figures) < 2:
         return None
-    names = trace_words.job_names(figures)
+    names = trace_jobs.job_names(figures)
     kept = sorted(range(len(figures)), key=lambda place: -trace_captions.mean_span(figures[place]))[:MOST_RANKS]
     shown = [figures[place] for place in sorted(kept)]
     sentence = trace_captions.ranks(shown, len(figures), names)
@@ -51,7 +51,7 @@ def _timeline(timeline: Timeline, figures: TraceFigures, window: Window, identit
     whole = "trace" if window.step is None else "step"
     extent = Extent(begin=window.begin, close=window.close, origin=window.begin, title=f"from the start of the {whole}")
     figure, cell = spans_figure(rows, extent, MOST_SPANS)
-    sentence = trace_captions.timeline(window.label, trace_words.who(figures), cell, undrawn)
+    sentence = trace_captions.timeline(window.label, trace_jobs.who(figures), cell, undrawn)
     return chart(identity, f"Timeline of {window.label}", figure, sentence)
 
 
@@ -84,7 +84,7 @@ def split(part: Breakdown) -> dict[str, int]:
 
 def mean_split(figures: TraceFigures) -> dict[str, float]:
     """The parts of a trace's mean step."""
-    every = [split(part.breakdown) for part in trace_words.parts(figures)]
+    every = [split(part.breakdown) for part in trace_jobs.parts(figures)]
     return {name: sum(parts[name] for parts in every) / len(every) for name in every[0]}
 
 
@@ -101,7 +101,7 @@ def rank_bars(figures: Sequence[TraceFigures], names: Mapping[int, str]) -> go.F
     """One stacked bar per rank, those of a job under its name."""
     rows: list[Row] = []
     bars: list[Bar] = []
-    for job, members in trace_words.jobs(figures).items():
+    for job, members in trace_jobs.jobs(figures).items():
         rows.append(Row(text=f"<b>{shortened(names[job], _MOST_CHARACTERS)}</b>"))
         for one in members:
             name = f"rank {'?' if one.rank is None else one.rank}"

@@ -9,7 +9,8 @@ import msgspec
 from refshard.plain import plain
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict
-from refshard.report.trace.words import counted
+from refshard.report.trace.cut import cut_middle
+from refshard.report.trace.jobs import counted
 from refshard.tracing.difference.alike import Unlike
 from refshard.tracing.difference.diff import IDLE
 from refshard.tracing.difference.matching import Change, Difference
@@ -85,8 +86,8 @@ def not_alike(found: Compared) -> list[str]:
     if not found.unlike:
         return []
     named = [
-        f"{one.what} ({'for example ' if one.what in _OF_SHAPES else ''}{_shortened(one.a, _LONGEST_LABEL)} and "
-        f"{_shortened(one.b, _LONGEST_LABEL)})"
+        f"{one.what} ({'for example ' if one.what in _OF_SHAPES else ''}{cut_middle(one.a, _LONGEST_LABEL)} and "
+        f"{cut_middle(one.b, _LONGEST_LABEL)})"
         for one in found.unlike
     ]
     return [f"{_NOT_ALIKE} {_listed(named)}."]
@@ -241,7 +242,7 @@ def _cut(change: Change) -> str:
     mark = ""
     if change.kind != IDLE:  # idle time before an operator comes and goes with the operator's speed
         mark = " [new]" if change.new else " [gone]" if change.gone else ""
-    return _shortened(change.label, _LONGEST_LABEL - len(mark)) + mark
+    return cut_middle(change.label, _LONGEST_LABEL - len(mark)) + mark
 
 
 def _most(change: Change) -> str:
@@ -251,11 +252,7 @@ def _most(change: Change) -> str:
 def _kernels(change: Change) -> str:
     """The longest kernel of each side; one of the same name once."""
     names = [kernels[0].removeprefix("void ") for kernels in (change.a_kernels, change.b_kernels) if kernels]
-    return " -> ".join(dict.fromkeys(_shortened(name, _LONGEST_KERNEL) for name in names))
-
-
-def _shortened(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[: room // 2]}…{text[-(room - room // 2 - 1) :]}"
+    return " -> ".join(dict.fromkeys(cut_middle(name, _LONGEST_KERNEL) for name in names))
 
 
 def _flat(change: Change) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What holds the GPU up, in a table and sentences: which calls, where in the code, and what to do about them."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.cut import cut
 from refshard.report.trace.per_step import in_each, of_each, per
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import SMALL
@@ -91,9 +92,9 @@ def _what(one: HoldUp) -> str:
 def _where(one: HoldUp) -> str:
     """The line and the operator; without a line the operator and its layer or annotation; else the thread."""
     if one.line is not None:
-        operator = f", {_short(one.operator)}" if one.operator else ""
-        return f"{_short(_file(one.line))}{operator}"
-    told = " in ".join(_short(name) for name in (one.operator, one.unit) if name)
+        operator = f", {cut(one.operator, _LONGEST)}" if one.operator else ""
+        return f"{cut(_file(one.line), _LONGEST)}{operator}"
+    told = " in ".join(cut(name, _LONGEST) for name in (one.operator, one.unit) if name)
     return told or f"thread {one.thread}"
 
 
@@ -101,10 +102,6 @@ def _file(line: str) -> str:
     """The last two parts of the path will do."""
     path, bracket, rest = line.partition("(")
     return "/".join(path.split("/")[-2:]) + bracket + rest
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _share(found: HoldUps, places: tuple[HoldUp, ...]) -> float:

@@ -1,9 +1,9 @@
 """Why a device idled, in words: the name of each cause, and a table of what was waited for."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.jobs import parts
 from refshard.report.trace.per_step import is_alone, per
 from refshard.report.trace.section import Section
-from refshard.report.trace.words import parts
 from refshard.tracing.figures import Cause, TraceFigures
 from refshard.tracing.operators.kernel_names import name_in_words
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_part, format_percent
+from refshard.report.trace.cut import cut
 from refshard.report.trace.section import Section
 from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
 from refshard.tracing.figures import TraceFigures
@@ -119,7 +120,7 @@ def _blocks(members: Sequence[Holder]) -> str:
 
 def _shortened(name: str) -> str:
     name = name.removeprefix("autograd::engine::evaluate_function: ")
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+    return cut(name, _LONGEST)
 
 
 def _moment(peak: MemoryPeak) -> str:

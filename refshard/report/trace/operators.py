@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from refshard.quantities import format_ns, format_percent, format_rate
+from refshard.report.trace.cut import cut
 from refshard.report.trace.per_step import in_each, per
 from refshard.report.trace.section import Section
 from refshard.report.trace.words import SMALL
@@ -68,7 +69,7 @@ def operator_section(figures: TraceFigures) -> Section | None:
         return None
     rows = [
         {
-            "operator": _cut(one.name),
+            "operator": cut(one.name, _LONGEST),
             "class": one.kind,
             "calls": _per_step(one.calls, report),
             "time": format_ns(one.ns / report.steps),
@@ -98,8 +99,8 @@ def shape_section(figures: TraceFigures) -> Section | None:
         return None
     rows = [
         {
-            "operator": _cut(one.name),
-            "shapes": _cut(one.shapes or "-"),
+            "operator": cut(one.name, _LONGEST),
+            "shapes": cut(one.shapes or "-", _LONGEST),
             "dtype": one.dtype or "-",
             "calls": _per_step(one.calls, report),
             "time": format_ns(one.ns / report.steps),
@@ -231,7 +232,7 @@ def _first(report: OperatorReport, figures: TraceFigures) -> list[str]:
 
 
 def _call(one: OperatorFigures) -> str:
-    return f"{one.name} of {_cut(one.shapes)} {one.dtype}" if one.shapes else one.name
+    return f"{one.name} of {cut(one.shapes, _LONGEST)} {one.dtype}" if one.shapes else one.name
 
 
 def _per_step(count: int, report: OperatorReport) -> str:
@@ -245,10 +246,6 @@ def _tera(rate: float | None) -> str:
 
 def _left_out(told: Sequence[object], count: int) -> str:
     return f" The first {len(told)} of {count:,}." if len(told) < count else ""
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
 
 
 def _told(rows: list[dict[str, str]], *columns: str) -> list[Mapping[str, str]]:

@@ -17,7 +17,10 @@ from refshard.report.draw.charts import Chart, theme
 from refshard.report.draw.embed import embedded
 from refshard.report.draw.render import fill, resource, script
 from refshard.report.trace import charts as trace_charts
+from refshard.report.trace import doubts as trace_doubts
+from refshard.report.trace import jobs as trace_jobs
 from refshard.report.trace import tables as trace_tables
+from refshard.report.trace import waiting
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.gaps import gap_table, gaps_of
 from refshard.report.trace.lanes import drawn_windows
@@ -95,7 +98,7 @@ def page(traces: Sequence[AnalysedTrace]) -> Iterable[str]:
         "ranks": ranks,
         "summary": trace_tables.summary(figures),
         "links": [f"#{section.id}" for section in sections],
-        "warnings": trace_words.doubts(figures),
+        "warnings": trace_doubts.doubts(figures),
         "waits": _waits(figures),
         "sections": sections,
         "data": {"theme": theme()},
@@ -121,13 +124,13 @@ def _title(figures: Sequence[TraceFigures]) -> str:
 
 
 def _waits(figures: Sequence[TraceFigures]) -> tuple[_Waits, ...]:
-    names = trace_words.job_names(figures)
+    names = trace_jobs.job_names(figures)
     found = [
         _Waits(
-            job=names[job], per_step=trace_tables.per_step(members[0]), late=trace_words.late(members),
+            job=names[job], per_step=trace_tables.per_step(members[0]), late=waiting.late(members),
             table=trace_tables.waits(members),
         )
-        for job, members in trace_words.jobs(figures).items()
+        for job, members in trace_jobs.jobs(figures).items()
     ]  # fmt: skip
     return tuple(one for one in found if not one.table.empty)
 
@@ -145,7 +148,7 @@ def _section(one: AnalysedTrace, identity: str, content: str | None) -> _Section
     found = _Section(
         id=identity,
         figures=figures,
-        who=trace_words.who(figures),
+        who=trace_jobs.who(figures),
         timelines=trace_charts.timelines(timeline, figures, windows, identity),
         layer=None if layer is None else layer_chart(layer, figures, f"{identity}-layer"),
         charts=trace_charts.charts_of(figures, gaps, identity),

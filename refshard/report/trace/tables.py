@@ -7,7 +7,8 @@ from statistics import median
 import pandas as pd
 
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
-from refshard.report.trace import words as trace_words
+from refshard.report.trace import jobs as trace_jobs
+from refshard.report.trace import waiting
 from refshard.report.trace.idle import NAMES as IDLE
 from refshard.report.trace.per_step import each, has_steps
 from refshard.tracing.figures import Breakdown, CollectiveFigures, StepFigures, TraceFigures
@@ -20,9 +21,9 @@ _Size = tuple[str, int | None, str | None, int | None]
 
 def summary(figures: Sequence[TraceFigures]) -> pd.DataFrame:
     """One row per trace; times are means over its steps. Columns that would say nothing here are left out."""
-    names = trace_words.job_names(figures)
+    names = trace_jobs.job_names(figures)
     rows = [{"trace": one.file, "job": names[one.job], **_summary_row(one)} for one in figures]
-    every = [part.breakdown for one in figures for part in trace_words.parts(one)]
+    every = [part.breakdown for one in figures for part in trace_jobs.parts(one)]
     told = {
         "job": len(names) > 1,
         "device": len({one.device for one in figures}) > 1,
@@ -34,7 +35,7 @@ def summary(figures: Sequence[TraceFigures]) -> pd.DataFrame:
 
 
 def _summary_row(one: TraceFigures) -> dict[str, str]:
-    every = [part.breakdown for part in trace_words.parts(one)]
+    every = [part.breakdown for part in trace_jobs.parts(one)]
 
     def mean(of: Callable[[Breakdown], int | None], *, of_host: bool = False) -> str:
         known = every if of_host or not one.host_only else []
@@ -69,7 +70,7 @@ def steps(one: TraceFigures) -> pd.DataFrame:
                 "copy-out": format_ns(step.copies.copy_out_ns),
                 "waits for a reduction": format_ns(step.reduce_wait.host_ns),
             }
-            for step in (*every, trace_words.whole(one))
+            for step in (*every, trace_jobs.whole(one))
         ]
     )
 
@@ -107,7 +108,7 @@ def per_step(one: TraceFigures) -> str:
 
 def units(one: TraceFigures) -> pd.DataFrame:
     """One row per unit, per step."""
-    steps = len(trace_words.parts(one))
+    steps = len(trace_jobs.parts(one))
     return _frame(
         [
             {
@@ -136,7 +137,7 @@ def collectives(one: TraceFigures) -> pd.DataFrame:
         groups.setdefault((found.op, found.bytes, found.group, found.group_size), []).append(found)
     ordered = sorted(groups.items(), key=lambda item: -sum(c.exposed_ns for c in item[1]))
     sizes = _told_apart(groups)
-    steps = len(trace_words.parts(one))
+    steps = len(trace_jobs.parts(one))
     return _frame(
         [
             {
@@ -191,7 +192,7 @@ def blocking(members: Sequence[CollectiveFigures], steps: int) -> str:
 
 def overheads(one: TraceFigures) -> list[tuple[str, str]]:
     """Copies, waits for a reduction's buffer, give-way: per step, in words."""
-    copies, wait, give, steps = one.copies, one.reduce_wait, one.giveway, len(trace_words.parts(one))
+    copies, wait, give, steps = one.copies, one.reduce_wait, one.giveway, len(trace_jobs.parts(one))
 
     def mean(ns: int | None) -> str:
         return format_ns(None if ns is None else ns / steps)
@@ -216,14 +217,14 @@ def overheads(one: TraceFigures) -> list[tuple[str, str]]:
 
 def waits(members: Sequence[TraceFigures]) -> pd.DataFrame:
     """Which rank of a job waits how long for which, per step; the longest waits first."""
-    every = [(len(trace_words.parts(one)), one, wait) for one in members for wait in one.waits_for]
+    every = [(len(trace_jobs.parts(one)), one, wait) for one in members for wait in one.waits_for]
     every.sort(key=lambda row: -row[2].waited_ns / row[0])
-    exposed = {id(one): trace_words.exposed_waits(one) for one in members if one.communication is not None}
-    span = {id(one): sum(part.breakdown.span_ns for part in trace_words.parts(one)) for one in members}
+    exposed = {id(one): waiting.exposed_waits(one) for one in members if one.communication is not None}
+    span = {id(one): sum(part.breakdown.span_ns for part in trace_jobs.parts(one)) for one in members}
     return _frame(
         [
             {
-                "waiting": trace_words.who(one),
+                "waiting": trace_jobs.who(one),
                 "for": f"rank {wait.rank}",
                 "waited": format_ns(wait.waited_ns / steps),
                 "share of the step": format_percent(wait.waited_ns / span[id(one)]) if span[id(one)] else "-",

@@ -12,9 +12,10 @@ import msgspec
 from refshard.plain import plain
 from refshard.quantities import format_ns, format_percent
 from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict, table
+from refshard.report.trace.jobs import job_names, jobs, parts, who
 from refshard.report.trace.per_step import each, has_steps, per
 from refshard.report.trace.sections import sections_of
-from refshard.report.trace.words import SMALL, findings, job_names, jobs, parts, who
+from refshard.report.trace.words import SMALL, findings
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
 from refshard.tracing.overlap import mean_ratio

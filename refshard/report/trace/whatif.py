@@ -1,9 +1,9 @@
 """A section of a trace: what a step would take with one cause of lost time gone, and in which order fixing pays."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.jobs import counted, parts
 from refshard.report.trace.per_step import each, has_steps, in_each
 from refshard.report.trace.section import Section
-from refshard.report.trace.words import counted, parts
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.operators.kernel_names import name_in_words
 from refshard.tracing.replay import whatif_figures as whatif

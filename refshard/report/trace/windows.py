@@ -1,6 +1,7 @@
 """The section on windows that a user chose in place of steps: a row for each kind of them."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.trace.cut import cut_middle
 from refshard.report.trace.section import Section
 from refshard.tracing.figures import TraceFigures, WindowGroup
 
@@ -27,7 +28,7 @@ def _row(group: WindowGroup) -> dict[str, str]:
         return f"{format_ns(ns / group.count)}{share}"
 
     return {
-        "window": _shortened(group.name),
+        "window": cut_middle(group.name, _LONGEST_NAME),
         "count": f"{group.count:,}",
         "mean": format_ns(group.span_ns / group.count),
         "shortest": format_ns(group.shortest_ns),
@@ -37,9 +38,3 @@ def _row(group: WindowGroup) -> dict[str, str]:
         "exposed": mean(group.exposed_ns),
         "idle": mean(group.idle_ns),
     }
-
-
-def _shortened(name: str) -> str:
-    """A long name without its middle."""
-    half = _LONGEST_NAME // 2
-    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[-half + 1 :]}"

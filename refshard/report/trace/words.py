@@ -1,14 +1,11 @@
-"""What the figures of traces come to, in sentences: which job is which, and the largest loss of each.
+"""What the figures of traces come to, in sentences: the largest loss of each job, and what to do about it.
 
 Needs neither pandas nor plotly, so that a terminal may print it too.
 """
 
-import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from statistics import median
 
 import msgspec
@@ -16,20 +13,17 @@ import msgspec
 from refshard.quantities import format_ns, format_percent
 from refshard.report.trace import lone_copies
 from refshard.report.trace.communication import answer, short, unknown_waiting
+from refshard.report.trace.jobs import counted, job_names, jobs, mean, parts, ranks, who
 from refshard.report.trace.per_step import has_steps, in_each, is_alone, of_each
-from refshard.tracing.figures import Breakdown, Cause, IdleFigures, StepFigures, TraceFigures, TraceWarning
+from refshard.report.trace.waiting import balance, exposed_waits, late
+from refshard.tracing.figures import Cause, IdleFigures, StepFigures, TraceFigures
 from refshard.tracing.operators.kernel_names import name_in_words
 
 SMALL = 0.01
 """A loss under this share of the step is not called one."""
-LONGER = 1.02
-"""A rank that computes so many times as long as another computes longer."""
-MOST_NAMED = 6
 _LONG_STEP = 1.5
 """A step so many times as long as the median one is told apart."""
 _STEPS_FOR_A_MEDIAN = 3
-_HASH = re.compile(r"-(?=[a-z]*\d)[0-9a-f]{8,40}(?=-|$)")
-_RANK = re.compile(r"[-_.]?rank[-_]?\d*$|[-_.]r\d*$", re.IGNORECASE)
 
 
 LONG_NS = 1_000_000
@@ -147,87 +141,10 @@ _LOSSES = (
 )
 
 
-def parts(figures: TraceFigures) -> tuple[StepFigures, ...]:
-    """The steps; of a trace without steps the whole."""
-    return figures.steps or (whole(figures),)
-
-
-def whole(figures: TraceFigures) -> StepFigures:
-    """The whole trace, as if it were one step."""
-    return StepFigures(
-        step=None, start_ns=0, breakdown=figures.whole, giveway=figures.giveway, copies=figures.copies,
-        reduce_wait=figures.reduce_wait,
-    )  # fmt: skip
-
-
-def counted(n: int, noun: str) -> str:
-    """A number of things.
-
-    >>> counted(1, "step"), counted(3, "step")
-    ('1 step', '3 steps')
-    """
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
-
-
-def who(figures: TraceFigures) -> str:
-    """How a trace is called in a sentence."""
-    return figures.file if figures.rank is None else f"rank {figures.rank}"
-
-
-def jobs(figures: Sequence[TraceFigures]) -> dict[int, list[TraceFigures]]:
-    """Traces by job, in order."""
-    found: dict[int, list[TraceFigures]] = {}
-    for one in figures:
-        found.setdefault(one.job, []).append(one)
-    return dict(sorted(found.items()))
-
-
-def job_names(figures: Sequence[TraceFigures]) -> dict[int, str]:
-    """A name for each job: what its files' names have in common, less what all jobs' have.
-
-    Ranks and hashes are left out, as far as the names stay unique; where they do not, jobs go by number.
-    """
-    files = {job: [PurePath(one.file) for one in members] for job, members in jobs(figures).items()}
-    for of in (lambda file: file.name, lambda file: f"{file.parent.name}/{file.name}", str):
-        long = {job: _common([of(file) for file in members]) for job, members in files.items()}
-        without = {job: _HASH.sub("", name) for job, name in long.items()}
-        for names in (_shorter(without), without, long):
-            if "" not in names.values() and len(set(names.values())) == len(names):
-                return names
-    return {job: f"job {job}" for job in files}
-
-
-def _common(names: Sequence[str]) -> str:
-    """What names of one job have in common, without the rank and what every trace's name ends with."""
-    stems = [name.removesuffix(".gz").removesuffix(".json").removesuffix(".pt.trace") for name in names]
-    start = stems[0] if len(stems) == 1 else os.path.commonprefix(stems)  # noqa: RUF071 -- of characters
-    if any(stem[len(start) :][:1].isdigit() for stem in stems):  # a part of a number, such as of a process, is no name
-        start = start.rstrip("0123456789")
-    return _RANK.sub("", start).rstrip("-_./")
-
-
-def _shorter(names: dict[int, str]) -> dict[int, str]:
-    """Without the parts that all of several names end with."""
-    if len(names) < 2:
-        return names
-    reverse = [name.split("-")[::-1] for name in names.values()]
-    alike = len(os.path.commonprefix(reverse))  # noqa: RUF071 -- of whole parts
-    return {job: "-".join(name.split("-")[: -alike or None]) for job, name in names.items()}
-
-
 def findings(figures: Sequence[TraceFigures]) -> tuple[Finding, ...]:
     """One finding per job."""
     names = job_names(figures)
     return tuple(_finding(f"{names[job]}: {ranks(members)}", members) for job, members in jobs(figures).items())
-
-
-def ranks(members: Sequence[TraceFigures]) -> str:
-    """How many ranks of a job are here, and what they run on."""
-    first = members[0]
-    size = first.world_size
-    told = "1 rank" if size == 1 else f"{len(members)} of {size} ranks"
-    told = counted(len(members), "trace") if size is None else told
-    return ", ".join([told, *([first.backend] if first.backend else []), first.device])
 
 
 def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
@@ -235,7 +152,7 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
         return _without(untold, title, [one for one in members if one.untold is None])
     shares = _shares(members)
     share, worst = shares[0]
-    length = format_ns(_mean(members, lambda part: part.span_ns))
+    length = format_ns(mean(members, lambda part: part.span_ns))
     span = f"{of_each(members[0])} ({length})" if is_alone(members[0]) else f"{of_each(members[0])} of {length}"
     others = [f"{loss.name} {format_percent(value)}" for value, loss in shares[1:] if value >= SMALL / 10]
     if share < SMALL:
@@ -278,7 +195,7 @@ def _uneven(members: Sequence[TraceFigures]) -> list[str]:
     if not long or not all(one.steps for one in rest):
         return []
     of_long = [msgspec.structs.replace(one, steps=tuple(s for s in one.steps if s.step in long)) for one in members]
-    length, usual = (_mean(which, lambda part: part.span_ns) for which in (of_long, rest))
+    length, usual = (mean(which, lambda part: part.span_ns) for which in (of_long, rest))
     numbers = ", ".join(map(str, sorted(step for step in long if step is not None)))
     take, them = (f"Step {numbers} takes", "it") if len(long) == 1 else (f"Steps {numbers} take", "them")
     share, worst = _shares(rest)[0]
@@ -346,11 +263,6 @@ def _share(members: Sequence[TraceFigures], loss: _Loss) -> float:
     return sum(loss.of(part) or 0 for part in every) / length if length else 0.0
 
 
-def _mean(members: Sequence[TraceFigures], of: Callable[[Breakdown], int]) -> float:
-    values = [of(part.breakdown) for one in members for part in parts(one)]
-    return sum(values) / len(values)
-
-
 def _spread(members: Sequence[TraceFigures], loss: _Loss) -> str:
     """From the rank that loses least to the one that loses most, where there are several."""
     if len(members) < 2:
@@ -365,27 +277,17 @@ def _spread(members: Sequence[TraceFigures], loss: _Loss) -> str:
 
 def _exposed(members: Sequence[TraceFigures]) -> list[str]:
     """Where communication is exposed most, whether it is waiting for another rank, and what to do about it."""
-    worst = max(members, key=lambda one: _mean([one], lambda part: part.exposed_ns))
-    exposed = _mean([worst], lambda part: part.exposed_ns)
+    worst = max(members, key=lambda one: mean([one], lambda part: part.exposed_ns))
+    exposed = mean([worst], lambda part: part.exposed_ns)
     waits = exposed_waits(worst)
     most = _most_exposed(worst)
     where = [] if most is None else [_where(worst, most)]
     if sum(waits.values()) > exposed * len(parts(worst)) / 2:
-        return [*where, _balance(members, worst, exposed, waits)]
+        return [*where, balance(members, worst, exposed, waits)]
     unknown, remedy = unknown_waiting(worst), _remedy_of(most)
     attempt = f"If the ranks hardly wait, try: {remedy}." if unknown else f"Try: {remedy}."
     named = attempt if where or unknown else f"To reduce exposed communication, try: {remedy}."
     return [*where, *(sentence for sentence in (answer(worst), unknown, named, late(members)) if sentence)]
-
-
-def exposed_waits(one: TraceFigures) -> dict[int, int]:
-    """Exposed nanoseconds in which a rank waited for others, by rank, the longest first; over its steps."""
-    sums: Counter[int] = Counter()
-    told = one.communication
-    for part in () if told is None else told.steps or (told.whole,):
-        for peer in part.waits_for:
-            sums[peer.rank] += peer.waited_ns
-    return dict(sums.most_common())
 
 
 def _remedy_of(most: "_MostExposed | None") -> str:
@@ -438,104 +340,3 @@ def _where(one: TraceFigures, most: _MostExposed) -> str:
     if most.unit and most.units > 1:
         more += f"; the unit with most of it is {most.unit} ({format_ns(most.unit_ns / steps)})"
     return f"Most exposed on {who(one)}: {short(most.op)}{place}, {format_ns(most.ns / steps)} {in_each(one)}{more}."
-
-
-def _balance(members: Sequence[TraceFigures], worst: TraceFigures, exposed: float, waits: dict[int, int]) -> str:
-    a, steps = in_each(worst), len(parts(worst))
-    last = next(iter(waits))
-    told = (
-        f"{_capital(who(worst))} exposes {format_ns(exposed)} {a}, {format_ns(sum(waits.values()) / steps)} of it "
-        f"waiting in collectives for {_for_whom(waits, last, steps)} to enter. "
-    )
-    late_one = next((one for one in members if one.rank == last), None)
-    if late_one is None:
-        return f"{told}Balance the work, or look at the host of rank {last}."
-    its, own = (_mean([one], lambda part: part.compute_ns) for one in (late_one, worst))
-    times = f"{format_ns(its)} {a} against {format_ns(own)}"
-    waited = sum(waits.values()) / steps
-    # Compute explains a wait only if there is enough of it: 1 ms more does not hold another rank up for a second.
-    if its > LONGER * own and its - own >= waited / 2:
-        return f"{told}{_capital(who(late_one))} computes {times}: balance the work, or look at that host."
-    how = "less" if own > LONGER * its else "more" if its > LONGER * own else "about as long"
-    told += f"{_capital(who(late_one))} computes {how} ({times})"
-    idle = _mean([late_one], lambda part: part.idle_ns)
-    if idle >= waited / 2 and late_one.idle:
-        return f"{told} but idles for {format_ns(idle)}, {_mostly(late_one)}"
-    return f"{told}: look at what else delays that host."
-
-
-def _mostly(one: TraceFigures) -> str:
-    """What a rank that others wait for idled for most, and what to do about it."""
-    most = max(one.idle, key=lambda idle: idle.ns)
-    place = "in" if most.cause == Cause.CALL else "before"
-    what = name_in_words(most.what) if most.what else "the next kernel"
-    return (
-        f"{format_ns(most.ns / len(parts(one)))} of it {place} {what}: look at what that host does there, not at the "
-        "network."
-    )
-
-
-def _for_whom(waits: dict[int, int], last: int, steps: int) -> str:
-    if len(waits) == 1:
-        return f"rank {last}"
-    return f"the last rank (longest for rank {last}: {format_ns(waits[last] / steps)})"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:] if text.startswith("rank ") else text
-
-
-def late(members: Sequence[TraceFigures]) -> str:
-    """The rank that the others wait for longest, in a sentence; empty where none waits.
-
-    The time is a mean over the other ranks and their steps, so that it never exceeds a step.
-    """
-    total: Counter[int] = Counter()
-    mean: dict[int, float] = defaultdict(float)
-    for one in members:
-        for wait in one.waits_for:
-            total[wait.rank] += wait.waited_ns
-            mean[wait.rank] += wait.waited_ns / len(parts(one))
-    if not total.total():
-        return ""
-    last, waited = total.most_common(1)[0]
-    others = [one for one in members if one.rank != last]
-    on_average = "" if len(others) == 1 else " on average"
-    waiting = f"{who(others[0])} waits" if len(others) == 1 else f"the {len(others)} others wait"
-    return (
-        f"Of the {len(members)} ranks here, rank {last} is waited for longest: {waiting} "
-        f"{format_ns(mean[last] / len(others))} {in_each(members[0])} for it{on_average} "
-        f"({format_percent(waited / total.total(), 0)} of all waiting between them)."
-    )
-
-
-def warning(told: TraceWarning) -> str:
-    """A warning, with what it concerns where that is not in its words."""
-    concerned = [] if told.count is None or _says(told, told.count) else [counted(told.count, "event")]
-    concerned += [] if told.ns is None or format_ns(told.ns) in told.message else [format_ns(told.ns)]
-    return f"{told.message} ({', '.join(concerned)})" if concerned else told.message
-
-
-def _says(told: TraceWarning, count: int) -> bool:
-    return bool(re.search(rf"(?<![\d.,]){count:,}(?![\d,]|\.\d)|(?<![\d.,]){count}(?![\d,]|\.\d)", told.message))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
-    """A warning, and which traces give it, by their place among all; ``more`` of them are not named."""
-
-    sentence: str
-    where: tuple[tuple[str, int], ...]
-    more: int = 0
-
-
-def doubts(figures: Sequence[TraceFigures]) -> tuple[Doubt, ...]:
-    """Every warning once, with the traces that give it."""
-    givers: dict[str, list[tuple[str, int]]] = {}
-    for place, one in enumerate(figures):
-        for sentence in dict.fromkeys(map(warning, one.warnings)):
-            givers.setdefault(sentence, []).append((one.file, place))
-    return tuple(
-        Doubt(sentence=sentence, where=tuple(of[:MOST_NAMED]), more=len(of[MOST_NAMED:]))
-        for sentence, of in givers.items()
-    )

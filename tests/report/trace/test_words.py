@@ -13,8 +13,11 @@ from refshard.quantities import format_ns
 from refshard.report.draw.charts import chart
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace import charts as trace_charts
+from refshard.report.trace import doubts as trace_doubts
 from refshard.report.trace import gaps as trace_gaps
+from refshard.report.trace import jobs as trace_jobs
 from refshard.report.trace import tables as trace_tables
+from refshard.report.trace import waiting
 from refshard.report.trace import words as trace_words
 from refshard.report.trace.idle import idle_section
 from refshard.report.trace.of_cpu import chart_of_cpu
@@ -222,7 +225,7 @@ def test_a_job_is_told_with_its_extremes_and_its_late_rank() -> None:
         "Of the 3 ranks here, rank 2 is waited for longest: the 2 others wait 1.00 ms a step for it on average "
         "(80 % of all waiting between them)."
     )
-    assert trace_words.late(ranks[:1] + ranks[2:]).startswith(
+    assert waiting.late(ranks[:1] + ranks[2:]).startswith(
         "Of the 2 ranks here, rank 2 is waited for longest: rank 0 waits 1.00 ms a step for it (67 %"
     )
 
@@ -230,7 +233,7 @@ def test_a_job_is_told_with_its_extremes_and_its_late_rank() -> None:
 def test_no_rank_is_waited_for_longer_than_a_step() -> None:
     """Seven ranks that each wait for 90 of 100 ms wait 90 ms, not 630."""
     ranks = [made(rank=n, waits_for=(wait(7, 180),)) for n in range(7)] + [made(rank=7)]
-    assert "the 7 others wait 90.0 ms a step for it on average" in trace_words.late(ranks)
+    assert "the 7 others wait 90.0 ms a step for it on average" in waiting.late(ranks)
 
 
 @pytest.mark.parametrize(
@@ -438,7 +441,7 @@ HASHED = ("fsdp2-w2-tiny-5a30c0d831ee-r0-rank{}.json.gz", "yafsdp-w2-tiny-7c1d8d
 )
 def test_jobs_are_named_by_what_tells_their_files_apart(files: list[list[str]], names: list[str]) -> None:
     members = [made(job=job, file=file, rank=rank) for job, of in enumerate(files) for rank, file in enumerate(of)]
-    assert list(trace_words.job_names(members).values()) == names
+    assert list(trace_jobs.job_names(members).values()) == names
 
 
 def test_devices_counted_together_are_told_first() -> None:
@@ -453,7 +456,7 @@ def test_devices_counted_together_are_told_first() -> None:
     [(2, 2, "2 of 2 ranks, nccl"), (1, 1, "1 rank, nccl"), (1, 8, "1 of 8 ranks"), (2, None, "2 traces, nccl")],
 )
 def test_a_card_says_how_many_ranks_of_the_job_are_here(ranks: int, size: int | None, told: str) -> None:
-    assert trace_words.ranks([made(rank=rank, world_size=size) for rank in range(ranks)]).startswith(told)
+    assert trace_jobs.ranks([made(rank=rank, world_size=size) for rank in range(ranks)]).startswith(told)
 
 
 @pytest.mark.processes
@@ -475,7 +478,7 @@ def test_each_job_has_its_finding() -> None:
 def test_a_warning_of_many_traces_is_told_once() -> None:
     few, lost = TraceWarning(code="few", message="Few steps.", count=3), TraceWarning(code="x", message="Lost.", ns=MS)
     given = [made(file=f"r{n}", warnings=(few, lost) if n == 1 else (few,)) for n in range(9)]
-    many, once = trace_words.doubts(given)
+    many, once = trace_doubts.doubts(given)
     assert (many.sentence, many.where[0], len(many.where), many.more) == ("Few steps. (3 events)", ("r0", 0), 6, 3)
     assert (once.sentence, once.where, once.more) == ("Lost. (1.00 ms)", (("r1", 1),), 0)
 
@@ -485,8 +488,8 @@ def test_a_warning_of_many_traces_is_told_once() -> None:
     [("1,200 spans lost", "1,200 spans lost"), ("1200 lost", "1200 lost"), ("12003 lost", "12003 lost (1,200 events)")],
 )
 def test_a_warning_tells_its_count_once(message: str, told: str) -> None:
-    assert trace_words.warning(TraceWarning(code="x", message=message, count=1200)) == told
-    assert trace_words.warning(TraceWarning(code="x", message="2.00 ms lost", ns=2 * MS)) == "2.00 ms lost"
+    assert trace_doubts.warning(TraceWarning(code="x", message=message, count=1200)) == told
+    assert trace_doubts.warning(TraceWarning(code="x", message="2.00 ms lost", ns=2 * MS)) == "2.00 ms lost"
 
 
 def test_the_summary_holds_means_and_says_what_is_not_known() -> None:
