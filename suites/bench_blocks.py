@@ -170,11 +170,20 @@ def let_go() -> None:
 
 
 def blocks_held(model: Llama) -> float:
-    """How many blocks' unsharded parameters the engine's slots have room for, all taken together."""
-    in_blocks = [unit for unit in engine_of(model).units if unit.name.startswith("model.layers.")]
-    slots = {id(unit.slot): unit.slot for unit in in_blocks}.values()
-    one = sum(flat.layout.numel * flat.dtype.itemsize for flat in in_blocks[0].flats)
-    return sum(flat.untyped_storage().nbytes() for slot in slots for flat in slot.flats) / one
+    """How many blocks' unsharded parameters the engine's columns for them have room for, all taken together."""
+    engine = engine_of(model)
+    in_blocks = {unit.index for unit in engine.units if unit.name.startswith("model.layers.")}
+    arena = engine.executor.arena
+    assert arena is not None
+    room = sum(column.nbytes for column in arena.columns if in_blocks & set(column.parameters))
+    return room / sum(flat.layout.numel * flat.dtype.itemsize for flat in engine.units[min(in_blocks)].flats)
+
+
+def arena_over_bound(model: Llama) -> float:
+    """The bytes of all planned columns over the most that is in use at one time."""
+    arena = engine_of(model).executor.arena
+    assert arena is not None
+    return arena.nbytes / arena.bound
 
 
 @pytest.fixture
@@ -256,12 +265,14 @@ def test_peak_memory(benchmark: Any, scale: Scale, tokens: int) -> None:
             peaks[way] = nbytes
             if way == YAFSDP:
                 held, sharded = blocks_held(model), sum(local_of(p).nbytes for p in model.parameters())
+                over = arena_over_bound(model)
                 if spec is scale.weighed_specs[-1]:
                     benchmark.pedantic(step, args=(model, *tokens_and_targets), rounds=1)
             del model
         ratios = {way: peaks[YAFSDP] / peaks[way] for way in peaks if way != YAFSDP}
         benchmark.extra_info[f"vocabulary {spec.vocab}"] = {
             **facts(spec, tokens), "peak_bytes": peaks, "ratio_of_refshard_yafsdp": ratios, "blocks_held": held,
+            "arena_over_bound": over,
         }  # fmt: skip
         lines += [f"vocabulary {spec.vocab}, {way:<15} peak {nbytes / 2**30:7.3f} GiB" for way, nbytes in peaks.items()]
         lines += [f"vocabulary {spec.vocab}, {YAFSDP} / {w:<11} = {r:.3f} of peak memory" for w, r in ratios.items()]
@@ -269,6 +280,7 @@ def test_peak_memory(benchmark: Any, scale: Scale, tokens: int) -> None:
         assert min(peaks.values()) > sharded + head, "a step holds this rank's parts, and the head unsharded"
         assert held <= 2, "the ring's blocks take turns in two slots"
         lines.append(f"vocabulary {spec.vocab}, {YAFSDP} has room for {held:.2f} unsharded blocks")
+        lines.append(f"vocabulary {spec.vocab}, arena / most in use at one time = {over:.2f}")
     print("\n" + "\n".join(lines))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from refshard.plan.layout import UnitLayout, lay_out
 from refshard.plan.placement import MODES
-from refshard.plan.schedule import Op, OpKind, assign_slots, build, chain_markers
+from refshard.plan.schedule import Op, OpKind, assign_rings, build, chain_markers
 from refshard.plan.units import ModelUnit, model_units
 from refshard.specs.model import load_model
 
@@ -50,7 +50,7 @@ def test_schedule(benchmark: Any, mode: str, layers: int) -> None:
 
     def scheduled() -> tuple[Op, ...]:
         markers = chain_markers(len(units))
-        return build(markers, assign_slots(markers, facts, MODES[mode]), MODES[mode], facts)
+        return build(markers, assign_rings(markers, facts, MODES[mode]), MODES[mode], facts)
 
     ops = benchmark(scheduled)
     counts = Counter(op.kind for op in ops)

@@ -4,63 +4,63 @@ import importlib
 import re
 from pathlib import Path
 
+from refshard.plan.arena import plan_arena
 from refshard.plan.placement import find_mode
-from refshard.plan.schedule import Op, OpKind, UnitFacts, assign_slots, build, chain_markers
+from refshard.plan.schedule import OpKind, UnitFacts, assign_rings, build, chain_markers
 
 TOUR = (Path(__file__).parents[1] / "docs" / "explanation" / "engine.md").read_text()
+KIB = 1024
 NAMES = ["embed", "b1", "b2", "b3", "b4", "head"]
 
 
-def ring_over_time() -> str:
-    """What each slot of the rings holds as each unit's computation ends: a column a computation, a row a slot.
+def columns_over_time() -> str:
+    """What each column holds while each unit computes, before anything is awaited: a row a column.
 
-    ``*`` is computed with, ``+`` is being gathered or reduced.
+    ``*`` is computed with, ``+`` is being gathered or reduced; gradients have a ``d`` before the unit's name.
     """
     mode = find_mode("yafsdp")
     facts = [UnitFacts("embed", read_in_backward=False), *[UnitFacts("block")] * 4, UnitFacts("head")]
     markers = chain_markers(len(facts))
-    slots = assign_slots(markers, facts, mode)
-    rows: dict[tuple[str, int], list[str]] = {(role, i): [] for role in ("parameters", "gradients") for i in (0, 1)}
-    held: dict[tuple[str, int], str] = {}
-    columns = []
-    for op in build(markers, slots, mode, facts):
-        if op.kind is OpKind.END:
-            columns.append(NAMES[op.unit])
-        if op.unit in slots.parameters:
-            parameters = ("parameters", slots.parameters[op.unit][1])
-            gradients = ("gradients", slots.gradients[op.unit][1])
-            _change(held, op, parameters, gradients)
-        if op.kind is OpKind.END:
-            for key, row in rows.items():
-                mine = held.get(key, "")
-                computing = mine == NAMES[op.unit] and (key[0] == "parameters" or op.phase == "backward")
-                row.append(mine + "*" * computing)
+    rings = assign_rings(markers, facts, mode)
+    stream = build(markers, rings, mode, facts)
+    sizes = dict(enumerate([3 * KIB, *[2 * KIB] * 4, 3 * KIB]))
+    arena = plan_arena([stream], rings, sizes, sizes, mixed=True)
+    place = {("parameters", unit): i for i, column in enumerate(arena.columns) for unit in column.parameters}
+    place |= {("gradients", unit): i for i, column in enumerate(arena.columns) for unit in column.gradients}
+    held: dict[int, str] = {}
+    rows: list[list[str]] = [[] for _ in arena.columns]
+    computes = []
+    computing = ""
+    for op in stream:
+        name = NAMES[op.unit]
+        if op.kind is OpKind.BEGIN:
+            computing = name
+        elif computing and op.kind in (OpKind.FINISH, OpKind.END):
+            computes.append(computing)
+            for index, row in enumerate(rows):
+                row.append(held.get(index, "") + "*" * (held.get(index) == computing))
+            computing = ""
+        match op.kind:
+            case OpKind.GATHER:
+                held[place["parameters", op.unit]] = f"{name}+"
+            case OpKind.WAIT:
+                held[place["parameters", op.unit]] = name
+            case OpKind.RELEASE:
+                del held[place["parameters", op.unit]]
+            case OpKind.REDUCE:
+                held[place["gradients", op.unit]] = f"d{name}+"
+            case OpKind.FINISH:
+                del held[place["gradients", op.unit]]
     half = len(NAMES)
-    labelled = [("computes", columns), *((f"{role} {place}", row) for (role, place), row in rows.items())]
+    labelled = [("computes", computes), *((f"column {i}", row) for i, row in enumerate(rows))]
     return "\n".join(
-        f"{label:<13}{''.join(f'{c:<6}' for c in cells[:half])}| {''.join(f'{c:<6}' for c in cells[half:])}".rstrip()
+        f"{label:<10}{''.join(f'{c:<7}' for c in cells[:half])}| {''.join(f'{c:<7}' for c in cells[half:])}".rstrip()
         for label, cells in labelled
     )
 
 
-def _change(held: dict[tuple[str, int], str], op: Op, parameters: tuple[str, int], gradients: tuple[str, int]) -> None:
-    match op.kind:
-        case OpKind.GATHER:
-            held[parameters] = f"{NAMES[op.unit]}+"
-        case OpKind.WAIT:
-            held[parameters] = NAMES[op.unit]
-        case OpKind.RELEASE:
-            del held[parameters]
-        case OpKind.BEGIN if op.phase == "backward":
-            held[gradients] = NAMES[op.unit]
-        case OpKind.REDUCE:
-            held[gradients] = f"{NAMES[op.unit]}+"
-        case OpKind.FINISH:
-            del held[gradients]
-
-
-def test_the_diagram_of_the_ring_is_the_schedules() -> None:
-    diagram = ring_over_time()
+def test_the_diagram_of_the_columns_is_the_plans() -> None:
+    diagram = columns_over_time()
     assert diagram in TOUR, f"docs/explanation/engine.md should show:\n{diagram}"
 
 
@@ -68,7 +68,7 @@ def test_every_function_that_the_tour_names_exists() -> None:
     named = re.findall(r"`(\w+)\.py`, `([\w.]+)`", TOUR)
     assert len(named) > 10
     for module, path in named:
-        room = "plan" if module in ("placement", "layout", "schedule") else "engine"
+        room = "plan" if module in ("placement", "layout", "schedule", "arena") else "engine"
         found: object = importlib.import_module(f"refshard.{room}.{module}")
         for part in path.split("."):
             found = getattr(found, part)

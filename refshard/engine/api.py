@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -58,6 +59,7 @@ def shard(
     offload: bool = False,
     communication_streams: int = 2,
     comm_memory: CommMemory = "default",
+    keep_buffers: bool = False,
     collectives: Collectives | None = None,
     lanes: Lanes | None = None,
     debug: bool = False,
@@ -96,10 +98,15 @@ def shard(
         offload: keep masters, their gradients and so the optimizer's state in (pinned) CPU memory.
         communication_streams: 1, or 2 to overlap reductions with gathers: on separate CUDA streams
             (a third if shards are also replicated), and in two process groups of the same ranks.
-        comm_memory: the memory of persistent buffers (rings, whole parameters and gradients): the process group's
-            if it has some, else torch's (``"default"``), torch's caching allocator (``"allocator"``), the process
-            group's (``"group"``) or symmetric memory (``"symmetric"``). With symmetric memory, NCCL gathers with copy
-            engines if its communicator has the zero-CTA policy (``NCCL_CTA_POLICY=2``).
+        comm_memory: where kept buffers are allocated (whole parameters and gradients; with ``keep_buffers``, all of
+            ``"yafsdp"``): in the process group's memory if it has some, else in torch's (``"default"``), by torch's
+            caching allocator (``"allocator"``), in the process group's (``"group"``) or in symmetric memory
+            (``"symmetric"``). In ``"yafsdp"``, the last two turn ``keep_buffers`` on. With symmetric memory, NCCL
+            gathers with copy engines if its communicator has the zero-CTA policy (``NCCL_CTA_POLICY=2``).
+        keep_buffers: use more memory and wait less, in mode ``"yafsdp"`` only: keep the memory of unsharded parameters
+            and gradients from step to step, keep the last blocks gathered from forward to backward, and reduce the
+            gradients of two blocks at once. By default, unused memory goes back to torch's allocator at the end of
+            forward, when activations peak, and at the end of backward.
         collectives: what to communicate with; by default the mesh's process groups.
         lanes: what orders compute, gathers and reductions; by default the device's streams.
         debug: fill freed storage with NaN, so that a read of it shows, and check after each backward that all ranks
@@ -112,6 +119,10 @@ def shard(
     """
     chosen, precision = find_mode(mode, accumulation), precision or Precision()
     _check_comm_memory(comm_memory, chosen, collectives)
+    if keep_buffers and chosen.storage != "ring":
+        raise SpecError(f"keep_buffers: mode '{mode}' has no ring of buffers to keep; shard with mode='yafsdp'")
+    if chosen.storage == "ring" and (keep_buffers or comm_memory in ("group", "symmetric")):
+        chosen = replace(chosen, keep=True, gradient_slots=2)
     if communication_streams not in (1, 2):
         raise SpecError(f"communication_streams: must be 1 or 2, got {communication_streams}")
     if any(hasattr(module, _ENGINE) for module in model.modules()):
@@ -295,7 +306,7 @@ def _check_comm_memory(memory: CommMemory, mode: Mode, collectives: Collectives 
         )
     if memory in ("group", "symmetric") and mode.storage == mode.gradient_storage == "transient":
         raise UnsupportedError(
-            f"comm_memory: '{memory}' needs persistent buffers, but mode '{mode.name}' gives each back to torch's "
+            f"comm_memory: '{memory}' needs buffers that are kept, but mode '{mode.name}' gives each back to torch's "
             "allocator after use; shard with mode='yafsdp', or use 'default'"
         )
 
@@ -305,11 +316,14 @@ def _mesh_collectives(
 ) -> Collectives:
     if mesh.ndim > 2:
         raise SpecError(f"mesh: must have one axis, or two to replicate and shard over, got {mesh.ndim}")
+    kept = mode.keep or mode.gradient_storage == "persistent"
     if mode.optimizer == "replicate":
         ranks = mesh.mesh.flatten().tolist()
         everyone = mesh.get_group() if mesh.ndim == 1 else group_beside(mesh.get_group(0), ranks)
-        return GroupCollectives(None, everyone, device=device, memory=memory)
+        return GroupCollectives(None, everyone, device=device, memory=memory, gradients_kept=kept)
     shards = mesh.get_group(mesh.ndim - 1)
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
     reducing = group_beside(shards, dist.get_process_group_ranks(shards)) if streams == 2 else None
-    return GroupCollectives(shards, replicas, reducing=reducing, device=device, memory=memory)
+    return GroupCollectives(
+        shards, replicas, reducing=reducing, device=device, memory=memory, gradients_kept=kept
+    )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Slots: the storage that unsharded parameters and gradients live in, and who owns it now.
+"""Pools of memory, and the slots in them: where unsharded parameters and gradients lie, and who owns them now.
 
-A slot's tensor objects are stable; only their storage comes and goes (transient) or changes hands (ring). Parameters
-are views of them, so that an all-gather lands in place and nothing is copied out. Autograd's version counters do not
-see such a refill: :class:`~refshard.engine.unit.Unit` sets them.
+A slot's tensor objects are stable; only their storage comes and goes (with its pool's), and bytes change hands between
+slots that overlap. Parameters are views of slots, so that an all-gather lands in place and nothing is copied
+out. Autograd's version counters do not see such a refill: :class:`~refshard.engine.unit.Unit` sets them.
 """
 
 from collections.abc import Sequence
@@ -10,68 +10,121 @@ from collections.abc import Sequence
 import torch
 
 from refshard.errors import EngineError
+from refshard.plan.arena import Lasting, aligned
 from refshard.plan.layout import ParameterLayout
+
+Sizes = Sequence[tuple[int, torch.dtype]]
+"""Elements and dtype of each of a unit's flat buffers."""
+Places = Sequence[Sequence[ParameterLayout]]
+"""Where the parameters lie in each flat buffer."""
+
+
+class Pool:
+    """One allocation, ``memory``: a 1-D tensor of bytes."""
+
+    __slots__ = ("_lasting", "_nbytes", "memory", "taken")
+
+    def __init__(self, memory: torch.Tensor, lasting: Lasting = "always") -> None:
+        self.memory, self._lasting = memory, lasting
+        self._nbytes = memory.untyped_storage().nbytes()
+        self.taken: list[Slot] = []
+
+    def take(self, slot: "Slot") -> None:
+        """Mark a slot as in use, and allocate the storage if it is not there."""
+        if self._lasting != "always" and not self.memory.untyped_storage().nbytes():
+            self.memory.untyped_storage().resize_(self._nbytes)
+        self.taken.append(slot)
+
+    def give(self, slot: "Slot") -> None:
+        """Mark it as unused."""
+        self.taken.remove(slot)
+        if self._lasting == "per use":
+            self.rest()
+
+    def rest(self) -> None:
+        """Free the storage, unless a slot is in use or it lasts always."""
+        if self._lasting != "always" and not self.taken:
+            self.memory.untyped_storage().resize_(0)
 
 
 class Slot:
-    """Storage for one unit's flat buffers at a time.
+    """A place in a pool for one unit's flat buffers, made of ``tensors`` there: one for each flat, then any scratch.
 
-    ``flats`` are 1-D tensors, one for each of the unit's flat parameters. A persistent slot keeps its storage for
-    good; a transient one has storage only between :meth:`acquire` and :meth:`release`. With ``debug``, released content
-    is filled with NaN, so that a read after release cannot pass unnoticed.
+    ``flats`` are 1-D tensors, one for each of the unit's flat parameters, and ``views`` those of their parameters, each
+    with a version counter of its own. ``scratch`` is what the reduction of each flat may write to. A slot that
+    ``accumulates`` takes gradients as they arrive and keeps them from pass to pass. With ``debug``, released content is
+    filled with NaN, so that a read after release cannot pass unnoticed.
     """
 
-    __slots__ = ("_bytes", "_debug", "flats", "owner", "persistent")
+    __slots__ = ("_begin", "_debug", "_end", "accumulates", "flats", "owner", "pool", "scratch", "views")
 
-    def __init__(self, flats: Sequence[torch.Tensor], *, persistent: bool, debug: bool = False) -> None:
-        self.flats = tuple(flats)
-        self._bytes = tuple(flat.untyped_storage().nbytes() for flat in flats)
-        self.persistent = persistent
+    def __init__(
+        self, pool: Pool, tensors: Sequence[torch.Tensor], places: Places, *,
+        accumulates: bool = False, debug: bool = False,
+    ) -> None:  # fmt: skip
+        self.pool, self.flats, self.accumulates = pool, tuple(tensors[: len(places)]), accumulates
+        self.scratch = tuple(tensors[len(places) :]) or (None,) * len(places)
         self._debug = debug
         self.owner: str | None = None
-        if not persistent:
-            self._resize(0)
-
-    def views(self, places: Sequence[Sequence[ParameterLayout]]) -> list[list[torch.Tensor]]:
-        """A view per flat and place, each with a version counter of its own, so that a refill is no change to autograd.
-
-        Views survive the storage's coming and going, but torch only makes them where storage is.
-        """
-        if not self.persistent and self.owner is None:
-            self._resize(None)
-        made = [
+        starts = [tensor.storage_offset() * tensor.itemsize for tensor in tensors]
+        self._begin = min(starts, default=0)
+        self._end = max((start + tensor.nbytes for start, tensor in zip(starts, tensors)), default=0)
+        self.views = [
             [flat[p.offset : p.offset + p.numel].view(p.shape).data for p in places_of_flat]
             for flat, places_of_flat in zip(self.flats, places)
         ]
-        if not self.persistent and self.owner is None:
-            self._resize(0)
-        return made
+
+    def overlaps(self, other: "Slot") -> bool:
+        """Whether both have bytes in common."""
+        return self.pool is other.pool and self._begin < other._end and other._begin < self._end
+
+    def holds(self, address: int) -> bool:
+        """Whether memory at this address is the slot's."""
+        return any(flat.data_ptr() <= address < flat.data_ptr() + flat.nbytes for flat in self.flats)
+
+    @property
+    def free(self) -> bool:
+        """Whether no slot that overlaps this one is in use."""
+        return not any(self.overlaps(other) for other in self.pool.taken)
 
     def acquire(self, owner: str) -> None:
         """Hand the slot to ``owner``.
 
         Raises:
-            EngineError: another owner holds it.
+            EngineError: another owner holds it, or one that it has bytes in common with.
         """
-        if self.owner is not None:
-            raise EngineError(
-                f"unit '{owner}' needs the slot that unit '{self.owner}' still holds; two units that share a slot ran "
-                "nested in each other: shard with mode='fsdp', or make them one block"
-            )
-        if not self.persistent:
-            self._resize(None)
+        for other in self.pool.taken:
+            if self.overlaps(other):
+                raise EngineError(
+                    f"unit '{owner}' needs the slot that unit '{other.owner}' still holds; two units that share a slot "
+                    "ran nested in each other: shard with mode='fsdp', or make them one block"
+                )
+        self.pool.take(self)
         self.owner = owner
 
     def release(self) -> None:
         """Give the slot up; its content is gone."""
+        assert self.owner is not None
         if self._debug:
             for flat in self.flats:
                 flat.detach().fill_(float("nan"))
-        if not self.persistent:
-            self._resize(0)
         self.owner = None
+        self.pool.give(self)
 
-    def _resize(self, nbytes: int | None) -> None:
-        """Give every flat ``nbytes`` of storage, or all that it needs."""
-        for flat, needed in zip(self.flats, self._bytes):
-            flat.untyped_storage().resize_(needed if nbytes is None else nbytes)
+
+def carve(pool: Pool, sizes: Sizes) -> list[torch.Tensor]:
+    """Flat buffers, one after the other, from the start of a pool that has storage."""
+    flats, end = [], 0
+    for numel, dtype in sizes:
+        begin = aligned(end)
+        end = begin + numel * dtype.itemsize
+        flats.append(pool.memory[begin:end].view(dtype))
+    return flats
+
+
+def nbytes_of(sizes: Sizes) -> int:
+    """What :func:`carve` takes."""
+    end = 0
+    for numel, dtype in sizes:
+        end = aligned(end) + numel * dtype.itemsize
+    return end

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from refshard.engine.comm_memory import CommMemory, allocate, backend_of, require_memory
+from refshard.engine.comm_memory import CommMemory, allocate, backend_of, has_group_memory, require_memory
 from refshard.errors import EngineError
 
 
@@ -39,12 +39,18 @@ class Collectives(ABC):
     """Collectives of flat 1-D tensors over a shard axis of ``world_size`` ranks times a replicate axis of ``replicas``.
 
     ``rank`` is this rank's place on the shard axis. The calls that return a :class:`Pending` return at once, and the
-    tensors must not be touched before its ``wait``. Sums are sums: who wants a mean scales what goes in.
+    tensors must not be touched before its ``wait``. Multiply gradients by ``scale`` before a reduction: its result is
+    then their mean.
     """
 
     rank: int
     world_size: int
     replicas: int = 1
+
+    @property
+    def scale(self) -> float:
+        """1 where reductions average by themselves; where they add up, one over the number of ranks."""
+        return 1 / (self.world_size * self.replicas)
 
     @property
     def world_rank(self) -> int:
@@ -64,15 +70,22 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
-        """Fill ``output`` (n elements) with the sum over ranks of this rank's part of ``full`` (world_size * n).
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor | None = None) -> Pending:
+        """Fill ``output`` (n elements) with the sum over ranks, or the mean, of this rank's part of ``full``
+        (world_size * n).
 
-        ``output`` may be this rank's part of ``full`` itself. With a shard axis of one rank the sum is over replicas.
+        ``output`` may be this rank's part of ``full`` itself. With one rank on the shard axis, this reduces over
+        replicas instead. ``scratch`` are :meth:`scratch_numel` elements that may be written to; without it, they are
+        allocated.
         """
+
+    def scratch_numel(self, numel: int) -> int:
+        """How many elements a reduce-scatter of ``numel`` needs in addition to its input and its output."""
+        return 0
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Replace ``tensor`` by its sum over the replicate axis."""
+        """Replace ``tensor`` by its sum, or its mean, over the replicate axis."""
 
     @abstractmethod
     def all_to_all(
@@ -129,7 +142,7 @@ class GroupCollectives(Collectives):
 
     An axis of one rank needs no group: None stands for it, and a group of one is as good as none. With
     ``groups_of_one`` it is kept and every collective is issued, so that one GPU suffices to test the calls to NCCL.
-    ``memory`` is what :meth:`allocate` gives.
+    ``memory`` is what :meth:`allocate` gives, for gradients too if ``gradients_kept``.
 
     Raises:
         UnsupportedError: a group cannot communicate through ``memory``.
@@ -143,6 +156,7 @@ class GroupCollectives(Collectives):
         reducing: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         memory: CommMemory = "default",
+        gradients_kept: bool = False,
         groups_of_one: bool = False,
     ) -> None:
         fewest = 1 if groups_of_one else 2
@@ -163,8 +177,22 @@ class GroupCollectives(Collectives):
         # stream of its own, of ordinary priority, and back. A CPU that plays a part of a cluster has but handles.
         self._handles = "nccl" not in libraries or self._device.type == "cpu"
         self._gather = None if shards is None else all_gather_call(shards, handles=self._handles)
-        self._scatter = None if self._reducing is None else reduce_scatter_call(self._reducing, handles=self._handles)
-        self._receive: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        # NCCL averages inside its kernel, and scales before it sums, so that nothing overflows; torch's fake backend
+        # stands for it. But in NVLink's switches, which its own memory is reduced in, it only sums; and it does not
+        # average over a single rank.
+        own_memory = gradients_kept and memory != "allocator"
+        user = self._reducing or replicas
+        switches = own_memory and user is not None and has_group_memory(user, self._device)
+        averages = libraries in ({"nccl"}, {"fake"}) and self.world_size * self.replicas > 1 and not switches
+        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self._scatter = (
+            None if self._reducing is None else reduce_scatter_call(self._reducing, self._op, handles=self._handles)
+        )
+
+    @property
+    def scale(self) -> float:
+        """See :meth:`Collectives.scale`."""
+        return 1.0 if self._op == dist.ReduceOp.AVG else super().scale
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         """See :meth:`Collectives.all_gather`."""
@@ -182,7 +210,7 @@ class GroupCollectives(Collectives):
             )
         )
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor | None = None) -> Pending:
         """See :meth:`Collectives.reduce_scatter`."""
         if self._shards is None:
             if output.data_ptr() != full.data_ptr():
@@ -191,16 +219,19 @@ class GroupCollectives(Collectives):
         if self._scatter is not None and not self._by_parts:
             return self._scatter(output, full)
         # Gloo runs a reduce-scatter as an all-reduce of the whole input: exchanging the parts and summing them here
-        # moves half the bytes (trap 10), into a receive buffer that is taken from a pool and goes back to it.
+        # moves half the bytes (trap 10).
         numel = output.numel()
-        free = self._receive.setdefault((numel, full.dtype), [])
-        received = free.pop() if free else full.new_empty(self.world_size - 1, numel)
+        received = (full.new_empty(self.scratch_numel(full.numel())) if scratch is None else scratch).view(-1, numel)
         exchanges = tuple(
             piece
             for step in range(1, self.world_size)
             for piece in _exchange(full[self._part(step, numel)], received[step - 1], step, self._reducing)
         )
-        return _LocalSum(exchanges, full[self._part(0, numel)], received, output, free)
+        return _LocalSum(exchanges, full[self._part(0, numel)], received, output)
+
+    def scratch_numel(self, numel: int) -> int:
+        """See :meth:`Collectives.scratch_numel`: over gloo, what the other ranks send."""
+        return numel - numel // self.world_size if self._by_parts else 0
 
     def _part(self, step: int, numel: int) -> slice:
         """Where the part of ``numel`` elements of the rank ``step`` places on lies in a flat tensor."""
@@ -211,7 +242,7 @@ class GroupCollectives(Collectives):
         """See :meth:`Collectives.all_reduce`."""
         if self._replicas is None:
             return _LAUNCHED
-        return dist.all_reduce(tensor, group=self._replicas, async_op=self._handles) or _LAUNCHED
+        return dist.all_reduce(tensor, op=self._op, group=self._replicas, async_op=self._handles) or _LAUNCHED
 
     def all_to_all(
         self, output: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int]
@@ -389,10 +420,12 @@ def all_gather_call(group: dist.ProcessGroup, *, handles: bool) -> _Call:
     return _Call(method, AllgatherOptions(), handles=handles)
 
 
-def reduce_scatter_call(group: dist.ProcessGroup, *, handles: bool) -> _Call:
+def reduce_scatter_call(group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, *, handles: bool) -> _Call:
     """The backend's own flat reduce-scatter of ``group``; with ``handles`` it returns before it is done."""
     method = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    return _Call(method, ReduceScatterOptions(), handles=handles)
+    options = ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    return _Call(method, options, handles=handles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +452,6 @@ class _LocalSum:
     own: torch.Tensor
     received: torch.Tensor
     output: torch.Tensor
-    pool: list[torch.Tensor]
 
     def wait(self) -> None:
         for work in self.exchanges:
@@ -427,4 +459,3 @@ class _LocalSum:
         total = self.own
         for part in self.received:
             total = torch.add(total, part, out=self.output)
-        self.pool.append(self.received)

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Collectives, Pending, Together, failed
 from refshard.engine.device import Lane, Lanes
 from refshard.engine.labels import label, mark
@@ -25,7 +26,6 @@ class Effects:
         self._collectives = collectives
         self._lanes = lanes
         self._compute_so_far: object = None
-        self._released: object = None
         self._newly_released = False
         self._host_memory_in_use = False
         self.reducing: list[int] = []
@@ -95,6 +95,7 @@ class Effects:
                 with suppress(RuntimeError):
                     pending.wait()
         unit.abandon(keep_gradients=keep_gradients, keep_ahead=keep_ahead)
+        self._newly_released = True
         if unit.index in self.reducing:
             self.reducing.remove(unit.index)
             self._combined.discard(unit.index)
@@ -102,26 +103,29 @@ class Effects:
     def _gather(self, unit: Unit) -> None:
         if unit.aliased or self._is_ahead(unit):
             return
+        if self._newly_released:
+            # What compute did last with this storage must be over before it is written again (second wait).
+            self._wait_for_compute("gather")
+            self._newly_released = False
         with label("all_gather", unit.name), self._lanes.use("gather"):
-            if self._newly_released:
-                # What compute read last from this storage must be over before it is written again (second wait).
-                self._lanes.wait("gather", self._released)
-                self._newly_released = False
             unit.slot.acquire(unit.name)
             pairs = [(full, self._source(flat, full)) for flat, full in zip(unit.flats, unit.slot.flats)]
             works = (self._collectives.all_gather(full, shard) for full, shard in pairs)
             unit.start_gather(self._issue("gather", "all_gather", unit, works))
 
     def _is_ahead(self, unit: Unit) -> bool:
-        """Whether the unit was gathered ahead from the present masters. If not, its slot is cleared of such."""
+        """Whether the unit was gathered ahead from the present masters. If not, others are evicted from its slot."""
         if unit.ahead and unit.current:
             unit.ahead = False  # The pass gives it up when it has used it.
             return True
-        if unit.slot.owner is not None:
-            for other in self._units:
-                if other.ahead and other.slot is unit.slot:
-                    self._release(other)
+        self._evict(unit.slot)
         return False
+
+    def _evict(self, slot: Slot) -> None:
+        """Release units that were gathered ahead and whose slots overlap this one."""
+        for other in self._units if not slot.free else ():
+            if other.ahead and other.slot.overlaps(slot):
+                self._release(other)
 
     def _source(self, flat: FlatParameter, full: torch.Tensor) -> torch.Tensor:
         """What is gathered into ``full``: the shard, or its copy in the place where it belongs."""
@@ -153,35 +157,38 @@ class Effects:
         if unit.presence is not Presence.SHARDED and not unit.aliased:
             self._wait(unit)
             unit.release()
-            self._released = self._lanes.record("compute", self._released)
             self._newly_released = True
 
     def _reduce(self, unit: Unit) -> None:
         # Gradients that are still where autograd has put them may have come, and be allocated, on several streams.
         self._lanes.join()
+        if not unit.gradient_slot.accumulates:
+            self._evict(unit.gradient_slot)
         with label("copy_in", unit.name):
             unit.complete_gradients()
         self._lanes.fork()
         with label("reduce_scatter", unit.name):
             legs = self._collectives.legs
-            pairs = [
-                (flat.open_target(full, needs_slot_free=legs == 2), full)
-                for flat, full in zip(unit.trained_flats, unit.gradient_slot.flats)
+            slot = unit.gradient_slot
+            given = [
+                (flat.open_target(full, needs_slot_free=legs == 2), full, scratch)
+                for flat, full, scratch in zip(unit.trained_flats, slot.flats, slot.scratch)
             ]
             # Every gradient must be in the slot before it is reduced (fourth wait).
             self._wait_for_compute("reduce")
             with self._lanes.use("reduce"):
-                works = (self._collectives.reduce_scatter(target, full) for target, full in pairs)
+                works = (self._collectives.reduce_scatter(*tensors) for tensors in given)
                 unit.reducing = self._issue("reduce", self._reduction, unit, works)
         self.reducing.append(unit.index)
 
     def _combine(self, unit: Unit) -> None:
-        assert unit.reducing is not None
+        if unit.reducing is None or unit.index in self._combined:  # A second part of its backward came before.
+            return
         # The second leg reads what the first has written (fifth wait). It has a lane of its own: the replicas may be
         # far away, and the next unit's first leg need not queue behind it.
         self._lanes.follow("combine", unit.reducing)
         self._await(unit.reducing, "reduce_scatter", unit)
-        unit.gradient_slot.release()
+        self._release_gradients(unit)
         targets = [flat.target for flat in unit.trained_flats if flat.target is not None]
         with label("all_reduce", unit.name), self._lanes.use("combine"):
             works = (self._collectives.all_reduce(target) for target in targets)
@@ -202,7 +209,11 @@ class Effects:
         if unit.index in self._combined:
             self._combined.discard(unit.index)
         else:
-            unit.gradient_slot.release()
+            self._release_gradients(unit)
+
+    def _release_gradients(self, unit: Unit) -> None:
+        unit.gradient_slot.release()
+        self._newly_released |= not unit.gradient_slot.accumulates
 
     def _wait_for_compute(self, lane: Lane) -> None:
         self._compute_so_far = self._lanes.record("compute", self._compute_so_far)

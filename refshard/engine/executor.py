@@ -1,6 +1,6 @@
 """Walks the schedule: markers come in from the hooks, collectives and slot changes go out.
 
-The first training pass observes: nothing is prefetched, rings are transient storage still, and the order of execution
+The first training pass observes: nothing is prefetched, each buffer is allocated for a use, and the order of execution
 is written down. From then on the op stream that :mod:`refshard.plan.schedule` builds from that order is followed,
 marker by marker. Where a later pass departs from the order, the engine says so once and serves every later pass on
 demand.
@@ -11,19 +11,19 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from functools import partial
 
 import torch
 
-from refshard.engine.buffers import Slot
+from refshard.engine.buffers import Pool, Sizes, Slot, carve, nbytes_of
 from refshard.engine.collectives import Collectives
 from refshard.engine.device import Lanes
 from refshard.engine.effects import Effects
 from refshard.engine.passes import Followed, OnDemand, Pass, Scene, cut
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
-from refshard.plan.placement import Mode
-from refshard.plan.schedule import Op, OpKind, PassKind, Presence, SlotKey, Slots, UnitFacts, assign_slots, build
+from refshard.plan.arena import Arena, Column, plan_arena
+from refshard.plan.placement import Mode, Storage
+from refshard.plan.schedule import Op, OpKind, PassKind, Presence, Rings, UnitFacts, assign_rings, build
 
 
 class Order(Enum):
@@ -52,8 +52,11 @@ class Executor:
         self._effects = Effects(self._units, collectives, lanes)
         self._order = Order.OBSERVING
         self._observed_training: tuple[Op, ...] = ()
-        self._slots = Slots({}, {})
-        self._rings: dict[tuple[str, SlotKey], Slot] = {}
+        self._rings: Rings = {}
+        self._own_gradients: dict[int, Slot] = {}
+        self._planned_gradients: dict[int, Slot] = {}
+        self._pools: tuple[Pool, ...] = ()
+        self.arena: Arena | None = None
         self._markers: tuple[Op, ...] = ()
         self._followed: set[bool] = set()
         self._scripts: dict[PassKind, tuple[Scene, ...]] = {}
@@ -99,7 +102,7 @@ class Executor:
                 self._plan(self._observed_training, {True, False})
                 self._order = Order.FOLLOWING
             elif training:
-                self._leave_rings()
+                self._leave_arena()
                 self._open_forwards.add(forward)
         # An evaluation before the first training step is observed too: it may be all that the model is for.
         observes = self._order is Order.OBSERVING and (training or not self._followed)
@@ -116,7 +119,7 @@ class Executor:
         unit.doubt()
         if self._order is Order.OBSERVING and training:
             self._forget_barred_forwards()
-            self._leave_rings()
+            self._leave_arena()
             self._open_forwards.add(forward)
         self._await_masters([unit])
         self._pass = self._on_demand(self._kind(training=training, forward=True))
@@ -179,7 +182,7 @@ class Executor:
                 "else; unshard is a collective, which all ranks must call for the same modules in the same order"
             )
         needed = not unit.ended and (unit.facts.read_in_backward or not self._backward_open)
-        if unit.presence is not Presence.SHARDED or unit.slot.owner is not None or not needed:
+        if unit.presence is not Presence.SHARDED or not unit.slot.free or not needed:
             return
         if self._awaited.get(unit.index) != unit.version:
             self._await_masters([unit])
@@ -205,7 +208,7 @@ class Executor:
 
     def replan(self) -> None:
         """What the schedule was made from does not hold any more: observe the next training pass anew."""
-        self._pass = self._on_demand(self._pass.kind)
+        self._serve_on_demand()
         self._observed_training = ()
         if self._order is Order.FOLLOWING:
             self._order = Order.OBSERVING
@@ -227,7 +230,13 @@ class Executor:
             self._effects.abandon(unit, keep_gradients=keep_gradients, keep_ahead=keep_ahead)
             if self._mode.parameters == "shard" and not unit.ahead:
                 self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
+        self.rest()
         self._effects.settle()
+
+    def rest(self) -> None:
+        """Forward or a pass has ended: free unused memory."""
+        for pool in self._pools:
+            pool.rest()
 
     def end_evaluation(self) -> None:
         """End a forward pass that has no backward; the first one shows the order of those to come."""
@@ -240,6 +249,15 @@ class Executor:
         """Let gathers of ``units`` wait for what was last written to their masters."""
         self._effects.masters_changed()
         self._awaited.update((unit.index, unit.version) for unit in units)
+
+    def _serve_on_demand(self) -> None:
+        """End reductions that are under way, and serve the rest of the pass on demand, with gradients in units' own
+        slots.
+        """
+        for index in tuple(self._effects.reducing):
+            self._effects.finish(self._units[index])
+        self._lay_gradients(self._own_gradients)
+        self._pass = self._on_demand(self._pass.kind)
 
     def _bind(self, unit: Unit, slot: Slot, gradient_slot: Slot) -> None:
         self._effects.execute(Op(OpKind.RELEASE, unit.index, "forward"))
@@ -265,6 +283,7 @@ class Executor:
         """Follow the schedule of a pass from its start, if one is known; without ``forward``, of a backward alone."""
         known = training in self._followed
         kind = self._kind(training=training, forward=forward, gather=(forward or known) and self._must_gather())
+        self._lay_gradients(self._planned_gradients if known else self._own_gradients)
         self._pass = Followed(kind, self._script_of(kind)) if known else self._on_demand(kind, record)
 
     def _open_backward(self) -> None:
@@ -273,7 +292,7 @@ class Executor:
             unit.arrived.clear()
             unit.read_outside = False
         if self._order is Order.OBSERVING:
-            self._leave_rings()  # a forward without gradients, which checkpointing recomputes now
+            self._leave_arena()  # a forward without gradients, which checkpointing recomputes now
         if isinstance(self._pass, OnDemand) and self._pass.record is None:
             # The last pass was a backward, as pipelines have it, or an evaluation; or nothing is followed. What a
             # forward on demand has gathered and kept is given up where the schedule of a backward alone starts anew.
@@ -292,18 +311,21 @@ class Executor:
             self._version = version
             self._open_forwards.clear()
 
-    def _leave_rings(self) -> None:
-        """Where an evaluation came first, its order has rings; what training will do in them is not known."""
-        if self._rings and not self._open_forwards:
+    def _leave_arena(self) -> None:
+        """Give up the arena before training is observed, or observed anew."""
+        if self.arena is not None and not self._open_forwards:
             for unit in self._units:
                 self._bind_first(unit)
-            self._rings.clear()
+            self._forget_arena()
             self._scripts.clear()
             self._followed = set()
 
+    def _forget_arena(self) -> None:
+        self.arena, self._pools, self._planned_gradients = None, (), {}
+
     @torch.inference_mode(False)
     def _plan(self, observed: tuple[Op, ...], followed: set[bool]) -> None:
-        """Fix the ``observed`` order for passes with or without backward, and move the units into their rings.
+        """Fix the ``observed`` order for passes with or without backward, and move the units into planned columns.
 
         Slots must be ordinary tensors even where an evaluation in inference mode is what comes after step 0.
         """
@@ -314,28 +336,50 @@ class Executor:
                 "step"
             )
         self._markers = observed
-        self._slots = assign_slots(self._markers, self._facts, self._mode)
-        if True not in followed:
-            self._slots = Slots(self._slots.parameters, {})
-        for unit in self._units:
-            slot = self._ring_slot(unit, "parameters", self._slots.parameters) or unit.slot
-            gradient_slot = self._ring_slot(unit, "gradients", self._slots.gradients) or unit.gradient_slot
-            if (slot, gradient_slot) != (unit.slot, unit.gradient_slot):
-                self._bind(unit, slot, gradient_slot)
+        self._rings = assign_rings(self._markers, self._facts, self._mode)
         self._scripts.clear()
         self._followed = followed
+        if self._mode.storage == "ring":
+            self._move_to_arena(training=True in followed)
 
-    def _ring_slot(self, unit: Unit, role: str, assigned: Mapping[int, SlotKey]) -> Slot | None:
-        """The unit's slot in a ring, made when it is first asked for; None for a unit outside of the rings."""
-        key = assigned.get(unit.index)
-        if key is None:
-            return None
-        if (role, key) not in self._rings:
-            self._rings[role, key] = self._new_slot(unit, role, persistent=True)
-        return self._rings[role, key]
+    def _move_to_arena(self, *, training: bool) -> None:
+        legs = self._collectives.legs
+        kinds = [PassKind(training=False, reduce=False)]
+        if training:
+            kinds += [PassKind(legs=legs), PassKind(forward=False, legs=legs)]
+        parameters = {unit.index: nbytes_of(unit.parameter_sizes) for unit in self._units}
+        trained = [unit for unit in self._units if training and unit.trained]
+        gradients = {unit.index: nbytes_of(self._sizes(unit, gradients=True)) for unit in trained}
+        self._forget_arena()
+        self.arena = plan_arena(
+            [self._build(kind) for kind in kinds], self._rings, parameters, gradients,
+            mixed=not self._mode.keep,
+        )  # fmt: skip
+        for column in self.arena.columns:
+            pool = self._pool_of(column)
+            for index in column.gradients:
+                self._planned_gradients[index] = self._slot(self._units[index], pool, gradients=True)
+            for index in column.parameters:
+                slot = self._slot(self._units[index], pool, gradients=False)
+                self._bind(self._units[index], slot, self._own_gradients[index])
+            pool.rest()  # before the next is made: all at once could be the step's peak
+            self._pools += (pool,)
+
+    def _pool_of(self, column: Column) -> Pool:
+        device = self._units[0].device
+        if self._mode.keep:
+            return Pool(self._allocate(column.nbytes, device, reduced=not column.parameters))
+        return Pool(torch.empty(column.nbytes, dtype=torch.uint8, device=device), column.lasting)
+
+    def _lay_gradients(self, slots: Mapping[int, Slot]) -> None:
+        """Let gradients go to these slots; no reduction may be under way."""
+        for unit in self._units:
+            slot = slots.get(unit.index, unit.gradient_slot)
+            if slot is not unit.gradient_slot:
+                unit.place_gradients(slot)
 
     def _build(self, kind: PassKind) -> tuple[Op, ...]:
-        return build(self._markers, self._slots, self._mode, self._facts, kind)
+        return build(self._markers, self._rings, self._mode, self._facts, kind)
 
     def _script_of(self, kind: PassKind) -> tuple[Scene, ...]:
         """The op stream of a pass of this kind, scene by scene."""
@@ -355,35 +399,52 @@ class Executor:
 
     @torch.inference_mode(False)
     def _bind_first(self, unit: Unit) -> None:
-        """Give a unit the slots where it lives until the order is known; if not in a ring, for good."""
+        """Give a unit slots of its own: until the order is known, or for good if the mode plans no arena."""
         if unit.aliased:
-            slot = Slot([flat.shard for flat in unit.flats], persistent=True)
+            shards = [flat.shard for flat in unit.flats]
+            slot = Slot(Pool(shards[0]), shards, unit.places)
             slot.acquire(unit.name)
         else:
-            slot = self._new_slot(unit, "parameters", persistent=self._mode.storage == "persistent")
+            slot = self._own_slot(unit, self._mode.storage, gradients=False)
         if unit.gradients_aliased:
             whole = [flat.whole_gradient for flat in unit.trained_flats if flat.whole_gradient is not None]
-            gradient_slot = Slot(whole, persistent=True)
+            memory = whole[0] if whole else torch.empty(0)
+            gradient_slot = Slot(Pool(memory), whole, unit.gradient_places, accumulates=True)
         else:
-            persistent = self._mode.gradient_storage == "persistent"
-            gradient_slot = self._new_slot(unit, "gradients", persistent=persistent)
+            gradient_slot = self._own_slot(unit, self._mode.gradient_storage, gradients=True)
+        self._own_gradients[unit.index] = gradient_slot
         self._bind(unit, slot, gradient_slot)
 
-    def _new_slot(self, unit: Unit, role: str, *, persistent: bool) -> Slot:
-        wanted = (
-            [(flat.layout.numel, flat.dtype) for flat in unit.flats]
-            if role == "parameters"
-            else [(flat.layout.numel, flat.reduce_dtype) for flat in unit.trained_flats]
-        )
-        own = partial(self._collectives.allocate, reduced=role == "gradients")
-        allocate = own if persistent else torch.empty
-        flats = [allocate(numel, dtype=dtype, device=unit.device) for numel, dtype in wanted]
-        return Slot(flats, persistent=persistent, debug=self._debug)
+    def _own_slot(self, unit: Unit, storage: Storage, *, gradients: bool) -> Slot:
+        """A slot in a pool of its own."""
+        kept = storage == "persistent"
+        nbytes = nbytes_of(self._sizes(unit, gradients=gradients, accumulates=kept))
+        if kept:
+            pool = Pool(self._allocate(nbytes, unit.device, reduced=gradients))
+        else:
+            pool = Pool(torch.empty(nbytes, dtype=torch.uint8, device=unit.device), "per use")
+        slot = self._slot(unit, pool, gradients=gradients, accumulates=kept and gradients)
+        pool.rest()
+        return slot
+
+    def _slot(self, unit: Unit, pool: Pool, *, gradients: bool, accumulates: bool = False) -> Slot:
+        places = unit.gradient_places if gradients else unit.places
+        sizes = self._sizes(unit, gradients=gradients, accumulates=accumulates)
+        return Slot(pool, carve(pool, sizes), places, accumulates=accumulates, debug=self._debug)
+
+    def _sizes(self, unit: Unit, *, gradients: bool, accumulates: bool = False) -> Sizes:
+        """What a slot holds. One that accumulates has no scratch, which would be idle most of the time."""
+        if not gradients:
+            return unit.parameter_sizes
+        return [*unit.gradient_sizes, *(() if accumulates else unit.scratch_sizes)]
+
+    def _allocate(self, nbytes: int, device: torch.device, *, reduced: bool) -> torch.Tensor:
+        return self._collectives.allocate(nbytes, dtype=torch.uint8, device=device, reduced=reduced)
 
     def _give_up_order(self, came: str) -> None:
         assert isinstance(self._pass, Followed)
         kind, due = self._pass.kind, self._pass.due or "the end"
-        self._pass = self._on_demand(kind)
+        self._serve_on_demand()
         if not kind.forward:
             # A second backward of one forward, say, that reaches but a part of it: served on demand, like one more.
             return

@@ -233,7 +233,9 @@ class Hooks:
         for unit in self._units:
             if self._called[unit.index]:  # not all of its modules were called
                 self._end_unit(unit)
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.executor.rest()
+        else:
             self.executor.end_evaluation()
 
     def _enter(self, called: _Module) -> None:
@@ -387,7 +389,7 @@ class Hooks:
         """Outside of any backward, one that has begun and not ended has raised. On a GPU autograd's own thread lets go
         of it, and whoever called it may be here first.
         """
-        if not _in_backward():
+        if self._running is not None and not _in_backward():
             with self._lock:
                 self.end_backward(self._running, raised=True)
 
@@ -454,8 +456,7 @@ def _in_backward() -> bool:
 
 
 def _refuse_parameters(unit: Unit, outputs: list[torch.Tensor]) -> None:
-    storages = {flat.untyped_storage().data_ptr() for flat in unit.slot.flats}
-    if any(address(output) in storages for output in outputs if output.numel()):
+    if any(unit.slot.holds(address(output)) for output in outputs if output.numel()):
         raise EngineError(
             f"unit '{unit.name}' returns a parameter of its own, or a view of it, which is freed after the "
             "unit's forward; return a clone, or make the module around it a block"

@@ -194,7 +194,9 @@ def _flatten(
         dtype=computed,
         reduce_dtype=reduced,
         own=own,
-        scale=1 / (collectives.world_size * collectives.replicas),
+        reduced_over=collectives.world_size * collectives.replicas,
+        scratch_numel=collectives.scratch_numel(layout.numel),
+        scale=collectives.scale,
         rescale=rescale,
         offloaded=offload,
     )

@@ -147,20 +147,14 @@ class OnDemand(Pass):
         return OnDemand(kind, self._units, self._mode, self._effects, self.record)
 
     def _make_room(self, unit: Unit, phase: Phase) -> None:
-        """The unit's slots may hold what was prefetched and not used, what backward has gone on without, or what is
-        being reduced.
-        """
+        """Free the unit's slot: another may hold it after a gather that was not used, or an unfinished backward."""
         for other in self._units:
-            if other is unit:
+            if other is unit or not unit.slot.overlaps(other.slot):
                 continue
-            shares_gradients = phase == "backward" and unit.gradient_slot is other.gradient_slot
-            shares = shares_gradients or unit.slot is other.slot
-            if shares and other.in_backward and not (unit.lasts or other.recomputed):
+            if other.in_backward and not (unit.lasts or other.recomputed):
                 # What it still lacks comes later, if at all, and it begins again then.
                 other.on_gradients(other)
-            if shares_gradients:
-                self._effects.finish(other)
-            if other.slot is unit.slot and other.presence is not Presence.SHARDED:
+            if other.presence is not Presence.SHARDED:
                 self._check_free(unit, other)
                 self._effects.execute(Op(OpKind.RELEASE, other.index, phase))
 

@@ -32,10 +32,9 @@ def watched_reads(unit: Unit, on_read: Callable[[], None]) -> saved_tensors_hook
     Hooks that are there already (those of activation checkpointing, say) see the same tensors as without it.
     """
     outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    storages = {flat.untyped_storage().data_ptr() for flat in unit.slot.flats}
 
     def pack(tensor: torch.Tensor) -> _Saved:
-        weight = bool(tensor.numel()) and address(tensor) in storages
+        weight = bool(tensor.numel()) and unit.slot.holds(address(tensor))
         # Kept without its history: an output that held itself would never be let go.
         return _Saved(outer[0](tensor) if outer else tensor.detach(), tensor._version, weight)
 
@@ -53,9 +52,9 @@ def watched_reads(unit: Unit, on_read: Callable[[], None]) -> saved_tensors_hook
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage lies; a wrapper's, such as a DTensor's or a pending collective's, is that within."""
+    """Where a tensor lies; a wrapper, such as a DTensor or a pending collective, lies where the one within does."""
     inner: Any = tensor
     while is_traceable_wrapper_subclass(inner):
         inner = getattr(inner, inner.__tensor_flatten__()[0][0])
-    found: int = inner.untyped_storage().data_ptr()
+    found: int = inner.data_ptr()
     return found

@@ -7,7 +7,7 @@ exist as ``nn.Parameter`` objects; exposing one or the other swaps references in
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, final
@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from refshard.engine.buffers import Slot
+from refshard.engine.buffers import Places, Sizes, Slot
 from refshard.engine.collectives import Pending
 from refshard.engine.local_part import AsPart, UnreducedPart, local_of, whole_of
 from refshard.engine.split import Split
@@ -63,9 +63,10 @@ class FlatParameter:
 
     ``shard`` is the 1-D master of ``layout.shard_numel`` elements; that of a frozen one is of the dtype that is
     computed with. ``dtype`` is that of the unsharded parameters, ``reduce_dtype`` that of their unsharded gradients.
-    ``own`` is where this rank's part lies in the unsharded buffer, ``scale`` what each gradient is multiplied with for
-    their sum over ranks to be the mean, ``rescale`` what the mean is multiplied with where the gradient is something
-    else. ``offloaded`` says that masters and gradients are in the host's memory, which copies go to and from.
+    ``own`` is where this rank's part lies in the unsharded buffer. ``reduced_over`` is how many ranks' gradients are
+    reduced, and ``scratch_numel`` how many more elements that needs. Gradients are multiplied by ``scale`` before the
+    reduction, so that its result is the mean, and the mean by ``rescale``, if another divisor is asked for.
+    ``offloaded`` says that masters and gradients are in the host's memory, which copies go to and from.
 
     Between steps no gradient shard exists: a reduction makes a new one where the parameters have no ``.grad``, and adds
     to it where they have. ``whole_gradient`` is the exception, where the shard is the whole: it is kept, and is itself
@@ -79,6 +80,8 @@ class FlatParameter:
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     own: slice
+    reduced_over: int
+    scratch_numel: int
     scale: float
     rescale: float = 1.0
     offloaded: bool = False
@@ -99,7 +102,7 @@ class FlatParameter:
     @property
     def reduces(self) -> bool:
         """Whether a reduced gradient differs from this rank's own."""
-        return self.scale != 1 or self.rescale != 1
+        return self.reduced_over != 1 or self.rescale != 1
 
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier reduction are there, to be added to."""
@@ -154,8 +157,8 @@ class FlatParameter:
 
         The user's hooks on the parameter run here, as they do when autograd accumulates a gradient.
         """
-        held = parameter.sharded.grad
-        hooks = _users(parameter.sharded._backward_hooks)
+        sharded = parameter.sharded
+        held, hooks = sharded.grad, _users(sharded._backward_hooks)
         if foreign and (held is None or hooks):
             part = torch.empty_like(self.shard[parameter.start : parameter.stop]).copy_(part)
         gradient = parameter.as_part(part.to(self.shard.device) if self.offloaded else part)
@@ -163,13 +166,13 @@ class FlatParameter:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         if held is None or self.holds(held, parameter):
-            parameter.sharded.grad = gradient
+            sharded.grad = gradient
         elif self.whole_gradient is not None:
-            parameter.sharded.grad = gradient.add_(held)
+            sharded.grad = gradient.add_(held)
         else:
             held += gradient
-        for hook in _users(parameter.sharded._post_accumulate_grad_hooks):
-            hook(parameter.sharded)
+        for hook in _users(sharded._post_accumulate_grad_hooks):
+            hook(sharded)
 
     def holds(self, gradient: torch.Tensor | None, parameter: "UnitParameter") -> bool:
         """Whether ``gradient`` is the parameter's place in the slot that gradients arrive in."""
@@ -246,6 +249,32 @@ class Unit:
         return tuple(p for flat in self.flats for p in flat.parameters)
 
     @property
+    def parameter_sizes(self) -> Sizes:
+        """Elements and dtypes of its unsharded flat parameters."""
+        return [(flat.layout.numel, flat.dtype) for flat in self.flats]
+
+    @property
+    def gradient_sizes(self) -> Sizes:
+        """Elements and dtypes of their unsharded gradients."""
+        return [(flat.layout.numel, flat.reduce_dtype) for flat in self.trained_flats]
+
+    @property
+    def scratch_sizes(self) -> Sizes:
+        """Elements and dtypes of what their reductions need besides; none if they need nothing."""
+        sizes = [(flat.scratch_numel, flat.reduce_dtype) for flat in self.trained_flats]
+        return sizes if any(numel for numel, _ in sizes) else []
+
+    @property
+    def places(self) -> Places:
+        """Where its parameters lie in them."""
+        return [flat.layout.parameters for flat in self.flats]
+
+    @property
+    def gradient_places(self) -> Places:
+        """Where their gradients lie."""
+        return [flat.layout.parameters for flat in self.trained_flats]
+
+    @property
     def gradients_aliased(self) -> bool:
         """Whether gradients arrive in the gradient shards themselves."""
         return all(flat.whole_gradient is not None for flat in self.trained_flats)
@@ -274,17 +303,14 @@ class Unit:
 
         It must hold none yet. What autograd saved of the slots before is stale from now on.
         """
-        self.slot, self.gradient_slot = slot, gradient_slot
-        with torch.no_grad():
-            views = slot.views([flat.layout.parameters for flat in self.flats])
-            gradients = iter(gradient_slot.views([flat.layout.parameters for flat in self.trained_flats]))
-        for flat, views_of_flat in zip(self.flats, views):
+        self.slot = slot
+        self.place_gradients(gradient_slot)
+        for flat, views_of_flat in zip(self.flats, slot.views):
             for parameter, view in zip(flat.parameters, views_of_flat):
                 seen = view if parameter.split is None else parameter.split.wrap(view)
                 parameter.unsharded = nn.Parameter(seen, requires_grad=flat.trained)
                 setattr(parameter.unsharded, UNSHARDED_IN, self.name)
-            for parameter, gradient in zip(flat.parameters, next(gradients) if flat.trained else ()):
-                parameter.gradient = gradient
+            for parameter in flat.parameters if flat.trained else ():
                 parameter.unsharded.register_post_accumulate_grad_hook(_Taker(self, flat, parameter))
                 if flat.reduces and type(parameter.sharded) is nn.Parameter and parameter.outside is None:
                     parameter.outside = _Outside(self, flat, parameter)
@@ -302,6 +328,13 @@ class Unit:
         ]
         self.presence = Presence.UNSHARDED if self.aliased else Presence.SHARDED
         self._set_versions()
+
+    def place_gradients(self, slot: Slot) -> None:
+        """Let gradients from now on lie in ``slot``; none may be on their way."""
+        self.gradient_slot = slot
+        for flat, views in zip(self.trained_flats, slot.views):
+            for parameter, view in zip(flat.parameters, views):
+                parameter.gradient = view
 
     def start_gather(self, pending: Pending) -> None:
         """The slot, which is the unit's, is being written to."""
@@ -338,7 +371,7 @@ class Unit:
 
     def _begin_backward(self) -> None:
         self._drop_cleared()
-        if self.trained and self.gradient_slot.persistent and self.gradient_slot.owner != self.name:
+        if self.trained and self.gradient_slot.accumulates and self.gradient_slot.owner != self.name:
             self.gradient_slot.acquire(self.name)
             for flat in self.trained_flats:
                 flat.set_gradients_aside(self.filled)
@@ -374,7 +407,7 @@ class Unit:
         self.reducing = None
         for flat in self.trained_flats:
             flat.target = None
-        if not self.gradient_slot.persistent:
+        if not self.gradient_slot.accumulates:
             for parameter in self.trained:
                 parameter.unsharded.grad = None
         self.filled.clear()
@@ -448,15 +481,15 @@ class Unit:
     def take_gradient(self, flat: FlatParameter, parameter: UnitParameter) -> None:
         """Move the parameter's fresh gradient into the gradient slot, and tell once the unit's backward is complete.
 
-        A transient slot is not there yet: the gradient stays where autograd has put it until
-        :meth:`complete_gradients`, so that the slot's storage can follow on that of the parameters.
+        A slot that accumulates is there already. Any other is acquired by :meth:`complete_gradients`, and until then
+        the gradient stays where autograd has put it, so that the slot may lie where the parameters do now.
         """
         self.computes()
         if not self.in_backward:
             self.on_early_gradient(self)
         self.arrived.add(parameter.layout.name)
-        if self.gradient_slot.persistent:
-            self._move_gradient(flat, parameter)
+        if self.gradient_slot.accumulates:
+            self._move_gradients(flat, [parameter])
         if self.complete:
             self.on_gradients(self)
 
@@ -519,45 +552,48 @@ class Unit:
         fresh, parameter.sharded.grad, parameter.kept = parameter.sharded.grad, parameter.kept, None
         assert fresh is not None
         self.read_outside = True
-        if parameter.unsharded.grad is not None:  # where a transient slot is not there yet
+        if parameter.unsharded.grad is not None:  # where the slot is not there yet
             parameter.unsharded.grad += fresh
             return
         parameter.unsharded.grad = fresh
-        if self.gradient_slot.persistent:
-            self._move_gradient(flat, parameter)
+        if self.gradient_slot.accumulates:
+            self._move_gradients(flat, [parameter])
 
     def complete_gradients(self) -> None:
         """Have all gradients in the slot. Those of parameters that took no part in this step are zero, not stale."""
         self._drop_cleared()
-        if not self.gradient_slot.persistent:
+        if not self.gradient_slot.accumulates:
             self.gradient_slot.acquire(self.name)
             for flat in self.trained_flats:
-                for parameter in flat.parameters:
-                    if parameter.unsharded.grad is not None:
-                        self._move_gradient(flat, parameter)
+                self._move_gradients(flat, [p for p in flat.parameters if p.unsharded.grad is not None])
         if len(self.filled) < len(self.trained):
             for parameter in self.trained:
                 if parameter.layout.name not in self.filled:
                     parameter.gradient.zero_()
 
-    def _move_gradient(self, flat: FlatParameter, parameter: UnitParameter) -> None:
-        """Into the slot. The first gradient is written as it comes and later ones are added: a preset ``.grad`` view
-        would cost a zeroing and an addition instead. The mean's division is folded into the write.
+    def _move_gradients(self, flat: FlatParameter, parameters: Sequence[UnitParameter]) -> None:
+        """Into the slot. The first gradient is written and later ones are added: a preset ``.grad`` view would cost a
+        zeroing and an addition instead. Scaling to the mean is part of the write. If the collective averages, one call
+        writes all.
         """
-        name, gradient = parameter.layout.name, parameter.unsharded.grad
-        parameter.unsharded.grad = None
-        assert gradient is not None
-        if parameter.split is not None:
-            gradient = parameter.split.part_of(gradient)
-        if name in self.filled:
-            parameter.gradient.add_(gradient, alpha=flat.scale)
-        elif flat.scale == 1:
-            parameter.gradient.copy_(gradient)
-        elif flat.dtype == flat.reduce_dtype:
-            torch.mul(gradient, flat.factor, out=parameter.gradient)
-        else:
-            parameter.gradient.copy_(gradient).mul_(flat.scale)
-        self.filled.add(name)
+        together: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for parameter in parameters:
+            name, gradient = parameter.layout.name, parameter.unsharded.grad
+            parameter.unsharded.grad = None
+            assert gradient is not None
+            if parameter.split is not None:
+                gradient = parameter.split.part_of(gradient)
+            if name in self.filled:
+                parameter.gradient.add_(gradient, alpha=flat.scale)
+            elif flat.scale == 1:
+                together.append((parameter.gradient, gradient))
+            elif flat.dtype == flat.reduce_dtype:
+                torch.mul(gradient, flat.factor, out=parameter.gradient)
+            else:
+                parameter.gradient.copy_(gradient).mul_(flat.scale)
+            self.filled.add(name)
+        if together:
+            torch._foreach_copy_([place for place, _ in together], [gradient for _, gradient in together])
 
 
 def _attributes(parameter: UnitParameter) -> Iterator[tuple[Any, str | int]]:
@@ -630,11 +666,11 @@ def _unknown(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
     return torch.full_like(parameter, math.nan) if whole is None else UnreducedPart(elements, whole)
 
 
-_OWN_HOOKS = (AsPart, _Hook)
+_OWN_HOOKS = frozenset({AsPart, _Taker, _Outside})
 
 
 def _users(hooks: dict[int, Any] | None) -> list[Any]:
     """The hooks that are not the engine's own."""
     if not hooks:
         return []
-    return [h for h in hooks.values() if not isinstance(getattr(h, "__self__", h), _OWN_HOOKS)]
+    return [h for h in hooks.values() if type(getattr(h, "__self__", h)) not in _OWN_HOOKS]

@@ -120,15 +120,15 @@ class _Rank:
     def __init__(self, candidates: Candidates, held: Held, element: Floats, reduction: Floats) -> None:
         self._candidates, self._held, self._element, self._reduction = candidates, held, element, reduction
         self._own = held.parameters / np.where(self._is("shards_optimizer"), candidates.shards, 1)
-        self._by_unit, self._ring, self._around = map(self._is, ("shards_parameters", "ring", "around"))
-        self._slotted, self._casts = self._is("gradient_slots"), self._is("casts") & (element < MASTER_BYTES)
+        self._by_unit, self._around = self._is("shards_parameters"), self._is("around")
+        self._casts = self._is("casts") & (element < MASTER_BYTES)
         self._pipelined = candidates["pipeline"] > 1
         self._stays = self._by_unit & (self._pipelined | ~candidates.flag("reshard") | self._is("keeps"))
         self._activations = held.layers * held.kept * held.flying + held.outputs
         self._activations = self._activations + held.layers * held.puts_off * held.waiting
         # In backward a gathered unit has been copied out before the next one is gathered.
         slots = self._slots() - np.where(self._around, self._number("copies_out") * element, 0)
-        self._gathered = np.where(self._by_unit & (~self._stays | self._ring), slots, 0) * held.unit
+        self._gathered = np.where(self._by_unit & ~self._stays, slots, 0) * held.unit
         self._gradients = self._all_gradients()
 
     def moments(self) -> list[Memory]:
@@ -147,8 +147,7 @@ class _Rank:
         held, element, reduction = self._held, self._element, self._reduction
         end = np.maximum(held.embedding, held.head)
         units = self._by_unit & ~self._around & ~self._stays
-        gathered = np.where(units, element * end, 0) + np.where(self._ring, self._slots() * held.unit, 0)
-        gathered = gathered + np.where(self._slotted, element * held.unit, 0)
+        gathered = np.where(units, element * end, 0) + np.where(self._is("holds_last"), element * held.unit, 0)
         put_off = held.logits * np.maximum(0, held.waiting * self._parts - 1) + self._not_added()
         of_head = held.logits + element * end + np.where(self._by_unit & ~self._around, reduction * end, 0)
         workspace = gathered + put_off + np.maximum(held.loss, of_head)
@@ -252,11 +251,9 @@ class _Rank:
         they came and as they are reduced.
         """
         held, element, reduction = self._held, self._element, self._reduction
-        ring, slots = self._ring, self._number("gradient_slots")
-        added = np.where(ring, element, np.where(self._slotted, slots * reduction, element + reduction))
-        reduced = np.where(self._by_unit, added, 0) * held.unit
-        computing = held.recomputed + held.workspace + self._gathered + np.where(ring, 0, element * held.unit)
-        ending = np.where(ring, self._gathered, np.where(self._stays, 0, 2 * element * held.unit))
+        reduced = np.where(self._by_unit, element + reduction, 0) * held.unit
+        computing = held.recomputed + held.workspace + self._gathered + element * held.unit
+        ending = np.where(self._stays, 0, 2 * element * held.unit)
         return np.maximum(computing, reduced + ending + held.workspace / 3)
 
     def _all_gradients(self) -> Floats:
@@ -302,11 +299,8 @@ class _Rank:
 
     def _slots(self) -> Floats:
         """Bytes an element of gathered units."""
-        element, ring = self._element, self._ring
-        beside = np.where(ring, self._reduction, self._number("copies_out") * element)
-        found: Floats = self._number("parameter_slots") * (element + np.where(ring, self._reduction, 0)) + np.where(
-            ring, 0, beside
-        )
+        beside = self._number("copies_out") * self._element
+        found: Floats = self._number("parameter_slots") * self._element + beside
         return found
 
     def _left(self) -> Floats:

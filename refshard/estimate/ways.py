@@ -20,9 +20,7 @@ class Way:
     - ``kept_bytes``: parameters in the compute dtype that every rank keeps in addition to the masters.
     - ``summed_bytes``: gradients that every rank keeps unsharded.
     - ``parameter_slots``: number of units that are gathered at once, if parameters are gathered for each use.
-    - ``ring``: whether these slots are allocated all the time.
-    - ``gradient_slots``: number of units with gradients in the reduction dtype; the last unit then stays gathered from
-      forward to backward. If 0, one unit's gradients are in that dtype and in the compute dtype.
+    - ``holds_last``: whether the last block is still gathered at the loss.
     - ``around``: whether both ends of the model are one unit around the blocks; otherwise each end is a unit.
     - ``keeps``: whether gathered parameters stay until the end of a pass.
     - ``copies_out``, ``copies_in``: whether separate kernels copy from a gathered buffer, and to a reduced one.
@@ -40,8 +38,7 @@ class Way:
     kept_bytes: int = 0
     summed_bytes: int = 0
     parameter_slots: int = 2
-    gradient_slots: int = 0
-    ring: bool = False
+    holds_last: bool = False
     around: bool = False
     keeps: bool = False
     copies_out: bool = False
@@ -70,10 +67,9 @@ def _of_recipe(recipe: Recipe) -> Way:
         kept_bytes=2 if keeps and recipe.grouping != "buckets" else 0,
         # DDP has its buckets beside the gradients.
         summed_bytes=(8 if recipe.grouping == "buckets" else 4) if mode.gradients == "replicate" else 0,
-        ring=mode.storage == "ring",
         around=recipe.grouping == "root",
         keeps=mode.parameters == "shard" and mode.storage == "persistent",
-        gradient_slots=mode.gradient_slots if recipe.exchanges_gathers and mode.storage == "transient" else 0,
+        holds_last=recipe.exchanges_gathers and mode.storage != "persistent",
         copies_out=recipe.copies_out,
         copies_in=recipe.copies_in,
         divides=recipe.divides,

@@ -51,9 +51,6 @@ class FullyShard(Holdings):
             for numel in shards:
                 ledger.take("parameters", MASTER_BYTES * numel)
             take_optimizer(ledger, _local_numels(unit.parameters, setting.shards, setting.rank))
-        if setting.gloo and setting.recipe.exchanges_reductions:
-            for numel in sorted({sum(shards) for shards in self._shards}):
-                ledger.take("workspace", setting.reduced * numel * (setting.shards - 1))
 
     def open_pass(self, *, first: bool, last: bool) -> None:
         """See :meth:`Holdings.open_pass`: every microbatch is reduced."""
@@ -191,7 +188,11 @@ class FullyShard(Holdings):
         ledger.free("workspace", self._fresh[unit] - named)
         self._fresh[unit] = 0
         ledger.take("workspace", setting.reduced * numel)
-        if setting.gloo and not setting.recipe.exchanges_reductions:
+        if setting.gloo and setting.recipe.exchanges_reductions:
+            received = setting.reduced * numel * (setting.shards - 1)
+            ledger.take("workspace", received)
+            ledger.free("workspace", received)
+        elif setting.gloo:
             gloo_reduce_scatter(ledger, setting.reduced * numel * setting.shards, setting.shards)
         if setting.gloo and setting.replicas > 1:
             gloo_all_reduce(ledger, setting.reduced * numel, setting.replicas)

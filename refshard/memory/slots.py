@@ -1,16 +1,18 @@
 """What the engine holds: shards, slots that its op stream fills and gives up, and the buffers of its exchanges.
 
 The stream is walked as ``engine/executor.py`` walks it: what precedes a marker, the marker, and what follows it and
-need not be awaited. Sizes are those of ``engine/unit.py`` and ``engine/buffers.py``.
+need not be awaited. Sizes are those of ``engine/unit.py`` and ``engine/buffers.py``, and where slots lie is what
+``plan/arena.py`` says.
 """
 
-from collections import Counter
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal, final
+from typing import final
 
 from refshard.memory.holdings import Holdings, Setting, gloo_all_reduce, take_optimizer
 from refshard.memory.ledger import Ledger
+from refshard.plan.arena import Lasting, aligned, plan_arena
 from refshard.plan.layout import UnitLayout, lay_out
 from refshard.plan.recipe import MASTER_BYTES
 from refshard.plan.schedule import (
@@ -20,8 +22,8 @@ from refshard.plan.schedule import (
     OpKind,
     PassKind,
     Phase,
-    SlotKey,
-    assign_slots,
+    Rings,
+    assign_rings,
     build,
     chain_markers,
 )
@@ -42,12 +44,10 @@ class Slots(Holdings):
         facts = [unit.facts for unit in setting.units]
         enclosing = setting.units[0].role == "around"
         markers = chain_markers(len(facts), enclosing=enclosing)
-        slots = assign_slots(markers, facts, self._mode)
-        self._ring: dict[str, dict[int, SlotKey]] = {
-            "parameters": dict(slots.parameters), "gradients": dict(slots.gradients)
-        }  # fmt: skip
+        rings = assign_rings(markers, facts, self._mode)
         self._legs = 2 if setting.shards > 1 and setting.replicas > 1 else 1
-        self._build = cache(lambda kind: build(markers, slots, self._mode, facts, kind))
+        self._build = cache(lambda kind: build(markers, rings, self._mode, facts, kind))
+        self._rooms = self._arena(rings) if self._mode.storage == "ring" else self._rooms_per_use()
         self._kind, self._stream = PassKind(), tuple[Op, ...]()
         self._position = 0
         self._fresh: dict[int, list[int]] = {}
@@ -66,9 +66,6 @@ class Slots(Holdings):
                 ledger.take("unsharded", setting.reduced * layout.numel)
             bounds = (layout.local_range(parameter, setting.rank) for parameter in layout.parameters)
             take_optimizer(ledger, [stop - start for start, stop in bounds])
-        self._take_ring("parameters", setting.element)
-        self._take_ring("gradients", setting.reduced)
-        self._take_receive_buffers()
 
     def open_pass(self, *, first: bool, last: bool) -> None:
         """See :meth:`Holdings.open_pass`."""
@@ -87,11 +84,13 @@ class Slots(Holdings):
             self._mark(Op(OpKind.END, unit, phase))
 
     def forward_done(self) -> None:
-        """See :meth:`Holdings.forward_done`: the stream goes on."""
+        """See :meth:`Holdings.forward_done`: the stream goes on, and unused memory is freed."""
+        for room in self._rooms.values():
+            room.rest()
 
     def gradient(self, unit: int, nbytes: int, *, completes: bool) -> None:
-        """See :meth:`Holdings.gradient`: it moves into a slot that is there; a transient one waits for all of them."""
-        if self._persistent("gradients", unit):
+        """See :meth:`Holdings.gradient`: it moves at once if the slot accumulates; else it waits for the others."""
+        if self._mode.gradient_storage == "persistent":
             self.ledger.free("workspace", nbytes)
         else:
             self._fresh.setdefault(unit, []).append(nbytes)
@@ -103,6 +102,7 @@ class Slots(Holdings):
         for op in self._stream[self._position :]:
             self._do(op)
         self._position = len(self._stream)
+        self.forward_done()
         self._shard_gradients = self._kind.reduce and not self._gradients_aliased
 
     def drop_gradients(self) -> None:
@@ -130,23 +130,25 @@ class Slots(Holdings):
 
     def _do(self, op: Op) -> None:
         layout = self._layouts[op.unit]
-        if op.kind in (OpKind.GATHER, OpKind.RELEASE) and not self._persistent("parameters", op.unit):
-            change = self.ledger.take if op.kind is OpKind.GATHER else self.ledger.free
-            change("unsharded", self.setting.element * layout.numel)
+        if op.kind in (OpKind.GATHER, OpKind.RELEASE):
+            if room := self._rooms.get(("parameters", op.unit)):
+                (room.take if op.kind is OpKind.GATHER else room.give)()
         elif op.kind is OpKind.REDUCE:
             self._reduce(op.unit, layout)
         elif op.kind is OpKind.COMBINE:
-            self._give_up_gradients(op.unit, layout)
+            self._give_up_gradients(op.unit)
             self._all_reduce(layout.shard_numel)
         elif op.kind is OpKind.FINISH:
             self._finish(op.unit, layout)
 
     def _reduce(self, unit: int, layout: UnitLayout) -> None:
         """Gradients that waited move into their slot, one by one, and the reduction gets something to write to."""
-        if not self._persistent("gradients", unit):
-            self.ledger.take("unsharded", self.setting.reduced * layout.numel)
+        if room := self._rooms.get(("gradients", unit)):
+            room.take()
             for nbytes in self._fresh.pop(unit, ()):
                 self.ledger.free("workspace", nbytes)
+        else:
+            self.ledger.take("workspace", self._scratch(layout))
         alike = self.setting.reduced == MASTER_BYTES
         if self._gradients_aliased:
             self._all_reduce(layout.numel)
@@ -163,41 +165,81 @@ class Slots(Holdings):
         if self._legs == 2 and (self._shard_gradients or not alike):
             self.ledger.free("workspace", self.setting.reduced * layout.shard_numel)
         if self._legs == 1:
-            self._give_up_gradients(unit, layout)
+            self._give_up_gradients(unit)
 
-    def _give_up_gradients(self, unit: int, layout: UnitLayout) -> None:
-        if not self._persistent("gradients", unit):
-            self.ledger.free("unsharded", self.setting.reduced * layout.numel)
+    def _give_up_gradients(self, unit: int) -> None:
+        if room := self._rooms.get(("gradients", unit)):
+            room.give()
+        else:
+            self.ledger.free("workspace", self._scratch(self._layouts[unit]))
 
     def _all_reduce(self, numel: int) -> None:
         if self.setting.gloo and self.setting.replicas > 1:
             gloo_all_reduce(self.ledger, self.setting.reduced * numel, self.setting.replicas)
 
-    def _persistent(self, role: Literal["parameters", "gradients"], unit: int) -> bool:
-        """Whether a unit's slot has storage for good, of its own or in a ring."""
-        storage = self._mode.storage if role == "parameters" else self._mode.gradient_storage
-        return storage == "persistent" or unit in self._ring[role]
+    def _bytes(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Of each unit's unsharded parameters, and of their gradients."""
+        units = range(len(self._layouts))
+        of_gradients = {unit: self.setting.reduced * self._layouts[unit].numel for unit in units}
+        if any(map(self._scratch, self._layouts)):
+            of_gradients = {u: aligned(of_gradients[u]) + self._scratch(self._layouts[u]) for u in units}
+        return {unit: self.setting.element * self._layouts[unit].numel for unit in units}, of_gradients
 
-    def _take_ring(self, role: Literal["parameters", "gradients"], size: int) -> None:
-        """The buffers of a ring: one for all units with the same key, which are of one size."""
-        for key in dict.fromkeys(self._ring[role].values()):
-            unit = next(unit for unit, other in self._ring[role].items() if other == key)
-            self.ledger.take("unsharded", size * self._layouts[unit].numel)
+    def _scratch(self, layout: UnitLayout) -> int:
+        """Bytes that an exchange over gloo receives."""
+        exchanged = self.setting.gloo and self.setting.recipe.exchanges_reductions
+        return self.setting.reduced * (layout.numel - layout.shard_numel) if exchanged else 0
 
-    def _take_receive_buffers(self) -> None:
-        """As many for each size of shard as reductions of that size are ever under way at once."""
-        if not (self.setting.gloo and self.setting.recipe.exchanges_reductions and self.setting.shards > 1):
-            return
-        under_way, most = Counter[int](), Counter[int]()
-        for op in self._build(PassKind(legs=self._legs)):
-            numel = self._layouts[op.unit].shard_numel
-            if op.kind is OpKind.REDUCE:
-                under_way[numel] += 1
-                most[numel] = max(most[numel], under_way[numel])
-            elif op.kind is (OpKind.COMBINE if self._legs == 2 else OpKind.FINISH):
-                under_way[numel] -= 1
-        for numel in most.elements():
-            self.ledger.take("workspace", self.setting.reduced * numel * (self.setting.shards - 1))
+    def _arena(self, rings: Rings) -> "dict[tuple[str, int], _Room]":
+        """Units' rooms in the columns that the engine plans."""
+        legs = self._legs
+        kinds = PassKind(training=False, reduce=False), PassKind(legs=legs), PassKind(forward=False, legs=legs)
+        arena = plan_arena([self._build(kind) for kind in kinds], rings, *self._bytes(), mixed=True)
+        rooms: dict[tuple[str, int], _Room] = {}
+        for column in arena.columns:
+            room = _Room(self.ledger, column.nbytes, column.lasting)
+            rooms |= {("parameters", unit): room for unit in column.parameters}
+            rooms |= {("gradients", unit): room for unit in column.gradients}
+        return rooms
+
+    def _rooms_per_use(self) -> "dict[tuple[str, int], _Room]":
+        """A room for each transient slot."""
+        stored = {"parameters": self._mode.storage, "gradients": self._mode.gradient_storage}
+        return {
+            (role, unit): _Room(self.ledger, nbytes, "per use")
+            for (role, storage), sizes in zip(stored.items(), self._bytes())
+            for unit, nbytes in sizes.items()
+            if storage != "persistent"
+        }
+
+
+@dataclass(slots=True)
+class _Room:
+    """An allocation that slots share, as the engine's ``Pool``."""
+
+    ledger: Ledger
+    nbytes: int
+    lasting: Lasting
+    users: int = 0
+    there: bool = False
+
+    def take(self) -> None:
+        """A slot is in use."""
+        if not self.there:
+            self.ledger.take("unsharded", self.nbytes)
+        self.there, self.users = True, self.users + 1
+
+    def give(self) -> None:
+        """A slot is unused again."""
+        self.users -= 1
+        if self.lasting == "per use":
+            self.rest()
+
+    def rest(self) -> None:
+        """Free it, unless a slot is in use."""
+        if self.there and not self.users:
+            self.ledger.free("unsharded", self.nbytes)
+            self.there = False
 
 
 def _layouts(units: tuple[ModelUnit, ...], shards: int) -> tuple[UnitLayout, ...]:

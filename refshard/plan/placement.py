@@ -12,7 +12,9 @@ from refshard.errors import SpecError, nearest
 Placement = Literal["replicate", "shard"]
 """Over the ranks of the shard axis: everything on each, or a part on each."""
 Storage = Literal["persistent", "transient", "ring"]
-"""Unsharded storage: kept for good, freed after each use, or a ring of slots that the units take in turn."""
+"""Unsharded storage: kept for good; freed after each use; or planned ahead in allocations that units share, where the
+blocks' parameters take turns in a ring of slots.
+"""
 Accumulation = Literal["shard", "unsharded"]
 """Where the gradients of several microbatches add up: in the shard, after a reduction each; or unsharded, reduced once
 with the last of them.
@@ -28,9 +30,10 @@ class Mode(msgspec.Struct, frozen=True, kw_only=True):
     reduced with the last; *sharded* ones are reduced every time. With a replicated optimizer nothing is sharded, and
     every axis of the mesh is a replicate axis.
 
-    ``prefetch`` is how many units ahead a gather is issued. ``gradient_slots`` bounds how many units' unsharded
-    gradients live at once, where they are not persistent: the unit that computes, and those whose reduction is under
-    way. ``ring_slots`` is the number of parameter slots of a ring; a ring needs one slot more than it prefetches.
+    ``prefetch`` is how many units ahead a gather is issued. ``gradient_slots`` bounds how many units' gradients are
+    under reduction at once, unless unsharded gradients are persistent. ``ring_slots`` is the number of parameter slots
+    of a ring; a ring needs one slot more than it prefetches. Storage that is planned ahead is freed when it is unused.
+    With ``keep`` it is not, and the last units in a ring stay gathered from forward to backward.
     """
 
     name: str
@@ -40,8 +43,9 @@ class Mode(msgspec.Struct, frozen=True, kw_only=True):
     storage: Storage
     gradient_storage: Storage
     prefetch: int = 1
-    gradient_slots: int = 2
+    gradient_slots: int = 1
     ring_slots: int = 2
+    keep: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer == "replicate" and self.parameters == "shard":

@@ -3,13 +3,16 @@
 Compute is given as *markers*: BEGIN and END of each unit in forward and in backward, in the order of execution. Around
 them :func:`build` places the communication, by three rules:
 
-1. A gather is issued ``prefetch`` units ahead of its use, but never before its slot's last occupant has ended. Beside
-   a ring, units that have storage of their own are gathered one unit earlier still.
-2. Storage is released when its unit has ended, unless the prefetch would gather it again at once.
-3. A unit's reduction starts when its last gradient is there, and is awaited before the backward of the unit
-   ``gradient_slots`` places later begins, since that one writes where it read; beside a ring, that of a unit with
-   storage of its own two units later. Over two axes it has two legs: a reduce-scatter, and an all-reduce of the shard
-   that is issued where a single leg would have been awaited.
+1. A gather is issued ``prefetch`` units ahead of its use, but never before its slot's last occupant has ended. With a
+   ring, units outside of it are gathered one unit earlier still.
+2. Storage is released when its unit has ended, unless the prefetch would gather it again at once. A unit stays in a
+   ring from forward to backward if no other needs its slot in between, and either its next gather would be issued
+   before backward begins, or the ring is to be kept.
+3. A unit's reduction starts when its last gradient is there, and is awaited before the unit ``gradient_slots`` places
+   later ends its backward and is reduced itself. It is issued after the gathers at the same place, which are needed
+   sooner. With a ring, a unit outside of it (embedding, head) is reduced before those gathers, because its gradients
+   are large. Over two axes a reduction has two legs: a reduce-scatter, and an all-reduce of the shard that is issued
+   where a single leg would have been awaited.
 
 The engine walks the stream marker by marker, so every rank issues the same collectives in the same order; the
 simulator prices it; a trace is held against it.
@@ -50,8 +53,6 @@ OUTSIDE_AHEAD = 1
 """How many units earlier a unit outside of a ring is gathered than one inside. It waits for no slot, and is large: the
 head's gather would outlast the one block that runs before it.
 """
-OUTSIDE_BEHIND = 2
-"""How many units later such a unit's reduction is awaited: its gradients are in nobody's way, and ranks drift apart."""
 
 MARKERS = frozenset((OpKind.BEGIN, OpKind.END))
 BLOCKING = frozenset((OpKind.WAIT, OpKind.COMBINE, OpKind.FINISH))
@@ -99,17 +100,10 @@ class PassKind:
 
 
 SlotKey = tuple[Hashable, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Which unit uses which slot of which ring; units with the same key take turns in one pre-allocated buffer.
-
-    A key is ``(size class, place in the ring)``. A unit without a key has storage of its own.
-    """
-
-    parameters: Mapping[int, SlotKey]
-    gradients: Mapping[int, SlotKey]
+Rings = Mapping[int, SlotKey]
+"""Which unit's parameters use which slot of which ring, ``(size class, place in the ring)``: units with the same key
+take turns. A unit without a key is outside of all rings, and waits for no other's.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,31 +131,27 @@ def chain_markers(n_units: int, *, enclosing: bool = False) -> tuple[Op, ...]:
     return tuple(forward + backward)
 
 
-def assign_slots(markers: Sequence[Op], facts: Sequence[UnitFacts], mode: Mode) -> Slots:
+def assign_rings(markers: Sequence[Op], facts: Sequence[UnitFacts], mode: Mode) -> Rings:
     """Give the repeated size classes a ring of ``mode.ring_slots`` each, in order of first use.
 
-    A unit whose compute overlaps that of another unit in the same slot (one that encloses others, say) is left out:
-    it keeps transient storage. ``facts`` are by unit.
+    A unit whose compute overlaps that of another unit in the same slot (one that encloses others, say) is left out.
+    ``facts`` are by unit.
     """
     if mode.storage != "ring":
-        return Slots({}, {})
+        return {}
     uses = _uses(markers, facts)
     in_order = list(dict.fromkeys(u.unit for u in uses))
-    turns: dict[int, tuple[Hashable, int]] = {}
+    turns: dict[int, SlotKey] = {}
     for size in dict.fromkeys(facts[u].size_class for u in in_order):
         members = [u for u in in_order if facts[u].size_class == size and not _encloses_another(u, uses)]
         if len(members) > mode.ring_slots:
-            turns.update({unit: (size, turn) for turn, unit in enumerate(members)})
-    gradient_slots = mode.gradient_slots if mode.gradient_storage == "ring" else 0
-    return Slots(
-        parameters={unit: (size, turn % mode.ring_slots) for unit, (size, turn) in turns.items()},
-        gradients={unit: (size, turn % gradient_slots) for unit, (size, turn) in turns.items() if gradient_slots},
-    )
+            turns.update({unit: (size, turn % mode.ring_slots) for turn, unit in enumerate(members)})
+    return turns
 
 
 def build(
     markers: Sequence[Op],
-    slots: Slots,
+    rings: Rings,
     mode: Mode,
     facts: Sequence[UnitFacts],
     kind: PassKind = PassKind(),
@@ -172,15 +162,15 @@ def build(
     awaited: dict[int, list[Op]] = {i: [] for i in range(len(markers) + 1)}
     reading = [u for u in _uses(markers, facts) if u.reads] if kind.gather else []
     for position, use in enumerate(reading):
-        if not _previous_residency(position, reading, slots, mode):
-            issue = _issue_position(position, reading, slots, mode)
+        if not _previous_residency(position, reading, rings, mode):
+            issue = _issue_position(position, reading, rings, mode)
             before[issue].append(Op(OpKind.GATHER, use.unit, use.phase))
             awaited[use.begin].append(Op(OpKind.WAIT, use.unit, use.phase))
-        if not _kept_until_next_use(position, reading, slots, mode):
+        if not _kept_until_next_use(position, reading, rings, mode):
             # A release comes before the gathers at its place: one of them may take the freed storage.
             before[use.end + 1].insert(0, Op(OpKind.RELEASE, use.unit, use.phase))
     if kind.reduce:
-        _place_reductions(before, awaited, markers, slots, mode, facts, kind)
+        _place_reductions(before, awaited, markers, rings, mode, facts, kind)
     ops: list[Op] = []
     for index in range(len(markers) + 1):
         ops += [*before[index], *awaited[index], *markers[index : index + 1]]
@@ -191,15 +181,17 @@ def _place_reductions(
     before: dict[int, list[Op]],
     awaited: dict[int, list[Op]],
     markers: Sequence[Op],
-    slots: Slots,
+    rings: Rings,
     mode: Mode,
     facts: Sequence[UnitFacts],
     kind: PassKind,
 ) -> None:
     uses = [u for u in _uses(markers, facts) if u.phase == "backward" and facts[u.unit].trained]
-    slot_free = [_finish_position(position, uses, slots, mode, len(markers)) for position in range(len(uses))]
+    slot_free = [_finish_position(position, uses, mode, len(markers)) for position in range(len(uses))]
     for use, awaited_at, following in zip(uses, slot_free, [*slot_free[1:], len(markers)]):
-        before[use.end + 1].append(Op(OpKind.REDUCE, use.unit, use.phase))
+        here = before[use.end + 1]
+        first = sum(op.kind is OpKind.RELEASE for op in here) if _outside(use.unit, rings, mode.storage) else len(here)
+        here.insert(first, Op(OpKind.REDUCE, use.unit, use.phase))
         if kind.legs == 1:
             awaited[awaited_at].append(Op(OpKind.FINISH, use.unit, use.phase))
         else:
@@ -233,8 +225,7 @@ def on_demand(
     release = () if kept else (Op(OpKind.RELEASE, unit, phase),)
     if phase == "forward" or not facts.trained or not kind.reduce:
         return (marker, *release)
-    # This unit's reduction and the next unit's gradients come on top of those that stay.
-    done = reducing[: max(0, len(reducing) + 2 - mode.gradient_slots)]
+    done = reducing[: max(0, len(reducing) + 1 - mode.gradient_slots)]  # this unit's reduction comes on top
     combined = OpKind.COMBINE if kind.legs == 2 else None
     return (
         marker,
@@ -274,24 +265,24 @@ def _encloses_another(unit: int, uses: Sequence[_Use]) -> bool:
     return any(m.begin < other.begin < m.end for m in mine for other in uses if other.unit != unit)
 
 
-def _issue_position(position: int, uses: Sequence[_Use], slots: Slots, mode: Mode) -> int:
+def _issue_position(position: int, uses: Sequence[_Use], rings: Rings, mode: Mode) -> int:
     """Index of the marker before which the gather for ``uses[position]`` is issued."""
     unit = uses[position].unit
-    ahead = position - mode.prefetch - (OUTSIDE_AHEAD if _outside(unit, slots.parameters, mode.storage) else 0)
+    ahead = position - mode.prefetch - (OUTSIDE_AHEAD if _outside(unit, rings, mode.storage) else 0)
     wanted = uses[ahead].begin if ahead >= 0 else 0
     own = [u.end + 1 for u in uses[:position] if u.unit == unit]
-    occupants = [u.end + 1 for u in uses[:position] if _conflict(slots.parameters, u.unit, unit)]
+    occupants = [u.end + 1 for u in uses[:position] if _conflict(rings, u.unit, unit)]
     return max([wanted, *own, *occupants])
 
 
-def _previous_residency(position: int, uses: Sequence[_Use], slots: Slots, mode: Mode) -> bool:
+def _previous_residency(position: int, uses: Sequence[_Use], rings: Rings, mode: Mode) -> bool:
     """Whether ``uses[position]`` finds its unit still unsharded from the use before."""
     unit = uses[position].unit
     previous = next((p for p in range(position - 1, -1, -1) if uses[p].unit == unit), None)
-    return previous is not None and _kept_until_next_use(previous, uses, slots, mode)
+    return previous is not None and _kept_until_next_use(previous, uses, rings, mode)
 
 
-def _kept_until_next_use(position: int, uses: Sequence[_Use], slots: Slots, mode: Mode) -> bool:
+def _kept_until_next_use(position: int, uses: Sequence[_Use], rings: Rings, mode: Mode) -> bool:
     """Whether the unit stays unsharded after ``uses[position]`` until its next use."""
     use = uses[position]
     if mode.parameters == "replicate":
@@ -301,18 +292,15 @@ def _kept_until_next_use(position: int, uses: Sequence[_Use], slots: Slots, mode
         return False
     if mode.storage == "persistent":
         return True
-    if use.unit in slots.parameters:
-        return not any(_conflict(slots.parameters, u.unit, use.unit) for u in uses[position + 1 : following])
-    return _issue_position(following, uses, slots, mode) <= use.end + 1
+    issue = _issue_position(following, uses, rings, mode)
+    stays = use.unit in rings and not any(_conflict(rings, u.unit, use.unit) for u in uses[position + 1 : following])
+    turn = next((u.begin for u in uses if u.phase == "backward"), 0)
+    return issue <= use.end + 1 or (stays and (mode.keep or issue <= turn))
 
 
-def _finish_position(position: int, uses: Sequence[_Use], slots: Slots, mode: Mode, end_of_step: int) -> int:
-    """Index of the marker before which the gradient slot of ``uses[position]`` is needed again."""
+def _finish_position(position: int, uses: Sequence[_Use], mode: Mode, end_of_step: int) -> int:
+    """Index of the marker before which the gradients of ``uses[position]`` must be reduced."""
     if mode.gradient_storage == "persistent":
         return end_of_step
-    outside = _outside(uses[position].unit, slots.gradients, mode.gradient_storage)
-    later = position + mode.gradient_slots + (OUTSIDE_BEHIND if outside else 0)
-    by_depth = uses[later].begin if later < len(uses) else end_of_step
-    own_end = uses[position].end + 1
-    same_slot = [u.begin for u in uses[position + 1 :] if _conflict(slots.gradients, u.unit, uses[position].unit)]
-    return max(own_end, min([by_depth, *same_slot]))
+    later = position + mode.gradient_slots
+    return max(uses[position].end + 1, uses[later].end if later < len(uses) else end_of_step)

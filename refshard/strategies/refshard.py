@@ -15,7 +15,7 @@ from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.plan.placement import find_mode
-from refshard.plan.schedule import OpKind, PassKind, assign_slots, build, chain_markers
+from refshard.plan.schedule import OpKind, PassKind, assign_rings, build, chain_markers
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import values
@@ -28,12 +28,12 @@ from refshard.strategies.world import World
 
 @final
 class Refshard(Strategy):
-    """``refshard.shard`` with its defaults, in the mode of the given name."""
+    """``refshard.shard`` in the mode of the given name, with the case's options."""
 
     _model: nn.Module
 
-    def __init__(self, mode: str) -> None:
-        self._mode = find_mode(mode)
+    def __init__(self, mode: str, *, keep_buffers: bool = False) -> None:
+        self._mode, self._keep_buffers = find_mode(mode), keep_buffers
         self._muon: WholeTensors | None = None
 
     def wrap(self, model: nn.Module, world: World) -> Loop:
@@ -48,6 +48,7 @@ class Refshard(Strategy):
         shard(
             model, world.data, mode=self._mode.name, blocks=world.blocks, precision=precision,
             offload=world.case.offload, initialise=values(model, world), comm_memory=world.case.comm_memory,
+            keep_buffers=self._keep_buffers,
         )  # fmt: skip
         return PlainLoop(model, world, unsynced=partial(no_sync, model), muon=self._make_muon)
 
@@ -65,7 +66,8 @@ class Refshard(Strategy):
         units = engine_of(self._model).units
         facts = [unit.facts for unit in units]
         markers = chain_markers(len(units), enclosing=_encloses(self._model, units))
-        slots = assign_slots(markers, facts, self._mode)
+        mode = engine_of(self._model).mode
+        rings = assign_rings(markers, facts, mode)
         kept, microbatches = self._mode.parameters == "replicate", self._world.case.microbatches
         if self._world.case.workload == "training":
             reduced_once = self._mode.gradients == "replicate"
@@ -76,7 +78,7 @@ class Refshard(Strategy):
         else:
             # Parameters that are kept and never change were gathered in the first pass, which nobody counts.
             kinds = [PassKind(training=False, gather=not kept, reduce=False)] * microbatches
-        streams = [build(markers, slots, self._mode, facts, kind) for kind in kinds]
+        streams = [build(markers, rings, mode, facts, kind) for kind in kinds]
         issued = [c for stream in streams for op in stream for c in self._issued(op.kind, units[op.unit])]
         if self._world.tensor is not None:
             issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)

@@ -302,9 +302,13 @@ ROWS: dict[str, Row] = {
             "zero1": "... optimizer state sharded",
             "zero2": "... gradients too, parameters between steps",
             "fsdp": "... parameters gathered for each use",
-            "yafsdp": "... through two rings of buffers",
+            "yafsdp": "... into a ring of two buffers",
         }.items()
     },
+    "refshard-yafsdp-kept": Row(
+        module="refshard", class_name="Refshard", arguments={"mode": "yafsdp", "keep_buffers": True}, labels=True,
+        about="... with all buffers kept from step to step: more memory, less waiting", axes=EVERY, deferred=True,
+    ),
 }  # fmt: skip
 """Every strategy by name; the about of a variant continues that of the row before."""
 

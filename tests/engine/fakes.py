@@ -46,7 +46,7 @@ class LateCollectives(Collectives):
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         return self._issue("all_gather", output, shard)
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor | None = None) -> Pending:
         return self._issue("reduce_scatter", output, full)
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:

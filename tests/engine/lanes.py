@@ -283,7 +283,7 @@ class WatchedCollectives(Collectives):
             output.copy_(shard.repeat(self.world_size))
         return self._launch("group of the shard axis", "all_gather", [shard], [output])
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor | None = None) -> Pending:
         with self._detector.paused():
             axis = self.world_size if self.world_size > 1 else self.replicas
             output.copy_(full[: output.numel()] * axis)

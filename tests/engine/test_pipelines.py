@@ -10,7 +10,7 @@ import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.executor import Order
 from refshard.plan.placement import MODES
-from refshard.plan.schedule import OpKind, PassKind, assign_slots, build, chain_markers
+from refshard.plan.schedule import OpKind, PassKind, assign_rings, build, chain_markers
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net
 
 # F: forward, B: backward, E: an evaluation.
@@ -82,7 +82,7 @@ def test_a_backward_alone_is_prefetched_as_planned() -> None:
     train(model, "F0 F1 B0 B1", steps=1)
     units = engine_of(model).units
     markers, facts = chain_markers(len(units)), [unit.facts for unit in units]
-    slots = assign_slots(markers, facts, MODES["yafsdp"])
+    slots = assign_rings(markers, facts, MODES["yafsdp"])
     calls = {OpKind.GATHER: "all_gather", OpKind.REDUCE: "reduce_scatter"}
     kinds = PassKind(training=False), PassKind(), PassKind(forward=False)
     expected = [

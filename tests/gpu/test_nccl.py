@@ -103,9 +103,9 @@ def test_training_by_collectives_of_one_rank_equals_unsharded_training(
     assert engine_of(model).executor.order is Order.FOLLOWING
 
 
-GATHERS = {"zero1": 8, "zero2": 8, "fsdp": 8 + 6, "yafsdp": 8 + 4}
-"""In a step of eight units. For backward, ``fsdp`` gathers the six blocks again, and a ring of two still has the last
-two. The head is still there, and the embedding's backward does not read it.
+GATHERS = {"zero1": 8, "zero2": 8, "fsdp": 8 + 6, "yafsdp": 8 + 5}
+"""In a step of eight units. For backward, ``fsdp`` gathers the six blocks again, and a ring still has the last one. The
+head is still there, and the embedding's backward does not read it.
 """
 
 

@@ -67,7 +67,7 @@ class ThreadCollectives(Collectives):
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
         return self._exchange(self._shards, output, shard, torch.cat)
 
-    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor) -> Pending:
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor | None = None) -> Pending:
         own = slice(self.rank * output.numel(), (self.rank + 1) * output.numel())
         seat = self._shards or self._replicas
         return self._exchange(seat, output, full, lambda parts: _sum([part[own] for part in parts]))

@@ -5,19 +5,19 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from refshard.errors import SpecError
 from refshard.plan.placement import MODES, Mode, find_mode
 from refshard.plan.schedule import (
     MARKERS,
-    OUTSIDE_BEHIND,
     Op,
     OpKind,
     PassKind,
     Presence,
-    Slots,
+    Rings,
     UnitFacts,
-    assign_slots,
+    assign_rings,
     build,
     chain_markers,
     on_demand,
@@ -30,12 +30,12 @@ kinds = st.builds(
 )
 
 
-def chain(n_blocks: int, mode: Mode) -> tuple[tuple[Op, ...], Slots]:
-    """Stream and slots of an embedding, ``n_blocks`` blocks and a head."""
+def chain(n_blocks: int, mode: Mode) -> tuple[tuple[Op, ...], Rings]:
+    """Stream and rings of an embedding, ``n_blocks`` blocks and a head."""
     markers = chain_markers(n_blocks + 2)
     facts = sized([900, *[500] * n_blocks, 700])
-    slots = assign_slots(markers, facts, mode)
-    return build(markers, slots, mode, facts), slots
+    rings = assign_rings(markers, facts, mode)
+    return build(markers, rings, mode, facts), rings
 
 
 def sized(sizes: list[int]) -> list[UnitFacts]:
@@ -69,9 +69,18 @@ def short(stream: tuple[Op, ...]) -> str:
 def test_yafsdp_stream_by_hand() -> None:
     stream, _ = chain(3, find_mode("yafsdp"))
     assert short(stream) == (
+        "g0 g1 w0 (0 )0 r0 g2 w1 (1 )1 r1 g3 g4 w2 (2 )2 r2 w3 (3 )3 w4 (4 )4 "
+        "(4b )4b r4b R4b g2b (3b f4b )3b r3b g1b g0b R3b w2b (2b f3b )2b r2b R2b w1b (1b f2b )1b r1b R1b w0b "
+        "(0b f1b )0b r0b R0b f0b"
+    )
+
+
+def test_a_ring_that_is_kept_holds_the_last_blocks_over_the_turn_and_reduces_two_units_at_once() -> None:
+    stream, _ = chain(3, replace(find_mode("yafsdp"), keep=True, gradient_slots=2))
+    assert short(stream) == (
         "g0 g1 w0 (0 )0 r0 g2 w1 (1 )1 r1 g3 g4 w2 (2 )2 w3 (3 )3 w4 (4 )4 "
-        "(4b )4b r4b R4b (3b )3b r3b g1b g0b R3b (2b )2b r2b R2b w1b f3b (1b )1b r1b R1b w0b f4b f2b (0b )0b r0b R0b "
-        "f1b f0b"
+        "(4b )4b r4b R4b (3b )3b r3b g1b g0b R3b (2b f4b )2b r2b R2b w1b (1b f3b )1b r1b R1b w0b "
+        "(0b f2b )0b r0b R0b f1b f0b"
     )
 
 
@@ -79,7 +88,7 @@ def test_fsdp_stream_by_hand() -> None:
     stream, _ = chain(2, find_mode("fsdp"))
     assert short(stream) == (
         "g0 g1 w0 (0 )0 r0 g2 w1 (1 )1 r1 g3 w2 (2 )2 r2 w3 (3 )3 "
-        "g2b (3b )3b r3b g1b R3b w2b (2b )2b r2b g0b R2b w1b f3b (1b )1b r1b R1b w0b f2b (0b )0b r0b R0b f1b f0b"
+        "g2b (3b )3b r3b g1b R3b w2b (2b f3b )2b r2b g0b R2b w1b (1b f2b )1b r1b R1b w0b (0b f1b )0b r0b R0b f0b"
     )
 
 
@@ -88,13 +97,13 @@ def test_compute_finds_its_unit_gathered_and_alone_in_its_slot(
     given_order: tuple[tuple[Op, ...], list[UnitFacts]], mode: Mode, kind: PassKind
 ) -> None:
     markers, facts = given_order
-    slots = assign_slots(markers, facts, mode)
+    rings = assign_rings(markers, facts, mode)
     state: dict[int, str] = {} if kind.gather else dict.fromkeys(range(len(facts)), "ready")
-    for op in build(markers, slots, mode, facts, kind):
+    for op in build(markers, rings, mode, facts, kind):
         match op.kind:
             case OpKind.GATHER:
                 assert state.get(op.unit) is None
-                rivals = [u for u in state if slots.parameters.get(u, u) == slots.parameters.get(op.unit, op.unit)]
+                rivals = [u for u in state if rings.get(u, u) == rings.get(op.unit, op.unit)]
                 assert not rivals, f"{op} while {rivals} hold its slot"
                 state[op.unit] = "gathering"
             case OpKind.WAIT:
@@ -111,26 +120,21 @@ def test_compute_finds_its_unit_gathered_and_alone_in_its_slot(
 
 
 @given(shuffled(), modes, kinds)
-def test_gradients_are_reduced_once_and_finished_before_their_slot_is_written_again(
+def test_gradients_are_reduced_once_and_so_many_at_a_time(
     given_order: tuple[tuple[Op, ...], list[UnitFacts]], mode: Mode, kind: PassKind
 ) -> None:
     markers, facts = given_order
-    slots = assign_slots(markers, facts, mode)
+    rings = assign_rings(markers, facts, mode)
     held: list[int] = []
     legs: dict[int, list[OpKind]] = {}
-    for op in build(markers, slots, mode, facts, kind):
+    for op in build(markers, rings, mode, facts, kind):
         if op.kind in (OpKind.REDUCE, OpKind.COMBINE, OpKind.FINISH):
             legs.setdefault(op.unit, []).append(op.kind)
         if op.kind is OpKind.REDUCE:
             held.append(op.unit)
+            assert len(held) <= mode.gradient_slots or mode.gradient_storage == "persistent"
         elif op.kind in (OpKind.COMBINE, OpKind.FINISH) and op.unit in held:
             held.remove(op.unit)
-        elif op.kind is OpKind.BEGIN and op.phase == "backward" and facts[op.unit].trained:
-            inside = [u for u in held if u in slots.gradients or mode.gradient_storage != "ring"]
-            assert len(inside) < mode.gradient_slots or mode.gradient_storage == "persistent"
-            assert len(held) - len(inside) < mode.gradient_slots + OUTSIDE_BEHIND
-            keys = [slots.gradients.get(u) for u in held]
-            assert slots.gradients.get(op.unit) is None or slots.gradients[op.unit] not in keys
     assert not held
     combine = [OpKind.COMBINE] if kind.legs == 2 else []
     trained = [u for u, f in enumerate(facts) if f.trained] if kind.reduce else []
@@ -161,18 +165,17 @@ def test_a_gather_is_under_way_while_the_unit_before_computes(n_blocks: int, mod
 
 
 def test_ring_serves_the_repeated_size_only() -> None:
-    _, slots = chain(4, find_mode("yafsdp"))
-    assert slots.parameters == {1: (500, 0), 2: (500, 1), 3: (500, 0), 4: (500, 1)}
-    assert slots.gradients == slots.parameters
+    _, rings = chain(4, find_mode("yafsdp"))
+    assert rings == {1: (500, 0), 2: (500, 1), 3: (500, 0), 4: (500, 1)}
 
 
 def test_an_enclosing_unit_stays_gathered_from_first_to_last_use_and_out_of_the_ring() -> None:
     mode = find_mode("yafsdp")
     markers = chain_markers(5, enclosing=True)
     facts = sized([500] * 5)
-    slots = assign_slots(markers, facts, mode)
-    assert 0 not in slots.parameters
-    stream = build(markers, slots, mode, facts)
+    rings = assign_rings(markers, facts, mode)
+    assert 0 not in rings
+    stream = build(markers, rings, mode, facts)
     assert [op.phase for op in stream if op.kind is OpKind.GATHER and op.unit == 0] == ["forward"]
     assert [op.kind for op in stream if op.unit == 0][-3:] == [OpKind.RELEASE, OpKind.REDUCE, OpKind.FINISH]
 
@@ -181,7 +184,7 @@ def test_evaluation_gives_up_what_is_sharded_and_reduces_nothing() -> None:
     for mode in MODES.values():
         markers, facts = chain_markers(5), sized([500] * 5)
         kind = PassKind(training=False, reduce=False)
-        stream = build(markers, assign_slots(markers, facts, mode), mode, facts, kind)
+        stream = build(markers, assign_rings(markers, facts, mode), mode, facts, kind)
         assert {op.phase for op in stream} == {"forward"}
         counts = Counter(op.kind for op in stream)
         assert counts[OpKind.GATHER] == 5
@@ -190,10 +193,10 @@ def test_evaluation_gives_up_what_is_sharded_and_reduces_nothing() -> None:
 
 def test_backward_alone_gathers_ahead_of_itself() -> None:
     markers, facts, mode = chain_markers(5), sized([900, 500, 500, 500, 700]), find_mode("yafsdp")
-    stream = build(markers, assign_slots(markers, facts, mode), mode, facts, PassKind(forward=False))
+    stream = build(markers, assign_rings(markers, facts, mode), mode, facts, PassKind(forward=False))
     assert short(stream) == (
-        "g4b g3b w4b (4b )4b r4b g2b R4b w3b (3b )3b r3b g1b g0b R3b w2b (2b )2b r2b R2b w1b f3b (1b )1b r1b R1b w0b "
-        "f4b f2b (0b )0b r0b R0b f1b f0b"
+        "g4b g3b w4b (4b )4b r4b R4b g2b w3b (3b f4b )3b r3b g1b g0b R3b w2b (2b f3b )2b r2b R2b w1b (1b f2b )1b r1b "
+        "R1b w0b (0b f1b )0b r0b R0b f0b"
     )
 
 
@@ -207,7 +210,7 @@ def test_zero2_keeps_parameters_from_forward_to_backward() -> None:
     stream, _ = chain(2, find_mode("zero2"))
     assert short(stream) == (
         "g0 g1 w0 (0 )0 g2 w1 (1 )1 g3 w2 (2 )2 w3 (3 )3 "
-        "(3b )3b r3b R3b (2b )2b r2b R2b f3b (1b )1b r1b R1b f2b (0b )0b r0b R0b f1b f0b"
+        "(3b )3b r3b R3b (2b f3b )2b r2b R2b (1b f2b )1b r1b R1b (0b f1b )0b r0b R0b f0b"
     )
 
 
@@ -215,28 +218,28 @@ def test_zero1_keeps_parameters_from_step_to_step_and_finishes_when_all_is_issue
     stream, _ = chain(1, find_mode("zero1"))
     assert short(stream) == "g0 g1 w0 (0 )0 g2 w1 (1 )1 w2 (2 )2 (2b )2b R2b (1b )1b R1b (0b )0b R0b f2b f1b f0b"
     markers, facts, mode = chain_markers(3), sized([1, 2, 3]), find_mode("zero1")
-    current = build(markers, Slots({}, {}), mode, facts, PassKind(gather=False, reduce=False))
+    current = build(markers, {}, mode, facts, PassKind(gather=False, reduce=False))
     assert current == markers, "a microbatch that is not the last communicates nothing"
 
 
 def test_the_second_leg_overlaps_the_backward_after_the_next() -> None:
     markers, facts, mode = chain_markers(4), sized([900, 500, 500, 700]), find_mode("fsdp")
-    stream = build(markers, Slots({}, {}), mode, facts, PassKind(legs=2))
+    stream = build(markers, {}, mode, facts, PassKind(legs=2))
     assert short(stream).partition("(3b")[2] == (
-        " )3b r3b g1b R3b w2b (2b )2b r2b g0b R2b w1b c3b (1b )1b r1b R1b w0b f3b c2b (0b )0b r0b R0b "
-        "f2b c1b f1b c0b f0b"
+        " )3b r3b g1b R3b w2b (2b c3b )2b r2b g0b R2b w1b (1b f3b c2b )1b r1b R1b w0b (0b f2b c1b )0b r0b R0b "
+        "f1b c0b f0b"
     )
 
 
 def test_an_embedding_is_not_gathered_for_its_backward() -> None:
     facts = [UnitFacts(900, read_in_backward=False), *sized([500, 500, 700])]
-    stream = build(chain_markers(4), Slots({}, {}), find_mode("fsdp"), facts)
+    stream = build(chain_markers(4), {}, find_mode("fsdp"), facts)
     assert [op.phase for op in stream if op.unit == 0 and op.kind is OpKind.GATHER] == ["forward"]
 
 
 def test_frozen_units_are_gathered_for_backward_and_reduce_nothing() -> None:
     facts = [UnitFacts(500, trained=False)] * 4
-    stream = build(chain_markers(4), Slots({}, {}), find_mode("fsdp"), facts)
+    stream = build(chain_markers(4), {}, find_mode("fsdp"), facts)
     counts = Counter(op.kind for op in stream)
     assert (counts[OpKind.GATHER], counts[OpKind.REDUCE], counts[OpKind.FINISH]) == (7, 0, 0)
 

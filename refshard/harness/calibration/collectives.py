@@ -93,7 +93,7 @@ def _issuer(op: CollectiveOp, numel: int, group: dist.ProcessGroup, device: torc
         call, shard = all_gather_call(group, handles=True), own.clone()
         return lambda: call(full, shard)
     if op == "reduce_scatter":
-        scatter, output = reduce_scatter_call(group, handles=True), torch.empty_like(own)
+        scatter, output = reduce_scatter_call(group, dist.ReduceOp.SUM, handles=True), torch.empty_like(own)
         return lambda: scatter(output, full)
     if op == "exchange":
         collectives = GroupCollectives(group, device=device)
