@@ -56,7 +56,7 @@ docs: $(VENV)/.docs
 # The published pages, from profiles/recorded: dry runs of Llama 3 8B on H100s with their picture for the README, a
 # measured comparison on CPUs, and one of its traces. The picture needs Debian's chromium.
 PUBLISHED := dashboards/published
-MEASURED := profiles/recorded/epyc-2-cores/engine_network
+MEASURED := profiles/recorded/xeon-2-cores/engine_network
 dashboard: $(VENV)/.test
 	$(BIN)/refshard report profiles/recorded/dryrun/llama3_8b_h100 --out $(PUBLISHED)/llama3-8b-h100.html
 	$(BIN)/python dashboards/picture.py $(PUBLISHED)/llama3-8b-h100.html v0-tradeoff \

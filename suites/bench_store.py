@@ -17,7 +17,7 @@ from refshard import resources
 from refshard.harness.store import RECORDS, RunWriter, read_run
 from refshard.records import LaunchRecord, RunRecord
 
-RECORDED = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine"
+RECORDED = resources.root() / "profiles" / "recorded" / "xeon-2-cores" / "engine"
 MANY = 10_000
 APPENDED = 1_000
 

@@ -2,13 +2,14 @@
 
 A comment before the block names the command, and which paragraphs of its output the block shows (by default all)::
 
-    <!-- prints 1,3-4: refshard show profiles/recorded/epyc-2-cores/quickstart -->
+    <!-- prints 1,3-4: refshard show profiles/recorded/xeon-2-cores/engine -->
 
 ``python -m tests.printed`` runs the commands and rewrites the blocks that have changed. Commands that take long are
 marked ``slow``, as in ``prints 2 slow:``; ``--slow`` rewrites these too. ``--list 'refshard ...'`` numbers a command's
 paragraphs.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
@@ -66,6 +68,14 @@ def paragraphs_of(command: str, *, as_process: bool) -> list[str]:
     else:
         text = CliRunner().invoke(app, command.split()).stdout
     return [part.rstrip() for part in re.split(r"\n\n+", text.strip("\n"))]
+
+
+def as_json(*words: str) -> dict[str, Any]:
+    """What ``refshard WORDS --json`` prints."""
+    made = CliRunner().invoke(app, [*words, "--json"])
+    assert made.exit_code == 0, made.output
+    found: dict[str, Any] = json.loads(made.stdout)
+    return found
 
 
 def _numbers(parts: str, count: int) -> list[int]:

@@ -1,18 +1,16 @@
 """What docs/explanation/when-to-shard.md says is what the recorded runs hold."""
 
-import json
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
-
-from refshard.cli import app
 from refshard.quantities import GIB, MIB
+from tests.printed import as_json
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "explanation" / "when-to-shard.md").read_text()
-RECORDED = ROOT / "profiles" / "recorded" / "epyc-2-cores"
+RECORDED = ROOT / "profiles" / "recorded"
+SPEED, LIMITS = "xeon-2-cores/when_to_shard", "epyc-2-cores/least_memory"
 STRATEGIES = ("fsdp2", "fsdp2-tuned", "refshard-yafsdp", "tensor-parallel")
 PLANNED = (
     ("llama3.2-1b", "dgx-h100", 8192),
@@ -37,13 +35,6 @@ def rows_of(run: str, *, against: str | None = None) -> list[Row]:
     return [row for row in rows if row["world_size"] == 2]
 
 
-def as_json(*words: str) -> dict[str, Any]:
-    made = CliRunner().invoke(app, [*words, "--json"])
-    assert made.exit_code == 0, made.output
-    found: dict[str, Any] = json.loads(made.stdout)
-    return found
-
-
 def settings(rows: list[Row]) -> list[tuple[tuple[str, int, int], dict[str, Row]]]:
     """Model, tokens a rank and microbatches, with the rows of each by strategy."""
 
@@ -64,7 +55,7 @@ def speed() -> list[str]:
         f"| {model} | {tokens:,} | {rows['ddp']['step_time_s'] * 1e3:.0f} ms | "
         + " | ".join(ratio(rows[name]) for name in STRATEGIES)
         + " |"
-        for (model, tokens, parts), rows in settings(rows_of("when_to_shard", against="ddp"))
+        for (model, tokens, parts), rows in settings(rows_of(SPEED, against="ddp"))
         if parts == 1
     ]
 
@@ -74,7 +65,7 @@ def stages() -> list[str]:
     return [
         f"| {model} | {tokens:,} | {rows['ddp']['step_time_s'] * 1e3:.0f} ms | {ratio(rows['refshard-yafsdp'])} | "
         f"{ratio(rows['pipeline'])} | {rows['pipeline']['peak_memory_ratio']:.2f} |"
-        for (model, tokens, parts), rows in settings(rows_of("when_to_shard", against="ddp"))
+        for (model, tokens, parts), rows in settings(rows_of(SPEED, against="ddp"))
         if parts == 4
     ]
 
@@ -85,7 +76,7 @@ def memory() -> list[str]:
         f"| {model} | {tokens:,} | {rows['ddp']['peak_memory_bytes'] / MIB:.0f} MiB | "
         + " | ".join(f"{rows[name]['peak_memory_ratio']:.2f}" for name in STRATEGIES)
         + " |"
-        for (model, tokens, parts), rows in settings(rows_of("when_to_shard", against="ddp"))
+        for (model, tokens, parts), rows in settings(rows_of(SPEED, against="ddp"))
         if parts == 1
     ]
 
@@ -95,7 +86,7 @@ def least() -> list[str]:
     all above it.
     """
     found = []
-    ordered = sorted(rows_of("least_memory"), key=lambda row: (row["strategy"], -row["memory_limit_gib"]))
+    ordered = sorted(rows_of(LIMITS), key=lambda row: (row["strategy"], -row["memory_limit_gib"]))
     for strategy, members in groupby(ordered, lambda row: str(row["strategy"])):
         rows = list(members)
         ran = list(takewhile(lambda row: row["state"] == "ok", rows))

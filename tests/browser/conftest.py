@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 CHROMIUM = Path("/usr/bin/chromium")
-RECORDED = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"
+RECORDED = resources.root() / "profiles" / "recorded" / "xeon-2-cores" / "engine_network"
 TRACED = ("ddp", "fsdp2-tuned", "refshard-yafsdp")
 
 
@@ -51,7 +51,8 @@ def traced_address(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("traced") / "dashboard.html"
     recorded = read_run(RECORDED)
     evidence = gather(recorded)
-    (one,) = [one for one in read_traces(evidence, [(recorded, RECORDED)], path).values() if one.view]
+    traces = read_traces(evidence, [(recorded, RECORDED)], path)
+    (one,) = [one for case, one in traces.items() if case.strategy == "fsdp2-tuned"]
     found = {case: replace(one, case=case) for case in evidence.cases if case.strategy in TRACED}
     return written(evidence, path, Extras(traces=found))
 

@@ -24,7 +24,7 @@ from refshard.report.answer import Answer, Notes, Text, Verdict
 from refshard.report.forms import Paper
 from tests.report.runs import run, write
 
-ENGINE = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"
+ENGINE = resources.root() / "profiles" / "recorded" / "xeon-2-cores" / "engine_network"
 
 
 def made(status: int = 0) -> Answer:

@@ -14,7 +14,7 @@ from refshard.errors import SpecError, StoreError
 from tests.analysis.test_evidence import later, quicker
 from tests.report.runs import CASES, over_network, run, write
 
-RECORDED = resources.root() / "profiles" / "recorded" / "epyc-2-cores" / "engine_network"
+RECORDED = resources.root() / "profiles" / "recorded" / "xeon-2-cores" / "engine_network"
 (NOISE,) = (resources.root() / resources.BASELINES).glob("*/gate.noise.json")
 
 

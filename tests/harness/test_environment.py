@@ -98,7 +98,7 @@ WITH_GPUS = replace(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("run", ["epyc-2-cores/quickstart", "epyc-2-cores/engine_network", "dryrun/llama3_8b_h100"])
+@pytest.mark.parametrize("run", ["epyc-2-cores/quickstart", "xeon-2-cores/engine_network", "dryrun/llama3_8b_h100"])
 def test_the_id_of_a_recorded_machine_without_gpus_is_still_that(run: str) -> None:
     environment = read_run(RECORDED / run).header.environment
     assert id_of(environment) == environment.id

@@ -16,7 +16,7 @@ from refshard.specs.case import CaseSpec
 from refshard.specs.configuration import Configuration
 
 ROOT = Path(__file__).parents[2]
-RECORDED = ROOT / "profiles" / "recorded" / "epyc-2-cores"
+RECORDED = ROOT / "profiles" / "recorded" / "xeon-2-cores"
 
 
 def error_of(record: LaunchRecord) -> float:
