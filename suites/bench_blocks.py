@@ -9,7 +9,8 @@ layers and tokens, and for step times a small vocabulary; what fresh memory cost
 the C library takes it from the system anew for each large tensor, where CUDA's allocator hands out its own.
 
 Step times are taken without activation checkpointing and in turns, so that drift of the machine favours none. Peak
-memory is taken with every layer checkpointed, of one model after another.
+memory is taken with every layer checkpointed, of one model after another, and after the step times: what a process
+allocates once (64 MiB on a CPU) would count for the first.
 
     pytest suites/bench_blocks.py --long -s --benchmark-json=blocks.json
 
