@@ -78,8 +78,8 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "measured_steps": "Timed steps.",
         "traced_steps": "Steps of the separate traced pass.",
         "time_limit_s": "Seconds after which a launch ends as `timeout`.",
-        "memory_limit_gib": "Limit on a rank's memory: on a CPU the process's data, on a GPU what torch's allocator "
-        "may reserve.",
+        "memory_limit_gib": "Limit on a rank's memory until the trace begins: on a CPU the process's data, on a GPU "
+        "what torch's allocator may reserve.",
     },
     NetworkSpec: {
         "hosts": "Number of hosts (network namespaces), 2 to 64.",

@@ -6,7 +6,8 @@ loss under ``no_grad``, on weights that stay as they were initialised.
 Nothing watches while steps are timed, except that a GPU's allocator always counts: its peaks are those of the timed
 steps. A CPU's peak is taken over one early step, after the optimizer's state and the engine's slots exist. Operators
 are counted in the step after it; of adapters, both in the two steps after warm-up, once they have dropout. On a GPU,
-steps follow that nothing waits for. The trace is recorded last.
+steps follow that nothing waits for. The trace is recorded last. A limit on memory holds until then: what a trace and
+the digest of the parameters need is the measurement's, not the strategy's.
 """
 
 import hashlib
@@ -22,10 +23,12 @@ from torch import nn
 
 from refshard.harness.compiling import compiling_anew
 from refshard.harness.gpu_use import watched_gpus
+from refshard.harness.limits import limited_memory
 from refshard.harness.load import RankLoad, watched_load
 from refshard.harness.reduced import ReducedLosses
 from refshard.harness.trainer import Trainer
 from refshard.memory.of_case import memory_of
+from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, GpuMemory, GpuUse, State
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import known_dimensions
@@ -100,24 +103,25 @@ def _measure(
     warmup = _counted("warm-up", case.warmup_steps, progress)
     progress("build", 0, 1)
     _import_lazy_parts()
-    allocator, gpu = AllocatorPeak(), GpuPeaks(device)
-    trainer = Trainer(case, spec, strategy, group, device)
-    census = OperatorCensus()
-    watching: dict[int, AbstractContextManager[object]] = {CENSUS_STEP: census}
-    if device.type == "cpu":
-        watching = {MEMORY_STEP: allocator.window(), **watching}
-    for step in warmup:
-        with nullcontext() if trainer.drops else watching.get(step, nullcontext()):
-            trainer.timed_step(aligned=True)
-    if trainer.drops:
-        trainer.begin_dropout()
-        for watch in watching.values():  # with what dropout keeps for backward
-            with watch:
+    allocator, gpu, census = AllocatorPeak(), GpuPeaks(device), OperatorCensus()
+    limit_bytes = None if case.memory_limit_gib is None else int(case.memory_limit_gib * GIB)
+    with limited_memory(limit_bytes, device):
+        trainer = Trainer(case, spec, strategy, group, device)
+        watching: dict[int, AbstractContextManager[object]] = {CENSUS_STEP: census}
+        if device.type == "cpu":
+            watching = {MEMORY_STEP: allocator.window(), **watching}
+        for step in warmup:
+            with nullcontext() if trainer.drops else watching.get(step, nullcontext()):
                 trainer.timed_step(aligned=True)
-    with watched_load(device) as load, watched_gpus(device) as gpu_use, gpu.window():
-        times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    free = trainer.free_step_s(min(case.measured_steps, MOST_FREE_STEPS)) if device.type == "cuda" else None
+        if trainer.drops:
+            trainer.begin_dropout()
+            for watch in watching.values():  # with what dropout keeps for backward
+                with watch:
+                    trainer.timed_step(aligned=True)
+        with watched_load(device) as load, watched_gpus(device) as gpu_use, gpu.window():
+            times = [trainer.timed_step(aligned=True) for _ in _counted("measure", case.measured_steps, progress)]
+            rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        free = trainer.free_step_s(min(case.measured_steps, MOST_FREE_STEPS)) if device.type == "cuda" else None
     row = ROWS[case.strategy]
     if not row.labels and not row.compiles:  # compiled code would take hooks for a part of it
         trainer.mark_units()

@@ -7,7 +7,6 @@ imports torch, numpy and msgspec and nothing heavier, so it runs on a bare clust
 
 import gc
 import os
-import resource
 import sys
 import time
 import traceback
@@ -29,7 +28,6 @@ from refshard.harness.flight import answering
 from refshard.harness.measure import Progress, RankResult, measure
 from refshard.harness.reduced import REDUCED_FILE, Reduced, losses_of
 from refshard.harness.worker import ASK
-from refshard.quantities import GIB
 from refshard.records import State
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
@@ -41,6 +39,10 @@ _ABORT_S = 10.0
 """How long NCCL may take to abort before the process ends all the same."""
 _ZERO_CTA = "2"
 """NCCL's policy of using no multiprocessor where it can do without: copy engines gather to symmetric memory."""
+_SIGNS = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+"""Parts of messages that tell of no memory: the CPU's allocator has no exception of its own, nor has what CUDA, its
+libraries and NCCL allocate beside torch's allocator.
+"""
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -98,8 +100,6 @@ def _leave_result(folder: Path, run: Callable[[], RankResult]) -> bool:
 
 def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
     device = _device(case)
-    if case.memory_limit_gib is not None:
-        _limit_memory(int(case.memory_limit_gib * GIB), device)
     torch.set_num_threads(case.threads_per_rank)
     if case.fidelity == "emulated":
         return _emulate(case, folder, rank, device)
@@ -109,18 +109,6 @@ def _run(case: CaseSpec, folder: Path, rank: int) -> RankResult:
         except BaseException as error:
             _replace(rank_file(folder, rank), msgspec.json.encode(_failed(rank, error)))
             end_now(group)
-
-
-def _limit_memory(limit_bytes: int, device: torch.device) -> None:
-    """Have allocations fail beyond the limit: of what torch's allocator reserves on a GPU, of a CPU process's data.
-
-    A limit above the GPU's memory limits nothing.
-    """
-    if device.type == "cuda":
-        _, total_bytes = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
-    else:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def end_now(group: dist.ProcessGroup) -> NoReturn:
@@ -234,17 +222,7 @@ def state_of(error: BaseException) -> State:
         return "oom"
     if isinstance(error, UnsupportedError):
         return "unsupported"
-    return "oom" if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _signs()) else "failed"
-
-
-def _signs() -> tuple[str, ...]:
-    """Parts of messages that tell of no memory: the CPU's allocator has no exception of its own, nor has what CUDA,
-    its libraries and NCCL allocate beside torch's allocator, nor a thread that is refused for want of a stack where the
-    process's memory is limited.
-    """
-    allocators = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-    limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
-    return (*allocators, "Resource temporarily unavailable", "can't start new thread") if limited else allocators
+    return "oom" if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS) else "failed"
 
 
 def describe(error: BaseException) -> str:

@@ -84,7 +84,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 @pytest.mark.parametrize(
     ("limit_gib", "state", "error"),
     [
-        (1.0, "oom", "RuntimeError: can't start new thread"),
+        (1.0, "oom", "MemoryError: no room for the stack of a thread (can't start new thread)"),
         (None, "failed", "RuntimeError: all of them started"),
     ],
 )
