@@ -1,7 +1,7 @@
 """What sharding asks of a GPU in one step, counted on a fake one: kernels, collectives and waits between streams.
 
 Each way trains a model as rank 0 of 8 on a fake H100, in bf16, in a process of its own, and its last step is counted.
-Kernels added are those that are no collectives, less those of ``bare``, the unsharded model with parameters in bf16:
+Kernels added are all kernels but collectives, minus those of ``bare``, the unsharded model with parameters in bf16:
 copies into what is sent, copies out of what was received, and casts. Counts are the same on every machine.
 
     pytest suites/bench_kernels.py -s --benchmark-json=kernels.json

@@ -7,8 +7,8 @@ Two ranks of one thread each train llama-mini on 512 tokens. Within a launch, th
 - ``engine``: the engine over gloo; ``kept`` with ``keep_buffers``; ``ddp`` and ``fsdp2-tuned`` beside them;
 - ``exchange``: the collectives of the engine's step and nothing else, one after the other.
 
-A rank's seconds on the processor tell what threads of gloo and the kernel's sockets take, which a clock does not: two
-ranks on two cores have no core to spare for them.
+A rank's processor time includes gloo's threads and the kernel's work for sockets. With two ranks on two cores, that
+work competes with compute.
 
     pytest suites/bench_step_parts.py --long -s --benchmark-json=step_parts.json
 """

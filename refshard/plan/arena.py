@@ -6,7 +6,8 @@ joins the first column of about its size that is free whenever it is in use, or 
 in a slot of a ring do so together. ``Arena.bound``, the most that is in use at one time, tells how good a plan is.
 
 Columns are separate allocations because the allocator can fit each into a gap between activations, but rarely one
-block of their total size. Unused ones are freed at the end of forward, when activations peak, and of backward.
+block of their total size. Those with few members are freed after each use, and others when forward or backward ends,
+so that they are not there when activations peak.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +20,9 @@ ALIGNMENT = 512
 """Bytes: a unit's flat buffers start on multiples of it, as blocks of CUDA's caching allocator do."""
 
 IDLE = 0.1
-"""The part of a column that a buffer may leave idle: it joins no column that is larger than that."""
+"""A buffer joins a column only if it leaves at most this part of it idle."""
 FEW = 4
-"""A column with at most so many members is freed after each use: parameters and gradients of embedding and head."""
+"""Columns with at most this many members, mostly those of the embedding and the head, are freed after each use."""
 Lasting = Literal["always", "per pass", "per use"]
 """How long memory stays allocated: always; until forward or backward ends and it is unused; or until it is unused."""
 Span = tuple[int, int]
@@ -92,7 +93,7 @@ def plan_arena(
 
 
 def _column(columns: list[Column], nbytes: int, spans: Sequence[Span]) -> Column:
-    """The first column that has room, or a new one, which ``columns`` gets; held during ``spans`` from now on."""
+    """The first column that has room, or a new one, added to ``columns``. It is held during ``spans`` from now on."""
     column = next((column for column in columns if column.has_room(nbytes, spans)), None)
     if column is None:
         column = Column(nbytes)
