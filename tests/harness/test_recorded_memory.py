@@ -17,7 +17,7 @@ from refshard.specs.configuration import Configuration
 
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "profiles" / "recorded"
-RUNS = ("xeon-2-cores/memory", "epyc-2-cores/validation", "xeon-2-cores/validation_network")
+RUNS = ("epyc-2-cores/memory", "epyc-2-cores/validation", "xeon-2-cores/validation_network")
 
 
 def error_of(record: LaunchRecord) -> float:
