@@ -1,20 +1,13 @@
 """Limits on memory. The process and its limit are real."""
 
-import json
-import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from refshard.harness.limits import limited_memory
-from refshard.harness.rank import CASE_FILE
 from refshard.quantities import GIB
-from refshard.specs.case import CaseSpec
 
 CPU = torch.device("cpu")
 
@@ -42,37 +35,3 @@ def test_a_thread_that_cannot_start_is_a_want_of_memory_only_under_a_limit() -> 
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
     with pytest.raises(RuntimeError, match="can't start new thread"), limited_memory(None, CPU):
         raise RuntimeError("can't start new thread")
-
-
-LIMIT_AT_EACH_FORWARD = """
-import json, resource, sys
-from pathlib import Path
-from torch.nn.modules.module import register_module_forward_pre_hook
-from refshard.harness.rank import run_rank
-
-seen = []
-register_module_forward_pre_hook(lambda *_: seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0]))
-status = run_rank(Path(sys.argv[1]))
-print(json.dumps(seen))
-sys.exit(status)
-"""
-
-
-@pytest.mark.processes
-def test_a_ranks_limit_holds_for_its_training_and_not_for_the_trace(tmp_path: Path) -> None:
-    case = CaseSpec(
-        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu",
-        measured_steps=2, traced_steps=1, memory_limit_gib=2.0,
-    )  # fmt: skip
-    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", LIMIT_AT_EACH_FORWARD, tmp_path],
-        env={**os.environ, **alone}, check=True, timeout=120, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    seen = json.loads(done.stdout)
-    steps = case.warmup_steps + case.measured_steps + 2  # the profiler's own warm-up step, and the traced one
-    calls = len(seen) // steps
-    assert len(seen) == calls * steps
-    assert set(seen[: -2 * calls]) == {2 * GIB}
-    assert set(seen[-2 * calls :]) == {resource.getrlimit(resource.RLIMIT_DATA)[0]}

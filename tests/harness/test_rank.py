@@ -1,6 +1,8 @@
-"""What a rank says of the error that ended it. The process and its limit are real."""
+"""What a rank says of the error that ended it, and how long its limit holds. The process and its limit are real."""
 
+import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from refshard.errors import UnsupportedError
 from refshard.harness.measure import RankResult
 from refshard.harness.rank import CASE_FILE, rank_file, state_of
+from refshard.quantities import GIB
 from refshard.specs.case import CaseSpec, CommMemory
 from tests.fakecuda.fresh import needs_device
 
@@ -103,6 +106,39 @@ def test_a_thread_without_room_for_its_stack_is_out_of_memory(
     )
     result = run_rank_of(THREADS_OF_64_MIB, tmp_path, case)
     assert (result.state, result.error) == (state, error)
+
+
+LIMIT_AT_EACH_FORWARD = """
+import json, resource, sys
+from pathlib import Path
+from torch.nn.modules.module import register_module_forward_pre_hook
+from refshard.harness.rank import run_rank
+
+seen = []
+register_module_forward_pre_hook(lambda *_: seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0]))
+status = run_rank(Path(sys.argv[1]))
+print(json.dumps(seen))
+sys.exit(status)
+"""
+
+
+@pytest.mark.processes
+def test_a_ranks_limit_holds_for_its_training_and_not_for_the_trace(tmp_path: Path) -> None:
+    case = CaseSpec(
+        strategy="single", world_size=1, model="llama-tiny", global_batch=1, seq_len=8, device="cpu",
+        measured_steps=2, traced_steps=1, memory_limit_gib=2.0,
+    )  # fmt: skip
+    (tmp_path / CASE_FILE).write_bytes(msgspec.json.encode(case))
+    done = subprocess.run(
+        [sys.executable, "-c", LIMIT_AT_EACH_FORWARD, tmp_path],
+        env={**os.environ, **ALONE}, check=True, timeout=120, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    seen = json.loads(done.stdout)
+    steps = case.warmup_steps + case.measured_steps + 2  # the profiler's own warm-up step, and the traced one
+    calls = len(seen) // steps
+    assert len(seen) == calls * steps
+    assert set(seen[: -2 * calls]) == {2 * GIB}
+    assert set(seen[-2 * calls :]) == {resource.getrlimit(resource.RLIMIT_DATA)[0]}
 
 
 ON_A_FAKE_GPU = """
