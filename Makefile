@@ -39,8 +39,9 @@ quick: $(VENV)/.test
 test: $(VENV)/.test
 	$(PYTEST) -m "not full" --numprocesses $(shell expr $(JOBS) + 1)  # some wait now and then
 
+# FULL_PART=2/6 takes the second sixth of the files with tests marked full, and all other tests.
 everything: $(VENV)/.hta
-	$(PYTEST)
+	$(PYTEST) $(if $(FULL_PART),--full-part $(FULL_PART))
 
 # Operators, collectives, bytes and losses of the engine beside what was accepted: one launch of each case. And what
 # the same code does on a GPU: dry runs.

@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from tests.gpu.needs import lacking
+from tests.parts import part_of, places
 
 # A shell that starts a job in the background has it ignore Ctrl-C, and so whatever the job starts; tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -61,7 +62,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(said)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full-part",
+        type=places,
+        metavar="K/N",
+        help="Run the tests marked full in every N-th of the files that have some, from the K-th file on.",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with the longest tests come first, and of these the largest, so that none runs alone at the end."""
     rank = {marker: place for place, marker in enumerate(TIERS)}
     first: dict[Path, int] = {}
@@ -70,3 +80,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = min((rank[mark.name] for mark in item.iter_markers() if mark.name in rank), default=len(rank))
         first[item.path] = min(place, first.get(item.path, place))
     items.sort(key=lambda item: (first[item.path], -number[item.path]))
+    if part := config.getoption("full_part"):
+        full = [item for item in items if item.get_closest_marker("full")]
+        kept = part_of(list(dict.fromkeys(item.path for item in full)), part)
+        left = {item for item in full if item.path not in kept}
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
