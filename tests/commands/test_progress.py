@@ -164,7 +164,7 @@ def test_on_a_real_terminal_it_ends_with_lines_that_fit_and_a_cursor(tmp_path: P
         written = b"".join(iter(lambda: _read(controller), b"")).decode()
     finally:
         os.close(controller)
-        assert process.wait(timeout=240) == 0
+        assert process.wait(timeout=1800) == 0
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
     lines = lines_of(written)
     assert max(map(len, lines[1:])) <= 80  # the first one names the folder

@@ -109,7 +109,7 @@ def _script(rank: int, world_size: int, port: int, script: Path) -> None:
 @contextmanager
 def _group(store: Store, rank: int, world_size: int, backend: Backend) -> Iterator[None]:
     # A rank that waits for one that went another way fails, and does not hang.
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
     try:
         yield
         # Through the store: a rank that leaves a barrier of sockets closes them on those that are still within.

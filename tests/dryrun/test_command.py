@@ -22,7 +22,7 @@ def run(folder: Path, script: str, *options: str, launcher: tuple[str, ...] = ()
     path.write_text(script)
     command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", *options]
     command += ["--", *launcher, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=600)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=1800)
 
 
 @pytest.fixture(scope="module")

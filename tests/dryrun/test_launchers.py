@@ -132,7 +132,7 @@ def test_accelerate_launch_runs_as_it_is_under_a_dry_run(tmp_path: Path) -> None
     )
     command = [sys.executable, "-m", "refshard", "dryrun", "--cluster", "dgx-h100", "--world-size", "4", "--json", "--"]
     launcher = ["accelerate", "launch", "--config_file", "config.yaml", "train.py"]
-    done = subprocess.run([*command, *launcher], capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    done = subprocess.run([*command, *launcher], capture_output=True, text=True, cwd=tmp_path, timeout=1800)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["answer"]["outcome"] == "stepped"

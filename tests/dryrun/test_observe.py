@@ -49,7 +49,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "train.py").write_text(SCRIPT)
     asked = ("--cluster", "dgx-h100", "--world-size", "1", "--json")
     command = [sys.executable, "-m", "refshard", "dryrun", *asked, "--", "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=1800)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)["answer"]
     return found
@@ -103,7 +103,7 @@ for _ in range(2):
 
 
 def test_optimizers_that_step_within_another_are_a_part_of_its_step() -> None:
-    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     step = ["in", "part", "part", "out", "step"]
     assert done.stdout.splitlines() == [*step, "5 1", *step, "5 2"]

@@ -38,7 +38,7 @@ def init() -> list[Any]:
     """Some scripts bind a device to the group, from which NCCL then splits others."""
     torch.cuda.set_device(rank())
     bound = torch.device("cuda", rank()) if size() % 2 == 0 else None
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=bound)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=600), device_id=bound)
     return [dist.get_backend(), dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()]
 
 
@@ -211,7 +211,7 @@ def objects() -> list[Any]:
     collected: list[Any] | None = [None] * size() if rank() == 0 else None
     dist.gather_object(rank() * 2, collected, dst=0)
     dist.barrier()
-    dist.monitored_barrier(dist.new_group(backend="gloo"), timeout=timedelta(seconds=30))
+    dist.monitored_barrier(dist.new_group(backend="gloo"), timeout=timedelta(seconds=600))
     return [gathered, told, scattered, collected]
 
 

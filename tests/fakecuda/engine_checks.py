@@ -39,7 +39,7 @@ def meet(name: str, backend: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = PrefixStore(name, TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     torch.cuda.set_device(rank)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
 
 
 def count_groups(backend: str) -> dict[str, Any]:

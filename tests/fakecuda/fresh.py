@@ -22,7 +22,7 @@ from refshard.fakecuda.build import extension
 from refshard.harness.launchers.ranks import rank_environment
 
 _HOST = "127.0.0.1"
-_TIMEOUT_S = 300
+_TIMEOUT_S = 1800
 
 
 class Seen:

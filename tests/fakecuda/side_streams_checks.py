@@ -15,7 +15,7 @@ from tests.fakecuda.side_streams import PROGRAMS, UNORDERED, UNSHARDED, run
 @check
 def init() -> str:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=600))
     return dist.get_backend()
 
 

@@ -16,7 +16,7 @@ ways = ON_TWO if os.environ.get("WORLD_SIZE") == "2" else ON_EIGHT
 @check
 def init() -> str:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=timedelta(seconds=120))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=600))
     return dist.get_backend()
 
 

@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, taken_port: int) -> Path:
     env = {**planting(*FAULTS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken_port), "WORLD_SIZE": "7"}
     with running("run", base / "suite.toml", "--out", run, env=env) as process:
         kill_within_collective(run, "refshard-fsdp", victim=1)
-        out, err = process.communicate(timeout=400)
+        out, err = process.communicate(timeout=1800)
     assert process.returncode == 1, err
     assert "Traceback" not in out + err
     return run
@@ -184,7 +184,7 @@ def test_changed_code_is_refused(folder: Path, mended: Run, tmp_path: Path) -> N
         file.write("# changed\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     with running("run", "--resume", folder, env=env) as process:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=1800)
     assert process.returncode == 2, err
     assert "cannot be resumed: code_sha256 was '" in err
 
@@ -255,7 +255,7 @@ def test_a_full_disk(tmp_path: Path, disk: Path) -> None:
     with running("run", suite, "--out", run) as process:
         wait_for(lambda: list(run.glob("cases/*round1/progress")), 120)
         fill(disk, process)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=1800)
     assert process.returncode == 2, err
     assert "No space left on device" in err.splitlines()[-1]
     assert "Traceback" not in err
@@ -295,7 +295,7 @@ def interrupt(
         for number in signals:
             process.send_signal(number)
             time.sleep(0.01)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=1800)
     assert not processes_of(run)
     if (run / RECORDS).exists():
         # It may have been at its end; or has nothing but a file.
@@ -349,7 +349,7 @@ def test_what_ignores_a_hang_up_goes_on(tmp_path: Path) -> None:
         with running("run", suite, "--out", run) as process:
             wait_for(lambda: has_launched(run), 120)
             process.send_signal(signal.SIGHUP)
-            _, err = process.communicate(timeout=120)
+            _, err = process.communicate(timeout=1800)
     finally:
         signal.signal(signal.SIGHUP, before)
     assert process.returncode == 0, err

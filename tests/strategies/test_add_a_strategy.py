@@ -49,7 +49,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refshard(checkout: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     command = [sys.executable, "-m", "refshard", *arguments]
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

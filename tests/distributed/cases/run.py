@@ -94,7 +94,7 @@ def run_all(
     runs: Sequence[Run],
     *,
     device: Device = "cpu",
-    collective_s: float = 10,
+    collective_s: float = 60,
     run_s: float = 180,
     report: Callable[[Run, Outcome], object] = lambda *_: None,
 ) -> dict[Run, Outcome]:

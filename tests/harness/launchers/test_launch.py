@@ -122,7 +122,7 @@ def test_an_interruption_leaves_no_process_and_no_torn_file(tmp_path: Path) -> N
     with running("run", write_suite(tmp_path, "single", steps=100_000), "--out", run) as process:
         wait_for(lambda: list(run.glob("cases/single*/progress")), 120)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=1800)
     assert process.returncode == 130, err
     assert err.splitlines()[-1] == interrupted(run)
     found = read_run(run)

@@ -130,7 +130,7 @@ def test_what_is_in_the_way_is_told_with_its_remedy(platform: str, user: int, mi
 def test_a_run_that_cannot_make_hosts_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     suite = netlab_suite(tmp_path, "single", rate="1gbit")
     with running("run", suite, "--out", tmp_path / "run", env={**os.environ, "PATH": "/nowhere"}) as process:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=1800)
     assert process.returncode == 2
     assert err.startswith("refshard: launcher 'netlab' needs ")
     assert len(err.splitlines()) == 1
@@ -282,7 +282,7 @@ def test_a_process_is_told_from_a_later_one_with_its_id() -> None:
 def test_a_suite_runs_over_the_network(tmp_path: Path) -> None:
     suite = netlab_suite(tmp_path, "single", "ddp", rate="500mbit")
     with running("run", suite, "--out", tmp_path / "run") as process:
-        _, err = process.communicate(timeout=240)
+        _, err = process.communicate(timeout=1800)
     assert process.returncode == 0, err
     run = read_run(tmp_path / "run")
     assert run.header.environment.network == "2 hosts joined at 500 Mbit/s (network namespaces)"
@@ -341,7 +341,7 @@ def test_an_interruption_leaves_neither_namespace_nor_process(tmp_path: Path) ->
         wait_for(lambda: list(run.glob("cases/single*/progress")), 120)
         assert len(namespaces_of(process.pid)) == 3
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=1800)
     assert process.returncode == 130, err
     assert not namespaces_of(process.pid)
     assert not processes_of(run)

@@ -294,7 +294,7 @@ def workers(run: Path) -> list[Process]:
 @pytest.mark.slurm
 def test_a_case_runs_as_a_job(tmp_path: Path, cluster: Slurm) -> None:
     with submitted(cluster, write_suite(tmp_path, "single"), tmp_path / "run") as process:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=1800)
     assert process.returncode == 0, err + out
     assert only_case(read_run(tmp_path / "run"), "single")[0] == "ok"
 
@@ -310,7 +310,7 @@ def test_a_suite_runs_as_jobs_and_a_killed_rank_fails_its_case_only(tmp_path: Pa
     assert len(ranks) == 2
     (victim,) = (p for p in ranks if p.environ()["RANK"] == "1")
     victim.kill()
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=1800)
     assert process.returncode == 1, err + out
     found = read_run(run)
     assert only_case(found, "ddp")[:2] == ("failed", "rank 1 ended with signal 9 (SIGKILL)")
@@ -343,7 +343,7 @@ def test_a_job_that_slurm_takes_back_starts_afresh(tmp_path: Path, cluster: Slur
     assert cluster.jobs() == [first]
     urgent = ["sbatch", "--parsable", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"]
     assert cluster.ask(*urgent)
-    _, err = process.communicate(timeout=400)
+    _, err = process.communicate(timeout=1800)
     assert process.returncode == 0, err
     assert only_case(read_run(run), "single")[0] == "ok"
     outputs = {path.stem for path in (case / "slurm").glob("*.out")}
@@ -360,13 +360,13 @@ def test_an_interruption_cancels_the_job_and_so_does_the_time_limit_once_resumed
     process = submitted(cluster, suite, run)
     wait_for(lambda: measures(run, "single"), 240)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=1800)
     assert process.returncode == 130, err
     assert err.splitlines()[-1] == interrupted(run)
     assert not cluster.jobs()
     assert not processes_of(run)
     resumed = start("run", "--resume", run, "--launcher", "slurm", env=cluster.environment)
-    _, err = resumed.communicate(timeout=240)
+    _, err = resumed.communicate(timeout=1800)
     assert resumed.returncode == 1, err
     state, error, log_tail = only_case(read_run(run), "single")
     assert state == "timeout"
@@ -385,13 +385,13 @@ def test_a_job_that_a_killed_harness_left_ends_before_the_run_goes_on(tmp_path: 
     killed = submitted(cluster, write_suite(tmp_path, "single", steps=100_000), run)
     wait_for(lambda: measures(run, "single"), 240)
     killed.kill()
-    killed.communicate(timeout=240)
+    killed.communicate(timeout=1800)
     (left,) = cluster.jobs()
     resumed = start("run", "--resume", run, "--launcher", "slurm", env=cluster.environment)
     wait_for(lambda: left not in cluster.jobs() and workers(run), 240)
     assert {p.environ()["SLURM_JOB_ID"] for p in workers(run)} == set(cluster.jobs())
     resumed.send_signal(signal.SIGTERM)
-    _, err = resumed.communicate(timeout=240)
+    _, err = resumed.communicate(timeout=1800)
     assert resumed.returncode == 130, err
     assert f"  ending job {left}, left by an earlier run\n" in err
     assert not cluster.jobs()
@@ -432,7 +432,7 @@ def test_the_documented_allocation_runs_torchrun_and_resumes_when_requeued(tmp_p
 @pytest.mark.full
 def test_what_sbatch_refuses_is_one_line(tmp_path: Path, cluster: Slurm) -> None:
     process = submitted(cluster, write_suite(tmp_path, "single"), tmp_path / "run", "--partition=nope")
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=1800)
     assert (process.returncode, out) == (2, "")
     first, last = err.splitlines()
     assert first == f"run folder: {tmp_path / 'run'}"

@@ -92,7 +92,7 @@ def workers(run: Path) -> dict[str, psutil.Process]:
 def test_a_case_runs(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with torchrun(("--standalone", "--nproc-per-node=1"), write_suite(tmp_path, "single"), run) as process:
-        _, err = process.communicate(timeout=240)
+        _, err = process.communicate(timeout=1800)
     assert process.returncode == 0, err
     assert only_case(read_run(run), "single")[0] == "ok"
 
@@ -110,7 +110,7 @@ def test_one_host(tmp_path: Path, by: tuple[str, ...], options: tuple[str, ...])
     with torchrun(options, suite, run, by=by) as process:
         wait_for(lambda: len(workers(run)) == 2, 240)
         assert workers(run)["1"].environ()["LOCAL_RANK"] == "1"
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=1800)
     assert process.returncode == 0, err
     assert out.count("dashboard: ") == 1, "rank 0 prints, and no other"
     assert err.count("run folder: ") == 1
@@ -132,7 +132,7 @@ def test_two_hosts_and_a_killed_rank_fails_its_case_only(tmp_path: Path) -> None
         wait_for(lambda: len(workers(run)) == 2, 240)
         found = workers(run)
         assert [found[rank].environ()["LOCAL_RANK"] for rank in ("0", "1")] == ["0", "0"]
-        said = [agent.communicate(timeout=240) for agent in agents]
+        said = [agent.communicate(timeout=1800) for agent in agents]
     assert [agent.returncode for agent in agents] == [1, 1], said
     assert sorted(out.count("dashboard: ") for out, _ in said) == [0, 1]
     records = read_run(run)
@@ -148,7 +148,7 @@ def test_a_signal_to_torchrun_leaves_no_process(tmp_path: Path) -> None:
     with torchrun(ALONE, write_suite(tmp_path, "ddp", ranks=2, steps=100_000), run) as process:
         wait_for(lambda: measures(run, "single"), 240)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=120)
+        process.communicate(timeout=1800)
     found = read_run(run)
     assert found.end is not None
     assert found.end.interrupted
@@ -167,7 +167,7 @@ def test_the_end_of_rank_0s_agent_ends_all(tmp_path: Path) -> None:
         agent = next(agent for agent in agents if agent.pid == harness.ppid())
         agent.kill()
         for each in agents:
-            each.communicate(timeout=240)
+            each.communicate(timeout=1800)
     wait_for(lambda: not processes_of(run), 120)
 
 
@@ -180,7 +180,7 @@ def test_a_folder_that_a_node_does_not_share_is_told(tmp_path: Path) -> None:
     hide = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{run.parent}" && exec "$@"', "sh"]
     with ExitStack() as ended:
         agents = [ended.enter_context(torchrun(options, suite, run, before=before)) for before in ([], hide)]
-        said = "".join(err for agent in agents for err in (agent.communicate(timeout=240)[1],))
+        said = "".join(err for agent in agents for err in (agent.communicate(timeout=1800)[1],))
     assert f"refshard: rank 1 on {socket.gethostname()} does not see {run.parent}/." in said
     assert "set --out to a folder that all nodes share" in said
     assert not processes_of(run)
@@ -191,7 +191,7 @@ def test_a_time_limit_asks_all_ranks_before_it_ends_one(tmp_path: Path) -> None:
     run = tmp_path / "run"
     suite = write_suite(tmp_path, "ddp", ranks=2, steps=100_000, more="time_limit_s = 40.0")
     with torchrun(ALONE, suite, run) as process:
-        _, err = process.communicate(timeout=400)
+        _, err = process.communicate(timeout=1800)
     assert process.returncode == 1, err
     state, error, log_tail = only_case(read_run(run), "ddp")
     assert state == "timeout"
@@ -268,7 +268,7 @@ def test_a_process_that_torchrun_did_not_start_is_told_how() -> None:
 def test_torchrun_must_not_start_several_harnesses(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
     with running("run", write_suite(tmp_path, "single"), "--out", tmp_path / "run", env=environment) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=1800)
     assert (process.returncode, out) == (2, "")
     assert err.startswith("refshard: launcher: torchrun started this process, and with launcher 'local' each of its")
     assert not (tmp_path / "run").exists()
