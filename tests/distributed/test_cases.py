@@ -113,7 +113,7 @@ def test_the_cover_holds_each_case_in_each_mode() -> None:
 def test_bad_ends_are_told_apart_and_cost_no_other_case_its_result() -> None:
     names = [name for name in deliberate.CASES if name not in ("never_ends", "races")]
     runs = [Run(name, mode, PLAIN[0]) for name in [*names, "is_right"] for mode in ("fsdp", "zero1")]
-    outcomes = run_all(2, runs, collective_s=2)
+    outcomes = run_all(2, runs, collective_s=15)
     assert {(run.case, outcome.kind) for run, outcome in outcomes.items()} == {
         ("is_right", "right"),
         ("is_wrong_on_one_rank", "wrong"),
@@ -131,7 +131,7 @@ def test_bad_ends_are_told_apart_and_cost_no_other_case_its_result() -> None:
 
 def test_a_run_that_never_ends_is_given_up() -> None:
     runs = [Run(name, "fsdp", PLAIN[0]) for name in ("never_ends", "is_right")]
-    outcomes = run_all(2, runs, run_s=8)
+    outcomes = run_all(2, runs, run_s=30)
     assert [outcomes[run].kind for run in runs] == ["hang", "right"]
     assert "in never_ends" in outcomes[runs[0]].message  # the ranks' stacks
 
