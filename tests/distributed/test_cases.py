@@ -123,7 +123,8 @@ def test_bad_ends_are_told_apart_and_cost_no_other_case_its_result() -> None:
         ("is_refused", "refused"),
     }
     messages = {run.case: outcome.message for run, outcome in outcomes.items()}
-    assert messages["dies_on_one_rank"] == "SIGSEGV"
+    assert messages["dies_on_one_rank"].startswith("SIGSEGV")
+    assert "in dies_on_one_rank" in messages["dies_on_one_rank"]
     assert messages["raises_on_one_rank"] == "KeyError: 'the cause'"
     assert messages["is_refused"] == "EngineError: for a reason"
     assert messages["is_wrong_on_one_rank"].startswith("rank: off by")

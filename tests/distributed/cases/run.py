@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from refshard.errors import RefshardError
+from refshard.harness.worker import ASK
 from tests.distributed.cases import corpus, deliberate
 from tests.distributed.cases.case import Case, Kind
 from tests.distributed.cases.sides import Bare, Engine, Fsdp2, Side, Variant
@@ -154,18 +155,21 @@ def _watch(ranks: Sequence[Any], folder: Path, run_s: float) -> Outcome | None:
         dead = [process.exitcode for process in ranks if process.exitcode]
         if dead:
             time.sleep(0.2)
-            name = signal.Signals(-dead[0]).name if dead[0] < 0 else f"exit status {dead[0]}: {_ends(folder)}"
-            return Outcome(kind="crash", message=name)
+            name = signal.Signals(-dead[0]).name if dead[0] < 0 else f"exit status {dead[0]}"
+            return Outcome(kind="crash", message=f"{name}: {_ends(folder)}")
         news = sum(path.stat().st_size for path in folder.glob("[0-9]"))
         if news != size:
             size, since = news, time.monotonic()
         elif time.monotonic() - since > run_s:
-            return Outcome(kind="hang", message=f"no news for {run_s:g} s; the ranks are here: {_ends(folder, 3000)}")
+            for process in ranks:
+                os.kill(process.pid, ASK)
+            time.sleep(2)
+            return Outcome(kind="hang", message=f"no news for {run_s:g} s; the ranks are here: {_ends(folder)}")
     return None
 
 
-def _ends(folder: Path, length: int = 300) -> str:
-    """The end of each rank's stderr. A rank without news has written its stacks there."""
+def _ends(folder: Path, length: int = 3000) -> str:
+    """The end of each rank's stderr. A rank that crashed, or was asked, has written its stacks there."""
     return "\n".join(path.read_text(errors="replace")[-length:] for path in sorted(folder.glob("*.stderr")))
 
 
@@ -196,6 +200,8 @@ def _rank(rank: int, port: int, folder: Path, launch: _Launch) -> None:
     torch.set_num_threads(1)
     stderr = (folder / f"{rank}.stderr").open("w")
     os.dup2(stderr.fileno(), 2)
+    faulthandler.enable(stderr)
+    faulthandler.register(ASK, stderr)  # never by a timer: its thread reads frames that change, and may crash the rank
     device = CPU if launch.device == "cpu" else torch.device("cuda", rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -209,7 +215,6 @@ def _rank(rank: int, port: int, folder: Path, launch: _Launch) -> None:
             shared = folder / f"run {index}"
             shared.mkdir(exist_ok=True)
             case = known[run.case]
-            faulthandler.dump_traceback_later(0.5 * launch.run_s, file=stderr)
             if reference is None or reference[0] != (run.case, run.variant):
                 reference = (run.case, run.variant), _reference(case, run.variant, shared / f"bare {rank}", device)
             place = _Place(rank, launch.world_size, PrefixStore(str(index), store), shared, device, launch.collective_s)
