@@ -10,7 +10,7 @@ from refshard.harness.measure import RankResult
 from refshard.records import State
 from refshard.specs.case import CaseSpec
 
-_SOURCE = re.compile(r"/[^\s\"']*/(?=(?:site-packages|python3\.\d+|refshard)/[^\s\"']*\.py\b)")
+_SOURCE = re.compile(r"/[^\s\"']*/(?=(?:site-packages|python3\.\d+|refshard)/[^\s\"']*\.(?:py|so)\b)")
 
 
 def failure_of(
@@ -43,10 +43,12 @@ def timeout_text(case: CaseSpec, launch: LaunchOutcome) -> str:
 
 
 def without_home(line: str) -> str:
-    """A line of a log with the paths of sources from their package on: records are shown to others, whom it tells
-    nothing where somebody's environment lies.
+    """A line of a log with the paths of sources and libraries from their package on: records are shown to others, whom
+    it tells nothing where somebody's environment lies.
 
     >>> without_home('File "/home/me/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 7, in linear')
     'File "site-packages/torch/nn/functional.py", line 7, in linear'
+    >>> without_home("Failed to load /home/me/venv/lib/python3.11/site-packages/torchao/_C.abi3.so: a reason")
+    'Failed to load site-packages/torchao/_C.abi3.so: a reason'
     """
     return _SOURCE.sub("", line)
