@@ -162,7 +162,8 @@ def _watch(ranks: Sequence[Any], folder: Path, run_s: float) -> Outcome | None:
             size, since = news, time.monotonic()
         elif time.monotonic() - since > run_s:
             for process in ranks:
-                os.kill(process.pid, ASK)
+                if process.is_alive():
+                    os.kill(process.pid, ASK)
             time.sleep(2)
             return Outcome(kind="hang", message=f"no news for {run_s:g} s; the ranks are here: {_ends(folder)}")
     return None
