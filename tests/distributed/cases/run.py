@@ -169,9 +169,9 @@ def _watch(ranks: Sequence[Any], folder: Path, run_s: float) -> Outcome | None:
     return None
 
 
-def _ends(folder: Path, length: int = 3000) -> str:
+def _ends(folder: Path) -> str:
     """The end of each rank's stderr. A rank that crashed, or was asked, has written its stacks there."""
-    return "\n".join(path.read_text(errors="replace")[-length:] for path in sorted(folder.glob("*.stderr")))
+    return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(folder.glob("*.stderr")))
 
 
 def _read(path: Path) -> Iterator[_Told]:
