@@ -18,7 +18,7 @@ from refshard.stats.sample import too_few
 MANY = 4
 """Comparisons from which on a sentence sums them up."""
 _MOST_NAMED = 3
-"""Strategies that a lead names; of more it gives the number."""
+"""Strategies that a sentence names; of more it gives the number."""
 STATES: dict[State, str] = {
     "ok": "ok", "oom": "out of memory", "timeout": "timed out", "failed": "failed", "unsupported": "not supported",
     "skipped": "skipped",
@@ -259,8 +259,12 @@ def _margin(ranking: Ranking) -> str:
 
 
 def _by_time(cases: Sequence[CaseResult]) -> str:
-    """Step times of unranked cases, in the suite's order."""
-    times = listed([f"{case.strategy} {format_seconds(step_time(case))}" for case in cases])
+    """Step times of unranked cases, in the suite's order; of many cases, their range."""
+    seconds = [step_time(case) for case in cases]
+    if len(cases) > _MOST_NAMED:
+        times = f"{len(cases)} strategies, {_between(seconds)}"
+    else:
+        times = listed([f"{case.strategy} {format_seconds(time)}" for case, time in zip(cases, seconds, strict=True)])
     return f"Not ranked by time{_few(cases)}: {times} per step."
 
 
