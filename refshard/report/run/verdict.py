@@ -18,7 +18,7 @@ from refshard.stats.sample import too_few
 MANY = 4
 """Comparisons from which on a sentence sums them up."""
 _MOST_NAMED = 3
-"""Strategies that a sentence names; of more it gives the number."""
+"""Strategies that a lead or a list of unranked cases names; of more it gives the number."""
 STATES: dict[State, str] = {
     "ok": "ok", "oom": "out of memory", "timeout": "timed out", "failed": "failed", "unsupported": "not supported",
     "skipped": "skipped",
