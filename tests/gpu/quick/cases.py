@@ -1,0 +1,193 @@
+"""The cases of ``cases.txt``: launched on this machine's GPU, or predicted by dry run where there is none."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = Path(__file__).with_name("cases.txt")
+SCRIPT = Path(__file__).with_name("train.py")
+LIMIT_S, COMPILING_LIMIT_S = 60.0, 110.0
+SQUEEZE = """
+import lzma, pathlib, sys
+path = pathlib.Path(sys.argv[1])
+pathlib.Path(f"{path}.xz").write_bytes(lzma.compress(path.read_bytes(), preset=4))
+path.unlink()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the file: its name, how often it is launched, the allocator's settings, ``train.py``'s arguments."""
+
+    name: str
+    launches: int
+    allocator: str
+    arguments: tuple[str, ...]
+
+    def smaller(self) -> "Case":
+        """The same on a tiny model, for a rehearsal."""
+        large = {"--size": "tiny-moe" if "30b-a3b" in self.arguments else "tiny", "--seq-len": "64", "--layers": "2", "--steps": "4"}
+        arguments = [value if before not in large else large[before] for before, value in zip(("", *self.arguments), self.arguments)]
+        left_out = {"--compile"}
+        return Case(
+            name=self.name, launches=self.launches, allocator=self.allocator,
+            arguments=("--seq-len", "64", *(a for a in arguments if a not in left_out)),
+        )  # fmt: skip
+
+    @property
+    def world_size(self) -> int:
+        """Of the world in which it is rank 0."""
+        return int(self.arguments[self.arguments.index("--world") + 1]) if "--world" in self.arguments else 1
+
+    @property
+    def steps(self) -> int:
+        """Steps it takes."""
+        return int(self.arguments[self.arguments.index("--steps") + 1]) if "--steps" in self.arguments else 8
+
+    @property
+    def limit_s(self) -> float:
+        """What a launch may take."""
+        return COMPILING_LIMIT_S if "--compile" in self.arguments else LIMIT_S
+
+
+def read_cases(file: Path = FILE) -> list[Case]:
+    """All cases, in order."""
+    lines = (line.split("|") for line in file.read_text().splitlines() if line and not line.startswith("#"))
+    return [
+        Case(name=name.strip(), launches=int(launches), allocator=conf.strip(), arguments=tuple(arguments.split()))
+        for name, launches, conf, arguments in lines
+    ]
+
+
+def in_turns(cases: Sequence[Case]) -> Iterator[tuple[int, Case]]:
+    """Every launch, with its number: second ones after all first ones."""
+    for launch in range(max((case.launches for case in cases), default=0)):
+        yield from ((launch, case) for case in cases if launch < case.launches)
+
+
+def measure(out: Path, seconds: float, cases: Sequence[Case]) -> None:
+    """Launch all cases, each in a process of its own, and append what it left to ``cases.jsonl`` as it ends.
+
+    Processes are forked from one that has imported torch, but for those with settings of the allocator, which torch
+    reads as it is imported. Nothing here may call CUDA: a fork could not use it.
+    """
+    from tests.gpu.quick import train
+
+    end, work, squeezing = time.monotonic() + seconds, out / "cases", list[subprocess.Popen[bytes]]()
+    work.mkdir(parents=True, exist_ok=True)
+    for launch, case in in_turns(cases):
+        left = end - time.monotonic()
+        if left < 8:
+            print(f"{case.name}: left out", flush=True)
+            continue
+        stem = work / f"{case.name}.{launch}"
+        arguments = ["--out", f"{stem}.json", *case.arguments, *_extras(case, launch, stem)]
+        began = time.monotonic()
+        pid = _spawn(case, arguments, stem) if case.allocator else _fork(train.main, arguments, stem)
+        status = _wait(pid, min(case.limit_s, left))
+        found = json.loads(Path(f"{stem}.json").read_bytes()) if Path(f"{stem}.json").exists() else {}
+        if status != 0:
+            found["error"] = f"exit {status}: {Path(f'{stem}.log').read_text()[-1500:]}"
+        taken = time.monotonic() - began
+        row = {"name": case.name, "launch": launch, "wall_s": taken, "arguments": case.arguments, **found}
+        with (out / "cases.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        squeezing += [subprocess.Popen([sys.executable, "-c", SQUEEZE, path]) for path in _large(stem)]
+        seen = f"{found['step_s'] * 1e3:.1f} ms, {found['peak']['reserved'] / 2**30:.3f} GiB" if "peak" in found else ""
+        print(f"{case.name} {launch}: exit {status}, {taken:.1f} s; {seen}{found.get('error', '')[-300:]}", flush=True)
+    for process in squeezing:
+        process.wait()
+
+
+def predict(out: Path, cluster: str, only: Sequence[str] = ()) -> None:
+    """Dry-run all cases, or those named, as rank 0 of as many nodes of ``cluster`` as they need."""
+    out.mkdir(parents=True, exist_ok=True)
+    for case in read_cases():
+        if only and case.name not in only:
+            continue
+        nodes = -(-case.world_size // 8)
+        command = [
+            sys.executable, "-m", "refshard", "dryrun", "--cluster", cluster + (f"x{nodes}" if nodes > 1 else ""),
+            "--world-size", str(case.world_size), "--steps", str(case.steps), "--json",
+            "--", str(SCRIPT), "--out", os.devnull, *case.arguments,
+        ]  # fmt: skip
+        environment = dict(os.environ, OMP_NUM_THREADS="1")
+        if case.allocator:
+            environment["PYTORCH_ALLOC_CONF"] = case.allocator
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, stdin=subprocess.DEVNULL)
+        if not done.stdout.strip():
+            print(f"{case.name}: {done.stderr[-300:]}", flush=True)
+            continue
+        told = json.loads(done.stdout)
+        row = {"name": case.name, "cluster": cluster, **_told(told)}
+        with (out / f"predicted-{cluster}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{case.name}: {row['outcome']} {row['error']} {row['peak']['reserved'] / 2**30:.3f} GiB", flush=True)
+
+
+def _told(told: dict) -> dict:  # type: ignore[type-arg]
+    """What is kept of a dry run."""
+    answer = told["answer"]
+    kept = ("step_s", "compute_s", "comm_s", "exposed_comm_s", "host_bound_s", "fits", "usable_bytes")
+    return {
+        "outcome": answer["outcome"], "error": answer["error"], "doubt": answer["doubt"], "torch": answer["torch"],
+        "peak": answer["peak"], **{key: told.get(key) for key in kept},
+    }  # fmt: skip
+
+
+def _extras(case: Case, launch: int, stem: Path) -> list[str]:
+    """A trace of each case's first launch."""
+    if "history" in case.name:
+        return ["--snapshot", f"{stem}.pickle"]
+    return ["--trace", f"{stem}.trace.json"] if launch == 0 else []
+
+
+def _large(stem: Path) -> Iterator[str]:
+    for path in (f"{stem}.trace.json", f"{stem}.pickle"):
+        if Path(path).exists():
+            yield path
+
+
+def _fork(main, arguments: list[str], stem: Path) -> int:  # type: ignore[no-untyped-def]
+    pid = os.fork()
+    if pid:
+        return pid
+    log = os.open(f"{stem}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code = 1
+    try:
+        main(arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _spawn(case: Case, arguments: list[str], stem: Path) -> int:
+    environment = dict(os.environ, PYTORCH_ALLOC_CONF=case.allocator, PYTORCH_CUDA_ALLOC_CONF=case.allocator)
+    with Path(f"{stem}.log").open("wb") as log:
+        command = [sys.executable, "-m", "tests.gpu.quick.train", *arguments]
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment).pid
+
+
+def _wait(pid: int, seconds: float) -> int | None:
+    """The exit status; None if it took too long and was killed."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.03)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
