@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install $(IN
 	--constraint constraints.txt --editable
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart quick test full check lint types everything gate docs dashboard clients clean gpu gpu-end
+.PHONY: quickstart quick test full check lint types everything gate docs dashboard clients clean gpu gpu-end gpu-quick
 .DELETE_ON_ERROR:
 
 # Measured here, then dry-run: where no fake device can be built (no compiler), refshard says what to install.
@@ -147,6 +147,12 @@ $(GPU_OUT)/blocks.done:
 $(GPU_OUT)/traces.done: $(wildcard $(GPU_OUT)/suite/records.jsonl)
 	$(PIECE) $(BIN)/refshard trace $(@D)/suite --html $(@D)/traces.html 2>&1 | tee $(@D)/traces.log
 	@touch $@
+
+# Ten minutes on one GPU, from this tree as it is: nothing is installed, so that it runs without a network on a torch that
+# is there. Without a GPU, a rehearsal on the fake device. GPU_PYTHON="python3" takes the machine's own Python.
+GPU_PYTHON ?= $(BIN)/python
+gpu-quick:
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m tests.gpu.quick --out runs/gpu-quick
 
 full: lint types everything gate docs
 

@@ -34,29 +34,20 @@ class Step:
 
 def steps(out: Path) -> list[Step]:
     """In order: what tells most first."""
-    here = "tests.gpu.quick"
-    return [
-        Step(name="doctor", limit_s=40, arguments=("-m", "refshard", "doctor", "--json")),
-        Step(name="host", limit_s=30, arguments=("-m", f"{here}.host", str(out / "host.json"))),
-        Step(name="outside", limit_s=25, arguments=("-m", f"{here}.outside", str(out / "outside.json"))),
-        Step(name="cases", limit_s=360, arguments=("-m", here, "--cases", "--out", str(out))),
-        Step(
-            name="tests", limit_s=100,
-            arguments=("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "-n", "6", "--dist", "load"),
-        ),
-        Step(
-            name="suite", limit_s=100, rehearsed=False,
-            arguments=("-m", "refshard", "run", f"{Path(__file__).parent}/suite.toml", "--out", str(out / "suite")),
-        ),
-        Step(
-            name="emulated", limit_s=100, rehearsed=False,
-            arguments=("-m", "refshard", "run", f"{Path(__file__).parent}/emulated.toml", "--out", str(out / "emulated")),
-        ),
-        Step(
-            name="calibration", limit_s=60, rehearsed=False,
-            arguments=("-m", "refshard", "calibrate", "--device", "cuda", "--quick", "--out", str(out / "calibration.toml")),
-        ),
-    ]  # fmt: skip
+    here, folder = "tests.gpu.quick", Path(__file__).parent
+    tests = ("pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "-n", "6", "--dist", "load")
+    run, calibrate = ("refshard", "run"), ("refshard", "calibrate", "--device", "cuda", "--quick")
+    commands: list[tuple[str, float, bool, tuple[str, ...]]] = [
+        ("doctor", 40, True, ("refshard", "doctor", "--json")),
+        ("host", 30, True, (f"{here}.host", str(out / "host.json"))),
+        ("outside", 25, True, (f"{here}.outside", str(out / "outside.json"))),
+        ("cases", 360, True, (here, "--cases", "--out", str(out))),
+        ("tests", 100, True, tests),
+        ("suite", 100, False, (*run, str(folder / "suite.toml"), "--out", str(out / "suite"))),
+        ("emulated", 100, False, (*run, str(folder / "emulated.toml"), "--out", str(out / "emulated"))),
+        ("calibration", 60, False, (*calibrate, "--out", str(out / "calibration.toml"))),
+    ]
+    return [Step(name=n, limit_s=s, rehearsed=r, arguments=("-m", *command)) for n, s, r, command in commands]
 
 
 def main() -> int:
@@ -67,11 +58,17 @@ def main() -> int:
     p.add_argument("--only", nargs="+", metavar="STEP", help="these steps")
     p.add_argument("--cases", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--predict", metavar="CLUSTER", help="dry-run the cases, on a machine without a GPU")
+    p.add_argument(
+        "--compare", nargs=2, type=Path, metavar=("PREDICTED", "MEASURED"), help="two files of a JSON row a case"
+    )
     p.add_argument("--case", nargs="+", default=[], help="with --predict: these cases")
     o = p.parse_args()
     real = torch.version.cuda is not None and not is_active()
     if o.predict:
         cases.predict(o.out, o.predict, o.case)
+        return 0
+    if o.compare:
+        print(*cases.compare(*o.compare), sep="\n")
         return 0
     if o.cases:
         all_of_them = cases.read_cases()
@@ -118,7 +115,9 @@ def run(step: Step, seconds: float, out: Path, *, real: bool) -> int:
                 process.wait()
     print(f"== {step.name}: {status} after {time.monotonic() - began:.1f} s", flush=True)
     if status or step.name in ("cases", "outside", "tests", "suite", "emulated"):
-        print(*log.read_text(errors="replace").splitlines()[-60 if step.name == "cases" else -8 :], sep="\n", flush=True)
+        print(
+            *log.read_text(errors="replace").splitlines()[-60 if step.name == "cases" else -8 :], sep="\n", flush=True
+        )
     return 0 if status == 0 else 1
 
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 FILE = Path(__file__).with_name("cases.txt")
 SCRIPT = Path(__file__).with_name("train.py")
@@ -33,13 +34,11 @@ class Case:
 
     def smaller(self) -> "Case":
         """The same on a tiny model, for a rehearsal."""
-        large = {"--size": "tiny-moe" if "30b-a3b" in self.arguments else "tiny", "--seq-len": "64", "--layers": "2", "--steps": "4"}
-        arguments = [value if before not in large else large[before] for before, value in zip(("", *self.arguments), self.arguments)]
-        left_out = {"--compile"}
-        return Case(
-            name=self.name, launches=self.launches, allocator=self.allocator,
-            arguments=("--seq-len", "64", *(a for a in arguments if a not in left_out)),
-        )  # fmt: skip
+        size = "tiny-moe" if "30b-a3b" in self.arguments else "tiny"
+        instead = {"--size": size, "--seq-len": "64", "--layers": "2", "--steps": "4"}
+        arguments = [instead.get(before, value) for before, value in zip(("", *self.arguments), self.arguments)]
+        kept = (argument for argument in arguments if argument != "--compile")
+        return replace(self, arguments=("--seq-len", "64", *kept))
 
     @property
     def world_size(self) -> int:
@@ -132,7 +131,7 @@ def predict(out: Path, cluster: str, only: Sequence[str] = ()) -> None:
         print(f"{case.name}: {row['outcome']} {row['error']} {row['peak']['reserved'] / 2**30:.3f} GiB", flush=True)
 
 
-def _told(told: dict) -> dict:  # type: ignore[type-arg]
+def _told(told: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a dry run."""
     answer = told["answer"]
     kept = ("step_s", "compute_s", "comm_s", "exposed_comm_s", "host_bound_s", "fits", "usable_bytes")
@@ -155,7 +154,7 @@ def _large(stem: Path) -> Iterator[str]:
             yield path
 
 
-def _fork(main, arguments: list[str], stem: Path) -> int:  # type: ignore[no-untyped-def]
+def _fork(main: Callable[[list[str]], None], arguments: list[str], stem: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -191,3 +190,20 @@ def _wait(pid: int, seconds: float) -> int | None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return None
+
+
+def compare(predicted: Path, measured: Path) -> Iterator[str]:
+    """A line for each launch: what was measured, and by how much its prediction differs."""
+    rows = {row["name"]: row for row in map(json.loads, predicted.read_text().splitlines())}
+    yield f"{'case':26}{'allocated, GiB':>24}{'reserved, GiB':>24}{'step, ms':>22}"
+    for row in map(json.loads, measured.read_text().splitlines()):
+        told = rows.get(row["name"])
+        if "peak" not in row or told is None or told["step_s"] is None:
+            yield f"{row['name']:26}  {row.get('error') or 'no prediction' if told is None else told['error'][:60]}"
+            continue
+        cells = [
+            f"{row['peak'][kind] / 2**30:14.3f} {100 * (told['peak'][kind] / row['peak'][kind] - 1):+8.3f}%"
+            for kind in ("allocated", "reserved")
+        ]
+        cells.append(f"{1e3 * row['step_s']:12.1f} {100 * (told['step_s'] / row['step_s'] - 1):+7.1f}%")
+        yield f"{row['name']:26}{cells[0]:>24}{cells[1]:>24}{cells[2]:>22}"

@@ -77,5 +77,5 @@ def activate() -> None:
 
     triton.runtime.driver.set_active(Driver())
     async_compile.AsyncCompile.triton = lambda _self, name, source, *_, **__: _Kernel(name, source)  # type: ignore[method-assign]
-    torch._C._dynamo.guards._empty_strided_cuda = empty
-    torch._C._dynamo.guards._empty_strided_cuda_pinned = empty
+    guards: Any = torch._C._dynamo.guards
+    guards._empty_strided_cuda = guards._empty_strided_cuda_pinned = empty

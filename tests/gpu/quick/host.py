@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,7 @@ from tests.gpu.quick.train import keep_products
 CALLS, ROUNDS = 100, 7
 Timed = tuple[str, Callable[[], object], int]
 """A name, what to time, and how many of the things named it does."""
+attention: Any = partial(F.scaled_dot_product_attention, is_causal=True)
 
 
 class PassThrough(TorchDispatchMode):
@@ -42,10 +44,20 @@ def chain(x: Tensor, step: Callable[[Tensor], Tensor], count: int = CALLS) -> Te
     return x
 
 
+def repeated(call: Callable[..., object], *arguments: Any) -> None:
+    """Call it 100 times."""
+    for _ in range(CALLS):
+        call(*arguments)
+
+
+def forward_backward(x: Tensor, step: Callable[[Tensor], Tensor]) -> None:
+    """A chain and its backward."""
+    chain(x, step).float().sum().backward()
+
+
 def operators(device: torch.device) -> Iterator[Timed]:
     """Operators without autograd, with it, and their backward."""
     x = torch.randn(16, 16, device=device)
-    half = x.bfloat16()
     w = torch.randn(16, 16, device=device, requires_grad=True)
     qkv = [torch.randn(1, 2, 16, 64, device=device, dtype=torch.bfloat16) for _ in range(3)]
     steps: dict[str, Callable[[Tensor], Tensor]] = {
@@ -64,46 +76,53 @@ def operators(device: torch.device) -> Iterator[Timed]:
     yield "python", lambda: chain(x, lambda y: y), CALLS
     yield "empty", lambda: [torch.empty((16, 16), device=device) for _ in range(CALLS)], CALLS
     yield "empty 8 MiB", lambda: [torch.empty(1 << 21, device=device) for _ in range(CALLS)], CALLS
-    yield "in place", lambda: [x.mul_(1.0) for _ in range(CALLS)], CALLS
+    yield "in place", partial(repeated, x.mul_, 1.0), CALLS
     for name, step in steps.items():
         with torch.no_grad():
-            yield f"{name}, no autograd", lambda s=step: chain(x, s), CALLS
+            yield f"{name}, no autograd", partial(chain, x, step), CALLS
         y = x.clone().requires_grad_()
-        yield f"{name}, forward", lambda s=step, y=y: chain(y, s), CALLS
-        yield f"{name}, forward and backward", lambda s=step, y=y: chain(y, s).float().sum().backward(), CALLS
+        yield f"{name}, forward", partial(chain, y, step), CALLS
+        yield f"{name}, forward and backward", partial(forward_backward, y, step), CALLS
     with torch.no_grad():
-        yield "sdpa, no autograd", lambda: [F.scaled_dot_product_attention(*qkv, is_causal=True) for _ in range(CALLS)], CALLS
+        yield "sdpa, no autograd", partial(repeated, attention, *qkv), CALLS
     trained = [t.requires_grad_() for t in qkv]
-    yield "sdpa, forward", lambda: [F.scaled_dot_product_attention(*trained, is_causal=True) for _ in range(CALLS)], CALLS
-
-    def attend() -> None:
-        for _ in range(CALLS):
-            F.scaled_dot_product_attention(*trained, is_causal=True).sum().backward()
-
-    yield "sdpa and sum, forward and backward", attend, CALLS
+    yield "sdpa, forward", partial(repeated, attention, *trained), CALLS
+    yield "sdpa and sum, forward and backward", partial(repeated, lambda: attention(*trained).sum().backward()), CALLS
     with torch.autocast("cuda", torch.bfloat16):
         yield "linear under autocast, forward", lambda: chain(x, lambda y: F.linear(y, w)), CALLS
-    with PassThrough(), torch.no_grad():  # type: ignore[no-untyped-call]
+    with PassThrough(), torch.no_grad():
         yield "add under a dispatch mode", lambda: chain(x, lambda y: y + x), CALLS
-    del half
+
+
+def ten_blocks(x: Tensor, block: Callable[[Tensor], Tensor]) -> None:
+    """Ten of them in a row, and their backward."""
+    chain(x, block, 10).sum().backward()
 
 
 def python(device: torch.device) -> Iterator[Timed]:
     """Modules, hooks, checkpointing and DTensors: what Python code adds to operators."""
     x = torch.randn(16, 16, device=device, requires_grad=True)
     identity, hooked = nn.Identity(), nn.Identity()
-    hooked.register_forward_pre_hook(lambda module, args: None)
-    hooked.register_forward_hook(lambda module, args, out: None)
-    yield "module", lambda: chain(x, identity), CALLS
-    yield "module with two hooks", lambda: chain(x, hooked), CALLS
-    body = lambda y: chain(y, lambda z: z * 1.5, 10)  # noqa: E731
-    yield "10 operators, forward and backward", lambda: chain(x, body, 10).sum().backward(), 10
-    full = lambda y: checkpoint(body, y, use_reentrant=False)  # noqa: E731
-    yield "10 operators checkpointed, forward and backward", lambda: chain(x, full, 10).sum().backward(), 10
-    context = lambda: create_selective_checkpoint_contexts(keep_products)  # noqa: E731
-    selective = lambda y: checkpoint(body, y, use_reentrant=False, context_fn=context)  # noqa: E731
-    yield "10 operators checkpointed selectively, forward", lambda: chain(x, selective, 10), 10
-    yield "10 operators checkpointed selectively, forward and backward", lambda: chain(x, selective, 10).sum().backward(), 10
+    hooked.register_forward_pre_hook(lambda *_: None)
+    hooked.register_forward_hook(lambda *_: None)
+    yield "module", partial(chain, x, identity), CALLS
+    yield "module with two hooks", partial(chain, x, hooked), CALLS
+
+    def body(y: Tensor) -> Tensor:
+        return chain(y, lambda z: z * 1.5, 10)
+
+    def full(y: Tensor) -> Tensor:
+        out: Tensor = checkpoint(body, y, use_reentrant=False)
+        return out
+
+    def selective(y: Tensor) -> Tensor:
+        context = partial(create_selective_checkpoint_contexts, keep_products)
+        out: Tensor = checkpoint(body, y, use_reentrant=False, context_fn=context)
+        return out
+
+    for name, block in {"": body, " checkpointed": full, " checkpointed selectively": selective}.items():
+        yield f"10 operators{name}, forward", partial(chain, x, block, 10), 10
+        yield f"10 operators{name}, forward and backward", partial(ten_blocks, x, block), 10
     mesh = init_device_mesh("cuda", (1,))
     with torch.no_grad():
         sharded = distribute_tensor(torch.randn(16, 16, device=device), mesh, [Shard(0)])
@@ -112,10 +131,16 @@ def python(device: torch.device) -> Iterator[Timed]:
         yield "mm of DTensors", lambda: chain(replicated, lambda y: torch.mm(y, replicated)), CALLS
 
 
+def awaited(call: Callable[..., Any], output: Tensor, shard: Tensor) -> None:
+    """Start a collective and have the stream wait for it."""
+    call(output, shard, async_op=True).wait()
+
+
 def driver(device: torch.device) -> Iterator[Timed]:
     """Streams, events, waits and collectives of one rank."""
     side = torch.cuda.Stream(device)
-    events = [torch.cuda.Event() for _ in range(CALLS)]
+    recorded = torch.cuda.Event()
+    recorded.record()
     x = torch.randn(1024, device=device)
     y = torch.randn(1024, device=device)
 
@@ -125,35 +150,34 @@ def driver(device: torch.device) -> Iterator[Timed]:
                 pass
 
     yield "event made", lambda: [torch.cuda.Event() for _ in range(CALLS)], CALLS
-    yield "event recorded", lambda: [event.record() for event in events], CALLS
-    yield "event waited for by a stream", lambda: [side.wait_event(event) for event in events], CALLS
+    yield "event recorded", partial(repeated, torch.cuda.Event().record), CALLS
+    yield "event waited for by a stream", partial(repeated, side.wait_event, recorded), CALLS
     yield "stream entered and left", switch, CALLS
-    yield "record_stream", lambda: [torch.empty(16, device=device).record_stream(side) for _ in range(CALLS)], CALLS
-    yield "synchronise", lambda: [torch.cuda.synchronize() for _ in range(CALLS)], CALLS
-    yield "item", lambda: [x[0].item() for _ in range(CALLS)], CALLS
+    yield "record_stream", partial(repeated, lambda: torch.empty(16, device=device).record_stream(side)), CALLS
+    yield "synchronise", partial(repeated, torch.cuda.synchronize), CALLS
+    yield "item", partial(repeated, lambda: x[0].item()), CALLS
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         call = getattr(dist, name)
-        yield f"{name}, one rank", lambda call=call: [call(y, x) for _ in range(CALLS)], CALLS
-        yield f"{name}, one rank, asynchronous", lambda call=call: [call(y, x, async_op=True).wait() for _ in range(CALLS)], CALLS
+        yield f"{name}, one rank", partial(repeated, call, y, x), CALLS
+        yield f"{name}, one rank, asynchronous", partial(repeated, partial(awaited, call, y, x)), CALLS
     yield "all_reduce, one rank", lambda: [dist.all_reduce(x) for _ in range(CALLS)], CALLS
 
 
 def optimizers(device: torch.device) -> Iterator[Timed]:
     """A step over 100 parameters."""
-    for name, options in {
-        "AdamW fused": {"fused": True}, "AdamW foreach": {"foreach": True}, "AdamW for loop": {"foreach": False},
-    }.items():  # fmt: skip
+    ways: dict[str, Any] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for loop": {"foreach": False}}
+    for name, options in ways.items():
         parameters = [nn.Parameter(torch.randn(16, 16, device=device)) for _ in range(CALLS)]
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        yield f"{name}, 100 parameters", torch.optim.AdamW(parameters, **options).step, 1
+        yield f"AdamW {name}, 100 parameters", torch.optim.AdamW(parameters, **options).step, 1
     parts = [torch.randn(64, device=device) for _ in range(10)]
     whole = torch.empty(640, device=device)
     into = [torch.empty(64, device=device) for _ in range(10)]
-    split = torch.split_with_sizes_copy
-    yield "foreach copy of 10", lambda: [torch._foreach_copy_(into, parts) for _ in range(CALLS)], CALLS
-    yield "split_with_sizes_copy of 10", lambda: [split(whole, [64] * 10, 0, out=into) for _ in range(CALLS)], CALLS
-    yield "chunk_cat of 10", lambda: [torch._chunk_cat(parts, 0, 1) for _ in range(CALLS)], CALLS
+    split = partial(torch.split_with_sizes_copy, out=into)
+    yield "foreach copy of 10", partial(repeated, torch._foreach_copy_, into, parts), CALLS
+    yield "split_with_sizes_copy of 10", partial(repeated, split, whole, [64] * 10, 0), CALLS
+    yield "chunk_cat of 10", partial(repeated, torch._chunk_cat, parts, 0, 1), CALLS
 
 
 def main(out: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def product(dtype: torch.dtype) -> None:
     (x @ x).sum().backward()
 
 
-def optimize(**options: bool) -> None:
+def optimize(**options: Any) -> None:
     """Two steps of AdamW."""
     weight = torch.nn.Parameter(torch.randn(1024, 1024, device="cuda"))
     optimizer = torch.optim.AdamW([weight], **options)
@@ -55,9 +56,12 @@ def stages() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "attention, flash", lambda: attend(SDPBackend.FLASH_ATTENTION)
     yield "attention, cuDNN", lambda: attend(SDPBackend.CUDNN_ATTENTION)
     yield "attention, efficient", lambda: attend(SDPBackend.EFFICIENT_ATTENTION)
-    yield "embedding and cross-entropy", lambda: F.cross_entropy(
-        F.embedding(torch.zeros(64, dtype=torch.int64, device="cuda"), torch.randn(64, 64, device="cuda")),
-        torch.zeros(64, dtype=torch.int64, device="cuda"),
+    yield (
+        "embedding and cross-entropy",
+        lambda: F.cross_entropy(
+            F.embedding(torch.zeros(64, dtype=torch.int64, device="cuda"), torch.randn(64, 64, device="cuda")),
+            torch.zeros(64, dtype=torch.int64, device="cuda"),
+        ),
     )
     yield "AdamW fused", lambda: optimize(fused=True)
     yield "AdamW foreach", lambda: optimize(foreach=True)
@@ -83,7 +87,10 @@ def main(out: Path) -> None:
         reserved = torch.cuda.memory_reserved()
         found.append({"stage": name, "used": total - free, "reserved": reserved})
         out.write_text(json.dumps(found, indent=1))
-        print(f"{(total - free - reserved) / 2**20:10.0f} MiB outside, {reserved / 2**20:8.0f} reserved  {name}", flush=True)
+        print(
+            f"{(total - free - reserved) / 2**20:10.0f} MiB outside, {reserved / 2**20:8.0f} reserved  {name}",
+            flush=True,
+        )
     os._exit(0)  # a process group or profiler that does not end is not what is measured
 
 

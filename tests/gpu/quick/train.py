@@ -87,9 +87,8 @@ class Block(nn.Module):
                 a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.o(a.transpose(1, 2).reshape(batch, length, -1))
         h = self.norm2(x_BTD)
-        if hasattr(self, "experts"):
-            return x_BTD + self.experts(h)
-        return x_BTD + self.down(F.silu(self.gate(h)) * self.up(h))
+        out_BTD: Tensor = self.experts(h) if hasattr(self, "experts") else self.down(F.silu(self.gate(h)) * self.up(h))
+        return x_BTD + out_BTD
 
 
 class Experts(nn.Module):
@@ -139,13 +138,13 @@ def adapt(model: nn.Module, tuning: str) -> None:
                 continue
             base: nn.Module = child
             if tuning == "qlora":
-                import bitsandbytes as bnb
+                from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
-                base = bnb.nn.Linear4bit(
+                base = Linear4bit(
                     child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16,
                     compress_statistics=True, quant_type="nf4", device="meta",
                 )  # fmt: skip
-                base.weight = bnb.nn.Params4bit(
+                base.weight = Params4bit(
                     child.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=base
                 )._quantize("cuda")
             with torch.device("cuda"):
@@ -199,9 +198,9 @@ def make_optimizers(name: str, model: nn.Module) -> Optimizers:
     """AdamW, or Muon for the blocks' matrices and AdamW for the rest; ``adamw8bit`` is bitsandbytes'."""
     trained = [p for p in model.parameters() if p.requires_grad]
     if name == "adamw8bit":
-        import bitsandbytes as bnb
+        from bitsandbytes.optim.adamw import AdamW8bit
 
-        return Optimizers([bnb.optim.AdamW8bit(trained, lr=1e-4)])
+        return Optimizers([AdamW8bit(trained, lr=1e-4)])
     if name == "muon":
         matrices = [p for p in model.layers.parameters() if p.ndim == 2]  # type: ignore[union-attr]
         known = {id(p) for p in matrices}
@@ -216,7 +215,8 @@ def wrap(model: nn.Module, mode: str, mesh: DeviceMesh) -> nn.Module:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in model.layers:  # type: ignore[union-attr]
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
     if mode == "ddp":
         return DistributedDataParallel(model, device_ids=[torch.cuda.current_device()], gradient_as_bucket_view=True)
     if mode == "refshard":
@@ -270,11 +270,11 @@ def make_model(o: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
     sharded = o.mode in ("fsdp2", "refshard")
     size = SIZES[o.size]._replace(layers=o.layers or SIZES[o.size].layers)
     with torch.device("meta" if sharded else "cuda"):
-        model = Llama(size, o.sdpa, o.ac)
+        model: nn.Module = Llama(size, o.sdpa, o.ac)
     if o.tuning != "full":
         adapt(model, o.tuning)
     if o.compile:
-        for layer in model.layers:
+        for layer in model.layers:  # type: ignore[union-attr]
             layer.compile()
     model = wrap(model, o.mode, mesh)
     if o.mode == "fsdp2":
@@ -327,7 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps.append(times | {kind: stats[f"{kind}_bytes.all.peak"] for kind in KINDS})
         result = {
             "torch": torch.__version__, "device": torch.cuda.get_device_name(),
-            "peak": {kind: stats[f"{kind}_bytes.all.peak"] for kind in KINDS}, "counts": {c: stats.get(c) for c in COUNTS},
+            "peak": {kind: stats[f"{kind}_bytes.all.peak"] for kind in KINDS},
+            "counts": {count: stats.get(count) for count in COUNTS},
             "reserved_now": torch.cuda.memory_reserved(), "used": total - free, "total": total,
             "step_s": statistics.median(s["step_s"] for s in steps[min(3, step):]),
             "issued_s": statistics.median(s["issued_s"] for s in steps[min(3, step):]),
