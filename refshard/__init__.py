@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from refshard.version import __version__
+
 if TYPE_CHECKING:
     from refshard.engine import checkpoint
     from refshard.engine.ahead import reshard, unshard
@@ -11,7 +13,6 @@ if TYPE_CHECKING:
     from refshard.engine.optim import local_parameters
     from refshard.engine.precision import Precision
 
-__version__ = "0.1.0"
 __all__ = [
     "Precision",
     "__version__",

@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +18,7 @@ from refshard.commands.printing import OUTPUT_OPTIONS, printed
 from refshard.errors import RefshardError, SpecError
 from refshard.harness.interruption import ignore_more, interruptible, mortal
 from refshard.report.answer import Answer
+from refshard.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -115,7 +115,7 @@ def _harness_errors() -> Iterator[None]:
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Measure, dry-run, plan and analyse sharded training: which strategy is fastest on your cluster, and why."""
     if version:
-        print(f"refshard {metadata.version('refshard')}")
+        print(f"refshard {__version__}")
         raise typer.Exit
 
 

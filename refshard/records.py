@@ -213,12 +213,13 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     ``bit_identical_to_ddp`` compares every loss and the final parameters with DDP's at the same world size; where it
     is false or unknown, ``bits_note`` says why. ``parity_note`` says why there is no ``loss_parity``, or why it is not
     the case's own but that of the case ``parity_of`` names: empty for the case itself. ``parity_tolerance`` is how
-    large it may be; none in older records.
+    large it may be; none in older records. ``collectives_note`` says why ``traced`` is not complete, if it is not.
     """
 
     wrapped_units: tuple[str, ...]
     announced: tuple[CollectiveCount, ...]
     traced: tuple[CollectiveCount, ...]
+    collectives_note: str = ""
     parity_steps: int
     loss_parity: float | None
     parity_note: str = ""

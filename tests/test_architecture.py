@@ -101,6 +101,19 @@ def test_what_is_imported_is_declared() -> None:
     assert not offenders
 
 
+def test_no_file_needs_refshard_to_be_installed() -> None:
+    """A tree that is only on Python's path has no metadata: its version is ``refshard.__version__``."""
+    asking = {"distribution", "files", "metadata", "requires", "version"}
+    offenders = {
+        str(path.relative_to(PACKAGE))
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and [ast.unparse(argument) for argument in node.args] == ["'refshard'"]
+        if ast.unparse(node.func).rpartition(".")[2] in asking
+    }
+    assert not offenders
+
+
 def test_public_face() -> None:
     names = [
         "Precision",

@@ -1,8 +1,10 @@
 """What the launches of a case proved together, and in words why something is not known."""
 
+from collections.abc import Callable
+
 from refshard.analysis.cases import CaseResult
 from refshard.plain import plain
-from refshard.records import parity_tolerance
+from refshard.records import Proof, parity_tolerance
 
 
 def proof_failures(case: CaseResult) -> tuple[str, ...]:
@@ -12,16 +14,21 @@ def proof_failures(case: CaseResult) -> tuple[str, ...]:
 
 
 def proof_summary(case: CaseResult) -> str:
-    """``proved`` by every launch, ``losses not checked`` if all but their parity is, ``incomplete`` (proved by some),
-    ``none``, or ``failed: ...``.
+    """``proved`` by every launch, ``losses not checked`` or ``collectives not checked`` if all else is, ``incomplete``
+    (proved by some), ``none``, or ``failed: ...``.
     """
     if failures := proof_failures(case):
         return f"failed: {'; '.join(failures)}"
     proofs = [launch.proof for launch in case.launches if launch.proof is not None]
     if len(proofs) < len(case.launches):
         return "incomplete" if proofs else "none"
-    unheld = case.fidelity == "measured" and any(proof.loss_parity is None for proof in proofs)
-    return "losses not checked" if unheld else "proved" if proofs else "none"
+    unchecked = {
+        "collectives": any(proof.collectives_note for proof in proofs),
+        "losses": case.fidelity == "measured" and any(proof.loss_parity is None for proof in proofs),
+    }
+    if any(unchecked.values()):
+        return f"{' and '.join(name for name, is_unchecked in unchecked.items() if is_unchecked)} not checked"
+    return "proved" if proofs else "none"
 
 
 def bit_identical(case: CaseResult) -> bool | None:
@@ -32,10 +39,14 @@ def bit_identical(case: CaseResult) -> bool | None:
     return None if None in verdicts else True
 
 
+def collectives_note(case: CaseResult) -> str:
+    """Why the collectives of a trace were not checked."""
+    return _notes(case, lambda proof: proof.collectives_note)
+
+
 def bits_note(case: CaseResult) -> str:
     """Why the case is not bit-identical to DDP, or why that is unknown."""
-    notes = [launch.proof.bits_note for launch in case.launches if launch.proof and launch.proof.bits_note]
-    return plain("; ".join(dict.fromkeys(notes)))
+    return _notes(case, lambda proof: proof.bits_note)
 
 
 def tolerance(case: CaseResult) -> float:
@@ -51,5 +62,9 @@ def parity_of(case: CaseResult) -> str:
 
 def parity_note(case: CaseResult) -> str:
     """Why there is no loss parity, or why it is that of a reduced case."""
-    notes = [launch.proof.parity_note for launch in case.launches if launch.proof and launch.proof.parity_note]
-    return plain("; ".join(dict.fromkeys(notes)))
+    return _notes(case, lambda proof: proof.parity_note)
+
+
+def _notes(case: CaseResult, note: Callable[[Proof], str]) -> str:
+    found = (note(launch.proof) for launch in case.launches if launch.proof)
+    return plain("; ".join(dict.fromkeys(filter(None, found))))

@@ -1,6 +1,5 @@
 """A suite of one case, which ``refshard run`` dry-runs."""
 
-from importlib.metadata import version
 from typing import Any
 
 from refshard import resources
@@ -11,6 +10,7 @@ from refshard.specs.configuration import Configuration
 from refshard.specs.model import TRAINED, is_factory
 from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml
+from refshard.version import __version__
 
 FILE = "refshard.toml"
 MODEL = "model.toml"
@@ -43,7 +43,7 @@ def emit(job: Job) -> Emitted:
     return Emitted(
         files={FILE: to_toml(suite), **model},
         command=f"refshard run {FILE}",
-        version=version("refshard"),
+        version=__version__,
         notes=_notes(job),
     )
 

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -34,6 +33,7 @@ from refshard.specs.cluster import load_cluster
 from refshard.specs.model import check_trainable, is_factory, known_dimensions, load_model, model_file
 from refshard.specs.suite import SuiteSpec
 from refshard.strategies import check_name
+from refshard.version import __version__
 
 
 class Observer(ABC):
@@ -98,7 +98,7 @@ def run_suite(
     with RunWriter(folder) as writer:
         header = RunRecord(
             run_id=folder.name,
-            refshard=version("refshard"),
+            refshard=__version__,
             started_at=timestamp(),
             suite=suite,
             environment=environment,
@@ -163,8 +163,8 @@ def check_resumable(header: RunRecord, environment: Environment | None, suite: S
         SpecError: the suite, the environment, or what is in a file that cases name, is not the run's.
     """
     changed = [] if environment is None else changes(header.environment, environment)
-    if header.refshard != version("refshard"):
-        changed.append(f"refshard was {header.refshard} and is {version('refshard')}")
+    if header.refshard != __version__:
+        changed.append(f"refshard was {header.refshard} and is {__version__}")
     if header.files:
         now = named_files(header.suite)
         changed += [

@@ -13,11 +13,15 @@ from refshard.tracing.overlap import collectives_per_step, mean_ratio, step_brea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traces:
-    """What the traces of all ranks say; ``per_step`` are rank and collectives of every traced step."""
+    """What the traces of all ranks say; ``per_step`` are rank and collectives of every traced step.
+
+    ``unread`` says why a rank's collectives are not among them.
+    """
 
     steps: tuple[StepTrace, ...] = ()
     overlap_ratio: float | None = None
     per_step: tuple[tuple[int, tuple[CollectiveCount, ...]], ...] = ()
+    unread: str = ""
 
 
 def read_traces(folder: Path, processes: int) -> Traces:
@@ -29,16 +33,22 @@ def read_traces(folder: Path, processes: int) -> Traces:
     steps: list[StepTrace] = []
     found: list[Breakdown] = []
     per_step: list[tuple[int, tuple[CollectiveCount, ...]]] = []
+    unread = ""
     for rank in range(processes):
         timeline = read_timeline(trace_file(folder, rank))
         of_rank = step_breakdowns(timeline)
         found += of_rank
         steps += [step_trace(rank, window.step, b) for window, b in zip(timeline.windows, of_rank)]
+        try:
+            issued = collectives_per_step(timeline)
+        except TraceError as error:
+            unread = unread or f"rank {rank}: {error}"
+            continue
         per_step += [
-            (rank, tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in issued))
-            for issued in collectives_per_step(timeline).values()
+            (rank, tuple(CollectiveCount(op=op, count=count, bytes=size) for op, count, size in counts))
+            for counts in issued.values()
         ]
-    return Traces(steps=tuple(steps), overlap_ratio=mean_ratio(found), per_step=tuple(per_step))
+    return Traces(steps=tuple(steps), overlap_ratio=mean_ratio(found), per_step=tuple(per_step), unread=unread)
 
 
 def step_trace(rank: int, step: int | None, breakdown: Breakdown) -> StepTrace:

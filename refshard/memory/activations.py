@@ -20,8 +20,11 @@ from refshard.memory.tensors import (
 )
 from refshard.plan.checkpointing import Recompute
 
-KEPT_BY_OP = frozenset({"query product", "value", "mixed", "sums", "gate", "down"})
-"""What checkpointing by op keeps: attention's outputs, and those of every second matrix product, from the first on."""
+PRODUCTS_KEPT_BY_OP = frozenset({"query product", "value", "gate", "down"})
+KEPT_BY_OP = PRODUCTS_KEPT_BY_OP | {"mixed", "sums"}
+"""What checkpointing by op keeps: outputs of every second matrix product, from the first on, and those of attention,
+where it is one kernel.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,9 @@ def block_call(t: Tensors, *, recompute: Recompute = "nothing", first: bool = Fa
     What it does not keep beside its input is computed again at the start of its backward, up to what the last product
     saves. The backward of the ``first`` block is the last to read the rotary tables.
     """
-    kept = KEPT_BY_OP if recompute == "some" else frozenset[str]()
+    kept = frozenset[str]()
+    if recompute == "some":
+        kept = KEPT_BY_OP if t.fused_attention else PRODUCTS_KEPT_BY_OP
     tape = new_tape(t, keeps=recompute == "nothing", retained=kept)
     tape.adopt("x", t.hidden)
     _block_until_last_product(tape, t)

@@ -5,7 +5,8 @@ Each function tells a tape what torch 2.13 does, op by op. On CUDA an RMSNorm is
 grouped keys and values as they are; CUDA's backward makes fp32 sums of the queries' gradient, and keys' and values'
 gradients for every query head, which it adds up (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``).
 cuDNN's kernel, which torch prefers on some GPUs, keeps the same for backward; what it takes for itself is not known
-here.
+here. No kernel of CUDA's takes grouped heads in fp32: torch then multiplies, and makes every score
+(``aten/src/ATen/native/transformers/attention.cpp: _scaled_dot_product_attention_math``).
 """
 
 from dataclasses import dataclass
@@ -108,6 +109,21 @@ class Tensors:
     def sums(self) -> int:
         """Attention's fp32 log-sum-exp of each row of scores."""
         return self.row * self.model.n_heads
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention is one kernel, which makes no scores."""
+        return self.device == "cpu" or self.element < FP32 or self.model.n_kv_heads == self.model.n_heads
+
+    @property
+    def mask(self) -> int:
+        """A causal mask of one byte for each query and key."""
+        return self.batch.seq_len**2
+
+    @property
+    def scores(self) -> int:
+        """Attention's scores, in fp32."""
+        return self.batch.sequences * self.model.n_heads * self.mask * FP32
 
     @property
     def table(self) -> int:
@@ -265,6 +281,8 @@ def rotate_backward(tape: Tape, t: Tensors, gradient: str, nbytes: int, *, last:
 
 def attention_forward(tape: Tape, t: Tensors) -> str:
     """Attention of ``query``, ``key`` and ``value``; the name of its output, laid out as the next product reads it."""
+    if not t.fused_attention:
+        return _products_forward(tape, t)
     tape.make("mixed", t.hidden)
     sums = tape.make("sums", t.sums)
     tape.save("query", "key", "value", "mixed", sums)
@@ -274,6 +292,8 @@ def attention_forward(tape: Tape, t: Tensors) -> str:
 
 def attention_backward(tape: Tape, t: Tensors, gradient: str) -> tuple[str, str, str]:
     """Backward of :func:`attention_forward`; the names of the gradients of query, key and value."""
+    if not t.fused_attention:
+        return _products_backward(tape, t, gradient)
     of = tape.make("of query", t.hidden), tape.make("of key", t.grouped), tape.make("of value", t.grouped)
     inside = _flash_workspace(t) if t.device == "cuda" else ()
     for index, nbytes in enumerate(inside):
@@ -292,3 +312,62 @@ def _flash_workspace(t: Tensors) -> tuple[int, ...]:
     rows = t.batch.sequences * model.n_heads * rounded * FP32
     expanded = (t.hidden, t.hidden) if model.n_kv_heads < model.n_heads else ()
     return (rows, rows * width, *expanded)
+
+
+def _products_forward(tape: Tape, t: Tensors) -> str:
+    """Attention as products: scores, masked in place, and their softmax, which guards against rows that are masked."""
+    tape.make("scaled query", t.hidden)
+    tape.make("ones", t.mask)
+    tape.make("causal", t.mask)
+    tape.drop("ones")
+    tape.make("mask", FP32 * t.mask)
+    tape.drop("causal")
+    for name in ("all keys", "all values", "scaled keys"):
+        tape.make(name, t.hidden)
+    queries = "scaled query"
+    if t.batch.sequences > 1:  # a product takes one batch axis, in which sequences and heads lie end to end
+        queries = tape.make("query rows", t.hidden)
+    tape.make("scores", t.scores)
+    tape.save(queries, "scaled keys")
+    tape.drop("scaled keys", *(("query rows",) if queries == "query rows" else ()))
+    tape.make("softmax", t.scores)
+    tape.make("masked", t.scores // FP32)
+    tape.make("masked rows", t.row * t.model.n_heads // FP32)
+    tape.make("weights", t.scores)
+    tape.save("weights")
+    tape.drop("softmax", "masked", "masked rows", "scores")
+    tape.make("heads", t.hidden)
+    tape.save("weights", "all values")
+    tape.drop("scaled query", "mask", "all keys", "all values", "weights")
+    tape.make("mixed", t.hidden)
+    tape.drop("heads")
+    return "mixed"
+
+
+def _products_backward(tape: Tape, t: Tensors, gradient: str) -> tuple[str, str, str]:
+    """Backward of :func:`_products_forward`. Copies of a gradient in another layout are left out, once the scores are
+    gone.
+    """
+    queries = "scaled query"
+    if t.batch.sequences > 1:
+        queries = "query rows"
+        rows = tape.make("gradient rows", t.hidden)
+        tape.drop(gradient)
+        gradient = rows
+    tape.make("of all values", t.hidden)
+    tape.make("of weights", t.scores)
+    tape.drop(gradient, "weights", "all values")
+    tape.make("of scores", t.scores)
+    tape.make("product", t.scores)
+    tape.drop("product", "of weights", "weights")
+    tape.make("of scaled keys", t.hidden)
+    tape.make("of scaled query", t.hidden)
+    tape.drop("of scores", queries, "scaled keys")
+    tape.make("of all keys", t.hidden)
+    tape.drop("of scaled keys")
+    for name, nbytes, given in (("value", t.grouped, "all values"), ("key", t.grouped, "all keys")):
+        tape.make(f"of {name}", nbytes)
+        tape.drop(f"of {given}")
+    tape.make("of query", t.hidden)
+    tape.drop("of scaled query")
+    return "of query", "of key", "of value"

@@ -117,16 +117,17 @@ def find_collectives(
     """
     announced = _announced(trace)
     ran = np.flatnonzero(spans.of_kind(Kind.COMM))
+    annotations = _Annotations(trace)
     args: _CpuArgs | _DeviceArgs
     if launches is None:
         args = _CpuArgs(trace, spans)
         alone = _match_in_order(trace, spans, ran, announced)
     else:
-        args = _DeviceArgs(trace, launches)
+        args = _DeviceArgs(trace, launches, annotations)
         alone = _match_by_launch(trace, launches, ran, announced)
         alone = _match_coalesced(trace, launches, alone, announced, args)
         announced = [one for one in announced if one.rows]
-    describe = _Describe(trace, spans, labels, windows, args)
+    describe = _Describe(trace, spans, labels, windows, args, annotations)
     found = [*describe.announced(announced), *(describe.unannounced(row) for row in alone)]
     return tuple(sorted(found, key=lambda c: c.start if c.launched is None else c.launched))  # type: ignore[arg-type,return-value]
 
@@ -231,40 +232,55 @@ class _CpuArgs:
         return self._args[int(self._rows[row])]
 
 
-class _DeviceArgs:
-    """Arguments of kernels that communicate: their own, or those of the host's annotation around their launch."""
+class _Annotations:
+    """The host's annotations of collectives: ``record_param_comms`` and ``nccl:*`` of torch, ``emulated:*``."""
 
-    def __init__(self, trace: TraceFile, launches: Launches) -> None:
+    def __init__(self, trace: TraceFile) -> None:
         host = trace.host
         rows = [
             row for row, args in trace.host_args.items()
-            if _NAME in args or trace.names[host.names[row]].startswith(_NCCL)
+            if _NAME in args or trace.names[host.names[row]].startswith((_NCCL, EMULATED))
         ]  # fmt: skip
         rows.sort(key=lambda row: host.starts[row])
-        self._annotations = [
-            {_NAME: trace.names[host.names[row]].removeprefix(_NCCL), **trace.host_args[row]} for row in rows
-        ]
-        self._starts, self._ends = host.starts[rows], host.ends[rows]
+        self._args = [{_NAME: trace.names[host.names[row]].removeprefix(_NCCL), **trace.host_args[row]} for row in rows]
+        self._starts, self._ends, self._threads = host.starts[rows], host.ends[rows], host.threads[rows]
+        self._host = host
+
+    def around(self, point: int) -> Args:
+        """The arguments of the innermost annotation at a point in time."""
+        place = int(np.searchsorted(self._starts, point, side="right")) - 1
+        return self._args[place] if place >= 0 and point < self._ends[place] else {}
+
+    def within(self, row: int) -> Args:
+        """The arguments of the first annotation inside an operator of the host."""
+        first, last = np.searchsorted(self._starts, [self._host.starts[row], self._host.ends[row]])
+        own = np.flatnonzero(self._threads[first:last] == self._host.threads[row])
+        return self._args[first + own[0]] if len(own) else {}
+
+
+class _DeviceArgs:
+    """Arguments of kernels that communicate: their own, or those of the host's annotation around their launch."""
+
+    def __init__(self, trace: TraceFile, launches: Launches, annotations: _Annotations) -> None:
+        self._annotations = annotations
         self._points = launches.points
         self._rows = device_order(trace)
         self._own = trace.device_args
 
     def of(self, row: int) -> Args:
         own = self._own.get(int(self._rows[row]))
-        if own is not None:
-            return own
-        point = self._points[row]
-        place = int(np.searchsorted(self._starts, point, side="right")) - 1
-        return self._annotations[place] if place >= 0 and point < self._ends[place] else {}
+        return self._annotations.around(int(self._points[row])) if own is None else own
 
 
 class _Describe:
     """Joins what host and device tell of one collective."""
 
     def __init__(
-        self, trace: TraceFile, spans: Spans, labels: Labels, windows: tuple[Window, ...], args: _CpuArgs | _DeviceArgs
-    ) -> None:
-        self._trace, self._spans, self._labels, self._windows, self._args = trace, spans, labels, windows, args
+        self, trace: TraceFile, spans: Spans, labels: Labels, windows: tuple[Window, ...],
+        args: _CpuArgs | _DeviceArgs, annotations: _Annotations,
+    ) -> None:  # fmt: skip
+        self._trace, self._spans, self._labels, self._windows = trace, spans, labels, windows
+        self._args, self._annotations = args, annotations
         self._groups = groups_of(trace.metadata.get("distributedInfo"))
 
     def announced(self, every: Sequence[_Announced]) -> list[Collective]:
@@ -276,7 +292,8 @@ class _Describe:
         }
         found = []
         for one, unit, step, launched in zip(every, units, steps, host.starts[rows].tolist()):
-            args = self._args.of(one.spans[0]) if one.spans else {}
+            # NCCL launches no kernel for a group of one rank: the annotation is all there is.
+            args = self._args.of(one.spans[0]) if one.spans else self._annotations.within(one.rows[0])
             size = _bytes(one, dtype_of(args) or dtype_at.get(one.shapes[0][0]))
             if one.of_shards and size is not None:
                 ranks = group_of(args, self._groups).size

@@ -80,7 +80,7 @@ def collectives_per_step(timeline: Timeline) -> dict[int, tuple[tuple[str, int, 
     Steps without any have an empty entry; a collective outside of the steps is none of theirs.
 
     Raises:
-        TraceError: the trace was recorded without shapes.
+        TraceError: the trace does not hold the size of one of them.
     """
     steps = [window.step for window in timeline.windows if window.step is not None]
     counts: dict[int, Counter[str]] = {step: Counter() for step in steps}
@@ -89,7 +89,10 @@ def collectives_per_step(timeline: Timeline) -> dict[int, tuple[tuple[str, int, 
         if not collective.announced or collective.step not in counts:
             continue
         if collective.bytes is None:
-            raise TraceError(f"{collective.op} has no shapes; record the trace with record_shapes=True")
+            raise TraceError(
+                f"the trace does not hold the size of {collective.op}; if it was recorded without "
+                "record_shapes=True, record it again with it"
+            )
         counts[collective.step][collective.op] += 1
         sizes[collective.step][collective.op] += collective.bytes
     return {step: tuple((op, counts[step][op], sizes[step][op]) for op in sorted(counts[step])) for step in counts}

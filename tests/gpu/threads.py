@@ -30,6 +30,11 @@ def pause_of(device: torch.device) -> Pause:
     return lambda: time.sleep(1e-4)
 
 
+def hold() -> None:
+    """Keep the current stream of a GPU busy for much longer than the host takes for a unit: some 50 ms."""
+    torch.cuda._sleep(100_000_000)
+
+
 class Table:
     """Where the ranks of one axis meet."""
 

@@ -50,8 +50,8 @@ def make_model(pause: Pause) -> Net:
     return model
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.5)
+def sgd(model: nn.Module, lr: float = 0.5) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def orthogonal(model: nn.Module) -> torch.optim.Optimizer:

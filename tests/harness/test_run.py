@@ -1,5 +1,6 @@
 """Suite to records, with a launcher that starts nothing."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from refshard.specs.suite import SuiteSpec
 from tests.harness.fakes import ANNOUNCED, ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
 from tests.tracing.handmade import event, shaped, step, write
 
+H200_DDP = Path(__file__).parents[1] / "tracing/h200/ddp.json.gz"
 _NONE_ON_A_CPU = ("peak_active_bytes", "peak_reserved_bytes", "synchronisation")
 
 
@@ -192,6 +194,43 @@ def test_unknown_collectives_and_silent_ones_are_no_proof(tmp_path: Path) -> Non
     record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
     assert "the trace shows 1 send of 400 B" in str(record.error)
     assert "collectives were issued, but the trace shows no communication" in str(record.error)
+
+
+def test_collectives_of_unknown_size_are_not_checked_and_leave_the_timing_valid(tmp_path: Path) -> None:
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+        good(case, folder)
+        if case.strategy == "ddp":
+            events = [step(1, 0, 100), event("c10d::allreduce_", 5, 1, **shaped([[[100]], []], ["TensorList", ""])),
+                      event("gloo:all_reduce", 40, 40, cat="user_annotation", tid=2)]  # fmt: skip
+            write(trace_file(folder, 1), events, rank=1)
+        return LaunchOutcome()
+
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome)))["ddp"]
+    assert record.proof is not None
+    assert (record.state, record.error, record.metrics["step_time_s"]) == ("ok", None, 0.25)
+    assert record.proof.collectives_note.startswith(
+        "not checked, because rank 1: the trace does not hold the size of all_reduce"
+    )
+
+
+def test_ddp_on_one_gpu_is_proved_by_its_real_trace(tmp_path: Path) -> None:
+    """NCCL launches no kernel for a group of one rank; DDP's operators hide the dtype in a list of tensors."""
+    parameters = load_model("llama3.2-1b").params
+
+    def outcome(case: CaseSpec, folder: Path) -> LaunchOutcome:
+        announced = (CollectiveCount(op="all_reduce", count=65, bytes=4 * parameters),)
+        write_rank(case, folder, 0, **({"announced": announced} if case.strategy == "ddp" else {}))
+        if case.strategy == "ddp":
+            shutil.copy(H200_DDP, trace_file(folder, 0))
+        return LaunchOutcome()
+
+    matrix = {"strategy": ["single", "ddp"], "world_size": [1], "model": ["llama3.2-1b"]}
+    record = by_strategy(run(tmp_path, FakeLauncher(outcome), make_suite(matrix=matrix)))["ddp"]
+    assert record.proof is not None
+    assert (record.state, record.error) == ("ok", None)
+    assert record.proof.traced == record.proof.announced
+    assert record.proof.collectives_note == ""
+    assert record.metrics["comm_s"] == 0.0
 
 
 def test_a_damaged_result_fails_its_case_only(tmp_path: Path) -> None:

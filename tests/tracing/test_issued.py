@@ -104,6 +104,25 @@ def test_an_annotation_around_the_launch_tells_of_older_kernels(tmp_path: Path) 
     assert (one.op, one.bytes, one.group) == ("all_reduce", 4000, None)
 
 
+def test_an_emulated_collective_has_the_type_of_its_annotation(tmp_path: Path) -> None:
+    """As DDP's all-reduces on a GPU: the list hides the type, and the kernels are none of NCCL's."""
+    announced = op("allreduce_", 5, 10, [[[1000]]], ["TensorList"])
+    label = event("emulated:all_reduce", 6, 8, cat="user_annotation", **shaped([[1000]], ["c10::BFloat16"]))
+    launched = event("cudaLaunchKernel", 7, 0.5, cat="cuda_runtime", correlation=1)
+    kernel = event("refshard_emulated_hold", 20, 10, cat="kernel", tid=20, stream=20, correlation=1)
+    one = only(tmp_path, announced, [label, launched, kernel])
+    assert (one.op, one.bytes, one.duration_ns) == ("all_reduce", 2000, 10_000)
+
+
+def test_a_collective_without_a_kernel_has_the_annotation_of_its_own_thread(tmp_path: Path) -> None:
+    announced = op("allreduce_", 5, 10, [[[1000]], []], ["TensorList", ""])
+    others = event("record_param_comms", 6, 1, tid=2, collective="allreduce", dtype="Half")
+    own = event("record_param_comms", 7, 1, collective="allreduce", dtype="Float", Group_size=1)
+    kernel = event("gemm", 30, 60, cat="kernel", stream=7)
+    (one,) = found(tmp_path, announced, [others, own, kernel]).timeline.collectives
+    assert (one.bytes, one.dtype, one.group_size, one.start) == (4000, "Float", 1, None)
+
+
 @pytest.mark.parametrize(
     "odd",
     [{"Input Dims": {"a": 1}}, {"Input Dims": [5], "Input type": ["float"]}, {"Input Dims": [[1.5]]},

@@ -307,7 +307,7 @@ def test_inputs_too_long_to_keep_are_not_told(tmp_path: Path) -> None:
 def test_a_trace_without_shapes_cannot_prove_bytes(tmp_path: Path) -> None:
     events = [step(0, 0, 9), event("c10d::allreduce_", 1, 1), event("gloo:all_reduce", 2, 1, cat="user_annotation")]
     timeline = read_timeline(write(tmp_path / "t.json", events))
-    with pytest.raises(TraceError, match="record the trace with record_shapes=True"):
+    with pytest.raises(TraceError, match="does not hold the size of all_reduce"):
         collectives_per_step(timeline)
 
 

@@ -146,9 +146,9 @@ def test_several_causes_are_counted(tmp_path: Path) -> None:
     assert "; 1: kernels of their own kind" in told
 
 
-def test_the_age_of_torch_is_blamed_only_where_no_event_names_a_group(tmp_path: Path) -> None:
+def test_why_a_collective_names_no_group_is_what_the_trace_shows(tmp_path: Path) -> None:
     nameless = [launch(5, 5), kernel(5, 42, 1, name="ncclAllReduce", stream=9)]
     told = warnings(tmp_path, [*CLEAN, *nameless])["no_process_group_metadata"].message
-    assert "no event of this trace does; torch before 2.2 does not record it" in told
+    assert "(no event of this trace does): no bus bandwidth, and ranks are matched by order alone" in told
     told = warnings(tmp_path, [*CLEAN, *NCCL, *nameless])["no_process_group_metadata"].message
     assert "others of this trace do, but theirs lacks the event that names it" in told

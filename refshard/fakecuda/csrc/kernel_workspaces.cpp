@@ -166,6 +166,13 @@ void softmax(const OperatorCall& call, const Capability&, Taken& taken) {
   for (const auto& tensor : call.inputs) taken.hold(contiguous_copy(tensor));
 }
 
+// SoftMax.cu, softmax_backward_cuda_out: the gradient times the output, whose rows are then summed.
+void softmax_backward(const OperatorCall& call, const Capability& capability, Taken& taken) {
+  if (call.inputs.empty()) return;
+  taken.hold(bytes(call.inputs[0]));
+  softmax(call, capability, taken);
+}
+
 // Copy.cu, copy_kernel_cuda: copies between host and device of what is not contiguous, or not of one dtype.
 void copy(const OperatorCall& call, const Capability&, Taken& taken) {
   if (call.inputs.size() < 2 || call.inputs[0].on_device == call.inputs[1].on_device) return;

@@ -66,6 +66,7 @@ void embedding_backward(const OperatorCall& call, const Capability& capability, 
 void sort(const OperatorCall& call, const Capability& capability, Taken& taken);
 void index_put(const OperatorCall& call, const Capability& capability, Taken& taken);
 void softmax(const OperatorCall& call, const Capability& capability, Taken& taken);
+void softmax_backward(const OperatorCall& call, const Capability& capability, Taken& taken);
 void copy(const OperatorCall& call, const Capability& capability, Taken& taken);
 
 }  // namespace refshard::workspace_rules

@@ -81,7 +81,7 @@ const std::unordered_map<std::string_view, Rule>& rules() {
       {"_addmm_activation", matrix_product}, {"_grouped_mm", grouped_product},
       {"embedding_dense_backward", embedding_backward}, {"sort", sort},
       {"index_put", index_put}, {"index_put_", index_put}, {"_index_put_impl_", index_put},
-      {"_softmax", softmax}, {"_log_softmax", softmax}, {"_softmax_backward_data", softmax},
+      {"_softmax", softmax}, {"_log_softmax", softmax}, {"_softmax_backward_data", softmax_backward},
       {"_log_softmax_backward_data", softmax}, {"copy_", copy},
   };
   return table;

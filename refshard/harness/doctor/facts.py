@@ -11,7 +11,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Mapping
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from refshard.harness.processor import available_cores, cpu_name
 from refshard.records import GpuSettings
 from refshard.specs.hardware import profile_of_device
 from refshard.strategies.table import ROWS
+from refshard.version import __version__
 
 _PROGRAMS = ("ip", "tc", "sbatch")
 _SAMPLES = 5
@@ -107,7 +107,7 @@ def gather(sensors: GpuSensors | None) -> Facts:
     gpus, busy_cores = _watch(sensors)
     found = torch_facts()  # last: torch may make this process one that uses the GPUs
     return Facts(
-        refshard=metadata.version("refshard"),
+        refshard=__version__,
         python=platform.python_version(),
         os=f"{platform.system()} {platform.release()}",
         cpu=cpu_name(),

@@ -1,7 +1,6 @@
 """This machine's own noise: the same code against itself, launched again and again, and kept beside its baselines."""
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -19,6 +18,7 @@ from refshard.specs.gate import TimeLimits
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
 from refshard.stats.rehearsal import Noise
+from refshard.version import __version__
 
 _SCHEMA = 1
 
@@ -103,7 +103,7 @@ def keep_noise(noise: Noise, suite: SuiteSpec, environment: Environment, folder:
     made = RecordedNoise(
         suite=suite.name,
         fingerprint=environment.id,
-        refshard=version("refshard"),
+        refshard=__version__,
         git_commit=environment.git_commit,
         measured_at=timestamp(),
         limits=suite.gate.times,

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -28,6 +27,7 @@ from refshard.records import Environment, LaunchRecord, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 from refshard.stats.gate import LogRatios
+from refshard.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class PairedRounds:
             writer = self._open.enter_context(RunWriter(folder))
             header = RunRecord(
                 run_id=f"{self._folder.name}-{side.name}",
-                refshard=version("refshard"),
+                refshard=__version__,
                 started_at=timestamp(),
                 suite=self._suite,
                 environment=side.environment,

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    Std,
+    SubprocessContext,
+    start_processes,
+)
 
 from refshard.harness.interruption import Interruption
 from refshard.harness.launchers.base import Job, LaunchOutcome
@@ -113,6 +119,7 @@ def started(
                 envs={index: dict(environment) for index, environment in enumerate(environments)},
                 logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
             )
+            _close_logs(processes)
         yield _Processes(processes, folder, logs, first_rank, kills_before)
 
 
@@ -250,6 +257,15 @@ def _no_handlers_of_elastic() -> Iterator[None]:
             del os.environ[_HANDLED]
         else:
             os.environ[_HANDLED] = before
+
+
+def _close_logs(processes: PContext) -> None:
+    """Each rank writes its logs through handles of its own; elastic closes its own only of ranks that it ends."""
+    assert isinstance(processes, SubprocessContext)
+    for handler in processes.subprocess_handlers.values():
+        for log in (handler._stdout, handler._stderr):
+            if log is not None:
+                log.close()
 
 
 @contextmanager

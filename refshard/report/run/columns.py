@@ -10,7 +10,7 @@ from typing import Any
 from refshard.analysis.busy import loads, within_launch
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.gpu_memory import gpu_memory_of
-from refshard.analysis.proof import bit_identical, bits_note, parity_note, proof_summary
+from refshard.analysis.proof import bit_identical, bits_note, collectives_note, parity_note, proof_summary
 from refshard.records import METRICS
 
 Row = dict[str, Any]
@@ -74,6 +74,7 @@ COLUMNS: dict[str, Callable[[CaseResult], object]] = {
     "peak_flops_per_s": lambda case: case.launches[0].peak_flops_per_s,
     "peak_source": lambda case: case.launches[0].peak_source,
     "proof": lambda case: proof_summary(case),
+    "collectives_note": lambda case: collectives_note(case),
     "bit_identical_to_ddp": lambda case: bit_identical(case),
     "bits_note": lambda case: bits_note(case),
     "parity_note": lambda case: parity_note(case),

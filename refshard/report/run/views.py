@@ -12,7 +12,7 @@ import pandas as pd
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.analysis.gpu_memory import gpu_memory_of
-from refshard.analysis.proof import bit_identical, bits_note, parity_note, parity_of, proof_summary
+from refshard.analysis.proof import bit_identical, bits_note, collectives_note, parity_note, parity_of, proof_summary
 from refshard.plain import plain
 from refshard.quantities import (
     format_bytes,
@@ -252,7 +252,7 @@ def _proof_row(case: CaseResult) -> Row:
         "proof": proof_summary(case),
         "units": MISSING if proof is None else str(len(proof.wrapped_units)),
         "collectives announced (per rank and step)": collectives(proof.announced) if proof else MISSING,
-        "collectives traced": _traced(proof.announced, proof.traced) if proof else MISSING,
+        "collectives traced": collectives_note(case) or (_traced(proof.announced, proof.traced) if proof else MISSING),
         "loss parity": MISSING if proof is None else _parity(case, proof.parity_steps),
         "bit-identical to DDP": _bits(case),
     }

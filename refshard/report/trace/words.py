@@ -21,6 +21,8 @@ from refshard.tracing.operators.kernel_names import name_in_words
 
 SMALL = 0.01
 """A loss under this share of the step is not called one."""
+COMPUTE_BOUND = 0.9
+"""If compute takes this share of the step, no loss is more than a detail."""
 _LONG_STEP = 1.5
 """A step so many times as long as the median one is told apart."""
 _STEPS_FOR_A_MEDIAN = 3
@@ -161,11 +163,27 @@ def _finding(title: str, members: Sequence[TraceFigures]) -> Finding:
         spread = _spread(members, worst)
         lead = f"The largest loss is {worst.name}: {format_percent(share)} of {span}{spread}."
         more = _exposed(members) if worst is _EXPOSED else _remedy(members, worst)
+    lead = f"{_compute_bound(members)}{lead}"
     if others:
         more.append(f"Also lost: {', '.join(others)}.")
     if worst is not _EXPOSED and (told := late(members)):
         more.append(told)
     return Finding(title=title, lead=lead, more=(*_several_devices(members), *_uneven(members), *more))
+
+
+def _compute_bound(members: Sequence[TraceFigures]) -> str:
+    """That compute takes most of a step, and at which part of the peak matrix products run; empty where it does not."""
+    every = [part.breakdown for one in members for part in parts(one)]
+    share = sum(part.compute_ns for part in every) / max(sum(part.span_ns for part in every), 1)
+    if share < COMPUTE_BOUND:
+        return ""
+    lead = f"Compute-bound: compute takes {format_percent(share, 0)} of {of_each(members[0])}"
+    totals = [total for one in members if one.operators is not None for total in one.operators.totals]
+    known = [(total.of_peak, total.known_ns) for total in totals if total.kind == "GEMM" and total.of_peak is not None]
+    if not known:
+        return f"{lead}. "
+    of_peak = sum(rate * ns for rate, ns in known) / sum(ns for _, ns in known)
+    return f"{lead}, and matrix products run at {format_percent(of_peak, 0)} of the GPU's peak. "
 
 
 def _several_devices(members: Sequence[TraceFigures]) -> list[str]:

@@ -5,11 +5,15 @@ What is worse is in ``test_faults.py``.
 
 import json
 import signal
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
+from refshard.harness.launchers.ranks import log_tail, started
 from refshard.harness.store import read_run
 from refshard.records import METRICS, Run
 from refshard.tracing.kineto import read_timeline
@@ -46,6 +50,15 @@ def test_a_suite_runs_and_shows(tmp_path: Path, peers: tuple[str, ...]) -> None:
         timeline = read_timeline(tmp_path / "run" / record.traces[0])
         assert "model.layers.0" in timeline.spans.unit_names, record.case.strategy
     assert not processes_of(tmp_path / "run")
+
+
+def test_ranks_alone_hold_their_logs_open(tmp_path: Path) -> None:
+    with started(sys.executable, [("-c", "print('here')")], [{}], tmp_path, tmp_path / "logs") as ranks:
+        opened = [file.path for file in psutil.Process().open_files()]
+        while ranks.poll() is None:
+            time.sleep(0.01)
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
+    assert log_tail(tmp_path / "logs", 0) == ("here",)
 
 
 @pytest.mark.full

@@ -28,7 +28,8 @@ KEYS = {
     "memory_limit_gib", "compile_s", "host_waits", "probe_drift", "other_cores",
     "fidelity", "device", "backend", "state", "rounds", "samples",
     *METRICS, "step_time_low_s", "step_time_high_s", "flops_convention", "recompute", "peak_flops_per_s", "peak_source",
-    "proof", "bit_identical_to_ddp", "bits_note", "parity_note", "cluster", "warnings", "error", "network",
+    "proof", "collectives_note", "bit_identical_to_ddp", "bits_note", "parity_note",
+    "cluster", "warnings", "error", "network",
 }  # fmt: skip
 
 
@@ -85,16 +86,18 @@ def test_rows_are_the_json_as_a_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parity", "failures", "expected"),
+    ("changes", "expected"),
     [
-        (1e-7, (), "proved"),
-        (None, (), "losses not checked"),
-        (1e-7, ("the model was not wrapped",), "failed: the model was not wrapped"),
+        ({}, "proved"),
+        ({"loss_parity": None}, "losses not checked"),
+        ({"collectives_note": "no sizes"}, "collectives not checked"),
+        ({"loss_parity": None, "collectives_note": "no sizes"}, "collectives and losses not checked"),
+        ({"failures": ("the model was not wrapped",)}, "failed: the model was not wrapped"),
     ],
 )
-def test_proof_in_a_word(parity: float | None, failures: tuple[str, ...], expected: str) -> None:
+def test_proof_in_a_word(changes: dict[str, object], expected: str) -> None:
     made = run(CASES[:1], rounds=1, failed=False)
-    changed = msgspec.structs.replace(proof(CASES[0]), loss_parity=parity, failures=failures)
+    changed = msgspec.structs.replace(proof(CASES[0]), **changes)
     assert proof_summary(gather(with_record(made, 0, proof=changed)).cases[0]) == expected
 
 
@@ -198,6 +201,14 @@ def test_proof_table_shows_a_trace_that_differs() -> None:
     changed = msgspec.structs.replace(proof(CASES[1]), traced=traced)
     table = views.proof_table(gather(with_record(made, 0, proof=changed)))
     assert table["collectives traced"].item() == "3 all_reduce (24.0 MiB)"
+
+
+def test_the_note_on_collectives_is_in_the_proof_table_and_the_rows() -> None:
+    made = run(CASES[1:2], rounds=1, failed=False)
+    changed = msgspec.structs.replace(proof(CASES[1]), traced=(), collectives_note="not checked, because of no sizes")
+    evidence = gather(with_record(made, 0, proof=changed))
+    assert views.proof_table(evidence)["collectives traced"].item() == "not checked, because of no sizes"
+    assert views.as_json(evidence)[0]["collectives_note"] == "not checked, because of no sizes"
 
 
 def test_state_table_has_a_row_per_launch_with_its_log() -> None:
