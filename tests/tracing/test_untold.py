@@ -68,5 +68,6 @@ def test_ranks_with_a_device_keep_their_verdict(tmp_path: Path) -> None:
         for rank, more in enumerate([[whole], []])
     ]
     answer = trace_answer(figures)
-    assert verdict(answer)[0].startswith("No loss reaches 1 % of a step of 50.0 us.")
+    compute_bound = "Compute-bound: compute takes 100 % of a step. "
+    assert verdict(answer)[0].startswith(f"{compute_bound}No loss reaches 1 % of a step of 50.0 us.")
     assert "Left out of this: rank 1." in notes(answer)

@@ -193,6 +193,12 @@ def test_one_ranks_exposed_communication_asks_for_all_ranks_first() -> None:
     )
 
 
+def test_a_compute_bound_job_is_one_over_all_ranks() -> None:
+    fast, slow = made(compute=85), made(compute=95)
+    assert lead([fast]).startswith("The largest loss is ")
+    assert lead([fast, slow]).startswith("Compute-bound: compute takes 90 % of a step. The largest loss is ")
+
+
 def test_no_small_loss_is_called_the_largest() -> None:
     small = made(span=10_000, exposed=3, host=5, dependency=10, lost=1)
     assert lead([small]) == "No loss reaches 1 % of a step of 10.0 s."
