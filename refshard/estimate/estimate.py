@@ -22,7 +22,7 @@ from refshard.plan.checkpointing import checkpointing_of
 from refshard.plan.recipe import MASTER_BYTES
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ELEMENT_BYTES
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ModelSpec, makes_scores
 
 CLIPPED_BYTES = 12
 """Bytes that clipping reads and writes of each fp32 gradient: once for its norm, once more to scale it."""
@@ -116,10 +116,12 @@ class _Estimate:
 
     def _share(self, microbatch: int, tensor: int, context: int, expert: int, precision: int, compiled: int,
                fused_norms: int, attention: int, *_: int) -> Share:  # fmt: skip
+        device, name = self._cluster.accelerator.device, self._rows.words["precision"][precision]
         return Share(
             sequences=microbatch, seq_len=self._seq_len, tensor=tensor, context=context, expert=expert,
-            precision=self._rows.words["precision"][precision],  # type: ignore[arg-type]
-            fused=bool(compiled), fused_norms=bool(fused_norms) and self._cluster.accelerator.device == "cuda",
+            precision=name,  # type: ignore[arg-type]
+            fused=bool(compiled), fused_norms=bool(fused_norms) and device == "cuda",
+            fused_attention=not makes_scores(self._model, fp32=name == "fp32", device=device),
             attention=self._rows.words["attention"][attention],  # type: ignore[arg-type]
         )  # fmt: skip
 

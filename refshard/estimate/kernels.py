@@ -75,7 +75,7 @@ class Share:
     each matrix a part of ``tensor``.
 
     ``expert`` ranks divide a mixture's experts. ``fused`` elementwise kernels are a compiler's; norms alone are one
-    kernel each where they are ``fused_norms``.
+    kernel each where they are ``fused_norms``. Without ``fused_attention``, torch multiplies and makes every score.
     """
 
     sequences: int
@@ -86,6 +86,7 @@ class Share:
     precision: Precision = "bf16"
     fused: bool = False
     fused_norms: bool = True
+    fused_attention: bool = True
     attention: AttentionKernel = "flash"
 
     @cached_property

@@ -252,7 +252,7 @@ class _Rank:
         """
         held, element, reduction = self._held, self._element, self._reduction
         reduced = np.where(self._by_unit, element + reduction, 0) * held.unit
-        computing = held.recomputed + held.workspace + self._gathered + element * held.unit
+        computing = held.recomputed + np.maximum(held.workspace, held.halfway) + self._gathered + element * held.unit
         ending = np.where(self._stays, 0, 2 * element * held.unit)
         return np.maximum(computing, reduced + ending + held.workspace / 3)
 

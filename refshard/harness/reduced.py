@@ -14,6 +14,7 @@ import torch.distributed as dist
 from refshard.harness.compiling import compiling_anew
 from refshard.harness.trainer import Trainer
 from refshard.memory.of_case import memory_of
+from refshard.memory.tensors import Batch, Tensors
 from refshard.quantities import format_bytes
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
@@ -87,15 +88,19 @@ def _reference_bytes(case: CaseSpec, device: Literal["cuda", "cpu"]) -> int:
     """
     reference = case.reference()
     model = load_model(case.model)
+    batch = Batch(sequences=reference.global_batch, seq_len=reference.seq_len, dtype="fp32")
+    tensors = Tensors(model, batch, device)
+    scores = 0 if tensors.fused_attention else tensors.scores
     if case.workload == "inference":
-        return 4 * model.params + 8 * reference.global_batch * reference.seq_len * model.vocab
+        return 4 * model.params + max(2 * tensors.logits, 4 * scores)
     forecast = memory_of(msgspec.structs.replace(reference, tuning="full", optimizer="adamw"), device)
     if forecast is not None:
         return forecast.peak
-    # The memory model knows Llamas only: AdamW's state, what a layer's backward reads, and the logits, all in fp32.
-    tokens = reference.global_batch // reference.microbatches * reference.seq_len
+    # The memory model knows Llamas only: AdamW's state, what a layer's backward reads, and the logits or what one
+    # layer's backward makes of its scores, all in fp32.
     widths = 8 * model.dim + 4 * model.n_heads * model.head_dim + 4 * model.ffn_dim
-    return 16 * model.params + 4 * tokens * (model.n_layers * widths + 3 * model.vocab)
+    kept = model.n_layers * (4 * tensors.tokens * widths + scores)
+    return 16 * model.params + kept + 3 * max(tensors.logits, scores)
 
 
 def losses_of(

@@ -5,7 +5,7 @@ Each function tells a tape what torch 2.13 does, op by op. On CUDA an RMSNorm is
 grouped keys and values as they are; CUDA's backward makes fp32 sums of the queries' gradient, and keys' and values'
 gradients for every query head, which it adds up (``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``).
 cuDNN's kernel, which torch prefers on some GPUs, keeps the same for backward; what it takes for itself is not known
-here. No kernel of CUDA's takes grouped heads in fp32: torch then multiplies, and makes every score
+here. Without a fused kernel, torch multiplies and makes every score
 (``aten/src/ATen/native/transformers/attention.cpp: _scaled_dot_product_attention_math``).
 """
 
@@ -14,7 +14,7 @@ from typing import Literal
 
 from refshard.memory.tape import Tape
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype
-from refshard.specs.model import ModelSpec
+from refshard.specs.model import ModelSpec, makes_scores
 
 Device = Literal["cpu", "cuda"]
 CUDA_GRANULE = 512
@@ -113,7 +113,7 @@ class Tensors:
     @property
     def fused_attention(self) -> bool:
         """Whether attention is one kernel, which makes no scores."""
-        return self.device == "cpu" or self.element < FP32 or self.model.n_kv_heads == self.model.n_heads
+        return not makes_scores(self.model, fp32=not self.widens, device=self.device)
 
     @property
     def mask(self) -> int:

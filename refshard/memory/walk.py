@@ -132,7 +132,8 @@ def predict_memory(job: RankJob, recipe: Recipe | None) -> MemoryForecast:
 
 
 def _warnings(job: RankJob) -> tuple[str, ...]:
-    if job.device == "cuda" and job.batch.dtype == "fp32":
+    tensors = Tensors(job.model, job.batch, job.device)
+    if job.device == "cuda" and not tensors.widens and tensors.fused_attention:
         return ("attention in fp32 is counted as CUDA's flash kernel, which takes bf16 only",)
     return ()
 

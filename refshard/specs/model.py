@@ -258,6 +258,13 @@ ELSEWHERE = "dry-run a module of your own: refshard dryrun --model package.modul
 """The remedy where a model has no simulation."""
 
 
+def makes_scores(model: ModelSpec, *, fp32: bool, device: str) -> bool:
+    """Whether attention makes every score. No fused kernel of CUDA takes grouped heads in fp32, so torch multiplies
+    (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``, torch 2.13).
+    """
+    return fp32 and device == "cuda" and model.n_kv_heads < model.n_heads
+
+
 def beyond_llama(model: ModelSpec, allowed: Sequence[str] = ()) -> str | None:
     """The first optional field, except those ``allowed``, in which ``model`` differs from a Llama; None if in none."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(ModelSpec)}

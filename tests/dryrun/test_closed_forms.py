@@ -19,6 +19,7 @@ from refshard.estimate.issued import issued_by_rank
 from refshard.harness.dry.many import dry_run_many
 from refshard.harness.dry.result import DryResult
 from refshard.harness.simulated import configuration_of
+from refshard.memory.of_case import memory_of
 from refshard.memory.tensors import Batch
 from refshard.memory.walk import RankJob, predict_memory
 from refshard.plan.checkpointing import checkpointing_of
@@ -230,6 +231,28 @@ def test_memory_is_what_the_strategys_own_code_allocates(cell: Cell, runs: DryRu
     if cell.plain:
         error = ERROR if cell.strategy in PEERS else BYTE_EXACT_ERROR
         assert byte_exact_peak(case) == pytest.approx(peak, rel=error)
+
+
+def test_the_scores_that_attention_makes_in_fp32_are_counted(tmp_path: Path) -> None:
+    """The unsharded reference of a suite for one GPU, and a model of three layers; to a few numbers."""
+    cut = _model(Cell("single", "llama3.2-1b", "none", 1, 1, layers=3), tmp_path)
+    specs = [
+        CaseSpec(
+            strategy="single", world_size=1, model=model, seq_len=seq_len, global_batch=sequences, checkpointing=policy,
+            fidelity="dryrun", cluster=CLUSTER,
+        )
+        for model, seq_len, sequences, policy in (
+            ("llama3.2-1b", 8192, 1, "none"),
+            (cut, SEQ_LEN, 2, "none"),
+            *((cut, SEQ_LEN, 1, name) for name in POLICIES),
+        )
+    ]  # fmt: skip
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
+    found = dry_run_many(specs, tmp_path / "runs", lambda _: None, time_limit_s=900, environment=environment)
+    for case, results in zip(specs, found, strict=True):
+        forecast = memory_of(case, "cuda")
+        assert forecast is not None
+        assert forecast.peak == pytest.approx(allocated(results), rel=1e-6), case
 
 
 @pytest.mark.parametrize("cell", marked(SPLIT_COVER, split_grid()), ids=str)

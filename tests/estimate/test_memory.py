@@ -82,6 +82,19 @@ def test_every_choice_is_close_to_the_byte() -> None:
     assert not wrong(list(product(RECIPES, POLICIES, (1, 2), (1, 2), (8, 128), ("llama3.1-405b",))))
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_scores_that_attention_makes_in_fp32_are_counted(policy: str) -> None:
+    """With grouped heads CUDA has no fused kernel in fp32: 8 GiB of scores a layer."""
+    model = load_model("llama3-8b")
+    job = RankJob(
+        model=model, world_size=8, batch=Batch(sequences=1, seq_len=SEQ_LEN, dtype="fp32"),
+        checkpointing=checkpointing_of(policy, model.n_layers),
+    )  # fmt: skip
+    row = configuration(shard=8, checkpointing=policy, precision="fp32")
+    peak = float(estimated(row, seq_len=SEQ_LEN).memory.peak[0])
+    assert peak == pytest.approx(predict_memory(job, RECIPES["fsdp2"]).peak, rel=0.03)
+
+
 def test_published_allocated_memory_is_met() -> None:
     """SimuMax's runs on 8 B200."""
     runs = [run for run in load_runs()[0] if run.run.allocated_gib is not None]

@@ -168,7 +168,12 @@ def test_a_job_that_cannot_be_is_refused_with_its_remedy() -> None:
 
 def test_what_the_model_is_not_made_for_is_said() -> None:
     batch = Batch(sequences=1, seq_len=8, dtype="fp32")
-    (told,) = predict_memory(RankJob(model=spec(), world_size=4, batch=batch), RECIPES["refshard-fsdp"]).warnings
+    of_heads = {
+        kv_heads: predict_memory(RankJob(model=spec(kv_heads=kv_heads), world_size=4, batch=batch), None).warnings
+        for kv_heads in (2, 4)
+    }
+    assert of_heads[2] == (), "torch has no fused kernel for grouped heads in fp32, and none is counted"
+    (told,) = of_heads[4]
     assert told.startswith("attention in fp32 is counted as CUDA's flash kernel")
 
 
