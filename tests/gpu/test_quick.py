@@ -30,7 +30,10 @@ def test_second_launches_follow_all_first_ones() -> None:
 
 
 def test_peaks_of_reserved_memory_were_predicted() -> None:
-    """All but DDP, whose first buckets live until NCCL's watchdog has seen their all-reduces end."""
+    """All but DDP, which holds a second set of gradients unless it pauses between steps.
+
+    The counts are those that were seen: they hold the page to the record, and are no goal.
+    """
     predicted = {row["name"]: row["peak"]["reserved"] for row in rows("predicted-hgx-h200.jsonl")}
     measured = [row for row in rows("cases.jsonl") if row["run"] != 1 and row["name"] != "8b-qlora-full"]
     errors = [(row["name"], predicted[row["name"]] / row["peak"]["reserved"] - 1) for row in measured]
