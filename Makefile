@@ -149,10 +149,10 @@ $(GPU_OUT)/traces.done: $(wildcard $(GPU_OUT)/suite/records.jsonl)
 	@touch $@
 
 # Ten minutes on one GPU, from this tree as it is: nothing is installed, so that it runs without a network on a torch that
-# is there. Without a GPU, a rehearsal on the fake device. GPU_PYTHON="python3" takes the machine's own Python.
-GPU_PYTHON ?= $(BIN)/python
+# is there. Without a GPU, a rehearsal on the fake device. GPU_PYTHON: an environment's in $(VENV), else the machine's own.
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 gpu-quick:
-	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m tests.gpu.quick --out runs/gpu-quick
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.quick --out runs/gpu-quick
 
 full: lint types everything gate docs
 

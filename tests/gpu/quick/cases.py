@@ -192,18 +192,28 @@ def _wait(pid: int, seconds: float) -> int | None:
     return None
 
 
+HEADER = "| case | allocated, GiB | dry run | reserved, GiB | dry run | step, ms | dry run |"
+
+
 def compare(predicted: Path, measured: Path) -> Iterator[str]:
-    """A line for each launch: what was measured, and by how much its prediction differs."""
-    rows = {row["name"]: row for row in map(json.loads, predicted.read_text().splitlines())}
-    yield f"{'case':26}{'allocated, GiB':>24}{'reserved, GiB':>24}{'step, ms':>22}"
+    """A Markdown table with a row for each launch: what was measured, and by how much its prediction differs."""
+    told = {row["name"]: row for row in map(json.loads, predicted.read_text().splitlines())}
+    yield from (HEADER, "|---" * 7 + "|")
     for row in map(json.loads, measured.read_text().splitlines()):
-        told = rows.get(row["name"])
-        if "peak" not in row or told is None or told["step_s"] is None:
-            yield f"{row['name']:26}  {row.get('error') or 'no prediction' if told is None else told['error'][:60]}"
+        cells = [row["name"]]
+        if "peak" not in row:
+            yield f"| {row['name']} | {row['error']} |" + " |" * 5
             continue
-        cells = [
-            f"{row['peak'][kind] / 2**30:14.3f} {100 * (told['peak'][kind] / row['peak'][kind] - 1):+8.3f}%"
-            for kind in ("allocated", "reserved")
-        ]
-        cells.append(f"{1e3 * row['step_s']:12.1f} {100 * (told['step_s'] / row['step_s'] - 1):+7.1f}%")
-        yield f"{row['name']:26}{cells[0]:>24}{cells[1]:>24}{cells[2]:>22}"
+        of_case = told.get(row["name"], {})
+        for kind in ("allocated", "reserved"):
+            cells += [f"{row['peak'][kind] / 2**30:.3f}", _difference(of_case, row["peak"][kind], kind)]
+        times = f"{100 * (of_case['step_s'] / row['step_s'] - 1):+.0f} %" if of_case.get("step_s") else "refused"
+        yield f"| {' | '.join([*cells, str(round(1e3 * row['step_s'], 1)), times])} |"
+
+
+def _difference(told: dict[str, Any], measured: int, kind: str) -> str:
+    """Of a prediction, which may be missing."""
+    if not told.get("step_s"):
+        return "refused"
+    predicted = told["peak"][kind]
+    return "equal" if predicted == measured else f"{100 * (predicted / measured - 1):+.3f} %"
