@@ -21,8 +21,8 @@ from tests.gpu.quick import cases
 
 ROOT = Path(__file__).resolve().parents[3]
 REHEARSAL = Path(__file__).with_name("rehearsal")
-REHEARSED = ("--ignore=tests/gpu/test_emulation.py",)
-"""The fake device launches its kernels through a fake driver, which ``tests/emulate/test_on_fake_gpu.py`` builds."""
+NOT_REHEARSED = ("--ignore=tests/gpu/test_emulation.py",)
+"""Needs a fake driver as well: ``tests/emulate/test_on_fake_gpu.py`` runs it with one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def steps(out: Path, *, real: bool) -> list[Step]:
         "-q",
         "-p",
         "no:cacheprovider",
-        *(() if real else REHEARSED),
+        *(() if real else NOT_REHEARSED),
         "-n",
         "6",
     )
