@@ -38,18 +38,8 @@ class Step:
 def steps(out: Path, *, real: bool) -> list[Step]:
     """In order: what tells most first."""
     here, folder = "tests.gpu.quick", Path(__file__).parent
-    tests = (
-        "pytest",
-        "-m",
-        "gpu",
-        "tests/gpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *(() if real else NOT_REHEARSED),
-        "-n",
-        "6",
-    )
+    left_out = () if real else NOT_REHEARSED
+    tests = ("pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "-n", "6", *left_out)
     run, calibrate = ("refshard", "run"), ("refshard", "calibrate", "--device", "cuda", "--quick")
     commands: list[tuple[str, float, bool, tuple[str, ...]]] = [
         ("doctor", 40, False, ("refshard", "doctor", "--json")),
