@@ -84,17 +84,20 @@ def attention_seconds(
     rate = hardware.attention[dtype]
     flops_per_s = rate.flops_per_s * hardware.attention_kernels.get(kernel, 1.0)
     flops = 4 * head_dim * (BACKWARD_PRODUCTS if backward else 1)
-    measured = _score_seconds(hardware, dtype, seq_len, head_dim, backward=backward)
+    measured = _score_seconds(hardware, dtype, kernel, seq_len, head_dim, backward=backward)
     return hardware.kernel_s + rate.overhead_s + scores * (measured or flops / flops_per_s)
 
 
-def _score_seconds(hardware: HardwareSpec, dtype: Dtype, seq_len: int, head_dim: int, *, backward: bool) -> float:
+def _score_seconds(
+    hardware: HardwareSpec, dtype: Dtype, kernel: AttentionKernel, seq_len: int, head_dim: int, *, backward: bool
+) -> float:
     """Seconds per score between the measured lengths and head dimensions, 0 where none was measured.
 
     Between two lengths by their logarithm, between two head dimensions in proportion; beyond the lengths as at the
-    nearest, beyond the head dimensions in proportion to them.
+    nearest, beyond the head dimensions in proportion to them. Points of the kernel go before those of no kernel.
     """
-    points = [p for p in hardware.attention_points if p.dtype == dtype]
+    points = [p for p in hardware.attention_points if p.dtype == dtype and p.kernel in (kernel, None)]
+    points = [p for p in points if p.kernel] or points
     by_width: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         seconds = point.backward_s if backward else point.forward_s

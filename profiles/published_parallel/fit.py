@@ -52,7 +52,7 @@ class Constant:
 
 MEASURED, ESTIMATED, UNKNOWN = 0.08, 0.2, 1.0
 _BF16, _FP8 = "hardware.matmul.bf16.efficiency", "hardware.matmul.fp8.efficiency"
-_ATTENTION, _MEMORY = "hardware.attention.bf16.efficiency", "hardware.memory_bytes_per_s"
+_ATTENTION, _MEMORY = "hardware.attention.bf16.efficiency", "hardware.average_bytes_per_s"
 _CUDNN, _TRITON = "hardware.attention_kernels.cudnn", "hardware.attention_kernels.triton"
 CONSTANTS: dict[str, tuple[Constant, ...]] = {
     "dgx-h100": (
@@ -71,7 +71,7 @@ CONSTANTS: dict[str, tuple[Constant, ...]] = {
         # One adapter of 400 Gbit/s for each GPU, at 80 %.
         Constant(path="between.bytes_per_s", said=320e9, width=ESTIMATED),
     ),
-    "hgx-h200": (Constant(path=_FP8, said=0.67, width=ESTIMATED), Constant(path=_BF16, said=0.67, width=ESTIMATED)),
+    "hgx-h200": (Constant(path=_FP8, said=0.67, width=ESTIMATED),),
     "simumax-b200": (
         Constant(path=_BF16, said=0.488, width=MEASURED), Constant(path=_ATTENTION, said=0.35, width=ESTIMATED),
         Constant(path="hardware.kernel_s", said=30e-6, width=ESTIMATED),

@@ -59,6 +59,7 @@ def main(folder: Path) -> int:
     rank = _rank_environment(request)
     if not launched:  # a launcher's process becomes the rank when the launcher would start it
         os.environ.update(rank)
+    ext.count_host_work()
     with Launchers(rank).following(program=launched):
         outcome, error, where = _run(request)
     ext.record(False)

@@ -1,6 +1,7 @@
 """What each event of a recording takes on a cluster, by the laws of ``costs.py`` and the cluster's profile.
 
-Matrix products, convolutions and attention go by their FLOPs and bytes, fused optimizers and everything else by bytes.
+Matrix products, convolutions and attention go by their FLOPs and bytes, fused optimizers by bytes, everything else as
+``moves.py`` says, and the host's time as ``host_time.py`` does.
 fp16 counts as bf16, fp64 as fp32 (data sheets give the same peak for both on the accelerators that have profiles). fp8
 products run at the profile's rate for fp8; without one, and in int8, at twice bf16's. TF32 is not assumed. Copies to
 and from the host go by the profile's host link.
@@ -26,19 +27,18 @@ from refshard.costs import (
     move_seconds,
     product_seconds,
 )
+from refshard.dryrun.host_time import host_seconds
+from refshard.dryrun.moves import operator_seconds
 from refshard.dryrun.recording import Flag, Kind, Recording
 from refshard.dryrun.work import Scores, Work, work_of
 from refshard.errors import SpecError, nearest
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
-from refshard.specs.hardware import Dtype, HardwareSpec
+from refshard.specs.hardware import Dtype
 
 NO_LINK, WITHIN, BETWEEN, SENDING, RECEIVING = -1, 0, 1, 2, 3
 """Codes of :attr:`Prices.links`: what a collective occupies. Messages go both ways at once, so they have two."""
-EVENT_PART = 0.2
-"""Host time of recording an event, of waiting for one or of asking whether a stream is done, as a part of a launch's.
-
-Estimated: such a call enters the driver as a launch does, about a microsecond, but passes none of torch's dispatcher.
-"""
+GROUPED_PART = 0.76
+"""Of a plain product's rate, what a grouped one reaches: Qwen3-30B-A3B's experts on an H200 (``tests/gpu/quick/fit.py``)."""
 _AS: dict[str, CollectiveOp] = {
     "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
     "all_to_all": "all_to_all", "broadcast": "broadcast", "reduce": "broadcast", "gather": "all_gather",
@@ -103,16 +103,9 @@ def price(recording: Recording, cluster: ClusterSpec) -> Prices:
         latencies=latencies,
         links=links,
         flops=flops,
-        host_seconds=_host_seconds(recording, cluster.accelerator),
+        host_seconds=host_seconds(recording, cluster.accelerator.host_s),
         doubts=pricing.doubts(),
     )
-
-
-def _host_seconds(recording: Recording, hardware: HardwareSpec) -> npt.NDArray[np.float64]:
-    by_kind = np.zeros(len(Kind))
-    by_kind[[Kind.LAUNCH, Kind.COLLECTIVE]] = hardware.host_s
-    by_kind[[Kind.RECORD, Kind.WAIT, Kind.SYNCHRONISE]] = EVENT_PART * hardware.host_s
-    return by_kind[recording.kinds]
 
 
 class _Pricing:
@@ -168,11 +161,12 @@ class _Pricing:
             case "optimizer":
                 seconds = self._optimizer(operator, reads, nbytes)
             case "move":
-                seconds = move_seconds(self._hardware, _moved(operator, reads, writes))
+                seconds = operator_seconds(self._hardware, operator, text, flags, reads, writes)
         return seconds, work.flops, work.doubt
 
     def _product(self, operator: str, work: Work, nbytes: float) -> float:
         rate, times = self._rate(operator, work.dtype)
+        times *= GROUPED_PART if operator.endswith("::_grouped_mm") else 1.0
         if _is_fp8(work.dtype) and "fp8" in self._hardware.matmul:
             return product_seconds(self._hardware, "fp8", work.flops, nbytes)
         return product_seconds(self._hardware, rate, work.flops / times, nbytes)
@@ -271,8 +265,3 @@ def is_message(recording: Recording) -> npt.NDArray[np.bool_]:
 def _is_fp8(dtype: str) -> bool:
     """Whether a dtype is a form of fp8; names of rarer forms are torch's own (Float8_e4m3fnuz)."""
     return dtype.startswith("fp8") or "loat8" in dtype
-
-
-def _moved(operator: str, reads: int, writes: int) -> float:
-    """Bytes that a memory-bound operator moves: the loss's gradient is written only, whatever tensors it is given."""
-    return float(writes if operator.endswith(("::nll_loss_backward", "::nll_loss2d_backward")) else reads + writes)

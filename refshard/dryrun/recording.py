@@ -57,6 +57,8 @@ class Flag(IntFlag):
     """Takes the host's time but launches no kernel (``record_stream``)."""
     VALUE_UNKNOWN = 16
     """The host waits for a value that was never computed, and gets a placeholder."""
+    STRIDED = 32
+    """Pointwise, on tensors that are broadcast or do not lie alike in memory: the kernel computes where each element is."""
 
 
 class Category(IntEnum):
@@ -104,6 +106,9 @@ class Recording:
     - ``threads`` (int32): the host's thread, 0 being the first that asked for anything.
     - ``sites`` (int32, into ``site_table``): the line of the user's script, as ``train.py:31 in train``; only where the
       host waits.
+    - ``host_operators``, ``host_dispatched``, ``host_nodes``, ``host_calls`` (int32): what the host did since the event
+      before: calls of torch's dispatcher (views and composite operators included), those of them made under a Python
+      dispatch mode, autograd nodes run by backward, and calls of Python functions.
     - ``access_ends`` (int64): event ``i`` has the accesses ``access_ends[i - 1] : access_ends[i]`` of
       ``access_addresses``, ``access_sizes`` (int64, bytes) and ``access_writes`` (bool): device memory that it touches.
 
@@ -126,6 +131,10 @@ class Recording:
     categories: npt.NDArray[np.uint8]
     threads: npt.NDArray[np.int32]
     sites: npt.NDArray[np.int32]
+    host_operators: npt.NDArray[np.int32]
+    host_dispatched: npt.NDArray[np.int32]
+    host_nodes: npt.NDArray[np.int32]
+    host_calls: npt.NDArray[np.int32]
     access_ends: npt.NDArray[np.int64]
     access_addresses: npt.NDArray[np.int64]
     access_sizes: npt.NDArray[np.int64]

@@ -49,8 +49,6 @@ RING_PART = 0.69
 corrected in fp32."""
 EAGER_PART = 0.88
 """Of the memory's rate, what torch's eager elementwise kernels reach, which also cast, broadcast and reduce."""
-HOST_LAUNCHES = 1.5
-"""Launches of the host for each kernel that runs (views, allocations, autograd's own)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +249,7 @@ class LayerCosts:
     def _at_least_launched(self, device_s: float, kernels: int) -> float:
         """The host may take longer to launch the kernels than the device to run them."""
         hardware: HardwareSpec = self._hardware
-        return max(device_s, HOST_LAUNCHES * kernels * hardware.host_s) if hardware.asynchronous else device_s
+        return max(device_s, kernels * hardware.host_s) if hardware.asynchronous else device_s
 
 
 def seen_part(model: ModelSpec, length: int) -> float:

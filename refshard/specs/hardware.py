@@ -45,7 +45,7 @@ class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Causal attention as it was measured, since no single rate describes its kernels at all lengths.
 
     ``forward_s`` and ``backward_s`` are seconds per score: a query head times a pair of tokens in the causal half, of
-    which a sequence of T tokens has T * T / 2.
+    which a sequence of T tokens has T * T / 2. Without a ``kernel``, they are those of the kernel that torch chose.
     """
 
     dtype: Dtype
@@ -53,6 +53,7 @@ class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seq_len: int
     forward_s: float
     backward_s: float
+    kernel: AttentionKernel | None = None
 
     def __post_init__(self) -> None:
         for field in ("head_dim", "seq_len"):
@@ -68,7 +69,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     are those of the causal half, backward 2.5 times forward, and ``attention_points`` go before its rate. That rate is
     FlashAttention's; ``attention_kernels`` says how many times as fast another of torch's kernels runs (1 where it is
     not listed). ``memory_bytes_per_s`` is what elementwise kernels reach, bytes read and written, on tensors that no
-    cache holds. ``transcendental_per_s`` is how many exponentials a second such a kernel gets done (0: memory is
+    cache holds; ``average_bytes_per_s`` what the memory-bound kernels of a training step reach on average, which closed
+    forms take since they do not tell these apart (0: as ``memory_bytes_per_s``). ``transcendental_per_s`` is how many exponentials a second such a kernel gets done (0: memory is
     slower), ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as any elementwise kernel),
     ``first_touch_bytes_per_s`` how fast the system provides memory that the process did not have (0: at once, as a
     caching allocator does), ``host_link_bytes_per_s`` what a copy between pinned memory of the host and the device
@@ -92,6 +94,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kernel_s: float
     host_s: float
     multiprocessors: int = 0
+    average_bytes_per_s: float = 0.0
     transcendental_per_s: float = 0.0
     optimizer_bytes_per_s: float = 0.0
     first_touch_bytes_per_s: float = 0.0
@@ -111,7 +114,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         within("memory_bytes", self.memory_bytes, 1, most=2**60)
         finite("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
-        optional = ("transcendental_per_s", "optimizer_bytes_per_s", "first_touch_bytes_per_s", "host_link_bytes_per_s")
+        optional = (
+            "average_bytes_per_s", "transcendental_per_s", "optimizer_bytes_per_s", "first_touch_bytes_per_s",
+            "host_link_bytes_per_s",
+        )  # fmt: skip
         for field in ("kernel_s", "host_s", "tf32_peak", "memory_peak_bytes_per_s", *optional):
             finite(field, getattr(self, field))
         within("multiprocessors", self.multiprocessors, 0)

@@ -45,6 +45,10 @@ py::dict recording() {
   found["categories"] = column<uint8_t>(events, [](const Event& e) { return e.category; });
   found["threads"] = column<int32_t>(events, [](const Event& e) { return e.thread; });
   found["sites"] = column<int32_t>(events, [](const Event& e) { return e.site; });
+  found["host_operators"] = column<int32_t>(events, [](const Event& e) { return e.host.operators; });
+  found["host_dispatched"] = column<int32_t>(events, [](const Event& e) { return e.host.dispatched; });
+  found["host_nodes"] = column<int32_t>(events, [](const Event& e) { return e.host.nodes; });
+  found["host_calls"] = column<int32_t>(events, [](const Event& e) { return e.host.calls; });
   found["access_ends"] = column<int64_t>(events, [](const Event& e) { return e.access_end; });
   py::array_t<int64_t> addresses(static_cast<py::ssize_t>(accesses.size())), sizes(addresses.size());
   py::array_t<bool> writes(addresses.size());
@@ -162,6 +166,7 @@ void bind_memory(py::module_& m) {
 
 void bind_recorder(py::module_& m) {
   m.def("record", [](bool on) { recorder().on = on; });
+  m.def("count_host_work", &count_host_work);
   m.def("clear_recording", [] { recorder().clear(); });
   m.def("recording", &recording);
   m.def("live_blocks", &live_blocks);

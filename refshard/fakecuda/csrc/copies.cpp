@@ -34,7 +34,7 @@ void put_copy(const at::Tensor& to, const at::Tensor& from, StreamId stream) {
   event.signature = recorder().signatures.code(signature);
   event.reads = touched_bytes(from);
   event.writes = touched_bytes(to);
-  event.flags = to.is_cpu() ? kDeviceToHost : from.is_cpu() ? kHostToDevice : 0;
+  event.flags = to.is_cpu() ? kDeviceToHost : from.is_cpu() ? kHostToDevice : lie_alike({to, from}) ? 0 : kStrided;
   std::vector<Access> accesses;
   if (from.is_cuda()) accesses.push_back(access_of(from, false));
   if (to.is_cuda()) accesses.push_back(access_of(to, true));

@@ -14,6 +14,7 @@
 #include "generator.cpp"
 #include "guard.cpp"
 #include "hooks.cpp"
+#include "host_work.cpp"
 #include "host_kernels.cpp"
 #include "large_integers.cpp"
 #include "kernel_workspaces.cpp"

@@ -80,9 +80,22 @@ void describe(const at::Tensor& tensor, std::string& into) {
   into += ']';
 }
 
+bool lie_alike(at::TensorList tensors) {
+  const at::Tensor* like = nullptr;
+  for (const auto& one : tensors) {
+    if (one.numel() < 2) continue;
+    if (like == nullptr) like = &one;
+    if (!one.is_non_overlapping_and_dense() || one.sizes() != like->sizes() || one.strides() != like->strides()) {
+      return false;
+    }
+  }
+  return true;
+}
+
 void Launch::arguments(const torch::jit::Stack& stack, size_t first) {
   const bool overwrites = kOverwriting.contains(schema_.name());
   const bool selects = kSelecting.contains(schema_.name());
+  std::vector<at::Tensor> on_device;
   for (size_t place = 0; place < schema_.arguments().size(); ++place) {
     const auto& argument = schema_.arguments()[place];
     const auto& value = stack[first + place];
@@ -93,6 +106,7 @@ void Launch::arguments(const torch::jit::Stack& stack, size_t first) {
       describe(tensor, signature_);
       inputs_.push_back({tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), tensor.is_cuda()});
       if (!tensor.is_cuda()) return;
+      if (pointwise_) on_device.push_back(tensor);
       const auto bytes = touched_bytes(tensor);
       if (writes) {
         writes_ += bytes;
@@ -102,6 +116,7 @@ void Launch::arguments(const torch::jit::Stack& stack, size_t first) {
       accesses_.push_back(access_of(tensor, writes));
     });
   }
+  if (!lie_alike(on_device)) flags_ |= kStrided;
 }
 
 void Launch::results(const torch::jit::Stack& stack, size_t first) {

@@ -19,13 +19,15 @@ int64_t touched_bytes(const at::Tensor& tensor);
 Access access_of(const at::Tensor& tensor, bool write);
 // As in `bf16[2,8192]`.
 void describe(const at::Tensor& tensor, std::string& into);
+// Whether elements at one place in memory belong together, so that a pointwise kernel need not compute where each is.
+bool lie_alike(at::TensorList tensors);
 
 // Lets the copies of gathered parameters count as unsharded, and what is packed for a reduction as gradients.
 void spread_categories(std::string_view name, const std::vector<Access>& accesses);
 
 class Launch {
  public:
-  explicit Launch(const c10::OperatorHandle& op) : schema_(op.schema()) {}
+  explicit Launch(const c10::OperatorHandle& op) : schema_(op.schema()), pointwise_(op.hasTag(at::Tag::pointwise)) {}
 
   // Before it runs: `stack` from `first` on are its arguments.
   void arguments(const torch::jit::Stack& stack, size_t first);
@@ -47,6 +49,7 @@ class Launch {
   int64_t reads_ = 0, writes_ = 0;
   int32_t flags_ = 0;
   bool view_only_ = true;
+  bool pointwise_;
 };
 
 }  // namespace refshard

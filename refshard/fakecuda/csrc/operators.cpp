@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "generator.h"
+#include "host_work.h"
 #include "known_shapes.h"
 #include "large_integers.h"
 #include "launch.h"
@@ -244,6 +245,7 @@ std::vector<Workspace> workspaces_of(const c10::OperatorHandle& op, const Launch
 }  // namespace
 
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  StandIn stand_in;
   const auto& name = op.schema().name();
   const auto first = stack->size() - op.schema().arguments().size();
   DeviceScope scope(device_of_arguments(*stack, first));

@@ -10,11 +10,13 @@
 #include <utility>
 #include <vector>
 
+#include "host_work.h"
+
 namespace refshard {
 
 enum class Kind : uint8_t { Launch, Collective, Record, Wait, Synchronise, Allocate, Free, Segment, Mark, Hold };
 enum class Phase : uint8_t { Other, Forward, Backward, Recompute, Optimizer };
-enum Flag : int32_t { kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16 };
+enum Flag : int32_t { kCausal = 1, kHostToDevice = 2, kDeviceToHost = 4, kHostOnly = 8, kValueUnknown = 16, kStrided = 32 };
 enum class Category : uint8_t { Other, Parameters, Gradients, Optimizer, Unsharded, Activations, Workspace };
 
 constexpr int64_t kNoStream = -1;
@@ -52,6 +54,7 @@ struct Event {
   Phase phase = Phase::Other;
   Category category = Category::Other;
   int64_t access_end = 0;
+  HostWork host;  // since the event before
 };
 
 // Where the host is: in which module, and in which part of a step.
