@@ -8,6 +8,7 @@ from refshard.commands.folders import find_run
 from refshard.commands.printing import tell
 from refshard.dryrun.published import Prediction
 from refshard.dryrun.published import predict as predict_by_dry_run
+from refshard.dryrun.recorded import recorded_cases
 from refshard.errors import SpecError
 from refshard.estimate.claims import predicted_claims
 from refshard.estimate.published import load_runs, predicted
@@ -27,7 +28,7 @@ def validate(
     """Predictions beside the measured cases of a run, or without one beside every published table and claim.
 
     ``published`` is a table of one's own, instead of those that ship. With the fidelity "dryrun", published runs beside
-    dry runs, of those whose names hold ``only``.
+    dry runs, of those whose names hold ``only``; without it, also the recorded cases of real GPUs.
 
     Raises:
         StoreError: there is no run in the folder, or it is damaged.
@@ -76,7 +77,7 @@ def _by_dry_runs(run: Path | None, only: str | None) -> Answer:
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:  # each dry run is a process of its own
         found = list(pool.map(predicted, range(1, len(chosen) + 1), chosen, chosen.values()))
-    return dryrun_validation_answer(found)
+    return dryrun_validation_answer(found, recorded_cases() if only is None else ())
 
 
 def _of_run(folder: Path) -> Answer:

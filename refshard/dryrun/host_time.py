@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from refshard.dryrun.recording import Flag, Kind, Recording
+from refshard.dryrun.recording import HOST_COUNTS, Flag, Kind, Recording
 
 
 class HostCosts(NamedTuple):
@@ -41,7 +41,8 @@ COSTS = HostCosts(
 
 def host_seconds(recording: Recording, host_s: float) -> npt.NDArray[np.float64]:
     """Seconds by event, on a machine whose host needs ``host_s`` for a kernel of a small decoder layer."""
-    return host_work(recording) @ np.array(COSTS) * (host_s / PER_KERNEL_S)
+    seconds: npt.NDArray[np.float64] = host_work(recording) @ np.array(COSTS) * (host_s / PER_KERNEL_S)
+    return seconds
 
 
 def host_work(recording: Recording) -> npt.NDArray[np.float64]:
@@ -49,5 +50,4 @@ def host_work(recording: Recording) -> npt.NDArray[np.float64]:
     kinds = recording.kinds
     launches = np.isin(kinds, (Kind.LAUNCH, Kind.COLLECTIVE)) & (recording.flags & Flag.HOST_ONLY == 0)
     events = np.isin(kinds, (Kind.RECORD, Kind.WAIT))
-    counted = (recording.host_operators, recording.host_dispatched, recording.host_nodes, recording.host_calls)
-    return np.column_stack((launches, events, *counted)).astype(np.float64)
+    return np.column_stack((launches, events, *(getattr(recording, name) for name in HOST_COUNTS))).astype(np.float64)

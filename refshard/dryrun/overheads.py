@@ -17,8 +17,8 @@ class Overhead:
 CONTEXT = Overhead(
     name="CUDA context, loaded kernels, cuBLAS and cuDNN",
     bytes=767 * MIB,
-    source="measured on an H200 with CUDA 13: 527 MiB for the context, 92 for the first kernels, 131 for cuBLAS, 18 for "
-    "attention (profiles/recorded/h200/outside.json)",
+    source="measured on an H200 with CUDA 13: 527 MiB for the context, 92 for the first kernels, 131 for cuBLAS, 18 "
+    "for attention (profiles/recorded/h200/outside.json)",
 )
 _NCCL = Overhead(
     name="NCCL buffers",

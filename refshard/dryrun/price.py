@@ -38,7 +38,7 @@ from refshard.specs.hardware import Dtype
 NO_LINK, WITHIN, BETWEEN, SENDING, RECEIVING = -1, 0, 1, 2, 3
 """Codes of :attr:`Prices.links`: what a collective occupies. Messages go both ways at once, so they have two."""
 GROUPED_PART = 0.76
-"""Of a plain product's rate, what a grouped one reaches: Qwen3-30B-A3B's experts on an H200 (``tests/gpu/quick/fit.py``)."""
+"""Of a plain product's rate, what a grouped one reaches: the experts of Qwen3-30B-A3B on an H200."""
 _AS: dict[str, CollectiveOp] = {
     "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce",
     "all_to_all": "all_to_all", "broadcast": "broadcast", "reduce": "broadcast", "gather": "all_gather",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -107,6 +107,14 @@ class Prediction:
             return ()
         bound = (f"memory kept by record_stream() is an upper bound: {self.doubt}",) if self.doubt else ()
         return (*caveats(self.run), *bound)
+
+
+class HasError(Protocol):
+    """A prediction beside what it predicted."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a fraction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +287,7 @@ def _compared(run: PublishedRun, predicted: dict[Figure, float], other: dict[Fig
     )
 
 
-def errors_of(found: Sequence[Compared]) -> Errors | None:
+def errors_of(found: Sequence[HasError]) -> Errors | None:
     """None of nothing."""
     errors = [abs(one.error) for one in found]
     return Errors(count=len(errors), median=median(errors), worst=max(errors)) if errors else None

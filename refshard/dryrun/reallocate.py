@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.dryrun.progress import Follower
-from refshard.dryrun.recording import NO_STREAM, Kind, Recording
+from refshard.dryrun.recording import HOST_COUNTS, NO_STREAM, Kind, Recording
 from refshard.dryrun.request import Pool
 
 EMPTY_CACHE = "empty_cache"
@@ -145,7 +145,7 @@ def with_segments(recording: Recording, found: Reallocation) -> Recording:
     return replace(recording, **columns, sizes=sizes, access_ends=np.maximum.accumulate(ends))
 
 
-_BLANK = ("names", "subjects", "reads", "writes", "signatures", "flags", "categories", "sites")
+_BLANK = ("names", "subjects", "reads", "writes", "signatures", "flags", "categories", "sites", *HOST_COUNTS)
 _COPIED = (*_BLANK, "kinds", "streams", "modules", "phases", "threads")
 
 

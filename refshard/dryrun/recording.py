@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 NO_STREAM = -1
+HOST_COUNTS = ("host_operators", "host_dispatched", "host_nodes", "host_calls")
+"""Columns that count what the host did."""
 
 
 class Kind(IntEnum):
@@ -58,7 +60,7 @@ class Flag(IntFlag):
     VALUE_UNKNOWN = 16
     """The host waits for a value that was never computed, and gets a placeholder."""
     STRIDED = 32
-    """Pointwise, on tensors that are broadcast or do not lie alike in memory: the kernel computes where each element is."""
+    """Pointwise, and a tensor is broadcast or lies in memory unlike the others: each element's address is computed."""
 
 
 class Category(IntEnum):
@@ -144,6 +146,10 @@ class Recording:
     module_table: tuple[str, ...]
     site_table: tuple[str, ...]
     groups: dict[int, Group]
+
+    def __post_init__(self) -> None:
+        lengths = {len(getattr(self, name)) for name in (*HOST_COUNTS, "names", "sizes", "access_ends")}
+        assert lengths == {len(self.kinds)}, "a column of the recording has another length than the others"
 
     def __len__(self) -> int:
         return len(self.kinds)

@@ -65,22 +65,24 @@ class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accelerator, or one rank's share of a CPU. ``sources`` says of each field where its value comes from.
 
-    ``matmul`` and ``attention`` are by dtype (fp32, bf16), ``matmul`` also fp8 where that is known; attention's FLOPs
-    are those of the causal half, backward 2.5 times forward, and ``attention_points`` go before its rate. That rate is
-    FlashAttention's; ``attention_kernels`` says how many times as fast another of torch's kernels runs (1 where it is
-    not listed). ``memory_bytes_per_s`` is what elementwise kernels reach, bytes read and written, on tensors that no
-    cache holds; ``average_bytes_per_s`` what the memory-bound kernels of a training step reach on average, which closed
-    forms take since they do not tell these apart (0: as ``memory_bytes_per_s``). ``transcendental_per_s`` is how many exponentials a second such a kernel gets done (0: memory is
-    slower), ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as any elementwise kernel),
-    ``first_touch_bytes_per_s`` how fast the system provides memory that the process did not have (0: at once, as a
-    caching allocator does), ``host_link_bytes_per_s`` what a copy between pinned memory of the host and the device
-    reaches (0: unknown). ``kernel_s`` is what any kernel takes however little it does, ``host_s`` what the host needs
-    to launch one. On hardware that is ``asynchronous`` the host runs ahead of the device (CUDA); elsewhere it is the
-    device, and both are the cost of one eager operation. ``multiprocessors`` is 0 where there is no such thing.
-    ``device_name`` and ``capability`` (major, minor) are what torch.cuda reports of it; ``also_named`` are further
-    names of devices with the same peaks. ``tf32_peak`` is the dense rate of fp32 products whose operands tensor cores
-    round to TF32, which torch does only if allowed (0: unknown). ``memory_peak_bytes_per_s`` is the bandwidth of the
-    memory by the data sheet, which rooflines are drawn with (0: unknown).
+    ``matmul`` and ``attention`` are by dtype (fp32, bf16), ``matmul`` also fp8 where that is known; attention's
+    FLOPs are those of the causal half, backward 2.5 times forward, and ``attention_points`` go before its rate.
+    That rate is FlashAttention's; ``attention_kernels`` says how many times as fast another of torch's kernels runs
+    (1 where it is not listed). ``memory_bytes_per_s`` is what elementwise kernels reach, bytes read and written, on
+    tensors that no cache holds; ``average_bytes_per_s`` what the memory-bound kernels of a training step reach on
+    average, which closed forms take since they do not tell these apart (0: as ``memory_bytes_per_s``).
+    ``transcendental_per_s`` is how many exponentials a second such a kernel gets done (0: memory is slower),
+    ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as any elementwise kernel), ``first_touch_bytes_per_s``
+    how fast the system provides memory that the process did not have (0: at once, as a caching allocator does),
+    ``host_link_bytes_per_s`` what a copy between pinned memory of the host and the device reaches (0: unknown).
+    ``kernel_s`` is what any kernel takes however little it does, ``host_s`` what the host needs per kernel of a
+    small decoder layer, forward and backward, with all of torch and Python that leads to it. On hardware that is
+    ``asynchronous`` the host runs ahead of the device (CUDA); elsewhere it is the device, and both are the cost of
+    one eager operation. ``multiprocessors`` is 0 where there is no such thing. ``device_name`` and ``capability``
+    (major, minor) are what torch.cuda reports of it; ``also_named`` are further names of devices with the same
+    peaks. ``tf32_peak`` is the dense rate of fp32 products whose operands tensor cores round to TF32, which torch
+    does only if allowed (0: unknown). ``memory_peak_bytes_per_s`` is the bandwidth of the memory by the data sheet,
+    which rooflines are drawn with (0: unknown).
 
     ``matmul`` and ``attention`` are what a device sustains. ``matmul_burst`` and ``attention_burst`` are what it
     reached in short bursts, before power and temperature brought its clocks down; nothing is predicted from these.

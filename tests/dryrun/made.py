@@ -25,7 +25,8 @@ from refshard.dryrun.recording import NO_STREAM, Category, Flag, Group, Kind, Ph
 _TYPES: dict[str, type] = {
     "kinds": np.uint8, "names": np.int32, "streams": np.int64, "subjects": np.int64, "sizes": np.int64,
     "reads": np.int64, "writes": np.int64, "signatures": np.int32, "modules": np.int32, "phases": np.uint8,
-    "flags": np.int32, "categories": np.uint8, "threads": np.int32, "sites": np.int32,
+    "flags": np.int32, "categories": np.uint8, "threads": np.int32, "sites": np.int32, "host_operators": np.int32,
+    "host_dispatched": np.int32, "host_nodes": np.int32, "host_calls": np.int32,
 }  # fmt: skip
 Access = tuple[int, int, bool]
 """Address, bytes, and whether it is written."""
@@ -51,12 +52,12 @@ class Made:
 
     def launch(
         self, name: str = "aten::add", *, stream: int = 0, signature: str = "", reads: int = 0, writes: int = 0,
-        flags: Flag | int = 0, accesses: Sequence[Access] = (),
+        flags: Flag | int = 0, accesses: Sequence[Access] = (), **host: int,
     ) -> int:  # fmt: skip
-        """An operator."""
+        """An operator; ``host`` are counts of what the host did before it (``host_calls=3``)."""
         return self._add(
             Kind.LAUNCH, name, streams=stream, signatures=signature, reads=reads, writes=writes, flags=int(flags),
-            accesses=accesses,
+            accesses=accesses, **host,
         )  # fmt: skip
 
     def collective(

@@ -5,14 +5,15 @@ Tensors are large enough not to be resident; each check returns shapes, dtypes o
 
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from refshard.dryrun.recording import Flag, Kind
+from refshard.dryrun.recording import HOST_COUNTS, Flag, Kind
 from refshard.fakecuda.build import NAME
 from tests.fakecuda.child import check
 
@@ -81,6 +82,74 @@ def optimizers() -> dict[str, int]:
 def _names(ext: Any, kind: Kind) -> list[str]:
     table = ext.recording()
     return [table["name_table"][name] for of, name in zip(table["kinds"], table["names"]) if of == kind]
+
+
+def recording_of(run: Callable[[], object]) -> dict[str, Any]:
+    """Columns by name."""
+    ext: Any = sys.modules[NAME]
+    ext.clear_recording()
+    ext.record(True)
+    run()
+    ext.mark("end")
+    ext.record(False)
+    found: dict[str, Any] = ext.recording()
+    return found
+
+
+@check
+def strided() -> dict[str, bool]:
+    """Which operators compute the address of each element."""
+    x, y = (torch.ones(WIDE, WIDE, device="cuda") for _ in range(2))
+    runs: dict[str, Callable[[], object]] = {
+        "alike": lambda: x * y,
+        "with a scalar": lambda: x * 2.0,
+        "both transposed": lambda: x.t() * y.t(),
+        "one transposed": lambda: x * y.t(),
+        "broadcast": lambda: x * y[:1],
+        "columns": lambda: x[:, :8] + y[:, :8],
+        "copy": lambda: x.copy_(y),
+        "transposing copy": lambda: x.copy_(y.t()),
+        "expanding copy": lambda: x.copy_(y[:1]),
+        "product": lambda: x @ y.t(),
+    }
+    return {name: bool((recording_of(run)["flags"] & Flag.STRIDED).any()) for name, run in runs.items()}
+
+
+class PassThrough(TorchDispatchMode):
+    """A dispatch mode that does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@check
+def host_work() -> dict[str, dict[str, int]]:
+    """What the host does for a chain of ten multiplications, in several ways, in all."""
+    x = torch.ones(WIDE, WIDE, device="cuda", requires_grad=True)
+
+    def chain(y: torch.Tensor, step: Callable[[torch.Tensor], torch.Tensor] = lambda y: y * 1.5) -> torch.Tensor:
+        for _ in range(10):
+            y = step(y)
+        return y
+
+    def moded() -> None:
+        with PassThrough():
+            chain(x)
+
+    def summed(run: Callable[[], object]) -> dict[str, int]:
+        recording_of(lambda: None)  # takes what was counted until now
+        columns = recording_of(run)
+        return {name.removeprefix("host_"): int(columns[name].sum()) for name in HOST_COUNTS}
+
+    ext: Any = sys.modules[NAME]
+    ext.count_host_work()
+    return {
+        "forward": summed(lambda: chain(x)),
+        "forward again": summed(lambda: chain(x)),
+        "with views": summed(lambda: chain(x, lambda y: y.view(-1).view(WIDE, WIDE) * 1.5)),
+        "under a mode": summed(moded),
+        "forward and backward": summed(lambda: torch.autograd.grad(chain(x).sum(), [x])),
+    }
 
 
 @check

@@ -31,6 +31,22 @@ def test_a_fused_optimizer_is_one_launch(seen: Seen) -> None:
     assert seen("optimizers") == {"AdamW": 1, "Adam": 1, "SGD": 1, "Adagrad": 1}
 
 
+def test_pointwise_operators_on_tensors_that_lie_unlike_each_other_are_strided(seen: Seen) -> None:
+    alike = ("alike", "with a scalar", "both transposed", "copy", "product")
+    unlike = ("one transposed", "broadcast", "columns", "transposing copy", "expanding copy")
+    assert seen("strided") == dict.fromkeys(alike, False) | dict.fromkeys(unlike, True)
+
+
+def test_what_the_host_does_is_counted_alike_in_every_run(seen: Seen) -> None:
+    found = seen("host_work")
+    forward, backward = found["forward"], found["forward and backward"]
+    assert forward == found["forward again"]
+    assert found["with views"]["operators"] - forward["operators"] == 20
+    assert (forward["nodes"], backward["nodes"]) == (0, 11)  # ten products and a sum
+    assert (forward["dispatched"], found["under a mode"]["dispatched"]) == (0, 20)
+    assert 10 < forward["calls"] < 20 < found["under a mode"]["calls"]  # ten of the step's own
+
+
 def test_memory_has_addresses_without_pages(seen: Seen) -> None:
     assert seen("memory") == {"pages": True, "allocated": True}
 

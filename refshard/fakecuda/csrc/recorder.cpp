@@ -41,7 +41,7 @@ void Recorder::add(Event event, const std::vector<Access>& accesses) {
   event.module = where.module;
   event.phase = where.phase;
   event.thread = this_thread;
-  event.host = take_host_work();
+  if (event.kind != Kind::Segment) event.host = take_host_work();  // or it is the allocation's that follows
   accesses_.insert(accesses_.end(), accesses.begin(), accesses.end());
   event.access_end = static_cast<int64_t>(accesses_.size());
   events_.push_back(event);

@@ -1,20 +1,25 @@
-"""Published runs beside their dry runs, as a table and as objects."""
+"""Published runs, and cases measured on GPUs, beside their dry runs: as tables and as objects."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from refshard.dryrun.published import Compared, Errors, Prediction, caveats, errors_of
+from refshard.dryrun.recorded import RecordedCase
+from refshard.quantities import format_seconds
 from refshard.report.answer import Answer, Column, Notes, Table, Verdict
 
 
-def dryrun_validation_answer(found: Sequence[Prediction]) -> Answer:
-    """A row for each figure, and what the errors come to, apart for rows that constants may be fitted on."""
+def dryrun_validation_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase] = ()) -> Answer:
+    """A row for each figure, and what the errors come to, apart for rows that constants may be fitted on.
+
+    ``recorded`` cases have a table and errors of their own.
+    """
     heads = ["run", "figure", "published", "dry run", "error", "other allocator mode"]
     objects = validation_objects(found)
     rows = [{"name": one["name"], "half": one["half"], **figure} for one in objects for figure in one["compared"]]
-    told = _errors(found)
+    told = [*_errors(found), *_recorded_errors(recorded)]
     return Answer(
-        data={"verdict": told, "runs": objects},
+        data={"verdict": told, "runs": objects, "recorded": [_recorded_object(one) for one in recorded]},
         rows=rows,
         columns=("name", "half", "figure", "published", "predicted", "error", "other_mode"),
         blocks=[
@@ -23,6 +28,7 @@ def dryrun_validation_answer(found: Sequence[Prediction]) -> Answer:
                 rows=[_row(one, figure) for one in found for figure in one.compared],
             ),
             Notes(sentences=_caveats(found)),
+            *([_recorded_table(recorded)] if recorded else []),
             Verdict(sentences=told),
         ],
     )
@@ -51,6 +57,42 @@ def _errors(found: Sequence[Prediction]) -> list[str]:
             if (errors := errors_of(chosen)) is not None:
                 told.append(f"{words}, {half}: {_said(errors)}")
     return told
+
+
+def _recorded_table(recorded: Sequence[RecordedCase]) -> Table:
+    heads = ["measured on a GPU", "figure", "measured", "dry run", "error"]
+    rows = []
+    for one in recorded:
+        measured, predicted = (
+            f"{value:,.2f} GiB" if one.figure == "reserved" else format_seconds(value)
+            for value in (one.measured, one.predicted)
+        )
+        name = f"{one.machine}: {one.name}" + (f" ({one.half})" if one.figure == "step time" else "")
+        rows.append([name, one.figure, measured, predicted, f"{one.error:+.2%}"])
+    return Table(
+        columns=[Column(head, "left" if place < 2 else "right") for place, head in enumerate(heads)], rows=rows
+    )
+
+
+def _recorded_errors(recorded: Sequence[RecordedCase]) -> list[str]:
+    """Of memory, to which nothing was fitted, and of both halves of step times."""
+    told = []
+    for machine in dict.fromkeys(one.machine for one in recorded):
+        cases = [one for one in recorded if one.machine == machine]
+        groups = {"reserved memory": [one for one in cases if one.figure == "reserved"]}
+        for half in ("fit", "held out"):
+            groups[f"step time, {half}"] = [one for one in cases if one.figure == "step time" and one.half == half]
+        for words, group in groups.items():
+            if (errors := errors_of(group)) is not None:
+                told.append(f"measured on {machine}, {words}: {_said(errors)}")
+    return told
+
+
+def _recorded_object(one: RecordedCase) -> dict[str, Any]:
+    return {
+        "machine": one.machine, "name": one.name, "half": one.half, "figure": one.figure, "measured": one.measured,
+        "predicted": one.predicted, "error": one.error,
+    }  # fmt: skip
 
 
 def _caveats(found: Sequence[Prediction]) -> list[str]:

@@ -13,6 +13,8 @@ from refshard.quantities import format_bytes, format_percent, format_seconds, fo
 from refshard.report.answer import Block, Notes, Text, Verdict, table
 
 _LISTED = 8
+_HOST_BOUND = 0.1
+"""Part of a step that the GPU waits for the host, from which on the step counts as host-bound."""
 CATEGORIES = {
     Category.PARAMETERS: "parameters",
     Category.GRADIENTS: "gradients",
@@ -291,6 +293,12 @@ def _advice(found: Analysis) -> Iterator[str]:
     if found.figures is None:
         return
     figures = found.figures
+    if figures.host_bound_s > _HOST_BOUND * figures.step_s:
+        yield (
+            "Host-bound: the step time depends on the host. The profile's host needs "
+            f"{format_seconds(found.hardware.host_s)} per kernel of a small layer, others may need a fraction. Measure "
+            "yours: refshard calibrate."
+        )
     losses = {
         f"exposed communication takes {format_seconds(figures.exposed_comm_s)} per step. Try: prefetching, "
         "larger batches, or sharding within a node only (HSDP).": figures.exposed_comm_s,

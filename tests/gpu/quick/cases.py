@@ -10,10 +10,16 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
+
+from refshard.specs.cluster import ClusterSpec, LinkSpec, load_cluster
+from refshard.specs.writing import to_toml
 
 FILE = Path(__file__).with_name("cases.txt")
 SCRIPT = Path(__file__).with_name("train.py")
+Half = Literal["fit", "held out"]
 LIMIT_S, COMPILING_LIMIT_S = 60.0, 110.0
 SQUEEZE = """
 import lzma, pathlib, sys
@@ -65,6 +71,11 @@ def read_cases(file: Path = FILE) -> list[Case]:
     ]
 
 
+def half_of(case: Case) -> Half:
+    """Whether constants of dry runs may be fitted to the case: to every other one."""
+    return ("fit", "held out")[[one.name for one in read_cases()].index(case.name) % 2]
+
+
 def in_turns(cases: Sequence[Case]) -> Iterator[tuple[int, Case]]:
     """Every launch, with its number: second ones after all first ones."""
     for launch in range(max((case.launches for case in cases), default=0)):
@@ -106,14 +117,20 @@ def measure(out: Path, seconds: float, cases: Sequence[Case]) -> None:
 
 
 def predict(out: Path, cluster: str, only: Sequence[str] = ()) -> None:
-    """Dry-run all cases, or those named, as rank 0 of as many nodes of ``cluster`` as they need."""
+    """Dry-run all cases, or those named, as rank 0 of as many nodes of ``cluster`` as they need.
+
+    Links are those of torch's fake backend, which the cases run on: it sends nothing, and copies what a rank has into
+    its own result.
+    """
     out.mkdir(parents=True, exist_ok=True)
+    profile = out / f"{cluster}.toml"
+    profile.write_text(to_toml(_of_fake_backend(load_cluster(cluster))))
     for case in read_cases():
         if only and case.name not in only:
             continue
         nodes = -(-case.world_size // 8)
         command = [
-            sys.executable, "-m", "refshard", "dryrun", "--cluster", cluster + (f"x{nodes}" if nodes > 1 else ""),
+            sys.executable, "-m", "refshard", "dryrun", "--cluster", f"{profile}" + (f"x{nodes}" if nodes > 1 else ""),
             "--world-size", str(case.world_size), "--steps", str(case.steps), "--json",
             "--", str(SCRIPT), "--out", os.devnull, *case.arguments,
         ]  # fmt: skip
@@ -125,10 +142,21 @@ def predict(out: Path, cluster: str, only: Sequence[str] = ()) -> None:
             print(f"{case.name}: {done.stderr[-300:]}", flush=True)
             continue
         told = json.loads(done.stdout)
-        row = {"name": case.name, "cluster": cluster, **_told(told)}
+        row = {"name": case.name, "half": half_of(case), "cluster": cluster, **_told(told)}
         with (out / f"predicted-{cluster}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{case.name}: {row['outcome']} {row['error']} {row['peak']['reserved'] / 2**30:.3f} GiB", flush=True)
+
+
+def _of_fake_backend(cluster: ClusterSpec) -> ClusterSpec:
+    hardware = cluster.accelerator
+    link = LinkSpec(bytes_per_s=hardware.memory_bytes_per_s / 2, latency_s=0.0)  # read and written
+    source = "torch's fake backend: a copy within the device"
+    return msgspec.structs.replace(
+        cluster, hardware=hardware, within=link, between=link, quick=None, straggling=0.0,
+        compute_beside_communication=1.0, communication_beside_compute=1.0,
+        sources=cluster.sources | {"within": source, "between": source},
+    )  # fmt: skip
 
 
 def _told(told: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""``python -m tests.gpu.quick.fit``: hold what dry runs assume of kernels and of the host to what was recorded on a GPU.
+"""``python -m tests.gpu.quick.fit``: what dry runs assume of kernels and of the host, and what a GPU's records say.
 
-Every other case of ``cases.txt`` is fitted, the others are held out. Kernels: by group of operators, their time in the
+Half of the cases are fitted, the others held out (``cases.half_of``). Kernels: by group of operators, their time in the
 recorded traces, and that over the dry run's; 1.00 means that the constants of ``refshard/dryrun/moves.py`` and of the
 profile fit. Host: the costs of ``refshard/dryrun/host_time.py``. Each starts from what ``host.json`` has of calls in a
 loop, times one factor for all, since code that runs once is slower than a loop. Least squares over the logarithms of
@@ -30,25 +30,29 @@ from refshard.dryrun.run import dry_run
 from refshard.dryrun.steps import steps_of
 from refshard.dryrun.work import work_of
 from refshard.specs.cluster import load_cluster
-from tests.gpu.quick.cases import SCRIPT, Case, read_cases
+from tests.gpu.quick.cases import SCRIPT, Case, half_of, read_cases
 
 RECORDS = Path(__file__).parents[3] / "profiles" / "recorded" / "h200"
 CLUSTER = "hgx-h200"
 NOISE, WIDTH, SMALL_S = 0.2, 0.5, 4e-3
-"""Noise of the host's times, as a fraction; what is known of a cost, as a logarithm; parts shorter than this count less."""
+"""Noise of the host's times and uncertainty of a cost, as logarithms; parts shorter than this count less."""
 PARTS = ((Phase.OTHER, Phase.FORWARD), (Phase.BACKWARD, Phase.RECOMPUTE), (Phase.OPTIMIZER,))
 """Phases of what ``train.py`` times: up to ``forward_s``, from there to ``backward_s``, from there to ``issued_s``."""
 
 
+_NO_KERNEL = Flag.HOST_ONLY | Flag.DEVICE_TO_HOST | Flag.HOST_TO_DEVICE
+
+
 def main() -> None:
     """Dry-run each case that was recorded, and print both tables."""
-    traces = {row["case"]: row for row in map(json.loads, gzip.open(RECORDS / "kernels.jsonl.gz", "rt"))}
+    with gzip.open(RECORDS / "kernels.jsonl.gz", "rt") as file:
+        traces = {row["case"]: row for row in map(json.loads, file)}
     timed = _timed()
     kernels: dict[str, Counter[tuple[str, str]]] = {"fit": Counter(), "held out": Counter()}
     work: dict[str, list[npt.NDArray[np.float64]]] = {"fit": [], "held out": []}
     seconds: dict[str, list[float]] = {"fit": [], "held out": []}
-    for number, case in enumerate(read_cases()):
-        half, narrow = ("fit", "held out")[number % 2], case.name.startswith("narrow")
+    for case in read_cases():
+        half, narrow = half_of(case), case.name.startswith("narrow")
         if case.name not in (timed if narrow else traces) or "compile" in case.name or "qlora" in case.name:
             continue
         print(f"{case.name}: {half}", file=sys.stderr, flush=True)
@@ -69,7 +73,7 @@ def main() -> None:
     print(*(f"{name} = {cost:.3g}" for name, cost in zip(HostCosts._fields, costs)), sep="\n")
     for half in ("fit", "held out"):
         errors = _step_errors(np.array(work[half]) @ costs, np.array(seconds[half]))
-        print(f"host's part of a step, {half}: {len(errors)} cases, median error {median(errors):.1%}, worst {max(errors):.1%}")
+        print(f"host, {half}: {len(errors)} cases, median error {median(errors):.1%}, worst {max(errors):.1%}")
 
 
 def _cells(measured: float, predicted: float) -> str:
@@ -140,7 +144,8 @@ def _fit_host(work: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -
 def _step_errors(predicted: npt.NDArray[np.float64], measured: npt.NDArray[np.float64]) -> list[float]:
     parts = len(PARTS)
     sums = predicted.reshape(-1, parts).sum(axis=1) / measured.reshape(-1, parts).sum(axis=1)
-    return np.abs(sums - 1).tolist()
+    found: list[float] = np.abs(sums - 1).tolist()
+    return found
 
 
 def _measured(trace: dict[str, Any]) -> Counter[str]:
@@ -148,7 +153,7 @@ def _measured(trace: dict[str, Any]) -> Counter[str]:
     found: Counter[str] = Counter()
     for kernel in trace["kernels"]:
         if not any(part in kernel["kernel"] for part in ("Memcpy", "Memset")):
-            found[_measured_group(kernel)] += 1e-6 * kernel["n"] * kernel["us"] / trace["steps"]  # type: ignore[assignment]
+            found[_measured_group(kernel)] += 1e-6 * kernel["n"] * kernel["us"] / trace["steps"]
     return found
 
 
@@ -170,7 +175,7 @@ def _predicted(recording: Recording, case: Case) -> Counter[str]:
     found: Counter[str] = Counter()
     for row in _last_step(recording).tolist():
         flags = int(recording.flags[row])
-        if recording.kinds[row] == Kind.LAUNCH and not flags & (Flag.HOST_ONLY | Flag.DEVICE_TO_HOST | Flag.HOST_TO_DEVICE):
+        if recording.kinds[row] == Kind.LAUNCH and not flags & _NO_KERNEL:
             name, text = (
                 table[codes[row]]
                 for table, codes in (
