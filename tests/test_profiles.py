@@ -52,7 +52,7 @@ def test_an_accelerators_numbers_are_of_a_plausible_order(name: str) -> None:
     for dtype, rate in found.attention.items():
         assert 0.2 < rate.flops_per_s / found.matmul[dtype].flops_per_s < 1
     if name not in OF_ONE_MACHINE:
-        assert 1e-6 < found.kernel_s <= found.host_s < 2e-5
+        assert 1e-6 < found.kernel_s <= found.host_s < 1e-4
     assert 100 < found.multiprocessors < 320
 
 

@@ -153,7 +153,7 @@ class _Rank:
         workspace = gathered + put_off + np.maximum(held.loss, of_head)
         begun = held.layers * held.puts_off * np.minimum(held.waiting, 1 / self._parts)
         return self._moment(
-            self._gradients - self._coming(), self._whole(), self._activations - begun,
+            self._gradients - self._coming() + self._first_bucket(), self._whole(), self._activations - begun,
             np.where(held.loss > 0, workspace, 0),
         )  # fmt: skip
 
@@ -179,7 +179,8 @@ class _Rank:
         recast = np.where(here, element * held.recasts, 0)
         workspace = np.where(here, held.logits * (1 + 2 * MASTER_BYTES / element), 0)
         return self._moment(
-            self._gradients - self._coming(), self._whole() + recast, self._activations, workspace
+            self._gradients - self._coming() + self._first_bucket(), self._whole() + recast, self._activations,
+            workspace,
         )  # fmt: skip
 
     def _last_layer(self) -> Memory:
@@ -270,6 +271,10 @@ class _Rank:
         )
         found = np.where(self._by_unit & self._pipelined, MASTER_BYTES * whole, found)
         return np.where(candidates.flag("offload") & self._by_unit, 0, found)
+
+    def _first_bucket(self) -> Floats:
+        """The one bucket of DDP's first step, which NCCL holds in the second until one of the later ones is reduced."""
+        return np.where(self._is("casts"), MASTER_BYTES * self._held.parameters, 0)
 
     def _coming(self) -> Floats:
         """Gradients that are not there before the backward of a step's first microbatch; later ones find them there."""

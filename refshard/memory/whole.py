@@ -15,12 +15,16 @@ class Whole(Holdings):
     Without buckets to reduce in, as DDP has none before the last microbatch, a gradient stays as it came and later ones
     are added to it. A bucket takes a gradient as it arrives, with what was there before. In bf16, forward runs
     under autocast (:mod:`refshard.memory.autocast`); gradients arrive in fp32 all the same.
+
+    DDP's first step has one bucket for all gradients. The second step makes the buckets of all later ones, while NCCL
+    still holds the first until one of them is reduced: this is the step that is counted.
     """
 
     _own: bool
     _buckets: bool
     _open: Buckets
     _kept: int
+    _first_bucket: int
 
     def settle(self) -> None:
         """See :meth:`Holdings.settle`."""
@@ -39,6 +43,10 @@ class Whole(Holdings):
     def open_pass(self, *, first: bool, last: bool) -> None:
         """See :meth:`Holdings.open_pass`."""
         self._buckets = last and bool(self.setting.recipe.bucket_bytes)
+        self._first_bucket = 0
+        if self._buckets and self.setting.library == "nccl":
+            self._first_bucket = self.setting.reduced * sum(sum(numels(unit)) for unit in self.setting.units)
+            self.ledger.take("gradients", self._first_bucket)
         self._own = not first
         self._open = Buckets(self.setting.recipe, self.setting.reduced)
 
@@ -75,5 +83,8 @@ class Whole(Holdings):
 
     def _reduce(self, numel: int) -> None:
         """Reduce a bucket of so many elements, if it has any."""
+        if numel:
+            self.ledger.free("gradients", self._first_bucket)
+            self._first_bucket = 0
         if numel and self.setting.gloo and self.setting.replicas > 1:
             gloo_all_reduce(self.ledger, self.setting.reduced * numel, self.setting.replicas)

@@ -317,6 +317,41 @@ def streams() -> dict[str, list[str]]:
 
 
 @check
+def unwaited() -> dict[str, int]:
+    """Megabytes that stay allocated when only a work held them, after further collectives of the group."""
+    dist.all_reduce(mine(4))
+    before = torch.cuda.memory_allocated()
+
+    def held() -> int:
+        return round((torch.cuda.memory_allocated() - before) / 2**20)
+
+    def start() -> Any:
+        return dist.all_reduce(torch.ones(8 << 18, device="cuda"), async_op=True)  # 8 MiB
+
+    found = {}
+    wait(start())
+    found["waited for"] = held()
+    work = start()
+    work.get_future().wait()  # as DDP's reducer: the stream waits, the work is not told
+    del work
+    found["not waited for"] = held()
+    dist.all_reduce(mine(4))
+    found["after a collective at once"] = held()
+    small, trained = mine(4), torch.ones(4, device="cuda", requires_grad=True)
+    trained.register_hook(lambda gradient: wait(dist.all_reduce(gradient, async_op=True)))
+    (2 * trained).sum().backward()
+    found["after one in a backward"] = held()
+    del trained
+    start()
+    for _ in range(1000):
+        small.add_(1)
+    found["after a thousand launches"] = held()
+    dist.all_reduce(small)
+    found["after a collective much later"] = held()
+    return found
+
+
+@check
 def meshes() -> dict[str, Any]:
     """Meshes of two dimensions: replicas of shards, and DTensor's way from placement to placement."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -189,6 +189,13 @@ def test_streams_are_nccls(world: tuple[Seen, int], alone: Seen, name: str) -> N
     assert alone("streams")[name] == STREAMS[name]
 
 
+def test_what_nobody_waits_for_stays_until_the_watchdog_has_seen_it(alone: Seen) -> None:
+    assert alone("unwaited") == {
+        "waited for": 0, "not waited for": 8, "after a collective at once": 8, "after one in a backward": 0,
+        "after a thousand launches": 8, "after a collective much later": 0,
+    }  # fmt: skip
+
+
 ALL_ALIKE: dict[str, Any] = {
     "to_and_from_one": [[1, 1], [8, 8]],
     "sub_groups": [2, 1],

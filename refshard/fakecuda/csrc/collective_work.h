@@ -1,4 +1,4 @@
-// What a collective hands back: the caller's streams wait for it, and what it uses lives until it is over.
+// What a collective hands back: the caller's streams wait for it, and what it uses lives until they do.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -11,17 +11,10 @@ namespace refshard {
 
 class FakeWork final : public c10d::Work {
  public:
-  FakeWork(std::optional<c10::Stream> stream, int64_t event, Tensors results, Tensors held,
+  FakeWork(std::optional<c10::Stream> stream, int64_t event, Tensors results, Shelf held,
            std::vector<WorkPtr> pending, bool host_waits)
       : stream_(stream), event_(event), results_(std::move(results)), held_(std::move(held)),
         pending_(std::move(pending)), host_waits_(host_waits) {}
-
-  // What a collective uses lives until it is over, also where nobody waits for it.
-  ~FakeWork() override {
-    for (const auto& tensor : held_) {
-      if (tensor.is_cuda()) keep_until_passed(tensor.device().index(), tensor.storage().data(), stream_->id());
-    }
-  }
 
   bool isCompleted() override { return true; }
   bool isSuccess() const override { return true; }
@@ -32,7 +25,7 @@ class FakeWork final : public c10d::Work {
       guard().block(reinterpret_cast<void*>(event_), guard().getStream(stream_->device()));
     }
     if (host_waits_) refshard::synchronise("barrier", stream_ ? stream_->id() : kNoStream);
-    held_.clear();  // as NCCL's: what a collective uses stays until its stream has been waited for
+    if (held_) held_->clear();  // as NCCL's: what a collective uses stays until its stream has been waited for
   }
   void blockCurrentStream() override { synchronize(); }
   bool wait(std::chrono::milliseconds) override {
@@ -65,7 +58,8 @@ class FakeWork final : public c10d::Work {
 
   std::optional<c10::Stream> stream_;
   int64_t event_;
-  Tensors results_, held_;
+  Tensors results_;
+  Shelf held_;
   std::vector<WorkPtr> pending_;  // of gloo
   bool host_waits_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;

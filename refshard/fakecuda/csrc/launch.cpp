@@ -1,5 +1,6 @@
 #include "launch.h"
 
+#include <atomic>
 #include <string_view>
 #include <unordered_set>
 
@@ -26,6 +27,8 @@ const std::unordered_set<std::string_view> kSelecting = {
 const std::unordered_set<std::string_view> kMoving = {
     "aten::copy_", "aten::_foreach_copy_", "aten::split_with_sizes_copy", "aten::cat", "aten::_chunk_cat",
 };
+
+std::atomic<int64_t> made{0};
 
 const char* name_of(at::ScalarType type) {
   switch (type) {
@@ -54,6 +57,8 @@ int64_t span_bytes(const at::Tensor& tensor) {
 }
 
 }  // namespace
+
+int64_t launches_made() { return made; }
 
 int64_t touched_bytes(const at::Tensor& tensor) {
   int64_t elements = 1;
@@ -165,6 +170,7 @@ void Launch::overwrites_values() const {
 }
 
 void Launch::put(int64_t stream) {
+  ++made;
   {
     std::lock_guard guard(device().mutex);
     device().streams.launched(stream);

@@ -25,6 +25,9 @@ bool lie_alike(at::TensorList tensors);
 // Lets the copies of gathered parameters count as unsharded, and what is packed for a reduction as gradients.
 void spread_categories(std::string_view name, const std::vector<Access>& accesses);
 
+// Launches of operators so far.
+int64_t launches_made();
+
 class Launch {
  public:
   explicit Launch(const c10::OperatorHandle& op) : schema_(op.schema()), pointwise_(op.hasTag(at::Tag::pointwise)) {}

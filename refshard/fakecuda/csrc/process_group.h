@@ -7,7 +7,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <deque>
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -17,6 +20,8 @@
 namespace refshard {
 
 using Tensors = std::vector<at::Tensor>;
+// Tensors that a collective uses: its work and its group hold them together.
+using Shelf = std::shared_ptr<Tensors>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
@@ -75,11 +80,21 @@ class FakeNccl : public c10d::Backend {
     std::function<void(const Tensors& out, const Tensors& in)> alike;
   };
 
+  struct Shelved {
+    Shelf shelf;
+    int backward;      // autograd's number of the backward that issued it, -1 outside
+    int64_t launches;  // made until then
+  };
+
   // Puts a collective on its stream, has its bytes moved and gives what waits for it.
   WorkPtr issue(const Call& call);
   StreamId stream_of(const Call& call, c10::DeviceIndex device);
   void record(const Call& call, StreamId stream);
   void move(const Call& call);
+  // A shelf of the group's for these tensors. Where nobody waits for a work, as DDP's reducer does not, its tensors stay
+  // until a later collective of the group finds that the watchdog's thread, which looks every 100 ms, has seen its end.
+  Shelf shelve(Tensors tensors);
+  void clear_shelves();
 
   int64_t id_;
   BackendPtr gloo_;
@@ -90,6 +105,8 @@ class FakeNccl : public c10d::Backend {
   Tensors coalesced_;
   std::vector<WorkPtr> coalesced_pending_;
   bool coalesced_async_ = false;
+  std::mutex shelves_mutex_;
+  std::deque<Shelved> shelves_;
   std::unordered_map<int64_t, StreamId> streams_;  // by peer (-1: the group's own) and device
 };
 
