@@ -33,6 +33,7 @@ from refshard.estimate.published import Published, half_of, load_runs, predicted
 from refshard.estimate.spread import kind_of
 from refshard.folders import replace_file
 from refshard.specs.cluster import ClusterSpec
+from refshard.specs.hardware import ClosedForms
 
 NOISE = 0.05
 """Of a published step time, as a fraction."""
@@ -52,11 +53,12 @@ class Constant:
 
 MEASURED, ESTIMATED, UNKNOWN = 0.08, 0.2, 1.0
 _BF16, _FP8 = "hardware.matmul.bf16.efficiency", "hardware.matmul.fp8.efficiency"
-_ATTENTION, _MEMORY = "hardware.attention.bf16.efficiency", "hardware.average_bytes_per_s"
+_AVERAGE_BF16 = "hardware.closed_forms.bf16_efficiency"
+_ATTENTION, _MEMORY = "hardware.attention.bf16.efficiency", "hardware.closed_forms.memory_bytes_per_s"
 _CUDNN, _TRITON = "hardware.attention_kernels.cudnn", "hardware.attention_kernels.triton"
 CONSTANTS: dict[str, tuple[Constant, ...]] = {
     "dgx-h100": (
-        Constant(path=_BF16, said=0.67, width=ESTIMATED), Constant(path=_FP8, said=0.67, width=ESTIMATED),
+        Constant(path=_AVERAGE_BF16, said=0.67, width=ESTIMATED), Constant(path=_FP8, said=0.67, width=ESTIMATED),
         Constant(path=_ATTENTION, said=0.33, width=MEASURED), Constant(path=_CUDNN, said=1.55, width=MEASURED),
         Constant(path=_TRITON, said=0.6, width=UNKNOWN), Constant(path=_MEMORY, said=2.93e12, width=ESTIMATED),
     ),
@@ -71,7 +73,9 @@ CONSTANTS: dict[str, tuple[Constant, ...]] = {
         # One adapter of 400 Gbit/s for each GPU, at 80 %.
         Constant(path="between.bytes_per_s", said=320e9, width=ESTIMATED),
     ),
-    "hgx-h200": (Constant(path=_FP8, said=0.67, width=ESTIMATED),),
+    "hgx-h200": (
+        Constant(path=_FP8, said=0.67, width=ESTIMATED), Constant(path=_AVERAGE_BF16, said=0.67, width=ESTIMATED),
+    ),
     "simumax-b200": (
         Constant(path=_BF16, said=0.488, width=MEASURED), Constant(path=_ATTENTION, said=0.35, width=ESTIMATED),
         Constant(path="hardware.kernel_s", said=30e-6, width=ESTIMATED),
@@ -97,14 +101,21 @@ EVERYWHERE = {
 
 def with_constants(cluster: ClusterSpec, values: Values) -> ClusterSpec:
     """The cluster, its accelerator in it, with each value at its path."""
-    tree = msgspec.to_builtins(msgspec.structs.replace(cluster, hardware=cluster.accelerator))
+    hardware = msgspec.structs.replace(
+        cluster.accelerator, closed_forms=cluster.accelerator.closed_forms or ClosedForms()
+    )
+    tree = msgspec.to_builtins(msgspec.structs.replace(cluster, hardware=hardware))
     for path, value in values.items():
         *folders, name = path.split(".")
         place = tree
         for folder in folders:
             place = place[folder]
         place[name] = value
-    for sources, name in ((tree["hardware"]["sources"], "attention_kernels"), (tree["sources"], "straggling")):
+    for sources, name in (
+        (tree["hardware"]["sources"], "closed_forms"),
+        (tree["hardware"]["sources"], "attention_kernels"),
+        (tree["sources"], "straggling"),
+    ):
         sources.setdefault(name, "fitted")
     return msgspec.convert(tree, ClusterSpec)
 

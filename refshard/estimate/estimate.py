@@ -72,10 +72,7 @@ def memory(model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Can
 class _Estimate:
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, seq_len: int, candidates: Candidates) -> None:
         self._model, self._seq_len, self._rows = model, seq_len, candidates
-        hardware = cluster.accelerator
-        average = hardware.average_bytes_per_s or hardware.memory_bytes_per_s
-        hardware = msgspec.structs.replace(hardware, memory_bytes_per_s=average)
-        self._cluster = msgspec.structs.replace(cluster, hardware=hardware)
+        self._cluster = msgspec.structs.replace(cluster, hardware=cluster.accelerator.as_in_closed_forms)
         self._stages = deal(model.n_layers, candidates)
         self._reduction = candidates.mapped("reduction", lambda word: float(ELEMENT_BYTES[word]))  # type: ignore[index]
         self._element = np.where(candidates.where("precision", "fp32"), 4.0, 2.0)

@@ -62,6 +62,22 @@ class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             finite(field, getattr(self, field), above=0)
 
 
+class ClosedForms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What closed forms take in place of measured rates: averages over training steps, fitted to published runs.
+
+    Closed forms do not tell kernels apart, and steps of large clusters lose time that they have no term for. 0: as
+    measured.
+    """
+
+    memory_bytes_per_s: float = 0.0
+    bf16_efficiency: float = 0.0
+
+    def __post_init__(self) -> None:
+        finite("memory_bytes_per_s", self.memory_bytes_per_s)
+        if not 0 <= self.bf16_efficiency <= 1:
+            raise ValueError(f"bf16_efficiency must lie in [0, 1], got {self.bf16_efficiency}")
+
+
 class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accelerator, or one rank's share of a CPU. ``sources`` says of each field where its value comes from.
 
@@ -69,23 +85,22 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     FLOPs are those of the causal half, backward 2.5 times forward, and ``attention_points`` go before its rate.
     That rate is FlashAttention's; ``attention_kernels`` says how many times as fast another of torch's kernels runs
     (1 where it is not listed). ``memory_bytes_per_s`` is what elementwise kernels reach, bytes read and written, on
-    tensors that no cache holds; ``average_bytes_per_s`` what the memory-bound kernels of a training step reach on
-    average, which closed forms take since they do not tell these apart (0: as ``memory_bytes_per_s``).
-    ``transcendental_per_s`` is how many exponentials a second such a kernel gets done (0: memory is slower),
-    ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as any elementwise kernel), ``first_touch_bytes_per_s``
-    how fast the system provides memory that the process did not have (0: at once, as a caching allocator does),
-    ``host_link_bytes_per_s`` what a copy between pinned memory of the host and the device reaches (0: unknown).
-    ``kernel_s`` is what any kernel takes however little it does, ``host_s`` what the host needs per kernel of a
-    small decoder layer, forward and backward, with all of torch and Python that leads to it. On hardware that is
-    ``asynchronous`` the host runs ahead of the device (CUDA); elsewhere it is the device, and both are the cost of
-    one eager operation. ``multiprocessors`` is 0 where there is no such thing. ``device_name`` and ``capability``
-    (major, minor) are what torch.cuda reports of it; ``also_named`` are further names of devices with the same
-    peaks. ``tf32_peak`` is the dense rate of fp32 products whose operands tensor cores round to TF32, which torch
-    does only if allowed (0: unknown). ``memory_peak_bytes_per_s`` is the bandwidth of the memory by the data sheet,
-    which rooflines are drawn with (0: unknown).
+    tensors that no cache holds. ``transcendental_per_s`` is how many exponentials a second such a kernel gets done
+    (0: memory is slower), ``optimizer_bytes_per_s`` what a fused AdamW reaches (0: as any elementwise kernel),
+    ``first_touch_bytes_per_s`` how fast the system provides memory that the process did not have (0: at once, as a
+    caching allocator does), ``host_link_bytes_per_s`` what a copy between pinned memory of the host and the device
+    reaches (0: unknown). ``kernel_s`` is what any kernel takes however little it does, ``host_s`` what the host
+    needs per kernel of a small decoder layer, forward and backward, with all of torch and Python that leads to it.
+    On hardware that is ``asynchronous`` the host runs ahead of the device (CUDA); elsewhere it is the device, and
+    both are the cost of one eager operation. ``multiprocessors`` is 0 where there is no such thing. ``device_name``
+    and ``capability`` (major, minor) are what torch.cuda reports of it; ``also_named`` are further names of devices
+    with the same peaks. ``tf32_peak`` is the dense rate of fp32 products whose operands tensor cores round to TF32,
+    which torch does only if allowed (0: unknown). ``memory_peak_bytes_per_s`` is the bandwidth of the memory by the
+    data sheet, which rooflines are drawn with (0: unknown).
 
-    ``matmul`` and ``attention`` are what a device sustains. ``matmul_burst`` and ``attention_burst`` are what it
-    reached in short bursts, before power and temperature brought its clocks down; nothing is predicted from these.
+    ``closed_forms`` are what closed forms take in place of some of these numbers. ``matmul`` and ``attention`` are
+    what a device sustains. ``matmul_burst`` and ``attention_burst`` are what it reached in short bursts, before
+    power and temperature brought its clocks down; nothing is predicted from these.
     """
 
     device: Literal["cuda", "cpu"]
@@ -96,7 +111,6 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kernel_s: float
     host_s: float
     multiprocessors: int = 0
-    average_bytes_per_s: float = 0.0
     transcendental_per_s: float = 0.0
     optimizer_bytes_per_s: float = 0.0
     first_touch_bytes_per_s: float = 0.0
@@ -107,6 +121,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     memory_peak_bytes_per_s: float = 0.0
     matmul_burst: dict[ProductDtype, Rate] = {}
     attention_burst: dict[Dtype, Rate] = {}
+    closed_forms: ClosedForms | None = None
     device_name: str = ""
     also_named: tuple[str, ...] = ()
     capability: tuple[int, int] = (0, 0)
@@ -117,7 +132,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         within("memory_bytes", self.memory_bytes, 1, most=2**60)
         finite("memory_bytes_per_s", self.memory_bytes_per_s, above=0)
         optional = (
-            "average_bytes_per_s", "transcendental_per_s", "optimizer_bytes_per_s", "first_touch_bytes_per_s",
+            "transcendental_per_s", "optimizer_bytes_per_s", "first_touch_bytes_per_s",
             "host_link_bytes_per_s",
         )  # fmt: skip
         for field in ("kernel_s", "host_s", "tf32_peak", "memory_peak_bytes_per_s", *optional):
@@ -131,6 +146,16 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for kernel, times in self.attention_kernels.items():
             finite(f"attention_kernels.{kernel}", times, above=0)
         sourced(self, exempt=("device", "device_name", "also_named", "capability", "about", "sources"))
+
+    @property
+    def as_in_closed_forms(self) -> "HardwareSpec":
+        """The hardware with the numbers that closed forms take."""
+        found, rates = self.closed_forms or ClosedForms(), dict(self.matmul)
+        if found.bf16_efficiency:
+            rates["bf16"] = msgspec.structs.replace(rates["bf16"], efficiency=found.bf16_efficiency)
+        return msgspec.structs.replace(
+            self, memory_bytes_per_s=found.memory_bytes_per_s or self.memory_bytes_per_s, matmul=rates
+        )
 
     @property
     def asynchronous(self) -> bool:

@@ -1,7 +1,7 @@
-"""What torch 2.11's caching allocator did on an H200: of free blocks of one size it takes the one at the lowest address.
+"""On an H200, torch 2.11's caching allocator takes the lowest of several free blocks of one size.
 
-torch 2.13 takes the one of the oldest segment (``tests/fakecuda/torch_allocator.json``), and so does the fake device. On
-the H200 each new large segment lay below the one before, so the two rules choose differently.
+torch 2.13 takes the one of the oldest segment (``tests/fakecuda/torch_allocator.json``), and so does the fake
+device. On the H200 each new large segment lay below the one before, so the two rules choose differently.
 """
 
 import gzip

@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from refshard.dryrun.recorded import RecordedCase, recorded_cases
 from tests.gpu.quick.cases import Case, compare, in_turns, read_cases
 
 ROOT = Path(__file__).parents[2]
@@ -72,3 +74,35 @@ def test_the_page_counts_launches_as_the_records_have_them() -> None:
     )
     for name, first, later in rows:
         assert f"| {name} | {first} | {later} |" in PAGE.read_text()
+
+
+def errors(figure: str, half: str = "", *, narrow: bool = True) -> list[float]:
+    found = [one for one in recorded_cases() if one.figure == figure and half in ("", one.half)]
+    return [abs(one.error) for one in found if narrow or not one.name.startswith("narrow")]
+
+
+def spread(values: list[float], digits: int) -> str:
+    return f"{median(values):.{digits}%} in the median, {max(values):.{digits}%} at worst".replace("%", " %")
+
+
+def test_the_page_sums_up_the_cases_as_predicted_now() -> None:
+    memory, page = errors("reserved"), PAGE.read_text()
+    assert f"| {len(memory)} cases | equal to the byte {memory.count(0.0)} |" in page
+    for name, narrow in (("all", True), ("without `narrow-`", False)):
+        fit, held = (spread(errors("step time", half, narrow=narrow), 1) for half in ("fit", "held out"))
+        assert f"| step time, {name} | {fit} | {held} |" in page
+
+
+def test_the_page_has_each_case_as_predicted_now() -> None:
+    lines = []
+    by_name: dict[str, dict[str, RecordedCase]] = {}
+    for one in recorded_cases():
+        by_name.setdefault(one.name, {})[one.figure] = one
+    for name, figures in by_name.items():
+        memory, time = figures["reserved"], figures["step time"]
+        told = "equal" if memory.predicted == memory.measured else f"{100 * memory.error:+.3f} %"
+        lines.append(
+            f"| {name} | {memory.measured:.3f} | {told} | {1e3 * time.measured:.1f} | {100 * time.error:+.0f} % | "
+            f"{time.half} |"
+        )
+    assert "\n".join(lines) in PAGE.read_text()
