@@ -65,7 +65,7 @@ def write_cluster(path: Path, cluster: ClusterSpec) -> Path:
     def add(name: str, value: Any) -> None:
         if isinstance(value, dict):
             tables.append(f"[{name}]")
-            tables.extend(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items())
+            tables.extend(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items() if v is not None)
         elif value is not None and value != []:
             lines.append(f"{name} = {_toml(value)}")
 
@@ -77,5 +77,5 @@ def write_cluster(path: Path, cluster: ClusterSpec) -> Path:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items() if v is not None) + "}"
     return json.dumps(value)

@@ -51,14 +51,19 @@ def numbers(model: ModelSpec, strategy: str) -> int:
 
 
 def check(model: ModelSpec, strategy: str, **features: Any) -> None:
-    predicted = predict_memory(job(model, **features), None if strategy == "single" else STRATEGIES[strategy])
+    # What NCCL alone holds, DDP's first bucket, is not there on a CPU.
+    library = "gloo" if strategy == "ddp" else "nccl"
+    asked = job(model, **{"library": library, **features})
+    predicted = predict_memory(asked, None if strategy == "single" else STRATEGIES[strategy])
     measured = levels_of_a_step(model, strategy, sequences=2, seq_len=24, **features)
     counts = numbers(model, strategy)
     assert sum(predicted.between_steps.values()) - counts == measured[0], "between steps"
     assert predicted.peak - counts == max(measured), "at the peak"
-    # So are the tops of the stretches in between; while the rotary tables are made, more is there for a moment.
+    # So are the tops of the stretches in between; while the rotary tables are made, more is there for a moment, and
+    # gloo's own buffers are not measured.
+    elsewhere = ("forward embedding", *(["end of backward"] if library == "gloo" else []))
     climbs = [new for last, new in pairwise(predicted.events) if new.highest > last.after]
-    missed = [e.name for e in climbs if e.name != "forward embedding" and e.highest - counts not in measured]
+    missed = [e.name for e in climbs if e.name not in elsewhere and e.highest - counts not in measured]
     assert not missed
 
 

@@ -98,9 +98,9 @@ def test_the_picture_marks_the_peak_the_limit_and_the_phases(found: Analysis) ->
     assert found.step is not None
     assert chart.id == "memory-step"
     texts = [note["text"] for note in chart.figure["layout"]["annotations"]]
-    assert texts == [  # of two microbatches: the first one's backward and the second one's forward are too narrow
-        "forward",
+    assert texts == [  # of two microbatches: the first one's forward and the second one's backward are too narrow
         "backward",
+        "forward",
         "optimizer",
         "usable: 78.2 GiB",
         "<b>peak: 17.0 GiB</b>",
@@ -118,7 +118,7 @@ def test_what_is_held_at_the_peak_is_listed(seen: Page) -> None:
     assert "17.0 GiB allocated, by category" in text
     assert "activations 5.00 GiB 29.4 %" in text
     assert "activations layers.*.mlp, forward aten::mm 1 5.00 GiB" in text
-    assert "CUDA context 500 MiB" in text
+    assert "CUDA context, loaded kernels, cuBLAS and cuDNN 767 MiB" in text
 
 
 def test_time_operators_waits_and_doubts_are_listed(found: Analysis, seen: Page) -> None:

@@ -66,10 +66,10 @@ def test_the_chart_in_words() -> None:
     (ranking,) = rankings(gather(run(rounds=1, failed=False, fidelity="dryrun")))
     limit = device_limit(ranking.cases)
     assert limit is not None
-    assert limit.text == "78.1 GiB usable"
+    assert limit.text == "77.9 GiB usable"
     drawn = tradeoff(ranking, limit, "t")
     assert drawn is not None
-    assert drawn.alternative.endswith(" The limit, 78.1 GiB usable, lies outside the chart.")
+    assert drawn.alternative.endswith(" The limit, 77.9 GiB usable, lies outside the chart.")
 
 
 def test_a_cpu_has_no_limit() -> None:
