@@ -125,8 +125,10 @@ class TestRun:
             )
             assert peak <= active <= reserved
             assert reserved % (2 * MIB) == 0
-            # The last step is like the one before it, and the first has no optimizer state in backward.
-            assert max(record.memory_course_bytes) == peak
+            # The last step is like the one before it, and the first has no optimizer state in backward. DDP holds its
+            # first bucket in the second step.
+            assert max(record.memory_course_bytes) == peak or record is ran["ddp"]
+        assert max(ran["ddp"].memory_course_bytes) < (ran["ddp"].metrics["peak_memory_bytes"] or 0)
         whole = 4 * 4_951_296  # parameters in fp32
         unsharded, sharded = (ran[name].metrics["peak_memory_bytes"] or 0 for name in ("ddp", "fsdp1"))
         assert unsharded > 4 * whole
