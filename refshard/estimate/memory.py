@@ -273,8 +273,13 @@ class _Rank:
         return np.where(candidates.flag("offload") & self._by_unit, 0, found)
 
     def _first_bucket(self) -> Floats:
-        """The one bucket of DDP's first step, which NCCL holds in the second until one of the later ones is reduced."""
-        return np.where(self._is("casts"), MASTER_BYTES * self._held.parameters, 0)
+        """The one bucket of DDP's first step, which NCCL holds in the second until one of the later ones is reduced.
+
+        Of several stages a rank, the last one's is gone by then: another stage's backward came before.
+        """
+        held, parts = self._held, self._parts
+        bucket = np.where(parts > 1, held.layers * held.unit * (1 - 1 / parts), held.parameters)
+        return np.where(self._is("casts"), MASTER_BYTES * bucket, 0)
 
     def _coming(self) -> Floats:
         """Gradients that are not there before the backward of a step's first microbatch; later ones find them there."""
