@@ -1,0 +1,62 @@
+"""How large each package is, and its budget. ``python -m tests.size`` prints the table.
+
+Nothing brakes growth by itself: a change that needs more lines than its package's budget has to delete something, or
+to raise the budget here, where a reviewer sees it. A budget far above the package is no brake, so it follows every
+reduction down (:data:`SLACK`).
+"""
+
+from pathlib import Path
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).parent.parent
+SLACK = 100
+"""Most lines that a budget may exceed its package by."""
+BUDGETS = {
+    "refshard/analysis": 1_300,
+    "refshard/commands": 3_150,
+    "refshard/dryrun": 4_650,
+    "refshard/emit": 1_100,
+    "refshard/emulate": 1_400,
+    "refshard/engine": 7_300,
+    "refshard/estimate": 3_000,
+    "refshard/fakecuda": 800,
+    "refshard/harness": 9_600,
+    "refshard/memory": 2_100,
+    "refshard/models": 1_400,
+    "refshard/plan": 1_050,
+    "refshard/report": 11_300,
+    "refshard/specs": 2_750,
+    "refshard/stats": 800,
+    "refshard/strategies": 3_650,
+    "refshard/tracing": 12_000,
+    "refshard/*.py": 2_350,
+    "tests": 70_900,
+}
+"""Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
+
+
+def lines(place: str) -> int:
+    """Lines of the Python files in a folder, or of those that a pattern matches."""
+    folder, _, pattern = place.partition("/*")
+    found = (ROOT / folder).glob(f"*{pattern}") if pattern else (ROOT / folder).rglob("*.py")
+    return sum(len(path.read_text().splitlines()) for path in found)
+
+
+def sizes() -> dict[str, int]:
+    """Lines of each place that has a budget, and of each package that has none."""
+    packages = [f"refshard/{path.parent.name}" for path in (ROOT / "refshard").glob("*/__init__.py")]
+    return {place: lines(place) for place in dict.fromkeys((*BUDGETS, *sorted(packages)))}
+
+
+def main() -> None:
+    """Print the table."""
+    found = sizes()
+    product = sum(size for place, size in found.items() if place.startswith("refshard"))
+    budget = sum(size for place, size in BUDGETS.items() if place.startswith("refshard"))
+    rows = [(place, size, BUDGETS.get(place)) for place, size in found.items()]
+    print(tabulate([*rows, ("refshard, sum", product, budget)], headers=("package", "lines", "budget"), intfmt=","))
+
+
+if __name__ == "__main__":
+    main()
