@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from refshard.dryrun.analyse import Analysis, analyse
-from refshard.dryrun.as_kineto import as_kineto
 from refshard.dryrun.command_line import TrainingCommand, read_command
 from refshard.dryrun.overheads import overheads
 from refshard.dryrun.request import Request
@@ -18,7 +17,9 @@ from refshard.errors import SpecError
 from refshard.folders import replace_file
 from refshard.report.answer import Answer
 from refshard.report.dryrun.words import dryrun_blocks, sentences
+from refshard.report.trace.terminal import as_objects
 from refshard.specs.cluster import ClusterSpec, load_cluster
+from refshard.tracing.files.writer import as_kineto
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +55,7 @@ def dryrun(asked: Asked, *, trace: Path | None = None, html: Path | None = None)
         raise SpecError(f"dryrun: {error}") from None
     found = analyse(dry_run(request), cluster, global_tokens=asked.tokens_per_step, races=asked.races)
     if trace is not None:
-        replace_file(trace, [as_kineto(found.run.recording, found.replayed)])
+        replace_file(trace, [as_kineto(found.trace)])
     if html is not None:
         _write_page(found, html)
     data = as_object(found)
@@ -97,7 +98,12 @@ def _write_page(found: Analysis, path: Path) -> None:
 
 def as_object(found: Analysis) -> dict[str, Any]:
     """Everything, for ``--json``; bytes and seconds."""
-    answer, figures = found.run.answer, found.figures
+    answer, traced = found.run.answer, found.traced
+    steps = [] if traced is None else [step.breakdown for step in traced.figures.steps]
+
+    def seconds(key: str) -> float | None:
+        return sum(getattr(step, key) or 0 for step in steps) / len(steps) / 1e9 if steps else None
+
     return {
         "request": msgspec.to_builtins(found.run.request),
         "answer": msgspec.to_builtins(answer),
@@ -111,18 +117,16 @@ def as_object(found: Analysis) -> dict[str, Any]:
         "overheads": [{"name": o.name, "bytes": o.bytes, "source": o.source} for o in found.overheads],
         "peak_by_category": {category.name.lower(): size for category, size in found.memory.by_category().items()},
         "peak_by_module": found.memory.by_module(),
-        "step_s": figures.step_s if figures else None,
+        "step_s": found.step_s,
         "tokens_per_s_gpu": found.tokens_per_s,
         "mfu": found.mfu,
         "model_flops": found.model_flops,
-        "compute_s": figures.compute_s if figures else None,
-        "comm_s": figures.comm_s if figures else None,
-        "exposed_comm_s": figures.exposed_comm_s if figures else None,
-        "idle_s": figures.idle_s if figures else None,
-        "host_bound_s": figures.host_bound_s if figures else None,
-        "operators": [
-            {"name": o.name, "count": o.count, "seconds": o.seconds} for o in (figures.operators if figures else ())
-        ],
+        "compute_s": seconds("compute_ns"),
+        "comm_s": seconds("comm_ns"),
+        "exposed_comm_s": seconds("exposed_ns"),
+        "idle_s": seconds("idle_ns"),
+        "host_bound_s": seconds("idle_host_ns"),
+        "trace": None if traced is None else as_objects([traced.figures])[0],
         "host_synchronisations": [
             {"why": s.why, "site": s.site, "count": s.count, "value_unknown": s.unknown} for s in found.synchronisations
         ],

@@ -1,24 +1,28 @@
-"""What a dry run comes to: whether it fits, how long a step takes, where memory and time go, what to change first."""
+"""The result of a dry run: whether it fits, how long a step takes, and where memory and time go.
+
+Times are answered by the code that answers for traces: the replay becomes the events of a trace, which that code
+analyses.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
-from refshard.dryrun.as_timeline import as_timeline
+from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.device import Rates
-from refshard.dryrun.figures import StepFigures, step_figures
 from refshard.dryrun.memory import MemoryAccount, account_memory
 from refshard.dryrun.overheads import Overhead, overheads
 from refshard.dryrun.price import Prices, price
 from refshard.dryrun.races import Race, find_races
 from refshard.dryrun.recording import Flag, Kind, Phase, Recording
-from refshard.dryrun.replay import Replayed, replay
+from refshard.dryrun.replay import NS, Replayed, replay
 from refshard.dryrun.run import DryRun
 from refshard.dryrun.steps import Step, steps_of
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import HardwareSpec
-from refshard.timeline import Timeline
+from refshard.tracing import analysis as tracing
+from refshard.tracing.files.events import TraceFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +39,13 @@ class Synchronisation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Analysis:
-    """A dry run and what follows from it. Figures are those of the last whole step; None where there was none.
+    """A dry run and what follows from it.
 
-    ``usable_bytes`` is what the allocator can reserve: the device's memory less ``overheads``. ``model_flops`` are
-    those of the step's matrix products and attention, what is recomputed not counted, causal attention by half.
+    ``trace`` holds the events of the steps after the first, which sets up what later steps reuse; of a single step,
+    that one; without a whole step, all events. ``traced`` is its analysis, None without a whole step. ``step`` is the
+    last whole one. ``usable_bytes`` is what the allocator can reserve: the device's memory less ``overheads``.
+    ``model_flops`` are those of the step's matrix products and attention, without recomputation, causal attention by
+    half.
     ``tokens`` are this rank's, of a step: of tokens that ranks share, its part; None where unknown. ``races`` is None
     unless they were looked for.
     """
@@ -48,9 +55,9 @@ class Analysis:
     memory: MemoryAccount
     prices: Prices
     replayed: Replayed
-    timeline: Timeline
+    trace: TraceFile
+    traced: tracing.Analysis | None
     step: Step | None
-    figures: StepFigures | None
     overheads: tuple[Overhead, ...]
     usable_bytes: int
     model_flops: float
@@ -74,15 +81,32 @@ class Analysis:
         return self.usable_bytes - self.run.answer.peak.reserved
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds of a step, the mean of those in the trace."""
+        if self.traced is None:
+            return None
+        steps = self.traced.figures.steps
+        return sum(step.breakdown.span_ns for step in steps) / len(steps) / NS
+
+    @property
+    def recomputed_s(self) -> float:
+        """Seconds of the last step's kernels that recompute activations."""
+        if self.step is None:
+            return 0.0
+        rows = slice(self.step.first, self.step.end)
+        again = self.run.recording.phases[rows] == Phase.RECOMPUTE
+        return float(self.prices.seconds[rows][again].sum())
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Of one GPU."""
-        return self.tokens / self.figures.step_s if self.tokens and self.figures else None
+        return self.tokens / self.step_s if self.tokens and self.step_s else None
 
     @property
     def mfu(self) -> float | None:
         """Model FLOPs a second over the hardware's bf16 peak (fp32's, where it has no other)."""
         rate = self.hardware.matmul.get("bf16") or self.hardware.matmul["fp32"]
-        return self.model_flops / self.figures.step_s / rate.peak if self.figures else None
+        return self.model_flops / self.step_s / rate.peak if self.step_s else None
 
 
 def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = None, races: bool = False) -> Analysis:
@@ -94,13 +118,14 @@ def analyse(run: DryRun, cluster: ClusterSpec, *, global_tokens: int | None = No
     prices = price(recording, cluster)
     replayed = replay(recording, prices, Rates.of(cluster))
     steps = steps_of(recording, "step") if run.answer.steps_taken else ()
-    timeline = as_timeline(recording, replayed, steps=steps)
-    figures = step_figures(recording, prices, replayed, timeline, steps)
+    device = cluster.accelerator.device_name or cluster.accelerator.about
+    name = " ".join(run.request.command)
+    trace = as_trace(recording, replayed, device=device, steps=steps[1:] or steps or None, name=name)
     step = steps[-1] if steps else None
     held_back = overheads(run.request.world_size)
     return Analysis(
-        run=run, cluster=cluster, memory=account_memory(recording), prices=prices, replayed=replayed, timeline=timeline,
-        step=step, figures=figures[-1] if figures else None, overheads=held_back,
+        run=run, cluster=cluster, memory=account_memory(recording), prices=prices, replayed=replayed, trace=trace,
+        traced=tracing.analyse(trace) if steps and len(trace.device.starts) else None, step=step, overheads=held_back,
         usable_bytes=cluster.accelerator.memory_bytes - run.request.unusable_bytes,
         model_flops=_model_flops(recording, prices, step), tokens=_tokens(run, global_tokens),
         synchronisations=_synchronisations(recording, step), races=find_races(recording) if races else None,

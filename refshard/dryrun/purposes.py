@@ -1,9 +1,7 @@
-"""What each event of a recording is for: its class, its unit, and the label that a trace would give it.
+"""What each event of a recording is for: its unit, and the label under which a trace would show it.
 
-Real traces know this from annotations. A recording has modules, phases and streams instead, and they tell as much: a
-kernel on a stream of its own prepares or finishes what that stream communicates, or what a stream that waits for it
-does. The classes are those of ``docs/explanation/metrics.md``: communication, preparation of a reduction, copies,
-compute.
+Real traces have annotations. A recording has modules, phases and streams, which say as much: a kernel on a stream of
+its own prepares or finishes the communication of that stream, or of a stream that waits for it.
 """
 
 import re
@@ -13,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refshard.dryrun.recording import Flag, Kind, Phase, Recording
-from refshard.timeline import KINDS, UNKNOWN, Meaning
-from refshard.timeline import Kind as Spent
+from refshard.timeline import UNKNOWN, Meaning
 
 ROOT = "(root)"
 """The unit of parameters of no module that is known: the model itself, less its wrapped parts."""
@@ -60,15 +57,12 @@ _GATHERS, _REDUCES = ("all_gather",), ("reduce_scatter", "all_reduce", "reduce")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Purposes:
-    """Columns over all events: ``labels`` (int64, codes of :data:`LABELS`), ``units`` and ``kinds``.
-
-    ``units`` (int32) index ``unit_names`` or are :data:`~refshard.timeline.UNKNOWN`; ``kinds`` (int8) are codes of
-    :data:`~refshard.timeline.KINDS`, meant for launches and collectives.
+    """Columns over all events: ``labels`` (int64) are codes of :data:`LABELS`; ``units`` (int32) index ``unit_names``
+    or are :data:`~refshard.timeline.UNKNOWN`.
     """
 
     labels: npt.NDArray[np.int64]
     units: npt.NDArray[np.int32]
-    kinds: npt.NDArray[np.int8]
     unit_names: tuple[str, ...]
 
 
@@ -83,7 +77,7 @@ def purposes(recording: Recording, main: int) -> Purposes:
     labels = np.where(np.isin(labels, (FORWARD, BACKWARD)) & (units == UNKNOWN), NONE, labels)
     units = np.where((labels >= GATHER) & (units == UNKNOWN), code[ROOT], units)
     units = np.where(np.isin(labels, (NONE, OPTIMIZER)), UNKNOWN, units).astype(np.int32)
-    return Purposes(labels=labels, units=units, kinds=_kinds(recording, labels), unit_names=unit_names)
+    return Purposes(labels=labels, units=units, unit_names=unit_names)
 
 
 def unit_of(module: str) -> str:
@@ -140,14 +134,3 @@ def _named(recording: Recording, names: tuple[str, ...]) -> npt.NDArray[np.bool_
 def _host_copies(recording: Recording) -> npt.NDArray[np.bool_]:
     found: npt.NDArray[np.bool_] = recording.flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST) != 0
     return found
-
-
-def _kinds(recording: Recording, labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int8]:
-    meanings = np.array([int(label.meaning) for label in LABELS])[labels]
-    conditions = (
-        recording.kinds == Kind.COLLECTIVE,
-        meanings & Meaning.REDUCE > 0,
-        _host_copies(recording) | (meanings & (Meaning.COPY_IN | Meaning.COPY_OUT) > 0),
-    )
-    codes = [KINDS.index(kind) for kind in (Spent.COMM, Spent.PREP, Spent.COPY)]
-    return np.select(conditions, codes, KINDS.index(Spent.COMPUTE)).astype(np.int8)

@@ -1,4 +1,4 @@
-"""The steps of a recording: which rows belong to which step, and when host and device run them."""
+"""The steps of a recording: which rows belong to which step, and when the host runs them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from refshard.dryrun.recording import Kind, Recording
 from refshard.dryrun.replay import Replayed
-from refshard.timeline import Spans, Window
+from refshard.timeline import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,33 +44,3 @@ def host_windows(steps: Sequence[Step], replayed: Replayed) -> tuple[Window, ...
         )
         for step in steps
     )
-
-
-def device_windows(steps: Sequence[Step], spans: Spans) -> tuple[Window, ...]:
-    """When the device runs each step; one follows the other without a gap.
-
-    A step ends with the last span that it launched on the lane that computes most. The first begins with its first
-    span, and the last ends with the last span of all. A step that launched nothing on that lane lasts until its last
-    span ends, if that is before the next one begins there. A step that launched nothing has no window.
-    """
-    on_main = spans.lanes == spans.main_lane()
-    windows: list[Window] = []
-    following: int | None = None
-    found = []
-    for step in reversed(steps):
-        mine = spans.steps == step.number
-        main = mine & on_main
-        if main.any():
-            found.append((step, mine, int(spans.ends[main].max())))
-            first = int(spans.starts[main].min())
-            following = first if following is None else min(first, following)
-        elif mine.any():
-            last = int(spans.ends[mine].max())
-            found.append((step, mine, last if following is None else min(last, following)))
-    for step, mine, end in reversed(found):
-        start = windows[-1].end if windows else int(spans.starts[mine].min())
-        windows.append(Window(step=step.number, start=start, end=max(start, end)))
-    if windows:
-        last = max(windows[-1].end, int(spans.ends[spans.steps >= 0].max()))
-        windows[-1] = Window(step=windows[-1].step, start=windows[-1].start, end=last)
-    return tuple(windows)

@@ -69,7 +69,7 @@ class Analysis:
 
 
 def analyse(
-    path: Path,
+    source: Path | TraceFile,
     *,
     calibration: Timeline | None = None,
     keep_timeline: bool = True,
@@ -79,8 +79,9 @@ def analyse(
     device: str | None = None,
     communicating: Sequence["re.Pattern[str]"] = (),
 ) -> Analysis:
-    """Analyse one trace file. ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
+    """Analyse one trace, read from a file or made elsewhere.
 
+    ``calibration`` is a trace in which preparatory kernels ran with nothing beside them.
     ``window`` says what to take in place of the trace's steps, ``device`` which of several devices to look at. Device
     events with one of ``communicating`` in their names communicate, besides those that are known to.
 
@@ -91,24 +92,35 @@ def analyse(
     Raises:
         TraceError: the file is no trace, is damaged, or holds nothing that could be analysed.
     """
-    trace = read_trace(path)
+    trace = read_trace(source) if isinstance(source, Path) else source
     if device is not None:
         trace = only_device(trace, device)
     timeline, identity = timeline_of(trace, window, communication=communicating), identity_of(trace)
     missing, graphs, name = missing_device(trace), find_graphs(trace, timeline), _device(trace, timeline)
-    found = figures_of(timeline, file=str(path), device=name, calibration=calibration)
     graph = graph_of(trace, timeline)
-    figures = msgspec.structs.replace(
-        found,
-        rank=identity.rank if identity.rank is not None else rank_in_name(path),
+    whole, *steps = _per_window(timeline, calibration)
+    figures = TraceFigures(
+        file=str(trace.path),
+        job=0,
+        rank=identity.rank if identity.rank is not None else rank_in_name(trace.path),
         world_size=identity.world_size,
         backend=identity.backend,
+        device=name,
         events=trace.count,
+        whole=whole.breakdown,
+        giveway=whole.giveway,
+        copies=whole.copies,
+        reduce_wait=whole.reduce_wait,
+        steps=tuple(steps),
+        units=unit_figures(timeline),
+        collectives=collective_figures(timeline),
+        idle=idle_figures(timeline),
+        lone_copies=lone_copies(timeline, *_bounds(timeline)),
         memory=_memory(trace.memory, trace.memory_devices),
         memory_peaks=memory_peaks(trace),
         holdups=find_holdups(trace, timeline),
         warnings=(*in_words_of(trace, find_warnings(trace, timeline)), *window_warnings(trace, timeline, window)),
-        windows=None if window is None else window_figures(window, found.steps),
+        windows=None if window is None else window_figures(window, steps),
         untold=missing or mostly_capture(timeline, graphs),
         host_only=missing is not None,
         graphs=graphs,
@@ -126,29 +138,6 @@ def analyse(
         traffic=traffic,
         attribution=attribute(timeline) if compare else None,
         graph=graph if keep_graph else None,
-    )
-
-
-def figures_of(timeline: Timeline, *, file: str, device: str, calibration: Timeline | None = None) -> TraceFigures:
-    """What a timeline alone tells, wherever it comes from; it must hold a span. ``file`` and ``device`` are names."""
-    whole, *steps = _per_window(timeline, calibration)
-    return TraceFigures(
-        file=file,
-        job=0,
-        rank=timeline.rank,
-        world_size=None,
-        backend=None,
-        device=device,
-        events=len(timeline.spans),
-        whole=whole.breakdown,
-        giveway=whole.giveway,
-        copies=whole.copies,
-        reduce_wait=whole.reduce_wait,
-        steps=tuple(steps),
-        units=unit_figures(timeline),
-        collectives=collective_figures(timeline),
-        idle=idle_figures(timeline),
-        lone_copies=lone_copies(timeline, *_bounds(timeline)),
     )
 
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import msgspec
 
-from refshard.dryrun.as_kineto import as_kineto
+from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.device import Rates
 from refshard.dryrun.held_back import UNLIMITED, NotReproducedError, Settled, holds_back, settle
 from refshard.dryrun.price import price
@@ -20,6 +20,7 @@ from refshard.harness.dry.result import DryCase, DryResult, StepResult
 from refshard.harness.rank import trace_file
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
+from refshard.tracing.files.writer import as_kineto
 
 GPU = 0
 """The only GPU that a rank's process sees."""
@@ -86,11 +87,12 @@ def _steps(
 ) -> tuple[StepResult, ...]:
     """The last step of every rank."""
     prices = [price(recording, cluster) for recording in recordings]
+    device = cluster.accelerator.device_name or cluster.accelerator.about
     found = []
     for recording, replayed in zip(recordings, replay_together(recordings, prices, Rates.of(cluster))):
         steps = steps_of(recording)[-steps_for(asked.case) :]  # building comes first, in which some optimizers step too
         found.append(read_step(recording, replayed, steps))
         if asked.traced:
             with gzip.open(trace_file(folder, recording.rank), "wt", encoding="utf-8") as file:
-                file.write(as_kineto(recording, replayed, steps=steps[-1:]))
+                file.write(as_kineto(as_trace(recording, replayed, device=device, steps=steps[-1:])))
     return tuple(found)

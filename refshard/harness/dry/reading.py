@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from refshard.dryrun.as_timeline import as_timeline
+from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.memory import account_memory
 from refshard.dryrun.recording import Flag, Kind, Recording
 from refshard.dryrun.replay import NS, Replayed
@@ -15,6 +15,7 @@ from refshard.dryrun.steps import Step
 from refshard.harness.dry.result import StepResult
 from refshard.quantities import format_times
 from refshard.records import Census, CollectiveCount, StepTrace
+from refshard.tracing.kineto import timeline_of
 from refshard.tracing.memory import highest_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns
 
@@ -24,7 +25,7 @@ def read_step(recording: Recording, replayed: Replayed, steps: Sequence[Step]) -
 
     The last step's window begins where the previous one ends, because the device is not drained between steps.
     """
-    timeline, last = as_timeline(recording, replayed, steps=steps), steps[-1]
+    timeline, last = timeline_of(as_trace(recording, replayed, device="", steps=steps)), steps[-1]
     found = step_breakdowns(timeline)[-1]
     issued = collectives_per_step(timeline)[last.number]
     return StepResult(

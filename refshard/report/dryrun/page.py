@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from refshard.dryrun.analyse import Analysis
-from refshard.dryrun.as_kineto import as_kineto
 from refshard.dryrun.memory_course import MemoryCourse, call_clock, gpu_clock, memory_course
 from refshard.dryrun.recording import Category, Kind
 from refshard.dryrun.steps import steps_of
-from refshard.quantities import axis_unit, format_bytes, format_percent, format_seconds
+from refshard.quantities import axis_unit, format_bytes, format_ns, format_percent, format_seconds
 from refshard.report.draw.charts import Chart, chart, theme
 from refshard.report.draw.embed import MOST_EMBEDDED
 from refshard.report.draw.render import fill, resource, script
@@ -26,18 +26,24 @@ from refshard.report.dryrun.memory_picture import Axis, picture
 from refshard.report.dryrun.words import (
     CATEGORIES,
     NO_RACES,
+    finding_of,
     how_it_ended,
     moment,
     needed,
     refusal,
     sentences,
     what_ran,
+    which_steps,
 )
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace import charts as trace_charts
+from refshard.report.trace import tables as trace_tables
 from refshard.report.trace.lanes import Window
-from refshard.tracing.analysis import figures_of
+from refshard.report.trace.section import Section
+from refshard.report.trace.sections import sections_of
+from refshard.tracing.analysis import Analysis as Traced
 from refshard.tracing.figures import TraceFigures
+from refshard.tracing.files.writer import as_kineto
 
 _NAMED = 3
 _SENTENCES = re.compile(r"(?<=[.:]) (?=[A-Z])")
@@ -58,9 +64,8 @@ class Fact:
 def page(found: Analysis, command: str) -> Iterable[str]:
     """The page's HTML in pieces, in order; ``command`` is the command line that made it."""
     request = found.run.request
-    traced = _traced(found)
+    traced = found.traced
     memory = memory_charts(found)
-    steps = None if traced is None else _steps_chart(traced)
     lead, more = verdict(found)
     content = {
         "title": what_ran(request),
@@ -76,11 +81,11 @@ def page(found: Analysis, command: str) -> Iterable[str]:
         "largest": dryrun_tables.largest(found),
         "overheads": dryrun_tables.overheads(found),
         "trace": _trace(found),
-        "timeline": None if traced is None else _timeline(found, traced),
-        "steps": steps,
-        "time": dryrun_tables.time(found) if found.figures else None,
-        "operators": dryrun_tables.operators(found) if found.figures else None,
-        "synchronisations": dryrun_tables.synchronisations(found),
+        "timeline": None if traced is None else _timeline(traced),
+        "steps": None if traced is None else _steps_chart(traced.figures),
+        "finding": None if traced is None else finding_of(traced.figures),
+        "time": None if traced is None else trace_tables.steps(traced.figures),
+        "sections": _sections(traced),
         "races": None if found.races is None else [str(race) for race in found.races],
         "no_races": NO_RACES,
         "doubts": dryrun_tables.doubts(found),
@@ -95,9 +100,9 @@ def page(found: Analysis, command: str) -> Iterable[str]:
 
 def _trace(found: Analysis) -> dict[str, str] | None:
     """The replayed steps as a Kineto trace for Perfetto; None without a step, or if it is too large for the page."""
-    if found.figures is None:
+    if found.traced is None:
         return None
-    content = gzip.compress(as_kineto(found.run.recording, found.replayed).encode(), mtime=0)
+    content = gzip.compress(as_kineto(found.trace).encode(), mtime=0)
     if len(content) > MOST_EMBEDDED:
         return None
     return {"name": "dryrun.json.gz", "content": base64.b64encode(content).decode()}
@@ -117,16 +122,16 @@ def verdict(found: Analysis) -> tuple[str, list[str]]:
 
 
 def _pace(found: Analysis) -> str:
-    if found.figures is None:
+    if found.step_s is None:
         return ""
     rate = f", {found.tokens_per_s:,.0f} tokens/s/GPU" if found.tokens_per_s is not None else ""
     mfu = f", MFU {format_percent(found.mfu)}" if found.mfu is not None else ""
-    return f"; a step takes {format_seconds(found.figures.step_s)}{rate}{mfu}"
+    return f"; a step takes {format_seconds(found.step_s)}{rate}{mfu}"
 
 
 def facts(found: Analysis) -> list[Fact]:
     """The figures to read first."""
-    return [_memory_fact(found), *(_time_facts(found) if found.figures else ())]
+    return [_memory_fact(found), *_time_facts(found)]
 
 
 def _memory_fact(found: Analysis) -> Fact:
@@ -144,10 +149,12 @@ def _memory_fact(found: Analysis) -> Fact:
 
 
 def _time_facts(found: Analysis) -> Iterable[Fact]:
-    figures, answer = found.figures, found.run.answer
-    assert figures is not None
-    which = "the only step" if answer.steps_taken == 1 else f"the last of {answer.steps_taken} steps"
-    yield Fact(label="step time", value=format_seconds(figures.step_s), detail=f"Predicted: a replay of {which}.")
+    if found.traced is None:
+        return
+    figures, answer = found.traced.figures, found.run.answer
+    steps = [step.breakdown for step in figures.steps]
+    detail = f"Predicted: a replay of {which_steps(figures)}."
+    yield Fact(label="step time", value=format_seconds(found.step_s), detail=detail)
     if found.tokens is not None and found.tokens_per_s is not None:
         shared = f"; {answer.sharing} ranks share each batch" if answer.sharing > 1 else ""
         yield Fact(
@@ -159,16 +166,17 @@ def _time_facts(found: Analysis) -> Iterable[Fact]:
             label="MFU", value=format_percent(found.mfu),
             detail=f"{found.model_flops / 1e12:,.1f} trillion FLOPs per step, without recomputation.",
         )  # fmt: skip
-    if figures.comm_s:
+    if comm := sum(step.comm_ns for step in steps):
+        exposed = sum(step.exposed_ns for step in steps)
         yield Fact(
-            label="exposed communication", value=format_percent(figures.exposed_comm_s / figures.step_s),
-            detail=f"{format_seconds(figures.exposed_comm_s)} of {format_seconds(figures.comm_s)} communication run "
-            "while nothing computes.",
+            label="exposed communication", value=format_percent(exposed / sum(step.span_ns for step in steps)),
+            detail=f"{format_ns(exposed / len(steps))} of {format_ns(comm / len(steps))} communication run while "
+            "nothing computes.",
         )  # fmt: skip
     count = sum(one.count for one in found.synchronisations)
     yield Fact(
         label="host synchronisations per step", value=f"{count:,}",
-        detail="Lines that wait for the GPU are listed below." if count else "No line waits for the GPU.",
+        detail="Calls that hold the GPU up are listed below." if count else "No line waits for the GPU.",
     )  # fmt: skip
 
 
@@ -229,21 +237,21 @@ def _caption(found: Analysis, course: MemoryCourse, what: str) -> str:
     )
 
 
-def _traced(found: Analysis) -> TraceFigures | None:
-    """The figures of the replayed timeline, read like any trace's; None without a whole step."""
-    if found.figures is None:
-        return None
-    return figures_of(found.timeline, file=what_ran(found.run.request), device=found.hardware.about)
-
-
-def _timeline(found: Analysis, traced: TraceFigures) -> Chart:
-    last = traced.steps[-1]
+def _timeline(traced: Traced) -> Chart:
+    last = traced.figures.steps[-1]
     window = Window(
         step=last.step, begin=last.start_ns, close=last.start_ns + last.breakdown.span_ns,
         label=f"step {last.step} (the last)",
     )  # fmt: skip
-    (chart,) = trace_charts.timelines(found.timeline, traced, (window,), "streams")
+    (chart,) = trace_charts.timelines(traced.timeline, traced.figures, (window,), "streams")
     return chart
+
+
+def _sections(traced: Traced | None) -> tuple[tuple[Section, pd.DataFrame], ...]:
+    """What the page of a trace tells beyond the breakdown."""
+    if traced is None:
+        return ()
+    return tuple((section, pd.DataFrame(section.rows)) for section in sections_of(traced.figures))
 
 
 def _steps_chart(traced: TraceFigures) -> Chart:

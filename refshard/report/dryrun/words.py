@@ -4,13 +4,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from refshard.dryrun.analyse import Analysis, Synchronisation
-from refshard.dryrun.figures import StepFigures
 from refshard.dryrun.memory import Held
 from refshard.dryrun.races import Race
 from refshard.dryrun.recording import Category, Phase, Recording
 from refshard.dryrun.request import Request
 from refshard.quantities import format_bytes, format_percent, format_seconds, format_times
 from refshard.report.answer import Block, Notes, Text, Verdict, table
+from refshard.report.trace.terminal import job_blocks
+from refshard.report.trace.words import Finding, findings
+from refshard.tracing.figures import TraceFigures
 
 _LISTED = 8
 _HOST_BOUND = 0.1
@@ -32,9 +34,8 @@ def dryrun_blocks(found: Analysis, more: str = "") -> list[Block]:
     return [
         Text(text=_title(found)),
         *_memory(found),
-        *(_time(found) if found.figures is not None else ()),
-        *_synchronisations(found),
         Notes(sentences=sentences(found)),
+        *_time(found),
         *([] if found.races is None else [_races(found.races)]),
         *([Text(text=more)] if more else []),
         _verdict(found),
@@ -75,14 +76,15 @@ def _verdict(found: Analysis) -> Verdict:
         return Verdict(sentences=[f"FAILED: {answer.error}", *where], style="bad")
     usable = format_bytes(found.usable_bytes)
     would = "" if found.fits else "Without the memory limit: "
-    pace = [] if found.figures is None else [f"{would}step time {format_seconds(found.figures.step_s)}{_rates(found)}"]
+    pace = [] if found.step_s is None else [f"{would}step time {format_seconds(found.step_s)}{_rates(found)}"]
     if not found.fits:
         return Verdict(sentences=[f"DOES NOT FIT: {needed(found)}", refusal(found), *pace], style="bad")
     fits = (
         f"FITS: peak reserved {format_bytes(answer.peak.reserved)} of {usable} usable "
         f"({format_bytes(found.headroom_bytes)} headroom); peak allocated {format_bytes(answer.peak.allocated)}"
     )
-    return Verdict(sentences=[fits, *pace], style="good")
+    lead = [] if found.traced is None else [finding_of(found.traced.figures).lead]
+    return Verdict(sentences=[fits, *pace, *lead], style="good")
 
 
 def needed(found: Analysis) -> str:
@@ -161,50 +163,23 @@ def merged(held: tuple[Held, ...]) -> list[Held]:
 
 
 def _time(found: Analysis) -> list[Block]:
-    figures = found.figures
-    assert figures is not None
-    rows = [
-        {"one step": name, "time": format_seconds(s), "of the step": format_percent(s / figures.step_s)}
-        for name, s in (*parts_of_step(figures), ("step", figures.step_s))
-    ]
-    operators = [
-        {
-            "longest operators": one.name,
-            "time": format_seconds(one.seconds),
-            "of the step": format_percent(one.seconds / figures.step_s),
-            "count": f"{one.count:,}",
-        }
-        for one in figures.operators[:_LISTED]
-    ]
-    return [table(rows), table(operators, detail=True)]
-
-
-def parts_of_step(figures: StepFigures) -> tuple[tuple[str, float], ...]:
-    """Seconds of a step by name. Compute and communication overlap, so the parts do not add up to the step."""
-    return (
-        ("compute", figures.compute_s),
-        ("communication", figures.comm_s),
-        ("exposed communication", figures.exposed_comm_s),
-        ("idle", figures.idle_s),
-        ("idle, waiting for the host", figures.host_bound_s),
-    )
-
-
-def _synchronisations(found: Analysis) -> list[Block]:
-    if found.figures is None:
+    """What ``refshard trace`` says of the replayed steps."""
+    if found.traced is None:
         return []
-    if not found.synchronisations:
-        return [Notes(sentences=["The host never waits for the GPU within a step."], detail=True)]
-    rows = [
-        {
-            "host waits per step": one.why,
-            "where": place(one),
-            "times": f"{one.count:,}",
-            "value": "not computed" if one.unknown else "",
-        }
-        for one in found.synchronisations[:_LISTED]
-    ]
-    return [table(rows, left=2)]
+    figures = found.traced.figures
+    return job_blocks([figures], finding_of(figures), f"Replayed: {which_steps(figures)}")
+
+
+def finding_of(figures: TraceFigures) -> Finding:
+    """The finding of the only rank."""
+    (finding,) = findings([figures])
+    return finding
+
+
+def which_steps(figures: TraceFigures) -> str:
+    """The numbers of the steps in the trace."""
+    numbers = [str(step.step) for step in figures.steps]
+    return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
 
 
 def place(one: Synchronisation) -> str:
@@ -225,8 +200,8 @@ def _races(races: Sequence[Race]) -> Notes:
 
 
 def sentences(found: Analysis) -> list[str]:
-    """Where memory peaks, how uncertain the prices are, and what to change first."""
-    return [*_explained(found), *_held_back(found), *_doubted(found), *_advice(found)]
+    """Where memory peaks, how certain the figures are, and what to change about memory and the host."""
+    return [*_explained(found), *_held_back(found), *_doubted(found), *_unknown_values(found), *_advice(found)]
 
 
 def _explained(found: Analysis) -> Iterator[str]:
@@ -264,6 +239,17 @@ def _doubted(found: Analysis) -> Iterator[str]:
         )
 
 
+def _unknown_values(found: Analysis) -> Iterator[str]:
+    """Where the host reads values that nothing computed."""
+    unknown = [one for one in found.synchronisations if one.unknown]
+    if found.traced is not None and unknown:
+        places = ", ".join(dict.fromkeys(place(one) for one in unknown[:_LISTED]))
+        yield (
+            f"The host reads {sum(one.count for one in unknown):,} values per step that a dry run does not compute; a "
+            f"script that branches on them may take another path on a GPU. Where: {places}."
+        )
+
+
 def moment(recording: Recording, at: int) -> str:
     """The phase and the module of event ``at``; a negative ``at`` is before the first event."""
     if at < 0:
@@ -290,36 +276,26 @@ def _advice(found: Analysis) -> Iterator[str]:
             f"The allocator emptied its cache {format_times(answer.retries)} to serve an allocation; the host waits "
             "for the GPU each time. Try: a smaller batch, or more checkpointing."
         )
-    if found.figures is None:
+    if found.traced is None:
         return
-    figures = found.figures
-    if figures.host_bound_s > _HOST_BOUND * figures.step_s:
+    steps = [step.breakdown for step in found.traced.figures.steps]
+    if sum(step.idle_host_ns or 0 for step in steps) > _HOST_BOUND * sum(step.span_ns for step in steps):
         yield (
             "Host-bound: the step time depends on the host. The profile's host needs "
             f"{format_seconds(found.hardware.host_s)} per kernel of a small layer, others may need a fraction. Measure "
             "yours: refshard calibrate."
         )
-    losses = {
-        f"exposed communication takes {format_seconds(figures.exposed_comm_s)} per step. Try: prefetching, "
-        "larger batches, or sharding within a node only (HSDP).": figures.exposed_comm_s,
-        f"the GPU waits {format_seconds(figures.host_bound_s)} per step for the host. Try: torch.compile, fewer and "
-        "larger operators, and no .item() in the step.": figures.host_bound_s,
-        f"recomputation takes {format_seconds(_recomputed(found))} per step. Try: checkpointing fewer layers, if the "
-        "headroom allows it.": _recomputed(found) if found.headroom_bytes > 0.1 * found.usable_bytes else 0.0,
-    }
-    worst = max(losses, key=lambda words: losses[words])
-    if losses[worst] > 0.01 * figures.step_s:
-        yield f"Largest loss: {worst}"
-    elif found.fits and found.headroom_bytes > 0.2 * found.usable_bytes:
+    assert found.step_s is not None
+    if not found.fits or found.headroom_bytes < 0.1 * found.usable_bytes:
+        return
+    if found.recomputed_s > 0.01 * found.step_s:
+        yield (
+            f"Recomputation takes {format_seconds(found.recomputed_s)} per step "
+            f"({format_percent(found.recomputed_s / found.step_s)}). Try: checkpointing fewer layers; "
+            f"{format_bytes(found.headroom_bytes)} of memory are unused."
+        )
+    elif found.headroom_bytes > 0.2 * found.usable_bytes:
         yield (
             f"{format_bytes(found.headroom_bytes)} of memory are unused. Try: a larger batch, to amortise "
             "communication and launches."
         )
-
-
-def _recomputed(found: Analysis) -> float:
-    """Seconds of kernels that recompute activations."""
-    assert found.step is not None
-    rows = slice(found.step.first, found.step.end)
-    again = found.run.recording.phases[rows] == Phase.RECOMPUTE
-    return float(found.prices.seconds[rows][again].sum())

@@ -15,7 +15,7 @@ from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Ve
 from refshard.report.trace.jobs import job_names, jobs, parts, who
 from refshard.report.trace.per_step import each, has_steps, per
 from refshard.report.trace.sections import sections_of
-from refshard.report.trace.words import SMALL, findings
+from refshard.report.trace.words import SMALL, Finding, findings
 from refshard.tracing.figures import Breakdown, TraceFigures
 from refshard.tracing.hta import HtaFailure, HtaFigures
 from refshard.tracing.overlap import mean_ratio
@@ -49,9 +49,7 @@ def trace_answer(traces: Sequence[TraceFigures], checks: Sequence[Block] = (), m
     told = findings(traces)
     for (_, members), finding in zip(jobs(traces).items(), told):
         ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
-        blocks.append(_job_table(ranks, plain(f"{finding.title} ({_pattern(ranks)})")))
-        blocks.append(Notes(sentences=[plain(sentence) for sentence in finding.more]))
-        blocks += _sections(ranks)
+        blocks += job_blocks(ranks, finding, f"{finding.title} ({_pattern(ranks)})")
     alone = len(told) == 1
     names = job_names(traces).values()
     lead = [plain(one.lead if alone else f"{name}: {one.lead}") for name, one in zip(names, told)]
@@ -60,6 +58,12 @@ def trace_answer(traces: Sequence[TraceFigures], checks: Sequence[Block] = (), m
         rows=[_flat(trace) for trace in traces],
         blocks=[*blocks, *checks, *_warnings(traces), Verdict(sentences=lead), *_told(more)],
     )
+
+
+def job_blocks(ranks: Sequence[TraceFigures], finding: Finding, title: str) -> list[Block]:
+    """One job: a table with a row per rank, what there is to know beyond the finding's lead, and the sections."""
+    notes = Notes(sentences=[plain(sentence) for sentence in finding.more])
+    return [_job_table(ranks, plain(title)), notes, *_sections(ranks)]
 
 
 def _sections(members: Sequence[TraceFigures]) -> list[Block]:

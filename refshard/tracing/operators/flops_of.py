@@ -223,12 +223,14 @@ def _convolution_backward(call: _Call) -> tuple[int, int]:
     return sum(wanted) * _convolved(x if call.is_true(7) else grad, w), call.bytes + results
 
 
-def _attention(q: int, causal: int, *, products: int = 2) -> _Formula:
+def _attention(name: str) -> _Formula:
     """Scores of (batch, heads, queries, width) with keys, and sums of values by these weights.
 
     Forward is two products. Backward is five: the scores are computed again, as flash attention does. A causal mask
     leaves min(queries, keys)**2 / 2 pairs fewer, which the kernels skip; other masks do not count.
     """
+    q, products = (1, 5) if name.endswith("_backward") else (0, 2)  # backward is first given the output's gradient
+    causal = CAUSAL[name]
 
     def formula(call: _Call) -> tuple[int, int]:
         queries, keys, values = (call.shape(q + n) for n in range(3))
@@ -276,6 +278,19 @@ def _copied(call: _Call) -> tuple[None, int]:
     return None, call.bytes
 
 
+CAUSAL = {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_fused_attention_overrideable": 5,
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_scaled_dot_product_fused_attention_overrideable_backward": 13,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+}
+"""Operators of fused attention, and which of their arguments says that the mask is causal."""
 _FIRST_FACTOR = {"addmm": 1, "baddbmm": 1, "addbmm": 1, "_addmm_activation": 1, "addmv": 1}
 """Where the operands of a product begin, and with them its type, if not with the first argument."""
 _FORMULAS: dict[str, _Formula] = {
@@ -284,16 +299,7 @@ _FORMULAS: dict[str, _Formula] = {
     "_grouped_mm": _grouped, "_scaled_grouped_mm": _grouped,
     "addmv": _vector(1, 2), "dot": _vector(0, 1),
     "convolution": _convolution, "convolution_backward": _convolution_backward,
-    "_scaled_dot_product_flash_attention": _attention(0, 4),
-    "_scaled_dot_product_efficient_attention": _attention(0, 6),
-    "_scaled_dot_product_cudnn_attention": _attention(0, 6),
-    "_scaled_dot_product_fused_attention_overrideable": _attention(0, 5),
-    "_scaled_dot_product_flash_attention_for_cpu": _attention(0, 4),
-    "_scaled_dot_product_flash_attention_backward": _attention(1, 11, products=5),
-    "_scaled_dot_product_efficient_attention_backward": _attention(1, 11, products=5),
-    "_scaled_dot_product_cudnn_attention_backward": _attention(1, 14, products=5),
-    "_scaled_dot_product_fused_attention_overrideable_backward": _attention(1, 13, products=5),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(1, 7, products=5),
+    **{name: _attention(name) for name in CAUSAL},
     "copy_": _copied, "_softmax": _same_size, "_log_softmax": _same_size, "native_layer_norm": _same_size,
     "_fused_rms_norm": _same_size, "native_group_norm": _same_size, "native_batch_norm": _same_size,
     "cudnn_batch_norm": _same_size, "miopen_batch_norm": _same_size,

@@ -11,10 +11,11 @@ from refshard.dryrun.analyse import Analysis
 from refshard.dryrun.price import Doubt
 from refshard.dryrun.races import find_races
 from refshard.dryrun.recording import Category, Phase
-from refshard.quantities import axis_unit, format_percent, format_seconds
+from refshard.quantities import axis_unit, format_ns, format_percent, format_seconds
 from refshard.report.answer import Answer
 from refshard.report.dryrun.page import facts, memory_charts, page, verdict
 from refshard.report.dryrun.words import CATEGORIES, dryrun_blocks, sentences
+from refshard.report.trace.words import findings
 from tests.dryrun.made import Made
 from tests.dryrun.touching import GATHER, MAIN, Touching
 from tests.report import printed
@@ -63,11 +64,10 @@ def test_every_link_within_the_page_leads_somewhere(seen: Page) -> None:
 
 
 def test_the_verdict_comes_first_and_has_the_figures(found: Analysis, seen: Page) -> None:
-    figures = found.figures
-    assert figures is not None
+    assert found.traced is not None
     assert found.tokens_per_s is not None
     lead, more = verdict(found)
-    step, rate, mfu = format_seconds(figures.step_s), f"{found.tokens_per_s:,.0f}", format_percent(found.mfu)
+    step, rate, mfu = format_seconds(found.step_s), f"{found.tokens_per_s:,.0f}", format_percent(found.mfu)
     assert lead == f"It fits, with 58.2 GiB of headroom; a step takes {step}, {rate} tokens/s/GPU, MFU {mfu}."
     assert more == sentences(found)
     text = rows(seen)
@@ -75,7 +75,9 @@ def test_the_verdict_comes_first_and_has_the_figures(found: Analysis, seen: Page
     told = {fact.label: (fact.value, fact.mood) for fact in facts(found)}
     assert told["memory"] == ("fits, 58.2 GiB left", "good")
     assert told["step time"] == (step, "")
-    assert told["exposed communication"][0] == format_percent(figures.exposed_comm_s / figures.step_s)
+    (step_figures,) = found.traced.figures.steps
+    breakdown = step_figures.breakdown
+    assert told["exposed communication"][0] == format_percent(breakdown.exposed_ns / breakdown.span_ns)
     assert told["host synchronisations per step"][0] == "1"
     assert "8,192 tokens per step and GPU" in text
 
@@ -122,13 +124,13 @@ def test_what_is_held_at_the_peak_is_listed(seen: Page) -> None:
 
 
 def test_time_operators_waits_and_doubts_are_listed(found: Analysis, seen: Page) -> None:
-    text, figures = rows(seen), found.figures
-    assert figures is not None
-    for name, seconds in (("compute", figures.compute_s), ("idle, waiting for the host", figures.host_bound_s)):
-        assert f"{name} {format_seconds(seconds)} {format_percent(seconds / figures.step_s)}" in text
-    longest = figures.operators[0]
-    assert f"{longest.name} {longest.count} {format_seconds(longest.seconds)}" in text
-    assert f"{SITE} item 1 {format_seconds(figures.waits[0].seconds)} -" in text
+    assert found.traced is not None
+    text, figures = rows(seen), found.traced.figures
+    assert figures.operators is not None
+    longest = figures.operators.totals[0]
+    assert f"{longest.name} {longest.kind} {longest.calls} {format_ns(longest.ns)}" in text
+    assert findings([figures])[0].lead in text
+    assert "value read by the host (cudaStreamSynchronize) train.py(31): train" in text
     assert "mylib::scale no bytes are known 6 2.00 ms" in text
     assert "docs/explanation/dryrun.md" in text
     assert COMMAND in text
@@ -137,7 +139,8 @@ def test_time_operators_waits_and_doubts_are_listed(found: Analysis, seen: Page)
 def test_the_timeline_is_that_of_the_last_step(found: Analysis, seen: Page) -> None:
     (text,) = [text for kind, text in seen.scripts if kind == "application/json" and '"texts"' in text]
     figure = json.loads(text)
-    window = found.timeline.windows[-1]
+    assert found.traced is not None
+    window = found.traced.timeline.windows[-1]
     begin, close = figure["layout"]["xaxis"]["range"]
     _, size = axis_unit("s", (window.end - window.start) / 1e9)
     assert (begin, close * size * 1e9) == (0, pytest.approx(window.end - window.start))

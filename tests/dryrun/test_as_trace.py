@@ -1,31 +1,32 @@
-"""Replays as timelines and as Kineto traces: classes, units and steps, and that both say the same."""
+"""Replays as the events of a trace: classes, units, steps, waits and memory, also after writing and reading a file."""
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from refshard.dryrun.as_kineto import as_kineto
-from refshard.dryrun.as_timeline import as_timeline
+from refshard.dryrun.as_trace import as_trace
 from refshard.dryrun.device import Rates
-from refshard.dryrun.figures import step_figures
 from refshard.dryrun.memory import account_memory
 from refshard.dryrun.price import Prices, price
 from refshard.dryrun.purposes import LABELS, LEAVE, purposes
 from refshard.dryrun.recording import Flag, Phase, Recording
 from refshard.dryrun.recording import Kind as Recorded
 from refshard.dryrun.replay import NEVER, NS, Replayed, replay
-from refshard.dryrun.steps import Step, device_windows, steps_of
+from refshard.dryrun.steps import Step, steps_of
 from refshard.specs.cluster import load_cluster
-from refshard.timeline import KINDS, UNKNOWN, Kind, Span, Spans, Timeline, Window
-from refshard.tracing import steps as tracing_steps
+from refshard.timeline import KINDS, UNKNOWN, Kind, Timeline
 from refshard.tracing.analysis import analyse
+from refshard.tracing.files.events import TraceFile
+from refshard.tracing.files.reader import read_trace
+from refshard.tracing.files.writer import as_kineto
 from refshard.tracing.host.holdup_figures import Hold
-from refshard.tracing.kineto import read_timeline
+from refshard.tracing.kineto import timeline_of
 from refshard.tracing.labels import meaning_of
 from refshard.tracing.overlap import collectives_per_step, step_breakdowns
 from tests.dryrun.made import COPIES_IN, GATHERS, REDUCES, Made, prices, sharded_step
@@ -41,6 +42,14 @@ def trained(steps: int = 3, tokens: int = 512) -> tuple[Recording, Prices, Repla
     recording = made.recording()
     priced = price(recording, H100)
     return recording, priced, replay(recording, priced, Rates.of(H100))
+
+
+def traced(recording: Recording, replayed: Replayed, steps: Sequence[Step] | None = None) -> TraceFile:
+    return as_trace(recording, replayed, device="NVIDIA H100 80GB HBM3", steps=steps)
+
+
+def timeline_of_steps(recording: Recording, replayed: Replayed, steps: Sequence[Step] | None = None) -> Timeline:
+    return timeline_of(traced(recording, replayed, steps))
 
 
 def rows(timeline: Timeline, kind: Kind) -> set[str]:
@@ -62,26 +71,9 @@ def test_a_step_ends_with_its_mark() -> None:
     assert steps_of(Made().recording()) == ()
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(-1, 3), st.sampled_from("ab"), st.integers(0, 9), st.integers(0, 9)),
-        min_size=1,
-        max_size=12,
-    )
-)
-def test_the_device_lives_its_steps_as_traces_have_them(rows: list[tuple[int, str, int, int]]) -> None:
-    rows.sort(key=lambda row: row[2:])
-    made = Spans.of(Span(kind=Kind.COMPUTE, lane=lane, name="x", start=s, end=s + n) for _, lane, s, n in rows)
-    order = np.lexsort(([start + length for *_, start, length in rows], [start for *_, start, _ in rows]))
-    spans = replace(made, steps=np.array([rows[place][0] for place in order], np.int32))
-    steps = tuple(Step(number=n, first=n, end=n + 1) for n in range(4))
-    announced = tuple(Window(step=n, start=n, end=n + 1) for n in range(4))
-    assert device_windows(steps, spans) == tracing_steps.device_windows(spans, announced)
-
-
 def test_each_event_is_of_the_class_that_a_trace_would_give_it() -> None:
     recording, _, replayed = trained()
-    timeline = as_timeline(recording, replayed)
+    timeline = timeline_of_steps(recording, replayed)
     assert rows(timeline, Kind.COMM) == {"all_gather", "reduce_scatter", "all_reduce", "barrier"}
     assert rows(timeline, Kind.PREP) == {"aten::_chunk_cat", "aten::div_"}
     copies = {"aten::copy_", "aten::_foreach_copy_", "aten::split_with_sizes_copy", "aten::_local_scalar_dense"}
@@ -102,9 +94,13 @@ def test_a_kernel_on_another_stream_serves_what_waits_for_it() -> None:
         made.collective(op, group, nbytes=8, stream=stream + 10)
     made.launch(stream=0)
     recording = made.recording()
+    spans = timeline_of_steps(recording, replay(recording, prices(recording, {}, host_s=1e-6), Rates())).spans
+    found = {(spans.lane_names[span], KINDS[kind]) for span, kind in zip(spans.lanes, spans.kinds)}
+    assert found == {
+        ("stream 5", Kind.COPY), ("stream 6", Kind.PREP), ("stream 7", Kind.COMPUTE), ("stream 0", Kind.COMPUTE),
+        *((f"stream {stream}", Kind.COMM) for stream in (15, 16, 17)),
+    }  # fmt: skip
     about = purposes(recording, 0)
-    found = {(int(recording.streams[row]), KINDS[about.kinds[row]]) for row in np.flatnonzero(recording.kinds == 0)}
-    assert found == {(5, Kind.COPY), (6, Kind.PREP), (7, Kind.COMPUTE), (0, Kind.COMPUTE)}
     assert {about.unit_names[unit] for unit in about.units[recording.kinds < 2]} == {"layers.1"}
 
 
@@ -125,71 +121,83 @@ def test_the_labels_are_those_that_readers_of_traces_know() -> None:
         assert meaning_of(label.text("layers.0")) == (label.meaning, "layers.0" if label.of_unit else None)
 
 
-@pytest.mark.parametrize("tokens", [512, 16384])
-def test_the_kineto_trace_reads_back_to_the_same_figures(tokens: int, tmp_path: Path) -> None:
-    recording, _, replayed = trained(tokens=tokens)
+def assert_same(ours: Any, read: Any, *, but: tuple[str, ...] = ()) -> None:
+    """Two tables of a trace have equal columns."""
+    for field in (field for field in fields(ours) if field.name not in but):
+        mine, other = getattr(ours, field.name), getattr(read, field.name)
+        assert np.array_equal(mine, other) if isinstance(mine, np.ndarray) else mine == other, field.name
+
+
+def test_a_written_trace_reads_back_unchanged(tmp_path: Path) -> None:
+    recording, _, replayed = trained()
     for steps in (steps_of(recording), steps_of(recording)[1:]):
-        ours = as_timeline(recording, replayed, steps=steps)
+        ours = traced(recording, replayed, steps)
         path = tmp_path / "trace.json"
-        path.write_text(as_kineto(recording, replayed, steps=steps))
-        read = read_timeline(path)
-        assert len(read.spans) == len(ours.spans) > 0
-        for column in ("starts", "ends", "kinds", "lanes", "launches", "steps", "under"):
-            assert np.array_equal(getattr(read.spans, column), getattr(ours.spans, column)), column
-        names, units = ([s.unit_names[u] if u >= 0 else "" for u in s.units] for s in (read.spans, ours.spans))
-        assert names == units
-        assert [span.name for span in read.spans] == [span.name for span in ours.spans]
-        assert read.windows == ours.windows
-        assert read.host_windows == ours.host_windows
-        assert read.collectives == ours.collectives
-        assert step_breakdowns(read) == step_breakdowns(ours)
-        assert collectives_per_step(read) == collectives_per_step(ours)
-        assert read.rank == ours.rank == 0
+        path.write_text(as_kineto(ours))
+        read = read_trace(path)
+        numbered = ("names", "operands", "lanes", "signatures")  # the reader numbers names in another order
+        for table in ("host", "device", "memory"):
+            assert_same(getattr(ours, table), getattr(read, table), but=numbered)
+        for table, column in (("host", "names"), ("device", "names"), ("device", "lanes"), ("device", "signatures")):
+            names = [
+                [getattr(one, column)[code] for code in getattr(getattr(one, table), column)] for one in (ours, read)
+            ]
+            assert names[0] == names[1]
+        given = [[one.operands[code] if code >= 0 else None for code in one.host.operands] for one in (ours, read)]
+        assert given[0] == given[1]
+        assert_same(ours.frames, read.frames)
+        for name in ("threads", "host_args", "device_args", "memory_devices", "skipped"):
+            assert getattr(ours, name) == getattr(read, name)
+        assert ours.metadata.items() <= read.metadata.items()
+        mine, others = analyse(ours).figures, analyse(path).figures
+        assert msgspec.structs.replace(mine, file=str(path), events=others.events) == others
 
 
-def test_what_the_steps_say(tmp_path: Path) -> None:
+def test_the_figures_of_steps_are_the_replays() -> None:
     recording, priced, replayed = trained()
-    timeline = as_timeline(recording, replayed)
-    ours = step_figures(recording, priced, replayed, timeline, steps_of(recording))
-    for one, breakdown in zip(ours, step_breakdowns(timeline), strict=True):
-        assert round(one.step_s * NS) == breakdown.span_ns
-        assert round(one.compute_s * NS) == breakdown.compute_ns
-        assert round(one.comm_s * NS) == breakdown.comm_ns
-        assert round(one.exposed_comm_s * NS) == breakdown.exposed_ns
-        assert round(one.idle_s * NS) == breakdown.idle_ns
-    assert (
-        sum(round(one.step_s * NS) for one in ours) == replayed.ends.max() - replayed.starts[replayed.starts >= 0].min()
-    )
+    found = analyse(traced(recording, replayed))
+    figures = found.figures
+    spans = [step.breakdown.span_ns for step in figures.steps]
+    assert sum(spans) == replayed.ends.max() - replayed.starts[replayed.starts >= 0].min()
+    assert figures.operators is not None
+    products = next(one for one in figures.operators.totals if one.name == "aten::mm")
     flops = 2 * 512 * 5792**2 * 9
-    for one in ours:
-        found = {operator.name: operator for operator in one.operators}
-        assert (found["aten::mm"].count, found["aten::mm"].flops) == (9, flops)
-        assert found["all_gather"].count == 6
-        assert one.tflops == pytest.approx(flops / 1e12 / one.step_s)
-        assert [(wait.why, wait.site, wait.count) for wait in one.waits] == [("item", "train.py:31 in train", 1)]
-        assert [operator.seconds for operator in one.operators] == sorted(
-            (o.seconds for o in one.operators), reverse=True
-        )
-    path = tmp_path / "trace.json"
-    path.write_text(as_kineto(recording, replayed))
-    figures = analyse(path).figures
-    assert collectives_per_step(timeline)[0] == (
+    mm = recording.names == recording.name_table.index("aten::mm")
+    assert (products.calls, priced.flops[mm].sum()) == (3 * 9, 3 * flops)
+    assert products.flops_per_s == pytest.approx(3 * flops / (products.known_ns / NS))
+    assert products.of_peak is not None
+    assert collectives_per_step(found.timeline)[0] == (
         ("all_gather", 6, 6 * 2**26), ("all_reduce", 1, 4), ("reduce_scatter", 3, 6 * 2**26)
     )  # fmt: skip
     assert [unit.unit for unit in figures.units] == ["layers.0", "layers.1", "layers.2"]
     assert figures.warnings == ()
 
 
-def test_the_trace_says_which_waits_hold_the_gpu_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_counts_half_if_causal(causal: bool) -> None:
+    made = Made()
+    heads = "bf16[1,32,8192,128]"
+    signature = f"{heads} {heads} {heads} -> {heads} fp32[1,32,8192]"
+    flags = Flag.CAUSAL if causal else Flag(0)
+    made.launch("aten::_scaled_dot_product_flash_attention", signature=signature, flags=flags)
+    recording = made.recording()
+    report = analyse(
+        traced(recording, replay(recording, prices(recording, {0: 1.0}, host_s=1e-6), Rates()))
+    ).figures.operators
+    assert report is not None
+    (attention,) = report.operators
+    assert attention.flops == 4 * 32 * 8192**2 * 128 // (2 if causal else 1)
+
+
+def test_the_trace_says_which_waits_hold_the_gpu_up() -> None:
     recording, _, replayed = trained()
-    path = tmp_path / "trace.json"
-    path.write_text(as_kineto(recording, replayed))
-    found = analyse(path).figures.holdups
+    found = analyse(traced(recording, replayed)).figures.holdups
     assert found is not None
     assert found.places is not None
     (one,) = found.places
     waits = recording.kinds == Recorded.SYNCHRONISE
-    assert (one.kind, found.steps, one.count) == (Hold.SYNC, 3, np.sum(waits)) == (Hold.SYNC, 3, 3)
+    assert (one.kind, found.steps, one.count) == (Hold.ITEM, 3, np.sum(waits)) == (Hold.ITEM, 3, 3)
+    assert (one.line, one.operator) == ("train.py(31): train", "aten::_local_scalar_dense")
     assert one.host_ns == np.sum((replayed.host_ends - replayed.host_starts)[waits])
     # Nothing runs from the end of a wait, which is for all that was launched, to the next kernel.
     ends = np.sort(replayed.host_ends[waits])
@@ -206,11 +214,10 @@ def test_a_late_host_is_seen() -> None:
     recording = made.recording()
     priced = prices(recording, dict.fromkeys(kernels, 1.0), host_s=3.0)
     replayed = replay(recording, priced, Rates())
-    timeline = as_timeline(recording, replayed)
+    timeline = timeline_of_steps(recording, replayed)
     (breakdown,) = step_breakdowns(timeline)
     assert (breakdown.idle_ns, breakdown.idle_host_ns) == (6e9, 6e9)
-    (figures,) = step_figures(recording, priced, replayed, timeline, steps_of(recording))
-    assert (figures.step_s, figures.idle_s, figures.host_bound_s) == (10, 6, 6)
+    assert breakdown.span_ns == 10e9
 
 
 def test_what_came_before_a_step_is_not_in_its_figures() -> None:
@@ -223,11 +230,9 @@ def test_what_came_before_a_step_is_not_in_its_figures() -> None:
     recording = made.recording()
     priced = prices(recording, {first: 1.0, second: 1.0}, host_s=5.0)
     replayed = replay(recording, priced, Rates())
-    found = step_figures(recording, priced, replayed, as_timeline(recording, replayed), steps_of(recording))
-    assert [(one.step_s, one.host_bound_s) for one in found] == [(1, 0), (5, 4)]
-    last = steps_of(recording)[1:]
-    found = step_figures(recording, priced, replayed, as_timeline(recording, replayed, steps=last), last)
-    assert [(one.step_s, one.host_bound_s) for one in found] == [(1, 0)]
+    for steps, expected in ((steps_of(recording), [(1e9, 0), (5e9, 4e9)]), (steps_of(recording)[1:], [(1e9, 0)])):
+        found = step_breakdowns(timeline_of_steps(recording, replayed, steps))
+        assert [(one.span_ns, one.idle_host_ns) for one in found] == expected
 
 
 def test_a_stream_that_waits_is_not_the_hosts_fault() -> None:
@@ -240,28 +245,28 @@ def test_a_stream_that_waits_is_not_the_hosts_fault() -> None:
     recording = made.recording()
     priced = prices(recording, seconds, host_s=0.01)
     replayed = replay(recording, priced, Rates())
-    (figures,) = step_figures(recording, priced, replayed, as_timeline(recording, replayed), steps_of(recording))
-    assert figures.host_bound_s == 0
-    assert figures.idle_s == 0
+    (found,) = step_breakdowns(timeline_of_steps(recording, replayed))
+    assert (found.idle_host_ns, found.idle_ns) == (0, 0)
 
 
 def test_a_trace_is_json_that_names_its_tracks() -> None:
     recording, _, replayed = trained(steps=1)
-    trace = json.loads(as_kineto(recording, replayed))
+    trace = json.loads(as_kineto(traced(recording, replayed)))
     tracks = {
         (e["pid"], e["tid"]): e["args"]["name"]
         for e in trace["traceEvents"]
         if e["ph"] == "M" and "thread" in e["name"]
     }
-    assert tracks[0, 0] == "stream 0 (computes most)"
+    assert tracks[0, 0] == "stream 0"
     assert {stream for _, stream in tracks} == {0, GATHERS, COPIES_IN, REDUCES}
     kernels = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
     assert len(kernels) == (replayed.starts != NEVER).sum()
-    waits = [e["args"] for e in trace["traceEvents"] if e["name"] == "cudaStreamSynchronize"]
-    assert waits == [{"why": "item", "site": "train.py:31 in train"}]
+    (wait,) = [e for e in trace["traceEvents"] if e["name"] == "cudaStreamSynchronize"]
+    (line,) = [e for e in trace["traceEvents"] if e.get("cat") == "python_function"]
+    assert (line["name"], line["ts"], line["dur"]) == ("train.py(31): train", wait["ts"], wait["dur"])
 
 
-def test_a_trace_says_what_the_allocator_holds(tmp_path: Path) -> None:
+def test_a_trace_says_what_the_allocator_holds() -> None:
     made = Made()
     kept = made.allocate(1024)
     made.launch()
@@ -274,15 +279,12 @@ def test_a_trace_says_what_the_allocator_holds(tmp_path: Path) -> None:
     made.mark()
     recording = made.recording()
     replayed = replay(recording, prices(recording, {}, host_s=1e-6), Rates())
-    path = tmp_path / "trace.json"
-    path.write_text(as_kineto(recording, replayed, steps=steps_of(recording)[1:]))
-    found = [(point.device, point.ns, point.bytes) for point in analyse(path).figures.memory]
+    memory = analyse(traced(recording, replayed, steps_of(recording)[1:])).figures.memory
+    found = [(point.device, point.ns, point.bytes) for point in memory]
     assert found == [("device 0", 1000, 1536), ("device 0", 2000, 512), ("device 0", 2000, 0)]
 
 
-def test_a_trace_says_where_blocks_are_and_what_is_reserved_so_that_its_reader_finds_who_holds_the_peak(
-    tmp_path: Path,
-) -> None:
+def test_a_trace_says_where_blocks_are_and_what_is_reserved_so_that_its_reader_finds_who_holds_the_peak() -> None:
     """Forward keeps 1 KiB of 3, backward makes 4 KiB, of 16 MiB that are reserved."""
     made = Made()
     made.segment(16 << 20)
@@ -301,9 +303,7 @@ def test_a_trace_says_where_blocks_are_and_what_is_reserved_so_that_its_reader_f
     is_block = np.isin(recording.kinds, (Recorded.ALLOCATE, Recorded.FREE))
     recording = replace(recording, reads=np.where(is_block, 512 * recording.subjects, recording.reads))
     replayed = replay(recording, prices(recording, {}, host_s=1e-6), Rates())
-    path = tmp_path / "trace.json"
-    path.write_text(as_kineto(recording, replayed, steps=steps_of(recording)[1:]))
-    (peak,) = analyse(path).figures.memory_peaks
+    (peak,) = analyse(traced(recording, replayed, steps_of(recording)[1:])).figures.memory_peaks
     account = account_memory(recording)
     assert peak.allocated_bytes == account.peak_bytes == 512 + 1024 + 4096
     assert peak.reserved_bytes == int(account.reserved[account.peak_at]) == 16 << 20
@@ -312,7 +312,7 @@ def test_a_trace_says_where_blocks_are_and_what_is_reserved_so_that_its_reader_f
     }  # fmt: skip
 
 
-def test_nothing_gives_an_empty_timeline() -> None:
+def test_nothing_gives_an_empty_trace() -> None:
     recording = Made().recording()
-    timeline = as_timeline(recording, replay(recording, prices(recording, {}), Rates()))
-    assert (timeline.windows, len(timeline.spans), timeline.collectives) == ((), 0, ())
+    trace = traced(recording, replay(recording, prices(recording, {}), Rates()))
+    assert (len(trace.host.starts), len(trace.device.starts), len(trace.memory.times)) == (0, 0, 0)

@@ -1,0 +1,314 @@
+"""A replayed recording as the events of a trace, so that the code that analyses traces answers for dry runs too.
+
+The host's side has each operator, its launch at its end, what the host waits for, the labels under which work was
+launched, and what the allocator holds; the device's side has a lane per stream. Names of collectives, their sizes and
+groups are where NCCL's annotations have them.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from refshard.dryrun.purposes import LABELS, LEAVE, purposes
+from refshard.dryrun.recording import NO_STREAM, Flag, Kind, Recording
+from refshard.dryrun.replay import NEVER, Replayed
+from refshard.dryrun.signatures import Tensor, parse
+from refshard.dryrun.steps import Step, host_windows, steps_of
+from refshard.timeline import UNKNOWN, Meaning
+from refshard.tracing.files.events import (
+    ANNOTATION,
+    HOST,
+    KERNEL,
+    LAUNCH,
+    MEMCPY,
+    DeviceEvents,
+    HostEvents,
+    MemoryEvents,
+    Operands,
+    SyncEvents,
+    TraceFile,
+)
+from refshard.tracing.files.frames import Frames
+from refshard.tracing.operators.flops_of import CAUSAL
+
+_OPERATORS = {
+    "all_gather": ("_allgather_base_", 0), "reduce_scatter": ("_reduce_scatter_base_", 1),
+    "all_reduce": ("allreduce_", 0), "all_to_all": ("alltoall_base_", 1), "broadcast": ("broadcast_", 0),
+    "reduce": ("reduce_", 0), "gather": ("gather_", 0), "scatter": ("scatter_", 1), "send": ("send", 0),
+    "recv": ("recv_", 0), "barrier": ("barrier", 0),
+}  # fmt: skip
+"""torch's operator of each collective, and which of its arguments holds the unsharded tensor."""
+_DTYPES = {
+    "bf16": ("BFloat16", "c10::BFloat16", 2), "fp16": ("Half", "c10::Half", 2), "fp32": ("Float", "float", 4),
+    "fp64": ("Double", "double", 8), "int64": ("Long", "long int", 8), "int32": ("Int", "int", 4),
+    "int16": ("Short", "short int", 2), "int8": ("Char", "signed char", 1), "uint8": ("Byte", "unsigned char", 1),
+    "bool": ("Bool", "bool", 1), "fp8e4m3": ("Float8_e4m3fn", "c10::Float8_e4m3fn", 1),
+    "fp8e5m2": ("Float8_e5m2", "c10::Float8_e5m2", 1), "complex64": ("ComplexFloat", "c10::complex<float>", 8),
+}  # fmt: skip
+"""What NCCL's annotations and the profiler call the dtypes of signatures, and bytes of an element."""
+_WAITING = {"item": "aten::_local_scalar_dense", "equal": "aten::equal"} | dict.fromkeys(
+    ("copy from host", "copy to host"), "aten::copy_"
+)
+"""The operator in which the host waits, by the recording's reason; other reasons that are operators name themselves."""
+_MOST_OPERANDS = 8
+"""Operators of more tensors (foreach and fused ones) have no formula for their FLOPs, so their sizes are left out."""
+_THREAD = ("1", "1")
+
+
+def as_trace(
+    recording: Recording, replayed: Replayed, *, device: str, steps: Sequence[Step] | None = None, name: str = "dry run"
+) -> TraceFile:
+    """The events of these steps, by default of all, on a GPU called ``device``; ``name`` stands for the file's path.
+
+    Times are int64 nanoseconds of the replay.
+    """
+    steps = steps_of(recording) if steps is None else steps
+    return _Builder(recording, replayed, steps).trace(device, name)
+
+
+class _Table(dict[Any, int]):
+    """Numbers things as they are first seen."""
+
+    def __missing__(self, thing: Any) -> int:
+        self[thing] = number = len(self)
+        return number
+
+
+class _Builder:
+    """Collects host events as rows of ``(start, end, category, name, correlation, external, operands)``."""
+
+    def __init__(self, recording: Recording, replayed: Replayed, steps: Sequence[Step]) -> None:
+        self._recording, self._replayed, self._steps = recording, replayed, steps
+        inside = np.zeros(len(recording), np.bool_)
+        for step in steps:
+            inside[step.first : step.end] = True
+        self._inside = inside
+        self._ran = np.flatnonzero(inside & (replayed.starts != NEVER))
+        self._names, self._operands, self._signatures, self._lanes = _Table(), _Table(), _Table(), _Table()
+        self._host: list[tuple[int, ...]] = []
+        self._host_args: dict[int, dict[str, Any]] = {}
+        self._device_args: dict[int, dict[str, Any]] = {}
+        self._frames: list[tuple[int, int, int]] = []
+        self._sites = _Table()
+
+    def trace(self, device: str, name: str) -> TraceFile:
+        recording = self._recording
+        for window in host_windows(self._steps, self._replayed):
+            self._add(window.start, window.end, ANNOTATION, f"ProfilerStep#{window.step}")
+        self._add_labels()
+        self._add_waits()
+        device_events = self._add_work()
+        memory = self._memory()
+        starts, ends, categories, names, correlations, externals, operands = _columns(self._host, 7)
+        frame_starts, frame_ends, frame_names = _columns(self._frames, 3)
+        return TraceFile(
+            path=Path(name),
+            size=0,
+            host=HostEvents(
+                starts=starts, ends=ends, categories=categories.astype(np.int8), names=names.astype(np.int32),
+                threads=np.zeros(len(starts), np.int32), correlations=correlations, externals=externals,
+                operands=operands.astype(np.int32),
+            ),
+            device=device_events,
+            syncs=SyncEvents.none(),
+            names=tuple(self._names),
+            threads=(_THREAD,),
+            lanes=tuple(("0", str(stream)) for stream in self._lanes),
+            signatures=tuple(self._signatures),
+            host_args=self._host_args,
+            device_args=self._device_args,
+            operands=tuple(self._operands),
+            memory=memory,
+            memory_devices=("device 0",) if len(memory.times) else (),
+            metadata={
+                "schemaVersion": 1,
+                "distributedInfo": {
+                    "rank": recording.rank, "world_size": recording.world_size, "backend": "nccl",
+                },
+                "deviceProperties": [{"id": 0, "name": device}],
+                "refshard": "dry run",
+            },
+            count=len(self._host) + len(device_events.starts) + len(memory.times) + len(self._frames),
+            frames=Frames(
+                starts=frame_starts, ends=frame_ends, names=frame_names.astype(np.int32),
+                threads=np.zeros(len(frame_starts), np.int32), name_table=tuple(self._sites),
+            ),
+        )  # fmt: skip
+
+    def _add(
+        self, start: int, end: int, category: int, name: str, *, correlation: int = -1, external: int = -1,
+        operands: int = -1,
+    ) -> None:  # fmt: skip
+        self._host.append((start, end, category, self._names[name], correlation, external, operands))
+
+    def _add_labels(self) -> None:
+        """One annotation around each run of events of one label and unit in one step."""
+        rows, replayed = self._ran, self._replayed
+        if not len(rows):
+            return
+        about = purposes(self._recording, replayed.main_stream)
+        step = np.searchsorted([one.first for one in self._steps], rows, side="right")
+        columns = about.labels[rows], about.units[rows], step
+        changes = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+        bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(rows)]
+        starts, ends = replayed.host_starts[rows].tolist(), replayed.host_ends[rows].tolist()
+        for first, after in pairwise(bounds):
+            label = LABELS[columns[0][first]]
+            if not label.name:
+                continue
+            unit = about.unit_names[columns[1][first]] if columns[1][first] != UNKNOWN else ""
+            start, end = starts[first], ends[after - 1]
+            self._add(start, end, ANNOTATION, label.text(unit))
+            if label.meaning & (Meaning.FORWARD | Meaning.BACKWARD):
+                self._add(end, end, ANNOTATION, LEAVE.text(unit))
+
+    def _add_waits(self) -> None:
+        """What the host waits for: the driver's call, the operator around it, and the line of the script."""
+        recording, replayed = self._recording, self._replayed
+        for row in np.flatnonzero(self._inside & (recording.kinds == Kind.SYNCHRONISE)).tolist():
+            start, end = int(replayed.host_starts[row]), int(replayed.host_ends[row])
+            why, site = recording.name_table[recording.names[row]], recording.site_table[recording.sites[row]]
+            if operator := _WAITING.get(why, why if "::" in why else ""):
+                self._add(start, end, HOST, operator)
+            of = "Event" if recording.subjects[row] else "Device" if recording.streams[row] == NO_STREAM else "Stream"
+            self._add(start, end, LAUNCH, f"cuda{of}Synchronize")
+            if site:
+                self._frames.append((start, end, self._sites[_frame(site)]))
+
+    def _add_work(self) -> DeviceEvents:
+        """Each operator and its launch on the host; what runs on the device, which is returned."""
+        recording, replayed, rows = self._recording, self._replayed, self._ran
+        columns = (
+            rows, replayed.host_starts[rows], replayed.host_ends[rows], recording.names[rows],
+            recording.signatures[rows], recording.streams[rows], recording.kinds[rows], recording.flags[rows],
+        )  # fmt: skip
+        found: list[tuple[int, ...]] = []
+        for at, (row, start, end, code, signature, stream, kind, flags) in enumerate(
+            zip(*(column.tolist() for column in columns))
+        ):
+            number, name, text = row + 1, recording.name_table[code], recording.signature_table[signature]
+            operands, spelled = -1, f"{name} {json.dumps(text)} "
+            if kind == Kind.COLLECTIVE:
+                spelled = f"{name}  "
+                operator, asked, about = self._message(row)
+                self._host_args[len(self._host)] = {"External id": number, **asked}
+                ids = {"External id": number, "correlation": number}
+                self._device_args[at] = {**ids, "device": 0, "context": 1, "stream": stream, **about}
+            else:
+                operator, operands = name, self._operands_of(name, text, flags)
+            # The launch is the last thing that an operator's host code does; an operator takes a nanosecond or more.
+            free = max(end, start + 1)
+            launch = max(start, end - 1)
+            self._add(start, free, HOST, operator, external=number, operands=operands)
+            self._add(launch, launch + min(1, end - start), LAUNCH, "cudaLaunchKernel", correlation=number)
+            category = MEMCPY if flags & (Flag.HOST_TO_DEVICE | Flag.DEVICE_TO_HOST) else KERNEL
+            found.append(
+                (
+                    KERNEL if kind == Kind.COLLECTIVE else category, self._names[name], self._lanes[stream], number,
+                    self._signatures[spelled], kind == Kind.COLLECTIVE,
+                )
+            )  # fmt: skip
+        categories, names, lanes, numbers, signatures, is_collective = _columns(found, 6)
+        return DeviceEvents(
+            starts=replayed.starts[rows], ends=replayed.ends[rows], categories=categories.astype(np.int8),
+            names=names.astype(np.int32), lanes=lanes.astype(np.int32), correlations=numbers, externals=numbers,
+            signatures=signatures.astype(np.int32), is_collective=is_collective.astype(np.bool_),
+        )  # fmt: skip
+
+    def _operands_of(self, name: str, signature: str, flags: int) -> int:
+        """The number of an operator's arguments in the trace's table; -1 where they are left out."""
+        found = parse(signature)
+        tensors = found.inputs
+        if not 0 < len(tensors) <= _MOST_OPERANDS:
+            return -1
+        if not found.results and len(tensors) > 1 and not name.endswith("_"):
+            tensors = tensors[:-1]  # the last is where the result goes
+        dims, types = _spelled(tensors)
+        values: list[str] = []
+        base = name.removeprefix("aten::")
+        if base in CAUSAL:
+            count = max(CAUSAL[base] + 1, len(dims))
+            dims, types = dims + [[]] * (count - len(dims)), types + [""] * (count - len(types))
+            values = [""] * count
+            values[CAUSAL[base]] = str(bool(flags & Flag.CAUSAL))
+        key = Operands(
+            dims=json.dumps(dims).encode(), strides=b"", types=json.dumps(types).encode(),
+            values=json.dumps(values).encode() if values else b"",
+        )  # fmt: skip
+        return self._operands[key]
+
+    def _message(self, row: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        """The operator of a collective, its arguments, and those of what runs."""
+        recording = self._recording
+        op = recording.name_table[recording.names[row]]
+        group = recording.groups[int(recording.subjects[row]) & 0xFFFFFFFF]
+        operator, unsharded = _OPERATORS.get(op, (op, 0))
+        of_nccl, of_torch, size = _DTYPES[_dtype_of(recording, row)]
+        whole = int(recording.sizes[row]) // size
+        part = whole // max(1, len(group.ranks))
+        about = {
+            "Collective name": op, "Group size": len(group.ranks), "Process Group Name": group.name, "dtype": of_nccl,
+            "In msg nelems": part if op == "all_gather" else whole,
+            "Out msg nelems": part if op == "reduce_scatter" else whole,
+        }  # fmt: skip
+        asked: dict[str, Any] = {}
+        if op != "barrier":
+            dims = [[whole], [part]] if unsharded == 0 else [[part], [whole]]
+            asked = {"Input Dims": dims, "Input type": [of_torch] * 2}
+        return f"c10d::{operator}", asked, about
+
+    def _memory(self) -> MemoryEvents:
+        """What the caching allocator hands out and takes back, with what is out and what is reserved after that."""
+        recording, held, total = self._recording, dict[int, int](), 0
+        reserved = np.cumsum(np.where(recording.kinds == Kind.SEGMENT, recording.sizes, 0))
+        found: list[tuple[int, ...]] = []
+        for row in np.flatnonzero(np.isin(recording.kinds, (Kind.ALLOCATE, Kind.FREE))).tolist():
+            block = int(recording.subjects[row])
+            if recording.kinds[row] == Kind.ALLOCATE:
+                change = held[block] = int(recording.sizes[row])
+            else:
+                change = -held.pop(block, 0)  # 0 if it was handed out before the recording began
+            total += change
+            if self._inside[row] and change:
+                at, address = int(self._replayed.host_starts[row]), int(recording.reads[row]) or -1
+                found.append((at, change, address, total, int(reserved[row])))
+        times, changes, addresses, allocated, reserved_then = _columns(found, 5)
+        return MemoryEvents(
+            times=times, changes=changes, addresses=addresses, allocated=allocated, reserved=reserved_then,
+            devices=np.zeros(len(times), np.int32), threads=np.zeros(len(times), np.int32),
+        )  # fmt: skip
+
+
+def _columns(rows: Sequence[Iterable[int]], count: int) -> list[npt.NDArray[np.int64]]:
+    return list(np.array(rows, np.int64).reshape(-1, count).T.copy())
+
+
+def _frame(site: str) -> str:
+    """A line of the script as the profiler names a Python function.
+
+    >>> _frame("train.py:31 in step")
+    'train.py(31): step'
+    """
+    place, _, function = site.partition(" in ")
+    file, _, line = place.rpartition(":")
+    return f"{file}({line}): {function}"
+
+
+def _spelled(tensors: Sequence[Tensor]) -> tuple[list[list[int]], list[str]]:
+    """Sizes and types of the elements, as the profiler has them."""
+    return [list(one.shape) for one in tensors], [
+        _DTYPES[one.dtype][1] if one.dtype in _DTYPES else "" for one in tensors
+    ]
+
+
+def _dtype_of(recording: Recording, row: int) -> str:
+    """The dtype of all that a collective moves; ``uint8`` where there are several or none."""
+    found = parse(recording.signature_table[recording.signatures[row]])
+    dtypes = {tensor.dtype for tensor in (*found.inputs, *found.results)}
+    known = dtypes.pop() if len(dtypes) == 1 else ""
+    return known if known in _DTYPES and int(recording.sizes[row]) % _DTYPES[known][2] == 0 else "uint8"
