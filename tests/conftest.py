@@ -63,6 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept", action="store_true", help="Rewrite the reports in tests/goldens.")
     parser.addoption(
         "--full-part",
         type=places,

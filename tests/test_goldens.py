@@ -1,0 +1,125 @@
+"""Reports as files in ``tests/goldens``: what a command prints, with details, and its JSON.
+
+``pytest tests/test_goldens.py --accept`` rewrites the files; the diff is the review. In JSON, numbers have six digits
+and long lists only their first elements, so that a file stays readable.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from refshard.cli import app
+from refshard.commands.dryrun import as_object
+from refshard.dryrun.price import Doubt
+from refshard.report import forms
+from refshard.report.answer import Answer
+from refshard.report.dryrun.words import dryrun_blocks
+from tests.report.dryruns import analysed, doubtful
+
+ROOT = Path(__file__).parents[1]
+GOLDENS = Path(__file__).parent / "goldens"
+RECORDED = "profiles/recorded"
+_TRACES = f"{RECORDED}/xeon-2-cores/engine_network/traces"
+_FSDP2, _YAFSDP = (f"{_TRACES}/{name}-w2-llama-mini-b2x512-{hash_}-round0-rank0.json.gz" for name, hash_ in (
+    ("fsdp2-tuned", "c87206252dae"), ("refshard-yafsdp", "2e35b2348268"),
+))  # fmt: skip
+
+COMMANDS = {
+    "trace-ddp-h200": "trace tests/tracing/h200/ddp.json.gz",
+    "trace-emulated-h200": "trace tests/tracing/h200/emulated_fsdp2.json.gz",
+    "trace-fake-group-h200": "trace tests/tracing/h200/fake_rank0of8.json.gz",
+    "trace-two-ranks": "trace tests/tracing/others/hta_sampled_128rank_r0.json.gz "
+    "tests/tracing/others/hta_sampled_128rank_r1.json.gz",
+    "trace-sync-events": "trace tests/tracing/others/hta_cuda_event_sync_multi_stream.json.gz",
+    "trace-cpu-only": "trace tests/tracing/others/hta_cpu_only_gloo.json.gz",
+    "trace-cpu-fsdp2": f"trace {_FSDP2}",
+    "trace-against": f"trace {_FSDP2} --against {_YAFSDP}",
+    "show-quickstart": f"show {RECORDED}/epyc-2-cores/quickstart",
+    "show-engine": f"show {RECORDED}/xeon-2-cores/engine",
+    "show-when-to-shard": f"show {RECORDED}/xeon-2-cores/when_to_shard",
+    "show-finetune": f"show {RECORDED}/epyc-2-cores/finetune",
+    "show-h200": f"show {RECORDED}/h200/suite",
+    "show-dry-runs": f"show {RECORDED}/dryrun/llama3_8b_h100",
+    "compare-strategies": f"compare ddp --run {RECORDED}/epyc-2-cores/quickstart",
+    "plan-70b": "plan --model llama3-70b --cluster dgx-h100 --nodes 32 --tokens-per-step 4M",
+    "plan-does-not-fit": "plan --model llama3.1-405b --cluster dgx-h100 --tokens-per-step 1M",
+    "list-strategies": "list strategies",
+    "list-models": "list models",
+    "list-clusters": "list clusters",
+}
+
+
+def _dry(name: str) -> Answer:
+    """A dry run made by hand."""
+    found = analysed()
+    if name == "dryrun-uncertain":
+        found = doubtful(found, Doubt(name="mylib::scale", reason="no bytes are known", count=6, seconds=0.002))
+    elif name == "dryrun-does-not-fit":
+        error = "CUDA out of memory. Tried to allocate 2.00 GiB. Including what torch adds"
+        refused = msgspec.structs.replace(found.run.answer, outcome="oom", error=error, where="train.py:12 in forward")
+        found = replace(found, run=replace(found.run, refused=refused))
+    elif name == "dryrun-failed":
+        found = analysed(outcome="failed", error="ValueError: no such file", where="train.py:3 in <module>")
+    data = as_object(found)
+    return Answer(data=data, rows=[], blocks=dryrun_blocks(found))
+
+
+DRY_RUNS = ("dryrun", "dryrun-uncertain", "dryrun-does-not-fit", "dryrun-failed")
+
+
+def _command(words: str, *options: str) -> str:
+    made = CliRunner().invoke(app, [*words.split(), *options], catch_exceptions=False)
+    return made.stdout
+
+
+def _outputs() -> dict[str, Callable[[], str]]:
+    found: dict[str, Callable[[], str]] = {}
+    for name, words in COMMANDS.items():
+        found[f"{name}.txt"] = partial(_command, words, "-v")
+        found[f"{name}.json"] = partial(lambda words: _readable(_command(words, "--json")), words)
+    for name in DRY_RUNS:
+        found[f"{name}.txt"] = partial(lambda name: forms.as_text(_dry(name), forms.Paper(), verbose=True), name)
+        found[f"{name}.json"] = partial(lambda name: _readable(forms.as_json(_dry(name), "dryrun")), name)
+    return found
+
+
+OUTPUTS = _outputs()
+
+
+def _readable(text: str) -> str:
+    return json.dumps(_short(json.loads(text)), indent=1) + "\n"
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    if isinstance(value, list):
+        kept = [_short(one) for one in value[:_MOST]]
+        return (
+            [*kept, f"... {len(value)} in all"] if len(value) > _MOST and isinstance(value[0], (dict, list)) else kept
+        )
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+_MOST = 3
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_report_is_as_accepted(name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path, printed = GOLDENS / name, OUTPUTS[name]()
+    if request.config.getoption("accept"):
+        path.write_text(printed)
+    assert path.exists(), f"{path} is missing; pytest tests/test_goldens.py --accept writes it"
+    assert printed == path.read_text(), f"changed; if on purpose: pytest tests/test_goldens.py -k '{name}' --accept"
+
+
+def test_every_golden_has_its_command() -> None:
+    assert {path.name for path in GOLDENS.iterdir()} == set(OUTPUTS)
