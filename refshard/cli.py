@@ -17,7 +17,7 @@ from refshard import resources
 from refshard.commands.printing import OUTPUT_OPTIONS, printed
 from refshard.errors import RefshardError, SpecError
 from refshard.harness.interruption import ignore_more, interruptible, mortal
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.version import __version__
 
 app = typer.Typer(

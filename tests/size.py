@@ -14,7 +14,7 @@ SLACK = 100
 """Most lines that a budget may exceed its package by."""
 BUDGETS = {
     "refshard/analysis": 1_300,
-    "refshard/commands": 3_150,
+    "refshard/commands": 3_100,
     "refshard/dryrun": 4_500,
     "refshard/emit": 1_100,
     "refshard/emulate": 1_400,
@@ -25,13 +25,13 @@ BUDGETS = {
     "refshard/memory": 2_100,
     "refshard/models": 1_400,
     "refshard/plan": 1_050,
-    "refshard/report": 11_250,
+    "refshard/report": 11_200,
     "refshard/specs": 2_750,
     "refshard/stats": 750,
     "refshard/strategies": 3_650,
     "refshard/tracing": 12_100,
     "refshard/*.py": 2_350,
-    "tests": 70_850,
+    "tests": 70_950,
 }
 """Lines of Python by package, comments and empty lines included; ``*.py`` are the modules beside the packages."""
 

@@ -16,11 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from refshard.cli import app
-from refshard.commands.dryrun import as_object
 from refshard.dryrun.price import Doubt
 from refshard.report import forms
-from refshard.report.answer import Answer
-from refshard.report.dryrun.words import dryrun_blocks
+from refshard.report.blocks import Answer
+from refshard.report.dryrun.answer import dryrun_answer
 from tests.report.dryruns import analysed, doubtful
 
 ROOT = Path(__file__).parents[1]
@@ -67,8 +66,7 @@ def _dry(name: str) -> Answer:
         found = replace(found, run=replace(found.run, refused=refused))
     elif name == "dryrun-failed":
         found = analysed(outcome="failed", error="ValueError: no such file", where="train.py:3 in <module>")
-    data = as_object(found)
-    return Answer(data=data, rows=[], blocks=dryrun_blocks(found))
+    return dryrun_answer(found)
 
 
 DRY_RUNS = ("dryrun", "dryrun-uncertain", "dryrun-does-not-fit", "dryrun-failed")

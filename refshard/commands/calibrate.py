@@ -15,7 +15,7 @@ from refshard.folders import STDOUT, replace_file
 from refshard.harness.calibrate import is_begun, measure, plan_calibration, read_profile
 from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
 from refshard.harness.launchers.torchrun.server import place_of
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.report.calibration import profile_answer
 from refshard.specs.case import Device
 from refshard.specs.cluster import ClusterSpec

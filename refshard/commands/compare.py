@@ -8,7 +8,7 @@ from refshard.commands.folders import find_run
 from refshard.errors import SpecError
 from refshard.harness.environment import changes
 from refshard.harness.store import holds_run, read_run
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.report.run.compare import compare_runs, compare_strategies
 
 

@@ -9,7 +9,7 @@ from refshard.harness.doctor.facts import Facts, gather
 from refshard.harness.doctor.findings import Finding, findings
 from refshard.harness.nvml import gpu_sensors
 from refshard.quantities import format_bytes
-from refshard.report.answer import Answer, Cell, Column, Marked, Style, Table, Text, Verdict
+from refshard.report.blocks import Answer, Cell, Column, Marked, Style, Table, Text, Verdict
 
 _SEVERITY: dict[str, Style] = {"error": "bad", "warning": "doubtful"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from refshard.errors import StoreError, nearest
 from refshard.harness.store import holds_run, read_run
 from refshard.records import Run
-from refshard.report.answer import Answer, Cell, Column, Marked, Notes, Table
+from refshard.report.blocks import Answer, Cell, Column, Marked, Notes, Table
 
 
 def find_run(folder: Path) -> Path:

@@ -21,7 +21,7 @@ from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.run import run_suite
 from refshard.harness.store import read_run
 from refshard.records import Environment, LaunchRecord, Run
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.report.forms import as_markdown
 from refshard.report.gate import formats as report
 from refshard.report.gate.formats import GateCase, GateReport

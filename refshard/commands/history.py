@@ -7,7 +7,7 @@ from refshard.analysis.history import series_of
 from refshard.errors import SpecError, StoreError, nearest
 from refshard.harness.store import RECORDS, read_run
 from refshard.records import METRICS, Run
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.report.run.history import history_answer
 
 

@@ -8,7 +8,7 @@ from refshard.errors import SpecError, nearest
 from refshard.harness.duration import earlier_launches, expected, recorded_folders
 from refshard.plan.placement import MODES
 from refshard.quantities import format_bytes, format_duration, format_rate
-from refshard.report.answer import Answer, Block, Cell, Column, Marked, Notes, Table
+from refshard.report.blocks import Answer, Block, Cell, Column, Marked, Notes, Table
 from refshard.specs.cluster import load_cluster
 from refshard.specs.hardware import HardwareSpec, load_hardware
 from refshard.specs.model import active_parameter_count, load_model
@@ -58,7 +58,7 @@ def strategies(*, cuda: bool) -> tuple[Rows, Sequence[Block]]:
     ]
     return rows, [
         Table(columns=columns, rows=cells),
-        Table(columns=marks, rows=marked, title=_LEGEND, detail=True),
+        Table(columns=marks, rows=marked, title=_LEGEND, where="detail"),
         Notes(sentences=[*reasons, "-v shows which options of a case each strategy supports."]),
     ]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.report.trace.memory_timeline import memory_timeline_answer
 from refshard.report.trace.snapshot import snapshot_answer
 from refshard.tracing.allocator.memory_timeline import memory_timeline

@@ -12,7 +12,7 @@ from refshard.harness.environment import capture_environment
 from refshard.harness.gate.noise import keep_noise, read_rounds, record_rounds
 from refshard.harness.gate.series import kind, serial
 from refshard.harness.launchers.local import LocalLauncher
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.report.gate.formats import noise_answer
 from refshard.specs.suite import find_suite, load_suite
 from refshard.stats.rehearsal import noise_of

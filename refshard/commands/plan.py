@@ -25,7 +25,7 @@ from refshard.estimate.search import search
 from refshard.estimate.space import configurations
 from refshard.estimate.spread import load_spread
 from refshard.folders import replace_file
-from refshard.report.answer import Answer, Text
+from refshard.report.blocks import Answer, Text
 from refshard.report.plan.table import plan_answer
 from refshard.report.plan.words import short_words
 from refshard.specs.cluster import ClusterSpec, load_cluster

@@ -1,20 +1,22 @@
-"""How commands print: one set of options for all that return an :class:`refshard.report.answer.Answer`."""
+"""How commands print: one set of options for all that return an :class:`refshard.report.blocks.Answer`."""
 
 import functools
 import inspect
 import logging
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
 
 from refshard.errors import SpecError
-from refshard.folders import STDOUT
+from refshard.folders import STDOUT, replace_file
 from refshard.report import forms
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 
 LOG = logging.getLogger("refshard")
 """Its level is what ``--quiet`` and ``--verbose`` set: WARNING, INFO by default, DEBUG."""
@@ -78,6 +80,20 @@ def paper(stream: TextIO) -> forms.Paper:
         return forms.Paper()
     colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return forms.Paper(width=shutil.get_terminal_size().columns, colours=colours)
+
+
+def write_page(answer: Answer, path: Path, product: str) -> None:
+    """Write an answer of the command ``product`` to ``path`` as a page, whole or not at all.
+
+    Raises:
+        SpecError: the folder does not exist or cannot be written; what was at ``path`` stays.
+    """
+    from refshard.report.page import as_page  # plotly takes a second to import
+
+    try:
+        replace_file(path, as_page(answer, product=product, command=shlex.join(["refshard", *sys.argv[1:]])))
+    except OSError as error:
+        raise SpecError(f"html: {path} cannot be written ({error.strerror}); name a writable file") from None
 
 
 def put_out(text: str, stream: TextIO) -> None:

@@ -16,6 +16,7 @@ from refshard import resources
 from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence, gather
 from refshard.commands.folders import find_run
+from refshard.commands.printing import write_page
 from refshard.errors import SpecError, StoreError
 from refshard.folders import STDOUT, replace_file
 from refshard.harness.dry.first import folder_of_dry_runs
@@ -25,7 +26,7 @@ from refshard.records import Run
 from refshard.report.run.index import card, index_page
 from refshard.report.run.page import Extras, write_dashboard
 from refshard.report.run.why import Traced, read_traces
-from refshard.report.trace.page import AnalysedTrace, write_trace_page
+from refshard.report.trace.answer import trace_answer
 from refshard.stats.rehearsal import Noise
 
 PAGE = "dashboard.html"
@@ -144,8 +145,7 @@ def _timelines(traces: dict[CaseResult, Traced], folder: Path, prefix: str) -> d
         if one.analysis is None:
             continue
         links[case] = f"{prefix}trace-{number}.html"
-        drawn = AnalysedTrace(figures=one.analysis.figures, timeline=one.analysis.timeline, path=one.path)
-        write_trace_page([drawn], folder / links[case])
+        write_page(trace_answer([one.analysis]), folder / links[case], "trace")
     return links
 
 

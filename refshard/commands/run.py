@@ -23,7 +23,7 @@ from refshard.harness.launchers.torchrun.launcher import TorchrunLauncher
 from refshard.harness.run import check_folder, check_suite, mark_latest, new_run_folder, resume_run, run_suite
 from refshard.harness.store import read_run
 from refshard.records import Environment, Run
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.report.run.answer import run_answer
 from refshard.report.run.planned import planned_answer
 from refshard.specs.case import CaseSpec

@@ -3,17 +3,17 @@
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from refshard.commands.memory_snapshot import memory_snapshots, memory_timelines
+from refshard.commands.printing import write_page
 from refshard.errors import SpecError, TraceError
-from refshard.report.answer import Answer
-from refshard.report.trace import terminal as trace_table
+from refshard.report.blocks import Answer
+from refshard.report.trace.answer import check_block, trace_answer
 from refshard.report.trace.difference import Compared, difference_answer
 from refshard.timeline import Timeline
 from refshard.tracing import hta
@@ -82,22 +82,27 @@ def trace(
         compare=against is not None,
     )  # fmt: skip
     analyses = join(_analyse_all(paths, how), one_job=one_job)
+    told = f"page: {page}" if page is not None else ""
     if against is not None:
         other = join(_analyse_all([against], how), one_job=one_job)
-        compared = _compare(analyses, other)
-        if page is not None:
-            _write_difference(compared, [*analyses, *other], page)
-        return difference_answer(compared, f"page: {page}" if page is not None else "")
+        answer = difference_answer(_compare(analyses, other), told)
+        return _with_page(answer, [*analyses, *other], page)
     if cross_check is not None and (exports := [one.path for one in analyses if is_nsys(one.path)]):
         raise SpecError(f"cross-check: HTA reads Kineto traces only; leave out {exports[0]}, an export of nsys")
-    if page is not None:
-        _write(analyses, page)
-    figures = [one.figures for one in analyses]
     checks = [] if cross_check is None else [(hta.in_its_words(a.timeline), hta.cross_check(a.path)) for a in analyses]
-    blocks = [trace_table.check_block(one.path.name, *check) for one, check in zip(analyses, checks)]
-    answer = trace_table.trace_answer(figures, blocks, f"page: {page}" if page is not None else "")
+    blocks = [check_block(one.path.name, *check) for one, check in zip(analyses, checks)]
+    answer = trace_answer(analyses, blocks, told)
     for one, (ours, theirs) in zip(answer.data["traces"], checks):
         one["cross_check"] = msgspec.to_builtins({"refshard": ours, "hta": theirs})
+    return _with_page(answer, analyses, page)
+
+
+def _with_page(answer: Answer, analyses: Sequence[Analysis], page: Path | None) -> Answer:
+    """The answer, which is also written as a page if one is asked for."""
+    if page is not None:
+        if page.resolve() in {one.path.resolve() for one in analyses}:
+            raise SpecError(f"html: {page} is one of the traces, which the page would overwrite; name another file")
+        write_page(answer, page, "trace")
     return answer
 
 
@@ -184,33 +189,6 @@ def _candidates(folder: Path) -> list[Path]:
         folder = folder / "traces"
     files = (Path(where, name) for where, _, names in os.walk(folder) for name in names)
     return sorted(p for p in files if p.name.endswith(_SUFFIXES) and os.path.isfile(p) and p.name[0] != ".")  # noqa: PTH113
-
-
-def _write(analyses: Sequence[Analysis], page: Path) -> None:
-    # plotly and pandas take a second to import, and no other output needs them.
-    from refshard.report.trace.page import AnalysedTrace, write_trace_page
-
-    traces = [AnalysedTrace(figures=one.figures, timeline=one.timeline, path=one.path) for one in analyses]
-    with _writing(page, analyses):
-        write_trace_page(traces, page)
-
-
-def _write_difference(compared: Compared, analyses: Sequence[Analysis], page: Path) -> None:
-    from refshard.report.trace.difference_page import write_difference_page
-
-    with _writing(page, analyses):
-        write_difference_page(compared, page)
-
-
-@contextmanager
-def _writing(page: Path, analyses: Sequence[Analysis]) -> Iterator[None]:
-    """Say what is wrong with the page's path, whichever page is written."""
-    if page.resolve() in {one.path.resolve() for one in analyses}:
-        raise SpecError(f"html: {page} is one of the traces, which the page would overwrite; name another file")
-    try:
-        yield
-    except OSError as error:
-        raise SpecError(f"html: {page} cannot be written ({error.strerror}); name a writable file") from None
 
 
 def _compare(before: Sequence[Analysis], after: Sequence[Analysis]) -> Compared:

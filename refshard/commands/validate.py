@@ -12,7 +12,7 @@ from refshard.dryrun.recorded import recorded_cases
 from refshard.errors import SpecError
 from refshard.estimate.claims import predicted_claims
 from refshard.estimate.published import load_runs, predicted
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.report.dryrun.validation import dryrun_validation_answer
 from refshard.report.plan.published import Compared, published_answer
 from refshard.specs.published_parallel import load_parallel, read_parallel

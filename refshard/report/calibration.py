@@ -7,7 +7,7 @@ import msgspec
 
 from refshard.costs import bus_bandwidth
 from refshard.quantities import format_bytes, format_seconds
-from refshard.report.answer import Answer, Notes, Table, Text, table
+from refshard.report.blocks import Answer, Notes, Table, Text, table
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ProductDtype, Rate
 

@@ -9,14 +9,27 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tabulate import MIN_PADDING, tabulate
 
 from refshard.plain import plain
-from refshard.report.answer import Answer, Block, Cell, Column, Marked, Notes, Style, Table, Text, Verdict
+from refshard.report.blocks import (
+    Answer,
+    Block,
+    Cell,
+    Column,
+    Marked,
+    Notes,
+    Section,
+    Style,
+    Table,
+    Text,
+    Verdict,
+    cell_text,
+)
 
 SCHEMA_VERSION = 1
 """Of every command's JSON and CSV; it rises when a key changes its meaning or goes."""
@@ -48,7 +61,10 @@ class Paper:
 
 def as_text(answer: Answer, paper: Paper, *, verbose: bool = False, quiet: bool = False) -> str:
     """The blocks for a terminal: details only if ``verbose``, the verdict only if ``quiet``."""
-    shown = [block for block in answer.blocks if _is_shown(block, verbose=verbose, quiet=quiet)]
+    if quiet:
+        shown: list[Block] = [block for block in answer.blocks if isinstance(block, Verdict)]
+    else:
+        shown = list(_shown(answer.blocks, verbose=verbose))
     return "\n\n".join(filter(None, (_text_of(block, paper) for block in shown)))
 
 
@@ -72,8 +88,7 @@ def as_csv(answer: Answer) -> str:
 
 def as_markdown(answer: Answer, command: str) -> str:
     """The blocks in GitHub's dialect, the verdict first, since a job's summary is read from the top; no details."""
-    shown = [block for block in answer.blocks if _is_shown(block, verbose=False, quiet=False)]
-    shown.sort(key=lambda block: not isinstance(block, Verdict))
+    shown = sorted(_shown(answer.blocks, verbose=False), key=lambda block: not isinstance(block, Verdict))
     return "\n\n".join([f"## refshard {command}", *filter(None, map(_markdown_of, shown))])
 
 
@@ -86,10 +101,18 @@ def inline(text: str) -> str:
     return _ACTIVE.sub(r"\\\1", " ".join(plain(text).split()))
 
 
-def _is_shown(block: Block, *, verbose: bool, quiet: bool) -> bool:
-    if isinstance(block, Verdict):
-        return True
-    return not quiet and (verbose or not block.detail)
+def _shown(blocks: Iterable[Block], *, verbose: bool) -> Iterator[Block]:
+    """The blocks that are no page's alone; those of a section under its title."""
+    for block in blocks:
+        if block.where == "page" or (block.where == "detail" and not verbose):
+            continue
+        if isinstance(block, Section):
+            inside = list(_shown(block.blocks, verbose=verbose))
+            if block.title and block.heading and inside:
+                yield Text(text=block.title, style="strong")
+            yield from inside
+        else:
+            yield block
 
 
 def _text_of(block: Block, paper: Paper) -> str:
@@ -99,6 +122,7 @@ def _text_of(block: Block, paper: Paper) -> str:
         return _titled(block.title, _bullets(block.sentences, paper), paper) if block.sentences else ""
     if isinstance(block, Verdict):
         return "\n".join(_coloured(_filled(s, paper.line), block.style, paper) for s in block.sentences)
+    assert isinstance(block, Text)
     return _coloured(block.text, block.style, paper)
 
 
@@ -126,8 +150,10 @@ def _table_text(block: Table, paper: Paper) -> str:
         shown -= 1
         text = _tabulated(block, shown, paper)
     left_out = ", ".join(" ".join(column.head.split()) for column in block.columns[shown:])
-    told = _filled(f"(not shown in {paper.width} columns: {left_out})", paper.line) if left_out else ""
-    return "\n".join(filter(None, (text, told)))
+    told = [f"(not shown in {paper.width} columns: {left_out})"] if left_out else []
+    if block.shown is not None and block.shown < len(block.rows):
+        told.append(f"(the first {block.shown} of {len(block.rows):,} rows)")
+    return "\n".join([text, *(_filled(sentence, paper.line) for sentence in told)])
 
 
 def _width_of(text: str) -> int:
@@ -136,7 +162,7 @@ def _width_of(text: str) -> int:
 
 def _tabulated(block: Table, shown: int, paper: Paper) -> str:
     columns = block.columns[:shown]
-    rows = [list(row[:shown]) for row in block.rows]
+    rows = [list(map(_printable, row[:shown])) for row in block.rows[: block.shown]]
     widths = [max(_width_of(str(row[place]) or " ") for row in rows) for place in range(shown)]
     heads = [_heading(column, width) for column, width in zip(columns, widths)]
     room = _room(columns, heads, widths, paper)
@@ -169,13 +195,17 @@ def _room(columns: Sequence[Column], heads: Sequence[str], widths: Sequence[int]
     return max(left // wrapping, _LEAST_WRAPPED) if wrapping else 0
 
 
-def _wrapped(cell: Cell, width: int) -> Cell:
+def _printable(cell: Cell) -> str | Marked:
+    return cell if isinstance(cell, Marked) else plain(cell_text(cell))
+
+
+def _wrapped(cell: str | Marked, width: int) -> str | Marked:
     text = "\n".join(_filled(line, width, breaks_words=True) for line in str(cell).splitlines())
     return Marked(text, cell.style) if isinstance(cell, Marked) else text
 
 
-def _coloured_cell(cell: Cell, paper: Paper) -> str:
-    return _coloured(cell.text, cell.style, paper) if isinstance(cell, Marked) else plain(cell)
+def _coloured_cell(cell: str | Marked, paper: Paper) -> str:
+    return _coloured(cell.text, cell.style, paper) if isinstance(cell, Marked) else cell
 
 
 def _coloured(text: str, style: Style, paper: Paper) -> str:
@@ -192,6 +222,7 @@ def _markdown_of(block: Block) -> str:
         return "\n\n".join(_headed(block.title, "\n".join(f"- {inline(s)}" for s in block.sentences)))
     if isinstance(block, Text):
         return inline(block.text)
+    assert isinstance(block, Verdict)
     return "\n".join(f"- **{inline(sentence)}**" for sentence in block.sentences)
 
 
@@ -204,7 +235,7 @@ def _headed(title: str, text: str) -> Iterator[str]:
 
 def _markdown_table(block: Table) -> str:
     return tabulate(
-        [[inline(str(cell)) for cell in row] for row in block.rows],
+        [[inline(cell_text(cell)) for cell in row] for row in block.rows[: block.shown]],
         headers=[inline(column.head) for column in block.columns],
         tablefmt="pipe",
         disable_numparse=True,

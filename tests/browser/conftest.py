@@ -12,7 +12,6 @@ from refshard.analysis.evidence import gather
 from refshard.harness.store import read_run
 from refshard.report.run.page import Extras
 from refshard.report.run.why import read_traces
-from refshard.report.trace.page import write_trace_page
 from tests.browser.visits import CONTENT, Visit, earlier, visiting, wide, written
 from tests.report import traces
 from tests.report.runs import CASES
@@ -63,7 +62,7 @@ def trace_address(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("traces")
     small = traces.trace(folder, traces.gpu(layers=6), content=CONTENT)
     large = traces.trace(folder, traces.gpu(layers=3, rank=1), content=b"\x1f\x8b" + bytes(5 * 2**20))
-    write_trace_page([small, large, hostile(folder)], folder / "trace.html")
+    (folder / "trace.html").write_text(traces.page([small, large, hostile(folder)]))
     return (folder / "trace.html").as_uri()
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from refshard.folders import replace_file
-from refshard.report.dryrun.page import page
+from refshard.report.dryrun.answer import dryrun_answer
+from refshard.report.page import as_page
 from tests.browser.test_accessibility import WIDTHS, violations
 from tests.browser.visits import Visit, visiting
 from tests.report.dryruns import analysed
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("dryrun") / "page.html"
-    replace_file(path, page(analysed(), "refshard dryrun --cluster dgx-h100 -- train.py"))
+    replace_file(path, as_page(dryrun_answer(analysed()), product="dryrun", command="refshard dryrun -- train.py"))
     assert path.stat().st_size < 1_500_000
     return path.as_uri()
 
@@ -51,8 +52,8 @@ def test_pointing_at_memory_says_each_category_in_gib(visit: Visit) -> None:
 
 
 def test_pointing_at_a_stream_says_what_runs_there(visit: Visit) -> None:
-    assert "layers.0" in " ".join(visit.point("streams-timeline-0", row=0, at=0.2))
-    assert "aten::mm" in " ".join(visit.point("streams-timeline-0", row=1, at=0.2))
+    assert "layers.0" in " ".join(visit.point("replayed-timeline-0", row=0, at=0.2))
+    assert "aten::mm" in " ".join(visit.point("replayed-timeline-0", row=1, at=0.2))
 
 
 def test_nothing_is_wider_than_the_screen_and_axe_has_nothing_to_say(visit: Visit) -> None:

@@ -10,7 +10,8 @@ import pytest
 from refshard import resources
 from refshard.commands.report import report
 from refshard.folders import replace_file
-from refshard.report.dryrun.page import page as dryrun_page
+from refshard.report.dryrun.answer import dryrun_answer
+from refshard.report.page import as_page
 from tests.browser.visits import Visit, visiting
 from tests.report.dryruns import analysed
 
@@ -64,7 +65,9 @@ def index(folder: Path) -> Path:
 
 
 def dryrun(folder: Path) -> Path:
-    replace_file(folder / "dryrun.html", dryrun_page(analysed(), "refshard dryrun -- train.py"))
+    replace_file(
+        folder / "dryrun.html", as_page(dryrun_answer(analysed()), product="dryrun", command="refshard dryrun")
+    )
     return folder / "dryrun.html"
 
 

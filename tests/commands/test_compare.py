@@ -8,7 +8,7 @@ import pytest
 from refshard.commands.compare import compare
 from refshard.errors import SpecError, StoreError
 from refshard.records import Run
-from refshard.report.answer import Marked
+from refshard.report.blocks import Marked
 from tests.analysis.test_evidence import later, quicker
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 from tests.report.runs import CASES, run, unfinished, write

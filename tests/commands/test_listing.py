@@ -9,7 +9,7 @@ import pytest
 from refshard import resources
 from refshard.commands import listing
 from refshard.errors import SpecError
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.strategies.table import ROWS, Row
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text
 

@@ -20,7 +20,7 @@ from refshard.cli import app, main
 from refshard.commands.printing import LOG, OUTPUT_OPTIONS, paper, printed, put_out, tell, warn
 from refshard.commands.progress import Lines, Nothing, observer
 from refshard.errors import SpecError
-from refshard.report.answer import Answer, Notes, Text, Verdict
+from refshard.report.blocks import Answer, Notes, Text, Verdict
 from refshard.report.forms import Paper
 from tests.report.runs import run, write
 
@@ -31,7 +31,7 @@ def made(status: int = 0) -> Answer:
     return Answer(
         data={"n": 1},
         rows=[{"n": 1}],
-        blocks=[Text(text="all"), Notes(sentences=["a detail"], detail=True), Verdict(sentences=["The verdict."])],
+        blocks=[Text(text="all"), Notes(sentences=["a detail"], where="detail"), Verdict(sentences=["The verdict."])],
         status=status,
     )
 

@@ -217,7 +217,6 @@ def test_windows_take_the_place_of_steps_in_every_sentence(tmp_path: Path) -> No
     by_job, by_kind, *_ = tables(found)
     assert rows(by_job)[0]["windows"] == "3"
     assert rows(by_job)[0]["per window"] == "23.3 us"
-    assert by_kind.title == r"Windows of --window 'step\['"
     assert rows(by_kind) == [
         {"window": "step[EXTEND bs=2 toks=900]", "count": "1", "mean": "50.0 us", "shortest": "50.0 us",
          "longest": "50.0 us", "compute": "30.0 us (60 %)", "comm.": "10.0 us (20 %)", "exposed": "10.0 us (20 %)",

@@ -13,7 +13,7 @@ from refshard.cli import app
 from refshard.commands.validate import validate
 from refshard.errors import SpecError, StoreError
 from refshard.estimate.published import Published, load_runs, predicted
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.specs.published_claims import load_claims
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 

@@ -1,12 +1,14 @@
-"""Answers as those who ask meet them."""
+"""Answers as users read them."""
 
 import csv
 import io
 import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from refshard.report import forms
-from refshard.report.answer import Answer, Cell, Notes, Table, Verdict
+from refshard.report.blocks import Answer, Block, Cell, Notes, Section, Table, Verdict, cell_text
 
 
 def text(answer: Answer, width: int | None = None, *, verbose: bool = False) -> str:
@@ -26,13 +28,23 @@ def verdict(answer: Answer) -> list[str]:
 
 def notes(answer: Answer) -> list[str]:
     """The sentences that are no verdict."""
-    return [s for block in answer.blocks if isinstance(block, Notes) for s in block.sentences]
+    return [s for block, _ in _flattened(answer.blocks) if isinstance(block, Notes) for s in block.sentences]
 
 
 def tables(answer: Answer, *, detail: bool | None = None) -> list[Table]:
-    """The tables that have rows; only details, or none, if that is said."""
-    found = [block for block in answer.blocks if isinstance(block, Table) and block.rows]
-    return [one for one in found if detail is None or one.detail is detail]
+    """The tables of a terminal that have rows; only details, or none, if that is said."""
+    found = [(block, folded) for block, folded in _flattened(answer.blocks) if isinstance(block, Table) and block.rows]
+    return [block for block, folded in found if detail is None or folded is detail]
+
+
+def _flattened(blocks: Iterable[Block], *, folded: bool = False) -> Iterator[tuple[Block, bool]]:
+    """The blocks that a terminal shows, those of sections too, and whether each is a detail."""
+    for block in blocks:
+        detail = folded or block.where == "detail"
+        if isinstance(block, Section):
+            yield from _flattened(block.blocks, folded=detail) if block.where != "page" else ()
+        elif block.where != "page":
+            yield block, detail
 
 
 def rows(table: Table) -> list[dict[str, str]]:
@@ -42,7 +54,26 @@ def rows(table: Table) -> list[dict[str, str]]:
 
 
 def _flat(cell: Cell) -> str:
-    return " ".join(str(cell).split())
+    return " ".join(cell_text(cell).split())
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a section holds: its table's rows as text, and its sentences."""
+
+    title: str
+    caption: str
+    rows: list[dict[str, str]]
+    sentences: tuple[str, ...]
+    brief: bool
+
+
+def opened(section: Section | None) -> Opened:
+    """A section that must be there, with a table and notes."""
+    assert section is not None
+    tables = [block for block in section.blocks if isinstance(block, Table)]
+    notes = [sentence for block in section.blocks if isinstance(block, Notes) for sentence in block.sentences]
+    return Opened(section.title, tables[0].caption, rows(tables[0]), tuple(notes), section.where == "always")
 
 
 def as_json(answer: Answer) -> dict[str, Any]:

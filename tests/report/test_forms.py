@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.report import forms
-from refshard.report.answer import Answer, Block, Cell, Column, Marked, Notes, Table, Text, Verdict, table
+from refshard.report.blocks import Answer, Block, Cell, Column, Marked, Notes, Table, Text, Verdict, table
 from refshard.report.forms import Paper, as_csv, as_json, as_markdown, as_text, inline
 
 WIDE = Table(
@@ -113,9 +113,9 @@ class TestWhatIsShown:
     BLOCKS = (
         Text(text="head"),
         Table(columns=WIDE.columns, rows=WIDE.rows, title="a title"),
-        Table(columns=[Column("detailed")], rows=[["1"]], detail=True),
+        Table(columns=[Column("detailed")], rows=[["1"]], where="detail"),
         Notes(sentences=["a note"]),
-        Notes(sentences=["a detail"], detail=True),
+        Notes(sentences=["a detail"], where="detail"),
         Verdict(sentences=["First.", "Second."]),
     )
 

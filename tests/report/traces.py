@@ -1,11 +1,13 @@
 """Traces made by hand: an FSDP-like step on a GPU, and one of gloo on a CPU, with their figures."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from refshard.report.trace.page import AnalysedTrace
+from refshard.report.page import as_page
+from refshard.report.trace.answer import trace_answer
 from refshard.timeline import (
     KINDS,
     UNKNOWN,
@@ -16,6 +18,7 @@ from refshard.timeline import (
     Timeline,
     Window,
 )
+from refshard.tracing.analysis import Analysis
 from refshard.tracing.collectives import collective_figures, unit_figures
 from refshard.tracing.figures import (
     CopyOverhead,
@@ -28,6 +31,7 @@ from refshard.tracing.figures import (
     TraceWarning,
 )
 from refshard.tracing.overlap import breakdowns
+from refshard.tracing.ranks.jobs import Identity
 
 US = 1000
 WAITS = ((3, 4200, 17), (1, 900, 4))
@@ -238,12 +242,25 @@ def _memory(timeline: Timeline) -> tuple[MemoryPoint, ...]:
 
 def trace(
     folder: Path, timeline: Timeline, *, file: str | None = None, job: int = 0, content: bytes | None = None
-) -> AnalysedTrace:
+) -> Analysis:
     """A made timeline with its figures and a file that stands for its trace."""
     name = file or f"rank{timeline.rank}.json.gz"
     path = folder / name.replace("/", "_")
     path.write_bytes(content if content is not None else bytes.fromhex("1f8b") + name.encode() * 500)
-    return AnalysedTrace(figures=figures(timeline, file=name, job=job), timeline=timeline, path=path)
+    return analysis(figures(timeline, file=name, job=job), timeline, path)
+
+
+def analysis(figures: TraceFigures, timeline: Timeline | None = None, path: Path = Path("trace.json")) -> Analysis:
+    """An analysis with these figures."""
+    identity = Identity(
+        path=path, rank=figures.rank, world_size=figures.world_size, backend=figures.backend, start=0, end=0, facts=""
+    )
+    return Analysis(figures=figures, identity=identity, kept=timeline)
+
+
+def page(analyses: Sequence[Analysis]) -> str:
+    """The page about these traces."""
+    return "".join(as_page(trace_answer(analyses), product="trace", command="refshard trace"))
 
 
 def renamed(timeline: Timeline, name: str) -> Timeline:

@@ -10,6 +10,7 @@ from refshard.report.trace.sections import sections_of
 from refshard.tracing.analysis import analyse
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.graph_figures import Capture, Replays
+from tests.report.printed import opened
 from tests.tracing.handmade import BASE_US, event, write
 
 
@@ -90,7 +91,7 @@ def test_a_replays_kernels_belong_to_its_launch_and_its_capture(tmp_path: Path) 
         Replays(count=1, events=2, busy_ns=8000, capture=1),
         Replays(count=1, events=1, busy_ns=1000, capture=None),
     )
-    (section,) = [one for one in sections_of(figures) if one.title == "Graphs"]
+    (section,) = [opened(one) for one in sections_of(figures) if one.title == "Graphs"]
     assert [(row["graph"], row["replays"]) for row in section.rows] == [
         ("capture 1", "2"),
         ("capture 2", "1"),

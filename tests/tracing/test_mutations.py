@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from refshard.errors import TraceError
+from refshard.report.trace.answer import trace_answer
 from refshard.report.trace.sections import sections_of
-from refshard.report.trace.terminal import trace_answer
 from refshard.tracing.analysis import analyse, join
 from refshard.tracing.figures import TraceFigures
 from tests.tracing.builder import Training
@@ -94,7 +94,7 @@ def outcome(path: Path) -> TraceFigures | str:
     except TraceError as error:
         return str(error)
     figures = one.figures
-    answer = trace_answer([figures])
+    answer = trace_answer([one])
     json.dumps(answer.data, allow_nan=False)
     assert all(section.title for section in sections_of(figures))
     return figures

@@ -48,12 +48,13 @@ THEME = go.layout.Template(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A figure as plotly's JSON without its theme, and the sentence that says what it shows."""
+    """A figure as plotly's JSON without its theme, and the sentence that says what it shows; a page may fold it."""
 
     id: str
     title: str
     figure: dict[str, Any]
     alternative: str
+    folded: bool = False
 
     @property
     def height_px(self) -> int:

@@ -1,17 +1,20 @@
-"""A course of memory as a picture: what is held, stacked by category, under what is reserved and what a GPU has."""
+"""Charts of memory over a dry run: allocated bytes stacked by category, reserved bytes, and what the GPU has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
-from refshard.dryrun.memory_course import MemoryCourse
-from refshard.dryrun.recording import Category, Phase, Recording
+from refshard.dryrun.analyse import Analysis
+from refshard.dryrun.memory_course import MemoryCourse, call_clock, gpu_clock, memory_course
+from refshard.dryrun.recording import Category, Kind, Phase, Recording
+from refshard.dryrun.steps import steps_of
 from refshard.quantities import axis_unit, format_bytes
-from refshard.report.draw.charts import THEME, pattern, shortened
+from refshard.report.draw.charts import THEME, Chart, chart, pattern, shortened
 from refshard.report.draw.palette import INK, MEMORY, RED
-from refshard.report.dryrun.words import CATEGORIES, moment
+from refshard.report.dryrun.answer import CATEGORIES, moment
 
 _GREYS = {Phase.FORWARD: 0.12, Phase.BACKWARD: 0.3, Phase.OPTIMIZER: 0.55}
 """How dark each phase is in the strip above the picture."""
@@ -24,6 +27,7 @@ _NARROW = 0.16
 """Of the picture on a telephone: a phase's name takes as much."""
 _MOST_RUNS = 200
 _MOST_CHARACTERS = 44
+_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,63 @@ class Axis:
     name: str
     unit: int
     marks: tuple[int, ...] = ()
+
+
+def memory_charts(found: Analysis) -> list[Chart]:
+    """Memory over the last whole step; also over the whole run, unless that step has the peak and the job fits."""
+    recording, step = found.run.recording, found.step
+    if not found.memory.peak_bytes:
+        return []
+    charts = []
+    if step is not None:
+        clock = gpu_clock(recording, found.replayed)
+        course = memory_course(recording, found.memory, clock, first=step.first, end=step.end)
+        unit, size = axis_unit("s", (course.places[-1] - course.places[0]) / 1e9)
+        caption = (
+            f"{_caption(found, course, f'Step {step.number} (the last)')} Time is GPU time: each change is drawn where "
+            "the compute stream has finished everything launched before it. The script allocates earlier, in the "
+            "same order."
+        )
+        axis = Axis(title=f"GPU time in the step ({unit})", name=unit, unit=round(size * 1e9))
+        drawn = picture(recording, course, axis, found.usable_bytes)
+        charts.append(chart("memory-step", "Over the last step", drawn, caption))
+        if found.fits and course.peak_bytes == found.memory.peak_bytes:
+            return charts
+    return [*charts, _run_chart(found)]
+
+
+def _run_chart(found: Analysis) -> Chart:
+    recording, clock = found.run.recording, call_clock(found.run.recording)
+    course = memory_course(recording, found.memory, clock, first=0, end=_end(found))
+    marks = tuple(int(clock[step.end]) for step in steps_of(recording, "step")) if found.step else ()
+    axis = Axis(
+        title=f"allocations and frees{'; dotted: a step ends' if marks else ''}", name="calls", unit=1,
+        marks=marks,
+    )  # fmt: skip
+    ends = {"oom": " It ends where memory ran out.", "failed": " It ends where the script failed."}
+    caption = _caption(found, course, "The whole run") + ends.get(found.run.answer.outcome, "")
+    drawn = picture(recording, course, axis, found.usable_bytes)
+    return chart("memory-run", "Over the whole run", drawn, caption)
+
+
+def _end(found: Analysis) -> int:
+    """The end of the run; if the run failed, the last event before it freed its memory."""
+    recording = found.run.recording
+    if found.run.answer.outcome in ("stepped", "ended"):
+        return len(recording)
+    return int(np.flatnonzero(recording.kinds != Kind.FREE)[-1]) + 1
+
+
+def _caption(found: Analysis, course: MemoryCourse, what: str) -> str:
+    """The picture in words."""
+    at_peak = course.held[course.peak]
+    order = sorted(Category, key=lambda category: -at_peak[category])[:_NAMED]
+    most = ", ".join(f"{CATEGORIES[one]} {format_bytes(int(at_peak[one]))}" for one in order if at_peak[one])
+    when = moment(found.run.recording, int(course.counts[course.peak]) - 1)
+    return (
+        f"{what}: memory peaks {when}, with {format_bytes(course.peak_bytes)} allocated (largest: {most}). At most "
+        f"{format_bytes(course.peak_reserved_bytes)} of {format_bytes(found.usable_bytes)} usable are reserved."
+    )
 
 
 def picture(recording: Recording, course: MemoryCourse, axis: Axis, usable_bytes: int) -> go.Figure:

@@ -6,7 +6,7 @@ from typing import Any
 from refshard.dryrun.published import Compared, Errors, Prediction, caveats, errors_of
 from refshard.dryrun.recorded import RecordedCase
 from refshard.quantities import format_seconds
-from refshard.report.answer import Answer, Column, Notes, Table, Verdict
+from refshard.report.blocks import Answer, Column, Notes, Table, Verdict
 
 
 def dryrun_validation_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase] = ()) -> Answer:

@@ -10,8 +10,8 @@ import msgspec
 
 from refshard.plain import plain
 from refshard.quantities import format_percent
-from refshard.report import answer as printed
-from refshard.report.answer import Answer, Notes, Style, Text, table
+from refshard.report import blocks as printed
+from refshard.report.blocks import Answer, Notes, Style, Text, table
 from refshard.stats.exact import Change
 from refshard.stats.gate import TimeVerdict, Verdict
 from refshard.stats.rehearsal import CaseNoise, Noise

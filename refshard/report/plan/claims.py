@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from refshard.estimate.claims import PredictedClaim, Side
-from refshard.report.answer import Column, Table
+from refshard.report.blocks import Column, Table
 from refshard.specs.published_claims import Figure, figure_of
 
 _COLUMNS = (

@@ -10,7 +10,7 @@ from typing import Any
 from refshard.estimate.claims import PredictedClaim
 from refshard.estimate.published import Half, Published
 from refshard.quantities import format_percent, format_seconds
-from refshard.report.answer import Answer, Notes, Table, Verdict, table
+from refshard.report.blocks import Answer, Notes, Table, Verdict, table
 from refshard.report.plan.claims import claim_as_object, claims_table
 
 HALVES: tuple[Half, ...] = ("fit", "held out")
@@ -62,7 +62,7 @@ def published_answer(
         rows=[as_object(one) for one in found],
         blocks=[
             *blocks,
-            Notes(sentences=not_predicted(left), detail=True),
+            Notes(sentences=not_predicted(left), where="detail"),
             Notes(sentences=notes(found, left)),
             Verdict(sentences=[verdict(found)], style="plain"),
         ],
@@ -156,7 +156,7 @@ def scaling_table(curves: Sequence[Curve]) -> Table | None:
             "predicted loss": format_percent(one.predicted),
             "difference": f"{100 * (one.predicted - one.published):+.1f} points",
         })  # fmt: skip
-    return table(rows, left=3, title="Every curve", detail=True) if rows else None
+    return table(rows, left=3, title="Every curve", where="detail") if rows else None
 
 
 def _loss(first: Compared, last: Compared, of: str) -> float:
@@ -257,7 +257,7 @@ def _runs(found: Sequence[Compared]) -> Table:
         }
         for one in found
     ]  # fmt: skip
-    return table(rows, left=2, title="Every run", detail=True)
+    return table(rows, left=2, title="Every run", where="detail")
 
 
 def _sums(found: Sequence[Compared]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from refshard.estimate.memory import PARTS
 from refshard.estimate.plan import TIME_PARTS, Plan, Row, Size
 from refshard.estimate.spread import Spread
 from refshard.quantities import format_bytes, format_percent, format_rate, format_seconds
-from refshard.report.answer import Answer, Notes, Verdict, table
+from refshard.report.blocks import Answer, Notes, Verdict, table
 from refshard.report.plan import words
 from refshard.specs.configuration import Configuration
 
@@ -31,8 +31,8 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
         blocks.append(table(front(shown.front, plan.varied), left=2, title="Step time against memory (Pareto front)"))
     if shown.rows:
         blocks += [
-            table(time_by_part(shown.rows, plan.varied), left=2, detail=True),
-            table(memory_by_part(shown.rows, plan.varied), left=2, detail=True),
+            table(time_by_part(shown.rows, plan.varied), left=2, where="detail"),
+            table(memory_by_part(shown.rows, plan.varied), left=2, where="detail"),
         ]
     if shown.unfit:
         listed = shown.unfit[:SHOWN_UNFIT] if shown.rows else shown.unfit
@@ -44,7 +44,7 @@ def plan_answer(plan: Plan, spread: Spread, title: str, *, model: str, cluster: 
         blocks=[
             Verdict(sentences=words.verdict(plan, spread), style="strong" if fits else "bad"),
             *blocks,
-            Notes(sentences=words.assumptions(plan), detail=True),
+            Notes(sentences=words.assumptions(plan), where="detail"),
             Notes(sentences=[_considered(shown), *words.warnings(plan, spread)]),
         ],
         status=0 if fits else 1,

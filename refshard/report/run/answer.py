@@ -2,7 +2,7 @@
 
 from refshard.analysis.evidence import Evidence, Setting
 from refshard.plain import plain
-from refshard.report.answer import Answer, Cell, Column, Marked, Notes, Style, Table, Verdict
+from refshard.report.blocks import Answer, Cell, Column, Marked, Notes, Style, Table, Verdict, Where
 from refshard.report.run.columns import names
 from refshard.report.run.verdict import (
     Finding,
@@ -33,9 +33,12 @@ def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer
         rows=rows,
         columns=names(),
         blocks=[
-            *(case_table(setting, detail=setting not in evidence.ranked) for setting in evidence.settings),
-            Notes(sentences=_each(found), title="Each comparison", detail=True),
-            Notes(sentences=[words for one in found for words in (one.busy, one.why) if words], detail=True),
+            *(
+                case_table(setting, where="always" if setting in evidence.ranked else "detail")
+                for setting in evidence.settings
+            ),
+            Notes(sentences=_each(found), title="Each comparison", where="detail"),
+            Notes(sentences=[words for one in found for words in (one.busy, one.why) if words], where="detail"),
             Notes(sentences=_notes(evidence)),
             Verdict(sentences=told),
             *([Verdict(sentences=[more], style="plain")] if more else []),
@@ -44,8 +47,8 @@ def run_answer(evidence: Evidence, *, more: str = "", status: int = 0) -> Answer
     )
 
 
-def case_table(setting: Setting, *, detail: bool) -> Table:
-    """A row for each case of the setting; a setting of nothing but references is a ``detail``."""
+def case_table(setting: Setting, *, where: Where) -> Table:
+    """A row for each case of the setting; a setting of nothing but references is a detail."""
     found = summary_table(setting.cases).map(plain)
     found[_STEP_TIME] = found[_STEP_TIME].str.replace(" (", "\n(", regex=False)
     order = [name for name in _ORDER if name in found] + [name for name in found if name not in _ORDER]
@@ -58,7 +61,7 @@ def case_table(setting: Setting, *, detail: bool) -> Table:
     columns = [Column(head, "left" if head in ("strategy", "state") else "right") for head in heads]
     place = list(found.columns).index("state")
     rows = [[*row[:place], _state(row[place]), *row[place + 1 :]] for row in found.values.tolist()]
-    return Table(columns=columns, rows=rows, title=plain(setting.label), detail=detail)
+    return Table(columns=columns, rows=rows, title=plain(setting.label), where=where)
 
 
 def verdict(evidence: Evidence, found: tuple[Finding, ...]) -> list[str]:

@@ -8,7 +8,7 @@ from refshard.analysis.ratios import RATIO_COLUMNS, Ratio, ratio_columns, ratios
 from refshard.errors import SpecError, nearest
 from refshard.plain import plain
 from refshard.quantities import format_percent
-from refshard.report.answer import Answer, Cell, Column, Marked, Notes, Style, Table, Verdict
+from refshard.report.blocks import Answer, Cell, Column, Marked, Notes, Style, Table, Verdict
 from refshard.report.run.against import Changed, against
 from refshard.report.run.columns import names
 from refshard.report.run.intervals import no_interval, ratio_text

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from refshard.analysis.history import Series
 from refshard.plain import plain
 from refshard.records import METRICS
-from refshard.report.answer import Answer, table
+from refshard.report.blocks import Answer, table
 
 
 def history_answer(all_series: Sequence[Series], metric: str) -> Answer:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from refshard.quantities import format_duration
-from refshard.report.answer import Answer, Table, Verdict, table
+from refshard.report.blocks import Answer, Table, Verdict, table
 from refshard.specs.case import CaseSpec
 from refshard.specs.suite import SuiteSpec
 

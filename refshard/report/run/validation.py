@@ -10,7 +10,7 @@ from refshard.analysis.cases import CaseResult
 from refshard.analysis.evidence import Evidence
 from refshard.analysis.validation import PREDICTED, Validated, as_objects, beside_measured, errors, in_order, scaled
 from refshard.quantities import format_bytes, format_percent, format_seconds
-from refshard.report.answer import Answer, Verdict, table
+from refshard.report.blocks import Answer, Verdict, table
 from refshard.specs.case import spelled
 
 

@@ -1,6 +1,7 @@
 """Figures of one trace as plotly charts, in the theme and colours of the rest of the page."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import plotly.graph_objects as go
@@ -10,9 +11,11 @@ from refshard.report.draw.charts import THEME, Bar, Chart, Row, chart, label_tex
 from refshard.report.draw.palette import INK, OKABE_ITO, STEP
 from refshard.report.trace import captions as trace_captions
 from refshard.report.trace import jobs as trace_jobs
-from refshard.report.trace.gaps import GapSet, gap_histogram, sentence_of
+from refshard.report.trace.gaps import GapSet, gap_histogram, gaps_of, sentence_of
 from refshard.report.trace.idle import NAMES as IDLE
-from refshard.report.trace.lanes import Window, step_rows
+from refshard.report.trace.lanes import Window, drawn_windows, step_rows
+from refshard.report.trace.layer import find_layer, layer_chart
+from refshard.report.trace.of_cpu import chart_of_cpu
 from refshard.report.trace.per_step import each, has_steps, per
 from refshard.report.trace.spans_figure import Extent, spans_figure
 from refshard.timeline import Timeline
@@ -38,12 +41,28 @@ def ranks_chart(figures: Sequence[TraceFigures]) -> Chart | None:
     kept = sorted(range(len(figures)), key=lambda place: -trace_captions.mean_span(figures[place]))[:MOST_RANKS]
     shown = [figures[place] for place in sorted(kept)]
     sentence = trace_captions.ranks(shown, len(figures), names)
-    return chart("ranks", "Ranks side by side", rank_bars(shown, names), sentence)
+    drawn = chart("ranks", "Ranks side by side", rank_bars(shown, names), sentence)
+    return chart_of_cpu(drawn) if all(one.device == "cpu" for one in figures) else drawn
+
+
+def all_charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) -> list[Chart]:
+    """Every chart of one trace, as far as its timeline is known; ids begin with ``prefix``."""
+    if timeline is None:
+        return list(charts_of(figures, (), prefix))
+    windows = drawn_windows(figures, timeline) if len(timeline.spans) else ()
+    layer = find_layer(timeline, windows[0].begin, windows[0].close) if windows else None
+    found = [
+        *timelines(timeline, figures, windows, prefix),
+        *([] if layer is None else [layer_chart(layer, figures, f"{prefix}-layer")]),
+        *charts_of(figures, gaps_of(figures, timeline), prefix),
+    ]
+    return list(map(chart_of_cpu, found)) if figures.device == "cpu" else found
 
 
 def timelines(timeline: Timeline, figures: TraceFigures, windows: Sequence[Window], prefix: str) -> tuple[Chart, ...]:
     """Each window's lanes over time."""
-    return tuple(_timeline(timeline, figures, one, f"{prefix}-timeline-{n}") for n, one in enumerate(windows))
+    drawn = [_timeline(timeline, figures, one, f"{prefix}-timeline-{n}") for n, one in enumerate(windows)]
+    return tuple(replace(one, folded=place > 0) for place, one in enumerate(drawn))
 
 
 def _timeline(timeline: Timeline, figures: TraceFigures, window: Window, identity: str) -> Chart:
@@ -60,7 +79,8 @@ def charts_of(figures: TraceFigures, gaps: Sequence[GapSet], prefix: str) -> tup
     title = "Where each step goes" if has_steps(figures) else "Where the time goes"
     drawn = [chart(f"{prefix}-steps", title, step_bars(figures), trace_captions.steps(figures))]
     if gaps:
-        drawn.append(chart(f"{prefix}-gaps", "Gaps", gap_histogram(gaps), sentence_of(gaps)))
+        histogram = chart(f"{prefix}-gaps", "Gaps", gap_histogram(gaps), sentence_of(gaps))
+        drawn.append(replace(histogram, folded=True))
     if figures.memory:
         sentence = trace_captions.memory(figures.memory)
         drawn.append(chart(f"{prefix}-memory", "Memory", memory_curves(figures), sentence))

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
+from refshard.report.blocks import Section
 from refshard.report.trace.per_step import per
-from refshard.report.trace.section import Section
+from refshard.report.trace.section import section
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures
 
@@ -19,7 +20,7 @@ def exposed_section(figures: TraceFigures) -> Section | None:
         return None
     rows = [_row(f"step {one.step}", one) for one in told.steps] or [_row("whole trace", told.whole)]
     kept = [key for key in rows[0] if key in ("", "exposed") or any(row[key] != "-" for row in rows)]
-    return Section(
+    return section(
         title="Exposed communication",
         caption="transfer, waiting for a rank to enter, and what may be either; besides, idle time before a collective "
         "that the host launched late",
@@ -65,7 +66,7 @@ def messages_section(figures: TraceFigures) -> Section | None:
     rows = [_message_row(one, steps, per(figures)) for one in told.messages]
     kept = [key for key in rows[0] if key in ("collective", "count in all") or any(row[key] != "-" for row in rows)]
     link = [f"The link's bandwidth is that of the cluster profile {told.profile}."] if "link GB/s" in kept else []
-    return Section(
+    return section(
         title="Messages",
         caption="bus bandwidths in GB/s, medians; without waiting: by the rank that entered last",
         rows=[{key: row[key] for key in kept} for row in rows],

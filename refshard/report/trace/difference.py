@@ -1,21 +1,23 @@
 """How two jobs' steps differ, in a terminal, on a page and as JSON."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from refshard.plain import plain
 from refshard.quantities import format_ns, format_percent
-from refshard.report.answer import Answer, Block, Column, Notes, Table, Text, Verdict
+from refshard.report.blocks import Answer, Block, Charts, Column, Cover, Notes, Table, Text, Verdict
 from refshard.report.trace.cut import cut_middle
 from refshard.report.trace.jobs import counted
 from refshard.tracing.difference.alike import Unlike
 from refshard.tracing.difference.diff import IDLE
 from refshard.tracing.difference.matching import Change, Difference
 
-_SHOWN_CHANGES, _SHOWN_RANKS = 25, 8
+if TYPE_CHECKING:
+    from refshard.report.draw.charts import Chart
+
+_SHOWN_CHANGES, _SHOWN_RANKS, _MOST_CHANGES = 25, 8, 400
 _LONGEST_LABEL, _LONGEST_KERNEL = 80, 40
 _CLASSES = {"comm": "communication", "prep": "preparation"}
 _SMALL = 0.05
@@ -60,15 +62,35 @@ def difference_answer(found: Compared, more: str = "") -> Answer:
         **msgspec.to_builtins(found.difference),
     }
     rows = [_flat(change) for change in changes]
-    blocks: list[Block] = [Text(text=plain("\n".join(sides(found))))]
-    blocks.append(Notes(sentences=[plain(sentence) for sentence in not_alike(found)]))
+    blocks: list[Block] = [Text(text="\n".join(sides(found))), Notes(sentences=not_alike(found))]
     if any(change.delta_ns for change in changes):
-        blocks += [by_class(found.difference), by_work(found.difference)]
-        if (ranks := by_rank(found.difference)) is not None:
-            blocks.append(ranks)
-        blocks.append(Notes(sentences=[plain(sentence) for sentence in remarks(found)]))
-    blocks.append(Verdict(sentences=[plain(one) for one in lead]))
-    return Answer(data=data, rows=rows, blocks=[*blocks, *([Text(text=more)] if more else [])])
+        blocks += [
+            Charts(draw=lambda: [_bars(found)]), by_class(found.difference),
+            replace(by_work(found.difference, _SHOWN_CHANGES), where="terminal"),
+            replace(by_work(found.difference, _MOST_CHANGES), where="page"),
+            *by_rank(found.difference), Notes(sentences=remarks(found)),
+        ]  # fmt: skip
+    blocks += [Verdict(sentences=lead), *([Text(text=more, where="terminal")] if more else [])]
+    return Answer(data=data, rows=rows, blocks=blocks, cover=Cover(title="Difference of two jobs"))
+
+
+def _bars(found: Compared) -> "Chart":
+    """The mean step of each side, cut into classes that add up to it."""
+    from refshard.report.draw.charts import Bar, Row, chart, stacked  # plotly takes a second to import
+    from refshard.report.draw.palette import GREY, STEP, Look
+
+    looks = {
+        "compute": STEP["compute alone"], "communication": STEP["exposed communication"],
+        "preparation": STEP["compute over communication"], "copy": STEP["copy, preparation, other"],
+        "unclassified": Look(GREY, "+"), "idle": STEP["idle"],
+    }  # fmt: skip
+    bars = [
+        Bar(place=place, name=name, parts={part: ns[place] / 1e9 for part, ns in class_sums(found.difference).items()})
+        for place, name in enumerate("AB")
+    ]
+    figure = stacked([Row(text=bar.name) for bar in bars], bars, looks, "s", "of the mean step")
+    whole = found.difference
+    return chart("sides", "Both steps", figure, f"Mean steps: A {format_ns(whole.a_ns)}, B {format_ns(whole.b_ns)}.")
 
 
 def sides(found: Compared) -> list[str]:
@@ -184,7 +206,7 @@ def by_class(difference: Difference) -> Table:
 _ORDER = ("forward", "backward", "optimizer", "")
 
 
-def by_work(difference: Difference, shown: int = _SHOWN_CHANGES) -> Table:
+def by_work(difference: Difference, shown: int) -> Table:
     """The largest changes, the sum of the others, and the step; of several ranks, the one that changed most."""
     listed = [change for change in difference.changes[:shown] if change.delta_ns]
     rows = [_row(_cut(c), c.a_ns, c.b_ns, _CLASSES.get(c.kind, c.kind)) for c in listed]
@@ -196,17 +218,16 @@ def by_work(difference: Difference, shown: int = _SHOWN_CHANGES) -> Table:
     heads = [*([Column("most, on rank")] if several else []), Column("kernels", "left")]
     cells = [found[not several :] for found in (*more, *[["", ""]] * (len(rows) - len(more)))]
     built = _table(("what", "class"), [[*row, *cell] for row, cell in zip(rows, cells)], "")
-    return Table(columns=[*built.columns, *heads], rows=built.rows)
+    caption = "Largest changes first; they add up to the change of the step"
+    return replace(built, columns=[*built.columns, *heads], caption=caption)
 
 
-def by_rank(difference: Difference, shown: int = _SHOWN_RANKS) -> Table | None:
-    """The ranks that changed most; None for one."""
+def by_rank(difference: Difference) -> list[Table]:
+    """The ranks, those that changed most first; none if there is one rank."""
     ranks = sorted(difference.ranks, key=lambda one: -abs(one.delta_ns))
-    if len(ranks) < 2:
-        return None
-    part = f", the {shown} of {len(ranks)} that changed most" if len(ranks) > shown else ""
-    rows = [_row(str(one.rank), one.a_ns, one.b_ns) for one in ranks[:shown]]
-    return _table(("rank",), rows, f"Mean step by rank{part}")
+    rows = [_row(str(one.rank), one.a_ns, one.b_ns) for one in ranks]
+    title = "Mean step by rank, those that changed most first"
+    return [replace(_table(("rank",), rows, title), shown=_SHOWN_RANKS)] if len(ranks) > 1 else []
 
 
 def class_sums(difference: Difference) -> dict[str, tuple[float, float]]:
@@ -221,7 +242,7 @@ def class_sums(difference: Difference) -> dict[str, tuple[float, float]]:
 
 def _table(names: tuple[str, ...], rows: Sequence[Sequence[str]], title: str) -> Table:
     columns = [*(Column(name, "left") for name in names), Column("A"), Column("B"), Column("B - A")]
-    return Table(columns=columns, rows=[[plain(cell) for cell in row] for row in rows], title=title)
+    return Table(columns=columns, rows=rows, title=title)
 
 
 def _sum_row(label: str, changes: Sequence[Change], *more: str) -> list[str]:

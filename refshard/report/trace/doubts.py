@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 from refshard.quantities import format_ns
 from refshard.report.trace.jobs import counted
@@ -22,22 +22,20 @@ def _says(told: TraceWarning, count: int) -> bool:
     return bool(re.search(rf"(?<![\d.,]){count:,}(?![\d,]|\.\d)|(?<![\d.,]){count}(?![\d,]|\.\d)", told.message))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
-    """A warning, and which traces give it, by their place among all; ``more`` of them are not named."""
+def doubts(figures: Sequence[TraceFigures]) -> list[str]:
+    """Every warning once, with the traces that give it, where there are several traces."""
+    givers: dict[str, list[str]] = {}
+    for one in figures:
+        for found in one.warnings:
+            files = givers.setdefault(f"[{found.code}] {warning(found)}", [])
+            files += [] if one.file in files else [Path(one.file).name]
+    return [f"{sentence}{_of(files, len(figures))}" for sentence, files in givers.items()]
 
-    sentence: str
-    where: tuple[tuple[str, int], ...]
-    more: int = 0
 
-
-def doubts(figures: Sequence[TraceFigures]) -> tuple[Doubt, ...]:
-    """Every warning once, with the traces that give it."""
-    givers: dict[str, list[tuple[str, int]]] = {}
-    for place, one in enumerate(figures):
-        for sentence in dict.fromkeys(map(warning, one.warnings)):
-            givers.setdefault(sentence, []).append((one.file, place))
-    return tuple(
-        Doubt(sentence=sentence, where=tuple(of[:MOST_NAMED]), more=len(of[MOST_NAMED:]))
-        for sentence, of in givers.items()
-    )
+def _of(files: Sequence[str], traces: int) -> str:
+    if traces == 1:
+        return ""
+    if len(files) == traces:
+        return f" (all {traces} traces)"
+    more = f" and {len(files) - MOST_NAMED} more" if len(files) > MOST_NAMED else ""
+    return f" ({', '.join(files[:MOST_NAMED])}{more})"

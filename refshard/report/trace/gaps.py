@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from refshard.quantities import format_ns
+from refshard.report.blocks import Cell
 from refshard.report.draw.charts import THEME, filling
 from refshard.report.draw.palette import SPANS
 from refshard.report.trace import captions as trace_captions
@@ -110,19 +110,17 @@ def gap_histogram(sets: Sequence[GapSet]) -> go.Figure:
     return figure.update_yaxes(title_text=f"{unit} together", nticks=5, rangemode="tozero")
 
 
-def gap_table(sets: Sequence[GapSet]) -> pd.DataFrame:
+def gap_table(sets: Sequence[GapSet]) -> list[dict[str, Cell]]:
     """The same in numbers: for each bin how many gaps of each style, and their time together."""
     edges = edges_of(sets)
     binned = {one.name: _binned(one, edges) for one in sets}
-    rows = [
-        {"length": _between(low, high)}
-        | {
-            name: f"{counts[place]:,} ({format_ns(sums[place])})" if counts[place] else "-"
-            for name, (counts, sums) in binned.items()
-        }
-        for place, (low, high) in enumerate(pairwise(edges))
-    ]
-    return pd.DataFrame(rows)
+    rows = list[dict[str, Cell]]()
+    for place, (low, high) in enumerate(pairwise(edges)):
+        row: dict[str, Cell] = {"length": _between(low, high)}
+        for name, (counts, sums) in binned.items():
+            row[name] = f"{counts[place]:,} ({format_ns(sums[place])})" if counts[place] else None
+        rows.append(row)
+    return rows
 
 
 def _between(low: int, high: int) -> str:

@@ -1,7 +1,8 @@
 """The CUDA and HIP graphs of a trace: how often each was replayed, and which of them it captured."""
 
 from refshard.quantities import format_ns
-from refshard.report.trace.section import Section
+from refshard.report.blocks import Section
+from refshard.report.trace.section import section
 from refshard.tracing.figures import TraceFigures
 
 
@@ -31,7 +32,7 @@ def graphs(figures: TraceFigures) -> Section | None:
         )
     if rows:
         sentences.append("All kernels of a replay count as launched by the call that replays their graph.")
-    return Section(
+    return section(
         title="Graphs",
         caption="Replays of CUDA or HIP graphs, those with equally many device events in one row",
         rows=rows,

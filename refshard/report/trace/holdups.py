@@ -1,9 +1,10 @@
 """What holds the GPU up, in a table and sentences: which calls, where in the code, and what to do about them."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.blocks import Section
 from refshard.report.trace.cut import cut
 from refshard.report.trace.per_step import in_each, of_each, per
-from refshard.report.trace.section import Section
+from refshard.report.trace.section import section
 from refshard.report.trace.words import SMALL
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
@@ -54,7 +55,7 @@ def holdups_section(figures: TraceFigures) -> Section | None:
     if found is None:
         return None
     if found.places is None:
-        return Section(title=_TITLE, caption="", rows=(), sentences=(
+        return section(title=_TITLE, caption="", rows=(), sentences=(
             f"What holds the GPU up cannot be told: {found.reason}. Record CPU and CUDA activities together.",
         ))  # fmt: skip
     steps = found.steps or 1
@@ -69,7 +70,7 @@ def holdups_section(figures: TraceFigures) -> Section | None:
         for one in found.places
         if max(one.idle_ns, one.host_ns) >= _LEAST * found.span_ns
     ]
-    return Section(
+    return section(
         title=f"{_TITLE}, {per(figures)}",
         caption="Calls of the host that wait, allocate or load. GPU idle caused: how much sooner the next kernel would "
         "have started without them.",

@@ -1,9 +1,10 @@
 """Why a device idled, in words: the name of each cause, and a table of what was waited for."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.blocks import Section
 from refshard.report.trace.jobs import parts
 from refshard.report.trace.per_step import is_alone, per
-from refshard.report.trace.section import Section
+from refshard.report.trace.section import section
 from refshard.tracing.figures import Cause, TraceFigures
 from refshard.tracing.operators.kernel_names import name_in_words
 
@@ -19,18 +20,18 @@ NAMES = {
 
 BETWEEN_OPERATORS = "between operators"
 """What launch-bound is called on a CPU."""
+
+
+def names(device: str) -> dict[Cause, str]:
+    """The same for a device: nothing is launched on a CPU, where the thread does something else between operators."""
+    return NAMES if device != "cpu" else {**NAMES, Cause.LAUNCH: f"idle, {BETWEEN_OPERATORS}"}
+
+
 _CAPTION = (
     "Gaps in which nothing runs. What: the operator launched too late, the call that took most of the gap, or the "
     "streams; the whole gap counts for it"
 )
 _CAPTION_OF_CPU = "Gaps in which neither an operator nor a collective runs. What: the operator that ends the gap"
-
-
-def _cause(cause: Cause, device: str) -> str:
-    """On a CPU nothing is launched: the thread does something else between its operators."""
-    if device == "cpu" and cause is Cause.LAUNCH:
-        return BETWEEN_OPERATORS
-    return NAMES[cause].removeprefix("idle, ")
 
 
 def _number(count: int, steps: int) -> str:
@@ -45,7 +46,7 @@ def idle_section(figures: TraceFigures) -> Section | None:
     span = sum(part.breakdown.span_ns for part in parts(figures))
     rows = [
         {
-            "cause": _cause(one.cause, figures.device), "what": name_in_words(one.what or "-"),
+            "cause": names(figures.device)[one.cause].removeprefix("idle, "), "what": name_in_words(one.what or "-"),
             per(figures): format_ns(one.ns / steps), "share": format_percent(one.ns / span),
             "gaps" if is_alone(figures) else f"gaps {per(figures)}": _number(one.count, steps),
             "longest": format_ns(one.longest_ns),
@@ -55,7 +56,7 @@ def idle_section(figures: TraceFigures) -> Section | None:
     ]  # fmt: skip
     if not rows:
         return None
-    return Section(
+    return section(
         title="Idle time by cause",
         caption=_CAPTION_OF_CPU if figures.device == "cpu" else _CAPTION,
         rows=rows, text=("what",),

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.blocks import Section
 from refshard.report.trace.per_step import in_each, per
-from refshard.report.trace.section import Section
+from refshard.report.trace.section import section
 from refshard.tracing.figures import LoneCopy, StepFigures, TraceFigures
 
 _REMEDIES = (
@@ -59,4 +60,4 @@ def lone_copy_section(figures: TraceFigures) -> Section | None:
     ]  # fmt: skip
     if not rows or figures.host_only or sum(part.lone_copy_ns for part in parts) < _SMALL * span:
         return None
-    return Section(title="Copies alone", caption="Copies and fills beside which nothing else runs", rows=rows)
+    return section(title="Copies alone", caption="Copies and fills beside which nothing else runs", rows=rows)

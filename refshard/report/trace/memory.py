@@ -4,8 +4,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from refshard.quantities import format_bytes, format_part, format_percent
+from refshard.report.blocks import Section
 from refshard.report.trace.cut import cut
-from refshard.report.trace.section import Section
+from refshard.report.trace.section import section
 from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
 from refshard.tracing.figures import TraceFigures
 
@@ -56,7 +57,7 @@ def memory_at_peak(figures: TraceFigures) -> Section | None:
     if not figures.memory_peaks:
         return None
     peak = figures.memory_peaks[0]
-    return Section(
+    return section(
         title=f"Memory at the peak on {peak.device}",
         caption="Blocks alive when the allocator holds most, by what they are for.",
         rows=_by_purpose(peak.holders) or [{"held for": "not known: the trace has no addresses or totals"}],
@@ -70,7 +71,7 @@ def memory_by_unit(figures: TraceFigures) -> Section | None:
     holders = figures.memory_peaks[0].holders if figures.memory_peaks else ()
     if all(holder.unit is None for holder in holders):
         return None
-    return Section(
+    return section(
         title=f"Memory at the peak on {figures.memory_peaks[0].device}, by unit",
         caption="The same blocks by the unit, or the annotation, that was running when they were made.",
         rows=_by_unit(holders),

@@ -6,7 +6,7 @@ from pathlib import PurePath
 import msgspec
 
 from refshard.quantities import format_bytes, format_ns, format_percent
-from refshard.report.answer import Answer, Block, Verdict, table
+from refshard.report.blocks import Answer, Block, Verdict, table
 from refshard.tracing.allocator.memory_timeline import MemoryTimelineFigures
 
 

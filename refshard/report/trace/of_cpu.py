@@ -3,8 +3,6 @@
 import json
 from dataclasses import replace
 
-import pandas as pd
-
 from refshard.report.draw.charts import Chart
 from refshard.report.trace.idle import BETWEEN_OPERATORS, NAMES
 from refshard.tracing.figures import Cause
@@ -15,8 +13,3 @@ _NAMES = (NAMES[Cause.LAUNCH], f"idle, {BETWEEN_OPERATORS}")
 def chart_of_cpu(chart: Chart) -> Chart:
     """The same with the name in its legend and in what it says of each block."""
     return replace(chart, figure=json.loads(json.dumps(chart.figure).replace(*_NAMES)))
-
-
-def table_of_cpu(table: pd.DataFrame) -> pd.DataFrame:
-    """The same with the name in its head."""
-    return table.rename(columns={_NAMES[0]: _NAMES[1]})

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from refshard.quantities import format_ns, format_percent, format_rate
+from refshard.report.blocks import Section
 from refshard.report.trace.cut import cut
 from refshard.report.trace.per_step import in_each, per
-from refshard.report.trace.section import Section
+from refshard.report.trace.section import section
 from refshard.report.trace.words import SMALL
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.operators.operator_figures import Contention, OperatorFigures, OperatorReport, Slowdown
@@ -40,7 +41,7 @@ def class_section(figures: TraceFigures) -> Section | None:
         sentences.append("No FLOPs: the trace has no shapes; record it with record_shapes=True.")
     elif report.hardware is None:
         sentences.append(f"No shares of a peak: {_no_peak(figures.device)}.")
-    return Section(
+    return section(
         title="Work by class",
         caption=(
             f"{_head(figures)}; shares are of all work but communication. Durations add up: what runs at once "
@@ -81,7 +82,7 @@ def operator_section(figures: TraceFigures) -> Section | None:
         }
         for one in report.totals
     ]
-    return Section(
+    return section(
         title="Operators",
         caption=(
             f"{_head(figures)}: what the host called, and how long the kernels took that it launched for it."
@@ -113,7 +114,7 @@ def shape_section(figures: TraceFigures) -> Section | None:
         for one in report.operators
     ]
     profile = f" Peaks: the hardware profile {report.hardware}." if report.hardware else ""
-    return Section(
+    return section(
         title="Operators by shape",
         caption=f"{_head(figures)}; bytes are the least that each must move.{profile}"
         f"{_left_out(report.operators, report.operator_count)}",
@@ -140,7 +141,7 @@ def kernel_section(figures: TraceFigures) -> Section | None:
     ]
     caption = f"{_head(figures)}, without those that communicate; names are shortened (--json has them whole)."
     caption += _left_out(report.kernels, report.kernel_count)
-    return Section(title="Kernels", caption=caption, rows=rows, text=("class",))
+    return section(title="Kernels", caption=caption, rows=rows, text=("class",))
 
 
 def contention_section(figures: TraceFigures) -> Section | None:
@@ -152,7 +153,7 @@ def contention_section(figures: TraceFigures) -> Section | None:
     rows = [_slowdown(one, report, f"all {_CALLED.get(one.kind, one.kind)}") for one in _gemms_first(found)] + [
         _slowdown(one, report, one.name) for one in found.kernels
     ]
-    return Section(
+    return section(
         title="Beside communication",
         caption=f"{_head(figures)}: {_COMPARED}" if rows else "",
         rows=rows,

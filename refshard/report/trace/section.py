@@ -1,22 +1,17 @@
-"""What is told of a trace beyond its breakdown: a table under a title, which a terminal and a page show alike."""
+"""A section about a trace: a table under a title, and sentences about it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+
+from refshard.report.blocks import Block, Notes, Row, Section, table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """Rows of text under a title, and sentences about them.
-
-    All ``rows`` have the same keys, the heads of their columns; the first and those in ``text`` hold words, the others
-    figures. ``caption`` says what the rows are. A terminal shows the first ``shown`` rows of a ``brief`` section, and
+def section(
+    *, title: str, caption: str, rows: Sequence[Row], sentences: Sequence[str] = (),
+    text: Sequence[str] = (), brief: bool = False, shown: int = 10,
+) -> Section:  # fmt: skip
+    """All ``rows`` have the same keys, the heads of their columns; the first and those in ``text`` hold text, the
+    others figures. ``caption`` explains the rows. A terminal shows the first ``shown`` rows of a ``brief`` section, and
     those of others with ``--verbose``.
     """
-
-    title: str
-    caption: str
-    rows: Sequence[Mapping[str, str]]
-    sentences: Sequence[str] = ()
-    text: tuple[str, ...] = ()
-    brief: bool = False
-    shown: int = 10
+    blocks: list[Block] = [table(rows, text=text, caption=caption, shown=shown), Notes(sentences=sentences)]
+    return Section(title=title, blocks=blocks, where="always" if brief else "detail")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from refshard.report.blocks import Section
 from refshard.report.trace.communication import exposed_section, messages_section
 from refshard.report.trace.graphs import graphs
 from refshard.report.trace.holdups import holdups_section
@@ -15,7 +16,6 @@ from refshard.report.trace.operators import (
     operator_section,
     shape_section,
 )
-from refshard.report.trace.section import Section
 from refshard.report.trace.whatif import what_if_section
 from refshard.report.trace.windows import windows_section
 from refshard.tracing.figures import TraceFigures

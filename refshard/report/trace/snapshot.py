@@ -9,7 +9,7 @@ import msgspec
 
 from refshard.plain import plain
 from refshard.quantities import format_bytes, format_part, format_percent, format_times
-from refshard.report.answer import Answer, Block, Notes, Table, Text, Verdict, table
+from refshard.report.blocks import Answer, Block, Notes, Table, Text, Verdict, table
 from refshard.tracing.allocator.snapshot import DeviceFigures, Fragmentation, HistoryFigures, LineFigures, OomFigures
 from refshard.tracing.allocator.snapshot_file import Site
 
@@ -151,7 +151,7 @@ def _sizes(one: DeviceFigures) -> Table:
             for one in one.sizes[:_SIZES]
         ],
         title=f"Held {'at the peak' if one.history else 'now'}, by size of block",
-        detail=True,
+        where="detail",
     )
 
 

@@ -1,78 +1,72 @@
-"""Figures of traces as tables of text, ready for a page."""
+"""Tables of a trace's figures: every step, gaps, units, collectives, waits and overheads."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
-import pandas as pd
-
-from refshard.quantities import format_bytes, format_ns, format_percent, format_rate
+from refshard.quantities import format_bytes, format_ns, format_percent
+from refshard.report.blocks import Block, Cell, Quantity, Section, Table, table
 from refshard.report.trace import jobs as trace_jobs
 from refshard.report.trace import waiting
-from refshard.report.trace.idle import NAMES as IDLE
+from refshard.report.trace.idle import names as idle_names
 from refshard.report.trace.per_step import each, has_steps
+from refshard.timeline import Timeline
 from refshard.tracing.figures import Breakdown, CollectiveFigures, StepFigures, TraceFigures
-from refshard.tracing.overlap import mean_ratio
 
 MOST_UNITS = 400
 MOST_WAITS = 40
 _Size = tuple[str, int | None, str | None, int | None]
 
 
-def summary(figures: Sequence[TraceFigures]) -> pd.DataFrame:
-    """One row per trace; times are means over its steps. Columns that would say nothing here are left out."""
-    names = trace_jobs.job_names(figures)
-    rows = [{"trace": one.file, "job": names[one.job], **_summary_row(one)} for one in figures]
-    every = [part.breakdown for one in figures for part in trace_jobs.parts(one)]
-    told = {
-        "job": len(names) > 1,
-        "device": len({one.device for one in figures}) > 1,
-        "idle, host late": any(one.device != "cpu" for one in figures),
-        "exposed to all": any(part.exposed_ns != part.exposed_any_ns for part in every),
-        "late reductions (give-way)": any(one.giveway.index is not None for one in figures),
-    }
-    return _frame(rows).drop(columns=[column for column, is_told in told.items() if not is_told])
+def of_trace(one: TraceFigures, timeline: Timeline | None) -> Iterator[Block]:
+    """The tables that only a page shows, each folded."""
+    over = per_step(one)
+    found = [
+        ("Every step in numbers", steps(one),
+            "Parts of every step; classes overlap, so they add up to more than the span"),
+        ("Gaps in numbers", _gaps(one, timeline), "Gaps by length: number and total time, over the whole trace"),
+        (
+            "Collectives, the most exposed first", collectives(one),
+            f"By operation, size of the unsharded tensor and group. Counts and sums {over}; concurrent collectives are "
+            "added up",
+        ),
+        (
+            f"{trace_jobs.counted(len(one.units), 'unit')}"
+            f"{f', the first {MOST_UNITS}' if len(one.units) > MOST_UNITS else ''}", units(one),
+            f"Each unit's own spans, {over}; concurrent communication counts for each unit",
+        ),
+        (f"Overheads, {over}", overheads(one), ""),
+    ]  # fmt: skip
+    for title, rows, caption in found:
+        if rows:
+            text = ("units", "group", "figure")
+            yield Section(
+                title=title, blocks=[table(rows, text=text, caption=caption or title)], folded=True, where="page"
+            )
 
 
-def _summary_row(one: TraceFigures) -> dict[str, str]:
-    every = [part.breakdown for part in trace_jobs.parts(one)]
+def _gaps(one: TraceFigures, timeline: Timeline | None) -> list[dict[str, Cell]]:
+    if timeline is None:
+        return []
+    from refshard.report.trace.gaps import gap_table, gaps_of  # plotly takes a second to import
 
-    def mean(of: Callable[[Breakdown], int | None], *, of_host: bool = False) -> str:
-        known = every if of_host or not one.host_only else []
-        values = [value for part in known if (value := of(part)) is not None]
-        return format_ns(sum(values) / len(values)) if values else "-"
-
-    return {
-        "rank": f"{'-' if one.rank is None else one.rank} of {'?' if one.world_size is None else one.world_size}",
-        "device": one.device,
-        "steps": str(len(one.steps)) if has_steps(one) else "-",
-        "span": mean(lambda part: part.span_ns, of_host=True),
-        "compute": mean(lambda part: part.compute_ns),
-        "communication": mean(lambda part: part.comm_ns),
-        "exposed": mean(lambda part: part.exposed_ns),
-        "exposed to all": mean(lambda part: part.exposed_any_ns),
-        "overlap ratio": "-" if one.host_only else format_percent(mean_ratio(every)),
-        "idle": mean(lambda part: part.idle_ns),
-        "idle, host late": "-" if one.device == "cpu" else mean(lambda part: part.idle_host_ns),
-        "late reductions (give-way)": format_percent(one.giveway.index, 2),
-    }
+    gaps = gaps_of(one, timeline)
+    return gap_table(gaps) if gaps else []
 
 
-def steps(one: TraceFigures) -> pd.DataFrame:
+def steps(one: TraceFigures) -> list[dict[str, Cell]]:
     """Where the time of every step, and of the whole trace, goes."""
     every = [step for step in one.steps if step.step is not None]
-    return _frame(
-        [
-            {each(one) if every else "step": _step_name(step), **_parts_row(one, step.breakdown)}
-            | {
-                "late reductions (give-way)": format_ns(step.giveway.lost_ns),
-                "copy-in": format_ns(step.copies.copy_in_ns),
-                "copy-out": format_ns(step.copies.copy_out_ns),
-                "waits for a reduction": format_ns(step.reduce_wait.host_ns),
-            }
-            for step in (*every, trace_jobs.whole(one))
-        ]
-    )
+    return [
+        {each(one) if every else "step": _step_name(step), **_parts_row(one, step.breakdown)}
+        | {
+            "late reductions (give-way)": Quantity(step.giveway.lost_ns, "ns"),
+            "copy-in": Quantity(step.copies.copy_in_ns, "ns"),
+            "copy-out": Quantity(step.copies.copy_out_ns, "ns"),
+            "waits for a reduction": Quantity(step.reduce_wait.host_ns, "ns"),
+        }
+        for step in (*every, trace_jobs.whole(one))
+    ]
 
 
 def _step_name(step: StepFigures) -> str:
@@ -82,20 +76,16 @@ def _step_name(step: StepFigures) -> str:
     return str(step.step) if step.name is None else f"{step.step}: {step.name}"
 
 
-def _parts_row(one: TraceFigures, part: Breakdown) -> dict[str, str]:
+def _parts_row(one: TraceFigures, part: Breakdown) -> dict[str, Cell]:
     if one.host_only:
-        return {"span": format_ns(part.span_ns)}
-    return {
-        "span": format_ns(part.span_ns),
-        "compute": format_ns(part.compute_ns),
-        "communication": format_ns(part.comm_ns),
-        "exposed": format_ns(part.exposed_ns),
-        "preparation": format_ns(part.prep_ns),
-        "copy": format_ns(part.copy_ns),
-        "unclassified": format_ns(part.unclassified_ns),
-        "idle": format_ns(part.idle_ns),
-        **{name: format_ns(getattr(part, f"idle_{cause}_ns")) for cause, name in IDLE.items()},
-    }
+        return {"span": Quantity(part.span_ns, "ns")}
+    parts = {
+        "span": part.span_ns, "compute": part.compute_ns, "communication": part.comm_ns, "exposed": part.exposed_ns,
+        "exposed to all": part.exposed_any_ns, "preparation": part.prep_ns, "copy": part.copy_ns,
+        "unclassified": part.unclassified_ns, "idle": part.idle_ns,
+        **{name: getattr(part, f"idle_{cause}_ns") for cause, name in idle_names(one.device).items()},
+    }  # fmt: skip
+    return {name: Quantity(ns, "ns") for name, ns in parts.items()}
 
 
 def per_step(one: TraceFigures) -> str:
@@ -106,31 +96,29 @@ def per_step(one: TraceFigures) -> str:
     return f"per {what}, mean of {len(one.steps)}" if len(one.steps) > 1 else f"of the only {what}"
 
 
-def units(one: TraceFigures) -> pd.DataFrame:
+def units(one: TraceFigures) -> list[dict[str, Cell]]:
     """One row per unit, per step."""
     steps = len(trace_jobs.parts(one))
-    return _frame(
-        [
-            {
-                "unit": unit.unit,
-                "compute": format_ns(unit.compute_ns / steps),
-                "communication": format_ns(unit.comm_ns / steps),
-                "exposed": format_ns(unit.exposed_ns / steps),
-                "exposed share": format_percent(unit.exposed_ns / unit.comm_ns) if unit.comm_ns else "-",
-                "preparation": format_ns(unit.prep_ns / steps),
-                "copy": format_ns(unit.copy_ns / steps),
-                "collectives": _number(unit.collectives, steps),
-            }
-            for unit in one.units[:MOST_UNITS]
-        ]
-    )
+    return [
+        {
+            "unit": unit.unit,
+            "compute": Quantity(unit.compute_ns / steps, "ns"),
+            "communication": Quantity(unit.comm_ns / steps, "ns"),
+            "exposed": Quantity(unit.exposed_ns / steps, "ns"),
+            "exposed share": Quantity(unit.exposed_ns / unit.comm_ns, "share") if unit.comm_ns else None,
+            "preparation": Quantity(unit.prep_ns / steps, "ns"),
+            "copy": Quantity(unit.copy_ns / steps, "ns"),
+            "collectives": _number(unit.collectives, steps),
+        }
+        for unit in one.units[:MOST_UNITS]
+    ]
 
 
 def _number(n: int, steps: int) -> str:
     return f"{n // steps:,}" if n % steps == 0 else f"{n / steps:,.1f}"
 
 
-def collectives(one: TraceFigures) -> pd.DataFrame:
+def collectives(one: TraceFigures) -> list[dict[str, Cell]]:
     """One row per operation, size and group, per step; the most exposed first."""
     groups: dict[_Size, list[CollectiveFigures]] = {}
     for found in one.collectives:
@@ -138,24 +126,22 @@ def collectives(one: TraceFigures) -> pd.DataFrame:
     ordered = sorted(groups.items(), key=lambda item: -sum(c.exposed_ns for c in item[1]))
     sizes = _told_apart(groups)
     steps = len(trace_jobs.parts(one))
-    return _frame(
-        [
-            {
-                "collective": key[0],
-                "bytes": sizes[key],
-                "units": _units(members),
-                "group": f"{key[2] or 'unknown'} ({'?' if key[3] is None else key[3]} ranks)",
-                "count": _number(len(members), steps),
-                "median duration": format_ns(median(c.duration_ns for c in members)),
-                "algorithm bandwidth": _rate([c.algorithm_bandwidth for c in members]),
-                "bus bandwidth": _rate([c.bus_bandwidth for c in members]),
-                "exposed": format_ns(sum(c.exposed_ns for c in members) / steps),
-                "median queued": format_ns(middle_of([c.queued_ns for c in members])),
-                "blocking gaps": blocking(members, steps),
-            }
-            for key, members in ordered
-        ]
-    )
+    return [
+        {
+            "collective": key[0],
+            "bytes": sizes[key],
+            "units": _units(members),
+            "group": f"{key[2] or 'unknown'} ({'?' if key[3] is None else key[3]} ranks)",
+            "count": _number(len(members), steps),
+            "median duration": Quantity(median(c.duration_ns for c in members), "ns"),
+            "algorithm bandwidth": Quantity(middle_of([c.algorithm_bandwidth for c in members]), "GB/s"),
+            "bus bandwidth": Quantity(middle_of([c.bus_bandwidth for c in members]), "GB/s"),
+            "exposed": Quantity(sum(c.exposed_ns for c in members) / steps, "ns"),
+            "median queued": Quantity(middle_of([c.queued_ns for c in members]), "ns"),
+            "blocking gaps": blocking(members, steps),
+        }
+        for key, members in ordered
+    ]
 
 
 def _told_apart(groups: Iterable[_Size]) -> dict[_Size, str]:
@@ -179,18 +165,13 @@ def middle_of(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def _rate(values: Sequence[float | None]) -> str:
-    middle = middle_of(values)
-    return "-" if middle is None else f"{format_rate(middle / 1e9)} GB/s"
-
-
 def blocking(members: Sequence[CollectiveFigures], steps: int) -> str:
     """Gaps in which a collective was launched already while compute ran: their number and time per step."""
     gaps = [c.gap_ns for c in members if c.gap_blocking and c.gap_ns is not None]
     return f"{_number(len(gaps), steps)} ({format_ns(sum(gaps) / steps)})" if gaps else "0"
 
 
-def overheads(one: TraceFigures) -> list[tuple[str, str]]:
+def overheads(one: TraceFigures) -> list[dict[str, Cell]]:
     """Copies, waits for a reduction's buffer, give-way: per step, in words."""
     copies, wait, give, steps = one.copies, one.reduce_wait, one.giveway, len(trace_jobs.parts(one))
 
@@ -205,36 +186,36 @@ def overheads(one: TraceFigures) -> list[tuple[str, str]]:
          f"{device}" if wait.count else "none"),
     ]  # fmt: skip
     if give.index is None:
-        return [*found, ("late reductions (give-way)", give.reason or "not known")]
+        return _rows([*found, ("late reductions (give-way)", give.reason or "not known")])
     stretch = "" if give.stretch is None else f"preparatory kernels take {give.stretch:.2f} times as long; "
     baseline = f"; baseline: {give.baseline}, {give.samples} samples" if give.baseline else ""
-    return [
+    return _rows([
         *found,
         ("late reductions (give-way)", f"{format_percent(give.index)} of the trace, {mean(give.lost_ns)}: {stretch}"
          f"{_number(give.reduces, steps)} reductions{baseline}"),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
-def waits(members: Sequence[TraceFigures]) -> pd.DataFrame:
+def _rows(pairs: Sequence[tuple[str, str]]) -> list[dict[str, Cell]]:
+    return [{"overhead": name, "figure": text} for name, text in pairs]
+
+
+def waits(members: Sequence[TraceFigures]) -> Table:
     """Which rank of a job waits how long for which, per step; the longest waits first."""
     every = [(len(trace_jobs.parts(one)), one, wait) for one in members for wait in one.waits_for]
     every.sort(key=lambda row: -row[2].waited_ns / row[0])
     exposed = {id(one): waiting.exposed_waits(one) for one in members if one.communication is not None}
     span = {id(one): sum(part.breakdown.span_ns for part in trace_jobs.parts(one)) for one in members}
-    return _frame(
-        [
-            {
-                "waiting": trace_jobs.who(one),
-                "for": f"rank {wait.rank}",
-                "waited": format_ns(wait.waited_ns / steps),
-                "share of the step": format_percent(wait.waited_ns / span[id(one)]) if span[id(one)] else "-",
-                "exposed": format_ns(exposed[id(one)].get(wait.rank, 0) / steps) if id(one) in exposed else "-",
-                "collectives": _number(wait.collectives, steps),
-            }
-            for steps, one, wait in every[:MOST_WAITS]
-        ]
-    )
-
-
-def _frame(rows: list[dict[str, str]]) -> pd.DataFrame:
-    return pd.DataFrame(rows)
+    rows: list[dict[str, Cell]] = [
+        {
+            "waiting": trace_jobs.who(one),
+            "for": f"rank {wait.rank}",
+            "waited": Quantity(wait.waited_ns / steps, "ns"),
+            "share of the step": Quantity(wait.waited_ns / span[id(one)], "share") if span[id(one)] else None,
+            "exposed": Quantity(exposed[id(one)].get(wait.rank, 0) / steps, "ns") if id(one) in exposed else None,
+            "collectives": _number(wait.collectives, steps),
+        }
+        for steps, one, wait in every[:MOST_WAITS]
+    ]
+    caption = f"Time waited in collectives for the last rank, {per_step(members[0])}; longest first"
+    return table(rows, left=2, caption=caption)

@@ -1,9 +1,10 @@
 """A section of a trace: what a step would take with one cause of lost time gone, and in which order fixing pays."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.blocks import Section
 from refshard.report.trace.jobs import counted, parts
 from refshard.report.trace.per_step import each, has_steps, in_each
-from refshard.report.trace.section import Section
+from refshard.report.trace.section import section
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.operators.kernel_names import name_in_words
 from refshard.tracing.replay import whatif_figures as whatif
@@ -50,7 +51,7 @@ def what_if_section(figures: TraceFigures) -> Section | None:
         else ""
     )
     told = (_order(found), _beside_exposed(figures, found) if gains else "", doubt, *_path(found, what))
-    return Section(
+    return section(
         title=f"What if: the {what} replayed with one change",
         caption=f"Replays of the trace's dependency graph, over {of} ({format_ns(found.step_ns)}). "
         f"{counted(found.waits_recorded, 'wait')} between streams recorded, {found.waits_inferred:,} inferred.",
@@ -61,7 +62,7 @@ def what_if_section(figures: TraceFigures) -> Section | None:
 
 
 def _not_on_a_cpu() -> Section:
-    return Section(
+    return section(
         title="What if",
         caption="",
         rows=(),

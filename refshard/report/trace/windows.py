@@ -1,8 +1,9 @@
 """The section on windows that a user chose in place of steps: a row for each kind of them."""
 
 from refshard.quantities import format_ns, format_percent
+from refshard.report.blocks import Section
 from refshard.report.trace.cut import cut_middle
-from refshard.report.trace.section import Section
+from refshard.report.trace.section import section
 from refshard.tracing.figures import TraceFigures, WindowGroup
 
 _LONGEST_NAME = 60
@@ -13,7 +14,7 @@ def windows_section(figures: TraceFigures) -> Section | None:
     chosen = figures.windows
     if chosen is None:
         return None
-    return Section(
+    return section(
         title=f"Windows of --window '{chosen.asked}'",
         caption="Means over the windows of a kind; # stands for numbers that differ. Percentages are of the window.",
         rows=[_row(group) for group in chosen.groups],

@@ -12,7 +12,7 @@ from refshard.estimate.search import search
 from refshard.estimate.space import Space, configurations
 from refshard.estimate.spread import KindSpread, Spread
 from refshard.quantities import GIB, format_bytes, format_seconds
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from refshard.report.plan import page as plan_page
 from refshard.report.plan import table as plan_table
 from refshard.report.plan import words

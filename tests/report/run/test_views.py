@@ -13,7 +13,7 @@ from refshard.analysis.evidence import gather
 from refshard.analysis.proof import bit_identical, proof_summary
 from refshard.quantities import MIB
 from refshard.records import METRICS, CollectiveCount, Run
-from refshard.report.answer import Marked
+from refshard.report.blocks import Marked
 from refshard.report.run import views
 from refshard.report.run.answer import run_answer
 from refshard.stats.sample import Summary

@@ -10,6 +10,7 @@ from refshard.report.trace.sections import sections_of
 from refshard.tracing.figures import TraceFigures
 from refshard.tracing.ranks.exposure_figures import CommunicationFigures, ExposedSplit, MessageFigures, PeerWait
 from tests.report import traces
+from tests.report.printed import opened
 
 MS, GB, MIB = 1_000_000, 1e9, 2**20
 
@@ -88,13 +89,12 @@ def test_one_sentence_answers_bandwidth_latency_or_skew(told: TraceFigures, sent
 
 
 def test_what_is_unknown_has_no_column_and_a_reason() -> None:
-    section = exposed_section(figures("below"))
-    assert section is not None
+    section = opened(exposed_section(figures("below")))
     assert [list(row.values()) for row in section.rows] == [
         ["step 0", "10.0 ms", "10.0 ms", "2.00 ms"], ["step 1", "10.0 ms", "10.0 ms", "2.00 ms"],
     ]  # fmt: skip
     assert list(section.rows[0]) == ["", "exposed", "transfer or waiting", "idle before late launch"]
-    assert section.sentences == [
+    assert list(section.sentences) == [
         "Transfer and waiting cannot be told apart: the traces of the other ranks are not here. Record the same steps "
         "on all 8 ranks, a file each, and run refshard trace on their folder."
     ]
@@ -123,8 +123,9 @@ def test_waiting_that_one_rank_cannot_tell_is_said_with_what_to_record(
 
 
 def test_waiting_is_told_with_whom_it_is_for() -> None:
-    section = exposed_section(figures("skew", steps=0, whole=part(None, **WAITED), missing=None, no_launch="no host"))
-    assert section is not None
+    section = opened(
+        exposed_section(figures("skew", steps=0, whole=part(None, **WAITED), missing=None, no_launch="no host"))
+    )
     assert dict(section.rows[0]) == {
         "": "whole trace", "exposed": "10.0 ms", "transfer": "3.00 ms", "waiting": "6.00 ms",
         "waits for": "rank 5 4.00 ms, rank 3 2.00 ms", "transfer or waiting": "1.00 ms",
@@ -136,8 +137,7 @@ def test_waiting_is_told_with_whom_it_is_for() -> None:
 def test_what_is_mostly_divided_is_not_said_to_be_unknown() -> None:
     """9 of 10 ms are divided; a reason that concerns what lies outside the steps is not told."""
     mixed = figures("skew", steps=0, whole=part(None, **WAITED), missing="a rank is not here")
-    section = exposed_section(mixed)
-    assert section is not None
+    section = opened(exposed_section(mixed))
     assert section.sentences[0] == (
         "In 1.00 ms of 10.0 ms, transfer and waiting cannot be told apart: a rank is not here. Record the same steps "
         "on all 8 ranks, a file each, and run refshard trace on their folder."
@@ -145,16 +145,14 @@ def test_what_is_mostly_divided_is_not_said_to_be_unknown() -> None:
     assert mixed.communication is not None
     inside = part(0, **{**WAITED, "transfer_ns": 4 * MS, "undivided_ns": 0})
     communication = msgspec.structs.replace(mixed.communication, steps=(inside,))
-    section = exposed_section(msgspec.structs.replace(mixed, communication=communication))
-    assert section is not None
+    section = opened(exposed_section(msgspec.structs.replace(mixed, communication=communication)))
     assert not any("told apart" in sentence for sentence in section.sentences)
 
 
 def test_messages_show_their_bandwidths_in_gb_per_s_and_times_per_step() -> None:
     kernel = message(op="ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", group=None, least_bytes=None,
                      most_bytes=None, bus_bandwidth=None, link_bandwidth=None, nodes=None)  # fmt: skip
-    section = messages_section(figures("below", message(transfer_bandwidth=7 * GB, waiting_ns=9 * MS), kernel))
-    assert section is not None
+    section = opened(messages_section(figures("below", message(transfer_bandwidth=7 * GB, waiting_ns=9 * MS), kernel)))
     assert dict(section.rows[0]) == {
         "collective": "all_reduce", "size": "16.0 MiB", "group": "mesh_tp [0-7]", "spans": "inside a node",
         "count in all": "6", "exposed per step": "9.00 ms", "waiting": "4.50 ms", "GB/s": "3.50",
@@ -162,10 +160,10 @@ def test_messages_show_their_bandwidths_in_gb_per_s_and_times_per_step() -> None
         "best GB/s": "4.00", "link GB/s": "300", "latency-bound": "no",
     }  # fmt: skip
     assert (section.rows[1]["collective"], section.rows[1]["group"]) == ("ncclDevKernel_Generic", "8 ranks")
-    assert section.sentences == ["The link's bandwidth is that of the cluster profile mi300x."]
-    without = messages_section(figures("unknown", message(link_bandwidth=None)))
+    assert list(section.sentences) == ["The link's bandwidth is that of the cluster profile mi300x."]
+    without = opened(messages_section(figures("unknown", message(link_bandwidth=None))))
     assert without is not None
-    assert without.sentences == []
+    assert list(without.sentences) == []
 
 
 def test_a_trace_without_communication_has_no_section() -> None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import msgspec
 
+from refshard.report.page import as_page
 from refshard.report.trace.difference import Compared, by_class, difference_answer, not_alike, remarks, verdict
-from refshard.report.trace.difference_page import difference_page
 from refshard.tracing.difference.alike import Unlike
 from refshard.tracing.difference.diff import Attribution, Owner
 from refshard.tracing.difference.matching import difference
@@ -75,8 +75,9 @@ def test_what_is_not_like_for_like_is_said_before_the_difference() -> None:
     assert verdict(found)[1].startswith("B takes 30.0 us")
     printed = " ".join(text(difference_answer(found)).split())
     assert printed.index(told) < printed.index("overlapping time counts once")
-    shown = " ".join(Page("".join(difference_page(found))).text.replace("\N{NO-BREAK SPACE}", " ").split())
-    assert shown.index(told) < shown.index("B takes 30.0 us")
+    written = "".join(as_page(difference_answer(found), product="trace", command="x"))
+    shown = " ".join(Page(written).text.replace("\N{NO-BREAK SPACE}", " ").split())
+    assert shown.index(verdict(found)[0]) < shown.index("B takes 30.0 us") < shown.index(told)
     assert not_alike(compared([side((MM, 1))], [side((MM, 2))])) == []
 
 
@@ -102,7 +103,7 @@ def test_the_rank_that_changed_most_and_the_one_that_changed_least_are_named() -
     b = [side((MM, ns)) for ns in (61_000, 50_000, 63_000)]
     found = compared(a, b, (500.0, 1500.0), (4, 5, 6))
     assert remarks(found)[1] == "Of 3 ranks, rank 5 (-10.0 us) changed most and rank 4 (+1.00 us) least."
-    assert [row["rank"] for row in rows(tables(difference_answer(found))[2])] == ["5", "6", "4"]
+    assert [row["rank"] for row in rows(tables(difference_answer(found))[-1])] == ["5", "6", "4"]
 
 
 def test_time_that_only_one_side_spends_is_named() -> None:
@@ -146,7 +147,7 @@ def test_rows_add_up_to_the_step() -> None:
 def test_the_page_holds_what_the_terminal_shows_and_escapes_names() -> None:
     work = msgspec.structs.replace(MM, operator=HOSTILE)
     found = compared([side((work, 60), kernel=HOSTILE)] * 2, [side((work, 50)), side((work, 45))], ranks=(0, 1))
-    written = "".join(difference_page(found))
+    written = "".join(as_page(difference_answer(found), product="trace", command="x"))
     assert "<script>alert" not in written
     told = Page(written).text.replace("\N{NO-BREAK SPACE}", " ")
     for table in tables(difference_answer(found)):

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from refshard.report.trace.holdups import holdups_section
-from refshard.report.trace.section import Section
 from refshard.report.trace.sections import SECTIONS
 from refshard.tracing.host.holdup_figures import Hold, HoldUp, HoldUps
 from refshard.tracing.operators.operator_figures import ClassFigures, OperatorReport
 from refshard.tracing.replay.whatif_figures import NO_SYNC, CriticalPath, WhatIf, WhatIfFigures
+from tests.report.printed import Opened, opened
 from tests.report.traces import figures, gpu
 
 MS = 1_000_000
@@ -19,12 +19,10 @@ HOLDUP = HoldUp(
 )  # fmt: skip
 
 
-def of(*places: HoldUp, steps: int | None = 4) -> Section:
+def of(*places: HoldUp, steps: int | None = 4) -> Opened:
     """The section of four steps of 100 ms."""
     found = HoldUps(places=places, steps=steps, span_ns=400 * MS, idle_ns=50 * MS)
-    section = holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=found))
-    assert section is not None
-    return section
+    return opened(holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=found)))
 
 
 def changed(**how: object) -> HoldUp:
@@ -45,8 +43,7 @@ def test_an_allocator_that_does_not_cache_is_told_apart(calls: int, words: str) 
         kernels=(), kernel_count=0, contention=None, hardware=None, has_shapes=False,
     )  # fmt: skip
     found = HoldUps(places=places, steps=4, span_ns=400 * MS, idle_ns=50 * MS)
-    section = holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=found, operators=report))
-    assert section is not None
+    section = opened(holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=found, operators=report)))
     assert words in section.sentences[1]
 
 
@@ -142,8 +139,7 @@ def what_if(gain: int, error: float = 0.0) -> WhatIfFigures:
 def test_waits_that_delay_the_host_are_said_to(found: WhatIfFigures | None, told: list[str]) -> None:
     """A wait of 10 ms that ends before the queue does idles nothing, and yet delays all launches after it."""
     few = HoldUps(places=(changed(idle_ns=MS, kind=Hold.SYNC),), steps=4, span_ns=400 * MS, idle_ns=50 * MS)
-    section = holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=few, what_if=found))
-    assert section is not None
+    section = opened(holdups_section(msgspec.structs.replace(figures(gpu(steps=1)), holdups=few, what_if=found)))
     assert list(section.sentences) == [LITTLE, *told]
 
 
@@ -171,9 +167,8 @@ def test_a_trace_that_cannot_tell_says_why() -> None:
     told = figures(gpu(steps=1))
     assert holdups_section(told) is None
     unknown = HoldUps(places=None, reason="the trace holds no calls")
-    section = holdups_section(msgspec.structs.replace(told, holdups=unknown))
-    assert section is not None
-    assert section.rows == ()
+    section = opened(holdups_section(msgspec.structs.replace(told, holdups=unknown)))
+    assert section.rows == []
     assert section.sentences == (
         "What holds the GPU up cannot be told: the trace holds no calls. Record CPU and CUDA activities together.",
     )

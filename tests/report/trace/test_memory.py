@@ -7,10 +7,10 @@ import msgspec
 
 from refshard.quantities import GIB
 from refshard.report.trace.memory import memory_at_peak, memory_by_unit
-from refshard.report.trace.section import Section
 from refshard.tracing.allocator.held_figures import Category, Holder, MemoryPeak
 from refshard.tracing.figures import TraceFigures
 from tests.report import traces
+from tests.report.printed import opened
 
 
 def holder(category: Category, gib: int, unit: str | None = None, operator: str | None = None) -> Holder:
@@ -36,13 +36,8 @@ def figures(holders: Sequence[Holder] = HOLDERS, **changed: Any) -> TraceFigures
     return msgspec.structs.replace(traces.figures(traces.gpu(), file="t.json"), memory_peaks=peaks)
 
 
-def section(made: Section | None) -> Section:
-    assert made is not None
-    return made
-
-
 def test_purposes_add_up_and_the_largest_comes_first() -> None:
-    found = section(memory_at_peak(figures()))
+    found = opened(memory_at_peak(figures()))
     assert [(row["held for"].partition(" ")[0], row["bytes"], row["share"], row["blocks"]) for row in found.rows] == [
         ("activations", "12.0 GiB", "60.0 %", "12"), ("allocated", "4.00 GiB", "20.0 %", "-"),
         ("temporaries", "4.00 GiB", "20.0 %", "4"),
@@ -51,7 +46,7 @@ def test_purposes_add_up_and_the_largest_comes_first() -> None:
 
 
 def test_moment_unused_memory_and_a_remedy_for_what_holds_half() -> None:
-    moment, unused, remedy = section(memory_at_peak(figures())).sentences
+    moment, unused, remedy = opened(memory_at_peak(figures())).sentences
     assert moment == (
         "Peak in step 3, in backward, of layers.1, under aten::mm: 20.0 GiB allocated, 16.0 GiB more than when the "
         "trace began."
@@ -64,17 +59,17 @@ def test_moment_unused_memory_and_a_remedy_for_what_holds_half() -> None:
 
 def test_little_unused_memory_has_no_advice_and_neither_has_an_even_spread() -> None:
     holders = [holder("activations", 4), holder("gradients", 4), holder("backward", 4)]
-    _, unused = section(memory_at_peak(figures(holders, reserved_bytes=21 * GIB))).sentences
+    _, unused = opened(memory_at_peak(figures(holders, reserved_bytes=21 * GIB))).sentences
     assert unused == "1.00 of 21.0 GiB reserved are not allocated then: cache and fragmentation."
 
 
 def test_a_cpus_memory_is_said_to_be_counted_from_the_profilers_begin() -> None:
-    assert "counts a CPU's memory from when it begins" in section(memory_at_peak(figures(device="cpu"))).sentences[-1]
-    assert not any("CPU" in told for told in section(memory_at_peak(figures())).sentences)
+    assert "counts a CPU's memory from when it begins" in opened(memory_at_peak(figures(device="cpu"))).sentences[-1]
+    assert not any("CPU" in told for told in opened(memory_at_peak(figures())).sentences)
 
 
 def test_one_row_per_unit_with_a_column_for_each_purpose_that_occurs() -> None:
-    assert list(section(memory_by_unit(figures())).rows) == [
+    assert list(opened(memory_by_unit(figures())).rows) == [
         {"unit": "layers.0", "all": "8.00 GiB", "before the trace": "-", "activations": "8.00 GiB", "temporary": "-"},
         {"unit": "layers.1", "all": "8.00 GiB", "before the trace": "-", "activations": "4.00 GiB",
          "temporary": "4.00 GiB"},
@@ -83,7 +78,7 @@ def test_one_row_per_unit_with_a_column_for_each_purpose_that_occurs() -> None:
 
 
 def test_what_a_trace_does_not_tell_is_not_said() -> None:
-    found = section(memory_at_peak(figures((), allocated_bytes=None, reserved_bytes=None, step=None, unit=None)))
+    found = opened(memory_at_peak(figures((), allocated_bytes=None, reserved_bytes=None, step=None, unit=None)))
     assert list(found.rows) == [{"held for": "not known: the trace has no addresses or totals"}]
     assert list(found.sentences) == ["Peak in backward, under aten::mm: 16.0 GiB more than when the trace began."]
     assert memory_by_unit(figures(())) is None

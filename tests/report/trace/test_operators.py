@@ -22,6 +22,7 @@ from refshard.tracing.operators.operator_figures import (
     Slowdown,
 )
 from tests.report import traces
+from tests.report.printed import opened
 
 MS = 1_000_000
 GPU = traces.figures(traces.gpu(layers=2, steps=2))
@@ -64,8 +65,7 @@ def slowdown(kind: Any, beside: int, alone: int, name: str = "x") -> Slowdown:
 
 
 def test_classes_and_the_first_thing_to_look_at() -> None:
-    section = class_section(told())
-    assert section is not None
+    section = opened(class_section(told()))
     assert [list(row.values()) for row in section.rows] == [
         ["GEMM", "2", "60.0 ms", "60.0 %"],
         ["elementwise", "3.5", "40.0 ms", "40.0 %"],
@@ -82,41 +82,38 @@ def test_classes_and_the_first_thing_to_look_at() -> None:
 def test_the_first_is_what_gains_most_not_what_takes_longest() -> None:
     fast = mm(name="fast", of_roofline=0.95)
     slow = mm(name="slow", ns=60 * MS, of_roofline=0.1, bound="memory")
-    section = class_section(told(operators=(fast, slow)))
-    assert section is not None
+    section = opened(class_section(told(operators=(fast, slow))))
     assert section.sentences[1].startswith("The operator that could gain most is slow of")
     assert section.sentences[1].endswith("at 10 % of its roofline (memory-bound), so at most 27.0 ms can be gained.")
 
 
 def test_what_is_missing_is_named() -> None:
-    without = class_section(told(has_shapes=False, operators=(mm(of_roofline=None),)))
+    without = opened(class_section(told(has_shapes=False, operators=(mm(of_roofline=None),))))
     assert without is not None
     assert list(without.sentences[1:]) == [
         "Among operators, aten::mm takes most: 60 % of the work.",
         "No FLOPs: the trace has no shapes; record it with record_shapes=True.",
     ]
-    unknown = class_section(told(hardware=None, operators=(mm(of_roofline=None),)))
+    unknown = opened(class_section(told(hardware=None, operators=(mm(of_roofline=None),))))
     assert unknown is not None
     assert unknown.sentences[-1] == f"No shares of a peak: there is no hardware profile of {GPU.device}."
     assert class_section(GPU) is None
 
 
 def test_columns_that_hold_nothing_are_left_out() -> None:
-    whole, part = shape_section(told()), shape_section(told(operators=(mm(flops_per_s=None, of_peak=None),)))
-    assert whole is not None
-    assert part is not None
+    whole = opened(shape_section(told()))
+    part = opened(shape_section(told(operators=(mm(flops_per_s=None, of_peak=None),))))
     assert [row["TFLOPS"] for row in whole.rows] == ["333", "333"]
     assert set(whole.rows[0]) - set(part.rows[0]) == {"TFLOPS", "of peak"}
     assert shape_section(told(operators=(mm(shapes=None),))) is None
 
 
 def test_kernels_go_by_their_short_names_and_say_how_many_are_left_out() -> None:
-    section = kernel_section(told(kernel_count=2000))
-    assert section is not None
+    section = opened(kernel_section(told(kernel_count=2000)))
     assert list(section.rows[0].values()) == ["x", "GEMM", "2", "60.0 ms", "30.0 ms", "60.0 %"]
     assert section.caption.endswith("The first 1 of 2,000.")
     assert kernel_section(told(kernels=())) is None
-    operators = operator_section(told())
+    operators = opened(operator_section(told()))
     assert operators is not None
     assert "of 1" not in operators.caption
 
@@ -129,8 +126,7 @@ def test_contention_names_gemms_first() -> None:
         beside_ns=334 * MS,
         shapeless_ns=100 * MS,
     )
-    section = contention_section(told(contention=found))
-    assert section is not None
+    section = opened(contention_section(told(contention=found)))
     assert [row["kernels"] for row in section.rows] == ["all GEMMs", "all elementwise kernels", "all copies", "nvjet"]
     assert list(section.rows[0].values()) == ["all GEMMs", "4", "59.0 ms", "50.0 ms", "1.18x", "9.00 ms"]
     assert list(section.rows[2].values()) == ["all copies", "4", "4.50 ms", "5.00 ms", "no", "none"]
@@ -147,16 +143,14 @@ def test_without_a_loss_it_says_so() -> None:
     found = Contention(
         classes=(slowdown("GEMM", 100, 100),), kernels=(), compared_ns=100, beside_ns=100, shapeless_ns=0
     )
-    section = contention_section(told(contention=found))
-    assert section is not None
+    section = opened(contention_section(told(contention=found)))
     assert section.sentences[0] == "No class of kernels is slower beside communication."
     assert section.rows[0]["lost"] == "none"
 
 
 def test_what_cannot_be_compared_is_said() -> None:
     found = Contention(classes=(), kernels=(), compared_ns=0, beside_ns=100, shapeless_ns=90)
-    section = contention_section(told(contention=found))
-    assert section is not None
+    section = opened(contention_section(told(contention=found)))
     assert (section.rows, section.caption) == ([], "")
     assert [sentence.split(":")[0] for sentence in section.sentences] == [
         "No kernel can be compared",

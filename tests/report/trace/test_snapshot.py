@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from refshard.commands.memory_snapshot import memory_snapshots
-from refshard.report.answer import Answer
+from refshard.report.blocks import Answer
 from tests.report.printed import as_csv, as_json, notes, rows, tables, verdict
 from tests.tracing.snapshots import Allocator, write
 

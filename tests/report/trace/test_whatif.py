@@ -8,6 +8,7 @@ from refshard.tracing.figures import TraceFigures
 from refshard.tracing.replay import whatif_figures as whatif
 from refshard.tracing.replay.whatif_figures import CriticalPath, PathPart, WhatIf, WhatIfFigures
 from tests.report import traces
+from tests.report.printed import opened
 
 MS = 1_000_000
 FIGURES = WhatIfFigures(
@@ -42,8 +43,7 @@ def with_figures(what_if: WhatIfFigures | None) -> TraceFigures:
 
 
 def test_rows_order_and_path() -> None:
-    section = what_if_section(with_figures(FIGURES))
-    assert section is not None
+    section = opened(what_if_section(with_figures(FIGURES)))
     assert section.brief
     assert section.rows == [
         {"what if": "host and launches take no time", "step takes": "80.0 ms", "gain": "20.0 ms (20.0 %)"},
@@ -68,14 +68,12 @@ def test_rows_order_and_path() -> None:
 
 def test_a_host_that_bounds_the_step_is_not_excused() -> None:
     free = WhatIf(what=whatif.LAUNCHES, step_ns=60 * MS, gain_ns=40 * MS)
-    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, what_ifs=(free,))))
-    assert section is not None
+    section = opened(what_if_section(with_figures(msgspec.structs.replace(FIGURES, what_ifs=(free,)))))
     assert section.sentences[-1].startswith("Longest on it")
 
 
 def test_no_order_where_the_replay_is_off() -> None:
-    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, replay_error=0.11, order=())))
-    assert section is not None
+    section = opened(what_if_section(with_figures(msgspec.structs.replace(FIGURES, replay_error=0.11, order=()))))
     assert section.sentences[0] == (
         "The replay is 11.0 % off the trace's own time, because the trace does not show what the host or some work "
         "waited for: the gains are uncertain, and no order is given."
@@ -83,8 +81,7 @@ def test_no_order_where_the_replay_is_off() -> None:
 
 
 def test_gains_that_are_less_than_the_replay_is_off_are_not_shown() -> None:
-    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, replay_error=0.97, order=())))
-    assert section is not None
+    section = opened(what_if_section(with_figures(msgspec.structs.replace(FIGURES, replay_error=0.97, order=()))))
     assert section.rows == []
     assert section.sentences[:2] == (
         "What if cannot be told: the replay is 97.0 % off the trace's own time, because the trace does not show what "
@@ -119,15 +116,13 @@ def test_a_gain_that_is_not_the_exposed_time_is_explained(gain: float, kind: str
         )
         for step in figures.steps
     )
-    section = what_if_section(msgspec.structs.replace(figures, steps=steps))
-    assert section is not None
+    section = opened(what_if_section(msgspec.structs.replace(figures, steps=steps)))
     sentences = [one for one in section.sentences if one.startswith("Communication is exposed")]
     assert sentences == ([] if told is None else [f"Communication is exposed for 30.0 ms a step, {told}"])
 
 
 def test_a_cpu_trace_says_why_it_has_no_what_if() -> None:
-    section = what_if_section(msgspec.structs.replace(with_figures(None), device="cpu"))
-    assert section is not None
+    section = opened(what_if_section(msgspec.structs.replace(with_figures(None), device="cpu")))
     assert not section.brief
     assert section.sentences == (
         "What if cannot be told: a CPU trace records no launches, so it has no dependency graph to replay.",
@@ -135,15 +130,13 @@ def test_a_cpu_trace_says_why_it_has_no_what_if() -> None:
 
 
 def test_nothing_to_gain_and_no_figures() -> None:
-    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, order=())))
-    assert section is not None
+    section = opened(what_if_section(with_figures(msgspec.structs.replace(FIGURES, order=()))))
     assert section.sentences[0] == "None of these would make a difference."
     assert what_if_section(with_figures(None)) is None
 
 
 def test_a_trace_that_holds_only_launches_is_doubted() -> None:
-    section = what_if_section(with_figures(msgspec.structs.replace(FIGURES, only_launches=True)))
-    assert section is not None
+    section = opened(what_if_section(with_figures(msgspec.structs.replace(FIGURES, only_launches=True))))
     assert section.sentences[2] == (
         "The trace holds no calls but launches: if the host waited for the device, that counts as its own time."
     )

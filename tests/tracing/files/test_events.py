@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refshard.errors import TraceError
-from refshard.report.trace.terminal import as_objects
+from refshard.report.trace.answer import as_objects
 from refshard.tracing.analysis import analyse
 from refshard.tracing.files.events import TraceFile
 from refshard.tracing.files.reader import read_trace

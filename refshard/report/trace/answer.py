@@ -1,0 +1,303 @@
+"""The answer of an analysis of traces: per job a table with a row per rank, what there is to know of it, and more on
+each trace; warnings; and each job's largest loss.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from refshard.report.blocks import (
+    Answer,
+    Block,
+    Cell,
+    Charts,
+    Cover,
+    Notes,
+    Part,
+    Quantity,
+    Section,
+    Table,
+    Text,
+    TraceFile,
+    Verdict,
+    cell_text,
+    table,
+)
+from refshard.report.draw.embed import embedded
+from refshard.report.trace import tables, waiting
+from refshard.report.trace.doubts import doubts
+from refshard.report.trace.jobs import job_names, jobs, parts, who
+from refshard.report.trace.per_step import each, has_steps, per
+from refshard.report.trace.sections import sections_of
+from refshard.report.trace.words import SMALL, Finding, findings
+from refshard.timeline import Timeline
+from refshard.tracing.analysis import Analysis
+from refshard.tracing.figures import Breakdown, TraceFigures
+from refshard.tracing.hta import HtaFailure, HtaFigures
+from refshard.tracing.overlap import mean_ratio
+
+if TYPE_CHECKING:
+    from refshard.report.draw.charts import Chart
+
+_ALWAYS = frozenset(("rank", "compute", "comm.", "exposed", "overlap", "idle"))
+_FEW_WARNINGS = 3
+"""So many are shown without being asked for."""
+_DEFINITIONS = {
+    "compute, communication, preparation, copy": "Time covered by the spans of the class; overlapping spans count "
+    "once. Preparation: kernels under a reduce-scatter's annotation, before the collective itself.",
+    "other": "In the charts: preparation, copies and unclassified spans while neither compute nor communication runs.",
+    "compute over communication": "In the charts: both run, so the communication costs no time. Compute alone is the "
+    "rest of compute.",
+    "on a CPU": "FSDP2's copies into and out of collectives' buffers run on the computing thread and count as compute. "
+    "Nothing is launched on a CPU, so its idle time is between operators: the thread does something else.",
+    "exposed communication": "Communication while no compute runs. Exposed to all: while nothing else runs.",
+    "overlap ratio": "1 - exposed / communication.",
+    "idle": "Time in which nothing runs. Launch-bound: the queue was empty, because the host launched the next kernel "
+    "too late. Blocked call: it did so because its thread stood in a call. Host late: both of these together. Between "
+    "queued kernels: the ordinary distance from one kernel of a stream to the next. Waiting for a stream: the next "
+    "kernel was queued and waited for another stream.",
+    "gap between collectives": "From the end of one collective to the start of the next on the same stream. Blocking "
+    "if the next was already launched and compute ran meanwhile.",
+    "late reductions (give-way)": "Share of the time that reduce-scatters wait for preparatory kernels slowed by "
+    "concurrent compute.",
+    "algorithm and bus bandwidth": "Bytes of the unsharded tensor over the collective's duration; bus bandwidth is "
+    "that times nccl-tests' factor for the operation and the number of ranks.",
+    "queued": "From the launch on the host to the start on the device.",
+}
+
+
+def trace_answer(analyses: Sequence[Analysis], checks: Sequence[Block] = (), more: str = "") -> Answer:
+    """The answer about ``analyses``; its charts need the timelines of each. ``checks`` are figures of another analyser,
+    ``more`` is a line for the terminal.
+    """
+    traces = [one.figures for one in analyses]
+    found = findings(traces)
+    names = job_names(traces).values()
+    lead = [one.lead if len(found) == 1 else f"{name}: {one.lead}" for name, one in zip(names, found)]
+    blocks: list[Block] = []
+    for members, finding in zip(jobs(traces).values(), found):
+        ranks = sorted(members, key=lambda trace: (trace.rank is None, trace.rank))
+        blocks += [_job_table(ranks, f"{finding.title} ({_pattern(ranks)})"), Notes(sentences=finding.more)]
+        blocks += _waits(members, "" if len(found) == 1 else f": {job_names(traces)[members[0].job]}")
+    blocks += [Charts(draw=lambda: _rank_charts(traces))]
+    return Answer(
+        data={"verdict": lead, "traces": as_objects(traces)},
+        rows=[_flat(trace) for trace in traces],
+        blocks=[
+            *blocks,
+            *_each_trace(analyses),
+            *checks,
+            *_warnings(traces),
+            Section(title="Definitions", id="words", nav="Definitions", where="page", blocks=[
+                table([{"term": term, "meaning": text} for term, text in _DEFINITIONS.items()], left=2,
+                      caption="What each figure means")
+            ]),
+            Verdict(sentences=lead),
+            *([Text(text=more, where="terminal")] if more else []),
+        ],
+        cover=Cover(title=_title(traces)),
+    )  # fmt: skip
+
+
+def _title(traces: Sequence[TraceFigures]) -> str:
+    if len(traces) == 1:
+        return Path(traces[0].file).name
+    count = len({one.job for one in traces})
+    return f"{len(traces)} traces of {f'{count} jobs' if count > 1 else 'one job'}"
+
+
+def as_objects(traces: Sequence[TraceFigures]) -> list[dict[str, Any]]:
+    """One object per trace: its whole breakdown at the top, everything else below."""
+    return [_as_object(trace) for trace in traces]
+
+
+def _as_object(trace: TraceFigures) -> dict[str, Any]:
+    built: dict[str, Any] = msgspec.to_builtins(trace)
+    whole = _of_device(trace, built.pop("whole"))
+    identity = {key: built.pop(key) for key in ("file", "job", "rank", "world_size", "backend", "device", "events")}
+    steps = [{**_of_device(trace, step.pop("breakdown")), **step} for step in built.pop("steps")]
+    return {**identity, **whole, "giveway_index": trace.giveway.index, **built, "steps": steps}
+
+
+def _of_device(trace: TraceFigures, breakdown: dict[str, Any]) -> dict[str, Any]:
+    """A breakdown, of which nothing but its length is known if the device's events are missing."""
+    return {key: None if trace.host_only and key != "span_ns" else value for key, value in breakdown.items()}
+
+
+def _flat(trace: TraceFigures) -> dict[str, Any]:
+    """A trace without what is nested in it."""
+    return {
+        key: value
+        for key, value in _as_object(trace).items()
+        if not isinstance(value, dict)
+        and not (isinstance(value, list) and value and isinstance(value[0], (dict, list)))
+    }
+
+
+def _pattern(members: Sequence[TraceFigures]) -> str:
+    """One name for all files of a job: what they have in common, and a star."""
+    names = [Path(trace.file).name for trace in members]
+    start = os.path.commonprefix(names)  # noqa: RUF071 -- of characters, as it does
+    end = os.path.commonprefix([name[len(start) :][::-1] for name in names])[::-1]  # noqa: RUF071
+    return f"{start}*{end}" if len(names) > 1 else names[0]
+
+
+def _job_table(members: Sequence[TraceFigures], title: str) -> Table:
+    """A row per rank: means over its steps. Columns that say nothing here are left out."""
+    lengths = {per(one).replace("in the", "whole") for one in members}
+    length = lengths.pop() if len(lengths) == 1 else f"per {each(members[0])}"
+    rows: list[dict[str, Cell]] = []
+    for trace in members:
+        steps = [part.breakdown for part in parts(trace)]
+        device = [] if trace.host_only else steps
+        rows.append(
+            {
+                "rank": "-" if trace.rank is None else str(trace.rank),
+                "device": trace.device if len({one.device for one in members}) > 1 else None,
+                "windows" if trace.windows else "steps": len(trace.steps) if has_steps(trace) else None,
+                length: Quantity(_mean(steps, "span_ns"), "ns"),
+                "compute": _share(device, "compute_ns"),
+                "comm.": _share(device, "comm_ns"),
+                "exposed": _share(device, "exposed_ns"),
+                "exposed to all": _share(device, "exposed_any_ns") if _differs(device) else None,
+                "overlap": Quantity(mean_ratio(device), "share"),
+                "copies alone": _if_any(device, "lone_copy_ns"),
+                "idle": _share(device, "idle_ns"),
+                "idle, host late": None if trace.device == "cpu" else _share(device, "idle_host_ns"),
+                "late reductions (give-way)": Quantity(trace.giveway.index, "share", 2),
+                "warnings": len(trace.warnings) or None,
+            }
+        )
+    always = _ALWAYS | {length}
+    told = [key for key in rows[0] if key in always or any(cell_text(row[key]) != "-" for row in rows)]
+    return table(
+        [{key: row[key] for key in told} for row in rows],
+        left=0,
+        text=("device",),
+        title=title,
+        caption="Means over the steps",
+    )
+
+
+def _mean(steps: Sequence[Breakdown], key: str) -> float | None:
+    values = [getattr(step, key) for step in steps]
+    return None if None in values or not values else fmean(values)
+
+
+def _share(steps: Sequence[Breakdown], key: str) -> Cell:
+    """Time per step, and its part of the step."""
+    mean, span = _mean(steps, key), _mean(steps, "span_ns")
+    return None if mean is None or not span else Part(Quantity(mean, "ns"), span)
+
+
+def _if_any(steps: Sequence[Breakdown], key: str) -> Cell:
+    """The same, where it is 1 % of the steps or more."""
+    part, span = (sum(getattr(step, name) for step in steps) for name in (key, "span_ns"))
+    return _share(steps, key) if part >= SMALL * span > 0 else None
+
+
+def _differs(steps: Sequence[Breakdown]) -> bool:
+    """Whether communication is hidden by something else than compute, by 1 % of the steps or more."""
+    return sum(step.exposed_ns - step.exposed_any_ns for step in steps) > SMALL * sum(step.span_ns for step in steps)
+
+
+def _waits(members: Sequence[TraceFigures], job: str) -> Iterator[Block]:
+    """Who waits for whom in a job."""
+    found = tables.waits(members)
+    if found.rows:
+        blocks: list[Block] = [Notes(sentences=[waiting.late(members)]), found]
+        identity = f"waits-{members[0].job}"
+        yield Section(title=f"Who waits for whom{job}", id=identity, nav="Who waits", blocks=blocks, where="detail")
+
+
+def _warnings(traces: Sequence[TraceFigures]) -> Iterator[Block]:
+    """How many, and which with ``--verbose``."""
+    codes: dict[str, int] = {}
+    for warning in (warning for trace in traces for warning in trace.warnings):
+        codes[warning.code] = codes.get(warning.code, 0) + 1
+    if not codes:
+        return
+    counted = ", ".join(f"{code} ({count})" if count > 1 else code for code, count in codes.items())
+    few = sum(codes.values()) <= _FEW_WARNINGS
+    if not few:
+        yield Notes(sentences=[f"Warnings: {counted}. -v explains them."], where="terminal")
+    yield Notes(sentences=doubts(traces), title="Warnings", where="always" if few else "detail")
+
+
+def _each_trace(analyses: Sequence[Analysis]) -> Iterator[Section]:
+    """More on each trace. A terminal shows the first one of each job; the others are in JSON and on the page."""
+    contents: list[str | None] = []
+    several, shown = len(analyses) > 1, set[int]()
+    for place, one in enumerate(analyses):
+        figures, first = one.figures, one.figures.job not in shown
+        shown.add(figures.job)
+
+        def content(place: int = place) -> str | None:
+            contents[:] = contents or embedded([each.path for each in analyses])
+            return contents[place]
+
+        perfetto = TraceFile(id=f"trace-{place}-content", name=one.path.name, content=content)
+        yield Section(
+            title=f"{Path(figures.file).name}: {who(figures)}, {figures.device}" if several else "Trace",
+            id=f"trace-{place}", nav="" if several else "Trace", heading=several and first,
+            blocks=rank_blocks(figures, one.kept, f"trace-{place}", perfetto), where="always" if first else "page",
+            folded=not first,
+        )  # fmt: skip
+
+
+def rank_blocks(
+    figures: TraceFigures, timeline: Timeline | None, prefix: str, trace: TraceFile | None = None
+) -> list[Block]:
+    """What there is of one trace: charts, of which ids begin with ``prefix``, then its sections and tables."""
+    return [
+        Charts(draw=lambda: _charts(figures, timeline, prefix)),
+        *([trace] if trace is not None else []),
+        *sections_of(figures),
+        *tables.of_trace(figures, timeline),
+    ]
+
+
+def job_blocks(figures: TraceFigures, finding: Finding) -> list[Block]:
+    """A job of one rank: its table and what there is to know beyond the finding's lead."""
+    return [_job_table([figures], ""), Notes(sentences=finding.more)]
+
+
+def _charts(figures: TraceFigures, timeline: Timeline | None, prefix: str) -> "Sequence[Chart]":
+    from refshard.report.trace.charts import all_charts  # plotly takes a second to import
+
+    return all_charts(figures, timeline, prefix)
+
+
+def _rank_charts(traces: Sequence[TraceFigures]) -> "Sequence[Chart]":
+    from refshard.report.trace.charts import ranks_chart
+
+    drawn = ranks_chart(traces)
+    return [] if drawn is None else [drawn]
+
+
+def check_block(name: str, ours: HtaFigures | None, theirs: HtaFigures | HtaFailure) -> Block:
+    """Figures by HTA's classes, exact and as HTA prints them."""
+    if isinstance(theirs, HtaFailure):
+        return Notes(sentences=[f"{name}: HTA {theirs.version} fails: {theirs.error}"])
+    if ours is None:
+        return Notes(sentences=[f"{name}: a CPU trace; HTA {theirs.version} handles GPU traces only"])
+    rows: list[dict[str, Cell]] = [
+        {
+            "whole trace": label,
+            "refshard": _figure(getattr(ours, key)),
+            f"HTA {theirs.version}": _figure(getattr(theirs, key)),
+        }
+        for label, key in (
+            ("span (us)", "span_us"), ("compute (us)", "compute_us"), ("no compute (us)", "noncompute_us"),
+            ("idle (us)", "idle_us"), ("overlap (%)", "overlap_pct"),
+        )
+    ]  # fmt: skip
+    return table(rows, title=f"{name} by HTA's classes (docs/explanation/metrics.md says why they differ)")
+
+
+def _figure(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.3f}".rstrip("0").rstrip(".")
