@@ -265,11 +265,6 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return tuple(words)
 
     @property
-    def unmodelled(self) -> tuple[str, ...]:
-        """The fields, as given, that the memory model does not know."""
-        return tuple(name for name in self._added if name != "precision")
-
-    @property
     def _added(self) -> tuple[str, ...]:
         """The fields of :data:`_ADDED` that are given."""
         later = {f.name: f.default for f in msgspec.structs.fields(self) if f.name in _ADDED}

@@ -7,7 +7,7 @@ from refshard.estimate.limits import usable
 from refshard.estimate.ways import WAYS, find_way
 from refshard.plan.recipe import RECIPES
 from refshard.quantities import GIB
-from tests.memory.made import hardware
+from tests.estimate.made import hardware
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

@@ -19,7 +19,7 @@ from refshard.report.plan import words
 from refshard.specs.cluster import LinkSpec
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
-from tests.memory.made import cluster, hardware
+from tests.estimate.made import cluster, hardware
 from tests.report.pages import Page, numbers
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 
