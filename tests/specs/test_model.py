@@ -8,7 +8,6 @@ import pytest
 from refshard import resources
 from refshard.errors import SpecError
 from refshard.models.llama import Llama
-from refshard.plan.units import block_parameters
 from refshard.specs.model import (
     Experts,
     LatentAttention,
@@ -161,7 +160,7 @@ def test_what_refshard_cannot_train_is_refused_by_the_field_its_value_and_the_re
         Llama(spec)
     assert str(refused.value).startswith(f"model: {field} must be ")
     assert str(refused.value).endswith(f" for training, got {shown}; closed form only: refshard plan")
-    for attempt in (lambda: block_parameters(spec, 0), lambda: spec.reduced(2), lambda: check_trainable(spec)):
+    for attempt in (lambda: spec.reduced(2), lambda: check_trainable(spec)):
         with pytest.raises(SpecError, match=f"model: {field} must be"):
             attempt()
 
