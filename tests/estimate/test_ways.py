@@ -41,7 +41,7 @@ def test_a_strategy_without_a_row_is_refused_with_the_nearest() -> None:
         find_way("fsdp3")
 
 
-def test_what_tensors_can_fill_is_that_of_the_memory_model() -> None:
+def test_tensors_can_fill_what_context_and_fragmentation_leave() -> None:
     """A GPU keeps 2 GiB for its context and communicators, a CPU nothing, and 4 % lie between blocks."""
     for device, expected in (("cuda", 78), ("cpu", 80)):
         one = hardware(memory_bytes=80 * GIB, device=device)

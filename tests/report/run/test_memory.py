@@ -3,22 +3,16 @@
 import msgspec
 import pytest
 
-from refshard.analysis.evidence import Setting, gather
-from refshard.report.draw.charts import Chart
+from refshard.analysis.evidence import gather
 from refshard.report.run.memory import memory_over_step
 from refshard.report.run.validation import dry_runs_of
 from tests.report.run.test_dry_runs_beside import dry, measured
 from tests.report.runs import CASES, run, with_record
 
 
-def of(setting: Setting) -> Chart:
-    found = memory_over_step(setting, "s", {})
-    assert found is not None
-    return found
-
-
 def test_each_case_has_its_recorded_course_in_its_colour() -> None:
-    found = of(gather(run(CASES[1:], rounds=1, failed=False)).settings[0])
+    found = memory_over_step(gather(run(CASES[1:], rounds=1, failed=False)).settings[0], "s", {})
+    assert found is not None
     curves = found.figure["data"]
     assert [curve["name"] for curve in curves] == [case.strategy for case in CASES[1:]]
     for curve, case in zip(curves, CASES[1:]):
