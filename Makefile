@@ -91,7 +91,7 @@ tests.log, tests.xml           pytest -m gpu
 dryrun.log                     how the Python for dry runs was made, where one of its own is needed
 suite/, suite.log              the suite's run: records.jsonl, dashboard.html and traces
 suite-dryrun/                  the dry runs that preceded it, if they could run
-calibration.toml, .log         the machine's compute and collectives, for plans and simulations
+calibration.toml, .log         the machine's compute and collectives, for plans and emulated cases
 blocks.json, blocks.log        the engine's and FSDP2's blocks side by side
 traces.html, traces.log        where the time of the traced steps went
 endef

@@ -66,7 +66,7 @@ MEANINGS: dict[Spec, dict[str, str]] = {
         "comm_memory": "Memory that FSDP2 and the engine communicate through "
         "([FSDP2's knobs](peers.md#fsdp2s-knobs)).",
         "fidelity": "What is real: `measured` (everything), `emulated` (one rank of a cluster), `dryrun` (the code, on "
-        "a fake GPU), `simulated` (nothing; closed form).",
+        "a fake GPU). Only records of earlier versions are `simulated` (closed form).",
         "cluster": "A cluster profile or TOML file, `xN` for N nodes. Required unless the case is measured.",
         "resident_ranks": "Emulated cases: how many of the ranks are processes here.",
         "seed": "Seed of weights and data.",

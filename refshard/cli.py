@@ -599,7 +599,9 @@ def history(
 @printed
 def validate(
     run: Annotated[Path | None, typer.Argument(help="A run's folder (default: published results).")] = None,
-    fidelity: Annotated[str, typer.Option(help="What predicts published results: simulated or dryrun.")] = "simulated",
+    fidelity: Annotated[
+        str, typer.Option(help="What predicts published results: plan (closed forms) or dryrun.")
+    ] = "plan",
     only: Annotated[str | None, typer.Option(help="With dryrun: only published runs with this in their name.")] = None,
     published: Annotated[
         Path | None, typer.Option(help="A table of your own, in TOML (default: those that ship with refshard).")

@@ -303,14 +303,13 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     ``step_times_s[rank][step]`` are the raw samples. ``metrics`` has a key for every entry of :data:`METRICS` that is
     not :data:`DERIVED`, None where the quantity does not exist; older records lack later metrics, and a dry run that
     ended out of memory has what it would have taken without a limit. ``recompute`` says which layers computed their
-    forward twice, which no FLOPs here count. ``census`` and ``planned_peak_bytes`` (what the memory model says; none
-    where it knows no such case) are rank 0's, and so is ``memory_course_bytes``: the highest that the allocator held in
-    each of up to 128 stretches of an early step, of as many operators each; empty where nothing watched it.
-    ``host_waits`` counts how often the host waits for the device in a step, by what for; none where nothing watched.
-    ``compile_s`` is the longest of the ranks' times in torch's compiler, s, over the whole launch, which takes nothing
-    from an earlier one; none where nothing was compiled. ``load`` is none of what is calculated, and of
-    older records. ``gpu_use`` is empty where nothing watches GPUs. ``gpu_memory[rank]`` is empty on CPUs, of what is
-    calculated, and of older records. ``traces`` are paths relative to the run's folder.
+    forward twice, which no FLOPs here count. ``census`` is rank 0's, and so is ``memory_course_bytes``: the highest
+    that the allocator held in each of up to 128 stretches of an early step, of as many operators each; empty where
+    nothing watched it. ``host_waits`` counts how often the host waits for the device in a step, by what for; none where
+    nothing watched. ``compile_s`` is the longest of the ranks' times in torch's compiler, s, over the whole launch,
+    which takes nothing from an earlier one; none where nothing was compiled. ``load`` is none of what is calculated,
+    and of older records. ``gpu_use`` is empty where nothing watches GPUs. ``gpu_memory[rank]`` is empty on CPUs, of
+    what is calculated, and of older records. ``traces`` are paths relative to the run's folder.
     """
 
     schema: int = SCHEMA
@@ -338,7 +337,6 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
     peak_source: str = ""
     steps: tuple[StepTrace, ...] = ()
     census: Census | None = None
-    planned_peak_bytes: int | None = None
     memory_course_bytes: tuple[int, ...] = ()
     host_waits: dict[str, int] | None = None
     compile_s: float | None = None

@@ -5,16 +5,20 @@ Both are pure arithmetic, done once by each rank before its first step; eight ti
     pytest suites/bench_plan.py --benchmark-json=plan.json
 """
 
+import math
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from refshard.engine.grouping import group_units
+from refshard.models.llama import Llama
 from refshard.plan.layout import UnitLayout, lay_out
 from refshard.plan.placement import MODES
-from refshard.plan.schedule import Op, OpKind, assign_rings, build, chain_markers
-from refshard.plan.units import ModelUnit, model_units
+from refshard.plan.schedule import Op, OpKind, UnitFacts, assign_rings, build, chain_markers
 from refshard.specs.model import load_model
 
 MODEL = load_model("llama3.1-405b")
@@ -22,19 +26,34 @@ RANKS = 16_384
 LAYERS = (MODEL.n_layers, 8 * MODEL.n_layers)
 
 
-def laid_out(units: tuple[ModelUnit, ...]) -> list[tuple[UnitLayout, list[tuple[int, int]]]]:
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names and shapes of a unit's parameters."""
+
+
+@cache
+def units(layers: int) -> list[Shapes]:
+    """The units of the model with so many layers: all blocks are like the first one."""
+    with torch.device("meta"):
+        groups = group_units(Llama(msgspec.structs.replace(MODEL, n_layers=1)), None)
+    embedding, block, head = (
+        tuple((member.name, tuple(member.parameter.shape)) for member in group.parameters) for group in groups
+    )
+    return [embedding, *[block] * layers, head]
+
+
+def laid_out(found: list[Shapes]) -> list[tuple[UnitLayout, list[tuple[int, int]]]]:
     """Each unit's layout, and what the last rank keeps of its parameters."""
-    layouts = [lay_out(unit.name, unit.parameters, RANKS) for unit in units]
+    layouts = [lay_out(f"unit {place}", parameters, RANKS) for place, parameters in enumerate(found)]
     return [(layout, [layout.local_range(p, RANKS - 1) for p in layout.parameters]) for layout in layouts]
 
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_layout(benchmark: Any, layers: int) -> None:
     """Offsets, padding and one rank's part of every unit; ``extra_info`` has the share of padding."""
-    units = model_units(msgspec.structs.replace(MODEL, n_layers=layers), "ends")
-    found = benchmark(laid_out, units)
-    numel, padded = sum(unit.numel for unit in units), sum(layout.numel for layout, _ in found)
-    benchmark.extra_info.update(units=len(units), ranks=RANKS, parameters=numel, padding=padded / numel - 1)
+    found = benchmark(laid_out, units(layers))
+    numel = sum(math.prod(shape) for unit in units(layers) for _, shape in unit)
+    padded = sum(layout.numel for layout, _ in found)
+    benchmark.extra_info.update(units=len(found), ranks=RANKS, parameters=numel, padding=padded / numel - 1)
     assert len(found) == layers + 2
     if layers == MODEL.n_layers:
         assert numel == MODEL.params
@@ -45,15 +64,17 @@ def test_layout(benchmark: Any, layers: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_schedule(benchmark: Any, mode: str, layers: int) -> None:
     """The op stream of one step; ``extra_info`` counts its ops by kind."""
-    units = model_units(msgspec.structs.replace(MODEL, n_layers=layers), "ends")
-    facts = [unit.facts for unit in units]
+    facts = [
+        UnitFacts(size_class=tuple(shape for _, shape in unit), read_in_backward=place > 0)
+        for place, unit in enumerate(units(layers))
+    ]
 
     def scheduled() -> tuple[Op, ...]:
-        markers = chain_markers(len(units))
+        markers = chain_markers(len(facts))
         return build(markers, assign_rings(markers, facts, MODES[mode]), MODES[mode], facts)
 
     ops = benchmark(scheduled)
     counts = Counter(op.kind for op in ops)
-    benchmark.extra_info.update(units=len(units), ops={str(kind): count for kind, count in counts.items()})
-    assert counts[OpKind.REDUCE] == counts[OpKind.FINISH] == len(units)
-    assert counts[OpKind.GATHER] == counts[OpKind.WAIT] >= len(units)
+    benchmark.extra_info.update(units=len(facts), ops={str(kind): count for kind, count in counts.items()})
+    assert counts[OpKind.REDUCE] == counts[OpKind.FINISH] == len(facts)
+    assert counts[OpKind.GATHER] == counts[OpKind.WAIT] >= len(facts)

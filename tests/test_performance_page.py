@@ -1,4 +1,4 @@
-"""The figures in performance.md, peers-measured.md and memory.md (in docs/explanation) are those of the records."""
+"""The figures in performance.md and peers-measured.md (in docs/explanation) are those of the records."""
 
 import json
 import re
@@ -102,15 +102,3 @@ def test_figures_of_reading_traces_are_those_of_their_record() -> None:
     assert alone["stats"]["median"] <= 10
     assert alone["extra_info"]["peak_rss_bytes"] <= 1.5e9
     assert ("the aim of 10 is missed" in PAGE) == (ratio["median"] < 10)
-
-
-def test_figures_of_torchs_tracker_are_those_of_their_record() -> None:
-    page = (ROOT / "docs" / "explanation" / "memory.md").read_text()
-    _, fake, real = json.loads((RECORDED / "planning.json").read_text())["benchmarks"]
-    theirs, ours = fake["extra_info"]["tracker"], fake["extra_info"]
-    assert f": time | {theirs['seconds']:.0f} s | {fake['stats']['median']:.2f} s |" in page
-    assert f"| its peak | {theirs['peak_bytes'] / GIB:,.1f} GiB | {ours['peak_bytes'] / GIB:.1f} GiB |" in page
-    optimizer = theirs["at_peak"]["OPT"] / GIB, ours["predicted"]["optimizer"] / GIB
-    assert f"| of it optimizer state | {optimizer[0]:,.1f} GiB | {optimizer[1]:.1f} GiB |" in page
-    peaks = real["extra_info"]["tracker"]["peak_bytes"] / MIB, real["extra_info"]["peak_bytes"] / MIB
-    assert f": peak | {peaks[0]:.2f} MiB | {peaks[1]:.2f} MiB |" in page

@@ -48,7 +48,7 @@ def validated(evidence: Evidence) -> tuple[Validated, ...]:
 
 def beside_measured(evidence: Evidence) -> tuple[Validated, ...]:
     """Every prediction of a measured case, in the order of the evidence: a dry run is one where its GPU is that of the
-    machine, wherever it took place; what is emulated or simulated was made on the same machine.
+    machine, wherever it took place; other predictions were made on the same machine.
     """
     measured = {place: case for case in evidence.cases if case.fidelity == "measured" for place in _places(case)}
     pairs = ((measured.get(_place(case)), case) for case in evidence.cases if case.fidelity in PREDICTED)

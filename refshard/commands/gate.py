@@ -198,8 +198,7 @@ def _beside_accepted(asked: Asked) -> GateReport:
 def _by_case(run: Run) -> dict[str, list[LaunchRecord]]:
     records: dict[str, list[LaunchRecord]] = {}
     for record in run.launches:
-        if record.fidelity != "simulated":
-            records.setdefault(record.case.name, []).append(record)
+        records.setdefault(record.case.name, []).append(record)
     return records
 
 

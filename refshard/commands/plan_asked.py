@@ -10,7 +10,7 @@ from refshard.estimate.plan import VARIANTS, Failures
 from refshard.estimate.search import AUTO
 from refshard.estimate.space import ALL, Space
 from refshard.estimate.ways import WAYS, find_way
-from refshard.plan.recipe import RECIPES
+from refshard.plan.placement import MODES
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Precision, Schedule
 from refshard.specs.hardware import ELEMENT_BYTES
@@ -18,8 +18,9 @@ from refshard.specs.model import ModelSpec
 from refshard.specs.reading import within
 from refshard.strategies.table import ROWS
 
+PLANNED = ("ddp", "fsdp1", "fsdp2", "fsdp2-tuned", *(f"refshard-{mode}" for mode in MODES))
 SEARCHED = ("ddp", "fsdp1", "fsdp2", "megatron", "refshard-zero1", "refshard-zero2", "refshard-fsdp", "refshard-yafsdp")
-"""Strategies of ``--search``, unless some are named."""
+"""Strategies of a plan, and of one with ``--search``, unless some are named."""
 LARGE_MODEL, TOKENS, LARGE_TOKENS = 100 * 10**9, 4 * 2**20, 16 * 2**20
 """Tokens of a step of ``--search`` where none are given, and those of a model of 100 B parameters and more: the batch
 that Llama 3 405B was trained with in the end (Grattafiori et al., 2024)."""
@@ -196,7 +197,7 @@ def strategies_of(asked: Asked) -> tuple[str, ...]:
         SpecError: one has no closed form, or does not exist.
     """
     if asked.strategies is None:
-        return SEARCHED if asked.search else tuple(RECIPES)
+        return SEARCHED if asked.search else PLANNED
     names = _words(asked.strategies)
     if not names:
         raise SpecError(f"strategy: no name in {asked.strategies!r}; separate names by commas, or leave the option out")

@@ -23,7 +23,7 @@ _AT_ONCE = min(4, os.cpu_count() or 1)
 
 
 def validate(
-    run: Path | None, *, fidelity: str = "simulated", only: str | None = None, published: Path | None = None
+    run: Path | None, *, fidelity: str = "plan", only: str | None = None, published: Path | None = None
 ) -> Answer:
     """Predictions beside the measured cases of a run, or without one beside every published table and claim.
 
@@ -32,11 +32,12 @@ def validate(
 
     Raises:
         StoreError: there is no run in the folder, or it is damaged.
-        SpecError: the run holds no case both as measured and as emulated or simulated, or another value is wrong.
+        SpecError: the run holds no case that was both measured and predicted, or another value is wrong.
         RefshardError: the fake device cannot be made.
     """
-    if fidelity not in ("simulated", "dryrun"):
-        raise SpecError(f"fidelity must be simulated or dryrun, got '{fidelity}'; choose one of them")
+    if fidelity not in ("plan", "dryrun"):
+        remedy = "now --fidelity plan" if fidelity == "simulated" else "choose one of them"
+        raise SpecError(f"fidelity must be plan or dryrun, got '{fidelity}'; {remedy}")
     if fidelity == "dryrun" and published is not None:
         raise SpecError(
             f"published: tables are predicted in closed form, got fidelity dryrun and {published}; leave out one of "
@@ -92,6 +93,6 @@ def _of_run(folder: Path) -> Answer:
     if not pairs:
         raise SpecError(
             f"{folder}: holds no case that was both measured and predicted; run a suite with fidelity = ['measured', "
-            "'simulated'] (or 'emulated'), or with dry_run_first = true"
+            "'emulated'], or with dry_run_first = true"
         )
     return validation_answer(pairs)

@@ -17,9 +17,8 @@ from refshard.estimate.layers import LayerCosts, LayerTimes, Within
 from refshard.estimate.memory import Held, Memory, memory_of
 from refshard.estimate.sizes import sizes_of
 from refshard.estimate.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
-from refshard.estimate.ways import fact
+from refshard.estimate.ways import MASTER_BYTES, fact
 from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import MASTER_BYTES
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ELEMENT_BYTES
 from refshard.specs.model import ModelSpec, makes_scores

@@ -12,8 +12,7 @@ from typing import Literal
 from refshard.estimate.activations import hidden_bytes
 from refshard.estimate.kernels import Share, projected_width
 from refshard.estimate.sizes import sizes_of
-from refshard.estimate.ways import Way, find_way
-from refshard.plan.recipe import MASTER_BYTES
+from refshard.estimate.ways import MASTER_BYTES, Way, find_way
 from refshard.plan.stages import layers_of_stages, stages_of_rank
 from refshard.specs.cluster import CollectiveOp
 from refshard.specs.configuration import Configuration

@@ -1,14 +1,16 @@
 """How each data-parallel strategy keeps and communicates a model's state, as rows of numbers.
 
-The engine's modes and torch's strategies follow from their recipes; other rows say here what their code does.
+The engine's rows follow from its modes; the other rows say what each strategy's code does.
 """
 
 from dataclasses import dataclass
 
 from refshard.errors import SpecError, nearest
-from refshard.plan.recipe import RECIPES, Recipe
+from refshard.plan.placement import MODES, Mode
 
-ADAM_BYTES = 8
+MASTER_BYTES = 4
+"""Masters, and the gradients and the state of the optimizer, are fp32 in every strategy."""
+ADAM_BYTES = 2 * MASTER_BYTES
 """AdamW's two averages, in fp32."""
 
 
@@ -55,54 +57,56 @@ class Way:
         return self.shards_parameters
 
 
-def _of_recipe(recipe: Recipe) -> Way:
-    mode = recipe.mode
-    replicated = mode.optimizer == "replicate"
-    keeps = mode.parameters == "replicate"
+def _of_mode(mode: Mode) -> Way:
+    """The row of one of the engine's modes."""
+    replicated, summed = mode.parameters == "replicate", mode.gradients == "replicate"
     return Way(
-        name=recipe.name,
-        shards_parameters=not keeps,
-        shards_gradients=mode.gradients == "shard",
-        shards_optimizer=not replicated,
-        kept_bytes=2 if keeps and recipe.grouping != "buckets" else 0,
-        # DDP has its buckets beside the gradients.
-        summed_bytes=(8 if recipe.grouping == "buckets" else 4) if mode.gradients == "replicate" else 0,
-        around=recipe.grouping == "root",
-        keeps=mode.parameters == "shard" and mode.storage == "persistent",
-        holds_last=recipe.exchanges_gathers and mode.storage != "persistent",
-        copies_out=recipe.copies_out,
-        copies_in=recipe.copies_in,
-        divides=recipe.divides,
-        casts=recipe.grouping == "buckets",
-        exchanges_gathers=recipe.exchanges_gathers,
-        exchanges_reductions=recipe.exchanges_reductions,
-    )
+        name=f"refshard-{mode.name}", shards_parameters=not replicated, shards_gradients=not summed,
+        shards_optimizer=mode.optimizer == "shard", kept_bytes=2 if replicated else 0, summed_bytes=4 if summed else 0,
+        keeps=not replicated and mode.storage == "persistent", holds_last=mode.storage != "persistent",
+        exchanges_gathers=True, exchanges_reductions=True,
+    )  # fmt: skip
 
 
 WAYS: dict[str, Way] = {
-    **{name: _of_recipe(recipe) for name, recipe in RECIPES.items()},
-    **{
-        way.name: way
-        for way in (
-            # Megatron-LM's distributed optimizer: bf16 parameters and fp32 gradients whole, all else divided.
-            Way(
-                name="megatron", shards_parameters=False, shards_gradients=False, shards_optimizer=True, kept_bytes=2,
-                summed_bytes=4, copies_in=False, adds=False,
-            ),
-            Way(
-                name="fsdp1-grad-op", shards_parameters=True, shards_gradients=True, shards_optimizer=True,
-                divides=True, keeps=True,
-            ),
-            Way(name="simplefsdp", shards_parameters=True, shards_gradients=True, shards_optimizer=True),
-            # SimpleFSDP whose collectives are merged by block and issued a block early (torch 2.13,
-            # _inductor/fx_passes/bucketing.py and overlap_manual_scheduling.py): a block's parameters are copies, and
-            # only the next block lies in the buffer that it was gathered into.
-            Way(
-                name="simplefsdp-by-block", shards_parameters=True, shards_gradients=True, shards_optimizer=True,
-                parameter_slots=1, copies_out=True,
-            ),
-        )
-    },
+    way.name: way
+    for way in (
+        # What rows say of FSDP1, FSDP2 and DDP was read in torch 2.13 (distributed/fsdp/_flat_param.py,
+        # _runtime_utils.py, _fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, nn/parallel/distributed.py).
+        # DDP has its buckets beside the gradients.
+        Way(
+            name="ddp", shards_parameters=False, shards_gradients=False, shards_optimizer=False, summed_bytes=8,
+            copies_in=False, casts=True,
+        ),
+        # Units as YaFSDP's migration guide wraps them.
+        Way(name="fsdp1", shards_parameters=True, shards_gradients=True, shards_optimizer=True, divides=True),
+        Way(
+            name="fsdp2", shards_parameters=True, shards_gradients=True, shards_optimizer=True, around=True,
+            copies_out=True,
+        ),
+        Way(
+            name="fsdp2-tuned", shards_parameters=True, shards_gradients=True, shards_optimizer=True, copies_out=True,
+            exchanges_reductions=True,
+        ),
+        *map(_of_mode, MODES.values()),
+        # Megatron-LM's distributed optimizer: bf16 parameters and fp32 gradients whole, all else divided.
+        Way(
+            name="megatron", shards_parameters=False, shards_gradients=False, shards_optimizer=True, kept_bytes=2,
+            summed_bytes=4, copies_in=False, adds=False,
+        ),
+        Way(
+            name="fsdp1-grad-op", shards_parameters=True, shards_gradients=True, shards_optimizer=True,
+            divides=True, keeps=True,
+        ),
+        Way(name="simplefsdp", shards_parameters=True, shards_gradients=True, shards_optimizer=True),
+        # SimpleFSDP whose collectives are merged by block and issued a block early (torch 2.13,
+        # _inductor/fx_passes/bucketing.py and overlap_manual_scheduling.py): a block's parameters are copies, and
+        # only the next block lies in the buffer that it was gathered into.
+        Way(
+            name="simplefsdp-by-block", shards_parameters=True, shards_gradients=True, shards_optimizer=True,
+            parameter_slots=1, copies_out=True,
+        ),
+    )
 }  # fmt: skip
 """Rows by name."""
 

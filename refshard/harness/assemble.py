@@ -70,7 +70,6 @@ def _with_samples(
         recompute=recompute_words(case, len(first.blocks)),
         steps=traces.steps,
         census=first.census,
-        planned_peak_bytes=first.planned_peak_bytes,
         memory_course_bytes=first.memory_course_bytes,
         compile_s=max(r.compile_s for r in ranks) or None,
         load=load_of([r.load for r in ranks]),

@@ -75,8 +75,6 @@ def recorded_folders() -> list[Path]:
 
 def _estimated_s(case: CaseSpec, *, gpus: bool) -> float | None:
     """None of a case on GPUs, whose rate is not known here."""
-    if case.fidelity == "simulated":
-        return 0.1
     if case.fidelity == "dryrun":
         return _DRY_RUN_S
     if case.device == "cuda" or (gpus and case.device == "auto"):
@@ -86,7 +84,7 @@ def _estimated_s(case: CaseSpec, *, gpus: bool) -> float | None:
     except SpecError:
         return None
     steps = case.warmup_steps + case.measured_steps + case.traced_steps
-    tokens = case.global_batch * case.seq_len * max(case.processes, 1) // case.world_size
+    tokens = case.global_batch * case.seq_len * case.processes // case.world_size
     flops = flops_per_token(model, case.seq_len, "A", workload=case.workload) * tokens * steps
     return _START_S + flops / (_PART_OF_GEMM * _gemm_flops_per_s())
 

@@ -27,7 +27,6 @@ from refshard.harness.limits import limited_memory
 from refshard.harness.load import RankLoad, watched_load
 from refshard.harness.reduced import ReducedLosses
 from refshard.harness.trainer import Trainer
-from refshard.memory.of_case import memory_of
 from refshard.quantities import GIB
 from refshard.records import Census, CollectiveCount, GpuMemory, GpuUse, State
 from refshard.specs.case import CaseSpec
@@ -81,7 +80,6 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     parameters_sha256: str = ""
     census: Census | None = None
     operators: tuple[str, ...] = ()
-    planned_peak_bytes: int | None = None
     flops_per_token: float | None = None
     reduced: ReducedLosses | None = None
     warnings: tuple[str, ...] = ()
@@ -153,15 +151,8 @@ def _measure(
         parameters_sha256=_digest(strategy.full_parameters()) if case.fidelity == "measured" else "",
         census=census.census,
         operators=census.operators if group.rank() == 0 else (),
-        planned_peak_bytes=_planned_peak(case, device) if group.rank() == 0 else None,
         flops_per_token=trainer.flops_per_token,
     )
-
-
-def _planned_peak(case: CaseSpec, device: torch.device) -> int | None:
-    """What the memory model says of this rank, None where it knows no such case."""
-    forecast = memory_of(case, "cuda" if device.type == "cuda" else "cpu")
-    return None if forecast is None else forecast.peak
 
 
 def _import_lazy_parts() -> None:

@@ -13,18 +13,16 @@ import torch.distributed as dist
 
 from refshard.harness.compiling import compiling_anew
 from refshard.harness.trainer import Trainer
-from refshard.memory.of_case import memory_of
-from refshard.memory.tensors import Batch, Tensors
 from refshard.quantities import format_bytes
 from refshard.records import Environment
 from refshard.specs.case import CaseSpec
-from refshard.specs.model import ModelSpec, is_factory, load_model
+from refshard.specs.model import ModelSpec, is_factory, load_model, makes_scores
 from refshard.strategies import strategy_for
 
 REDUCED_FILE = "reduced.json"
 """Where a launch's folder says that losses are to be held by a reduced case."""
 USABLE = 0.9
-"""The share of a device's memory that the reference may need by prediction."""
+"""The share of a device's memory that the reference may need."""
 _LAYERS = 2
 _SEQ_LEN = 128
 
@@ -83,24 +81,22 @@ def reduced_for(case: CaseSpec, environment: Environment) -> Reduced | None:
 
 
 def _reference_bytes(case: CaseSpec, device: Literal["cuda", "cpu"]) -> int:
-    """About what the unsharded reference of a case needs. Adapters and other optimizers need less than what is counted
-    for them: all of AdamW.
+    """About what the unsharded fp32 reference of a case needs, rather too much than too little: a reference that does
+    not fit costs the run a launch and its proof, one that is reduced for nothing proves nearly as much.
+
+    All of AdamW is counted, also for adapters and other optimizers, which need less.
     """
-    reference = case.reference()
-    model = load_model(case.model)
-    batch = Batch(sequences=reference.global_batch, seq_len=reference.seq_len, dtype="fp32")
-    tensors = Tensors(model, batch, device)
-    scores = 0 if tensors.fused_attention else tensors.scores
+    model, tokens = load_model(case.model), case.global_batch * case.seq_len
+    logits = 4 * tokens * model.vocab
+    unfused = makes_scores(model, fp32=True, device=device)
+    scores = 4 * tokens * case.seq_len * model.n_heads if unfused else 0
     if case.workload == "inference":
-        return 4 * model.params + max(2 * tensors.logits, 4 * scores)
-    forecast = memory_of(msgspec.structs.replace(reference, tuning="full", optimizer="adamw"), device)
-    if forecast is not None:
-        return forecast.peak
-    # The memory model knows Llamas only: AdamW's state, what a layer's backward reads, and the logits or what one
-    # layer's backward makes of its scores, all in fp32.
+        return 4 * model.params + max(2 * logits, 4 * scores)
+    # Beside AdamW's state: the embedding's gradient twice, what each layer's backward reads, and the logits or one
+    # layer's scores with what their backward makes of them.
     widths = 8 * model.dim + 4 * model.n_heads * model.head_dim + 4 * model.ffn_dim
-    kept = model.n_layers * (4 * tensors.tokens * widths + scores)
-    return 16 * model.params + kept + 3 * max(tensors.logits, scores)
+    kept = model.n_layers * (4 * tokens * widths + scores)
+    return 16 * model.params + 8 * model.vocab * model.dim + kept + 3 * max(logits, scores)
 
 
 def losses_of(

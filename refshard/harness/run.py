@@ -22,7 +22,6 @@ from refshard.harness.launchers.local import LocalLauncher
 from refshard.harness.proof import Peers
 from refshard.harness.rank import CASE_FILE, trace_file
 from refshard.harness.reduced import REDUCED_FILE, reduced_for
-from refshard.harness.simulated import check_simulated, record_simulated
 from refshard.harness.store import RunWriter, check_unused, read_run
 from refshard.models.data import SYNTHETIC, open_source
 from refshard.models.own import factory_file, find_factory
@@ -57,18 +56,24 @@ def check_suite(suite: SuiteSpec, launcher: Launcher | None, *, oversubscribe: b
     machine can run the cases is not checked.
 
     Raises:
-        SpecError: a strategy, preset, cluster or data file does not exist, or a case has no room.
+        SpecError: a strategy, preset, cluster or data file does not exist, or a case has no room or a fidelity that
+            earlier versions had.
         RefshardError: a case is to be dry-run, and the fake device cannot be made.
     """
     cases = suite.cases()
     for case in cases:
+        if case.fidelity == "simulated":
+            raise SpecError(
+                f"fidelity must be measured, emulated or dryrun, got 'simulated' for {case.name}; use fidelity = "
+                "'dryrun' (closed forms: refshard plan)"
+            )
         check_name(case.strategy)
         _check_model(case)
         if case.cluster:
             load_cluster(case.cluster)
         if launcher is not None:
             _check_fidelity(case)
-            if case.processes and case.fidelity != "dryrun":
+            if case.fidelity != "dryrun":
                 launcher.check(case, oversubscribe=oversubscribe)
     return cases
 
@@ -323,9 +328,7 @@ def launch_case(
     name = launch_name(case, round_)
     work = fresh_folder(folder / "cases" / name)
     started = datetime.now(UTC)
-    if case.fidelity == "simulated":
-        record = record_simulated(blank_record(case, round_, header, started))
-    elif case.fidelity == "dryrun":
+    if case.fidelity == "dryrun":
         launched = launch_dry(case, _here(launcher), work, on_progress)
         record = record_dry(blank_record(case, round_, header, started), launched)
     else:
@@ -375,12 +378,12 @@ def blank_record(case: CaseSpec, round_: int, header: RunRecord, started: dateti
 
 
 def _keep_traces(case: CaseSpec, name: str, work: Path, folder: Path) -> tuple[str, ...]:
-    """Move the traces of the ranks, or of the one that was simulated or dry-run, to the run's ``traces`` folder.
+    """Move the traces of the ranks, or of those that were dry-run, to the run's ``traces`` folder.
 
     Returns their paths, relative to the run's folder.
     """
     kept = []
-    for rank in ranks_of(case) if case.fidelity == "dryrun" else range(max(case.processes, 1)):
+    for rank in ranks_of(case) if case.fidelity == "dryrun" else range(case.processes):
         source = trace_file(work, rank)
         if source.exists():
             target = folder / "traces" / f"{name}-rank{rank}.json.gz"
@@ -404,7 +407,5 @@ def _check_model(case: CaseSpec) -> None:
 def _check_fidelity(case: CaseSpec) -> None:
     if case.fidelity == "dryrun":
         check_dry(case)
-    if case.fidelity == "simulated":
-        check_simulated(case)
     if case.fidelity == "emulated":
         load_cluster(case.cluster).of_world_size(case.world_size)

@@ -2,12 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from refshard.errors import SpecError
-
-Recompute = Literal["nothing", "some", "all"]
-"""What of a layer is computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +14,6 @@ class Checkpointing:
 
     layers: frozenset[int] = frozenset()
     by_op: bool = False
-
-    def recompute(self, layer: int | None) -> Recompute:
-        """What of a layer's forward is computed again in its backward; nothing of what is no layer (None)."""
-        if layer not in self.layers:
-            return "nothing"
-        return "some" if self.by_op else "all"
-
-
-NO_CHECKPOINTING = Checkpointing()
 
 
 def checkpointing_of(policy: str | int | Sequence[int], n_layers: int) -> Checkpointing:
@@ -46,7 +33,7 @@ def checkpointing_of(policy: str | int | Sequence[int], n_layers: int) -> Checkp
             )
         return Checkpointing(frozenset(range(policy)))
     if policy == "none":
-        return NO_CHECKPOINTING
+        return Checkpointing()
     if policy in ("full", "selective"):
         return Checkpointing(frozenset(range(n_layers)), by_op=policy == "selective")
     if isinstance(policy, str):

@@ -13,6 +13,7 @@ from refshard.specs.reading import LARGEST, within
 Device = Literal["auto", "cpu", "cuda"]
 Workload = Literal["training", "inference"]
 Fidelity = Literal["measured", "emulated", "dryrun", "simulated"]
+"""Only records of earlier versions have ``simulated`` cases, predicted in closed form; no suite can ask for one."""
 Precision = Literal["fp32", "bf16"]
 Tuning = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw-8bit", "muon"]
@@ -71,8 +72,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     A case that is not measured takes place on ``cluster``, a profile of which ``world_size`` ranks are filled.
     Emulated, ``resident_ranks`` of them are processes here, each of which computes as one rank of the world and waits
-    for the others as long as the profile says. In a dry run rank 0 is, on a GPU of the cluster that is not there;
-    simulated, none is.
+    for the others as long as the profile says. In a dry run rank 0 is, on a GPU of the cluster that is not there.
     """
 
     strategy: str
@@ -131,7 +131,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if (self.fidelity == "measured") == bool(self.cluster):
             given = f"'{self.cluster}'" if self.cluster else "none"
             raise ValueError(
-                f"cluster must be given for emulated, dryrun and simulated cases and for no others, got fidelity "
+                "cluster must be given for emulated and dryrun cases and for no others, got fidelity "
                 f"'{self.fidelity}' and cluster {given}"
             )
         within("resident_ranks", self.resident_ranks, 1, most=self.world_size)
@@ -265,11 +265,6 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return tuple(words)
 
     @property
-    def unmodelled(self) -> tuple[str, ...]:
-        """The fields, as given, that neither the simulation nor the memory model knows."""
-        return tuple(name for name in self._added if name != "precision")
-
-    @property
     def _added(self) -> tuple[str, ...]:
         """The fields of :data:`_ADDED` that are given."""
         later = {f.name: f.default for f in msgspec.structs.fields(self) if f.name in _ADDED}
@@ -314,9 +309,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def processes(self) -> int:
         """How many processes a launch of this case starts."""
-        return {
-            "measured": self.world_size, "emulated": self.resident_ranks, "dryrun": 1, "simulated": 0,
-        }[self.fidelity]  # fmt: skip
+        return {"measured": self.world_size, "emulated": self.resident_ranks}.get(self.fidelity, 1)
 
     @property
     def total_steps(self) -> int:
@@ -332,7 +325,7 @@ class CaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
         It accumulates and recomputes nothing, and computes in fp32: none of it may change a loss, but for the rounding
         of bf16, so the proof covers them too. What is trained, and by which optimizer, is the same. No limit of memory
-        holds for it. It is measured: what is emulated or simulated has no losses that mean anything.
+        holds for it. It is measured: no other fidelity has losses that mean anything.
         """
         return msgspec.structs.replace(
             self,

@@ -65,7 +65,6 @@ RULES: dict[str, MetricRule] = {
     "operators": MetricRule(better="lower"),
     "allocations": MetricRule(better="lower"),
     "allocated memory": MetricRule(better="lower"),
-    "planned peak": MetricRule(better="lower"),
     "peak memory": MetricRule(better="lower", tolerance=0.05),
     "peak allocated": MetricRule(better="lower"),
     "peak active": MetricRule(better="lower"),

@@ -254,8 +254,6 @@ TRAINED = ("head_dim", "query_norm")
 """The optional fields that refshard's own module implements."""
 CLOSED_FORM = "closed form only: refshard plan"
 """The remedy where a model cannot be built."""
-ELSEWHERE = "dry-run a module of your own: refshard dryrun --model package.module:factory"
-"""The remedy where a model has no simulation."""
 
 
 def makes_scores(model: ModelSpec, *, fp32: bool, device: str) -> bool:

@@ -204,7 +204,7 @@ def _is_named(case: CaseSpec, name: str) -> bool:
 def _check_networked(case: CaseSpec, network: NetworkSpec) -> None:
     """Cases that are not measured may stand beside those that are: their wire is their cluster's, not this network."""
     network.ranks_per_host(case.world_size)
-    network.ranks_per_host(max(case.processes, 1))
+    network.ranks_per_host(case.processes)
     if case.device != "cpu":
         raise SpecError(
             f"device must be 'cpu' with launcher 'netlab', got '{case.device}': NCCL would bypass "

@@ -41,9 +41,9 @@ def exact_metrics(record: LaunchRecord) -> dict[str, Value]:
     """What one launch that ended ok says exactly.
 
     Number and bytes of each kind of collective per rank and step, FLOPs per token, operators of a step, their order
-    and what they allocate, the peak of memory that the plan has, all losses and the final parameters to the bit; and
-    the measured peak of memory, which varies by some KiB with the moment at which threads allocate. Of a dry run, the
-    allocator's peaks, and how often the host waits for the device.
+    and what they allocate, all losses and the final parameters to the bit; and the measured peak of memory, which
+    varies by some KiB with the moment at which threads allocate. Of a dry run, the allocator's peaks, and how often
+    the host waits for the device.
 
     Raises:
         ValueError: it did not end ok.
@@ -64,8 +64,6 @@ def exact_metrics(record: LaunchRecord) -> dict[str, Value]:
             "allocations": census.allocations,
             "allocated memory": census.allocated_bytes,
         }
-    if record.planned_peak_bytes is not None:
-        found["planned peak"] = record.planned_peak_bytes
     if record.case.fidelity == "dryrun":
         return found | _of_dry_run(record)
     if record.case.fidelity == "measured":

@@ -28,7 +28,7 @@ FOCUSED = """() => {
 def test_charts_are_drawn_as_they_come_near(visit: Visit) -> None:
     assert not visit.page.locator("#t0-losses .plot").count()
     count = visit.page.locator(".chart").count()
-    assert count == 6
+    assert count == 5
     visit.draw()
     assert visit.page.locator(".chart .plot").count() == count
     assert not visit.page.locator("canvas").count(), "a browser allows few WebGL canvases"
@@ -118,14 +118,16 @@ def test_paper_has_what_the_filter_leaves(on_paper: Visit) -> None:
     page.get_by_label("ddp", exact=True).click()
     on_paper.draw("v0-breakdown")
     print_out(on_paper)
-    assert page.locator(".plot:visible").count() == page.locator(".chart:visible").count() == 6
+    assert page.locator(".plot:visible").count() == page.locator(".chart:visible").count() == 5
     assert "ddp" not in on_paper.ticks("v0-breakdown")
-    assert "ddp" not in on_paper.ticks("v0-parts"), "it had not been near the screen"
+    legend = page.locator("#v0-over-step .legendtext").all_text_contents()
+    assert "fsdp2" in legend
+    assert "ddp" not in legend, "it had not been near the screen"
     on_paper.run("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
     page.locator("#filters").get_by_role("button").click()
     on_paper.draw()
-    for chart in ("v0-breakdown", "v0-parts"):
+    for chart in ("v0-breakdown", "v0-over-step"):
         widths = "(chart) => [chart.clientWidth, chart.querySelector('.main-svg').clientWidth]"
         there, drawn = page.locator(f"#{chart}").evaluate(widths)
         assert drawn == pytest.approx(there, abs=1)

@@ -17,11 +17,10 @@ from typer.testing import CliRunner
 
 from refshard.cli import app, main
 from refshard.commands.plan import plan
-from refshard.commands.plan_asked import SEARCHED, Asked, tokens_of
+from refshard.commands.plan_asked import PLANNED, SEARCHED, Asked, tokens_of
 from refshard.emit.table import POLICIES, RUNS, TOOLS
 from refshard.errors import SpecError
 from refshard.estimate.ways import WAYS
-from refshard.plan.recipe import RECIPES
 from refshard.specs.suite import parse_suite
 from refshard.strategies import check_case
 from tests.emit.megatron_flags import FLAGS
@@ -99,13 +98,13 @@ def test_the_answer_comes_first_then_ties_or_what_is_next_and_status_0() -> None
     assert steps == sorted(steps)
 
 
-def test_without_strategies_all_with_a_recipe_are_planned_and_a_search_takes_those_that_scale() -> None:
+def test_without_strategies_torchs_and_the_engines_are_planned_and_a_search_takes_those_that_scale() -> None:
     def planned(**changes: Any) -> set[str]:
         return {one["strategy"] for one in configurations(strategies=None, top=100, **changes)}
 
-    assert planned() == RECIPES.keys()
+    assert planned() == {*PLANNED}
     assert planned(search=True, tensor="1", pipeline="1", context="1", microbatch="1") == {*SEARCHED}
-    assert {*SEARCHED} <= WAYS.keys()
+    assert {*PLANNED, *SEARCHED} <= WAYS.keys()
 
 
 def test_each_strategy_comes_once() -> None:

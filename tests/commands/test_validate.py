@@ -179,11 +179,12 @@ def test_an_unknown_key_a_wrong_value_and_a_missing_file_are_refused_by_name(tmp
 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     table, run = mine(tmp_path, RUN), tmp_path / "run"
-    assert refused(fidelity="emulated") == "fidelity must be simulated or dryrun, got 'emulated'; choose one of them"
+    assert refused(fidelity="emulated") == "fidelity must be plan or dryrun, got 'emulated'; choose one of them"
+    assert refused(fidelity="simulated") == "fidelity must be plan or dryrun, got 'simulated'; now --fidelity plan"
     assert refused(fidelity="dryrun", published=table) == (
         f"published: tables are predicted in closed form, got fidelity dryrun and {table}; leave out one of them"
     )
-    only = "only: selects published runs to dry-run, got fidelity simulated; add --fidelity dryrun"
+    only = "only: selects published runs to dry-run, got fidelity plan; add --fidelity dryrun"
     assert refused(only="llama") == only
     assert refused(only="llama", published=table) == only
     assert refused(run, published=table) == (

@@ -16,17 +16,12 @@ import pytest
 from refshard.estimate.candidates import Candidates
 from refshard.estimate.estimate import estimate
 from refshard.estimate.issued import issued_by_rank
+from refshard.estimate.ways import WAYS
 from refshard.harness.dry.many import dry_run_many
 from refshard.harness.dry.result import DryResult
-from refshard.harness.simulated import configuration_of
-from refshard.memory.of_case import memory_of
-from refshard.memory.tensors import Batch
-from refshard.memory.walk import RankJob, predict_memory
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import RECIPES
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
-from refshard.specs.configuration import Schedule
+from refshard.specs.configuration import Configuration, Schedule
 from refshard.specs.model import load_model, parameter_count
 from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device
@@ -41,8 +36,7 @@ MODELS = ("llama3-8b", "llama3.2-1b")
 """One with units beside the blocks, and one whose ends are tied, with a vocabulary that decides its peak."""
 CLUSTER, SEQ_LEN, DATA_RANKS = "dgx-h100x8", 4096, 4
 
-BYTE_EXACT_ERROR, ERROR = 0.005, 0.02
-"""Of the engine's modes by the account of every tensor; of closed forms."""
+ERROR, FP32_ERROR = 0.02, 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +57,9 @@ class Cell:
     zero_bubble: bool = False
 
     @property
-    def plain(self) -> bool:
-        """Whether it is data-parallel alone."""
-        return self.tensor * self.context * self.pipeline == 1
+    def data_ranks(self) -> int:
+        """Over how many ranks the batch is divided."""
+        return self.ranks // (self.tensor * self.context * self.pipeline)
 
 
 def data_parallel(
@@ -146,13 +140,22 @@ SPLIT_COVER = [
 
 def spec_of(cell: Cell, folder: Path) -> CaseSpec:
     """The cell as a case; a model that is cut is written to ``folder``."""
-    data_ranks = cell.ranks // (cell.tensor * cell.context * cell.pipeline)
     return CaseSpec(
         strategy=cell.strategy, world_size=cell.ranks, model=_model(cell, folder), seq_len=SEQ_LEN,
-        global_batch=data_ranks * cell.microbatches, microbatches=cell.microbatches, checkpointing=cell.policy,
+        global_batch=cell.data_ranks * cell.microbatches, microbatches=cell.microbatches, checkpointing=cell.policy,
         precision="bf16", replicas=cell.replicas, tensor_parallel=cell.tensor, sequence_parallel=cell.tensor > 1,
         context_parallel=cell.context, pipeline_parallel=cell.pipeline, interleave=cell.interleave,
         schedule=_schedule(cell), fidelity="dryrun", cluster=CLUSTER,
+    )  # fmt: skip
+
+
+def configuration_of(cell: Cell) -> Configuration:
+    """The cell as a configuration of the closed forms."""
+    replicate = cell.replicas if WAYS[cell.strategy].shards_optimizer else cell.data_ranks
+    return Configuration(
+        strategy=cell.strategy, shard=cell.data_ranks // replicate, replicate=replicate, tensor=cell.tensor,
+        context=cell.context, pipeline=cell.pipeline, interleave=cell.interleave, schedule=_schedule(cell),
+        microbatches=cell.microbatches, microbatch=1, precision="bf16", checkpointing=cell.policy,
     )  # fmt: skip
 
 
@@ -210,16 +213,10 @@ def allocated(results: Sequence[DryResult]) -> int:
     return max(one.peak.allocated for one in results)
 
 
-def byte_exact_peak(case: CaseSpec) -> int:
-    """The same by the account of every tensor."""
-    model = load_model(case.model)
-    sequences = case.global_batch // case.world_size // case.microbatches
-    job = RankJob(
-        model=model, world_size=case.world_size, batch=Batch(sequences=sequences, seq_len=case.seq_len, dtype="bf16"),
-        microbatches=case.microbatches, checkpointing=checkpointing_of(case.checkpointing, model.n_layers),
-        replicas=case.replicas,
-    )  # fmt: skip
-    return predict_memory(job, RECIPES[case.strategy]).peak
+def peak_of(case: CaseSpec, configuration: Configuration) -> float:
+    """The same in closed form."""
+    model, cluster = load_model(case.model), load_cluster(CLUSTER).of_world_size(case.world_size)
+    return float(estimate(model, cluster, case.seq_len, Candidates.of([configuration])).memory.peak[0])
 
 
 @pytest.mark.parametrize("cell", marked([*COVER, *SPLIT_COVER], [*grid(), *split_grid()]), ids=str)
@@ -230,34 +227,19 @@ def test_memory_is_what_the_strategys_own_code_allocates(
         reason = "closed forms do not tell which stages' first buckets are still there: 2 to 4 % off"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     case, peak = spec_of(cell, runs.folder), allocated(runs.of(cell))
-    model, cluster = load_model(case.model), load_cluster(CLUSTER).of_world_size(case.world_size)
-    found = estimate(model, cluster, SEQ_LEN, Candidates.of([configuration_of(case)]))
-    assert float(found.memory.peak[0]) == pytest.approx(peak, rel=ERROR)
-    if cell.plain:
-        error = ERROR if cell.strategy in PEERS else BYTE_EXACT_ERROR
-        assert byte_exact_peak(case) == pytest.approx(peak, rel=error)
+    assert peak_of(case, configuration_of(cell)) == pytest.approx(peak, rel=ERROR)
 
 
-def test_the_scores_that_attention_makes_in_fp32_are_counted(tmp_path: Path) -> None:
-    """The unsharded reference of a suite for one GPU, and a model of three layers; to a few numbers."""
-    cut = _model(Cell("single", "llama3.2-1b", "none", 1, 1, layers=3), tmp_path)
-    specs = [
-        CaseSpec(
-            strategy="single", world_size=1, model=model, seq_len=seq_len, global_batch=sequences, checkpointing=policy,
-            fidelity="dryrun", cluster=CLUSTER,
-        )
-        for model, seq_len, sequences, policy in (
-            ("llama3.2-1b", 8192, 1, "none"),
-            (cut, SEQ_LEN, 2, "none"),
-            *((cut, SEQ_LEN, 1, name) for name in POLICIES),
-        )
-    ]  # fmt: skip
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
-    found = dry_run_many(specs, tmp_path / "runs", lambda _: None, time_limit_s=900, environment=environment)
-    for case, results in zip(specs, found, strict=True):
-        forecast = memory_of(case, "cuda")
-        assert forecast is not None
-        assert forecast.peak == pytest.approx(allocated(results), rel=1e-6), case
+def test_scores_that_attention_makes_in_fp32_are_counted(tmp_path: Path) -> None:
+    """With grouped heads CUDA has no fused kernel in fp32: 8 GiB of scores a layer."""
+    cells = [Cell("fsdp2", MODELS[0], policy, 8, 1) for policy in POLICIES]
+    cases = [msgspec.structs.replace(spec_of(cell, tmp_path), precision="fp32", seq_len=8192) for cell in cells]
+    found = dry_run_many(
+        cases, tmp_path / "runs", lambda _: None, time_limit_s=900, environment={"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
+    )
+    for cell, case, results in zip(cells, cases, found, strict=True):
+        configuration = msgspec.structs.replace(configuration_of(cell), precision="fp32")
+        assert peak_of(case, configuration) == pytest.approx(allocated(results), rel=FP32_ERROR), cell
 
 
 @pytest.mark.parametrize("cell", marked(SPLIT_COVER, split_grid()), ids=str)
@@ -270,7 +252,7 @@ def test_collectives_are_those_that_the_code_issues(cell: Cell, runs: DryRuns) -
             counts[one.op] += one.count
             sizes[one.op] += one.bytes
         del counts["broadcast"], sizes["broadcast"]  # of the mean loss
-        priced = issued_by_rank(load_model(case.model), configuration_of(case), SEQ_LEN, rank)
+        priced = issued_by_rank(load_model(case.model), configuration_of(cell), SEQ_LEN, rank)
         assert {op: nbytes for op, (_, nbytes) in priced.items()} == pytest.approx(dict(sizes))
         if cell.strategy == "ddp":
             counts["all_reduce"] = cell.interleave

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from refshard.commands.plan_asked import PLANNED
 from refshard.emit.job import Emitted, Job
 from refshard.emit.suite import COMPILED, MODEL, PLANNED_ONLY, SPLIT, SPLIT_BY_SEQUENCE, STAGED
 from refshard.emit.table import TOOLS, emit
 from refshard.errors import SpecError
-from refshard.plan.recipe import RECIPES
 from refshard.specs.model import load_model
 from refshard.specs.suite import parse_suite
 from refshard.strategies import check_case
@@ -123,7 +123,7 @@ def test_refusals_say_rule_value_and_remedy(tool: str, fields: dict[str, Any], m
     assert "; " in str(raised.value)
 
 
-@pytest.mark.parametrize("strategy", sorted(RECIPES))
+@pytest.mark.parametrize("strategy", PLANNED)
 def test_every_strategy_of_plans_has_a_tool(strategy: str) -> None:
     asked = job(strategy=strategy, shard=8)
     assert emit("refshard", asked).files

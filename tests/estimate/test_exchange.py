@@ -15,8 +15,7 @@ from refshard.estimate.ways import WAYS
 from refshard.specs.cluster import ClusterSpec, LinkSpec, MeasuredCollective
 from refshard.specs.hardware import Rate
 from refshard.specs.model import load_model
-from tests.estimate.made import configuration, estimated
-from tests.memory.made import cluster, hardware
+from tests.estimate.made import cluster, configuration, estimated, hardware
 
 MODEL = load_model("llama3-8b")
 SIZES = sizes_of(MODEL, 1, 1)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from refshard.costs import collective_cost, group_shape
 from refshard.estimate.groups import Groups, group_of
 from refshard.specs.cluster import CollectiveOp, load_cluster
-from tests.estimate.made import columns, configuration
-from tests.memory.made import cluster
+from tests.estimate.made import cluster, columns, configuration
 
 POWERS = st.sampled_from([1, 2, 4, 8, 16])
 

@@ -25,7 +25,7 @@ from refshard.flops import attention_flops_per_token, flops_per_token
 from refshard.specs.cluster import ClusterSpec, load_cluster
 from refshard.specs.hardware import Rate
 from refshard.specs.model import ModelSpec, load_model
-from tests.memory.made import cluster, hardware
+from tests.estimate.made import cluster, hardware
 
 MODELS = sorted(resources.model_profiles())
 SEQ_LEN = 8192

@@ -1,98 +1,48 @@
-"""Memory in closed form, against the model that other tests hold to the byte, and against published runs."""
+"""Memory in closed form: against recorded dry runs and published runs, and how its parts add up."""
 
-from functools import cache
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from refshard.estimate.memory import PARTS
 from refshard.estimate.published import load_runs, predicted
-from refshard.memory.tensors import Batch
-from refshard.memory.walk import RankJob, predict_memory
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import RECIPES
-from refshard.quantities import GIB
-from refshard.specs.configuration import Configuration
+from refshard.estimate.ways import WAYS
+from refshard.harness.store import read_run
+from refshard.quantities import GIB, MIB
 from refshard.specs.model import load_model
-from tests.distributed.cover import pairwise_cover
 from tests.estimate.made import configuration, estimated
 
-SEQ_LEN = 8192
+RECORDED = Path(__file__).parents[2] / "profiles" / "recorded" / "dryrun" / "llama3_8b_h100"
 POLICIES = ("none", "selective", "full")
-MODELS = ("llama3.2-1b", "llama3-8b", "llama3-70b")
-Cell = tuple[str, str, int, int, int, str]
-"""A strategy, checkpointing, a microbatch's sequences, microbatches, ranks, and a model."""
-GRID: list[Cell] = list(product(RECIPES, POLICIES, (1, 2), (1, 2), (8, 128), MODELS))
-CLOSE = 0.02
+ROWS = [
+    configuration(strategy=strategy, microbatch=microbatch, microbatches=microbatches, checkpointing=policy, **axes)
+    for strategy, policy, microbatch, microbatches, ranks in product(WAYS, POLICIES, (1, 2), (1, 2), (8, 128))
+    for axes in [{"shard" if WAYS[strategy].shards_optimizer else "replicate": ranks}]
+]
 
 
-def allowed(cell: Cell) -> float:
-    """The largest relative error.
-
-    ZeRO-1's peak on few ranks, with everything checkpointed, is at the end of backward. A unit of 405B is so large that
-    one more or less counts for the engine.
-    """
-    strategy, policy, _, _, ranks, model = cell
-    if model == "llama3.1-405b" and strategy.startswith("refshard"):
-        return 0.05
-    if (strategy, policy, ranks, model) == ("refshard-zero1", "full", 8, "llama3-70b"):
-        return 0.03
-    return CLOSE
-
-
-def configured(cell: Cell) -> Configuration:
-    strategy, policy, microbatch, microbatches, ranks, _ = cell
-    replicated = RECIPES[strategy].mode.optimizer == "replicate"
-    axes = {"replicate": ranks} if replicated else {"shard": ranks}
-    return configuration(
-        strategy=strategy, microbatch=microbatch, microbatches=microbatches, checkpointing=policy, **axes
-    )
-
-
-@cache
-def to_the_byte(cell: Cell) -> int:
-    strategy, policy, microbatch, microbatches, ranks, name = cell
-    model = load_model(name)
-    job = RankJob(
-        model=model, world_size=ranks, batch=Batch(sequences=microbatch, seq_len=SEQ_LEN, dtype="bf16"),
-        microbatches=microbatches, checkpointing=checkpointing_of(policy, model.n_layers),
-    )  # fmt: skip
-    return predict_memory(job, RECIPES[strategy]).peak
-
-
-def wrong(cells: list[Cell]) -> dict[Cell, float]:
-    """Relative errors that are larger than what is allowed."""
-    found: dict[Cell, float] = {}
-    for name in {cell[-1] for cell in cells}:
-        of_model = [cell for cell in cells if cell[-1] == name]
-        peaks = estimated(*map(configured, of_model), model=name, seq_len=SEQ_LEN).memory.peak
-        errors = {cell: float(peak) / to_the_byte(cell) - 1 for cell, peak in zip(of_model, peaks)}
-        found |= {cell: error for cell, error in errors.items() if abs(error) > allowed(cell)}
-    return found
-
-
-def test_every_pair_of_choices_is_close_to_the_byte() -> None:
-    assert not wrong(pairwise_cover(GRID))
-
-
-@pytest.mark.full
-def test_every_choice_is_close_to_the_byte() -> None:
-    assert not wrong(GRID)
-    assert not wrong(list(product(RECIPES, POLICIES, (1, 2), (1, 2), (8, 128), ("llama3.1-405b",))))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_scores_that_attention_makes_in_fp32_are_counted(policy: str) -> None:
-    """With grouped heads CUDA has no fused kernel in fp32: 8 GiB of scores a layer."""
-    model = load_model("llama3-8b")
-    job = RankJob(
-        model=model, world_size=8, batch=Batch(sequences=1, seq_len=SEQ_LEN, dtype="fp32"),
-        checkpointing=checkpointing_of(policy, model.n_layers),
-    )  # fmt: skip
-    row = configuration(shard=8, checkpointing=policy, precision="fp32")
-    peak = float(estimated(row, seq_len=SEQ_LEN).memory.peak[0])
-    assert peak == pytest.approx(predict_memory(job, RECIPES["fsdp2"]).peak, rel=0.03)
+def test_recorded_dry_runs_are_met() -> None:
+    """But for cuBLAS's workspaces, 32 MiB for forward and as much for backward, which closed forms leave out."""
+    found = {}
+    for record in read_run(RECORDED).launches:
+        case, peak = record.case, record.metrics.get("peak_memory_bytes")
+        if peak is None or case.strategy not in WAYS or case.data_ranks < case.world_size:
+            continue
+        if case.strategy == "ddp":  # recorded before dry runs counted DDP's first bucket
+            continue
+        replicate = case.replicas if WAYS[case.strategy].shards_optimizer else case.world_size
+        row = configuration(
+            strategy=case.strategy, shard=case.world_size // replicate, replicate=replicate, precision=case.precision,
+            microbatch=case.global_batch // case.world_size // case.microbatches, microbatches=case.microbatches,
+            checkpointing=case.checkpointing,
+        )  # fmt: skip
+        ours = estimated(row, model=case.model, cluster="dgx-h100x32", seq_len=case.seq_len).memory.peak[0]
+        found[case.name] = (float(ours) + 64 * MIB) / peak - 1
+    worst = max(found, key=lambda name: abs(found[name]))
+    assert len(found) > 40
+    assert abs(found[worst]) < 0.01, worst
 
 
 def test_published_allocated_memory_is_met() -> None:
@@ -105,7 +55,7 @@ def test_published_allocated_memory_is_met() -> None:
 
 
 def test_the_peak_is_the_sum_of_parts_that_are_never_negative() -> None:
-    memory = estimated(*map(configured, (cell for cell in GRID if cell[-1] == "llama3-8b"))).memory
+    memory = estimated(*ROWS).memory
     parts = np.array([getattr(memory, part) for part in PARTS])
     assert parts.min() >= 0
     assert parts.sum(axis=0) == pytest.approx(memory.peak)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from refshard import resources
 from refshard.estimate.overlap import hidden
 from refshard.specs.cluster import load_cluster
-from tests.memory.made import cluster
+from tests.estimate.made import cluster
 
 RATE = st.floats(0.05, 1.0)
 SECONDS = st.floats(0.0, 100.0)

@@ -1,23 +1,27 @@
-"""Rows of strategies, against the recipes that they follow from."""
+"""Rows of strategies, and the modes that the engine's follow from."""
 
 import pytest
 
 from refshard.errors import SpecError
 from refshard.estimate.limits import usable
 from refshard.estimate.ways import WAYS, find_way
-from refshard.plan.recipe import RECIPES
+from refshard.plan.placement import MODES
 from refshard.quantities import GIB
-from tests.memory.made import hardware
+from tests.estimate.made import hardware
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
-def test_a_recipes_row_divides_what_its_mode_does(name: str) -> None:
-    way, mode = WAYS[name], RECIPES[name].mode
+@pytest.mark.parametrize("name", MODES)
+def test_a_row_of_the_engine_divides_what_its_mode_does(name: str) -> None:
+    way, mode = WAYS[f"refshard-{name}"], MODES[name]
     assert way.shards_optimizer == (mode.optimizer == "shard")
     assert way.shards_gradients == (mode.gradients == "shard")
     assert way.shards_parameters == (mode.parameters == "shard")
-    assert way.by_unit <= way.shards_gradients <= way.shards_optimizer
-    assert way.name == name
+
+
+def test_what_is_divided_has_its_optimizer_divided() -> None:
+    for name, way in WAYS.items():
+        assert way.by_unit <= way.shards_gradients <= way.shards_optimizer
+        assert way.name == name
 
 
 def test_zero_stages_divide_one_thing_more_each() -> None:
@@ -37,7 +41,7 @@ def test_a_strategy_without_a_row_is_refused_with_the_nearest() -> None:
         find_way("fsdp3")
 
 
-def test_what_tensors_can_fill_is_that_of_the_memory_model() -> None:
+def test_tensors_can_fill_what_context_and_fragmentation_leave() -> None:
     """A GPU keeps 2 GiB for its context and communicators, a CPU nothing, and 4 % lie between blocks."""
     for device, expected in (("cuda", 78), ("cpu", 80)):
         one = hardware(memory_bytes=80 * GIB, device=device)

@@ -44,7 +44,6 @@ def rank_result(case: CaseSpec, rank: int, **changes: Any) -> RankResult:
         "announced": () if alone else ANNOUNCED,
         "parameters_sha256": "same",
         "census": CENSUS,
-        "planned_peak_bytes": 900,
         "flops_per_token": float(flops_per_token(load_model(case.model), case.seq_len, CONVENTION, case.workload)),
     }
     return RankResult(**{**fields, **changes})

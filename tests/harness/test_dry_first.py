@@ -107,7 +107,7 @@ def test_without_gpus_nothing_is_dry_run(tmp_path: Path) -> None:
 def test_a_suite_as_dry_runs_has_its_measured_cases_once() -> None:
     tables = [
         {"strategy": ["ddp", "fsdp2"], "world_size": 2},
-        {"strategy": "fsdp2", "world_size": 4, "fidelity": "simulated", "cluster": "dgx-a100"},
+        {"strategy": "fsdp2", "world_size": 4, "fidelity": "emulated", "cluster": "dgx-a100"},
     ]
     suite = make_suite(matrix=tables, case={"model": "llama-mini", "global_batch": 8}, rounds=5)
     dry = suite.as_dry_run("dgx-h100")

@@ -60,12 +60,11 @@ def test_the_time_on_gpus_that_have_run_nothing_is_not_known() -> None:
     assert (known.unknown, known.seconds) == (0, 15)
 
 
-@pytest.mark.parametrize(("fidelity", "least", "most"), [("simulated", 0, 1), ("dryrun", 1, 60)])
-def test_what_needs_no_gpu_takes_as_long_wherever_it_is(fidelity: str, least: float, most: float) -> None:
-    matrix = {"strategy": "ddp", "model": "llama3-8b", "world_size": 8, "fidelity": fidelity, "cluster": "dgx-h100"}
+def test_a_dry_run_takes_as_long_wherever_it_is() -> None:
+    matrix = {"strategy": "ddp", "model": "llama3-8b", "world_size": 8, "fidelity": "dryrun", "cluster": "dgx-h100"}
     found = expected(make_suite(matrix=matrix, case={"batch_per_rank": 1}), {}, gpus=True)
     assert (found.launches, found.unknown) == (1, 0)
-    assert least < found.seconds < most
+    assert 1 < found.seconds < 60
 
 
 def test_earlier_launches_are_the_median_of_those_that_ended_ok(tmp_path: Path) -> None:

@@ -5,23 +5,14 @@ from typing import Any
 
 import pytest
 
-from refshard.commands.show import show
-from refshard.commands.validate import validate
 from refshard.errors import SpecError
-from refshard.estimate.candidates import Candidates
-from refshard.estimate.estimate import estimate
 from refshard.harness.launchers.base import LaunchOutcome
 from refshard.harness.run import check_suite, run_suite
-from refshard.harness.simulated import configuration_of
 from refshard.records import CollectiveCount, LaunchRecord
 from refshard.specs.case import CaseSpec
-from refshard.specs.cluster import load_cluster
-from refshard.specs.model import load_model
 from refshard.specs.suite import SuiteSpec
 from tests.emulate import make_cluster, write_cluster
 from tests.harness.fakes import ENVIRONMENT, FakeLauncher, Silent, good, make_suite, write_rank
-from tests.memory import made
-from tests.report.printed import notes, rows, tables, verdict
 
 
 @pytest.fixture
@@ -83,7 +74,7 @@ def test_collectives_must_be_what_was_announced_all_the_same(tmp_path: Path, clu
         ({"cluster": "no-such"}, "cluster: no profile and no file 'no-such'"),
         ({"world_size": 6}, "on nodes of 4 ranks, got 6"),
         ({"resident_ranks": 512}, r"resident_ranks: 512 ranks x 1 thread\(s\) exceed the \d+ cores here; lower it"),
-        ({"fidelity": "simulated", "workload": "inference"}, "workload must be 'training' for simulated cases"),
+        ({"fidelity": "simulated"}, "got 'simulated' for ddp-.*; use fidelity = 'dryrun'"),
     ],
 )
 def test_what_cannot_be_emulated_is_refused_before_anything_is_launched(
@@ -91,14 +82,6 @@ def test_what_cannot_be_emulated_is_refused_before_anything_is_launched(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         check_suite(suite(cluster, **changes), FakeLauncher(), oversubscribe=False)
-
-
-def test_a_case_without_a_closed_form_is_not_simulated() -> None:
-    """Such as upstream's YaFSDP, which is not the engine's mode."""
-    case = {"fidelity": "simulated", "cluster": "lab-2x2gbit", "world_size": 2, "global_batch": 2, "seq_len": 16}
-    made = make_suite(matrix={"strategy": ["yafsdp"], "model": ["llama-tiny"]}, case=case)
-    with pytest.raises(SpecError, match=r"'yafsdp' has no closed form; use fidelity 'dryrun'"):
-        check_suite(made, FakeLauncher(), oversubscribe=False)
 
 
 def test_cases_that_are_not_measured_may_stand_beside_those_over_a_network(cluster: str) -> None:
@@ -111,33 +94,3 @@ def test_cases_that_are_not_measured_may_stand_beside_those_over_a_network(clust
     )  # fmt: skip
     with pytest.raises(SpecError, match=r"multiple of network.hosts = 2, got 3"):
         check_suite(uneven, FakeLauncher(), oversubscribe=True)
-
-
-def test_a_simulated_case_is_a_record_like_any_other(tmp_path: Path) -> None:
-    """From suite to record, table, and comparison with the same case as if it had been measured."""
-    cluster = str(write_cluster(tmp_path / "cpus.toml", made.cluster(library="gloo", hardware=made.hardware())))
-    matrix = {"strategy": ["ddp", "refshard-yafsdp"], "model": ["llama-tiny"]}
-    case = {
-        "batch_per_rank": 1, "seq_len": 64, "device": "cpu", "world_size": 4, "checkpointing": "full",
-        "measured_steps": 3, "traced_steps": 1,
-    }  # fmt: skip
-    both = make_suite(matrix=[matrix, {**matrix, "fidelity": "simulated", "cluster": cluster}], case=case)
-    launcher = FakeLauncher()
-    run = run_suite(both, tmp_path / "run", launcher, Silent(), ENVIRONMENT, oversubscribe=True)
-    simulated = [record for record in run.launches if record.fidelity == "simulated"]
-    assert len(simulated) == 2
-    assert all(case.fidelity == "measured" for case in launcher.launched)
-    for record in simulated:
-        assert (record.state, record.backend) == ("ok", "gloo")
-        assert record.recompute == "forward of 6 of 6 layers, not counted"
-        configuration = Candidates.of([configuration_of(record.case)])
-        one = estimate(load_model("llama-tiny"), load_cluster(cluster).of_world_size(4), 64, configuration)
-        assert record.metrics["step_time_s"] == one.step_s[0]
-        assert record.metrics["exposed_comm_s"] == one.exchange_s[0] > 0
-        assert (record.traces, record.metrics["overlap_ratio"]) == ((), None)
-        assert record.metrics["mfu"] is not None
-        assert record.metrics["tokens_per_s_gpu"] == pytest.approx(64 / record.metrics["step_time_s"])  # type: ignore[operator]
-    assert any(": all times are modelled" in note for note in notes(show(tmp_path / "run")))
-    told = validate(tmp_path / "run")
-    assert "refshard-yafsdp, 4 ranks, checkpointing full" in {row["case"] for row in rows(tables(told)[0])}
-    assert verdict(told)[0].startswith("Simulated: median error of the step time ")

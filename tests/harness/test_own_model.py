@@ -80,7 +80,6 @@ def own_suite(model: str, **case: object) -> SuiteSpec:
         ("no_such.models:build", {}, "needs the module 'no_such'"),
         (f"{OWN}ed", {}, "has no 'untieded'"),
         (OWN, {"data": "tokens.npy"}, f"data: the factory '{OWN}' makes its own batches, got 'tokens.npy'"),
-        (OWN, {"fidelity": "simulated", "cluster": "dgx-h100", "device": "auto"}, "refshard dryrun --cluster NAME"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_launched(model: str, case: dict[str, object], words: str) -> None:

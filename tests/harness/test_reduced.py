@@ -51,15 +51,13 @@ def test_a_reference_that_does_not_fit_is_reduced_in_fp32_on_the_same_ranks() ->
     case = msgspec.structs.replace(LARGE, precision="fp32", seq_len=128, data="synthetic", checkpointing="full")
     assert reduced.case == case
     assert reduced.model == load_model("llama3-8b").reduced(2)
-    assert reduced.why == "one unsharded rank would need about 3,020 GiB, and has 80.0 GiB"
+    assert reduced.why == "one unsharded rank would need about 3,196 GiB, and has 80.0 GiB"
     assert reduced.words.startswith("the same case reduced to 2 layers of width 512, a vocabulary of 2,048, 128 tokens")
 
 
 @pytest.mark.parametrize("model", ["llama3.2-1b", "qwen3-4b"])
 def test_a_reference_whose_scores_do_not_fit_is_reduced(model: str) -> None:
-    """In fp32, Llama 3.2 1B's scores of 8,192 tokens took 128 GiB: it ran out of an H200's memory. The second model is
-    none that the memory model knows.
-    """
+    """In fp32, Llama 3.2 1B's scores of 8,192 tokens took 128 GiB: it ran out of an H200's memory."""
     h200 = msgspec.structs.replace(ENVIRONMENT, gpus=("H200",), gpu_memory_bytes=(150_109_106_176,))
     case = msgspec.structs.replace(LARGE, model=model, world_size=1, global_batch=1, checkpointing="selective")
     assert reduced_for(case, h200) is not None
@@ -69,7 +67,7 @@ def test_a_reference_whose_scores_do_not_fit_is_reduced(model: str) -> None:
     assert reduced_for(served, msgspec.structs.replace(h200, gpu_memory_bytes=(30 * GIB,))) is not None
 
 
-def test_what_the_memory_model_does_not_know_is_reduced_by_an_estimate() -> None:
+def test_a_reference_whose_optimizer_does_not_fit_is_reduced() -> None:
     """Qwen 3 8B, whose AdamW alone takes 122 GiB; the smallest fits an H100."""
     qwen = msgspec.structs.replace(LARGE, model="qwen3-8b", seq_len=1024, checkpointing="none")
     reduced = reduced_for(qwen, H100S)

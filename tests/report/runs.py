@@ -183,6 +183,7 @@ def launch(made: Made, number: int, rounds: int, fidelity: Fidelity = "measured"
         flops_convention="B",
         peak_flops_per_s=1.25e11,
         peak_source="measured GEMM, fp32, 1 thread",
+        memory_course_bytes=tuple(round(part * made.peak_mib * MIB) for part in (0.5, 1, 0.5)),
         proof=proof(made) if fidelity == "measured" else unheld(proof(made)),
     )
 

@@ -7,10 +7,7 @@ import pytest
 
 from refshard import resources
 from refshard.errors import SpecError
-from refshard.memory.tensors import Batch
-from refshard.memory.walk import RankJob
 from refshard.models.llama import Llama
-from refshard.plan.units import block_parameters
 from refshard.specs.model import (
     Experts,
     LatentAttention,
@@ -163,19 +160,9 @@ def test_what_refshard_cannot_train_is_refused_by_the_field_its_value_and_the_re
         Llama(spec)
     assert str(refused.value).startswith(f"model: {field} must be ")
     assert str(refused.value).endswith(f" for training, got {shown}; closed form only: refshard plan")
-    for attempt in (lambda: block_parameters(spec, 0), lambda: spec.reduced(2), lambda: check_trainable(spec)):
+    for attempt in (lambda: spec.reduced(2), lambda: check_trainable(spec)):
         with pytest.raises(SpecError, match=f"model: {field} must be"):
             attempt()
-
-
-@pytest.mark.parametrize("changes", [{"head_dim": 32}, {"query_norm": True}, {"experts": EXPERTS}], ids=str)
-def test_the_memory_model_knows_llamas_only(changes: dict[str, Any]) -> None:
-    spec, field = small_spec(**changes), next(iter(changes))
-    assert beyond_llama(spec) == field
-    with pytest.raises(
-        SpecError, match=rf"{field} must be .* for the memory model, got .*; dry-run a module of your own"
-    ):
-        RankJob(model=spec, world_size=2, batch=Batch(sequences=1, seq_len=128, dtype="bf16"))
 
 
 def test_a_reduced_model_keeps_its_shape() -> None:

@@ -36,7 +36,7 @@ def abilities(facts: Facts) -> tuple[Ability, ...]:
             possible=not facts.dry_run_obstacle,
             about=facts.dry_run_obstacle or "any script, cluster and world size",
         ),
-        Ability(name="simulated, plans", possible=True, about="any world size"),
+        Ability(name="plans", possible=True, about="any world size"),
         Ability(
             name="network emulation",
             possible=not network,

@@ -16,7 +16,6 @@ from refshard.harness.metrics import complete, flops_words, rates, recompute_wor
 from refshard.harness.proof import counts, failed_announcement, failed_units, units_of_all
 from refshard.harness.rank import trace_file
 from refshard.harness.subject import CONVENTION
-from refshard.memory.of_case import memory_of
 from refshard.quantities import format_bytes
 from refshard.records import DERIVED, METRICS, LaunchRecord, Proof
 from refshard.specs.case import CaseSpec
@@ -173,7 +172,6 @@ def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
     if spec is not None:
         flops = float(flops_per_token(spec, case.seq_len, CONVENTION, case.workload, case.tuning))
     hardware = load_cluster(case.cluster).accelerator
-    planned = memory_of(case, "cuda")
     return msgspec.structs.replace(
         blank,
         device=hardware.device_name,
@@ -183,7 +181,6 @@ def _named(blank: LaunchRecord, results: Sequence[DryResult]) -> LaunchRecord:
         recompute=recompute_words(case, n_layers) if n_layers else "",
         peak_flops_per_s=hardware.matmul[_dtype(case)].peak,
         peak_source=hardware.sources["matmul"],
-        planned_peak_bytes=None if planned is None else planned.peak,
         warnings=tuple(dict.fromkeys(warning for result in results for warning in result.warnings)),
     )
 

@@ -56,7 +56,7 @@ def as_object(plan: Plan, spread: Spread, *, model: str, cluster: str) -> dict[s
     return {
         "model": model,
         "cluster": cluster,
-        "fidelity": "simulated",
+        "fidelity": "plan",
         "seq_len": plan.seq_len,
         "global_batch": plan.global_batch,
         "tokens_per_step": plan.global_batch * plan.seq_len,
@@ -187,7 +187,7 @@ def memory_by_part(rows: Sequence[Row], varied: Sequence[str] = ()) -> list[dict
 
 
 def _fidelity(size: Size) -> str:
-    return "dry run" if size.rows and size.rows[0].dry_step_s else "simulated"
+    return "dry run" if size.rows and size.rows[0].dry_step_s else "closed form"
 
 
 def _ranks(size: Size) -> str:

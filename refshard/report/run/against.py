@@ -112,7 +112,7 @@ def _exact(case: CaseResult, before: CaseResult, *, together: bool) -> tuple[Cha
     sides = []
     for one in (before, case):
         launch = next((launch for launch in one.launches if launch.state == "ok" and launch.proof), None)
-        if launch is None or one.fidelity == "simulated":
+        if launch is None:
             return None
         metrics = exact_metrics(launch)
         sides.append({case.full_label: metrics if together else portable(metrics)})

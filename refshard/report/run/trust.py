@@ -53,7 +53,7 @@ def trust(evidence: Evidence, noise: Noise | None = None) -> tuple[Fact, ...]:
 
 
 def _proof(finished: tuple[CaseResult, ...]) -> Fact:
-    """Simulated cases ran nothing that could be proved."""
+    """Simulated cases, of older records, ran nothing that could be proved."""
     ran = tuple(case for case in finished if case.fidelity != "simulated")
     proved = sum(proof_summary(case) == "proved" for case in ran)
     detail = f"units{_proved(ran)} match the strategy's plan"

@@ -17,7 +17,7 @@ from refshard.report.run.crossover import Crossover, crossovers
 from refshard.report.run.device_limit import device_limit
 from refshard.report.run.headline import Headline, failures, headline
 from refshard.report.run.losses import Losses, losses
-from refshard.report.run.memory import Memory, memory
+from refshard.report.run.memory import memory_over_step
 from refshard.report.run.power import power_table
 from refshard.report.run.scaling import Scaling, scalings
 from refshard.report.run.tradeoff import tradeoff
@@ -52,7 +52,7 @@ class View:
     power: pd.DataFrame
     gpu_memory: pd.DataFrame
     on_gpus: tuple[CaseResult, ...]
-    memory: Memory | None
+    memory: Chart | None
     scalings: tuple[Scaling, ...]
     crossovers: tuple[Crossover, ...]
     losses: tuple[Losses, ...]
@@ -121,7 +121,9 @@ def _view(ranking: Ranking, shared: _Shared, traced: Mapping[CaseResult, Traced]
         power=power_table(setting.cases),
         gpu_memory=views.gpu_memory_table(setting.cases),
         on_gpus=tuple(case for case in setting.cases if gpu_memory_of(case)),
-        memory=memory(replace(setting, cases=tuple(c for c in top.cases if c in ranking.cases)), prefix),
+        memory=memory_over_step(
+            replace(setting, cases=tuple(c for c in top.cases if c in ranking.cases)), prefix, shared.dry_runs
+        ),
         scalings=_about(shared.scalings, ranking.cases),
         crossovers=_about(shared.crossovers, ranking.cases),
         losses=_about(shared.losses, ranking.cases),

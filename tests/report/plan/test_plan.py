@@ -19,7 +19,7 @@ from refshard.report.plan import words
 from refshard.specs.cluster import LinkSpec
 from refshard.specs.configuration import Configuration
 from refshard.specs.model import load_model
-from tests.memory.made import cluster, hardware
+from tests.estimate.made import cluster, hardware
 from tests.report.pages import Page, numbers
 from tests.report.printed import as_csv, as_json, notes, rows, tables, text, verdict
 
@@ -220,7 +220,7 @@ def test_the_answer_comes_first_and_no_line_is_too_wide() -> None:
     found = answer(size(best, next_, front=(best, row(1.2, tensor=4, peak_gib=31))))
     shown = text(found)
     assert shown.startswith("Use fsdp2 with FSDP 16, ")
-    assert shown.index("llama on made, 16 ranks (simulated)") < shown.index("Pareto front")
+    assert shown.index("llama on made, 16 ranks (closed form)") < shown.index("Pareto front")
     for width in (100, 120, 160):
         assert max(len(line) for line in text(found, width, verbose=True).splitlines()) <= width
     assert "seconds of a step" not in shown
@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_listed_apart_smallest_first() -> None:
 def test_json_holds_everything_in_plain_units() -> None:
     made = searched()
     told = as_json(plan_table.plan_answer(made, SPREAD, "t", model="m", cluster="c"))
-    assert (told["fidelity"], told["model"], told["cluster"]) == ("simulated", "m", "c")
+    assert (told["fidelity"], told["model"], told["cluster"]) == ("plan", "m", "c")
     assert told["tokens_per_step"] == told["global_batch"] * told["seq_len"] == 32 * 2048
     assert told["verdict"] == words.verdict(made, SPREAD)
     assert told["failures"]["mtbf_hours"] == Failures().mtbf_hours

@@ -1,72 +1,50 @@
-"""Predicted memory beside what was measured."""
+"""Memory over a step, with dry runs beside what was measured."""
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 
-from refshard.analysis.evidence import Setting, gather
-from refshard.quantities import GIB, MIB
-from refshard.report.run.memory import Memory, forecast, memory
-from tests.report.runs import CASES, run, spec, with_record
+from refshard.analysis.evidence import gather
+from refshard.report.run.memory import memory_over_step
+from refshard.report.run.validation import dry_runs_of
+from tests.report.run.test_dry_runs_beside import dry, measured
+from tests.report.runs import CASES, run, with_record
 
 
-def of(setting: Setting) -> Memory:
-    found = memory(setting, "s")
+def test_each_case_has_its_recorded_course_in_its_colour() -> None:
+    found = memory_over_step(gather(run(CASES[1:], rounds=1, failed=False)).settings[0], "s", {})
     assert found is not None
-    return found
-
-
-def test_every_case_that_the_model_knows_has_its_parts_and_its_mark() -> None:
-    found = of(gather(run(failed=False)).settings[0])
-    *parts, measured = found.parts.figure["data"]
-    assert [part["name"] for part in parts][:3] == ["parameters", "optimizer", "gradients"]
-    assert measured["x"] == pytest.approx([peak / 1024 for peak in (420, 440, 300, 280, 240)], rel=1e-4)
-    assert measured["y"] == parts[0]["y"] == [1, 3, 4, 5, 6], "under the headings of their world sizes"
-    ddp = forecast(spec("ddp"), "cpu")
-    assert ddp is not None
-    assert sum(part["x"][1] for part in parts) == pytest.approx(ddp.peak / GIB, rel=1e-4)
-    assert found.table.iloc[1]["predicted / measured"] == f"{ddp.peak / 440 / MIB:.3f}"
-
-
-def test_the_sentence_names_the_furthest_and_the_largest_part() -> None:
-    told = of(gather(run(failed=False)).settings[0]).parts.alternative
-    assert "most at the highest predicted peak (single)" in told
-    assert "Predictions differ from the measurement by at most " in told
-
-
-def test_simulated_cases_have_no_measured_mark() -> None:
-    found = of(gather(run(CASES[1:3], rounds=1, failed=False, fidelity="simulated")).settings[0])
-    assert found.parts.figure["data"][-1]["x"] == []
-    assert "measured" not in found.parts.alternative
-    assert not [column for column in found.table.columns if "/" in column], "a prediction over another is no proof"
-
-
-def test_the_curves_over_a_step_reach_the_predicted_peak() -> None:
-    found = of(gather(run(failed=False)).settings[0])
-    curves = found.steps.figure["data"]
+    curves = found.figure["data"]
     assert [curve["name"] for curve in curves] == [case.strategy for case in CASES[1:]]
     for curve, case in zip(curves, CASES[1:]):
-        told = forecast(spec(case.strategy), "cpu")
-        assert told is not None
-        assert max(curve["y"]) == pytest.approx(told.peak / MIB, rel=1e-4)
-        assert (curve["x"][0], curve["x"][-1]) == (0, 100)
-
-
-def test_a_measured_course_is_dotted_beside_the_predicted_one() -> None:
-    made = with_record(run(rounds=1, failed=False), 1, memory_course_bytes=(100 * MIB, 400 * MIB, 200 * MIB))
-    found = of(gather(made).settings[0])
-    predicted, measured = found.steps.figure["data"][:2]
-    assert ("ddp, predicted" in predicted["hovertemplate"], "ddp, measured" in measured["hovertemplate"]) == (
-        True,
-        True,
+        assert (curve["x"], max(curve["y"])) == ([0, 50, 100], case.peak_mib)
+        assert (curve["line"]["dash"], curve["showlegend"]) == ("solid", True)
+    assert len({curve["line"]["color"] for curve in curves}) == len(curves)
+    assert found.alternative == (
+        "Rank 0 of 2 ranks: ddp peaks at 440 MiB; fsdp2 peaks at 300 MiB; refshard-fsdp peaks at 280 MiB; "
+        "refshard-yafsdp peaks at 240 MiB."
     )
-    assert not measured["showlegend"]
-    assert (measured["x"], measured["y"]) == ([0, 50, 100], [100, 400, 200])
-    assert (predicted["line"]["dash"], measured["line"]["dash"]) == ("solid", "dot")
-    assert predicted["line"]["color"] == measured["line"]["color"]
-    assert found.steps.alternative.endswith(" Dotted: rank 0, measured (1 of 4).")
 
 
-def test_what_the_model_does_not_know_is_left_out() -> None:
-    strange = [replace(CASES[1], strategy="a-strategy-of-tomorrow")]
-    assert memory(gather(run(strange, rounds=1, failed=False)).settings[0], "s") is None
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_the_dry_run_of_a_measured_case_is_dotted_beside_it(on_gpus: bool) -> None:
+    """Where the measurement has no course, as on a GPU, the prediction stands alone."""
+    predicted, made = dry(), measured()
+    if on_gpus:
+        bare = tuple(msgspec.structs.replace(record, memory_course_bytes=()) for record in made.launches)
+        made = msgspec.structs.replace(made, launches=bare)
+    evidence = gather(predicted, made)
+    setting = next(setting for setting in evidence.settings if setting.cases[0].fidelity == "measured")
+    found = memory_over_step(setting, "s", dry_runs_of(evidence))
+    assert found is not None
+    curves = [curve for curve in found.figure["data"] if curve["name"] == "fsdp2"]
+    assert [curve["line"]["dash"] for curve in curves] == (["dot"] if on_gpus else ["solid", "dot"])
+    assert [curve["showlegend"] for curve in curves] == ([True] if on_gpus else [True, False])
+    assert "fsdp2, dry run" in curves[-1]["hovertemplate"]
+    own = "" if on_gpus else "300 MiB, "
+    assert f"fsdp2 peaks at {own}300 MiB in its dry run" in found.alternative
+    assert found.alternative.endswith("Dotted: dry runs.")
+
+
+def test_without_a_recorded_course_there_is_no_chart() -> None:
+    made = with_record(run(CASES[1:2], rounds=1, failed=False), 0, memory_course_bytes=())
+    assert memory_over_step(gather(made).settings[0], "s", {}) is None

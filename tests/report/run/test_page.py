@@ -25,7 +25,7 @@ from refshard.report.run.view import views_of
 from tests.report.pages import Page
 from tests.report.runs import CASES, HOSTILE, run, with_record
 
-CHARTS = {"v0-tradeoff", "v0-breakdown", "v0-parts", "v0-over-step", "t0-losses"}
+CHARTS = {"v0-tradeoff", "v0-breakdown", "v0-over-step", "t0-losses"}
 
 
 def drawn(made: Run) -> Page:
@@ -162,7 +162,7 @@ def test_the_page_says_what_the_views_say(seen: Page) -> None:
 
 
 def test_tables_are_told_by_their_captions_and_scopes(seen: Page) -> None:
-    assert len(seen.having("caption")) == len(seen.having("table")) > 6
+    assert len(seen.having("caption")) == len(seen.having("table")) > 5
     assert all(cell.get("scope") in ("col", "row") for cell in seen.having("th"))
 
 

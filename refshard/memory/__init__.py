@@ -1,1 +1,0 @@
-"""A step's memory, walked allocation by allocation without a tensor."""
