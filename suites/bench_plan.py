@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from refshard.plan.layout import UnitLayout, lay_out
-from refshard.plan.placement import MODES
-from refshard.plan.schedule import Op, OpKind, assign_rings, build, chain_markers
-from refshard.plan.units import ModelUnit, model_units
+from refshard.engine.layout import UnitLayout, lay_out
+from refshard.engine.placement import MODES
+from refshard.engine.schedule import Op, OpKind, assign_rings, build, chain_markers
+from refshard.estimate.units import ModelUnit, model_units
 from refshard.specs.model import load_model
 
 MODEL = load_model("llama3.1-405b")

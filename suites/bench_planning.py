@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from refshard.estimate.recipe import RECIPES
 from refshard.memory.tensors import Batch
 from refshard.memory.walk import MemoryForecast, RankJob, predict_memory
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import RECIPES
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import load_model
 
 ROUNDS = 5

@@ -7,10 +7,10 @@ import msgspec
 
 from refshard.errors import SpecError
 from refshard.estimate.plan import VARIANTS, Failures
+from refshard.estimate.recipe import RECIPES
 from refshard.estimate.search import AUTO
 from refshard.estimate.space import ALL, Space
 from refshard.estimate.ways import WAYS, find_way
-from refshard.plan.recipe import RECIPES
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Precision, Schedule
 from refshard.specs.hardware import ELEMENT_BYTES

@@ -9,7 +9,7 @@ product, Megatron its part, and gathers again.
 from dataclasses import dataclass
 
 from refshard.estimate.kernels import Share, attention_width, inner_tokens_width, projected_width
-from refshard.plan.recipe import MASTER_BYTES
+from refshard.estimate.recipe import MASTER_BYTES
 from refshard.specs.model import ModelSpec
 
 SCORE_BYTES = 4

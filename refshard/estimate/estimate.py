@@ -15,13 +15,13 @@ from refshard.estimate.groups import group_of
 from refshard.estimate.kernels import Share
 from refshard.estimate.layers import LayerCosts, LayerTimes, Within
 from refshard.estimate.memory import Held, Memory, memory_of
+from refshard.estimate.recipe import MASTER_BYTES
 from refshard.estimate.sizes import sizes_of
 from refshard.estimate.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
 from refshard.estimate.ways import fact
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import MASTER_BYTES
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ELEMENT_BYTES
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import ModelSpec, makes_scores
 
 CLIPPED_BYTES = 12

@@ -14,8 +14,8 @@ import numpy as np
 from refshard.estimate.candidates import Candidates, Floats, Mask
 from refshard.estimate.groups import Groups
 from refshard.estimate.overlap import hidden
+from refshard.estimate.recipe import MASTER_BYTES
 from refshard.estimate.ways import fact
-from refshard.plan.recipe import MASTER_BYTES
 from refshard.specs.cluster import ClusterSpec, CollectiveOp
 
 SKEW = 0.87

@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 
 from refshard.estimate.candidates import Candidates, Floats, Mask
+from refshard.estimate.recipe import MASTER_BYTES
 from refshard.estimate.ways import ADAM_BYTES, fact
-from refshard.plan.recipe import MASTER_BYTES
 
 PARTS = ("masters", "optimizer", "gradients", "unsharded", "activations", "workspace")
 MOST_GATHERED = 3

@@ -6,7 +6,7 @@ The engine's modes and torch's strategies follow from their recipes; other rows 
 from dataclasses import dataclass
 
 from refshard.errors import SpecError, nearest
-from refshard.plan.recipe import RECIPES, Recipe
+from refshard.estimate.recipe import RECIPES, Recipe
 
 ADAM_BYTES = 8
 """AdamW's two averages, in fp32."""

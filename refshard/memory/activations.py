@@ -18,7 +18,7 @@ from refshard.memory.tensors import (
     rotate_backward,
     rotate_forward,
 )
-from refshard.plan.checkpointing import Recompute
+from refshard.specs.layers import Recompute
 
 PRODUCTS_KEPT_BY_OP = frozenset({"query product", "value", "gate", "down"})
 KEPT_BY_OP = PRODUCTS_KEPT_BY_OP | {"mixed", "sums"}

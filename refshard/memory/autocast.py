@@ -11,7 +11,7 @@ from dataclasses import replace
 from refshard.memory.activations import KEPT_BY_OP, Call, new_tape
 from refshard.memory.tape import Tape
 from refshard.memory.tensors import Tensors, attention_backward, attention_forward, norm_backward, norm_forward
-from refshard.plan.checkpointing import Recompute
+from refshard.specs.layers import Recompute
 
 
 def widened(t: Tensors) -> Tensors:

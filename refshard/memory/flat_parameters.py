@@ -9,6 +9,8 @@ before the embedding, and reduced when backward has ended.
 
 from typing import final
 
+from refshard.engine.schedule import Phase
+from refshard.estimate.recipe import MASTER_BYTES
 from refshard.memory.holdings import (
     Holdings,
     Setting,
@@ -17,8 +19,6 @@ from refshard.memory.holdings import (
     take_optimizer,
 )
 from refshard.memory.ledger import Ledger
-from refshard.plan.recipe import MASTER_BYTES
-from refshard.plan.schedule import Phase
 
 
 @final

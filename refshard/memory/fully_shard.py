@@ -10,6 +10,8 @@ gradient is reduced when backward has ended. With replicas, what their all-reduc
 import math
 from typing import final
 
+from refshard.engine.schedule import Phase
+from refshard.estimate.recipe import MASTER_BYTES
 from refshard.memory.holdings import (
     Holdings,
     Setting,
@@ -19,8 +21,6 @@ from refshard.memory.holdings import (
     take_optimizer,
 )
 from refshard.memory.ledger import Ledger
-from refshard.plan.recipe import MASTER_BYTES
-from refshard.plan.schedule import Phase
 
 
 @final

@@ -8,10 +8,10 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from refshard.engine.schedule import Phase
+from refshard.estimate.recipe import MASTER_BYTES, Recipe
+from refshard.estimate.units import ModelUnit
 from refshard.memory.ledger import Ledger
-from refshard.plan.recipe import MASTER_BYTES, Recipe
-from refshard.plan.schedule import Phase
-from refshard.plan.units import ModelUnit
 from refshard.quantities import MIB
 from refshard.specs.cluster import Library
 from refshard.specs.hardware import ELEMENT_BYTES, Dtype

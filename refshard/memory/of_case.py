@@ -1,10 +1,10 @@
 """What the memory model says of a case that a suite names."""
 
+from refshard.estimate.recipe import RECIPES
 from refshard.memory.tensors import Batch, Device
 from refshard.memory.walk import MemoryForecast, RankJob, predict_memory
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import RECIPES
 from refshard.specs.case import REFERENCE_STRATEGY, CaseSpec
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import beyond_llama, known_dimensions
 
 

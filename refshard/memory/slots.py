@@ -2,7 +2,7 @@
 
 The stream is walked as ``engine/executor.py`` walks it: what precedes a marker, the marker, and what follows it and
 need not be awaited. Sizes are those of ``engine/unit.py`` and ``engine/buffers.py``, and where slots lie is what
-``plan/arena.py`` says.
+``engine/arena.py`` says.
 """
 
 from collections.abc import Hashable
@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import final
 
-from refshard.memory.holdings import Holdings, Setting, gloo_all_reduce, take_optimizer
-from refshard.memory.ledger import Ledger
-from refshard.plan.arena import Lasting, aligned, plan_arena
-from refshard.plan.layout import UnitLayout, lay_out
-from refshard.plan.recipe import MASTER_BYTES
-from refshard.plan.schedule import (
+from refshard.engine.arena import Lasting, aligned, plan_arena
+from refshard.engine.layout import UnitLayout, lay_out
+from refshard.engine.schedule import (
     BLOCKING,
     MARKERS,
     Op,
@@ -27,7 +24,10 @@ from refshard.plan.schedule import (
     build,
     chain_markers,
 )
-from refshard.plan.units import ModelUnit
+from refshard.estimate.recipe import MASTER_BYTES
+from refshard.estimate.units import ModelUnit
+from refshard.memory.holdings import Holdings, Setting, gloo_all_reduce, take_optimizer
+from refshard.memory.ledger import Ledger
 
 
 @final

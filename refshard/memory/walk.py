@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from refshard.engine.placement import MODES
 from refshard.errors import SpecError
+from refshard.estimate.recipe import Recipe
+from refshard.estimate.units import ModelUnit, model_units
 from refshard.memory.activations import Call, block_call, embedding_call, head_call, loss_call
 from refshard.memory.autocast import autocast_block_call, autocast_head_call, weight_casts, widened
 from refshard.memory.flat_parameters import FlatParameters
@@ -21,12 +24,9 @@ from refshard.memory.slots import Slots
 from refshard.memory.tape import Changes
 from refshard.memory.tensors import Batch, Device, Tensors
 from refshard.memory.whole import Whole
-from refshard.plan.checkpointing import NO_CHECKPOINTING, Checkpointing, Recompute
-from refshard.plan.placement import MODES
-from refshard.plan.recipe import Recipe
-from refshard.plan.units import ModelUnit, model_units
 from refshard.specs.cluster import Library
 from refshard.specs.hardware import Dtype
+from refshard.specs.layers import NO_CHECKPOINTING, Checkpointing, Recompute
 from refshard.specs.model import ELSEWHERE, ModelSpec, check_llama
 
 ALONE = Recipe(name="single", mode=MODES["replicate"], grouping="buckets")

@@ -2,10 +2,10 @@
 
 from typing import final
 
+from refshard.engine.schedule import Phase
+from refshard.estimate.recipe import MASTER_BYTES
+from refshard.memory.buckets import Buckets
 from refshard.memory.holdings import Holdings, gloo_all_reduce, numels, take_optimizer
-from refshard.plan.buckets import Buckets
-from refshard.plan.recipe import MASTER_BYTES
-from refshard.plan.schedule import Phase
 
 
 @final

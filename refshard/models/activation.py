@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from refshard.models.llama import Llama
-from refshard.plan.checkpointing import checkpointing_of
+from refshard.specs.layers import checkpointing_of
 
 _ATTENTION = frozenset(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default

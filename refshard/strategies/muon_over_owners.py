@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from refshard.engine.local_part import local_of
+from refshard.engine.owners import share_out, step_cost
 from refshard.engine.unit import Unit
 from refshard.engine.whole_tensors import WholeTensors
-from refshard.plan.owners import share_out, step_cost
 from refshard.specs.case import CaseSpec
 
 _AGREEMENT_BYTES = 16

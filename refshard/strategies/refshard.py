@@ -9,13 +9,13 @@ from torch import nn
 
 from refshard.engine.api import engine_of, full_parameters, no_sync, shard, whole_tensors
 from refshard.engine.collectives import library_of
+from refshard.engine.placement import find_mode
 from refshard.engine.precision import Precision
+from refshard.engine.schedule import OpKind, PassKind, assign_rings, build, chain_markers
 from refshard.engine.unit import Unit
 from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
-from refshard.plan.placement import find_mode
-from refshard.plan.schedule import OpKind, PassKind, assign_rings, build, chain_markers
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import values

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama, rotary_tables
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.stages import layers_of_stages, stages_of_rank
 from refshard.specs.case import CaseSpec
+from refshard.specs.layers import checkpointing_of, layers_of_stages, stages_of_rank
 from refshard.strategies.loop import Context
 from refshard.strategies.world import World
 

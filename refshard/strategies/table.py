@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from refshard.resources import install_extra
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import is_factory

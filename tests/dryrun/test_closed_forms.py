@@ -16,17 +16,17 @@ import pytest
 from refshard.estimate.candidates import Candidates
 from refshard.estimate.estimate import estimate
 from refshard.estimate.issued import issued_by_rank
+from refshard.estimate.recipe import RECIPES
 from refshard.harness.dry.many import dry_run_many
 from refshard.harness.dry.result import DryResult
 from refshard.harness.simulated import configuration_of
 from refshard.memory.of_case import memory_of
 from refshard.memory.tensors import Batch
 from refshard.memory.walk import RankJob, predict_memory
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import RECIPES
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
 from refshard.specs.configuration import Schedule
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import load_model, parameter_count
 from refshard.specs.writing import to_toml
 from tests.fakecuda.needs import needs_device

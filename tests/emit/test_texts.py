@@ -16,7 +16,7 @@ from refshard.emit.job import Emitted, Job
 from refshard.emit.suite import COMPILED, MODEL, PLANNED_ONLY, SPLIT, SPLIT_BY_SEQUENCE, STAGED
 from refshard.emit.table import TOOLS, emit
 from refshard.errors import SpecError
-from refshard.plan.recipe import RECIPES
+from refshard.estimate.recipe import RECIPES
 from refshard.specs.model import load_model
 from refshard.specs.suite import parse_suite
 from refshard.strategies import check_case

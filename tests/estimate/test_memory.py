@@ -8,12 +8,12 @@ import pytest
 
 from refshard.estimate.memory import PARTS
 from refshard.estimate.published import load_runs, predicted
+from refshard.estimate.recipe import RECIPES
 from refshard.memory.tensors import Batch
 from refshard.memory.walk import RankJob, predict_memory
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import RECIPES
 from refshard.quantities import GIB
 from refshard.specs.configuration import Configuration
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import load_model
 from tests.distributed.cover import pairwise_cover
 from tests.estimate.made import configuration, estimated

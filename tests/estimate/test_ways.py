@@ -4,8 +4,8 @@ import pytest
 
 from refshard.errors import SpecError
 from refshard.estimate.limits import usable
+from refshard.estimate.recipe import RECIPES
 from refshard.estimate.ways import WAYS, find_way
-from refshard.plan.recipe import RECIPES
 from refshard.quantities import GIB
 from tests.memory.made import hardware
 

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from refshard.estimate.recipe import RECIPES
 from refshard.memory.tensors import Batch
 from refshard.memory.walk import RankJob, predict_memory
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, next_token_loss
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.recipe import RECIPES
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import load_model
 from tests.distributed.ranks import run_ranks
 from tests.gpu.needs import needs_allocations

@@ -16,10 +16,10 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from refshard.engine.api import no_sync, shard
+from refshard.engine.placement import MODES
 from refshard.engine.precision import Precision
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Block, Llama, next_token_loss
-from refshard.plan.placement import MODES
 from refshard.specs.model import ModelSpec
 from tests.memory.live import LiveBytes
 

@@ -16,8 +16,8 @@ from refshard.memory.tape import Change
 from refshard.memory.tensors import Batch, Tensors
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, next_token_loss
-from refshard.plan.checkpointing import Recompute
 from refshard.specs.hardware import Dtype
+from refshard.specs.layers import Recompute
 from refshard.specs.model import ModelSpec
 from tests.memory.fused import computes_as_on_cuda
 from tests.memory.live import LiveBytes, turns

@@ -13,14 +13,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from refshard.errors import SpecError
 from refshard.estimate.limits import usable
+from refshard.estimate.recipe import RECIPES
+from refshard.estimate.units import model_units
 from refshard.memory.of_case import memory_of
 from refshard.memory.tensors import Batch
 from refshard.memory.walk import RankJob, predict_memory
-from refshard.plan.checkpointing import Checkpointing, checkpointing_of
-from refshard.plan.recipe import RECIPES
-from refshard.plan.units import model_units
 from refshard.quantities import GIB
 from refshard.specs.case import CaseSpec
+from refshard.specs.layers import Checkpointing, checkpointing_of
 from refshard.specs.model import ModelSpec, load_model, parameter_count
 from tests.memory.made import hardware
 from tests.memory.pretended import levels_of_a_step

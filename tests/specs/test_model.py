@@ -7,10 +7,10 @@ import pytest
 
 from refshard import resources
 from refshard.errors import SpecError
+from refshard.estimate.units import block_parameters
 from refshard.memory.tensors import Batch
 from refshard.memory.walk import RankJob
 from refshard.models.llama import Llama
-from refshard.plan.units import block_parameters
 from refshard.specs.model import (
     Experts,
     LatentAttention,

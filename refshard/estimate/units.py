@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from refshard.plan.layout import lay_out
-from refshard.plan.recipe import Grouping, Recipe
-from refshard.plan.schedule import UnitFacts
+from refshard.engine.layout import lay_out
+from refshard.engine.schedule import UnitFacts
+from refshard.estimate.recipe import Grouping, Recipe
 from refshard.specs.model import ModelSpec, check_trainable
 
 Role = Literal["embedding", "block", "head", "around"]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from refshard.engine.grouping import group_units
+from refshard.engine.placement import MODES
+from refshard.estimate.recipe import RECIPES
+from refshard.estimate.units import model_units
 from refshard.models.llama import Llama
-from refshard.plan.placement import MODES
-from refshard.plan.recipe import RECIPES
-from refshard.plan.units import model_units
 from refshard.specs.model import load_model, parameter_count
 from refshard.strategies import names
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from refshard.plan.placement import MODES, Mode
+from refshard.engine.placement import MODES, Mode
 from refshard.quantities import MIB
 
 Grouping = Literal["ends", "root", "buckets"]

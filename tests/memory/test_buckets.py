@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
+from refshard.estimate.recipe import RECIPES
+from refshard.memory.buckets import Buckets
 from refshard.models.llama import Llama
-from refshard.plan.buckets import Buckets
-from refshard.plan.recipe import RECIPES
 from refshard.specs.model import load_model
 
 DDP = RECIPES["ddp"]

@@ -1,6 +1,6 @@
 """DDP's buckets of gradients, as they fill up."""
 
-from refshard.plan.recipe import Recipe
+from refshard.estimate.recipe import Recipe
 
 
 class Buckets:
