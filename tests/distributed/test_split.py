@@ -14,7 +14,7 @@ from refshard.engine.placement import MODES
 from refshard.engine.split import Split
 from refshard.errors import EngineError
 from refshard.models.llama import Llama, initialise, next_token_loss
-from refshard.strategies.peers.tensor_parallel import split
+from refshard.strategies.tensor_parallel import split
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 
