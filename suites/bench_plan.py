@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from refshard.engine.grouping import group_units
+from refshard.engine.layout import UnitLayout, lay_out
+from refshard.engine.placement import MODES
+from refshard.engine.schedule import Op, OpKind, UnitFacts, assign_rings, build, chain_markers
 from refshard.models.llama import Llama
-from refshard.plan.layout import UnitLayout, lay_out
-from refshard.plan.placement import MODES
-from refshard.plan.schedule import Op, OpKind, UnitFacts, assign_rings, build, chain_markers
 from refshard.specs.model import load_model
 
 MODEL = load_model("llama3.1-405b")

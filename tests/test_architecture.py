@@ -27,12 +27,10 @@ LAYERS = drawn_layers()
 LAYERS |= {"__init__": LAYERS["cli"], "__main__": LAYERS["cli"] + 1}
 OPTIONAL = {
     "accelerate_fsdp2.py": {"accelerate"},
-    "accelerate_sharding.py": {"accelerate"},
     "compile.py": {"torchgen"},
     "adapters.py": {"peft"},
     "deepspeed_zero.py": {"deepspeed"},
-    "hf_trainer.py": {"transformers"},
-    "hf_trainer_loop.py": {"greenlet", "transformers"},
+    "hf_trainer.py": {"greenlet", "transformers"},
     "hta.py": {"hta"},
     "optimizer.py": {"torchao"},
     "megatron_fsdp.py": {"megatron_fsdp"},

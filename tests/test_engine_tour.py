@@ -4,9 +4,9 @@ import importlib
 import re
 from pathlib import Path
 
-from refshard.plan.arena import plan_arena
-from refshard.plan.placement import find_mode
-from refshard.plan.schedule import OpKind, UnitFacts, assign_rings, build, chain_markers
+from refshard.engine.arena import plan_arena
+from refshard.engine.placement import find_mode
+from refshard.engine.schedule import OpKind, UnitFacts, assign_rings, build, chain_markers
 
 TOUR = (Path(__file__).parents[1] / "docs" / "explanation" / "engine.md").read_text()
 KIB = 1024
@@ -68,8 +68,7 @@ def test_every_function_that_the_tour_names_exists() -> None:
     named = re.findall(r"`(\w+)\.py`, `([\w.]+)`", TOUR)
     assert len(named) > 10
     for module, path in named:
-        room = "plan" if module in ("placement", "layout", "schedule", "arena") else "engine"
-        found: object = importlib.import_module(f"refshard.{room}.{module}")
+        found: object = importlib.import_module(f"refshard.engine.{module}")
         for part in path.split("."):
             found = getattr(found, part)
 

@@ -5,12 +5,12 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
+from refshard.engine.placement import MODES
 from refshard.errors import SpecError
 from refshard.estimate.plan import VARIANTS, Failures
 from refshard.estimate.search import AUTO
 from refshard.estimate.space import ALL, Space
 from refshard.estimate.ways import WAYS, find_way
-from refshard.plan.placement import MODES
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Precision, Schedule
 from refshard.specs.hardware import ELEMENT_BYTES

@@ -5,8 +5,8 @@ from typing import Any
 from refshard import resources
 from refshard.emit.job import Emitted, Job, refuse_above_one, refuse_beyond_llama, refuse_experts
 from refshard.errors import SpecError
-from refshard.plan.stages import layers_of_stages, stages_of_rank
 from refshard.specs.configuration import Configuration
+from refshard.specs.layers import layers_of_stages, stages_of_rank
 from refshard.specs.model import TRAINED, is_factory
 from refshard.specs.suite import SuiteSpec
 from refshard.specs.writing import to_toml

@@ -22,13 +22,13 @@ from refshard.engine.hooks import Hooks
 from refshard.engine.materialise import Initialise, check_parameters, make_unit, materialise, materialise_buffers
 from refshard.engine.optim import clip_gradients, watch_optimizers
 from refshard.engine.owners import Make, Place
+from refshard.engine.placement import Accumulation, Mode, find_mode
 from refshard.engine.precision import Precision
 from refshard.engine.registration import watch_registrations
 from refshard.engine.state_dict import show_gatherable
 from refshard.engine.unit import Unit
 from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import EngineError, SpecError, UnsupportedError
-from refshard.plan.placement import Accumulation, Mode, find_mode
 
 _ENGINE = "_refshard_engine"
 
@@ -81,7 +81,7 @@ def shard(
             of such a model afterwards.
         mesh: a device mesh with one axis (shard) or two (replicate, shard). A mode that shards nothing
             replicates over every axis. By default all ranks, on the device type of the parameters.
-        mode: a row of :data:`refshard.plan.placement.MODES`: ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fsdp"`` or
+        mode: a row of :data:`refshard.engine.placement.MODES`: ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fsdp"`` or
             ``"yafsdp"``.
         blocks: the modules that become units, by name, by name of a list of them, or by class; by default the members
             of the outermost ``nn.ModuleList``. The modules before them form one unit, and those after them another.

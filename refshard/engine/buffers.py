@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from refshard.engine.arena import Lasting, aligned
+from refshard.engine.layout import ParameterLayout
 from refshard.errors import EngineError
-from refshard.plan.arena import Lasting, aligned
-from refshard.plan.layout import ParameterLayout
 
 Sizes = Sequence[tuple[int, torch.dtype]]
 """Elements and dtype of each of a unit's flat buffers."""

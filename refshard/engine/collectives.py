@@ -381,6 +381,12 @@ def piece_length(numel: int, itemsize: int) -> int:
     return max(1, -(-numel // pieces))
 
 
+def exchange_bytes(numel: int, itemsize: int, world_size: int) -> list[int]:
+    """Bytes of each call of an exchange over gloo of ``numel`` elements with each other rank."""
+    length = piece_length(numel, itemsize)
+    return [itemsize * min(length, numel - at) for at in range(0, numel, length)] * (world_size - 1)
+
+
 def _exchange(
     send: torch.Tensor, receive: torch.Tensor, step: int, group: dist.ProcessGroup | None
 ) -> Iterator[Pending]:

@@ -14,8 +14,8 @@ from refshard.engine.buffers import Slot
 from refshard.engine.collectives import Collectives, Pending, Together, failed
 from refshard.engine.device import Lane, Lanes
 from refshard.engine.labels import label, mark
+from refshard.engine.schedule import Op, OpKind, Phase, Presence
 from refshard.engine.unit import FlatParameter, Unit
-from refshard.plan.schedule import Op, OpKind, Phase, Presence
 
 
 class Effects:

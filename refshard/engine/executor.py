@@ -1,7 +1,7 @@
 """Walks the schedule: markers come in from the hooks, collectives and slot changes go out.
 
 The first training pass observes: nothing is prefetched, each buffer is allocated for a use, and the order of execution
-is written down. From then on the op stream that :mod:`refshard.plan.schedule` builds from that order is followed,
+is written down. From then on the op stream that :mod:`refshard.engine.schedule` builds from that order is followed,
 marker by marker. Where a later pass departs from the order, the engine says so once and serves every later pass on
 demand.
 """
@@ -14,16 +14,16 @@ from enum import Enum, auto
 
 import torch
 
+from refshard.engine.arena import Arena, Column, plan_arena
 from refshard.engine.buffers import Pool, Sizes, Slot, carve, nbytes_of
 from refshard.engine.collectives import Collectives
 from refshard.engine.device import Lanes
 from refshard.engine.effects import Effects
 from refshard.engine.passes import Followed, OnDemand, Pass, Scene, cut
+from refshard.engine.placement import Mode, Storage
+from refshard.engine.schedule import Op, OpKind, PassKind, Presence, Rings, UnitFacts, assign_rings, build
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
-from refshard.plan.arena import Arena, Column, plan_arena
-from refshard.plan.placement import Mode, Storage
-from refshard.plan.schedule import Op, OpKind, PassKind, Presence, Rings, UnitFacts, assign_rings, build
 
 
 class Order(Enum):

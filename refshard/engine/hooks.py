@@ -28,10 +28,10 @@ from torch import nn
 from refshard.engine.executor import Executor
 from refshard.engine.precision import Precision
 from refshard.engine.reads import address, watched_reads
+from refshard.engine.schedule import Op, OpKind
 from refshard.engine.trees import leaves_of, tensors_of, with_leaves
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
-from refshard.plan.schedule import Op, OpKind
 
 
 @dataclass(slots=True, eq=False)

@@ -11,15 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from refshard.engine.collectives import Collectives
 from refshard.engine.grouping import Member, UnitGroup
+from refshard.engine.layout import ParameterLayout, UnitLayout, lay_out
 from refshard.engine.local_part import AsPart, LocalPart, whole_of
+from refshard.engine.placement import Mode
 from refshard.engine.precision import Precision
+from refshard.engine.schedule import UnitFacts
 from refshard.engine.split import Split
 from refshard.engine.unit import FlatParameter, Unit, UnitParameter
 from refshard.engine.whole import Whole
 from refshard.errors import EngineError
-from refshard.plan.layout import ParameterLayout, UnitLayout, lay_out
-from refshard.plan.placement import Mode
-from refshard.plan.schedule import UnitFacts
 
 COMMUNICATED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import final
 
 from refshard.engine.effects import Effects
+from refshard.engine.placement import Mode
+from refshard.engine.schedule import BLOCKING, MARKERS, Op, OpKind, PassKind, Phase, Presence, on_demand
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError
-from refshard.plan.placement import Mode
-from refshard.plan.schedule import BLOCKING, MARKERS, Op, OpKind, PassKind, Phase, Presence, on_demand
 
 
 class Pass(ABC):

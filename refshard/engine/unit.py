@@ -17,11 +17,11 @@ from torch import nn
 
 from refshard.engine.buffers import Places, Sizes, Slot
 from refshard.engine.collectives import Pending
+from refshard.engine.layout import ParameterLayout, UnitLayout
 from refshard.engine.local_part import AsPart, UnreducedPart, local_of, whole_of
+from refshard.engine.schedule import Phase, Presence, UnitFacts
 from refshard.engine.split import Split
 from refshard.errors import EngineError
-from refshard.plan.layout import ParameterLayout, UnitLayout
-from refshard.plan.schedule import Phase, Presence, UnitFacts
 
 UNSHARDED_IN = "_refshard_unit"
 """An attribute of unsharded parameters: the name of the unit that computes with them."""

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from refshard.engine.collectives import Axis, Collectives
+from refshard.engine.layout import Box, boxes
 from refshard.engine.split import Split, SplitAxis
 from refshard.errors import EngineError
-from refshard.plan.boxes import Box, boxes
 
 
 @dataclass(eq=False, slots=True)

@@ -18,9 +18,9 @@ from refshard.estimate.memory import Held, Memory, memory_of
 from refshard.estimate.sizes import sizes_of
 from refshard.estimate.stages import deal, held_by_first_backward, in_flight, put_off, step_seconds
 from refshard.estimate.ways import MASTER_BYTES, fact
-from refshard.plan.checkpointing import checkpointing_of
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.hardware import ELEMENT_BYTES
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import ModelSpec, makes_scores
 
 CLIPPED_BYTES = 12

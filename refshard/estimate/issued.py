@@ -13,9 +13,9 @@ from refshard.estimate.activations import hidden_bytes
 from refshard.estimate.kernels import Share, projected_width
 from refshard.estimate.sizes import sizes_of
 from refshard.estimate.ways import MASTER_BYTES, Way, find_way
-from refshard.plan.stages import layers_of_stages, stages_of_rank
 from refshard.specs.cluster import CollectiveOp
 from refshard.specs.configuration import Configuration
+from refshard.specs.layers import layers_of_stages, stages_of_rank
 from refshard.specs.model import ModelSpec
 
 Pass = Literal["forward", "backward", "again"]

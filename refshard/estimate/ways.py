@@ -5,8 +5,8 @@ The engine's rows follow from its modes; the other rows say what each strategy's
 
 from dataclasses import dataclass
 
+from refshard.engine.placement import MODES, Mode
 from refshard.errors import SpecError, nearest
-from refshard.plan.placement import MODES, Mode
 
 MASTER_BYTES = 4
 """Masters, and the gradients and the state of the optimizer, are fp32 in every strategy."""

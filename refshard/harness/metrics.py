@@ -7,10 +7,10 @@ from refshard.flops import formula
 from refshard.harness.measure import RankResult
 from refshard.harness.subject import CONVENTION
 from refshard.harness.traced import Traces
-from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import DERIVED, METRICS, Environment, LaunchRecord, StepTrace
 from refshard.specs.case import CaseSpec
 from refshard.specs.hardware import load_hardware, profile_of_device
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import is_factory
 
 NS = 1e-9

@@ -25,10 +25,10 @@ from refshard.harness.reduced import REDUCED_FILE, reduced_for
 from refshard.harness.store import RunWriter, check_unused, read_run
 from refshard.models.data import SYNTHETIC, open_source
 from refshard.models.own import factory_file, find_factory
-from refshard.plan.checkpointing import checkpointing_of
 from refshard.records import Environment, LaunchRecord, Run, RunRecord, timestamp
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import load_cluster
+from refshard.specs.layers import checkpointing_of
 from refshard.specs.model import check_trainable, is_factory, known_dimensions, load_model, model_file
 from refshard.specs.suite import SuiteSpec
 from refshard.strategies import check_name

@@ -11,8 +11,7 @@ from torch import nn
 from refshard.engine.grouping import find_blocks
 from refshard.flops import Convention, flops_per_token
 from refshard.models.activation import checkpoint_layers, recompute
-from refshard.models.batch import Batch, Tokens
-from refshard.models.data import open_source, rank_batch
+from refshard.models.data import Batch, Tokens, open_source, rank_batch
 from refshard.models.llama import Llama, initialise
 from refshard.models.own import Blocks, build_own
 from refshard.specs.case import CaseSpec

@@ -11,7 +11,7 @@ from refshard.engine.grouping import find_blocks, group_units
 from refshard.errors import RefshardError
 from refshard.harness.marks import mark_units
 from refshard.harness.subject import LlamaSubject, OwnSubject, Subject
-from refshard.models.batch import Batch
+from refshard.models.data import Batch
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import ModelSpec
 from refshard.strategies.base import Strategy

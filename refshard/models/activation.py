@@ -1,4 +1,4 @@
-"""Activation checkpointing per layer: a layer keeps its input, and perhaps more; backward computes the rest again."""
+"""Activation checkpointing by layer: a layer keeps its input, and perhaps more; backward computes the rest again."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from refshard.models.llama import Llama
-from refshard.plan.checkpointing import checkpointing_of
+from refshard.specs.layers import checkpointing_of
 
 _ATTENTION = frozenset(
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
@@ -18,20 +18,18 @@ _ATTENTION = frozenset(
 
 
 def checkpoint_layers(model: Llama, policy: str | Sequence[int]) -> None:
-    """As :func:`recompute`, the layers of a Llama."""
-    # A generator's state is kept where something draws from it.
+    """As :func:`recompute`, for the layers of a Llama; the generator's state is kept if there is dropout."""
     random = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
     recompute(model.model.layers, policy, random=random)
 
 
 def recompute(layers: Iterable[nn.Module], policy: str | Sequence[int], *, random: bool) -> None:
-    """Let those of a model's ``layers`` that ``policy`` names recompute their activations, in place.
+    """Let the ``layers`` that ``policy`` names recompute their activations, in place.
 
-    To be called before the model is sharded. Only the instance's ``forward`` is wrapped: modules and parameters keep
-    their names, and whatever hooks a strategy puts on a layer run outside of what is recomputed, once in forward and
-    never in backward. A unit is gathered for backward before its recomputation, since that starts when autograd asks
-    for the first saved tensor, which is after the hooks on the layer's output. What is drawn at random, adapters'
-    dropout say, is drawn again alike if the layers are said to be ``random``.
+    Call it before the model is sharded. Only the instance's ``forward`` is wrapped: modules and parameters keep their
+    names, and the hooks of a strategy run outside of the recomputation, once in forward and never in backward. A unit
+    is gathered for backward before its recomputation, which starts when autograd asks for the first saved tensor, after
+    the hooks on the layer's output. If the layers are ``random``, recomputation draws the same numbers again.
 
     Raises:
         SpecError: see :func:`checkpointing_of`.

@@ -1,6 +1,5 @@
-"""Low-rank adapters on a frozen Llama: peft's own modules.
-
-What is added here is that they start from values that their names decide, whatever the strategy and the rank.
+"""Low-rank adapters on a frozen Llama: peft's own modules, but with initial values that their names alone decide, so
+that they are the same for every strategy and rank.
 """
 
 import math
@@ -19,8 +18,12 @@ def adapt(model: Llama, seed: int) -> None:
 
     Adapters have the embedding's dtype, and start from :func:`initialise_adapters`.
     """
+    config = LoraConfig(
+        r=LORA.rank, lora_alpha=LORA.alpha, lora_dropout=LORA.dropout, target_modules=list(LORA.projections),
+        bias="none",
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):  # peft draws from the global generator
-        get_peft_model(model, _config(), autocast_adapter_dtype=False)
+        get_peft_model(model, config, autocast_adapter_dtype=False)
     for layer in adapter_layers(model):
         for part in (layer.lora_A, layer.lora_B):
             part.to(model.model.embed_tokens.weight.dtype)
@@ -29,7 +32,7 @@ def adapt(model: Llama, seed: int) -> None:
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int) -> None:
-    """As peft does: A uniform within ``1 / sqrt(fan-in)``, B zero; each from a generator that its name seeds."""
+    """As peft: A uniform within ``1 / sqrt(fan-in)``, B zero; each from a generator that its name seeds."""
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
             bound = 1 / math.sqrt(parameter.shape[1])
@@ -45,16 +48,6 @@ def adapter_layers(model: nn.Module) -> list[LoraLayer]:
 
 
 def switch_dropout(model: nn.Module, *, on: bool) -> None:
-    """Adapters alone have dropout, and nothing else of a Llama asks whether it is in training."""
+    """Only adapters have dropout, and no other module of a Llama depends on its mode."""
     for layer in adapter_layers(model):
         layer.lora_dropout.train(on)
-
-
-def _config() -> LoraConfig:
-    return LoraConfig(
-        r=LORA.rank,
-        lora_alpha=LORA.alpha,
-        lora_dropout=LORA.dropout,
-        target_modules=list(LORA.projections),
-        bias="none",
-    )

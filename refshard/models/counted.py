@@ -1,11 +1,10 @@
-"""FLOPs of any module, as torch's counter finds them while the module runs on the meta device.
+"""FLOPs of any module, counted by torch while the module runs on the meta device.
 
 A meta tensor has no values, yet modules ask small questions of integers, such as whether positions restart within a
-sequence. So tensors that depend on integers alone are computed twice, on the meta device and really.
+sequence. So tensors that depend on integers alone are computed twice, on the meta device and on the CPU.
 """
 
-from functools import partial
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from refshard.models.own import Arguments, OwnModel
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _LARGEST = 2**22
-"""Elements of the largest tensor that is computed really."""
+"""Elements of the largest tensor that is computed on the CPU too."""
 
 
 def count_flops(own: OwnModel, seq_len: int, *, backward: bool) -> float:
@@ -29,7 +28,7 @@ def count_flops(own: OwnModel, seq_len: int, *, backward: bool) -> float:
     formula for counts as nothing.
 
     Raises:
-        Exception: whatever the module raises on the meta device.
+        Exception: the module's own, on the meta device.
     """
     given = own.batch(0, 1, seq_len, range(1), _CPU)
     state: dict[str, Tensor] = {
@@ -40,23 +39,11 @@ def count_flops(own: OwnModel, seq_len: int, *, backward: bool) -> float:
     batch = Arguments({name: _with_values(tensor) for name, tensor in given.tensors.items()}, own.factory)
     counter = FlopCounterMode(display=False)
     with _META, sdpa_kernel(SDPBackend.MATH), counter, _Values(), torch.set_grad_enabled(backward):
-        loss = batch.loss(_On(own.module, state))
+        # A batch only calls the module.
+        loss = batch.loss(cast(nn.Module, lambda **given: functional_call(own.module, state, (), given)))
         if backward:
             loss.backward()
     return float(counter.get_total_flops()) / seq_len
-
-
-@final
-class _On(nn.Module):
-    """``module`` with other parameters and buffers."""
-
-    def __init__(self, module: nn.Module, state: dict[str, Tensor]) -> None:
-        super().__init__()
-        self._call = partial(functional_call, module, state, ())
-
-    def forward(self, **arguments: Tensor) -> Any:
-        """Call it."""
-        return self._call(arguments)
 
 
 @final
@@ -77,7 +64,8 @@ class _Values(TorchDispatchMode):
                 if hasattr(tensor, "_value"):
                     raise NotImplementedError(f"{func} writes to a tensor whose values other tensors may share")
         result = func(*args, **kwargs)
-        if known and torch.Tag.nondeterministic_seeded not in func.tags and _small(result):
+        small = all(leaf.numel() <= _LARGEST for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if known and torch.Tag.nondeterministic_seeded not in func.tags and small:
             real_args, real_kwargs = tree_map_only(Tensor, lambda t: t._value, (args, kwargs))
             if "device" in real_kwargs:
                 real_kwargs["device"] = _CPU
@@ -93,7 +81,3 @@ def _with_values(tensor: Tensor) -> Tensor:
     if not tensor.is_meta and not tensor.is_floating_point() and tensor.numel() <= _LARGEST:
         made._value = tensor.cpu()  # type: ignore[attr-defined]
     return made
-
-
-def _small(result: Any) -> bool:
-    return all(leaf.numel() <= _LARGEST for leaf in tree_leaves(result) if isinstance(leaf, Tensor))

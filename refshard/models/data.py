@@ -1,19 +1,22 @@
-"""Training tokens, the same on every machine and for every world size.
+"""Training tokens, the same on every machine and for every world size, and one rank's share of a step's batch.
 
-A *source* numbers its sequences without end and yields any of them without yielding the earlier ones. Step
-``s`` of a run trains on sequences ``s * global_batch`` up to ``(s + 1) * global_batch``; each rank asks for
-its own rows only.
+A *source* numbers its sequences without end and yields any of them without yielding the earlier ones. Step ``s`` of a
+run trains on sequences ``s * global_batch`` up to ``(s + 1) * global_batch``; each rank asks for its own rows only.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Self, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from refshard.errors import SpecError
+from refshard.models.llama import next_token_loss
 
 Int64Array = NDArray[np.int64]
 UInt64Array = NDArray[np.uint64]
@@ -35,7 +38,6 @@ class TokenSource(ABC):
 
         Raises:
             SpecError: the source cannot serve them.
-
         """
 
     @final
@@ -46,11 +48,9 @@ class TokenSource(ABC):
 
         Raises:
             SpecError: the source cannot serve them.
-
         """
-        wanted = range(global_batch) if rows is None else rows
-        first = step * global_batch
-        tokens = self.sequences(range(first + wanted.start, first + wanted.stop), seq_len + 1)
+        first, rows = step * global_batch, range(global_batch) if rows is None else rows
+        tokens = self.sequences(range(first + rows.start, first + rows.stop), seq_len + 1)
         return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -59,7 +59,6 @@ def open_source(data: str, vocab: int, seed: int) -> TokenSource:
 
     Raises:
         SpecError: see :class:`TokenFile`.
-
     """
     return SyntheticTokens(vocab, seed) if data == SYNTHETIC else TokenFile(Path(data), vocab)
 
@@ -69,34 +68,30 @@ def rank_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, each (global_batch / world_size, seq_len) int64 on the CPU, of one rank.
 
-    Concatenated in rank order they are the global batch, whatever the world size.
+    Concatenated in rank order they are the global batch for every world size.
 
     Raises:
-        SpecError: ``global_batch`` is no multiple of ``world_size``, there is no such rank, or the source
-            cannot serve the rows.
-
+        SpecError: ``global_batch`` is no multiple of ``world_size``, there is no such rank, or the source cannot serve
+            the rows.
     """
     if global_batch % world_size:
         raise SpecError(f"global_batch must be a multiple of world_size = {world_size}, got {global_batch}")
     if not 0 <= rank < world_size:
         raise SpecError(f"rank must lie in 0..{world_size - 1}, got {rank}")
     share = global_batch // world_size
-    inputs, targets = source.batch(step, global_batch, seq_len, range(rank * share, (rank + 1) * share))
-    return _as_tensor(inputs), _as_tensor(targets)
-
-
-def _as_tensor(tokens: Int64Array) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(tokens))
+    both = source.batch(step, global_batch, seq_len, range(rank * share, (rank + 1) * share))
+    inputs, targets = (torch.from_numpy(np.ascontiguousarray(tokens)) for tokens in both)
+    return inputs, targets
 
 
 @final
 class SyntheticTokens(TokenSource):
     """A sparse Markov chain over Zipf-distributed tokens: something to learn, without a download.
 
-    One token in four is drawn afresh, token ``v`` with a probability that falls as ``1 / (v + 1)``. Any other
-    is one of the four successors of the token before it, taken with probabilities 1/2, 1/4, 1/8 and 1/8; a
-    token's successors are themselves such draws, fixed by the seed. All is integer arithmetic, so the tokens
-    depend on neither the machine nor numpy's version.
+    One token in four is drawn anew, token ``v`` with a probability that falls as ``1 / (v + 1)``. Any other is one of
+    the four successors of the token before it, taken with probabilities 1/2, 1/4, 1/8 and 1/8; a token's successors
+    are themselves such draws, fixed by the seed. All is integer arithmetic, so the tokens depend on neither the machine
+    nor numpy's version.
     """
 
     def __init__(self, vocab: int, seed: int) -> None:
@@ -113,21 +108,16 @@ class SyntheticTokens(TokenSource):
         fresh = (bits & np.uint64(3)) == 0
         fresh[:, 0] = True
         branch = _BRANCH_OF_3_BITS[(bits >> np.uint64(2) & np.uint64(7)).astype(np.int64)]
-        tokens = self._zipf(bits)
-        self._follow(tokens.ravel(), fresh.ravel(), branch.ravel())
-        return tokens
-
-    def _follow(self, tokens: Int64Array, fresh: NDArray[np.bool_], branch: Int64Array) -> None:
-        """Overwrite each token that is not fresh by a successor of the one before it.
-
-        All runs advance together, one token a round: the rounds are as many as the longest run has tokens
-        (some forty), not as many as a sequence has.
-        """
-        ends = np.append(fresh, True)  # the end of the array ends the last run
-        at = np.flatnonzero(fresh) + 1
+        # Each token that is not fresh becomes a successor of the one before it. All runs advance together, one token a
+        # round: there are as many rounds as the longest run has tokens (some forty), not as a sequence has.
+        tokens, flat = self._zipf(bits), fresh.ravel()
+        in_a_row, branches = tokens.ravel(), branch.ravel()
+        ends = np.append(flat, True)  # the end of the array ends the last run
+        at = np.flatnonzero(flat) + 1
         while (at := at[~ends[at]]).size:
-            tokens[at] = self._successors[tokens[at - 1], branch[at]]
+            in_a_row[at] = self._successors[in_a_row[at - 1], branches[at]]
             at += 1
+        return tokens
 
     def _stream(self, numbers: UInt64Array, length: int) -> UInt64Array:
         """64 hashed bits for each place of each sequence: (len(numbers), length) uint64."""
@@ -157,12 +147,10 @@ def _splitmix64(seeds: UInt64Array, counts: UInt64Array | int) -> UInt64Array:
 class TokenFile(TokenSource):
     """Tokens of a memory-mapped file in consecutive sequences; after its last token comes the first again.
 
-    ``path`` is a ``.npy`` file that holds a 1-D integer array, or else a text file, whose UTF-8 bytes are the
-    tokens.
+    ``path`` is a ``.npy`` file that holds a 1-D integer array, or else a text file: its UTF-8 bytes are the tokens.
 
     Raises:
         SpecError: the file is missing or is no such array, or it is text and ``vocab`` is under 256.
-
     """
 
     def __init__(self, path: Path, vocab: int) -> None:
@@ -177,7 +165,6 @@ class TokenFile(TokenSource):
 
         Raises:
             SpecError: the file holds fewer than ``length`` tokens, or one of these is outside the vocabulary.
-
         """
         total = len(self._tokens)
         if total < length:
@@ -187,16 +174,13 @@ class TokenFile(TokenSource):
             )
         places = np.arange(numbers.start * length, numbers.stop * length) % total
         tokens = self._tokens[places]
-        self._check_vocab(tokens)
-        return tokens.astype(np.int64).reshape(len(numbers), length)
-
-    def _check_vocab(self, tokens: NDArray[np.integer]) -> None:
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < self._vocab:
                 raise SpecError(
                     f"tokens must lie in 0..{self._vocab - 1}, but {self._path} holds {token}; "
                     "choose a model with a larger vocab or tokenise the data for this one"
                 )
+        return tokens.astype(np.int64).reshape(len(numbers), length)
 
 
 def _map_npy(path: Path) -> NDArray[np.integer]:
@@ -213,9 +197,38 @@ def _map_npy(path: Path) -> NDArray[np.integer]:
 def _map_text(path: Path, vocab: int) -> NDArray[np.integer]:
     if vocab < 256:
         raise SpecError(f"text needs a vocab of at least 256, one token per byte, got {vocab}; choose another model")
-    if path.stat().st_size == 0:  # numpy cannot map it, and `sequences` says better what is wrong
+    if path.stat().st_size == 0:  # numpy cannot map it, and the error of `sequences` is clearer
         return np.empty(0, dtype=np.uint8)
     try:
         return np.memmap(path, dtype=np.uint8, mode="r")
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); give a readable file") from None
+
+
+class Batch(ABC):
+    """Some sequences, on the device of the model."""
+
+    @abstractmethod
+    def loss(self, module: nn.Module) -> Tensor:
+        """The mean loss over these sequences, a scalar; ``module`` is the model, wrapped or not."""
+
+    @abstractmethod
+    def split(self, parts: int) -> Sequence[Self]:
+        """The same sequences as microbatches of one size; their number is a multiple of ``parts``."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tokens(Batch):
+    """Inputs and next-token targets of a Llama, each (B, T) int64."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def loss(self, module: nn.Module) -> Tensor:
+        """See :meth:`Batch.loss`: mean cross entropy, fp32."""
+        return next_token_loss(module(self.inputs), self.targets)
+
+    def split(self, parts: int) -> Sequence[Self]:
+        """See :meth:`Batch.split`."""
+        return [type(self)(*both) for both in zip(self.inputs.chunk(parts), self.targets.chunk(parts))]

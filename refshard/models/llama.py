@@ -1,12 +1,12 @@
 """The Llama family, and Qwen 3's dense models, written to be read and to be sharded.
 
-Modules carry Hugging Face's names, so a ``state_dict`` loads into ``transformers.LlamaForCausalLM`` and back
-without a mapping. Every weight is used by the module that owns it and by no other, so an engine that hooks
-module calls sees each use. Nothing but parameters is stored: the rotary tables are computed once per forward,
-so a model built on the meta device needs only ``to_empty`` and :func:`initialise` to become real.
+Modules carry Hugging Face's names, so a ``state_dict`` loads into ``transformers.LlamaForCausalLM`` and back without a
+mapping. Every weight is used by the module that owns it and by no other, so an engine that hooks module calls sees each
+use. Only parameters are stored: the rotary tables are computed once per forward, so a model built on the meta device
+needs only ``to_empty`` and :func:`initialise` to become real.
 
-Suffixes name the axes of a tensor: B sequences, T tokens, D model width, F feed-forward width, H query heads,
-K key-value heads, Q head width, V vocabulary.
+Suffixes name the axes of a tensor: B sequences, T tokens, D model width, F feed-forward width, H query heads, K
+key-value heads, Q head width, V vocabulary.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from refshard.errors import SpecError
-from refshard.specs.model import ModelSpec, RopeScaling, check_trainable
+from refshard.specs.model import ModelSpec, check_trainable
 
 INIT_STD = 0.02
 """Standard deviation of a fresh weight (GPT-2's, and Hugging Face's default for Llama)."""
@@ -124,13 +124,8 @@ class Attention(nn.Module):
         q_BTHQ = rotate(self._split_heads(self.q_proj(x_BTD), self.q_norm), cos_T1Q, sin_T1Q)
         k_BTKQ = rotate(self._split_heads(self.k_proj(x_BTD), self.k_norm), cos_T1Q, sin_T1Q)
         v_BTKQ = self._split_heads(self.v_proj(x_BTD))
-        mixed_BHTQ = F.scaled_dot_product_attention(
-            q_BTHQ.transpose(1, 2),
-            k_BTKQ.transpose(1, 2),
-            v_BTKQ.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.grouped,
-        )
+        q_BHTQ, k_BKTQ, v_BKTQ = q_BTHQ.transpose(1, 2), k_BTKQ.transpose(1, 2), v_BTKQ.transpose(1, 2)
+        mixed_BHTQ = F.scaled_dot_product_attention(q_BHTQ, k_BKTQ, v_BKTQ, is_causal=True, enable_gqa=self.grouped)
         out_BTD: Tensor = self.o_proj(mixed_BHTQ.transpose(1, 2).flatten(2))
         return out_BTD
 
@@ -159,7 +154,7 @@ def rotary_tables(spec: ModelSpec, positions: int | Tensor, like: Tensor) -> tup
     """Cosines and signed sines (T, 1, Q) for :func:`rotate`, on the device and in the dtype of ``like``, of these
     positions (T) or of as many from 0 on.
 
-    Angles are taken in fp32 whatever the dtype: bf16 cannot tell position 256 from 257.
+    Angles are fp32 in every dtype: bf16 cannot tell position 256 from 257.
     """
     if isinstance(positions, int):
         positions_T = torch.arange(positions, dtype=torch.float32, device=like.device)
@@ -180,14 +175,13 @@ def rotate(x_BTHQ: Tensor, cos_T1Q: Tensor, sin_T1Q: Tensor) -> Tensor:
 
 
 def _rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
-    """Radians per position (Q/2), fp32."""
+    """Radians per position (Q/2), fp32. Llama 3.1's scaling keeps those that turn often within the original context,
+    and slows down the others.
+    """
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
-    frequencies = 1.0 / spec.rope_theta**exponents
-    return frequencies if spec.rope_scaling is None else _stretch(frequencies, spec.rope_scaling)
-
-
-def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's scaling: keep what turns often within the original context, slow down what does not."""
+    frequencies, scaling = 1.0 / spec.rope_theta**exponents, spec.rope_scaling
+    if scaling is None:
+        return frequencies
     turns = scaling.original_context * frequencies / (2 * math.pi)
     band = scaling.high_freq_factor - scaling.low_freq_factor
     kept = ((turns - scaling.low_freq_factor) / band).clamp(0, 1)
@@ -235,29 +229,25 @@ class Initialiser:
 
     def _draw(self, name: str, whole: Tensor) -> None:
         generator = torch.Generator(whole.device).manual_seed(parameter_seed(name, self._seed))
-        whole.normal_(std=_init_std(name, self._n_layers), generator=generator)
+        std = INIT_STD / math.sqrt(2 * self._n_layers) if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD
+        whole.normal_(std=std, generator=generator)
 
 
 def initialise(model: Llama, seed: int, device: torch.device | None = None) -> None:
     """Fill a model's parameters, in place, with random values that ``seed`` alone decides.
 
-    Weights are normal with standard deviation 0.02, that of the residual projections divided by
-    ``sqrt(2 * n_layers)`` (GPT-2); norms are 1. Each parameter draws from a generator of its own, seeded by
-    its name, so no value depends on the order of creation, and the global generators stay untouched. CPU and
-    CUDA draw different values; those of DTensors are drawn on ``device``, by default their own.
+    Weights are normal with standard deviation 0.02, that of the residual projections divided by ``sqrt(2 * n_layers)``
+    (GPT-2); norms are 1. Each parameter draws from a generator of its own, seeded by its name, so no value depends on
+    the order of creation, and the global generators stay untouched. CPU and CUDA draw different values; those of
+    DTensors are drawn on ``device``, by default their own.
 
     Raises:
         SpecError: a parameter is on the meta device.
-
     """
     model.tie_weights()
     fill = Initialiser(model, seed, device)
     for module in model.modules():
         fill(module)
-
-
-def _init_std(name: str, n_layers: int) -> float:
-    return INIT_STD / math.sqrt(2 * n_layers) if name.endswith(RESIDUAL_PROJECTIONS) else INIT_STD
 
 
 def parameter_seed(name: str, seed: int) -> int:

@@ -1,8 +1,8 @@
 """A linear layer in 4 bits that any sharding strategy can shard: QLoRA's NF4 with double quantisation.
 
-:class:`Nf4Linear` keeps everything of its weight, statistics included, in one frozen 1-D parameter. Nothing else
-exists: no tensor subclass that flattening would lose, no state on the side that gathering would miss, no buffer that
-DDP would broadcast at each forward. bitsandbytes quantises and dequantises, on a CPU and on CUDA.
+:class:`Nf4Linear` keeps its whole weight, statistics included, in one frozen 1-D parameter. There is no tensor subclass
+that flattening would lose, no other state that gathering would miss, no buffer that DDP would broadcast at each
+forward. bitsandbytes quantises and dequantises, on a CPU and on CUDA.
 """
 
 import functools
@@ -25,9 +25,9 @@ class Nf4Linear(nn.Linear):
     """A frozen linear layer of 4-bit normal floats with doubly quantised statistics.
 
     ``weight`` holds, each part from a multiple of 64 bytes on: two codes a byte, a code of 8 bits for each block's
-    largest magnitude, an fp32 scale for each 256 of those, and their fp32 offset. Its dtype is that of the weight it
-    stands for, since some strategies (FSDP1) flatten only what is of one dtype; the numbers in it mean nothing, and
-    nobody may compute with them, or cast them. It is a :class:`nn.Linear` so that peft adapts it as one.
+    largest magnitude, an fp32 scale for each 256 of those, and their fp32 offset. Its dtype is that of the original
+    weight, since some strategies (FSDP1) flatten parameters of one dtype only; its numbers mean nothing, and must not
+    be computed with, or cast. It is a :class:`nn.Linear` so that peft adapts it as one.
     """
 
     def __init__(self, weight_FD: Tensor) -> None:
@@ -59,14 +59,9 @@ class Nf4Linear(nn.Linear):
             scales.view(torch.float32), blocksize=NESTED_BLOCK, code=_nested_code(packed.device), dtype=torch.float32
         )
         state = quantisation.QuantState(
-            absmax,
-            shape=torch.Size((self.out_features, self.in_features)),
-            blocksize=BLOCK,
-            quant_type="nf4",
-            dtype=dtype,
-            offset=offset.view(torch.float32),
-            state2=nested,
-        )
+            absmax, shape=torch.Size((self.out_features, self.in_features)), blocksize=BLOCK, quant_type="nf4",
+            dtype=dtype, offset=offset.view(torch.float32), state2=nested,
+        )  # fmt: skip
         return quantisation.dequantize_4bit(codes.view(-1, 1), state)
 
     def _part_bytes(self) -> tuple[int, int, int, int]:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from refshard.errors import SpecError, nearest
-from refshard.models.batch import Batch
+from refshard.models.data import Batch
 
 Blocks = Sequence[str | type[nn.Module]]
 MakeBatch = Callable[[int, int, torch.Generator], Mapping[str, Tensor]]
@@ -84,10 +84,10 @@ class OwnModel:
     blocks: Blocks | None
 
     def batch(self, seed: int, sequences: int, seq_len: int, rows: range, device: torch.device) -> Arguments:
-        """The ``rows`` of a global batch of as many ``sequences``, which ``seed`` alone decides.
+        """The ``rows`` of a global batch of ``sequences``, which ``seed`` alone decides.
 
         Raises:
-            SpecError: the factory's function returns something else than tensors of as many rows.
+            SpecError: the factory's function returns something else than tensors of that many rows.
         """
         generator = torch.Generator().manual_seed(seed)
         made = self.make_batch(sequences, seq_len, generator)
@@ -116,13 +116,13 @@ def find_factory(name: str) -> Callable[[], Any]:
         found: Any = import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
-            raise SpecError(f"model: importing '{path}' fails: {_line(error)}; install what it imports") from error
+            raise SpecError(f"model: importing '{path}' fails: {line_of(error)}; install what it imports") from error
         raise SpecError(
             f"model: '{name}' needs the module '{error.name}', found neither in {here} nor among installed "
             "packages; run from the folder that holds it, or install it"
         ) from None
     except Exception as error:
-        raise SpecError(f"model: importing '{path}' fails: {_line(error)}; correct it") from error
+        raise SpecError(f"model: importing '{path}' fails: {line_of(error)}; correct it") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             known = [own for own in vars(found) if not own.startswith("_")]
@@ -170,5 +170,6 @@ def build_own(name: str, seed: int, device: torch.device) -> OwnModel:
     return OwnModel(factory=name, module=module.to(device), make_batch=make_batch, blocks=rest[0] if rest else None)
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """Its type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -1,19 +1,14 @@
-"""The strategies that can be compared, by name. Their modules import torch, so they are loaded when asked for."""
+"""The strategies that can be compared, by name. The file of a strategy imports torch, so it is loaded when needed."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from refshard.errors import SpecError, UnsupportedError, nearest
 from refshard.specs.case import CaseSpec
-from refshard.strategies.table import ROWS, asked, axes_unavailable, not_composed, not_dry_run, not_with_own
+from refshard.strategies.table import ROWS, axes_of, axes_unavailable, not_composed, not_dry_run, not_with_own
 
 if TYPE_CHECKING:
     from refshard.strategies.base import Strategy
-
-
-def names() -> tuple[str, ...]:
-    """Every strategy's name."""
-    return tuple(ROWS)
 
 
 def check_name(name: str) -> None:
@@ -33,18 +28,13 @@ def make_strategy(name: str) -> "Strategy":
         SpecError: there is none.
     """
     check_name(name)
-    row = ROWS[name]
-    strategy: Strategy = getattr(import_module(f"refshard.strategies.{row.module}"), row.class_name)(**row.arguments)
+    module, _, class_name = ROWS[name].code.partition(".")
+    strategy: Strategy = getattr(import_module(f"refshard.strategies.{module}"), class_name)(**ROWS[name].arguments)
     return strategy
 
 
 def strategy_for(case: CaseSpec, *, cuda: bool) -> "Strategy":
-    """The strategy of ``case``, where it can run; ``cuda`` says whether ranks have a GPU each.
-
-    Raises:
-        SpecError: see :func:`check_case`.
-        UnsupportedError: see :func:`check_case`.
-    """
+    """The strategy of ``case``, after :func:`check_case`; ``cuda`` says whether ranks have a GPU each."""
     check_case(case, cuda=cuda)
     return make_strategy(case.strategy)
 
@@ -54,7 +44,7 @@ def check_case(case: CaseSpec, *, cuda: bool) -> None:
 
     Raises:
         SpecError: there is no such strategy.
-        UnsupportedError: it cannot run here, or lacks an axis that the case asks for, or the axis lacks a package.
+        UnsupportedError: it cannot run here, or does not support an option of the case, or a package is missing.
     """
     check_name(case.strategy)
     row = ROWS[case.strategy]
@@ -68,5 +58,5 @@ def check_case(case: CaseSpec, *, cuda: bool) -> None:
         raise UnsupportedError(why)
     if case.fidelity == "dryrun" and (why := not_dry_run(case)):
         raise UnsupportedError(why)
-    if absent := axes_unavailable(sorted(asked(case))):
+    if absent := axes_unavailable(sorted(axes_of(case))):
         raise UnsupportedError("; ".join(absent))

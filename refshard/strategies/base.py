@@ -1,4 +1,4 @@
-"""What a strategy is: one way to spread a model over ranks, and the proof that it did."""
+"""The interface of a strategy: one way to spread a model over ranks, and the proof that it did."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from refshard.models.batch import Batch
+from refshard.models.data import Batch
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.world import World
@@ -35,13 +35,13 @@ class Loop(ABC):
 class Strategy(ABC):
     """Wraps one model. A subclass is final: strategies share code by composition.
 
-    ``wrap`` is called once; the other methods speak of what it wrapped.
+    ``wrap`` is called once; the other methods describe the wrapped model.
     """
 
     @abstractmethod
     def wrap(self, model: Llama, world: World) -> Loop:
-        """Spread ``model`` over the ranks of ``world`` and return what trains it. A strategy whose row has the axis
-        "own model" takes any module.
+        """Spread ``model`` over the ranks of ``world`` and return its loop. A strategy that has the axis "own model" in
+        its row takes any module.
 
         Raises:
             UnsupportedError: it cannot do that here; the message quotes the peer's own error, if there was one.
@@ -55,7 +55,7 @@ class Strategy(ABC):
     def announced(self) -> tuple[CollectiveCount, ...]:
         """Collectives of one step in closed form, as this backend's trace must show them.
 
-        Called after at least two steps, and tells of any step but the first.
+        Called after at least two steps; the first step may differ.
         """
 
     @abstractmethod

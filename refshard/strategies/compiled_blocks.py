@@ -9,7 +9,7 @@ from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies import make_strategy
 from refshard.strategies.base import Loop, Strategy
-from refshard.strategies.peers.simplefsdp_compiler import check_compiler
+from refshard.strategies.simplefsdp import check_compiler
 from refshard.strategies.world import World
 
 
@@ -18,14 +18,14 @@ class CompiledBlocks(Strategy):
     """The strategy called ``of`` over compiled blocks, which are alike and share one graph.
 
     Only ``forward`` is compiled, with its recomputation: the strategy's hooks run around it. ``Module.compile`` would
-    take the hooks in, and fails on a checkpointed forward ("fullgraph=True found no compiled frames").
+    compile the hooks too, and fails on a checkpointed forward ("fullgraph=True found no compiled frames").
     """
 
     def __init__(self, of: str) -> None:
         self._of = make_strategy(of)
 
     def wrap(self, model: Llama, world: World) -> Loop:
-        """See :meth:`Strategy.wrap`. The first pass of each kind compiles, for seconds."""
+        """The first pass of each kind compiles, for seconds."""
         check_compiler(world.device)
         torch.compiler.reset()  # a process may train more models than dynamo recompiles one function for
         for layer in model.model.layers:
@@ -33,13 +33,10 @@ class CompiledBlocks(Strategy):
         return self._of.wrap(model, world)
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`."""
         return self._of.wrapped_units()
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`."""
         return self._of.announced()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`Strategy.full_parameters`."""
         yield from self._of.full_parameters()

@@ -1,4 +1,4 @@
-"""torch's context parallelism: ranks split every sequence, and attention passes keys and values round in a ring."""
+"""torch's context parallelism: ranks split every sequence, and attention passes keys and values around a ring."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -12,8 +12,9 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.distributed.tensor.parallel import loss_parallel
 
-from refshard.models.batch import Batch, Tokens
+from refshard.models.data import Batch, Tokens
 from refshard.models.llama import Llama
+from refshard.strategies.loop import StepContext
 from refshard.strategies.stages import Stage, layers_of, recomputed
 from refshard.strategies.world import World
 
@@ -21,49 +22,45 @@ _SEQUENCE = 2
 """The dimension of queries, keys and values (B, H, T, Q) that is split."""
 
 
-class Splitting:
-    """What a step of a case computes within: its batch split by sequence, its loss by vocabulary, if it asks for it."""
+def splitting(model: nn.Module, world: World) -> StepContext:
+    """The context of a step: its batch split by sequence, its loss by vocabulary, if the case asks for it."""
+    positions = list[Tensor]()
+    if world.context is not None:
+        assert isinstance(model, Llama)
+        _attention.custom_ops.update(_FOR_CPU)
+        positions.append(torch.arange(world.case.seq_len, device=world.device))
+        model.model.positions = positions[0]
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._world = world
-        self._positions: Tensor | None = None
-        if world.context is not None:
-            assert isinstance(model, Llama)
-            _attention.custom_ops.update(_FOR_CPU)
-            self._positions = torch.arange(world.case.seq_len, device=world.device)
-            model.model.positions = self._positions
-
-    def __call__(self, batch: Batch) -> AbstractContextManager[object]:
-        """The context of one step on ``batch``, forward and backward."""
+    def context(batch: Batch) -> AbstractContextManager[object]:
         stack = ExitStack()
-        if self._world.context is not None:
+        if world.context is not None:
             assert isinstance(batch, Tokens)
-            assert self._positions is not None
-            split = [batch.inputs, batch.targets, self._positions]
-            stack.enter_context(context_parallel(self._world.context, buffers=split, buffer_seq_dims=[1, 1, 0]))
-        if self._world.case.sequence_parallel:
+            split = [batch.inputs, batch.targets, *positions]
+            stack.enter_context(context_parallel(world.context, buffers=split, buffer_seq_dims=[1, 1, 0]))
+        if world.case.sequence_parallel:
             stack.enter_context(loss_parallel())
         return stack
 
+    return context
+
 
 def announce_rings(part: Llama | Stage, world: World) -> Iterator[tuple[str, int]]:
-    """``(op, bytes)`` of what attention passes round in a step: keys and values are gathered in each pass, and their
-    gradients go from rank to rank, in fp32.
+    """``(op, bytes)`` of a step's attention: each pass gathers keys and values, and their gradients go from rank to
+    rank, in fp32.
     """
     case, layers = world.case, len(layers_of(part))
     numel = world.microbatch * world.tokens * 2 * part.spec.n_kv_heads // case.tensor_parallel * part.spec.head_dim
     gathers = layers
     if case.workload == "training":
         gathers += layers + (0 if case.checkpointing == "selective" else recomputed(part, case))
-        yield from [("all_to_all", numel * torch.float32.itemsize)] * (
-            layers * case.context_parallel * case.microbatches
-        )
+        messages = layers * case.context_parallel * case.microbatches
+        yield from [("all_to_all", numel * torch.float32.itemsize)] * messages
     size = numel * case.context_parallel * world.computed.itemsize
     yield from [("all_gather", size)] * (gathers * case.microbatches)
 
 
 def _forward_on_cpu(_: Any, args: Any, kwargs: Any) -> tuple[DTensor, DTensor]:
-    """As torch's own handlers of attention's other kernels, of which it has none for the CPU's."""
+    """As torch's own handlers of attention's other kernels; it has none for the CPU's."""
     query, key, value, *rest = args
     causal = rest[1] if len(rest) > 1 else kwargs.get("is_causal", False)
     out, logsumexp = _attention._templated_ring_attention(

@@ -1,6 +1,7 @@
 """torch's DistributedDataParallel: everything replicated, gradients all-reduced in buckets during backward."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import cast, final
 
 import torch
@@ -11,11 +12,11 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
-from refshard.strategies.context import Splitting, announce_rings
+from refshard.strategies.context import announce_rings, splitting
 from refshard.strategies.deferred import fill, fill_stages
-from refshard.strategies.loop import Context, PlainLoop, autocast
-from refshard.strategies.pipelined import PipelineLoop, announce_messages
-from refshard.strategies.stages import parameters_of_all, stages_of
+from refshard.strategies.loop import PlainLoop, autocast
+from refshard.strategies.pipeline import PipelineLoop, announce_messages
+from refshard.strategies.stages import Stage, parameters_of_all, stages_of
 from refshard.strategies.world import World
 
 
@@ -24,77 +25,64 @@ class DDP(Strategy):
     """DDP as its documentation recommends it: gradients are views of the buckets."""
 
     def wrap(self, model: nn.Module, world: World) -> Loop:
-        """See :meth:`Strategy.wrap`: all but a step's last microbatch accumulate without communication, as DDP's
-        documentation has it, and as torch's pipeline schedules do.
+        """Only a step's last microbatch communicates, as in DDP's documentation and in torch's pipeline schedules.
 
         Raises:
             UnsupportedError: a zero-bubble schedule computes weights' gradients where DDP does not see them.
         """
-        self._model, self._world, computing = model, world, autocast(world)
-        self._splitting = Splitting(model, world)
-        if world.pipeline is not None:
-            return self._wrap_stages(cast(Llama, model), world, computing)
-        fill(model, world)
-        self._modules = [self._replicate(model, world)]
-        (module,) = self._modules
-        return PlainLoop(module, world, unsynced=module.no_sync, computing=computing, stepping=self._splitting)
-
-    def _wrap_stages(self, model: Llama, world: World, computing: Context) -> Loop:
+        self._model, self._world, self._stages = cast(Llama, model), world, list[Stage]()
+        computing, stepping = autocast(world), splitting(model, world)
+        if world.pipeline is None:
+            fill(model, world)
+            module = _replicate(model, world)
+            self._modules = [module]
+            return PlainLoop(module, world, unsynced=module.no_sync, computing=computing, stepping=stepping)
         if world.case.schedule == "zero-bubble":
             raise UnsupportedError(
                 "schedule must be '1f1b' or 'interleaved' for ddp, got 'zero-bubble': torch computes the gradients of "
                 "weights apart from backward, where DDP does not reduce them; use fsdp2"
             )
-        self._stages = stages_of(model, world, computing)
-        fill_stages(self._stages, model, world)
-        self._modules = [self._replicate(stage, world) for stage in self._stages]
-        return PipelineLoop(self._stages, self._modules, world, residual=torch.float32, stepping=self._splitting)
-
-    def _replicate(self, part: nn.Module, world: World) -> DistributedDataParallel:
-        return DistributedDataParallel(part, process_group=world.data.get_group(), gradient_as_bucket_view=True)
+        self._stages = stages_of(self._model, world, computing)
+        fill_stages(self._stages, self._model, world)
+        self._modules = [_replicate(stage, world) for stage in self._stages]
+        return PipelineLoop(self._stages, self._modules, world, residual=torch.float32, stepping=stepping)
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`: one unit per bucket, as DDP rebuilt them after its first step."""
-        stages = [""] if self._world.pipeline is None else [f"stage{stage.index}." for stage in self._stages]
-        return tuple(
-            f"{stage}bucket{i}"
-            for stage, module in zip(stages, self._modules)
-            for i in range(len(_bucket_bytes(module)))
-        )
+        """One unit per bucket, as DDP rebuilt them after its first step."""
+        stages = [f"stage{stage.index}." for stage in self._stages] or [""]
+        buckets = [range(len(_bucket_bytes(module))) for module in self._modules]
+        return tuple(f"{stage}bucket{i}" for stage, indices in zip(stages, buckets) for i in indices)
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`: an all-reduce per bucket, together the bytes of all that is trained, however
-        many microbatches; none without backward. The first forward of a step broadcasts the module's buffers, those of
-        a dtype together.
+        """One all-reduce per bucket and step; together they have the bytes of all that is trained. The first forward of
+        a step broadcasts the module's buffers, those of a dtype together.
         """
         issued: list[tuple[str, int]] = []
         if self._world.case.workload == "training":
-            issued += [pair for module in self._modules for pair in _reductions(module)]
+            for module in self._modules:
+                sizes, buffers = _bucket_bytes(module), Counter[torch.dtype]()
+                assert sum(sizes) == sum(p.nbytes for p in module.parameters() if p.requires_grad)
+                for buffer in module.buffers():
+                    buffers[buffer.dtype] += buffer.nbytes
+                issued += [("all_reduce", size) for size in sizes]
+                issued += [("broadcast", size) for size in buffers.values()]
         if self._world.context is not None:
-            for part in [cast(Llama, self._model)] if self._world.pipeline is None else self._stages:
-                issued += announce_rings(part, self._world)
-        if self._world.pipeline is not None:
+            parts: Sequence[Llama | Stage] = self._stages or [self._model]
+            issued += [pair for part in parts for pair in announce_rings(part, self._world)]
+        if self._stages:
             issued += announce_messages(self._stages, self._world, torch.float32)
         return count_collectives(issued)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`Strategy.full_parameters`."""
-        if self._world.pipeline is not None:
+        if self._stages:
             own = {name: p.detach for stage in self._stages for name, p in stage.named_parameters()}
-            yield from parameters_of_all(cast(Llama, self._model), self._world, own)
-            return
-        for name, parameter in self._model.named_parameters():
-            yield name, parameter.detach()
+            yield from parameters_of_all(self._model, self._world, own)
+        else:
+            yield from ((name, parameter.detach()) for name, parameter in self._model.named_parameters())
 
 
-def _reductions(module: DistributedDataParallel) -> Iterator[tuple[str, int]]:
-    sizes = _bucket_bytes(module)
-    assert sum(sizes) == sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    yield from (("all_reduce", size) for size in sizes)
-    buffers = {buffer.dtype: 0 for buffer in module.buffers()}
-    for buffer in module.buffers():
-        buffers[buffer.dtype] += buffer.nbytes
-    yield from (("broadcast", size) for size in buffers.values())
+def _replicate(part: nn.Module, world: World) -> DistributedDataParallel:
+    return DistributedDataParallel(part, process_group=world.data.get_group(), gradient_as_bucket_view=True)
 
 
 def _bucket_bytes(module: DistributedDataParallel) -> list[int]:

@@ -1,7 +1,7 @@
-"""Models from the meta device: a strategy shards first, and then gives what a rank keeps storage and values.
+"""Models on the meta device: a strategy shards first, and then gives each rank's part storage and values.
 
-A model that is not on the meta device is left as it is by all of these. A module of the user's own is there in dry runs
-alone, which compute no values, so it is given storage only.
+A model that is not on the meta device is left as it is. A module of the user's own is on it only in dry runs, which
+compute no values, so it gets storage alone.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from refshard.strategies.world import World
 
 
 def fill(model: nn.Module, world: World) -> None:
-    """Give a model whose parameters have become DTensors storage, and each rank's part of the initial values."""
+    """Give a model of DTensors storage, and each rank's part of the initial values."""
     if _on_meta(model):
         model.to_empty(device="cpu" if world.case.offload else world.device)
         if isinstance(model, Llama):
@@ -22,7 +22,7 @@ def fill(model: nn.Module, world: World) -> None:
 
 
 def fill_stages(stages: Iterable[nn.Module], model: Llama, world: World) -> None:
-    """As :func:`fill`, of this rank's stages of ``model``, sharded or not."""
+    """As :func:`fill`, for this rank's stages of ``model``, sharded or not."""
     initial = Initialiser(model, world.case.seed, world.device)
     for stage in stages:
         if _on_meta(stage):
@@ -33,13 +33,18 @@ def fill_stages(stages: Iterable[nn.Module], model: Llama, world: World) -> None
 
 def values(model: nn.Module, world: World) -> Callable[[nn.Module], None] | None:
     """A function that fills the parameters which a module of ``model`` holds directly, once they have storage."""
+
+    def write_buffers(module: nn.Module) -> None:
+        for buffer in module.buffers(recurse=False):
+            buffer.zero_()  # the engine refuses a buffer that nobody wrote to
+
     if not _on_meta(model):
         return None
-    return Initialiser(model, world.case.seed) if isinstance(model, Llama) else _write_buffers
+    return Initialiser(model, world.case.seed) if isinstance(model, Llama) else write_buffers
 
 
 def storage_and_values(model: nn.Module, world: World) -> Callable[[nn.Module], None] | None:
-    """As :func:`values`, and gives them storage first. The parameter objects stay the same, so that ties hold."""
+    """As :func:`values`, with storage first. The parameter objects stay the same, so that ties hold."""
     initial = values(model, world)
     if initial is None:
         return None
@@ -55,12 +60,6 @@ def storage_and_values(model: nn.Module, world: World) -> Callable[[nn.Module], 
         initial(module)
 
     return fill_module
-
-
-def _write_buffers(module: nn.Module) -> None:
-    """The engine refuses a buffer that nobody wrote to."""
-    for buffer in module.buffers(recurse=False):
-        buffer.zero_()
 
 
 def _on_meta(model: nn.Module) -> bool:

@@ -25,76 +25,61 @@ from typing import Any, final
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from refshard.engine.collectives import library_of
-from refshard.engine.comm_memory import CommMemory, has_group_memory
+from refshard.engine.collectives import GroupCollectives, exchange_bytes, library_of
+from refshard.engine.comm_memory import has_group_memory
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
+from refshard.strategies import fully_sharded
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import fill
-from refshard.strategies.exchange import ExchangeAndSum, announce_exchange
-from refshard.strategies.fsdp2_knobs import Knobs, communicate_through, turn
-from refshard.strategies.fully_sharded import (
-    ROOT,
-    announce_reduction,
-    full_dtensors,
-    fully_shard_options,
-    sharded_units,
-)
 from refshard.strategies.loop import PlainLoop
-from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
+from refshard.strategies.optimizer import announce_muon, muon_over_dtensors
 from refshard.strategies.world import World
 
 
 @final
 class FSDP2Tuned(Strategy):
-    """FSDP2 with every public knob that helps on the backend at hand; with ``knobs`` of
-    :class:`~refshard.strategies.fsdp2_knobs.Knobs` beside them.
+    """FSDP2 with every public knob that helps on the backend at hand, and with ``knobs`` of
+    :class:`~refshard.strategies.fully_sharded.Knobs`.
     """
 
     def __init__(self, **knobs: Any) -> None:
-        self._knobs = Knobs(**knobs)
+        self._knobs = fully_sharded.Knobs(**knobs)
 
     def wrap(self, model: Llama, world: World) -> Loop:
-        """See :meth:`Strategy.wrap`; microbatches as in :class:`~refshard.strategies.fsdp2.FSDP2`."""
-        options, shards = fully_shard_options(world), world.data.get_group(world.data.ndim - 1)
+        """Microbatches as in :class:`~refshard.strategies.fsdp2.FSDP2`."""
+        options, shards = fully_sharded.options_of(world), world.data.get_group(world.data.ndim - 1)
         self._model, self._world = model, world
         self._gloo = library_of(shards, world.device) == "gloo"
-        backbone = model.model
+        backbone, blocks = model.model, list(model.model.layers)
+        forward, backward = [model, *blocks], [model, *reversed(blocks)]
         if not model.spec.tied:
             fully_shard(backbone.embed_tokens, **options).set_unshard_in_backward(False)
             fully_shard([backbone.norm, model.lm_head], **options, reshard_after_forward=False)
-        for layer in backbone.layers:
+            forward, backward = [backbone.embed_tokens, *blocks, backbone.norm], [backbone.norm, *reversed(blocks)]
+        for layer in blocks:
             fully_shard(layer, **options)
         fully_shard(model, **options)
-        self._turn()
+        knobs, memory = self._knobs, world.case.comm_memory
+        if world.device.type == "cuda" and world.shards > 1:
+            knobs = msgspec.structs.replace(knobs, reduce_group=True)
+        fully_sharded.turn(model, knobs, forward, backward)
+        if memory == "default" and world.shards > 1 and has_group_memory(shards, world.device):
+            memory = "group"
+        fully_sharded.communicate_through(memory, model, world)
         fill(model, world)
         if self._gloo:
-            exchange = ExchangeAndSum(shards)
+            exchange = _ExchangeAndSum(shards)
             for unit in (m for m in model.modules() if isinstance(m, FSDPModule)):
                 unit.set_custom_reduce_scatter(exchange)
         if world.device.type == "cpu":
             self._gather_ahead()
         return PlainLoop(model, world, muon=muon_over_dtensors)
-
-    def _turn(self) -> None:
-        """Turn the knobs, but for those that are for gloo."""
-        model, world, knobs = self._model, self._world, self._knobs
-        if world.device.type == "cuda" and world.shards > 1:
-            knobs = msgspec.structs.replace(knobs, reduce_group=True)
-        blocks = list(model.model.layers)
-        if model.spec.tied:
-            turn(model, knobs, [model, *blocks], [model, *reversed(blocks)])
-        else:
-            embedding, head = model.model.embed_tokens, model.model.norm
-            turn(model, knobs, [embedding, *blocks, head], [head, *reversed(blocks)])
-        memory: CommMemory = world.case.comm_memory
-        shards = world.data.get_group(world.data.ndim - 1)
-        if memory == "default" and world.shards > 1 and has_group_memory(shards, world.device):
-            memory = "group"
-        communicate_through(memory, model, world)
 
     def _gather_ahead(self) -> None:
         """On a CPU: gathers one unit ahead."""
@@ -108,22 +93,22 @@ class FSDP2Tuned(Strategy):
                 following.register_forward_hook(_when_differentiated(_unshard(module)), prepend=True)
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`."""
-        return tuple(unit.name for unit in sharded_units(self._model, self._world))
+        return tuple(unit.name for unit in fully_sharded.sharded_units(self._model, self._world))
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`: only the blocks are gathered a second time for backward. Without backward
-        the units that are kept after forward stay gathered for good, as FSDP2's documentation has it for evaluation.
+        """Only the blocks are gathered a second time for backward. Without backward, units that are kept after forward
+        stay gathered, as FSDP2's documentation says of evaluation.
         """
         issued: list[tuple[str, int]] = []
-        for unit in sharded_units(self._model, self._world):
+        for unit in fully_sharded.sharded_units(self._model, self._world):
             if self._world.case.workload == "inference":
-                gathers = 0 if unit.name.endswith(("lm_head", ROOT)) else 1
+                gathers = 0 if unit.name.endswith(("lm_head", fully_sharded.ROOT)) else 1
             else:
                 gathers = 2 if ".layers." in unit.name else 1
-                for op, size in announce_reduction(unit, self._world):
+                for op, size in unit.reductions(self._world):
                     if self._gloo and op == "reduce_scatter":
-                        issued += announce_exchange(unit.trained, self._world.reduced.itemsize, self._world.shards)
+                        calls = exchange_bytes(unit.trained, self._world.reduced.itemsize, self._world.shards)
+                        issued += [("all_to_all", nbytes) for nbytes in calls]
                     else:
                         issued.append((op, size))
             issued += unit.gathers(self._world, gathers)
@@ -132,8 +117,7 @@ class FSDP2Tuned(Strategy):
         return count_collectives(issued)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`Strategy.full_parameters`."""
-        yield from full_dtensors(self._model)
+        yield from fully_sharded.full_dtensors(self._model)
 
 
 def _unshard(module: nn.Module) -> Callable[..., None]:
@@ -151,3 +135,23 @@ def _when_differentiated(start: Callable[..., None]) -> Callable[[nn.Module, Any
             output.register_hook(start)
 
     return hook
+
+
+class _ExchangeAndSum(ReduceScatter):
+    """The engine's reduce-scatter over gloo, awaited where it is issued."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._collectives = GroupCollectives(group)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:  # fmt: skip
+        """Reduce ``input_tensor`` (world_size * n elements) into ``output_tensor`` (n elements)."""
+        self._collectives.reduce_scatter(output_tensor, input_tensor).wait()
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+        return None

@@ -8,10 +8,9 @@ from typing import final
 import torch
 from torch import nn
 
-from refshard.models.batch import Batch
+from refshard.models.data import Batch
 from refshard.strategies.base import Loop
-from refshard.strategies.muon import MakeMuon
-from refshard.strategies.optimizer import make_optimizer
+from refshard.strategies.optimizer import MakeMuon, make_optimizer
 from refshard.strategies.world import World
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -24,32 +23,28 @@ class PlainLoop(Loop):
 
     A step runs within ``stepping(batch)``, forward and backward; all its microbatches but the last within
     ``unsynced()``; every forward and its loss within ``computing()``. ``muon`` makes Muon of the model's matrices, if
-    the case asks for it.
+    the case asks for it; ``adapt`` is given the optimizer and returns the one to step.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        world: World,
-        *,
-        unsynced: Context = nullcontext,
-        computing: Context = nullcontext,
-        stepping: StepContext = nullcontext,
-        muon: MakeMuon = torch.optim.Muon,
-    ) -> None:
+        self, module: nn.Module, world: World, *, unsynced: Context = nullcontext, computing: Context = nullcontext,
+        stepping: StepContext = nullcontext, muon: MakeMuon = torch.optim.Muon,
+        adapt: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] = lambda made: made,
+    ) -> None:  # fmt: skip
         self._module, self._parts = module, world.case.microbatches
         self._unsynced, self._computing, self._stepping = unsynced, computing, stepping
         self._optimizer: torch.optim.Optimizer | None = None
-        # torchao compiles its step, on a CPU for more than a minute, and not at all beneath what watches operators.
-        on_cpu = world.device.type == "cpu" or world.case.offload
-        self._eager = world.case.optimizer == "adamw-8bit" and on_cpu
+        self._optimizing: Context = nullcontext
+        if world.case.optimizer == "adamw-8bit" and (world.device.type == "cpu" or world.case.offload):
+            # torchao compiles its step: for more than a minute on a CPU, and not at all under an operator mode.
+            self._optimizing = partial(torch.compiler.set_stance, "force_eager")
         if world.case.workload == "training":
-            self._optimizer = make_optimizer(module, world.case, muon)
+            self._optimizer = adapt(make_optimizer(module, world.case, muon))
         else:
             module.eval()
 
     def train(self, batch: Batch) -> torch.Tensor:
-        """See :meth:`Loop.train`. Microbatches are of one size: the mean of their means is the mean over the batch."""
+        """Microbatches are of one size: the mean of their means is the mean over the batch."""
         assert self._optimizer is not None
         with self._stepping(batch):
             losses = self._accumulate(batch)
@@ -60,11 +55,11 @@ class PlainLoop(Loop):
         return mean
 
     def infer(self, batch: Batch) -> torch.Tensor:
-        """See :meth:`Loop.infer`."""
         with torch.no_grad(), self._stepping(batch):
             return self._loss(batch)
 
     def _accumulate(self, batch: Batch) -> list[torch.Tensor]:
+        # A function of its own, so that nothing of the last graph lives on while the optimizer steps.
         losses, parts = [], self._parts
         for index, part in enumerate(batch.split(parts)):
             with nullcontext() if index == parts - 1 else self._unsynced():
@@ -73,14 +68,11 @@ class PlainLoop(Loop):
             losses.append(loss.detach())
         return losses
 
-    def _optimizing(self) -> AbstractContextManager[object]:
-        return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
-
     def _loss(self, batch: Batch) -> torch.Tensor:
         with self._computing():
             return batch.loss(self._module)
 
 
 def autocast(world: World) -> Context:
-    """What a forward over fp32 parameters runs in where nothing else casts them."""
+    """The context of a forward over fp32 parameters, if nothing else casts them."""
     return partial(torch.autocast, world.device.type, world.computed) if world.mixed else nullcontext

@@ -1,5 +1,6 @@
 """This project's own engine, in any of its modes."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast, final
@@ -8,21 +9,22 @@ import torch
 from torch import nn
 
 from refshard.engine.api import engine_of, full_parameters, no_sync, shard, whole_tensors
-from refshard.engine.collectives import library_of
+from refshard.engine.collectives import exchange_bytes, library_of
+from refshard.engine.local_part import local_of
+from refshard.engine.owners import share_out, step_cost
+from refshard.engine.placement import find_mode
 from refshard.engine.precision import Precision
+from refshard.engine.schedule import OpKind, PassKind, assign_rings, build, chain_markers
 from refshard.engine.unit import Unit
 from refshard.engine.whole_tensors import WholeTensors
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
-from refshard.plan.placement import find_mode
-from refshard.plan.schedule import OpKind, PassKind, assign_rings, build, chain_markers
 from refshard.records import CollectiveCount
+from refshard.specs.case import CaseSpec
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.deferred import values
-from refshard.strategies.exchange import announce_exchange
 from refshard.strategies.loop import PlainLoop
-from refshard.strategies.muon_over_owners import announce_owners, warn_of_absent_owners
-from refshard.strategies.peers.tensor_parallel import announce_split, split
+from refshard.strategies.tensor_parallel import announce_split, split
 from refshard.strategies.world import World
 
 
@@ -37,7 +39,7 @@ class Refshard(Strategy):
         self._muon: WholeTensors | None = None
 
     def wrap(self, model: nn.Module, world: World) -> Loop:
-        """See :meth:`Strategy.wrap`: modes that shard gradients reduce every microbatch all the same."""
+        """Modes that shard gradients reduce every microbatch all the same."""
         self._model, self._world = model, world
         self._gloo = library_of(world.group, world.device) == "gloo"
         if world.tensor is not None:
@@ -54,15 +56,15 @@ class Refshard(Strategy):
 
     def _make_muon(self, matrices: list[nn.Parameter], **options: Any) -> WholeTensors:
         self._muon = whole_tensors(torch.optim.Muon, self._model, matrices, **options)
-        warn_of_absent_owners(self._muon, engine_of(self._model).units, self._world.case)
+        if self._world.case.processes < self._world.case.world_size:
+            _warn_of_absent_owners(self._muon, engine_of(self._model).units)
         return self._muon
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`."""
         return tuple(unit.name for unit in engine_of(self._model).units)
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`: what the plan of a chain of these units says, not what was executed."""
+        """From the op stream of a chain of these units, not from what was executed."""
         units = engine_of(self._model).units
         facts = [unit.facts for unit in units]
         markers = chain_markers(len(units), enclosing=_encloses(self._model, units))
@@ -76,18 +78,18 @@ class Refshard(Strategy):
                 for i in range(microbatches)
             ]
         else:
-            # Parameters that are kept and never change were gathered in the first pass, which nobody counts.
+            # Parameters that are kept and never change were gathered in the first pass, which is not counted.
             kinds = [PassKind(training=False, gather=not kept, reduce=False)] * microbatches
         streams = [build(markers, rings, mode, facts, kind) for kind in kinds]
         issued = [c for stream in streams for op in stream for c in self._issued(op.kind, units[op.unit])]
         if self._world.tensor is not None:
             issued += announce_split(cast(Llama, self._model), self._world, self._world.computed)
         if self._muon is not None:
-            issued += announce_owners(self._muon, units, self._world.case)
+            issued += _announce_owners(self._muon, units, self._world.case)
         return count_collectives(issued)
 
     def _issued(self, kind: OpKind, unit: Unit) -> Iterator[tuple[str, int]]:
-        """The calls that an op makes, and the bytes of each: over gloo, an exchange with each other rank, in pieces."""
+        """``(op, bytes)`` of an op's calls: over gloo, an exchange with each other rank, in pieces."""
         shards, replicas = self._world.shards, self._world.case.replicas
         if shards * replicas == 1:
             return
@@ -103,20 +105,58 @@ class Refshard(Strategy):
                     yield "all_reduce", flat.layout.numel * itemsize
                 continue
             if self._gloo:
-                yield from announce_exchange(flat.layout.shard_numel, itemsize, shards)
+                calls = exchange_bytes(flat.layout.shard_numel, itemsize, shards)
+                yield from (("all_to_all", nbytes) for nbytes in calls)
             else:
                 yield op, flat.layout.numel * itemsize
             if kind is OpKind.REDUCE and replicas > 1:
                 yield "all_reduce", flat.layout.shard_numel * itemsize
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`Strategy.full_parameters`."""
         yield from full_parameters(self._model)
 
 
 def _encloses(model: nn.Module, units: Sequence[Unit]) -> bool:
-    """Whether the first unit computes around the others: it holds them, or by a tie also what comes after them."""
+    """Whether the first unit computes around the others: it holds them, or by a tie also modules after them."""
     if len(units) < 2:
         return False
     place, second = {module: i for i, module in enumerate(model.modules())}, units[1].modules[0]
     return any(second in set(one.modules()) or place[one] > place[second] for one in units[0].modules)
+
+
+def _announce_owners(muon: WholeTensors, units: Sequence[Unit], case: CaseSpec) -> Iterator[tuple[str, int]]:
+    """``(op, bytes)`` of a step of Muon. First the ranks agree on what is stepped, by two int64. Then, for each flat
+    parameter that has matrices, this rank sends its parts of their gradients and of the matrices to the owners, and
+    the matrices that it owns to all.
+    """
+    matrices_by_flat = _owned_matrices(muon, units)
+    if matrices_by_flat:
+        yield from [("all_reduce", 16)] * (2 if case.replicas > 1 else 1)
+    for owner_of in matrices_by_flat:
+        yield from [("all_to_all", sum(local_of(m).nbytes for m in owner_of))] * 2
+        yield "all_to_all", sum(m.nbytes for m, owner in owner_of.items() if owner == muon.collectives.rank)
+
+
+def _warn_of_absent_owners(muon: WholeTensors, units: Sequence[Unit]) -> None:
+    """Warn of the work of ranks that do not run here: a bucket is done when its busiest rank is."""
+    rank, ranks = muon.collectives.rank, muon.collectives.world_size
+    costs = [[step_cost(matrix.shape) for matrix in owner_of] for owner_of in _owned_matrices(muon, units)]
+    own = busiest = 0
+    for indices, owners in share_out(costs, ranks):
+        loads = [0] * ranks
+        for owner, cost in zip(owners, (cost for index in indices for cost in costs[index])):
+            loads[owner] += cost
+        own, busiest = own + loads[rank], busiest + max(loads)
+    if own < busiest:
+        warnings.warn(
+            f"refshard: Muon's work on rank {rank} is {100 * own / busiest:.0f} % of what the ranks wait for, summed "
+            "over buckets; the other ranks do not run here, so the step time is too low by the rest",
+            stacklevel=1,
+        )
+
+
+def _owned_matrices(muon: WholeTensors, units: Sequence[Unit]) -> list[dict[nn.Parameter, int]]:
+    """The matrices of each flat parameter that has some, with their owners."""
+    owner_of = {member.parameter: member.owner for member in muon.members if member.whole is not None}
+    flats = [[p.sharded for p in flat.parameters if p.sharded in owner_of] for unit in units for flat in unit.flats]
+    return [{matrix: owner_of[matrix] for matrix in matrices} for matrices in flats if matrices]

@@ -1,4 +1,4 @@
-"""One unsharded rank: the reference that every other strategy's losses are held against."""
+"""One unsharded rank: the reference that every other strategy's losses are compared with."""
 
 from collections.abc import Iterator
 from typing import final
@@ -19,19 +19,14 @@ class Single(Strategy):
     _model: nn.Module
 
     def wrap(self, model: nn.Module, world: World) -> Loop:
-        """See :meth:`Strategy.wrap`."""
         self._model = model
         return PlainLoop(model, world, computing=autocast(world))
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`."""
         return ()
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`."""
         return ()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`Strategy.full_parameters`."""
-        for name, parameter in self._model.named_parameters():
-            yield name, parameter.detach()
+        yield from ((name, parameter.detach()) for name, parameter in self._model.named_parameters())

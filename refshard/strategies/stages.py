@@ -1,4 +1,4 @@
-"""Stages of a pipeline: stretches of a Llama that each compute a part of the forward."""
+"""Stages of a pipeline: consecutive layers of a Llama that each compute a part of the forward."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama, rotary_tables
-from refshard.plan.checkpointing import checkpointing_of
-from refshard.plan.stages import layers_of_stages, stages_of_rank
 from refshard.specs.case import CaseSpec
+from refshard.specs.layers import checkpointing_of, layers_of_stages, stages_of_rank
 from refshard.strategies.loop import Context
 from refshard.strategies.world import World
 
@@ -20,7 +19,7 @@ class Stage(nn.Module):
     """Layers of a Llama, whose modules keep their names; the first stage also has the embedding, the last the final
     norm and the head. ``index`` counts stages from 0, ``held`` are the numbers of the layers.
 
-    Every forward runs within ``computing()``. ``tokens`` is how many of each sequence it computes on.
+    Every forward runs within ``computing()``, on ``tokens`` of each sequence.
     """
 
     def __init__(self, whole: Llama, index: int, layers: range, tokens: int, computing: Context) -> None:
@@ -37,14 +36,14 @@ class Stage(nn.Module):
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
-        """The layers in their order."""
+        """The layers in order."""
         held = self.model["layers"]
         assert isinstance(held, nn.ModuleDict)
         return tuple(held.values())
 
     def forward(self, given: Tensor) -> Tensor:
-        """Hidden states (B, T, D), of the last stage logits (B, T, V); of hidden states, of the first stage of token
-        ids (B, T) int64.
+        """Map hidden states (B, T, D) to the same shape; the first stage takes token ids (B, T) int64, the last returns
+        logits (B, T, V).
         """
         with self._computing():
             x_BTD = self.model["embed_tokens"](given) if self.first else given
@@ -56,21 +55,21 @@ class Stage(nn.Module):
 
 
 def layers_of(part: Llama | Stage) -> tuple[nn.Module, ...]:
-    """The layers of a model, or of a stage of it, in their order."""
+    """The layers of a model, or of a stage of it, in order."""
     return tuple(part.model.layers) if isinstance(part, Llama) else part.layers
 
 
 def recomputed(part: Llama | Stage, case: CaseSpec) -> int:
-    """How many of the part's layers are computed again in backward."""
+    """How many of the part's layers recompute in backward."""
     held = range(part.spec.n_layers) if isinstance(part, Llama) else part.held
     return len(checkpointing_of(case.checkpointing, part.spec.n_layers).layers & set(held))
 
 
 def stages_of(model: Llama, world: World, computing: Context = nullcontext) -> list[Stage]:
-    """This rank's stages of ``model``, whose other layers take no memory from here on.
+    """This rank's stages of ``model``; its other layers take no memory from here on.
 
     Raises:
-        UnsupportedError: the model is tied, whose one weight two stages would need, or has fewer layers than stages.
+        UnsupportedError: the model is tied, so that two stages need one weight, or has fewer layers than stages.
     """
     stages = world.case.pipeline_ranks * world.case.interleave
     if model.spec.tied:
@@ -93,17 +92,16 @@ def stages_of(model: Llama, world: World, computing: Context = nullcontext) -> l
 def parameters_of_all(
     model: Llama, world: World, own: Mapping[str, Callable[[], Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of ``model`` and its full value, which the rank that has its stage makes by ``own`` and tells
-    the others of its pipeline.
+    """Every parameter of ``model`` and its full value, which the rank that has its stage makes by ``own`` and
+    broadcasts to its pipeline.
     """
     assert world.pipeline is not None
     ranks, group = world.case.pipeline_ranks, world.pipeline.get_group()
     divided = layers_of_stages(model.spec.n_layers, ranks * world.case.interleave)
     stage_of = {f"model.layers.{layer}.": stage for stage, layers in enumerate(divided) for layer in layers}
-    last = len(divided) - 1
     for name, parameter in model.named_parameters():
         layer = ".".join([*name.split(".")[:3], ""])
-        owner = stage_of.get(layer, 0 if "embed_tokens" in name else last) % ranks
+        owner = stage_of.get(layer, 0 if "embed_tokens" in name else len(divided) - 1) % ranks
         if owner == world.stage_rank:
             value = own[name]().contiguous()
         else:

@@ -15,10 +15,10 @@ from refshard.specs.case import CaseSpec
 class World:
     """The ranks of a case, and how it divides them.
 
-    ``data`` is the mesh that a strategy shards over: of one axis, ``"shard"``, which context-parallel ranks lie on too;
-    with replicas of two, ``"replicate"`` and ``"shard"``. ``tensor`` is the mesh of the ranks that split each matrix
-    with this one, ``context`` of those that split each sequence, ``pipeline`` of those that pass microbatches on, each
-    if the case asks for that. ``blocks`` are the names of the modules that become units.
+    ``data`` is the mesh to shard over: one axis, ``"shard"``, which includes context-parallel ranks; with replicas two,
+    ``"replicate"`` and ``"shard"``. If the case asks for them, ``tensor`` is the mesh of the ranks that split each
+    matrix with this one, ``context`` of those that split each sequence, and ``pipeline`` of those that pass
+    microbatches on. ``blocks`` are the names of the modules that become units.
     """
 
     case: CaseSpec
@@ -32,14 +32,11 @@ class World:
 
     @classmethod
     def of(cls, case: CaseSpec, group: dist.ProcessGroup, device: torch.device, blocks: tuple[str, ...]) -> Self:
-        """Divide the ranks of ``group``, which are all that there are; each of them must call this."""
+        """Divide the ranks of ``group``, which holds all ranks; each of them must call this."""
         sizes = {
-            "pipeline": case.pipeline_ranks,
-            "replicate": case.replicas,
-            "shard": case.data_ranks // case.replicas,
-            "context": case.context_parallel,
-            "tensor": case.tensor_parallel,
-        }
+            "pipeline": case.pipeline_ranks, "replicate": case.replicas, "shard": case.data_ranks // case.replicas,
+            "context": case.context_parallel, "tensor": case.tensor_parallel,
+        }  # fmt: skip
         if case.strategy == "tensor-parallel":
             sizes["shard"] = case.world_size  # its only axis, which it splits over
         kept = {"shard", case.strategy}  # a pipeline may be of one rank
@@ -47,16 +44,22 @@ class World:
         if len(sizes) == 1:
             whole = DeviceMesh.from_group(group, device.type, mesh_dim_names=("shard",))
         else:
-            # What DTensor planned for an earlier case's mesh of the same shape names the groups of that one.
+            # DTensor's plans for an earlier case's mesh of the same shape name that mesh's groups.
             _clear_python_sharding_prop_cache()
             _clear_fast_path_sharding_prop_cache()
             whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         split = {name: whole[name] if name in sizes else None for name in ("tensor", "context", "pipeline")}
-        return cls(case=case, group=group, device=device, data=_data(whole, sizes), blocks=blocks, **split)
+        axes = [name for name in ("replicate", "shard") if name in sizes]
+        if "context" in sizes:
+            data = whole["shard", "context"]._flatten("shard_context")
+            data = whole["replicate", "shard_context"] if "replicate" in sizes else data
+        else:
+            data = whole if axes == [*sizes] else whole[tuple(axes)]
+        return cls(case=case, group=group, device=device, data=data, blocks=blocks, **split)
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that divide the batch."""
+        """This rank's place among the ranks that divide the batch."""
         within = self.case.tensor_ranks * self.case.context_parallel
         return self.group.rank() // within % self.case.data_ranks
 
@@ -72,7 +75,7 @@ class World:
 
     @property
     def tokens(self) -> int:
-        """Of each sequence, the tokens that this rank and those that split matrices with it compute on."""
+        """Tokens of each sequence that this rank computes on, with the ranks that split matrices with it."""
         return self.case.seq_len // self.case.context_parallel
 
     @property
@@ -82,25 +85,17 @@ class World:
 
     @property
     def mixed(self) -> bool:
-        """Whether parameters are computed with in another dtype than they are kept in, fp32. What is tuned by adapters
-        is kept in what it is computed in.
+        """Whether parameters are computed with in another dtype than they are kept in, fp32. A model that is tuned by
+        adapters is kept in the dtype that it is computed in.
         """
         return self.case.precision == "bf16" and self.case.tuning == "full"
 
     @property
     def reduced(self) -> torch.dtype:
-        """What gradients are reduced in: the dtype that parameters are kept in."""
+        """Reduction dtype of gradients: the dtype that parameters are kept in."""
         return torch.float32 if self.mixed else self.computed
 
     @property
     def computed(self) -> torch.dtype:
-        """What parameters are computed with."""
+        """The dtype of parameters in forward and backward."""
         return torch.bfloat16 if self.case.precision == "bf16" else torch.float32
-
-
-def _data(whole: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
-    if "context" not in sizes:
-        axes = tuple(name for name in ("replicate", "shard") if name in sizes)
-        return whole if axes == tuple(sizes) else whole[axes]
-    shards = whole["shard", "context"]._flatten("shard_context")
-    return whole["replicate", "shard_context"] if "replicate" in sizes else shards

@@ -30,7 +30,7 @@ PATCHES = {
         "        return tuple(arg.clone() for arg in args), kwargs\n",
     ),
     "one lost prefetch": (
-        "refshard/plan/schedule.py",
+        "refshard/engine/schedule.py",
         "    ahead = position - mode.prefetch -",
         "    ahead = position - mode.prefetch * (position != 3) -",
     ),

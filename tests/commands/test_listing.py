@@ -51,12 +51,12 @@ def test_programs_get_the_options_of_each_strategy() -> None:
 
 
 def test_a_row_that_cannot_run_says_why_and_what_to_do() -> None:
-    row = Row(module="m", class_name="C", about="a", axes=frozenset(), packages=("no_such", "torch"), extra="more")
+    row = Row(code="m.C", about="a", axes=frozenset(), packages=("no_such", "torch"), extra="more")
     assert (
         row.unavailable(cuda=True)
         == "needs no_such, which is not installed; pip install -e '.[more]' in refshard's checkout"
     )
-    quoting = Row(module="m", class_name="C", about="a", axes=frozenset(), without_cuda="Oops: no GPU")
+    quoting = Row(code="m.C", about="a", axes=frozenset(), without_cuda="Oops: no GPU")
     assert quoting.unavailable(cuda=True) == ""
     assert quoting.unavailable(cuda=False) == "needs a CUDA device; without one it says: Oops: no GPU"
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from refshard.plan.placement import MODES, Accumulation
+from refshard.engine.placement import MODES, Accumulation
 from tests.distributed.parity_models import Net
 
 STEPS = 12

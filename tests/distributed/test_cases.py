@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed.cases import deliberate, fsdp2
 from tests.distributed.cases.case import ALL, PLAIN, Case
 from tests.distributed.cases.corpus import CASES

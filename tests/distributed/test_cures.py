@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed import cures
 from tests.distributed.cases.corpus import CASES
 

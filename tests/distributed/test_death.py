@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import refshard
+from refshard.engine.placement import MODES
 from refshard.errors import EngineError
-from refshard.plan.placement import MODES
 from tests.distributed.ranks import rank_processes
 from tests.engine.fakes import Net, loss_of, make_batch, make_net
 

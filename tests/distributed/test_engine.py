@@ -15,7 +15,7 @@ from refshard.engine.api import engine_of
 from refshard.engine.collectives import GroupCollectives
 from refshard.engine.executor import Order
 from refshard.engine.local_part import local_of
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import Net, loss_of, make_batch, make_net
 

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 import refshard
 from refshard.engine.local_part import LocalPart
+from refshard.engine.placement import MODES
 from refshard.errors import EngineError
 from refshard.models.llama import Llama, next_token_loss
-from refshard.plan.placement import MODES
-from refshard.strategies.peers.tensor_parallel import split
+from refshard.strategies.tensor_parallel import split
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_split import make_model, tokens
 from tests.engine.fakes import Net, loss_of, make_batch, make_net

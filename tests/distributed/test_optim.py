@@ -11,7 +11,7 @@ from torch import nn
 
 import refshard
 from refshard.engine.local_part import local_of
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import loss_of, make_batch, make_net
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.executor import Order
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.processes

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import refshard
+from refshard.engine.placement import MODES
 from refshard.engine.split import Split
 from refshard.errors import EngineError
 from refshard.models.llama import Llama, initialise, next_token_loss
-from refshard.plan.placement import MODES
-from refshard.strategies.peers.tensor_parallel import split
+from refshard.strategies.tensor_parallel import split
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 

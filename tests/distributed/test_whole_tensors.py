@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import refshard
 from refshard import checkpoint
+from refshard.engine.placement import MODES
 from refshard.errors import EngineError
-from refshard.plan.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import loss_of, make_batch, make_net
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import refshard
 from refshard.engine.api import engine_of
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.engine.fakes import loss_of, make_batch, make_net
 

@@ -12,9 +12,9 @@ import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.collectives import Pending
 from refshard.engine.executor import Order
+from refshard.engine.placement import MODES
+from refshard.engine.schedule import Presence
 from refshard.engine.unit import Unit
-from refshard.plan.placement import MODES
-from refshard.plan.schedule import Presence
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net, train
 
 SHARDED = [mode for mode in MODES if MODES[mode].parameters == "shard"]

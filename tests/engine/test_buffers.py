@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from refshard.engine.arena import Lasting
 from refshard.engine.buffers import Pool, Slot, carve, nbytes_of
+from refshard.engine.layout import ParameterLayout
 from refshard.errors import EngineError
-from refshard.plan.arena import Lasting
-from refshard.plan.layout import ParameterLayout
 
 WHOLE = [[ParameterLayout("p", (4,), 0)]]
 

@@ -20,8 +20,8 @@ from refshard.engine import checkpoint
 from refshard.engine.dcp import write
 from refshard.engine.optimizer_state import state_of
 from refshard.engine.parts import named_parts
+from refshard.engine.placement import MODES
 from refshard.errors import CheckpointError, EngineError
-from refshard.plan.placement import MODES
 from tests.engine.fakes import Block, LateCollectives, Net, make_net, train
 from tests.engine.test_properties import PartCollectives
 

@@ -15,10 +15,10 @@ import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.collectives import Pending
 from refshard.engine.executor import Order
+from refshard.engine.placement import MODES
+from refshard.engine.schedule import Op, OpKind, assign_rings, build, chain_markers
 from refshard.engine.unit import Unit
 from refshard.errors import EngineError, SpecError
-from refshard.plan.placement import MODES
-from refshard.plan.schedule import Op, OpKind, assign_rings, build, chain_markers
 from refshard.timeline import Meaning
 from refshard.tracing.labels import meaning_of
 from tests.engine.fakes import FailingCollectives, LateCollectives, Net, loss_of, make_batch, make_net, train

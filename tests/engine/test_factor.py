@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import refshard
+from refshard.engine.placement import MODES
 from refshard.errors import SpecError
-from refshard.plan.placement import MODES
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net
 
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import refshard
 from refshard.engine.api import engine_of, no_sync
+from refshard.engine.placement import MODES, Accumulation
 from refshard.engine.precision import Precision
-from refshard.plan.placement import MODES, Accumulation
 from tests.engine.fakes import Net, loss_of, make_batch
 from tests.engine.lanes import LANES_WAITS, WAITS, DroppingLanes, Race, RaceDetector, WatchedCollectives
 

@@ -16,8 +16,8 @@ from torch.nn.utils import parametrizations, prune
 import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.executor import Order
+from refshard.engine.placement import MODES
 from refshard.errors import EngineError, SpecError
-from refshard.plan.placement import MODES
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net, train
 
 

@@ -12,8 +12,8 @@ import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.local_part import LocalPart, local_of
 from refshard.engine.optim import clip_gradients
+from refshard.engine.placement import MODES
 from refshard.errors import EngineError
-from refshard.plan.placement import MODES
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net, train
 
 NORMS = [0.5, 1.0, 2.0, 3.0, math.inf]

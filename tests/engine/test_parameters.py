@@ -13,8 +13,8 @@ import refshard
 from refshard.engine import checkpoint
 from refshard.engine.local_part import local_of, whole_of
 from refshard.engine.optim import local_parameters
+from refshard.engine.placement import MODES
 from refshard.errors import EngineError, SpecError
-from refshard.plan.placement import MODES
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net, train
 from tests.engine.test_local_part import OneOfSeveral
 

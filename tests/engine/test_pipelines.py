@@ -9,8 +9,8 @@ import torch
 import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.executor import Order
-from refshard.plan.placement import MODES
-from refshard.plan.schedule import OpKind, PassKind, assign_rings, build, chain_markers
+from refshard.engine.placement import MODES
+from refshard.engine.schedule import OpKind, PassKind, assign_rings, build, chain_markers
 from tests.engine.fakes import LateCollectives, Net, loss_of, make_batch, make_net
 
 # F: forward, B: backward, E: an evaluation.

@@ -2,10 +2,10 @@
 
 import pytest
 
+from refshard.engine.placement import MODES
 from refshard.errors import SpecError
 from refshard.estimate.limits import usable
 from refshard.estimate.ways import WAYS, find_way
-from refshard.plan.placement import MODES
 from refshard.quantities import GIB
 from tests.estimate.made import hardware
 

@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 import refshard
 from refshard.engine.comm_memory import CommMemory
 from refshard.engine.local_part import LocalPart
+from refshard.engine.placement import MODES
 from refshard.errors import UnsupportedError
 from refshard.harness.rank import describe, state_of
 from refshard.harness.trainer import Trainer
-from refshard.plan.placement import MODES
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
 from refshard.strategies import make_strategy

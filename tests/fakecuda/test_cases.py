@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed.cases import deliberate
 from tests.distributed.cases.case import PLAIN, Case
 from tests.distributed.cases.corpus import CASES

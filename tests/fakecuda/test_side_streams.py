@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.fakecuda.fresh import Seen, see
 from tests.fakecuda.side_streams import PROGRAMS, UNORDERED, UNSHARDED
 

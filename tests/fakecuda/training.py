@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import refshard
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 
 VOCAB, DIM, LENGTH, ROWS, STEPS = 24, 16, 6, 8, 5
 

@@ -16,7 +16,7 @@ import refshard
 from refshard.engine.api import engine_of
 from refshard.engine.collectives import GroupCollectives, group_beside
 from refshard.engine.executor import Order
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.engine.fakes import loss_of, make_batch
 from tests.gpu.needs import needs_values
 from tests.gpu.threads import no_pause

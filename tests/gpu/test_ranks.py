@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import refshard
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed.ranks import run_ranks
 from tests.gpu.needs import needs_values
 from tests.gpu.threads import no_pause

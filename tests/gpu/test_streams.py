@@ -16,9 +16,9 @@ from torch import nn
 import refshard
 from refshard.engine.collectives import Pending, Together
 from refshard.engine.device import lanes_of
+from refshard.engine.placement import MODES
 from refshard.engine.precision import Precision
 from refshard.fakecuda import is_active
-from refshard.plan.placement import MODES
 from tests.engine.lanes import AlikeCollectives, DroppingLanes
 from tests.fakecuda.recorded import racing
 from tests.gpu.needs import needs_values

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from refshard.errors import SpecError
 from refshard.models.activation import checkpoint_layers
 from refshard.models.llama import Llama, initialise, next_token_loss
-from refshard.plan.checkpointing import checkpointing_of
+from refshard.specs.layers import checkpointing_of
 from tests.models import small_spec
 
 

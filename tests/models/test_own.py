@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from refshard.errors import SpecError
 from refshard.flops import flops_per_token
-from refshard.models.batch import Tokens
 from refshard.models.counted import count_flops
+from refshard.models.data import Tokens
 from refshard.models.llama import Llama
 from refshard.models.own import Arguments, OwnModel, build_own, factory_file, find_factory
 from refshard.specs.model import is_factory

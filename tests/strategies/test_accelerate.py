@@ -205,7 +205,7 @@ def trap(kind: str) -> str:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     from refshard.models.transformers_llama import BLOCK, llama_for_causal_lm
-    from refshard.strategies.peers.accelerate_sharding import check_accelerator, check_sharded, shard_on_cpu
+    from refshard.strategies.accelerate_fsdp2 import check_accelerator, check_sharded, shard_on_cpu
 
     AcceleratorState._reset_state(True)
     plugin = FullyShardedDataParallelPlugin(

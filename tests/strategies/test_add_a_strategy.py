@@ -16,7 +16,7 @@ from tests.fakecuda.needs import needs_device
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "add-a-strategy.md").read_text()
-FILE = "refshard/strategies/peers/late.py"
+FILE = "refshard/strategies/late.py"
 TABLE = "refshard/strategies/table.py"
 
 pytestmark = [needs_device, pytest.mark.full]

@@ -205,7 +205,7 @@ def refusal(case: CaseSpec) -> str:
 def test_without_a_compiler_it_is_refused() -> None:
     from torch._inductor import config
 
-    from refshard.strategies.peers.simplefsdp_compiler import check_compiler
+    from refshard.strategies.simplefsdp import check_compiler
 
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(UnsupportedError, match="No working C\\+\\+"):
         check_compiler(torch.device("cpu"))

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from refshard.errors import UnsupportedError
 from refshard.harness.trainer import Trainer
-from refshard.plan.stages import layers_of_stages
 from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec
+from refshard.specs.layers import layers_of_stages
 from refshard.strategies import check_case, strategy_for
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec

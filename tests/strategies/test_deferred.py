@@ -86,8 +86,8 @@ def test_sharding_first_changes_no_parameter(found: dict[str, list[list[str]]], 
 
 
 def test_every_deferred_strategy_is_here() -> None:
-    modules = {ROWS[case_of(name).strategy].module for name in CASES}
-    assert modules == {row.module for row in ROWS.values() if row.deferred}
+    modules = {ROWS[case_of(name).strategy].code for name in CASES}
+    assert modules == {row.code for row in ROWS.values() if row.deferred}
 
 
 def test_whole_models_are_deferred_where_the_strategy_can() -> None:

@@ -13,7 +13,7 @@ from refshard.models.llama import Llama
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy
 from refshard.strategies.base import Strategy
-from refshard.strategies.fsdp2_knobs import check_method
+from refshard.strategies.fully_sharded import check_method
 from refshard.strategies.table import ROWS
 from tests.distributed.ranks import run_each, run_ranks
 from tests.models import small_spec

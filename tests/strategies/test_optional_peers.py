@@ -18,9 +18,9 @@ from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec
 from refshard.strategies import make_strategy, strategy_for
 from refshard.strategies.base import Strategy
-from refshard.strategies.peers.deepspeed_zero import DeepSpeedZero
-from refshard.strategies.peers.yafsdp import YaFSDP
+from refshard.strategies.deepspeed_zero import DeepSpeedZero
 from refshard.strategies.table import ROWS
+from refshard.strategies.yafsdp import YaFSDP
 from tests.distributed.ranks import run_ranks
 from tests.models import small_spec
 from tests.strategies.test_strategies import observe

@@ -14,8 +14,7 @@ from refshard.models.llama import Llama, initialise, next_token_loss
 from refshard.records import parity_tolerance
 from refshard.specs.case import CaseSpec
 from refshard.specs.model import load_model
-from refshard.strategies.muon import MakeMuon
-from refshard.strategies.optimizer import make_optimizer
+from refshard.strategies.optimizer import MakeMuon, make_optimizer
 
 CASE = CaseSpec(strategy="single", world_size=1, model="llama-tiny", global_batch=2, seq_len=64, device="cpu")
 

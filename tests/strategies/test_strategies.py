@@ -6,6 +6,7 @@ On every axis that a strategy has, tied and not; some of them on four ranks.
 import itertools
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from refshard import strategies
 from refshard.analysis.efficiency import link_bytes
+from refshard.engine.placement import MODES
 from refshard.errors import SpecError, UnsupportedError
 from refshard.harness.trainer import Trainer
 from refshard.models.llama import Llama, initialise
@@ -349,6 +352,14 @@ def test_heads_that_are_normed_are_not_split() -> None:
     """Each rank would have the gradient of its own heads only."""
     for said in run_ranks(2, refused, "tensor-parallel", {"optimizer": "adamw"}, small_spec(query_norm=True)):
         assert said.endswith("nothing here sums their gradients, got query_norm = true")
+
+
+def test_every_mode_of_the_engine_has_a_row_and_every_row_a_class() -> None:
+    assert {f"refshard-{mode}" for mode in MODES} <= ROWS.keys()
+    for row in ROWS.values():
+        module, _, class_name = row.code.partition(".")
+        source = (Path(strategies.__path__[0]) / f"{module}.py").read_text()
+        assert f"class {class_name}(Strategy):" in source, row.code
 
 
 def test_an_unknown_strategy_is_refused() -> None:

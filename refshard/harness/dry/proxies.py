@@ -19,10 +19,10 @@ from refshard.errors import SpecError, UnsupportedError
 from refshard.estimate.candidates import Candidates
 from refshard.estimate.estimate import checkpointed_layers, estimate
 from refshard.harness.dry.result import DryResult
-from refshard.plan.stages import layers_of_stages
 from refshard.specs.case import CaseSpec
 from refshard.specs.cluster import ClusterSpec
 from refshard.specs.configuration import Configuration
+from refshard.specs.layers import layers_of_stages
 from refshard.specs.model import ModelSpec, parameter_count
 from refshard.specs.reading import convert
 from refshard.specs.writing import to_toml

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import get_args
 
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed.cases import fsdp2
 from tests.distributed.cases.case import Case
 from tests.distributed.cases.corpus import CASES

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from refshard.plan.placement import MODES
+from refshard.engine.placement import MODES
 from tests.distributed.cases.sides import Side, Variant
 
 Kind = Literal["right", "refused", "obscure", "wrong", "race", "crash", "hang"]

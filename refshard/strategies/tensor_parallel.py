@@ -8,24 +8,16 @@ from typing import final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, parallel
 
 from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
-from refshard.strategies.context import Splitting
+from refshard.strategies.context import splitting
 from refshard.strategies.deferred import fill
 from refshard.strategies.loop import PlainLoop, autocast
-from refshard.strategies.muon_over_dtensors import announce_muon, muon_over_dtensors
+from refshard.strategies.optimizer import announce_muon, muon_over_dtensors
 from refshard.strategies.stages import Stage, layers_of, recomputed
 from refshard.strategies.world import World
 
@@ -37,34 +29,30 @@ class TensorParallel(Strategy):
     _model: Llama
 
     def wrap(self, model: Llama, world: World) -> Loop:
-        """See :meth:`Strategy.wrap`."""
         self._model, self._world = model, world
         split(model, world.data, by_sequence=world.case.sequence_parallel)
         fill(model, world)
         return PlainLoop(
-            model, world, computing=autocast(world), stepping=Splitting(model, world), muon=muon_over_dtensors
+            model, world, computing=autocast(world), stepping=splitting(model, world), muon=muon_over_dtensors
         )
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`: the modules whose weight is split."""
         return tuple(n for n, m in self._model.named_modules() if isinstance(getattr(m, "weight", None), DTensor))
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`; one rank has nobody to sum with."""
         if self._world.shards == 1:
             return ()
-        issued = [*announce_split(self._model, self._world, torch.float32)]
+        issued = announce_split(self._model, self._world, torch.float32)
         return count_collectives([*issued, *announce_muon(self._model, self._world.case)])
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`Strategy.full_parameters`."""
         for name, parameter in self._model.named_parameters():
             yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -> None:
     """Split a model, or a stage of it, in place over the ranks of ``mesh``, as Megatron does: heads and feed-forward by
-    columns, what follows them by rows, embedding and head by vocabulary. Norms are whole on every rank.
+    columns, the next matrices by rows, embedding and head by vocabulary. Norms are whole on every rank.
 
     ``by_sequence`` splits norms and the residual stream along the sequence, as torchtitan does, and leaves logits split
     by vocabulary: a loss must then be computed within torch's ``loss_parallel()``.
@@ -86,36 +74,34 @@ def split(part: Llama | Stage, mesh: DeviceMesh, *, by_sequence: bool = False) -
     # Queries, keys and values share one input, whose gradients are then summed before they are reduced.
     whole = Replicate()
     outside: Placement = Shard(1) if by_sequence else whole
-    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=outside)
-    norms: dict[str, ParallelStyle] = {}
-    if by_sequence:
-        norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), SequenceParallel())
-    styles: dict[str, ParallelStyle] = {
-        **norms,
-        "self_attn": PrepareModuleInput(input_layouts=(outside, None, None), desired_input_layouts=(whole, None, None)),
-        **{f"self_attn.{name}_proj": columns for name in "qkv"},
-        "self_attn.o_proj": rows,
-        "mlp": PrepareModuleInput(input_layouts=outside, desired_input_layouts=whole),
-        **{f"mlp.{name}_proj": columns for name in ("gate", "up")},
-        "mlp.down_proj": rows,
-    }
+    columns, rows = parallel.ColwiseParallel(), parallel.RowwiseParallel(output_layouts=outside)
+    norms = ("input_layernorm", "post_attention_layernorm") if by_sequence else ()
+    styles: dict[str, parallel.ParallelStyle] = {
+        **dict.fromkeys(norms, parallel.SequenceParallel()),
+        "self_attn": parallel.PrepareModuleInput(
+            input_layouts=(outside, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        **{f"self_attn.{name}_proj": columns for name in "qkv"}, "self_attn.o_proj": rows,
+        "mlp": parallel.PrepareModuleInput(input_layouts=outside, desired_input_layouts=whole),
+        **{f"mlp.{name}_proj": columns for name in ("gate", "up")}, "mlp.down_proj": rows,
+    }  # fmt: skip
     for block in layers_of(part):
-        parallelize_module(block, mesh, styles)
+        parallel.parallelize_module(block, mesh, styles)
     ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=outside),
-        "model.norm": SequenceParallel() if by_sequence else None,
-        "lm_head": ColwiseParallel(
+        "model.embed_tokens": parallel.RowwiseParallel(input_layouts=whole, output_layouts=outside),
+        "model.norm": parallel.SequenceParallel() if by_sequence else None,
+        "lm_head": parallel.ColwiseParallel(
             input_layouts=outside, output_layouts=Shard(-1) if by_sequence else whole, use_local_output=not by_sequence
         ),
     }
-    named = dict(part.named_modules())
-    parallelize_module(part, mesh, {name: style for name, style in ends.items() if style is not None and name in named})
+    held = {name for name, _ in part.named_modules()}
+    parallel.parallelize_module(part, mesh, {name: style for name, style in ends.items() if style and name in held})
     if isinstance(part, Llama):
         part.tie_weights()
 
 
 def announce_split(part: Llama | Stage, world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
-    """``(op, bytes)`` of what :func:`split` communicates in a step; the residual stream is of dtype ``residual``."""
+    """``(op, bytes)`` of the collectives of :func:`split` in a step, with a residual stream of dtype ``residual``."""
     first, last = (True, True) if isinstance(part, Llama) else (part.first, part.last)
     announce = _of_sequences if world.case.sequence_parallel else _of_sums
     for _ in range(world.case.microbatches):
@@ -130,8 +116,8 @@ def _of_sums(
     part: Llama | Stage, world: World, residual: torch.dtype, first: bool, last: bool
 ) -> Iterator[tuple[str, int]]:
     """Hidden states are summed after the embedding and after each product by rows, and in backward their gradients
-    before each product by columns; logits are gathered. What is recomputed is summed again, but for a layer's last sum,
-    which nothing in its backward needs.
+    before each product by columns; logits are gathered. Recomputation repeats a layer's sums, except the last, which
+    its backward does not need.
     """
     layers, tokens = len(layers_of(part)), world.microbatch * world.tokens
     products, residuals = 2 * layers, int(first)
@@ -148,7 +134,7 @@ def _of_sequences(
     part: Llama | Stage, world: World, residual: torch.dtype, first: bool, last: bool
 ) -> Iterator[tuple[str, int]]:
     """As :func:`_of_sums`, but a sum leaves each rank its part of the sequence, which is gathered before each product
-    by columns, and in backward the other way round. Of the loss, three numbers of each token are reduced.
+    by columns, and in backward the other way round. The loss reduces three numbers of each token.
     """
     layers, tokens = len(layers_of(part)), world.microbatch * world.tokens
     computed, kept = (tokens * part.spec.dim * dtype.itemsize for dtype in (world.computed, residual))

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from refshard.errors import SpecError
-from refshard.plan.placement import MODES, Mode, find_mode
-from refshard.plan.schedule import (
+from refshard.engine.placement import MODES, Mode, find_mode
+from refshard.engine.schedule import (
     MARKERS,
     Op,
     OpKind,
@@ -22,6 +21,7 @@ from refshard.plan.schedule import (
     chain_markers,
     on_demand,
 )
+from refshard.errors import SpecError
 
 modes = st.sampled_from(sorted(MODES.values(), key=lambda m: m.name))
 sharding = st.sampled_from([m for m in MODES.values() if m.storage != "persistent"])

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from refshard.plan.schedule import Op, OpKind, Rings
+from refshard.engine.schedule import Op, OpKind, Rings
 
 ALIGNMENT = 512
 """Bytes: a unit's flat buffers start on multiples of it, as blocks of CUDA's caching allocator do."""

@@ -5,10 +5,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.plan.arena import Arena, aligned, plan_arena
-from refshard.plan.placement import find_mode
-from refshard.plan.schedule import Op, OpKind, PassKind, UnitFacts, assign_rings, build, chain_markers
-from tests.plan.test_schedule import sized
+from refshard.engine.arena import Arena, aligned, plan_arena
+from refshard.engine.placement import find_mode
+from refshard.engine.schedule import Op, OpKind, PassKind, UnitFacts, assign_rings, build, chain_markers
+from tests.engine.test_schedule import sized
 
 YAFSDP = find_mode("yafsdp")
 KINDS = (PassKind(training=False, reduce=False), PassKind(), PassKind(forward=False))

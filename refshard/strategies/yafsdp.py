@@ -1,4 +1,4 @@
-"""YaFSDP's own ``fully_shard``, where the user has it: it is on no package index (github.com/yandex/YaFSDP)."""
+"""YaFSDP's own ``fully_shard``, if the user has installed it: it is on no package index (github.com/yandex/YaFSDP)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +15,7 @@ from refshard.errors import UnsupportedError
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
-from refshard.strategies.loop import PlainLoop
+from refshard.strategies.loop import Context, PlainLoop
 from refshard.strategies.world import World
 
 ALIGNMENT = 8  # elements that a rank's part of a unit is a multiple of: the default of its ``shard_alignment``
@@ -30,18 +30,13 @@ class YaFSDP(Strategy):
     """One unit for the embedding, one for each block, one for the final norm and head; the root owns nothing.
 
     Units share two buffers in turn, so none may stay gathered while others run, as a tied embedding would. Each
-    microbatch is reduced into the shard, as with FSDP2. ``module`` names what has the interface of ``ya_fsdp``.
+    microbatch is reduced into the shard, as with FSDP2. ``module`` names a module with the interface of ``ya_fsdp``.
     """
 
     def __init__(self, module: str = "ya_fsdp") -> None:
         self._ya_fsdp: Any = import_module(module)
 
     def wrap(self, model: Llama, world: World) -> Loop:
-        """See :meth:`Strategy.wrap`.
-
-        gloo counts what it gathers as writes, so autograd would refuse a parameter that was gathered again into the
-        same buffer. Saved tensors that pass hooks are not checked.
-        """
         if model.spec.tied:
             raise UnsupportedError(f"a tied embedding in one unit with the head: YaFSDP says: {TIED}")
         options: dict[str, Any] = {"mesh": world.data}
@@ -50,23 +45,26 @@ class YaFSDP(Strategy):
         for unit in (model.model.embed_tokens, *model.model.layers, [model.model.norm, model.lm_head], model):
             self._ya_fsdp.fully_shard(unit, **options)
         self._model, self._world = model, world
-        unchecked = partial(saved_tensors_hooks, _same, _same) if world.device.type == "cpu" else nullcontext
-        training = world.case.workload == "training"
-        return PlainLoop(model, world, computing=unchecked if training else self._until_resharded)
+        computing: Context = nullcontext
+        if world.case.workload == "inference":
+            computing = self._until_resharded
+        elif world.device.type == "cpu":
+            # gloo counts a gather as a write, so autograd would refuse a parameter that was gathered again into the
+            # same buffer. It does not check saved tensors that pass hooks.
+            computing = partial(saved_tensors_hooks, _same, _same)
+        return PlainLoop(model, world, computing=computing)
 
     @contextmanager
     def _until_resharded(self) -> Iterator[None]:
-        """Without backward nothing would free the two buffers for the next forward."""
         yield
-        self._reshard()
+        self._reshard()  # without backward nothing else frees the two buffers for the next forward
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`."""
         return tuple(self._units())
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`: the last unit of each of the two buffers stays gathered after forward; all
-        others backward gathers, even a frozen embedding. A unit of which anything is trained is reduced whole.
+        """The last unit of each of the two buffers stays gathered after forward; backward gathers all others, even a
+        frozen embedding. A unit is reduced whole if any of it is trained.
         """
         world, issued, units = self._world, list[tuple[str, int]](), self._units()
         training = world.case.workload == "training"
@@ -79,7 +77,6 @@ class YaFSDP(Strategy):
         return count_collectives(issued, times=world.case.microbatches)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`Strategy.full_parameters`."""
         self._reshard()
         for name, parameter in self._model.named_parameters():
             assert isinstance(parameter, self._ya_fsdp.RaggedShardDTensor)
@@ -87,7 +84,7 @@ class YaFSDP(Strategy):
 
     @torch.no_grad()
     def _gather(self, parameter: Any) -> torch.Tensor:
-        """The parameter whole. Its own ``full_tensor`` gathers parts of different sizes, which gloo cannot."""
+        """The whole parameter. Its own ``full_tensor`` gathers parts of different sizes, which gloo cannot."""
         group, part = self._world.data.get_group(), parameter.to_local().reshape(-1)
         numels = torch.empty(group.size(), dtype=torch.int64, device=part.device)
         dist.all_gather_into_tensor(numels, numels.new_tensor([part.numel()]), group=group)
@@ -97,7 +94,7 @@ class YaFSDP(Strategy):
         return torch.cat([row[:n] for row, n in zip(whole.split(longest), numels.tolist())]).view(parameter.shape)
 
     def _units(self) -> dict[str, int]:
-        """Elements, padded, of each unit that is really there; a group of modules is one unit."""
+        """Elements, padded, of each unit found on the model; a group of modules is one unit."""
         self._reshard()
         names: dict[int, list[str]] = {}
         sizes: dict[int, int] = {}

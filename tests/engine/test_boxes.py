@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refshard.plan.boxes import Box, boxes
+from refshard.engine.layout import Box, boxes
 
 
 @st.composite

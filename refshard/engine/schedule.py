@@ -14,8 +14,8 @@ them :func:`build` places the communication, by three rules:
    are large. Over two axes a reduction has two legs: a reduce-scatter, and an all-reduce of the shard that is issued
    where a single leg would have been awaited.
 
-The engine walks the stream marker by marker, so every rank issues the same collectives in the same order; the
-simulator prices it; a trace is held against it.
+The engine walks the stream marker by marker, so every rank issues the same collectives in the same order. The
+strategies announce them from it, and a trace is checked against that.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from refshard.plan.placement import Mode, Storage
+from refshard.engine.placement import Mode, Storage
 
 Phase = Literal["forward", "backward"]
 

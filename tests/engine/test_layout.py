@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.plan.layout import NARROWEST_BYTES, lay_out
+from refshard.engine.layout import NARROWEST_BYTES, lay_out
 
 shapes = st.lists(st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=8)
 

@@ -8,18 +8,18 @@ from typing import Any, final
 import torch
 
 from refshard.errors import UnsupportedError
+from refshard.models.data import Batch
 from refshard.models.llama import Llama
 from refshard.records import CollectiveCount
 from refshard.strategies.base import Loop, Strategy, count_collectives
 from refshard.strategies.optimizer import make_optimizer
-from refshard.strategies.peers.deepspeed_loop import EngineLoop
 from refshard.strategies.world import World
 
 
 @final
 class DeepSpeedZero(Strategy):
     """``stage`` 1 shards the optimizer's state, 2 also gradients, 3 also parameters; the unit is the parameter. Stage 1
-    keeps whole gradients until a step ends; the others reduce those of each microbatch. ``zero`` are entries of its
+    keeps whole gradients until a step ends; the others reduce each microbatch. ``zero`` are entries of its
     ``zero_optimization``.
     """
 
@@ -27,7 +27,6 @@ class DeepSpeedZero(Strategy):
         self._stage, self._zero = stage, zero
 
     def wrap(self, model: Llama, world: World) -> Loop:
-        """See :meth:`Strategy.wrap`."""
         case = world.case
         if case.fidelity == "emulated":
             raise UnsupportedError("DeepSpeed trains over a copy of the process's default group, of real ranks only")
@@ -35,13 +34,21 @@ class DeepSpeedZero(Strategy):
             raise UnsupportedError("ZeRO-3 with LoRA and checkpointing: what recomputation gathers has no closed form")
         if world.shards == 1:
             raise UnsupportedError("ZeRO over a single rank shards nothing")
-        if self._stage == 3:
-            self._check_size(model)
+        numels = [parameter.numel() for parameter in model.parameters()]
+        for what, numel, limit, most in (
+            ("its largest parameter has", max(numels), "reduce_bucket_size", 5e8),
+            ("all its parameters have", sum(numels), "stage3_max_live_parameters", 1e9),
+        ):
+            if self._stage == 3 and numel > (most := self._zero.get(limit, most)):
+                raise UnsupportedError(
+                    f"refshard predicts ZeRO-3's collectives only for models within {limit} = {most:,.0f} elements, "
+                    f"and {what} {numel:,}; to raise it, add a row to refshard/strategies/table.py"
+                )
         os.environ.setdefault("LOCAL_RANK", str(world.group.rank()))  # it asserts that there is one
         os.environ.setdefault("DS_ACCELERATOR", world.device.type)
         import deepspeed
 
-        # It would be compiled, for a minute or two, and no collective of a step runs in it.
+        # It would be compiled, for a minute or two, and no collective of a step uses it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = {
             "train_micro_batch_size_per_gpu": case.global_batch // case.world_size // case.microbatches,
@@ -53,32 +60,19 @@ class DeepSpeedZero(Strategy):
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config, dist_init_required=False)
         self._world, self._optimizer = world, engine.optimizer
         self._model: Any = model.eval() if case.workload == "inference" else model
-        return EngineLoop(engine, case.microbatches)
-
-    def _check_size(self, model: Llama) -> None:
-        """Refuse a model before it is trained for nothing: what it communicates could not be told."""
-        numels = [parameter.numel() for parameter in model.parameters()]
-        for what, numel, limit, most in (
-            ("its largest parameter has", max(numels), "reduce_bucket_size", 5e8),
-            ("all its parameters have", sum(numels), "stage3_max_live_parameters", 1e9),
-        ):
-            if numel > (most := self._zero.get(limit, most)):
-                raise UnsupportedError(
-                    f"refshard predicts ZeRO-3's collectives only for models within {limit} = {most:,.0f} elements, "
-                    f"and {what} {numel:,}; to raise it, add a row to refshard/strategies/table.py"
-                )
+        return _EngineLoop(engine, case.microbatches)
 
     def wrapped_units(self) -> tuple[str, ...]:
-        """See :meth:`Strategy.wrapped_units`: the parameters that are cut up, or whose optimizer's state is."""
+        """The parameters that are sharded, or whose optimizer state is."""
         if self._stage == 3:
             return tuple(n for n, p in self._model.named_parameters() if p.ds_tensor.ds_numel < p.ds_numel)
         flat = {f.untyped_storage().data_ptr() for f in self._optimizer.bit16_groups_flat}
         return tuple(n for n, p in self._model.named_parameters() if p.untyped_storage().data_ptr() in flat)
 
     def announced(self) -> tuple[CollectiveCount, ...]:
-        """See :meth:`Strategy.announced`; stage 3 is steady from the third pass on. It gathers parameters beyond its
-        threshold once a pass, many at a time, for it keeps up to 1e9 elements gathered; those under it one by one after
-        each step. A step takes the gradients' norm.
+        """Stage 3 is steady from the third pass on. It gathers parameters above its threshold once a pass, many at a
+        time, since it keeps up to 1e9 elements gathered, and those below it one by one after each step. A step takes
+        the gradients' norm.
         """
         zero, case, issued = self._optimizer, self._world.case, list[tuple[str, int]]()
         trained = [p for p in self._model.parameters() if p.requires_grad][::-1]
@@ -100,7 +94,6 @@ class DeepSpeedZero(Strategy):
         return count_collectives(issued)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`Strategy.full_parameters`."""
         from deepspeed.runtime.zero import GatheredParameters
 
         for name, parameter in self._model.named_parameters():
@@ -115,3 +108,23 @@ def _buckets(sizes: list[int], *, at_least: float = math.inf, at_most: float = m
         joins = bool(found) and found[-1] < at_least and found[-1] + size <= at_most
         found.append(size + (found.pop() if joins else 0))
     return found
+
+
+@final
+class _EngineLoop(Loop):
+    """Forward, backward and step through DeepSpeed's engine, which holds the optimizer, in ``parts`` microbatches."""
+
+    def __init__(self, engine: Any, parts: int) -> None:
+        self._engine, self._parts = engine, parts
+
+    def train(self, batch: Batch) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        for part in batch.split(self._parts):
+            losses.append(part.loss(self._engine))
+            (losses[-1] / self._parts).backward()
+        self._engine.step()  # which also clears the gradients
+        return torch.stack(losses).mean().detach()
+
+    def infer(self, batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            return batch.loss(self._engine)

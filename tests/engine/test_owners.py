@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refshard.plan.owners import IMBALANCE, choose_owners, share_out, step_cost
+from refshard.engine.owners import IMBALANCE, choose_owners, share_out, step_cost
 
 COSTS = st.lists(st.lists(st.integers(1, 100), min_size=1, max_size=5), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)

@@ -1,4 +1,7 @@
-"""Pipelines: torch's schedules over a rank's stages, the loop that steps them, and the messages that they send."""
+"""Pipelines: torch's schedules over a rank's stages, the loop that steps them, and the messages that they send.
+
+As a strategy of its own, all ranks form one pipeline, and nothing is sharded; FSDP2 and DDP compose with it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -7,13 +10,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -22,25 +19,51 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from refshard.errors import UnsupportedError
-from refshard.models.batch import Batch, Tokens
-from refshard.models.llama import next_token_loss
-from refshard.strategies.base import Loop
+from refshard.models.data import Batch, Tokens
+from refshard.models.llama import Llama, next_token_loss
+from refshard.records import CollectiveCount
+from refshard.strategies.base import Loop, Strategy, count_collectives
+from refshard.strategies.deferred import fill_stages
 from refshard.strategies.loop import StepContext
-from refshard.strategies.muon import MakeMuon
-from refshard.strategies.optimizer import make_optimizer
-from refshard.strategies.stages import Stage
+from refshard.strategies.optimizer import MakeMuon, make_optimizer
+from refshard.strategies.stages import Stage, parameters_of_all, stages_of
 from refshard.strategies.world import World
+
+
+@final
+class Pipeline(Strategy):
+    """Layers divided as evenly as can be; the first rank has the embedding, the last the final norm and the head."""
+
+    def wrap(self, model: Llama, world: World) -> Loop:
+        self._model, self._world = model, world
+        self._stages = stages_of(model, world)
+        fill_stages(self._stages, model, world)
+        return PipelineLoop(self._stages, self._stages, world, residual=torch.float32)
+
+    def wrapped_units(self) -> tuple[str, ...]:
+        """This rank's stages, named by the layers that they hold."""
+        named = {module: name for name, module in self._model.named_modules()}
+        ends = ((named[stage.layers[0]], named[stage.layers[-1]]) for stage in self._stages)
+        return tuple(f"{first}-{last.rpartition('.')[2]}" for first, last in ends)
+
+    def announced(self) -> tuple[CollectiveCount, ...]:
+        return count_collectives(announce_messages(self._stages, self._world, torch.float32))
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        own = {name: parameter.detach for stage in self._stages for name, parameter in stage.named_parameters()}
+        yield from parameters_of_all(self._model, self._world, own)
+
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 _MULTI: Mapping[str, type[_PipelineScheduleRuntime]] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
 
 
 @final
 class PipelineLoop(Loop):
-    """Steps the schedule, and this rank's optimizer. ``wrapped`` are the ``stages`` as a strategy wrapped them, and
+    """Steps the schedule, and this rank's optimizer. ``wrapped`` are the strategy's wrappers of the ``stages``, which
     pass on hidden states of dtype ``residual``. Steps run within ``stepping(batch)``.
     """
 
@@ -59,7 +82,6 @@ class PipelineLoop(Loop):
         self.schedule = _schedule(made, world)
 
     def train(self, batch: Batch) -> Tensor:
-        """See :meth:`Loop.train`."""
         assert self._optimizer is not None
         with self._stepping(batch):
             loss = self._run(self.schedule.step, batch)
@@ -68,37 +90,33 @@ class PipelineLoop(Loop):
         return loss
 
     def infer(self, batch: Batch) -> Tensor:
-        """See :meth:`Loop.infer`."""
         with torch.no_grad(), self._stepping(batch):
             return self._run(self.schedule.eval, batch)
 
     def _run(self, run: Any, batch: Batch) -> Tensor:
-        losses: list[Tensor] = []
         assert isinstance(batch, Tokens)
-        inputs_BT, targets_BT = batch.inputs, batch.targets
+        losses: list[Tensor] = []
         options = {} if run == self.schedule.eval else {"return_outputs": False}
-        given = [inputs_BT] * self._first
+        given, target = [batch.inputs] * self._first, batch.targets if self._last else None
         try:
-            run(*given, target=targets_BT if self._last else None, losses=losses, **options)
-        except RuntimeError as error:  # torch's stages raise one from whatever a stage met
+            run(*given, target=target, losses=losses, **options)
+        except RuntimeError as error:  # torch's stages wrap every error in one
             raise (error.__cause__ or error) from None
-        mean = torch.stack(losses).mean().detach() if self._last else inputs_BT.new_zeros((), dtype=torch.float32)
+        mean = torch.stack(losses).mean().detach() if self._last else batch.inputs.new_zeros((), dtype=torch.float32)
         dist.broadcast(mean, group_src=self._source, group=self._group)
         return mean
 
 
-def _staged(stage: Stage, wrapped: nn.Module, world: World, residual: torch.dtype) -> PipelineStage:
-    """A stage as torch's schedules take it.
-
-    The shapes of what it gets and makes are given: torch then need not run the model once to find out, nor ask the
-    neighbours.
+def _staged(stage: Stage, wrapped: nn.Module, world: World, residual: torch.dtype) -> pipelining.PipelineStage:
+    """A stage for torch's schedules, with the shapes of its inputs and outputs: torch then need not run the model once
+    to find out, nor ask the neighbours.
     """
     assert world.pipeline is not None
     case, training = world.case, world.case.workload == "training"
     ids = torch.empty(world.microbatch, world.tokens, dtype=torch.int64, device="meta")
     hidden = torch.empty(hidden_shape(stage, world), dtype=residual, device="meta", requires_grad=training)
     logits = torch.empty(*ids.shape, stage.spec.vocab, dtype=residual, device="meta", requires_grad=training)
-    kind = _AgreedStage if case.fidelity == "dryrun" else PipelineStage
+    kind = _AgreedStage if case.fidelity == "dryrun" else pipelining.PipelineStage
     return kind(
         wrapped, stage.index, case.pipeline_ranks * case.interleave, world.device, group=world.pipeline.get_group(),
         input_args=ids if stage.first else hidden, output_args=logits if stage.last else hidden,
@@ -111,7 +129,7 @@ def hidden_shape(stage: Stage, world: World) -> tuple[int, int, int]:
     return world.microbatch, tokens, stage.spec.dim
 
 
-def _schedule(stages: list[PipelineStage], world: World) -> Schedule:
+def _schedule(stages: list[pipelining.PipelineStage], world: World) -> Schedule:
     """Torch's schedule of the case.
 
     With fewer microbatches than stages, which cannot fill a pipeline, 1F1B computes all forwards first (GPipe).
@@ -121,7 +139,7 @@ def _schedule(stages: list[PipelineStage], world: World) -> Schedule:
     """
     case = world.case
     if case.schedule == "1f1b":
-        single = Schedule1F1B if case.microbatches >= case.pipeline_ranks else ScheduleGPipe
+        single = pipelining.Schedule1F1B if case.microbatches >= case.pipeline_ranks else pipelining.ScheduleGPipe
         return single(stages[0], case.microbatches, loss_fn=next_token_loss)
     if case.microbatches % max(1, case.microbatches // case.pipeline_ranks):
         raise UnsupportedError(
@@ -132,10 +150,9 @@ def _schedule(stages: list[PipelineStage], world: World) -> Schedule:
 
 
 @final
-class _AgreedStage(PipelineStage):
-    """A stage of a dry run, where a rank is alone: torch's stages vote whether all know their boundaries, and they do.
-
-    What the neighbours vote cannot be received, so this stage takes their agreement for granted.
+class _AgreedStage(pipelining.PipelineStage):
+    """A stage of a dry run, whose rank is alone: torch's stages vote whether all know their boundaries, and all do. The
+    neighbours' votes cannot be received, so this stage takes them for granted.
     """
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
@@ -146,8 +163,8 @@ class _AgreedStage(PipelineStage):
 
 
 def announce_messages(stages: Sequence[Stage], world: World, residual: torch.dtype) -> Iterator[tuple[str, int]]:
-    """``(op, bytes)`` of a step's messages to the neighbours: hidden states on and their gradients back, for each
-    microbatch; and of the mean loss, which the last rank tells all. One rank sends itself nothing.
+    """``(op, bytes)`` of a step's messages to the neighbours, hidden states onward and their gradients back for each
+    microbatch, and of the mean loss, which the last rank broadcasts. A single rank sends itself nothing.
     """
     case = world.case
     training = case.workload == "training"
@@ -161,8 +178,8 @@ def announce_messages(stages: Sequence[Stage], world: World, residual: torch.dty
 
 
 def gathers_of(schedule: Schedule, stage: Stage, rank: int) -> int:
-    """How often a schedule has a sharded stage of the pipeline rank ``rank`` gathered in a step: once, unless the rank
-    has more stages than it may keep gathered at a time.
+    """How often a schedule gathers a sharded stage of the pipeline rank ``rank`` in a step: once, unless the rank has
+    more stages than it may keep gathered at a time.
     """
     if not isinstance(schedule, _PipelineScheduleRuntime):
         return 1

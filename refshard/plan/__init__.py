@@ -1,1 +1,0 @@
-"""What a mode does, as pure data: placements, layouts and op streams."""

@@ -1,1 +1,0 @@
-"""Other ways of sharding, each by its own public interface."""
