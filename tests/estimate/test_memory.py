@@ -1,4 +1,4 @@
-"""Memory in closed form, against the model that other tests hold to the byte, and against published runs."""
+"""Memory in closed form, against the model that other tests hold to the byte."""
 
 from functools import cache
 from itertools import product
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from refshard.estimate.memory import PARTS
-from refshard.estimate.published import load_runs, predicted
 from refshard.memory.tensors import Batch
 from refshard.memory.walk import RankJob, predict_memory
 from refshard.plan.checkpointing import checkpointing_of
@@ -93,15 +92,6 @@ def test_scores_that_attention_makes_in_fp32_are_counted(policy: str) -> None:
     row = configuration(shard=8, checkpointing=policy, precision="fp32")
     peak = float(estimated(row, seq_len=SEQ_LEN).memory.peak[0])
     assert peak == pytest.approx(predict_memory(job, RECIPES["fsdp2"]).peak, rel=0.03)
-
-
-def test_published_allocated_memory_is_met() -> None:
-    """SimuMax's runs on 8 B200."""
-    runs = [run for run in load_runs()[0] if run.run.allocated_gib is not None]
-    assert {run.table for run in runs} == {"simumax-b200"}
-    assert len(runs) == 31
-    for run, (_, peak_gib) in zip(runs, predicted(runs)):
-        assert peak_gib == pytest.approx(run.run.allocated_gib, rel=0.08), run.run
 
 
 def test_the_peak_is_the_sum_of_parts_that_are_never_negative() -> None:
