@@ -181,9 +181,7 @@ def _batch(run: Run, data: int) -> tuple[int, int] | None:
     return (run.microbatch, 1) if run.microbatch and run.tokens_per_s_gpu else None
 
 
-def load_runs(
-    sources: Mapping[str, Source] | None = None,
-) -> tuple[list[Published], Counter[tuple[str, str]]]:
+def load_runs(sources: Mapping[str, Source] | None = None) -> tuple[list[Published], Counter[tuple[str, str]]]:
     """The runs of ``sources`` (by default of all) that are configurations, and how many are none, by table and reason.
 
     Runs with a script are left to dry runs. For each source of this checkout and each accelerator in it, every other

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -58,6 +59,7 @@ def closed_form_answer(
     ``left`` counts runs that are not predicted, by table and reason.
     """
     curves = scaling(found)
+    missing = [(*key, count) for key, count in sorted(left.items())]
     agreed, decided = speed_ups(found)
     held = sorted(abs(one.error) for one in found if one.published.half == "held out")
     notes = []
@@ -87,9 +89,7 @@ def closed_form_answer(
     return Answer(
         data={
             "runs": rows,
-            "not_predicted": [
-                {"table": name, "reason": reason, "runs": count} for (name, reason), count in sorted(left.items())
-            ],
+            "not_predicted": [{"table": name, "reason": reason, "runs": count} for name, reason, count in missing],
             "held_out": {
                 "runs": len(held), "median_error": median(held) if held else None,
                 "worst_error": max(held, default=None),
@@ -100,12 +100,7 @@ def closed_form_answer(
         rows=rows,
         blocks=[
             *(one for one in tables if one.rows),
-            Notes(
-                sentences=[
-                    f"Not predicted: {count} of {name}: {reason}" for (name, reason), count in sorted(left.items())
-                ],
-                detail=True,
-            ),
+            Notes(sentences=[f"Not predicted: {count} of {name}: {why}" for name, why, count in missing], detail=True),
             Notes(sentences=notes),
             Verdict(sentences=[verdict], style="plain"),
         ],
@@ -318,13 +313,7 @@ def dry_run_answer(found: Sequence[Prediction], recorded: Sequence[RecordedCase]
     return Answer(
         data={
             "verdict": verdict, "runs": objects,
-            "recorded": [
-                {
-                    "machine": one.machine, "name": one.name, "half": one.half, "figure": one.figure,
-                    "measured": one.measured, "predicted": one.predicted, "error": one.error,
-                }
-                for one in recorded
-            ],
+            "recorded": [{**asdict(one), "error": one.error} for one in recorded],
         },
         rows=[{"name": one["name"], "half": one["half"], **figure} for one in objects for figure in one["compared"]],
         columns=("name", "half", "figure", "published", "predicted", "error", "other_mode"),
